@@ -1,0 +1,70 @@
+"""The errors of the kit and the exit codes they end a command with.
+
+::
+
+    CrashkitError          1  failed
+    ├── UsageError         2  the arguments make no sense
+    ├── NothingToDoError   3  nothing to do it on: no such process, incident or installation
+    ├── RefusedError       4  refused: a foreign file, an unsupported release
+    └── PartialError       5  done in part
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a command's exit status says."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    NOTHING = 3
+    REFUSED = 4
+    PARTIAL = 5
+
+
+class CrashkitError(Exception):
+    """What happened, to which path or pid, and what to do next.
+
+    Args:
+        message: one sentence that names the thing (path, pid, release).
+        next_step: the command or action that helps, without a leading "run".
+    """
+
+    exit_code = ExitCode.FAILED
+
+    def __init__(self, message: str, *, next_step: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        if self.next_step is None:
+            return self.message
+        return f"{self.message}\n  next: {self.next_step}"
+
+
+class UsageError(CrashkitError):
+    """The arguments make no sense."""
+
+    exit_code = ExitCode.USAGE
+
+
+class NothingToDoError(CrashkitError):
+    """There is no such process, incident or installation."""
+
+    exit_code = ExitCode.NOTHING
+
+
+class RefusedError(CrashkitError):
+    """Doing it would lose something or build on what the kit does not know."""
+
+    exit_code = ExitCode.REFUSED
+
+
+class PartialError(CrashkitError):
+    """Some of it is done; the message names what is not."""
+
+    exit_code = ExitCode.PARTIAL
