@@ -1,0 +1,1 @@
+"""Processes, stacks, exits and incidents. Imports neither sglang nor torch."""

@@ -1,0 +1,125 @@
+"""Name the first failure of a crash and say how well the evidence supports it.
+
+Two things are known of the order of events. A rank that raises an exception waits, before anything else is told to
+end, until the other ranks were photographed; so a rank killed by a fatal signal before that was not ended by the
+server's own clean-up. And a lost connection is a consequence of a death, not its cause.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from sglang_crashkit.core.incident import Failure, Incident, Level, ProcessReport, Verdict
+
+FailureKind = Literal["exit", "exception"]
+
+#: Signals that a process does not get by an orderly shutdown.
+FATAL_SIGNALS = frozenset({"SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP"})
+
+_LOST_PEER = re.compile(
+    r"connection (closed|reset)|closed by peer|broken pipe|socket timeout|timed out waiting|remote (process|peer)"
+    r"|nccl.*(abort|remote|unhandled)|store.*(timeout|closed)|recv(?:value)? failed",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class FailureEvent:
+    """A failure as it was seen.
+
+    Attributes:
+        pid: the process.
+        seconds: when, since the epoch.
+        kind: it exited, or it reported an exception.
+        message: the exception in one line; empty for an exit.
+        fatal_signal: the exit was by a signal of `FATAL_SIGNALS`.
+        before_photograph: it was seen before the server's own clean-up could begin.
+    """
+
+    pid: int
+    seconds: float
+    kind: FailureKind
+    message: str = ""
+    fatal_signal: bool = False
+    before_photograph: bool = True
+
+
+def order_failures(events: Sequence[FailureEvent]) -> list[FailureEvent]:
+    """Return the failures, the first one first, consequences behind their causes."""
+
+    def rank(event: FailureEvent) -> tuple[int, float]:
+        if event.kind == "exit":
+            return (0 if event.fatal_signal and event.before_photograph else 1, event.seconds)
+        return (2 if _LOST_PEER.search(event.message) else 1, event.seconds)
+
+    deaths = [event for event in events if event.kind == "exit" and event.fatal_signal and event.before_photograph]
+    consequences = [event for event in events if _LOST_PEER.search(event.message)]
+    if deaths and consequences:
+        return sorted(events, key=rank)
+    return sorted(events, key=lambda event: (event.seconds, event.kind))
+
+
+def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
+    """Return the verdict on an incident.
+
+    Args:
+        incident: with its processes and their evidence.
+        events: the failures in any order.
+    """
+    ordered = order_failures(events)
+    if not ordered:
+        return Verdict(
+            kind="unknown",
+            first_failure=None,
+            level="unknown",
+            text=f"{incident.trigger.title} reported {incident.trigger.event}, but no process was seen to fail.",
+            basis=[],
+        )
+    first = ordered[0]
+    process = incident.process(first.pid)
+    title = process.title if process else incident.trigger.title
+    statement, kind, level = _statement(first, process, title)
+    basis = [statement]
+    for event in ordered[1:]:
+        other = incident.process(event.pid)
+        if other is not None:
+            basis.append(_consequence(event, other))
+    basis += [
+        f"{other.title} (pid {other.pid}) was in {other.doing[0]}."
+        for other in incident.processes
+        if other.pid != first.pid and other.role == "scheduler" and other.doing
+    ]
+    if len(ordered) > 1 and level == "established" and not _clearly_first(ordered):
+        level = "supported"
+    return Verdict(kind, Failure(first.pid, title), level, " ".join(basis), basis)
+
+
+def _clearly_first(ordered: Sequence[FailureEvent]) -> bool:
+    first, second = ordered[0], ordered[1]
+    if first.kind == "exit" and first.fatal_signal and first.before_photograph:
+        return second.kind == "exception" or second.seconds - first.seconds > 0.005
+    return second.seconds - first.seconds > 0.005
+
+
+def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -> tuple[str, str, Level]:
+    name = f"{title} (pid {event.pid})"
+    if event.kind == "exception":
+        return f"{name} raised {event.message}.", "exception", "established"
+    end = process.exit if process else None
+    if end is None or end.cause == "unknown":
+        return f"{name} ended; nobody could tell how.", "unknown", "supported"
+    if end.cause == "oom_kill":
+        return f"{name} was killed by the kernel for lack of memory: {end.detail}.", "oom_kill", "established"
+    if end.signal is not None:
+        return f"{name} was killed by {end.signal}: {end.detail}.", "signal", "established"
+    return f"{name} ended with exit status {end.code}: {end.detail}.", "exit_status", "established"
+
+
+def _consequence(event: FailureEvent, process: ProcessReport) -> str:
+    if event.kind == "exception":
+        return f"{process.title} (pid {process.pid}) then raised {event.message}."
+    how = (process.exit.signal or f"exit status {process.exit.code}") if process.exit else "an unknown cause"
+    return f"{process.title} (pid {process.pid}) then ended by {how}."

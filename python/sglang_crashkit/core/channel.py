@@ -1,0 +1,180 @@
+"""One datagram from a process of the server to its crash handler, and the handler's acknowledgement.
+
+A message is a JSON object of at most 60 kB with ``event`` and ``time``. The sender is taken from the kernel's
+credentials of the socket (``SO_PASSCRED``), never from the message. The handler's socket lies in a folder with mode
+0700; a sender that waits binds to an address that the kernel chooses (abstract, unix(7) "autobind").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_MAX_BYTES = 60_000
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class HandlerUnreachableError(Exception):
+    """There is no crash handler behind the socket, or it took no message."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message as the handler received it.
+
+    Attributes:
+        event: what happened, such as ``scheduler_exception``.
+        fields: the rest of the message.
+        pid: the sender, by the kernel's word.
+        uid: the sender's user, by the kernel's word.
+        address: where an acknowledgement goes, None when the sender does not wait.
+    """
+
+    event: str
+    fields: dict[str, Any]
+    pid: int
+    uid: int
+    address: bytes | None
+
+
+def notify(socket_path: str, event: str, **fields: Any) -> None:
+    """Send a message and return at once.
+
+    Raises:
+        HandlerUnreachableError: it could not be handed over.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        _send(sender, socket_path, event, fields)
+
+
+def request(socket_path: str, event: str, timeout_secs: float, **fields: Any) -> dict[str, Any]:
+    """Send a message and wait for its acknowledgement.
+
+    Args:
+        socket_path: the handler's socket.
+        event: what happened.
+        timeout_secs: the longest to wait, in seconds.
+        fields: the rest of the message, JSON values.
+
+    Returns:
+        The acknowledgement; empty when the handler took the message but did not answer in time.
+
+    Raises:
+        HandlerUnreachableError: the message could not be handed over, or the handler died before it answered.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        sender.bind("")
+        deadline = time.monotonic() + timeout_secs
+        _send(sender, socket_path, event, fields | {"wait": True})
+        while True:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return {}
+            # Short turns, so that a handler that died while it worked is noticed long before the deadline.
+            if select.select([sender], [], [], min(remaining, 0.25))[0]:
+                answer: dict[str, Any] = json.loads(sender.recv(_MAX_BYTES))
+                return answer
+            if not is_reachable(socket_path):
+                raise HandlerUnreachableError(f"the crash handler behind {socket_path} died")
+
+
+def is_reachable(socket_path: str) -> bool:
+    """Say whether a process holds the socket at `socket_path` open."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
+        try:
+            probe.connect(socket_path)
+        except OSError:
+            return False
+    return True
+
+
+def _send(sender: socket.socket, socket_path: str, event: str, fields: dict[str, Any]) -> None:
+    data = json.dumps({"event": event, "time": time.time(), **fields}, default=str).encode()
+    if len(data) > _MAX_BYTES:
+        raise HandlerUnreachableError(f"message of {len(data)} bytes is over {_MAX_BYTES}")
+    try:
+        sender.sendto(data, socket.MSG_DONTWAIT, socket_path)
+    except OSError as error:
+        raise HandlerUnreachableError(f"{socket_path}: {error.strerror}") from error
+
+
+class Mailbox:
+    """The handler's end: receives messages and acknowledges them."""
+
+    def __init__(self, receiver: socket.socket) -> None:
+        receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        receiver.setblocking(False)
+        self._receiver = receiver
+
+    @staticmethod
+    def bind(path: Path) -> socket.socket:
+        """Return a socket bound at `path`; the caller keeps or passes it on.
+
+        Raises:
+            OSError: the path is over 107 bytes, taken, or its folder is missing.
+        """
+        receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        try:
+            receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            receiver.bind(str(path))
+        except OSError:
+            receiver.close()
+            raise
+        return receiver
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return self._receiver.fileno()
+
+    def receive(self, limit: int = 64) -> list[Message]:
+        """Return the messages that are there now, at most `limit`; rubbish is passed over."""
+        messages = []
+        for _ in range(limit):
+            try:
+                data, ancillary, _flags, address = self._receiver.recvmsg(
+                    _MAX_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)
+                )
+            except OSError:
+                break
+            message = _decode(data, ancillary, address)
+            if message is not None:
+                messages.append(message)
+        return messages
+
+    def acknowledge(self, message: Message, **fields: Any) -> None:
+        """Answer a sender that waits; one that is gone is no error."""
+        if message.address is not None:
+            with contextlib.suppress(OSError):
+                self._receiver.sendto(json.dumps(fields).encode(), socket.MSG_DONTWAIT, message.address)
+
+
+def _decode(data: bytes, ancillary: list[tuple[int, int, bytes]], address: bytes | str | None) -> Message | None:
+    credentials = [
+        _CREDENTIALS.unpack(value[: _CREDENTIALS.size])
+        for level, kind, value in ancillary
+        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS
+    ]
+    if not credentials:
+        return None
+    pid, uid, _gid = credentials[0]
+    if uid not in (os.geteuid(), 0):
+        return None
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or not isinstance(fields.get("event"), str):
+        return None
+    waits = fields.pop("wait", False) is True
+    reply_to = address.encode() if isinstance(address, str) else address
+    return Message(
+        event=fields.pop("event"), fields=fields, pid=pid, uid=uid, address=(reply_to or None) if waits else None
+    )

@@ -1,0 +1,194 @@
+"""The data of one incident, and its form as JSON.
+
+The JSON is what ``incident.json`` holds; `SCHEMA_VERSION` grows when a reader of the older form would misread it.
+Times are UTC in ISO 8601 with microseconds, durations are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from typing import Any, Literal
+
+SCHEMA_VERSION = 1
+
+EvidenceKind = Literal[
+    "exit", "proc_state", "stack", "native_stack", "exception", "cuda_core", "gpu_stack", "flight_recorder"
+]
+EvidenceStatus = Literal["captured", "failed", "skipped"]
+Level = Literal["established", "supported", "unknown"]
+Cause = Literal["oom_kill", "signal", "exception", "exit_status", "unknown"]
+
+
+def iso_time(seconds: float) -> str:
+    """Return seconds since the epoch as UTC in ISO 8601."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+@dataclass
+class Evidence:
+    """One expected piece of evidence of a process, there or not.
+
+    Attributes:
+        kind: what it is.
+        status: whether it was captured, could not be, or was not tried.
+        path: the file, relative to the incident's folder; None where the piece stands in ``incident.json`` itself.
+        reason: why it is not there; None when captured.
+        seconds: what it took, from the trigger's handling; None when not tried.
+    """
+
+    kind: EvidenceKind
+    status: EvidenceStatus
+    path: str | None = None
+    reason: str | None = None
+    seconds: float | None = None
+
+
+@dataclass
+class Exit:
+    """How a process ended.
+
+    Attributes:
+        code: exit status, None when a signal ended it or it is not known.
+        signal: name of the signal, such as ``SIGKILL``.
+        cause: why, as far as the evidence goes.
+        detail: the evidence for the cause, one sentence.
+        time: when the kit noticed.
+    """
+
+    code: int | None
+    signal: str | None
+    cause: Cause
+    detail: str
+    time: str
+
+
+@dataclass
+class ProcessReport:
+    """One process of the server.
+
+    Attributes:
+        pid: process id.
+        title: process title, without arguments that may be secret.
+        role: ``server``, ``scheduler``, ``detokenizer``, ``helper``...
+        rank: ranks by lower-case name (``tp``, ``pp``, ``dp``, ``ep``...), empty where there is one rank only.
+        exit: None while it lived when the incident was written.
+        state: what ``/proc`` said of it, None where it was gone.
+        doing: the innermost Python frames that tell what it was doing, innermost first.
+        evidence: every expected piece.
+    """
+
+    pid: int
+    title: str
+    role: str
+    rank: dict[str, int]
+    exit: Exit | None = None
+    state: dict[str, Any] | None = None
+    doing: list[str] = field(default_factory=list)
+    evidence: list[Evidence] = field(default_factory=list)
+
+
+@dataclass
+class Trigger:
+    """What opened the incident: an event of process `pid`."""
+
+    event: str
+    time: str
+    pid: int
+    title: str
+
+
+@dataclass
+class ServerInfo:
+    """The server that the incident happened to."""
+
+    pid: int
+    sglang_version: str
+    kit_version: str
+    hostname: str
+
+
+@dataclass
+class Requests:
+    """The requests that were saved.
+
+    Attributes:
+        finished: how many requests had finished within the last five minutes.
+        unfinished: how many were in flight.
+        path: the file with all of them, absolute; None when there is none.
+        reason: why there is none.
+    """
+
+    finished: int | None = None
+    unfinished: int | None = None
+    path: str | None = None
+    reason: str | None = "the server did not report its requests"
+
+
+@dataclass
+class Failure:
+    """The process that failed first."""
+
+    pid: int
+    title: str
+
+
+@dataclass
+class Verdict:
+    """What the evidence says.
+
+    Attributes:
+        kind: the cause of the first failure, or ``unknown``.
+        first_failure: the process that failed first.
+        level: how well it is supported.
+        text: the verdict in words.
+        basis: the statements that it rests on.
+    """
+
+    kind: str
+    first_failure: Failure | None
+    level: Level
+    text: str
+    basis: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Incident:
+    """Everything the kit knows of one crash or hang."""
+
+    id: str
+    kind: str
+    trigger: Trigger
+    server: ServerInfo
+    processes: list[ProcessReport] = field(default_factory=list)
+    requests: Requests = field(default_factory=Requests)
+    timeline: list[dict[str, Any]] = field(default_factory=list)
+    verdict: Verdict | None = None
+    complete: bool = False
+    schema_version: int = SCHEMA_VERSION
+
+    def process(self, pid: int) -> ProcessReport | None:
+        """Return the report of process `pid`, None when it is not part of the server."""
+        return next((process for process in self.processes if process.pid == pid), None)
+
+    def note(self, seconds: float, event: str, **fields: Any) -> None:
+        """Add an event to the timeline.
+
+        Args:
+            seconds: when it happened, since the epoch.
+            event: what happened.
+            fields: what belongs to it, JSON values.
+        """
+        self.timeline.append({"time": iso_time(seconds), "event": event, **fields})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the incident as JSON values, ``schema_version`` first and the timeline in order of time."""
+        document = asdict(self)
+        document["timeline"].sort(key=lambda entry: entry["time"])
+        return {"schema_version": document.pop("schema_version"), **document}
+
+
+def missing(processes: Iterable[ProcessReport]) -> list[tuple[ProcessReport, Evidence]]:
+    """Return the pieces of evidence that failed."""
+    return [(p, piece) for p in processes for piece in p.evidence if piece.status == "failed"]

@@ -1,0 +1,94 @@
+"""Folders and files that only their owner may read, whatever the umask.
+
+Evidence holds prompts, tokens and memory. A shared temporary folder may hold a symbolic link that somebody else put
+there, so links are never followed for the last component.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from sglang_crashkit.errors import CrashkitError
+
+
+def make_private_folder(folder: Path) -> Path:
+    """Create `folder` with mode 0700; parents that are missing too.
+
+    A folder that is there already is accepted when it is a real folder of this user.
+
+    Raises:
+        CrashkitError: it is a link, a file, or another user's.
+        OSError: it cannot be created.
+    """
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise CrashkitError(
+                f"{folder} is not a folder", next_step=f"remove it, or name another folder: ls -ld {folder}"
+            ) from None
+        if status.st_uid != os.geteuid():
+            raise CrashkitError(
+                f"{folder} belongs to user {status.st_uid}", next_step="name a folder of your own"
+            ) from None
+    return folder
+
+
+def create_private(path: Path) -> BinaryIO:
+    """Open a new file with mode 0600 for writing bytes.
+
+    Raises:
+        FileExistsError: there is something at `path`, a link included.
+        OSError: it cannot be created.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    return os.fdopen(descriptor, "wb")
+
+
+def write_private(path: Path, data: bytes, *, sync: bool = False) -> None:
+    """Write `data` to `path` with mode 0600 in one step: readers see the old file or the new one, never a part.
+
+    Args:
+        path: the file; replaced when it is there.
+        data: the whole content.
+        sync: reach the disk before returning.
+
+    Raises:
+        OSError: the folder is missing, read-only or full; nothing is left behind.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with create_private(temporary) as file:
+            file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any, *, sync: bool = False) -> None:
+    """Write `value` as indented JSON; see `write_private`."""
+    write_private(path, json.dumps(value, indent=2, default=str).encode() + b"\n", sync=sync)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the entries of `folder` durable; a file system that cannot is no error."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,184 @@
+"""Read what the kernel says of processes under ``/proc``.
+
+Field numbers are those of proc_pid_stat(5) and proc_pid_status(5). Every function answers None (or an empty value) for
+a process that is gone: between any two reads a process may go.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+_MAX_TITLE = 120
+
+
+@dataclass(frozen=True)
+class ProcStat:
+    """One line of ``/proc/PID/stat``.
+
+    Attributes:
+        pid: process id.
+        comm: name of the executable, at most 15 bytes.
+        state: one letter; ``Z`` for a zombie, ``T`` for a stopped, ``D`` for an uninterruptible process.
+        ppid: parent's process id.
+        start_ticks: start time in clock ticks since boot; with the pid it identifies a process.
+        threads: number of threads.
+        wait_status: status as waitpid(2) would return it; meaningful for a zombie only, 0 where it may not be read.
+    """
+
+    pid: int
+    comm: str
+    state: str
+    ppid: int
+    start_ticks: int
+    threads: int
+    wait_status: int
+
+
+def read_stat(pid: int) -> ProcStat | None:
+    """Return the stat line of `pid`, or None when there is no such process."""
+    try:
+        raw = (_PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return None
+    # The name stands in parentheses and may itself hold parentheses and spaces.
+    opened, closed = raw.find(b"("), raw.rfind(b")")
+    fields = raw[closed + 2 :].split()
+    return ProcStat(
+        pid=pid,
+        comm=raw[opened + 1 : closed].decode(errors="replace"),
+        state=fields[0].decode(),
+        ppid=int(fields[1]),
+        threads=int(fields[17]),
+        start_ticks=int(fields[19]),
+        wait_status=int(fields[49]) if len(fields) > 49 else 0,
+    )
+
+
+def read_cmdline(pid: int) -> list[str]:
+    """Return the arguments of `pid`; empty for a zombie, a kernel thread or a process that is gone."""
+    try:
+        raw = (_PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return []
+    return [part.decode(errors="replace") for part in raw.rstrip(b"\0").split(b"\0")] if raw else []
+
+
+def title_of(cmdline: Iterable[str], comm: str) -> str:
+    """Return what a person calls the process.
+
+    A title set by setproctitle is returned as it is. Of an ordinary command line only the program and its module or
+    script are kept: later arguments may be secrets.
+    """
+    arguments = list(cmdline)
+    if not arguments or not arguments[0]:
+        return comm
+    if "::" in arguments[0]:
+        return arguments[0].strip()[:_MAX_TITLE]
+    kept = [Path(arguments[0]).name]
+    for position, argument in enumerate(arguments[1:], start=1):
+        if argument == "-m" and position + 1 < len(arguments):
+            kept += ["-m", arguments[position + 1]]
+            break
+        if argument == "-c":
+            is_spawn = position + 1 < len(arguments) and "multiprocessing" in arguments[position + 1]
+            kept += ["-c", "multiprocessing" if is_spawn else "..."]
+            break
+        if not argument.startswith("-"):
+            if position == 1 and Path(argument).suffix in {".py", ""} and "=" not in argument:
+                kept.append(Path(argument).name)
+            break
+    return " ".join(kept)[:_MAX_TITLE]
+
+
+def read_title(pid: int) -> str:
+    """Return the title of the process `pid` (see `title_of`), or an empty string when it is gone."""
+    cmdline = read_cmdline(pid)
+    if cmdline and cmdline[0]:
+        return title_of(cmdline, "")
+    stat = read_stat(pid)
+    return stat.comm if stat else ""
+
+
+def is_python(pid: int) -> bool:
+    """Say whether `pid` runs a Python interpreter (by the name of its executable)."""
+    try:
+        executable = (_PROC / str(pid) / "exe").readlink()
+    except OSError:
+        return False
+    return executable.name.startswith(("python", "pypy"))
+
+
+def read_status(pid: int) -> dict[str, str]:
+    """Return the fields of ``/proc/PID/status`` by name; empty when the process is gone."""
+    try:
+        text = (_PROC / str(pid) / "status").read_text(errors="replace")
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return {name: value.strip() for name, value in pairs}
+
+
+def catches_signal(pid: int, signum: int) -> bool:
+    """Say whether the process has a handler of its own for signal `signum` (field ``SigCgt``)."""
+    mask = read_status(pid).get("SigCgt")
+    return mask is not None and bool(int(mask, 16) >> (signum - 1) & 1)
+
+
+def read_wchan(pid: int) -> str:
+    """Return the kernel function the main thread sleeps in, or an empty string where it may not be read."""
+    try:
+        return (_PROC / str(pid) / "wchan").read_text(errors="replace").strip("\0 \n0")
+    except OSError:
+        return ""
+
+
+class TreeScanner:
+    """Finds the descendants of a process again and again at little cost.
+
+    Not every kernel has ``/proc/PID/task/TID/children``, so parents are looked up from each process's stat line. Those
+    of processes seen before are remembered; every `refresh_every` scans all are read anew, because a pid may have been
+    recycled and an orphan has a new parent.
+
+    Args:
+        root_pid: the process whose descendants are wanted.
+        without: a process that is left out with its descendants, such as the caller.
+        refresh_every: how many scans what is remembered is good for.
+    """
+
+    def __init__(self, root_pid: int, *, without: int | None = None, refresh_every: int = 16) -> None:
+        self._root_pid = root_pid
+        self._without = without
+        self._refresh_every = refresh_every
+        self._scans = 0
+        self._parents: dict[int, int] = {}
+
+    def scan(self) -> set[int]:
+        """Return the pids of the root and all its descendants that are there now, zombies included."""
+        if self._scans % self._refresh_every == 0:
+            self._parents.clear()
+        self._scans += 1
+        present = {int(name) for name in os.listdir(_PROC) if name.isdigit()}  # noqa: PTH208
+        for pid in self._parents.keys() - present:
+            del self._parents[pid]
+        for pid in present - self._parents.keys():
+            stat = read_stat(pid)
+            if stat is not None:
+                self._parents[pid] = stat.ppid
+        return self._descend(present)
+
+    def _descend(self, present: set[int]) -> set[int]:
+        children: dict[int, list[int]] = {}
+        for pid, parent in self._parents.items():
+            children.setdefault(parent, []).append(pid)
+        members: set[int] = set()
+        waiting = [self._root_pid] if self._root_pid in present else []
+        while waiting:
+            pid = waiting.pop()
+            if pid not in members and pid != self._without:
+                members.add(pid)
+                waiting += children.get(pid, [])
+        return members

@@ -1,0 +1,90 @@
+"""The environment variables that control the kit.
+
+Truth values are read as SGLang reads them: ``1 true yes y`` and ``0 false no n``, in any case. A value that cannot be
+read counts as unset: a typing error must not stop a server.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SOCKET_VARIABLE = "SGLANG_CRASHKIT_SOCKET"
+SPOOL_VARIABLE = "SGLANG_CRASHKIT_SPOOL"
+
+_TRUE = {"1", "true", "yes", "y"}
+_FALSE = {"0", "false", "no", "n"}
+
+
+def read_bool(environ: Mapping[str, str], name: str, default: bool) -> bool:
+    """Return the truth value of variable `name`, `default` where it is unset or unreadable."""
+    value = environ.get(name, "").strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    return default
+
+
+def read_seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    """Return variable `name` as seconds of 0 or more, `default` where it is unset or unreadable."""
+    try:
+        seconds = float(environ[name])
+    except (KeyError, ValueError):
+        return default
+    return seconds if 0 <= seconds < float("inf") else default
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks of the kit.
+
+    Attributes:
+        enabled: ``SGLANG_CRASHKIT_ENABLED``; the kit does nothing at all when false.
+        diagnostics: either of upstream's ``SGLANG_PYSPY_DUMP_BEFORE_CRASH`` and
+            ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH``, both true by default.
+        stacks: ``SGLANG_PYSPY_DUMP_BEFORE_CRASH``; no process is photographed when false.
+        budget_secs: ``SGLANG_CRASHKIT_BUDGET_SECS``; the longest an incident may take, in seconds.
+        photograph_secs: ``SGLANG_CRASHKIT_PHOTOGRAPH_SECS``; the longest that one round of stacks may take, in seconds.
+    """
+
+    enabled: bool
+    diagnostics: bool
+    stacks: bool
+    budget_secs: float
+    photograph_secs: float
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
+        """Read the settings from `environ`."""
+        stacks = read_bool(environ, "SGLANG_PYSPY_DUMP_BEFORE_CRASH", True)
+        cores = read_bool(environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH", True)
+        return cls(
+            enabled=read_bool(environ, "SGLANG_CRASHKIT_ENABLED", True),
+            diagnostics=stacks or cores,
+            stacks=stacks,
+            budget_secs=read_seconds(environ, "SGLANG_CRASHKIT_BUDGET_SECS", 20.0),
+            photograph_secs=read_seconds(environ, "SGLANG_CRASHKIT_PHOTOGRAPH_SECS", 1.5),
+        )
+
+
+def runtime_folder(server_pid: int, start_ticks: int) -> Path:
+    """Return where the crash handler of a server keeps its socket.
+
+    It follows from the server's pid and start time alone, so that a program outside the server finds the handler of the
+    server that it is about to end. It lies in the temporary folder because a socket's path may have 107 bytes only.
+    """
+    return fallback_folder() / "run" / f"{server_pid}-{start_ticks}"
+
+
+def socket_path(server_pid: int, start_ticks: int) -> Path:
+    """Return the path of the socket of the crash handler of a server; see `runtime_folder`."""
+    return runtime_folder(server_pid, start_ticks) / "handler.sock"
+
+
+def fallback_folder() -> Path:
+    """Return the folder for incidents where no crash folder is set or it cannot be written to."""
+    return Path(tempfile.gettempdir()) / f"sglang-crashkit-{os.getuid()}"

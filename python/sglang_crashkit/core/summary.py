@@ -1,0 +1,54 @@
+"""An incident in words, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sglang_crashkit.core.incident import Incident, ProcessReport
+
+
+def format_summary(incident: Incident) -> str:
+    """Return ``summary.md``."""
+    return "\n".join(_lines(incident)) + "\n"
+
+
+def _lines(incident: Incident) -> Iterator[str]:
+    server = incident.server
+    yield f"# {incident.kind}: {incident.trigger.title}"
+    yield ""
+    if incident.verdict is not None:
+        yield f"**{incident.verdict.text}** ({incident.verdict.level})"
+        yield ""
+    yield f"- incident {incident.id} on {server.hostname}, {incident.trigger.time}"
+    yield f"- SGLang {server.sglang_version}, server pid {server.pid}, crash kit {server.kit_version}"
+    yield f"- requests: {_requests(incident)}"
+    yield ""
+    yield "## Processes"
+    for process in incident.processes:
+        yield ""
+        yield f"### {process.title} (pid {process.pid}): {_state(process)}"
+        yield from (f"- {frame}" for frame in process.doing)
+        for piece in process.evidence:
+            took = "" if piece.seconds is None else f", {piece.seconds:.3f} s"
+            where = piece.path or piece.reason or "in incident.json"
+            yield f"- {piece.kind}: {piece.status} ({where}{took})"
+    yield ""
+    yield "## Timeline"
+    yield ""
+    for entry in sorted(incident.timeline, key=lambda entry: str(entry["time"])):
+        details = ", ".join(f"{k} {v}" for k, v in entry.items() if k not in ("time", "event"))
+        yield f"- {entry['time']} {entry['event']}{': ' if details else ''}{details}"
+
+
+def _requests(incident: Incident) -> str:
+    requests = incident.requests
+    if requests.path is None:
+        return f"not saved: {requests.reason}"
+    return f"{requests.finished} finished and {requests.unfinished} unfinished in {requests.path}"
+
+
+def _state(process: ProcessReport) -> str:
+    if process.exit is None:
+        return "alive"
+    how = process.exit.signal or f"exit status {process.exit.code}"
+    return f"dead, {how} ({process.exit.cause}: {process.exit.detail})"

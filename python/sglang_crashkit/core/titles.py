@@ -1,0 +1,57 @@
+"""Tell the role and the rank of a process of the server from its title.
+
+SGLang titles its processes with setproctitle: ``sglang::scheduler`` followed by ``_DP0``, ``_PP0``, ``_ATTN_CP0``,
+``_MOE_DP0``, ``_TP0``, ``_EP0``, each only where that kind of parallelism is used, in an order that differs between
+releases.
+"""
+
+from __future__ import annotations
+
+import re
+
+_PREFIX = "sglang::"
+_RANK = re.compile(r"_(ATTN_CP|MOE_DP|DP|PP|TP|EP)(\d+)(?=_|$)")
+#: Titles are matched by their beginning, the longest first.
+_ROLES = (
+    ("scheduler", "scheduler"),
+    ("detokenizer_router", "detokenizer_router"),
+    ("detokenizer", "detokenizer"),
+    ("data_parallel_controller", "data_parallel_controller"),
+    ("tokenizer_worker", "tokenizer_worker"),
+    ("crash_handler", "crash_handler"),
+)
+
+
+def role_of(title: str, *, is_root: bool = False) -> str:
+    """Return the role of a process.
+
+    Args:
+        title: the process title.
+        is_root: it is the process that launched the server.
+
+    Returns:
+        ``server`` for the root, the part after ``sglang::`` for SGLang's own workers, ``helper`` for anything else
+        (compilers, multiprocessing's resource tracker).
+    """
+    if is_root:
+        return "server"
+    if not title.startswith(_PREFIX):
+        return "helper"
+    name = title[len(_PREFIX) :]
+    for beginning, role in _ROLES:
+        if name.startswith(beginning):
+            return role
+    return name.split(":")[0].split(" ")[0] or "helper"
+
+
+def rank_of(title: str) -> dict[str, int]:
+    """Return the ranks in a scheduler's title by lower-case name, such as ``{"dp": 0, "tp": 1}``."""
+    if not title.startswith(_PREFIX + "scheduler"):
+        return {}
+    return {name.lower(): int(number) for name, number in _RANK.findall(title)}
+
+
+def label_of(title: str, pid: int) -> str:
+    """Return a file-name-safe label such as ``scheduler_TP0-4711``."""
+    name = title.removeprefix(_PREFIX)
+    return f"{re.sub(r'[^A-Za-z0-9_.]+', '_', name)[:60].strip('_') or 'process'}-{pid}"

@@ -1,0 +1,52 @@
+"""The crash handler's process: ``python -m sglang_crashkit.handler``, started by the engine and never by hand.
+
+It leaves the server's process tree first, so that nothing that kills the tree kills the evidence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import setproctitle
+
+from sglang_crashkit.core.channel import Mailbox
+from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.handler.loop import CrashHandler, Place
+
+
+def main() -> int:
+    """Run until the server is gone and its incident is whole."""
+    parser = argparse.ArgumentParser(prog="sglang_crashkit.handler", description=__doc__)
+    parser.add_argument("--server-pid", type=int, required=True)
+    parser.add_argument("--socket-fd", type=int, required=True)
+    parser.add_argument("--host-folder", type=Path, required=True)
+    parser.add_argument("--spool", type=Path, required=True)
+    parser.add_argument("--runtime", type=Path, required=True)
+    args = parser.parse_args()
+    if os.fork():
+        # The first child ends at once, and the handler has another parent than the server.
+        os._exit(0)
+    # An orchestrator that ends the server signals the whole group or container; the evidence is written after that.
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(signum, signal.SIG_IGN)
+    setproctitle.setproctitle("sglang::crash_handler")
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="[%(asctime)s crash_handler] %(levelname)s %(message)s"
+    )
+    place = Place(host_folder=args.host_folder, spool=args.spool, runtime=args.runtime)
+    mailbox = Mailbox(socket.socket(fileno=args.socket_fd))
+    try:
+        CrashHandler(args.server_pid, mailbox, place, Settings.from_environ()).run()
+    except ProcessLookupError:
+        logging.getLogger(__name__).info("server %d was gone before the handler began", args.server_pid)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

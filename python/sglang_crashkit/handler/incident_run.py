@@ -1,0 +1,212 @@
+"""One incident from its trigger to its folder on disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit import __version__
+from sglang_crashkit.core.analysis.verdict import FATAL_SIGNALS, FailureEvent, judge
+from sglang_crashkit.core.incident import (
+    Evidence,
+    Incident,
+    ProcessReport,
+    Requests,
+    ServerInfo,
+    Trigger,
+    iso_time,
+)
+from sglang_crashkit.core.incident_store import IncidentFolder, new_id
+from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.core.summary import format_summary
+from sglang_crashkit.handler import evidence
+from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+
+logger = logging.getLogger(__name__)
+
+
+class IncidentRun:
+    """Gathers one incident; later events join it.
+
+    Args:
+        kind: ``killed``, ``exited``, ``exception``, ``failed_start`` or ``child_failure``.
+        trigger: the event that opened it.
+        process: whom the event came from.
+        seconds: when, since the epoch.
+        tree: the server's processes.
+        incidents: the folder that the incident's own folder goes into.
+        settings: the deadlines.
+
+    Raises:
+        OSError: the incident's folder cannot be created.
+        CrashkitError: a folder on the way is not this user's.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        trigger: str,
+        process: TrackedProcess,
+        seconds: float,
+        tree: ProcessTree,
+        incidents: Path,
+        settings: Settings,
+    ) -> None:
+        self._tree = tree
+        self._settings = settings
+        self._failures: list[FailureEvent] = []
+        self._raised: set[int] = set()
+        self.opened = time.monotonic()
+        self.photographed = False
+        self.finished = False
+        self.incident = Incident(
+            id=new_id(),
+            kind=kind,
+            trigger=Trigger(trigger, iso_time(seconds), process.pid, process.title),
+            server=_server_info(tree.root.pid),
+        )
+        self.incident.note(seconds, trigger, pid=process.pid, title=process.title)
+        self._folder = IncidentFolder(incidents, kind, self.incident.id, seconds)
+
+    @property
+    def path(self) -> Path:
+        """The incident's folder as it is named now."""
+        return self._folder.path
+
+    def photograph(self) -> None:
+        """Capture what the living processes are doing; the dead ones are told from them first."""
+        started = time.time()
+        for process in self._tree:
+            self._report(process)
+        living = self._tree.alive()
+        reports = {process.pid: self._report(process) for process in living}
+        evidence.capture_states(living, reports)
+        if self._settings.stacks:
+            evidence.capture_stacks(living, reports, self._folder, self._settings.photograph_secs)
+        else:
+            for report in reports.values():
+                reason = "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH"
+                report.evidence.append(Evidence("stack", "skipped", reason=reason))
+        self.photographed = True
+        self.incident.note(time.time(), "photographed", processes=len(living), seconds=round(time.time() - started, 4))
+
+    def note(self, seconds: float, event: str, **fields: Any) -> None:
+        """Add an event to the timeline; see `Incident.note`."""
+        self.incident.note(seconds, event, **fields)
+
+    def add_exit(self, process: TrackedProcess) -> None:
+        """Take in the exit of a process of the server."""
+        seconds = process.exited_at or time.time()
+        status = process.exit_status()
+        report = self._report(process)
+        if not any(piece.kind == "stack" for piece in report.evidence):
+            report.evidence.append(Evidence("stack", "skipped", reason="it was dead before it could be photographed"))
+        evidence.note_exit(report, process, raised=process.pid in self._raised)
+        self.note(
+            seconds, "process_exited", pid=process.pid, title=process.title, code=status.code, signal=status.signal
+        )
+        if process.matters:
+            self._failures.append(
+                FailureEvent(
+                    pid=process.pid,
+                    seconds=seconds,
+                    kind="exit",
+                    fatal_signal=status.signal in FATAL_SIGNALS,
+                    before_photograph=not self.photographed,
+                )
+            )
+
+    def add_exception(self, process: TrackedProcess, seconds: float, message: str, record: Path | None) -> None:
+        """Take in an exception that a process of the server reported.
+
+        Args:
+            process: who raised it.
+            seconds: when, since the epoch.
+            message: the exception in one line.
+            record: the file that the process wrote of itself, moved into the incident.
+        """
+        report = self._report(process)
+        self._raised.add(process.pid)
+        self._failures.append(FailureEvent(process.pid, seconds, "exception", message))
+        self.note(seconds, "exception", pid=process.pid, title=process.title, message=message)
+        if record is None:
+            report.evidence.append(Evidence("exception", "failed", reason="the process could not write its record"))
+            return
+        content = _read_record(record)
+        evidence.adopt_record(record, report, self._folder)
+        report.doing = evidence.exception_frames(content) or report.doing
+
+    def set_requests(self, fields: dict[str, Any]) -> None:
+        """Take in what the server says of the requests that it saved."""
+        path = fields.get("path")
+        error = fields.get("error")
+        reason = None if path else str(error or fields.get("reason") or "there were no requests to save")
+        self.incident.requests = Requests(
+            finished=_count(fields.get("finished")),
+            unfinished=_count(fields.get("unfinished")),
+            path=str(path) if path else None,
+            reason=reason,
+        )
+        self.note(time.time(), "requests_saved" if path else "requests_not_saved", reason=reason)
+
+    def finish(self) -> Path:
+        """Judge, write, and give the folder its final name, which is returned.
+
+        Raises:
+            OSError: the disk is full or the folder is gone.
+        """
+        for process in self._tree:
+            if process.exited_at is not None:
+                report = self._report(process)
+                evidence.note_exit(report, process, raised=process.pid in self._raised)
+        self.incident.processes.sort(key=lambda report: (report.role == "helper", report.role, report.pid))
+        self.incident.verdict = judge(self.incident, self._failures)
+        self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
+        self.incident.complete = True
+        self.save()
+        path = self._folder.publish()
+        self.finished = True
+        logger.info("incident %s: %s", path, self.incident.verdict.text)
+        return path
+
+    def save(self) -> None:
+        """Write the incident as it is now; see `IncidentFolder.save`."""
+        self._folder.save(self.incident, format_summary(self.incident))
+
+    def discard(self) -> None:
+        """Remove what was written: the event was no incident after all."""
+        self._folder.discard()
+
+    def _report(self, process: TrackedProcess) -> ProcessReport:
+        report = self.incident.process(process.pid)
+        if report is None:
+            report = evidence.report_of(process)
+            self.incident.processes.append(report)
+        elif report.title != process.title:
+            report.title, report.role, report.rank = process.title, process.role, process.rank
+        return report
+
+
+def _server_info(pid: int) -> ServerInfo:
+    try:
+        sglang_version = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        sglang_version = "unknown"
+    return ServerInfo(pid, sglang_version, __version__, socket.gethostname())
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

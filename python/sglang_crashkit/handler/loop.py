@@ -1,0 +1,357 @@
+"""The crash handler's loop: messages and exits come in, one incident comes out.
+
+What ends without being expected opens an incident. Expected is what a process of the server announced: a teardown
+(``kill_process_tree``), or an exit with status 0 while the server drains after SIGTERM. An exit by an orderly signal
+or by a status is *soft*: it may be a shutdown whose announcement is on its way, so it is photographed at once and
+judged a moment later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.analysis.verdict import FATAL_SIGNALS
+from sglang_crashkit.core.channel import Mailbox, Message
+from sglang_crashkit.core.settings import Settings, fallback_folder
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.incident_run import IncidentRun
+from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+
+logger = logging.getLogger(__name__)
+
+#: A soft exit is a shutdown when it is announced within this time, in seconds.
+_SOFT_HOLD_SECS = 1.0
+#: A rank that raised tells the server itself; after this time, in seconds, the handler does.
+_EXCEPTION_GRACE_SECS = 0.5
+#: The server answers SIGQUIT by saving its requests; this long is waited for it to begin, in seconds.
+_ANSWER_SECS = 5.0
+#: Processes that the server leaves behind end by themselves within this time, in seconds.
+_LINGER_SECS = 3.0
+#: A server that lives on this long after an incident, in seconds, may have another one.
+_NEXT_INCIDENT_SECS = 60.0
+_SCAN_STARTING_SECS = 0.2
+_SCAN_SETTLED_SECS = 1.0
+_ANNOUNCED_BY_ANYONE = frozenset({"teardown"})
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the handler works.
+
+    Attributes:
+        host_folder: the host's folder in the crash folder; incidents go below it.
+        spool: where failing ranks leave their records.
+        runtime: the folder of the socket, removed at the end.
+    """
+
+    host_folder: Path
+    spool: Path
+    runtime: Path
+
+
+class CrashHandler:
+    """Watches one server.
+
+    Raises:
+        ProcessLookupError: there is no process `server_pid`.
+    """
+
+    def __init__(self, server_pid: int, mailbox: Mailbox, place: Place, settings: Settings) -> None:
+        self._tree = ProcessTree(server_pid)
+        self._mailbox = mailbox
+        self._place = place
+        self._settings = settings
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(mailbox, selectors.EVENT_READ)
+        self._watch(self._tree.root)
+        self._expected: set[int] = set()
+        self._draining = False
+        self._run: IncidentRun | None = None
+        self._soft_since: float | None = None
+        self._quit_due: float | None = None
+        self._answer_due: float | None = None
+        self._dump_begun = False
+        self._waiting: list[Message] = []
+        self._server_gone_at: float | None = None
+        self._reactions: dict[str, Callable[[Message, TrackedProcess | None], None]] = {
+            "scheduler_exception": self._on_exception,
+            "crash_dump_begun": self._on_dump_begun,
+            "crash_dump_ended": self._on_dump_ended,
+            "launch_failed": self._on_launch_failed,
+            "draining": self._on_draining,
+            "teardown": self._on_teardown,
+        }
+
+    def run(self) -> None:
+        """Work until the server is gone and its incident is whole; then leave nothing but evidence behind."""
+        logger.info("watching server %d, incidents go to %s", self._tree.root.pid, self._place.host_folder)
+        next_scan = 0.0
+        try:
+            while not self._done():
+                if time.monotonic() >= next_scan:
+                    self._scan()
+                    next_scan = time.monotonic() + self._scan_interval()
+                ready = self._selector.select(max(0.0, min(next_scan, self._next_due()) - time.monotonic()))
+                self._take_messages()
+                for key, _events in ready:
+                    if isinstance(key.data, TrackedProcess):
+                        self._on_exit(key.data)
+                self._act_on_time()
+        finally:
+            self._leave()
+
+    # -- what comes in
+
+    def _take_messages(self) -> None:
+        # Before the exits: an announcement was sent before the processes that it speaks of were ended.
+        for message in self._mailbox.receive():
+            sender = self._sender(message)
+            if sender is None and message.event not in _ANNOUNCED_BY_ANYONE:
+                logger.warning("message %r of process %d, not the server's, ignored", message.event, message.pid)
+                continue
+            reaction = self._reactions.get(message.event)
+            if reaction is not None:
+                reaction(message, sender)
+
+    def _sender(self, message: Message) -> TrackedProcess | None:
+        if message.pid not in self._tree:
+            self._scan()
+        return self._tree.get(message.pid)
+
+    def _on_exit(self, process: TrackedProcess) -> None:
+        if process.exited_at is not None:
+            return
+        self._selector.unregister(process.handle)
+        process.exited_at = time.time()
+        if process.is_root:
+            self._server_gone_at = time.monotonic()
+        status = process.exit_status()
+        if self._run is not None:
+            self._run.add_exit(process)
+            return
+        clean = status.code == 0 and (self._draining or process.is_root)
+        if not process.matters or process.pid in self._expected or clean:
+            if not process.is_root:
+                self._tree.forget(process)
+            return
+        hard = status.signal in FATAL_SIGNALS
+        self._open("killed" if hard else "exited", "process_exited", process, process.exited_at)
+        if self._run is not None:
+            self._run.add_exit(process)
+            self._photograph()
+            now = time.monotonic()
+            self._soft_since = None if hard else now
+            self._quit_due = now + (0.0 if hard else _SOFT_HOLD_SECS)
+
+    def _on_exception(self, message: Message, sender: TrackedProcess | None) -> None:
+        assert sender is not None
+        seconds = _time_of(message)
+        if self._run is None:
+            self._open("exception", "exception", sender, seconds)
+        if self._run is None:
+            self._mailbox.acknowledge(message)
+            return
+        self._soft_since = None
+        self._run.add_exception(sender, seconds, str(message.fields.get("message", "")), self._record_of(message))
+        if not self._run.photographed:
+            self._photograph()
+            self._quit_due = time.monotonic() + _EXCEPTION_GRACE_SECS
+        self._mailbox.acknowledge(message, ack="photographed", incident=self._run.incident.id)
+
+    def _on_dump_begun(self, message: Message, sender: TrackedProcess | None) -> None:
+        assert sender is not None
+        self._dump_begun = True
+        self._quit_due = self._answer_due = self._soft_since = None
+        self._join("child_failure", "crash_dump", sender, _time_of(message))
+
+    def _on_dump_ended(self, message: Message, sender: TrackedProcess | None) -> None:
+        assert sender is not None
+        self._join("child_failure", "crash_dump", sender, _time_of(message))
+        if self._run is not None:
+            self._run.set_requests(message.fields)
+        self._waiting.append(message)
+        self._finish()
+
+    def _on_launch_failed(self, message: Message, sender: TrackedProcess | None) -> None:
+        assert sender is not None
+        self._soft_since = None
+        self._join("failed_start", "launch_failed", sender, _time_of(message))
+        if self._run is not None:
+            self._run.set_requests({"reason": "the server had not started to serve"})
+        self._waiting.append(message)
+        self._finish()
+
+    def _on_draining(self, message: Message, _sender: TrackedProcess | None) -> None:
+        self._draining = True
+        if self._run is not None:
+            self._run.note(_time_of(message), "draining", pid=message.pid)
+
+    def _on_teardown(self, message: Message, sender: TrackedProcess | None) -> None:
+        pid = message.fields.get("pid")
+        # Only the server itself and its parent's side may announce the end of the whole.
+        members = procfs.TreeScanner(pid).scan() if isinstance(pid, int) and pid in self._tree else set()
+        self._expected |= members
+        by_server = sender is not None and sender.is_root
+        if self._run is None:
+            return
+        if self._soft_since is not None and not self._dump_begun and self._tree.root.pid in members:
+            logger.info("the exits were a shutdown: process %d ends the server", message.pid)
+            self._run.discard()
+            self._forget_run()
+            return
+        self._run.note(_time_of(message), "teardown", pid=message.pid, tree_of=pid, by_server=by_server)
+
+    # -- what is done about it
+
+    def _open(self, kind: str, trigger: str, process: TrackedProcess, seconds: float) -> None:
+        for folder in (self._place.host_folder, fallback_folder()):
+            try:
+                self._run = IncidentRun(
+                    kind, trigger, process, seconds, self._tree, folder / "incidents", self._settings
+                )
+            except (OSError, CrashkitError) as error:
+                logger.error("no incident can be written below %s: %s", folder, error)  # noqa: TRY400
+            else:
+                return
+
+    def _join(self, kind: str, trigger: str, process: TrackedProcess, seconds: float) -> None:
+        if self._run is None:
+            self._open(kind, trigger, process, seconds)
+        else:
+            self._run.note(seconds, trigger, pid=process.pid, title=process.title)
+        if self._run is not None and not self._run.photographed:
+            self._photograph()
+
+    def _photograph(self) -> None:
+        assert self._run is not None
+        self._scan()
+        self._collect_exits()
+        self._run.photograph()
+
+    def _collect_exits(self) -> None:
+        # An exit that the selector has not told of yet would be photographed in vain.
+        for process in self._tree.alive():
+            if process.handle.has_exited():
+                self._on_exit(process)
+
+    def _act_on_time(self) -> None:
+        run, now = self._run, time.monotonic()
+        if run is None:
+            return
+        if run.finished:
+            if self._server_gone_at is None and now >= run.opened + self._settings.budget_secs + _NEXT_INCIDENT_SECS:
+                self._forget_run()
+            return
+        if self._soft_since is not None and now >= self._soft_since + _SOFT_HOLD_SECS:
+            self._soft_since = None
+        if self._quit_due is not None and now >= self._quit_due and self._soft_since is None:
+            self._quit_due = None
+            self._ask_server_to_end()
+        if self._server_gone_at is not None:
+            # Nothing more is to come but the exits of those that die with it.
+            if not self._tree.alive() or now >= self._server_gone_at + 0.5:
+                self._finish()
+        elif self._answer_due is not None and now >= self._answer_due:
+            run.set_requests({"reason": f"the server did not begin to save them within {_ANSWER_SECS:g} s"})
+            self._finish()
+        elif now >= run.opened + self._settings.budget_secs:
+            run.note(time.time(), "budget_spent", seconds=self._settings.budget_secs)
+            self._finish()
+
+    def _ask_server_to_end(self) -> None:
+        """Tell the server of a death that it may not have noticed, as its own children would."""
+        root = self._tree.root
+        if self._run is None or root.exited_at is not None:
+            return
+        if not procfs.catches_signal(root.pid, signal.SIGQUIT):
+            self._run.set_requests({"reason": "the server has no handler for SIGQUIT"})
+            self._finish()
+            return
+        with contextlib.suppress(OSError):
+            root.handle.send_signal(signal.SIGQUIT)
+            self._run.note(time.time(), "sigquit_sent", pid=root.pid)
+        self._answer_due = time.monotonic() + _ANSWER_SECS
+
+    def _finish(self) -> None:
+        run = self._run
+        if run is not None and not run.finished:
+            self._collect_exits()
+            try:
+                run.finish()
+            except OSError as error:
+                logger.error("incident %s could not be finished: %s", run.path, error)  # noqa: TRY400
+                run.finished = True
+        path = str(run.path) if run is not None else None
+        for message in self._waiting:
+            self._mailbox.acknowledge(message, ack="finished", path=path)
+        self._waiting.clear()
+        self._quit_due = self._answer_due = None
+
+    def _forget_run(self) -> None:
+        self._run = None
+        self._dump_begun = False
+        self._soft_since = self._quit_due = self._answer_due = None
+
+    # -- housekeeping
+
+    def _scan(self) -> None:
+        for process in self._tree.refresh():
+            self._watch(process)
+
+    def _watch(self, process: TrackedProcess) -> None:
+        self._selector.register(process.handle, selectors.EVENT_READ, process)
+
+    def _scan_interval(self) -> float:
+        return _SCAN_SETTLED_SECS if self._tree.settled else _SCAN_STARTING_SECS
+
+    def _next_due(self) -> float:
+        run = self._run
+        if run is None or run.finished:
+            return float("inf") if self._server_gone_at is None else self._server_gone_at + _LINGER_SECS
+        dues = [run.opened + self._settings.budget_secs, self._quit_due, self._answer_due]
+        if self._soft_since is not None:
+            dues.append(self._soft_since + _SOFT_HOLD_SECS)
+        if self._server_gone_at is not None:
+            dues.append(self._server_gone_at + 0.5)
+        return min(due for due in dues if due is not None)
+
+    def _record_of(self, message: Message) -> Path | None:
+        record = message.fields.get("record")
+        if not isinstance(record, str):
+            return None
+        path = Path(record)
+        return path if path.parent == self._place.spool and path.is_file() and not path.is_symlink() else None
+
+    def _done(self) -> bool:
+        if self._server_gone_at is None or (self._run is not None and not self._run.finished):
+            return False
+        return not self._tree.alive() or time.monotonic() >= self._server_gone_at + _LINGER_SECS
+
+    def _leave(self) -> None:
+        run = self._run
+        if run is not None and run.finished:
+            status = self._tree.root.exit_status()
+            run.note(
+                self._tree.root.exited_at or time.time(), "server_exited", code=status.code, signal=status.signal
+            )
+            with contextlib.suppress(OSError):
+                run.save()
+        shutil.rmtree(self._place.runtime, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._place.spool.rmdir()
+        logger.info("server %d is gone, so is its crash handler %d", self._tree.root.pid, os.getpid())
+
+
+def _time_of(message: Message) -> float:
+    seconds = message.fields.get("time")
+    return float(seconds) if isinstance(seconds, (int, float)) else time.time()

@@ -1,0 +1,135 @@
+"""The processes of one server, each held by pidfd from when it is first seen."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from sglang_crashkit.core import oom, procfs, titles
+from sglang_crashkit.core.pidfd import ExitStatus, ProcessHandle
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class TrackedProcess:
+    """One process of the server.
+
+    Attributes:
+        handle: its pidfd.
+        title: its title when it was last read; the last known one after its death.
+        is_root: it is the process that launched the server.
+        is_python: it runs a Python interpreter, so it has a stack to photograph.
+        oom_counter: the OOM counter of its memory cgroup as it stood when the process was first seen.
+        exited_at: when its exit was noticed, in seconds since the epoch; None while it lives.
+    """
+
+    handle: ProcessHandle
+    title: str
+    is_root: bool
+    is_python: bool
+    oom_counter: oom.OomCounter | None
+    exited_at: float | None = field(default=None)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.handle.pid
+
+    @property
+    def role(self) -> str:
+        """Its role; see `titles.role_of`."""
+        return titles.role_of(self.title, is_root=self.is_root)
+
+    @property
+    def rank(self) -> dict[str, int]:
+        """Its ranks; see `titles.rank_of`."""
+        return titles.rank_of(self.title)
+
+    @property
+    def matters(self) -> bool:
+        """Whether its unexpected end is the end of the server."""
+        return self.role != "helper"
+
+    def exit_status(self) -> ExitStatus:
+        """How it ended; see `ProcessHandle.exit_status`."""
+        return self.handle.exit_status()
+
+
+class ProcessTree:
+    """All processes of the server, dead ones included.
+
+    Raises:
+        ProcessLookupError: there is no process `root_pid`.
+    """
+
+    def __init__(self, root_pid: int) -> None:
+        self._scanner = procfs.TreeScanner(root_pid, without=os.getpid())
+        self._processes: dict[int, TrackedProcess] = {}
+        self.root = self._add(root_pid, is_root=True)
+        self._changed_at = time.monotonic()
+
+    def __iter__(self) -> Iterator[TrackedProcess]:
+        return iter(list(self._processes.values()))
+
+    def __contains__(self, pid: int) -> bool:
+        return pid in self._processes
+
+    def get(self, pid: int) -> TrackedProcess | None:
+        """Return the process `pid`, None when it is not the server's."""
+        return self._processes.get(pid)
+
+    def alive(self) -> list[TrackedProcess]:
+        """Return the processes whose exit was not noticed yet, schedulers first."""
+        living = [process for process in self if process.exited_at is None]
+        return sorted(living, key=lambda process: (process.role != "scheduler", process.pid))
+
+    @property
+    def settled(self) -> bool:
+        """Whether no process came or changed its title for a while: the server has started."""
+        return time.monotonic() - self._changed_at > 30.0
+
+    def refresh(self) -> list[TrackedProcess]:
+        """Look for new processes and new titles; return the new processes."""
+        new = []
+        for pid in self._scanner.scan():
+            if pid not in self._processes:
+                try:
+                    new.append(self._add(pid, is_root=False))
+                except ProcessLookupError:
+                    continue
+                except OSError as error:
+                    logger.warning("process %d cannot be watched: %s", pid, error)
+        for process in self.alive():
+            # SGLang sets its titles once; a process that has none yet is about to set it.
+            if not process.title.startswith("sglang::"):
+                self._reread_title(process)
+        if new:
+            self._changed_at = time.monotonic()
+        return new
+
+    def forget(self, process: TrackedProcess) -> None:
+        """Drop a process that does not matter any more and close its pidfd."""
+        process.handle.close()
+        self._processes.pop(process.pid, None)
+
+    def _add(self, pid: int, *, is_root: bool) -> TrackedProcess:
+        process = TrackedProcess(
+            handle=ProcessHandle(pid),
+            title=procfs.read_title(pid),
+            is_root=is_root,
+            is_python=procfs.is_python(pid),
+            oom_counter=oom.find_counter(pid),
+        )
+        self._processes[pid] = process
+        return process
+
+    def _reread_title(self, process: TrackedProcess) -> None:
+        title = procfs.read_title(process.pid)
+        if title and title != process.title:
+            process.title = title
+            process.is_python = procfs.is_python(process.pid)
+            self._changed_at = time.monotonic()

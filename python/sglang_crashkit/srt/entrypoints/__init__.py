@@ -1,0 +1,1 @@
+"""Mirrors ``sglang/srt/entrypoints``: what the patched modules there call."""

@@ -1,0 +1,91 @@
+"""Start the crash handler beside this server."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+from sglang_crashkit.core import channel, procfs, settings
+from sglang_crashkit.core.private_files import make_private_folder
+from sglang_crashkit.errors import CrashkitError
+
+logger = logging.getLogger(__name__)
+
+_START_SECS = 20.0
+
+
+def start(crash_folder: str | None) -> None:
+    """Start the handler, and let this process and its children find it by two environment variables.
+
+    Its standard streams are its own, and it holds none of the server's descriptors but the socket: a program that reads
+    the server's output sees its end when the server ends.
+
+    Args:
+        crash_folder: what the server was given as ``--crash-dump-folder``; a private folder in the temporary one where
+            it was given none or cannot be written to.
+
+    Raises:
+        OSError: the socket cannot be made or Python cannot be started.
+        CrashkitError: a folder on the way belongs to somebody else.
+        subprocess.SubprocessError: the handler did not start.
+    """
+    pid = os.getpid()
+    stat = procfs.read_stat(pid)
+    assert stat is not None
+    runtime = settings.runtime_folder(pid, stat.start_ticks)
+    socket_path = settings.socket_path(pid, stat.start_ticks)
+    if os.environ.get(settings.SOCKET_VARIABLE) == str(socket_path) and channel.is_reachable(str(socket_path)):
+        return
+    host_folder = _host_folder(crash_folder)
+    spool = make_private_folder(host_folder / "incidents" / f".spool-{pid}-{stat.start_ticks}")
+    for folder in (settings.fallback_folder(), runtime.parent):
+        make_private_folder(folder)
+    shutil.rmtree(runtime, ignore_errors=True)
+    make_private_folder(runtime)
+    with channel.Mailbox.bind(socket_path) as receiver, _open_log(host_folder / "crash_handler.log") as log:
+        command = [sys.executable, "-m", "sglang_crashkit.handler"]
+        command += ["--server-pid", str(pid), "--socket-fd", str(receiver.fileno())]
+        command += ["--host-folder", str(host_folder), "--spool", str(spool), "--runtime", str(runtime)]
+        # The child forks the handler and ends at once, so this waits for an interpreter's start, not for the handler.
+        subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[receiver.fileno()],
+            start_new_session=True,
+            timeout=_START_SECS,
+            check=True,
+        )
+    os.environ[settings.SOCKET_VARIABLE] = str(socket_path)
+    os.environ[settings.SPOOL_VARIABLE] = str(spool)
+    logger.info("crash kit: incidents of this server go to %s", host_folder / "incidents")
+
+
+def _host_folder(crash_folder: str | None) -> Path:
+    hostname = os.getenv("HOSTNAME", socket.gethostname())
+    fallback = settings.fallback_folder() / hostname
+    candidates = [Path(crash_folder).absolute() / hostname, fallback] if crash_folder else [fallback]
+    for folder in candidates:
+        try:
+            return make_private_folder(folder / "incidents").parent
+        except (OSError, CrashkitError) as error:
+            logger.warning(
+                "crash kit: crash folder %s cannot be used (%s); next: check the --crash-dump-folder", folder, error
+            )
+            failure = error
+    raise failure
+
+
+def _open_log(path: Path) -> BinaryIO:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        return os.fdopen(descriptor, "wb")
+    return open(os.devnull, "wb")  # noqa: PTH123

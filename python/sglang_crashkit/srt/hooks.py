@@ -1,0 +1,70 @@
+"""What every hook shares: it never raises, and it knows how to reach the crash handler."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from sglang_crashkit.core import channel
+from sglang_crashkit.core.settings import SOCKET_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def never_raises(hook: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]:
+    """Log whatever a hook raises and return None instead: the server comes first."""
+
+    @functools.wraps(hook)
+    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result | None:
+        try:
+            return hook(*args, **kwargs)
+        except Exception:  # noqa: BLE001 - the one place that may catch everything
+            logger.warning("crash kit: %s failed", hook.__qualname__, exc_info=True)
+            return None
+
+    return guarded
+
+
+@never_raises
+def notify(event: str, **fields: Any) -> bool:
+    """Tell the crash handler of this server and return at once.
+
+    Returns:
+        Whether the handler got the message.
+    """
+    socket_path = os.environ.get(SOCKET_VARIABLE)
+    if not socket_path:
+        return False
+    try:
+        channel.notify(socket_path, event, **fields)
+    except channel.HandlerUnreachableError:
+        return False
+    return True
+
+
+@never_raises
+def request(event: str, timeout_secs: float, **fields: Any) -> dict[str, Any] | None:
+    """Tell the crash handler of this server and wait for its acknowledgement.
+
+    Args:
+        event: what happened.
+        timeout_secs: the longest to wait, in seconds.
+        fields: the rest of the message.
+
+    Returns:
+        The acknowledgement, empty at the end of the time, None where there is no handler.
+    """
+    socket_path = os.environ.get(SOCKET_VARIABLE)
+    if not socket_path:
+        return None
+    try:
+        return channel.request(socket_path, event, timeout_secs, **fields)
+    except channel.HandlerUnreachableError as error:
+        logger.warning("crash kit: no crash handler: %s", error)
+        return None

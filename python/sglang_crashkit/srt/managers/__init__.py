@@ -1,0 +1,1 @@
+"""Mirrors ``sglang/srt/managers``: what the patched modules there call."""

@@ -1,0 +1,1 @@
+"""Mirrors ``sglang/srt/utils``: what the patched modules there call."""
