@@ -93,9 +93,7 @@ def relocate_patch(pristine: bytes | None, patch: Patch) -> Patch:
     if pristine is None:
         return replace(patch, hunks=(replace(patch.hunks[0], old_start=0),))
     places = _places_in_order(split_lines(pristine), patch)
-    hunks = tuple(
-        replace(hunk, old_start=at + 1) for hunk, at in zip(patch.hunks, places, strict=True)
-    )
+    hunks = tuple(replace(hunk, old_start=at + 1) for hunk, at in zip(patch.hunks, places, strict=True))
     return replace(patch, hunks=hunks)
 
 

@@ -21,9 +21,7 @@ class Finished:
     stderr: str
 
 
-def run_tool(
-    argv: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None
-) -> Finished:
+def run_tool(argv: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None) -> Finished:
     """Run `argv` and return what it printed.
 
     Args:

@@ -1,0 +1,41 @@
+"""``sglang-crashkit apply``: patch an installed SGLang."""
+
+from __future__ import annotations
+
+import argparse
+
+from sglang_crashkit.errors import ExitCode
+from sglang_crashkit.installer.operations import apply
+from sglang_crashkit.installer.session import open_session
+from sglang_crashkit.installer.tree import Overall
+
+HELP = "patch the SGLang that a python imports"
+
+_DONE = {
+    Overall.PRISTINE: "patched",
+    Overall.OUTDATED: "patched anew, over an earlier kit's patches",
+    Overall.INTERRUPTED: "patched; a change that was cut off is finished",
+    Overall.PATCHED: "patched",
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("--python", metavar="PATH", help="interpreter or virtual environment; this one by default")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, change nothing")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Do it and say what was done."""
+    session = open_session(args.python)
+    outcome = apply(session.environment, session.patches, session.lock, dry_run=args.dry_run)
+    name = f"SGLang {session.environment.version} in {session.environment.package}"
+    if not outcome.changed and outcome.before is Overall.PATCHED:
+        print(f"{name} is already patched")
+    elif args.dry_run:
+        print(f"{name} would be patched (it is {outcome.before.value}):")
+    else:
+        print(f"{name} is {_DONE.get(outcome.before, 'patched')}:")
+    for path in outcome.changed:
+        print(f"  {path}")
+    return ExitCode.DONE

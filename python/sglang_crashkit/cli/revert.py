@@ -1,0 +1,34 @@
+"""``sglang-crashkit revert``: give an installed SGLang upstream's bytes back."""
+
+from __future__ import annotations
+
+import argparse
+
+from sglang_crashkit.errors import ExitCode
+from sglang_crashkit.installer.operations import revert
+from sglang_crashkit.installer.session import open_session
+from sglang_crashkit.installer.tree import Overall
+
+HELP = "take the patches out again, to the exact bytes"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("--python", metavar="PATH", help="interpreter or virtual environment; this one by default")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, change nothing")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Do it and say what was done."""
+    session = open_session(args.python)
+    outcome = revert(session.environment, session.patches, session.lock, dry_run=args.dry_run)
+    name = f"SGLang {session.environment.version} in {session.environment.package}"
+    if not outcome.changed and outcome.before in (Overall.PRISTINE, Overall.UNSUPPORTED):
+        print(f"{name} is not patched")
+    elif args.dry_run:
+        print(f"{name} would get upstream's bytes back (it is {outcome.before.value}):")
+    else:
+        print(f"{name} has upstream's bytes again:")
+    for path in outcome.changed:
+        print(f"  {path}")
+    return ExitCode.DONE

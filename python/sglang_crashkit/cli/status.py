@@ -1,0 +1,33 @@
+"""``sglang-crashkit status``: say what an installed SGLang is, and what to run next."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from sglang_crashkit.errors import CrashkitError, ExitCode
+from sglang_crashkit.installer.session import open_session
+from sglang_crashkit.installer.status import format_status, read_status
+
+HELP = "say whether the SGLang that a python imports is patched"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("--python", metavar="PATH", help="interpreter or virtual environment; this one by default")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Print the status."""
+    session = open_session(args.python)
+    try:
+        status = read_status(session.environment, session.lock)
+    except OSError as error:
+        raise CrashkitError(f"cannot read the installation: {error}") from error
+    if args.json:
+        print(json.dumps(status.to_json(), indent=1))
+    else:
+        for line in format_status(status):
+            print(line)
+    return ExitCode.DONE

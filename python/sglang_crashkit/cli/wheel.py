@@ -1,0 +1,51 @@
+"""``sglang-crashkit wheel``: build a patched SGLang wheel, with the kit's own beside it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
+from sglang_crashkit.installer.lockfile import load_lock
+from sglang_crashkit.installer.releases import is_release
+from sglang_crashkit.installer.resolver import PatchTree, find_patch_root
+
+HELP = "build a patched SGLang wheel and put the kit's own beside it"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("source", metavar="RELEASE_OR_WHEEL", help="0.5.23, or the path of upstream's wheel")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for both wheels")
+    parser.add_argument("--download", action="store_true", help="let pip download a wheel that is not in the cache")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Build both and say how to install them."""
+    # Only this command needs zip archives and metadata: the others start faster without.
+    from sglang_crashkit.installer.kitwheel import build_kit_wheel
+    from sglang_crashkit.installer.patchedwheel import build_patched_wheel
+    from sglang_crashkit.installer.wheelcache import WheelName, find_wheel
+
+    root = find_patch_root()
+    lock = load_lock(root)
+    given = Path(args.source)
+    if is_release(args.source):
+        wheel = find_wheel(args.source, lock.require(args.source).wheels, download=args.download)
+    elif given.is_file():
+        wheel = given
+    else:
+        raise UsageError(f"{args.source} is neither a release of SGLang nor a wheel that is there")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        patched = build_patched_wheel(wheel, args.out, PatchTree.load(root), lock)
+        kit = build_kit_wheel(args.out)
+    except OSError as error:
+        raise CrashkitError(f"cannot build the wheel: {error}") from error
+    release = WheelName.parse(wheel.name).version
+    if wheel.name not in lock.require(release).wheels:
+        print(f"{wheel.name}: its own sha256 is not in the lock; RECORD and every patched file were checked")
+    print(patched)
+    print(kit)
+    print(f"install  pip install --no-index --find-links {args.out} sglang=={release}")
+    return ExitCode.DONE

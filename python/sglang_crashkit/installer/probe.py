@@ -1,0 +1,70 @@
+"""Say where a python finds SGLang and whether it can import the kit. Runs in that python.
+
+Its text is passed with ``-c``, so it stands alone and imports nothing of the kit at the top. It
+never imports SGLang. Arguments: the kit's functions that the patches call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def find_sglang() -> dict[str, object]:
+    """Return what the metadata and the import system say of SGLang."""
+    found: list[Path] = []
+    for entry in sys.path:
+        folder = Path(entry)
+        for path in sorted(folder.glob("[Ss][Gg][Ll][Aa][Nn][Gg]-*.dist-info")):
+            if path.is_dir() and path.resolve() not in found:
+                found.append(path.resolve())
+    spec = importlib.util.find_spec("sglang")
+    locations = list(spec.submodule_search_locations or []) if spec is not None else []
+    result: dict[str, object] = {
+        "dist_infos": [str(path) for path in found],
+        "package_dirs": [str(Path(location).resolve()) for location in locations],
+    }
+    if found:
+        distribution = importlib.metadata.Distribution.at(found[0])
+        result["version"] = distribution.metadata["Version"]
+        result["direct_url"] = distribution.read_text("direct_url.json")
+    return result
+
+
+def find_kit(functions: list[str]) -> dict[str, object]:
+    """Return which kit this python imports and which of `functions` it cannot."""
+    try:
+        kit = importlib.import_module("sglang_crashkit")
+    except ImportError as error:
+        return {"error": str(error)}
+    missing: dict[str, str] = {}
+    for name in functions:
+        module, _, function = name.rpartition(".")
+        try:
+            getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            missing[name] = str(error)
+    root = Path(str(kit.__file__)).resolve().parents[1]
+    return {"version": kit.__version__, "root": str(root), "missing": missing}
+
+
+def main() -> None:
+    """Print the answer as one line of JSON after whatever start-up files print."""
+    if sys.path and not sys.path[0]:
+        del sys.path[0]  # with -c it is the working directory, where a server need not run
+    parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    answer = {
+        "python_path": [str(Path(part).resolve()) for part in parts if part],
+        "sglang": find_sglang(),
+        "kit": find_kit(sys.argv[1:]),
+    }
+    print("\n" + json.dumps(answer))  # noqa: T201 - the answer is read from here
+
+
+if __name__ == "__main__":
+    main()
