@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         return ExitCode.DONE if incidents else ExitCode.NOTHING
     if not incidents:
         raise NothingToDoError(
-            f"no incident below {args.folder}", next_step="name the folder given as --crash-dump-folder"
+            f"no incident below {args.folder}",
+            next_step="name the folder given as --crash-dump-folder",
         )
     for incident in incidents:
         print(_as_line(incident))

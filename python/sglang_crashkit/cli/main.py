@@ -34,7 +34,7 @@ class Command(Protocol):
 
 def load_command(name: str) -> Command:
     """Return the module of the command called `name`."""
-    module: Command = importlib.import_module(f"sglang_crashkit.cli.{name}")  # type: ignore[assignment]
+    module: Command = importlib.import_module(f"sglang_crashkit.cli.{name}")
     return module
 
 

@@ -176,5 +176,9 @@ def _decode(data: bytes, ancillary: list[tuple[int, int, bytes]], address: bytes
     waits = fields.pop("wait", False) is True
     reply_to = address.encode() if isinstance(address, str) else address
     return Message(
-        event=fields.pop("event"), fields=fields, pid=pid, uid=uid, address=(reply_to or None) if waits else None
+        event=fields.pop("event"),
+        fields=fields,
+        pid=pid,
+        uid=uid,
+        address=(reply_to or None) if waits else None,
     )

@@ -14,7 +14,14 @@ from typing import Any, Literal
 SCHEMA_VERSION = 1
 
 EvidenceKind = Literal[
-    "exit", "proc_state", "stack", "native_stack", "exception", "cuda_core", "gpu_stack", "flight_recorder"
+    "exit",
+    "proc_state",
+    "stack",
+    "native_stack",
+    "exception",
+    "cuda_core",
+    "gpu_stack",
+    "flight_recorder",
 ]
 EvidenceStatus = Literal["captured", "failed", "skipped"]
 Level = Literal["established", "supported", "unknown"]
@@ -172,7 +179,7 @@ class Incident:
         """Return the report of process `pid`, None when it is not part of the server."""
         return next((process for process in self.processes if process.pid == pid), None)
 
-    def note(self, seconds: float, event: str, **fields: Any) -> None:
+    def note(self, seconds: float, event: str, /, **fields: Any) -> None:
         """Add an event to the timeline.
 
         Args:

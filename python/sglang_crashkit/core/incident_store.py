@@ -72,12 +72,11 @@ class IncidentFolder:
 
     def save(self, incident: Incident, summary: str) -> None:
         """Write ``incident.json`` and ``summary.md`` as they are now, durably; see `write_text`."""
-        write_private(self.path / "summary.md", summary.encode(), sync=True)
+        write_private(self.path / "summary.md", summary.encode())
         write_json(self.path / "incident.json", incident.to_json(), sync=True)
 
     def publish(self) -> Path:
         """Give the folder its final name and return it."""
-        sync_folder(self.path)
         if self.path != self._final:
             self.path.rename(self._final)
             self.path = self._final

@@ -31,7 +31,8 @@ def make_private_folder(folder: Path) -> Path:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode):
             raise CrashkitError(
-                f"{folder} is not a folder", next_step=f"remove it, or name another folder: ls -ld {folder}"
+                f"{folder} is not a folder",
+                next_step=f"remove it, or name another folder: ls -ld {folder}",
             ) from None
         if status.st_uid != os.geteuid():
             raise CrashkitError(

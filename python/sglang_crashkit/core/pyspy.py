@@ -103,7 +103,11 @@ class _Round:
         command = [self._executable, "dump", "--nonblocking", "--json", "--pid", str(pid)]
         try:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
             )
         except OSError as error:
             self._finish(pid, None, f"{self._executable}: {error.strerror}")

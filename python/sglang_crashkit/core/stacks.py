@@ -53,7 +53,7 @@ def parse_pyspy(text: str) -> tuple[Thread, ...]:
     """
     document = json.loads(text)
     if not isinstance(document, list):
-        raise ValueError("py-spy's JSON is not a list of threads")  # noqa: TRY004
+        raise ValueError("py-spy's JSON is not a list of threads")
     try:
         return tuple(_thread(entry) for entry in document)
     except (KeyError, TypeError) as error:

@@ -37,7 +37,9 @@ def main() -> int:
         signal.signal(signum, signal.SIG_IGN)
     setproctitle.setproctitle("sglang::crash_handler")
     logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="[%(asctime)s crash_handler] %(levelname)s %(message)s"
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="[%(asctime)s crash_handler] %(levelname)s %(message)s",
     )
     place = Place(host_folder=args.host_folder, spool=args.spool, runtime=args.runtime)
     mailbox = Mailbox(socket.socket(fileno=args.socket_fd))

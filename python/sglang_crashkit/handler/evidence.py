@@ -36,10 +36,18 @@ def describe_exit(process: TrackedProcess, *, raised: bool) -> Exit:
     status = process.exit_status()
     noticed = iso_time(process.exited_at or 0.0)
     if not status.known:
-        return Exit(None, None, "unknown", "its parent reaped it, and this kernel does not tell others", noticed)
+        return Exit(
+            None,
+            None,
+            "unknown",
+            "its parent reaped it, and this kernel does not tell others",
+            noticed,
+        )
     kills = process.oom_counter.grown_by() if process.oom_counter else None
     if status.signal == "SIGKILL" and kills:
-        detail = f"{process.oom_counter.path if process.oom_counter else ''} counts {kills} OOM kill(s) more than before"
+        detail = (
+            f"{process.oom_counter.path if process.oom_counter else ''} counts {kills} OOM kill(s) more than before"
+        )
         return Exit(None, status.signal, "oom_kill", detail, noticed)
     if status.signal is not None:
         memory = "its memory cgroup counts no OOM kill" if kills == 0 else "no OOM counter could be read"

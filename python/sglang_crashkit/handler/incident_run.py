@@ -70,7 +70,6 @@ class IncidentRun:
             trigger=Trigger(trigger, iso_time(seconds), process.pid, process.title),
             server=_server_info(tree.root.pid),
         )
-        self.incident.note(seconds, trigger, pid=process.pid, title=process.title)
         self._folder = IncidentFolder(incidents, kind, self.incident.id, seconds)
 
     @property
@@ -93,23 +92,30 @@ class IncidentRun:
                 reason = "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH"
                 report.evidence.append(Evidence("stack", "skipped", reason=reason))
         self.photographed = True
-        self.incident.note(time.time(), "photographed", processes=len(living), seconds=round(time.time() - started, 4))
+        self.incident.note(
+            time.time(),
+            "photographed",
+            processes=len(living),
+            seconds=round(time.time() - started, 4),
+        )
 
-    def note(self, seconds: float, event: str, **fields: Any) -> None:
+    def note(self, seconds: float, event: str, /, **fields: Any) -> None:
         """Add an event to the timeline; see `Incident.note`."""
         self.incident.note(seconds, event, **fields)
 
     def add_exit(self, process: TrackedProcess) -> None:
-        """Take in the exit of a process of the server."""
+        """Take in the exit of a process of the server; once the incident is finished it is noted only."""
         seconds = process.exited_at or time.time()
         status = process.exit_status()
+        self.note(
+            seconds, "process_exited", pid=process.pid, title=process.title, code=status.code, signal=status.signal
+        )
+        if self.finished:
+            return
         report = self._report(process)
         if not any(piece.kind == "stack" for piece in report.evidence):
             report.evidence.append(Evidence("stack", "skipped", reason="it was dead before it could be photographed"))
         evidence.note_exit(report, process, raised=process.pid in self._raised)
-        self.note(
-            seconds, "process_exited", pid=process.pid, title=process.title, code=status.code, signal=status.signal
-        )
         if process.matters:
             self._failures.append(
                 FailureEvent(

@@ -117,7 +117,11 @@ class CrashHandler:
         for message in self._mailbox.receive():
             sender = self._sender(message)
             if sender is None and message.event not in _ANNOUNCED_BY_ANYONE:
-                logger.warning("message %r of process %d, not the server's, ignored", message.event, message.pid)
+                logger.warning(
+                    "message %r of process %d, not the server's, ignored",
+                    message.event,
+                    message.pid,
+                )
                 continue
             reaction = self._reactions.get(message.event)
             if reaction is not None:
@@ -173,6 +177,8 @@ class CrashHandler:
         self._dump_begun = True
         self._quit_due = self._answer_due = self._soft_since = None
         self._join("child_failure", "crash_dump", sender, _time_of(message))
+        if self._run is not None:
+            self._run.note(_time_of(message), message.event, pid=message.pid)
 
     def _on_dump_ended(self, message: Message, sender: TrackedProcess | None) -> None:
         assert sender is not None
@@ -217,18 +223,22 @@ class CrashHandler:
         for folder in (self._place.host_folder, fallback_folder()):
             try:
                 self._run = IncidentRun(
-                    kind, trigger, process, seconds, self._tree, folder / "incidents", self._settings
+                    kind,
+                    trigger,
+                    process,
+                    seconds,
+                    self._tree,
+                    folder / "incidents",
+                    self._settings,
                 )
             except (OSError, CrashkitError) as error:
-                logger.error("no incident can be written below %s: %s", folder, error)  # noqa: TRY400
+                logger.error("no incident can be written below %s: %s", folder, error)
             else:
                 return
 
     def _join(self, kind: str, trigger: str, process: TrackedProcess, seconds: float) -> None:
         if self._run is None:
             self._open(kind, trigger, process, seconds)
-        else:
-            self._run.note(seconds, trigger, pid=process.pid, title=process.title)
         if self._run is not None and not self._run.photographed:
             self._photograph()
 
@@ -289,7 +299,7 @@ class CrashHandler:
             try:
                 run.finish()
             except OSError as error:
-                logger.error("incident %s could not be finished: %s", run.path, error)  # noqa: TRY400
+                logger.error("incident %s could not be finished: %s", run.path, error)
                 run.finished = True
         path = str(run.path) if run is not None else None
         for message in self._waiting:
@@ -342,7 +352,10 @@ class CrashHandler:
         if run is not None and run.finished:
             status = self._tree.root.exit_status()
             run.note(
-                self._tree.root.exited_at or time.time(), "server_exited", code=status.code, signal=status.signal
+                self._tree.root.exited_at or time.time(),
+                "server_exited",
+                code=status.code,
+                signal=status.signal,
             )
             with contextlib.suppress(OSError):
                 run.save()

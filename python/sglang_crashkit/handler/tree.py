@@ -23,6 +23,7 @@ class TrackedProcess:
         title: its title when it was last read; the last known one after its death.
         is_root: it is the process that launched the server.
         is_python: it runs a Python interpreter, so it has a stack to photograph.
+        is_copy: it has the title of its parent: a fork that has not yet become what it was forked for.
         oom_counter: the OOM counter of its memory cgroup as it stood when the process was first seen.
         exited_at: when its exit was noticed, in seconds since the epoch; None while it lives.
     """
@@ -32,6 +33,7 @@ class TrackedProcess:
     is_root: bool
     is_python: bool
     oom_counter: oom.OomCounter | None
+    is_copy: bool = False
     exited_at: float | None = field(default=None)
 
     @property
@@ -42,7 +44,7 @@ class TrackedProcess:
     @property
     def role(self) -> str:
         """Its role; see `titles.role_of`."""
-        return titles.role_of(self.title, is_root=self.is_root)
+        return "helper" if self.is_copy else titles.role_of(self.title, is_root=self.is_root)
 
     @property
     def rank(self) -> dict[str, int]:
@@ -105,7 +107,7 @@ class ProcessTree:
                     logger.warning("process %d cannot be watched: %s", pid, error)
         for process in self.alive():
             # SGLang sets its titles once; a process that has none yet is about to set it.
-            if not process.title.startswith("sglang::"):
+            if process.is_copy or not process.title.startswith("sglang::"):
                 self._reread_title(process)
         if new:
             self._changed_at = time.monotonic()
@@ -124,12 +126,21 @@ class ProcessTree:
             is_python=procfs.is_python(pid),
             oom_counter=oom.find_counter(pid),
         )
+        process.is_copy = self._has_title_of_parent(process)
         self._processes[pid] = process
         return process
 
     def _reread_title(self, process: TrackedProcess) -> None:
-        title = procfs.read_title(process.pid)
-        if title and title != process.title:
+        cmdline = procfs.read_cmdline(process.pid)
+        title = procfs.title_of(cmdline, process.title)
+        if title != process.title:
             process.title = title
             process.is_python = procfs.is_python(process.pid)
+            process.is_copy = self._has_title_of_parent(process)
             self._changed_at = time.monotonic()
+
+    def _has_title_of_parent(self, process: TrackedProcess) -> bool:
+        # SGLang's workers run helpers (a compiler, ldconfig); between fork and exec these look like the worker itself.
+        stat = procfs.read_stat(process.pid)
+        parent = self._processes.get(stat.ppid) if stat else None
+        return parent is not None and parent.title == process.title and process.title.startswith("sglang::")

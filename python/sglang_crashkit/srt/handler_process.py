@@ -49,10 +49,20 @@ def start(crash_folder: str | None) -> None:
         make_private_folder(folder)
     shutil.rmtree(runtime, ignore_errors=True)
     make_private_folder(runtime)
-    with channel.Mailbox.bind(socket_path) as receiver, _open_log(host_folder / "crash_handler.log") as log:
+    with (
+        channel.Mailbox.bind(socket_path) as receiver,
+        _open_log(host_folder / "crash_handler.log") as log,
+    ):
         command = [sys.executable, "-m", "sglang_crashkit.handler"]
         command += ["--server-pid", str(pid), "--socket-fd", str(receiver.fileno())]
-        command += ["--host-folder", str(host_folder), "--spool", str(spool), "--runtime", str(runtime)]
+        command += [
+            "--host-folder",
+            str(host_folder),
+            "--spool",
+            str(spool),
+            "--runtime",
+            str(runtime),
+        ]
         # The child forks the handler and ends at once, so this waits for an interpreter's start, not for the handler.
         subprocess.run(
             command,
@@ -75,10 +85,15 @@ def _host_folder(crash_folder: str | None) -> Path:
     candidates = [Path(crash_folder).absolute() / hostname, fallback] if crash_folder else [fallback]
     for folder in candidates:
         try:
-            return make_private_folder(folder / "incidents").parent
+            make_private_folder(folder / "incidents")
+            # SGLang may have created it before, for everybody to read; cores and prompts go there.
+            folder.chmod(0o700)
+            return folder
         except (OSError, CrashkitError) as error:
             logger.warning(
-                "crash kit: crash folder %s cannot be used (%s); next: check the --crash-dump-folder", folder, error
+                "crash kit: crash folder %s cannot be used (%s); next: check the --crash-dump-folder",
+                folder,
+                error,
             )
             failure = error
     raise failure

@@ -24,7 +24,7 @@ def never_raises(hook: Callable[Parameters, Result]) -> Callable[Parameters, Res
     def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result | None:
         try:
             return hook(*args, **kwargs)
-        except Exception:  # noqa: BLE001 - the one place that may catch everything
+        except Exception:
             logger.warning("crash kit: %s failed", hook.__qualname__, exc_info=True)
             return None
 

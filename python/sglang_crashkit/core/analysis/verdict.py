@@ -112,7 +112,11 @@ def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -
     if end is None or end.cause == "unknown":
         return f"{name} ended; nobody could tell how.", "unknown", "supported"
     if end.cause == "oom_kill":
-        return f"{name} was killed by the kernel for lack of memory: {end.detail}.", "oom_kill", "established"
+        return (
+            f"{name} was killed by the kernel for lack of memory: {end.detail}.",
+            "oom_kill",
+            "established",
+        )
     if end.signal is not None:
         return f"{name} was killed by {end.signal}: {end.detail}.", "signal", "established"
     return f"{name} ended with exit status {end.code}: {end.detail}.", "exit_status", "established"

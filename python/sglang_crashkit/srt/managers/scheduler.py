@@ -36,7 +36,7 @@ def on_scheduler_exception() -> None:
     request(
         "scheduler_exception",
         PHOTOGRAPH_WAIT_SECS,
-        message=message.splitlines()[0][:500],
+        message=message.splitlines()[0][:300],
         record=str(record) if record else None,
     )
 

@@ -42,7 +42,7 @@ def on_crash_dump(dump: Method) -> Method:
         try:
             with _without_upstream_diagnostics():
                 result = dump(manager, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the server has to end
+        except Exception as error:
             logger.exception("crash kit: the requests could not be saved")
             outcome["error"] = f"{type(error).__name__}: {error}"
         path = getattr(manager, _SAVED, None)
