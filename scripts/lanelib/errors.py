@@ -1,0 +1,39 @@
+"""The one error of the lanes, and the frame that prints it for a script."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+class LaneError(Exception):
+    """Something is missing or failed; the message names it.
+
+    Args:
+        message: one sentence that names the thing (program, library, path, release).
+        next_step: the command or action that helps, without a leading "run".
+        exit_code: what a script ends with: 1 failed, 2 usage.
+    """
+
+    def __init__(self, message: str, *, next_step: str | None = None, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.message = message
+        self.next_step = next_step
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        if self.next_step is None:
+            return self.message
+        return f"{self.message}\n  next: {self.next_step}"
+
+
+def run_script(name: str, main: Callable[[], int]) -> int:
+    """Run `main` and turn a `LaneError` or Ctrl-C into one message and an exit status."""
+    try:
+        return main()
+    except LaneError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,26 @@
+"""Where the lanes lie in a checkout."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Everything that is made here and can be deleted at any time; ignored by git.
+LANES = ROOT / ".lanes"
+#: Locked versions and the stub's source; tracked by git.
+RECIPES = ROOT / "test" / "lanes"
+PATCHES = ROOT / "patches"
+KIT_VERSION_FILE = ROOT / "python" / "sglang_crashkit" / "__init__.py"
+PYPROJECT = ROOT / "pyproject.toml"
+
+
+def hash_files(files: Iterable[Path], *, relative_to: Path = ROOT) -> str:
+    """Return one sha256 over the names and contents of `files`, in sorted order."""
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(relative_to)}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()

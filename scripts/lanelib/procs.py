@@ -1,0 +1,136 @@
+"""Find a server's processes in ``/proc`` and end them, and only them.
+
+A process is told by its pid and its start time, so that a pid used again is never hit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process, as ``/proc/<pid>/stat`` has it.
+
+    Attributes:
+        pid: its id.
+        started: clock ticks from boot to its start.
+        parent: its parent's pid.
+        session: its session's id.
+        state: one letter; Z is dead and not yet reaped.
+    """
+
+    pid: int
+    started: int
+    parent: int
+    session: int
+    state: str
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What names it for as long as the machine is up."""
+        return self.pid, self.started
+
+
+def read_process(pid: int) -> Process | None:
+    """Return the process `pid`, or None if it is gone."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name in parentheses may hold spaces and parentheses of its own.
+    fields = text[text.rindex(")") + 2 :].split()
+    return Process(pid, int(fields[19]), int(fields[1]), int(fields[3]), fields[0])
+
+
+def all_processes() -> list[Process]:
+    """Return every process of the machine."""
+    found = (read_process(int(entry)) for entry in os.listdir(PROC) if entry.isdigit())
+    return [process for process in found if process is not None]
+
+
+def tree_of(root: int) -> list[Process]:
+    """Return the living processes below and with `root`, and those of its session.
+
+    The session finds children whose parent died before they did.
+    """
+    everything = all_processes()
+    children: dict[int, list[Process]] = {}
+    for process in everything:
+        children.setdefault(process.parent, []).append(process)
+    members = {p.key: p for p in everything if p.pid == root or p.session == root}
+    pending = list(members.values())
+    while pending:
+        for child in children.get(pending.pop().pid, []):
+            if child.key not in members:
+                members[child.key] = child
+                pending.append(child)
+    return sorted((p for p in members.values() if p.state != "Z"), key=lambda p: p.pid)
+
+
+def title_of(pid: int) -> str:
+    """Return the title or command line of `pid`; empty when it is gone."""
+    try:
+        raw = (PROC / str(pid) / "cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return raw.replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def watchers_of(pids: Iterable[int]) -> list[Process]:
+    """Return the processes that hold a pidfd of one of `pids`, other than these themselves."""
+    watched = set(pids)
+    return [p for p in all_processes() if p.pid not in watched and watched & _watched_by(p.pid)]
+
+
+def _watched_by(pid: int) -> set[int]:
+    pids = set()
+    folder = PROC / str(pid)
+    try:
+        for descriptor in os.listdir(folder / "fd"):
+            if os.readlink(folder / "fd" / descriptor) == "anon_inode:[pidfd]":
+                text = (folder / "fdinfo" / descriptor).read_text()
+                pids |= {int(line[4:]) for line in text.splitlines() if line.startswith("Pid:")}
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return pids  # gone meanwhile, or another user's
+    return pids
+
+
+def alive(processes: Iterable[Process]) -> list[Process]:
+    """Return those of `processes` that still run."""
+    now = ((process, read_process(process.pid)) for process in processes)
+    return [p for p, current in now if current and current.key == p.key and current.state != "Z"]
+
+
+def wait_gone(processes: Iterable[Process], timeout_s: float) -> list[Process]:
+    """Wait up to `timeout_s` seconds for `processes` to end; return those that have not."""
+    deadline = time.monotonic() + timeout_s
+    left = alive(processes)
+    while left and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        left = alive(left)
+    return left
+
+
+def send(process: Process, number: signal.Signals) -> None:
+    """Send a signal to exactly this process; do nothing if it is gone."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return
+    try:
+        current = read_process(process.pid)
+        if current is not None and current.key == process.key:
+            signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,132 @@
+"""Which versions a lane installs: from its lock, or resolved as on the release's own day."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+from lanelib.commands import run_command, say
+from lanelib.errors import LaneError
+from lanelib.machine import LANE_PYTHON
+from lanelib.paths import LANES, PYPROJECT, RECIPES
+from lanelib.tools import tool
+
+RELEASE = re.compile(r"\d+\.\d+\.\d+(\.post\d+|rc\d+)?")
+#: What prefill/decode disaggregation needs beside SGLang.
+EXTRAS = ("mooncake-transfer-engine-non-cuda", "sglang-router")
+#: Packages of the same release go up within this time of each other.
+SETTLING = timedelta(days=1)
+HEADER = """\
+# SGLang {release} on a CPU: every version of its lane, for Python {python} on Linux x86_64.
+# Written by: scripts/lane {release} --lock
+"""
+
+
+def lock_path(release: str) -> Path:
+    """Return where the locked versions of `release` are kept, whether or not they are."""
+    return RECIPES / f"{release}.lock"
+
+
+def constraints_path(release: str) -> Path:
+    """Return where limits for resolving `release` are kept, where it needs any."""
+    return RECIPES / f"{release}.constraints"
+
+
+def check_release(release: str) -> str:
+    """Return `release` if it is written like one.
+
+    Raises:
+        LaneError: it is not.
+    """
+    if RELEASE.fullmatch(release):
+        return release
+    raise LaneError(
+        f"{release!r} is not an SGLang release such as 0.5.23",
+        next_step=f"name one of: {', '.join(locked_releases())}",
+        exit_code=2,
+    )
+
+
+def locked_releases() -> list[str]:
+    """Return the releases that have a lock."""
+    names = [path.name.removesuffix(".lock") for path in RECIPES.glob("*.lock")]
+    return sorted(name for name in names if RELEASE.fullmatch(name))
+
+
+def versions_of(release: str) -> Path:
+    """Return the file of exact versions to install for `release`, resolved if it is not locked.
+
+    Raises:
+        LaneError: the release does not exist, or its dependencies cannot be resolved.
+    """
+    if lock_path(release).is_file():
+        return lock_path(release)
+    resolved = LANES / "resolved" / f"{release}.lock"
+    if not resolved.is_file():
+        say(f"{release}: no lock in {RECIPES}; resolving as on the day of the release")
+        _write(resolved, resolve(release))
+        say(f"{release}: once it serves, keep these versions with: scripts/lane {release} --lock")
+    return resolved
+
+
+def write_lock(release: str) -> Path:
+    """Keep the versions of `release` as its lock.
+
+    Raises:
+        LaneError: it is locked already, or cannot be resolved.
+    """
+    path = lock_path(release)
+    if path.is_file():
+        raise LaneError(f"{release} is locked already", next_step=f"delete {path} to resolve anew")
+    _write(path, versions_of(release).read_text())
+    return path
+
+
+def resolve(release: str) -> str:
+    """Return the text of a lock: what `release` depended on when it was new.
+
+    Later versions of its dependencies break old releases.
+
+    Raises:
+        LaneError: the release does not exist, or its dependencies cannot be resolved.
+    """
+    compile_ = [
+        *(tool("uv"), "pip", "compile", "--quiet", "--no-header", "--no-annotate"),
+        *("--prerelease=allow", "--python-version", ".".join(map(str, LANE_PYTHON))),
+    ]
+    wanted = LANES / "resolved" / f"{release}.in"
+    _write(wanted, "".join(f"{line}\n" for line in (f"sglang=={release}", *EXTRAS)))
+    limits = constraints_path(release)
+    if limits.is_file():
+        compile_ += ["--constraint", limits]
+    date = _upload_time(release, compile_, wanted)
+    if date is not None:
+        compile_ += ["--exclude-newer", (date + SETTLING).strftime("%Y-%m-%dT%H:%M:%SZ")]
+    # The kit's own dependencies are part of the lane: the kit is installed without any.
+    versions = run_command([*compile_, wanted, PYPROJECT], timeout_s=600)
+    python = ".".join(map(str, LANE_PYTHON))
+    return HEADER.format(release=release, python=python) + versions
+
+
+def _upload_time(release: str, compile_: list[Path | str], wanted: Path) -> datetime | None:
+    """Return when the registry received `release`; None where it does not say."""
+    try:
+        facts = run_command([*compile_, "--no-deps", "--format", "pylock.toml", wanted], timeout_s=120)
+    except LaneError as error:
+        raise LaneError(
+            f"SGLang {release} cannot be found or reached on the package registry: {error.message}",
+            next_step="check the release's name and the network, and repeat",
+        ) from error
+    entry = facts.partition('name = "sglang"')[2].partition("[[packages]]")[0]
+    match = re.search(r"upload-time = (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", entry)
+    if match is None:
+        return None
+    return datetime.fromisoformat(match.group(1)).replace(tzinfo=timezone.utc)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(text)
+    fresh.replace(path)
