@@ -44,6 +44,8 @@ class Environment:
     dist_info: Path
     #: None where that python cannot import the kit.
     kit: Kit | None
+    #: Whether that python has pip; those that uv makes have none.
+    has_pip: bool = True
 
     @property
     def site(self) -> Path:
@@ -58,8 +60,16 @@ class Environment:
     @property
     def reinstall(self) -> str:
         """The command that puts upstream's files back."""
-        requirement = f"sglang=={self.release}"
-        return f"{self.python} -m pip install --force-reinstall --no-deps {requirement}"
+        return _reinstall(self.python, self.release, has_pip=self.has_pip)
+
+    @property
+    def install_kit(self) -> str:
+        """The command that installs this kit where that python imports it."""
+        checkout = Path(__file__).resolve().parents[3]
+        is_checkout = (checkout / "pyproject.toml").is_file()
+        return _pip(
+            self.python, str(checkout) if is_checkout else f"sglang-crashkit=={__version__}", has_pip=self.has_pip
+        )
 
     def command(self, name: str) -> str:
         """Return the kit's command `name` for this environment."""
@@ -110,13 +120,15 @@ def find_environment(given: str | None, *, calls: Sequence[str] = ()) -> Environ
         )
     version = str(found["version"])
     dist_info = Path(found["dist_infos"][0])
-    _refuse_editable(found["direct_url"], python, version)
+    has_pip = bool(answer["has_pip"])
+    reinstall = _reinstall(python, version, has_pip=has_pip)
+    _refuse_editable(found["direct_url"], python, version, reinstall)
     package = dist_info.parent / "sglang"
     beside = [other for other in found["dist_infos"][1:] if Path(other).parent == dist_info.parent]
     if beside:
         raise RefusedError(
             f"two installations overlap: {dist_info} and {beside[0]}",
-            next_step=f"{python} -m pip install --force-reinstall --no-deps sglang=={version}",
+            next_step=reinstall,
         )
     if found["package_dirs"] != [str(package)]:
         imported = found["package_dirs"][0] if found["package_dirs"] else "nothing"
@@ -124,7 +136,7 @@ def find_environment(given: str | None, *, calls: Sequence[str] = ()) -> Environ
             f"{dist_info} describes {package}, but {python} imports {imported}",
             next_step="take the other one off PYTHONPATH and sys.path",
         )
-    return Environment(python, version, package, dist_info, _kit(answer, dist_info.parent))
+    return Environment(python, version, package, dist_info, _kit(answer, dist_info.parent), has_pip)
 
 
 def require_kit(environment: Environment) -> None:
@@ -134,7 +146,7 @@ def require_kit(environment: Environment) -> None:
         RefusedError: they cannot; a patched SGLang would not even start.
     """
     kit, python = environment.kit, environment.python
-    install = f"{python} -m pip install sglang-crashkit=={__version__}"
+    install = environment.install_kit
     if kit is None:
         raise RefusedError(f"{python} cannot import sglang_crashkit, which patched files call", next_step=install)
     if kit.version != __version__:
@@ -168,7 +180,7 @@ def _ask(python: Path, calls: Sequence[str]) -> dict[str, Any]:
     raise CrashkitError(f"{python} did not say where its SGLang is: {lines[-1]}", next_step=f"{python} -c pass")
 
 
-def _refuse_editable(direct_url: str | None, python: Path, version: str) -> None:
+def _refuse_editable(direct_url: str | None, python: Path, version: str, reinstall: str) -> None:
     try:
         source = json.loads(direct_url or "{}")
     except ValueError:
@@ -177,8 +189,18 @@ def _refuse_editable(direct_url: str | None, python: Path, version: str) -> None
         raise RefusedError(
             f"{python} has SGLang {version} as an editable install of {source.get('url')}: "
             "the kit does not patch a source checkout",
-            next_step=f"{python} -m pip install --force-reinstall --no-deps sglang=={version}",
+            next_step=reinstall,
         )
+
+
+def _pip(python: Path, arguments: str, *, has_pip: bool) -> str:
+    command = f"{python} -m pip install" if has_pip else f"uv pip install --python {python}"
+    return f"{command} {arguments}"
+
+
+def _reinstall(python: Path, version: str, *, has_pip: bool) -> str:
+    force = "--force-reinstall" if has_pip else "--reinstall"
+    return _pip(python, f"{force} --no-deps sglang=={base_release(version)}", has_pip=has_pip)
 
 
 def _kit(answer: dict[str, Any], site: Path) -> Kit | None:

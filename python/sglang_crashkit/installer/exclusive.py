@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sglang_crashkit.errors import CrashkitError
@@ -52,19 +51,25 @@ def exclusive(dist_info: Path, *, wait: float = WAIT) -> Iterator[None]:
 
 
 def _try_lock(file: Path) -> int | None:
+    """Return the descriptor that holds the lock, None while another process has it."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_ino == file.stat().st_ino:
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode())
-            return descriptor
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.ENOENT):
-            os.close(descriptor)
-            raise
-    os.close(descriptor)
-    return None
+        # The name may have gone with the process that held the lock until now.
+        held = os.fstat(descriptor).st_ino == file.stat().st_ino
+    except (BlockingIOError, FileNotFoundError):
+        held = False
+    except BaseException:
+        os.close(descriptor)
+        raise
+    if not held:
+        os.close(descriptor)
+        return None
+    # The pid is for the other's error only: a full disk shows where it matters.
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+    return descriptor
 
 
 def _holder(file: Path) -> str:

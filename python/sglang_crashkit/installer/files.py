@@ -90,16 +90,14 @@ class FileOps:
             with suppress(FileNotFoundError):
                 path.unlink()
 
-    def make_folders(self, folder: Path) -> list[Path]:
-        """Make `folder` and its parents; return those that were made, outermost first."""
-        missing = []
-        while not folder.is_dir():
-            missing.append(folder)
-            folder = folder.parent
-        for new in reversed(missing):
-            self._before_step(f"make {new.name}")
-            new.mkdir()
-        return missing[::-1]
+    def make_folders(self, folder: Path, made: list[Path]) -> None:
+        """Make `folder` and its parents; append each to `made`, outermost first, once it is there."""
+        if folder.is_dir():
+            return
+        self.make_folders(folder.parent, made)
+        self._before_step(f"make {folder.name}")
+        folder.mkdir()
+        made.append(folder)
 
     def remove_empty(self, folder: Path) -> None:
         """Remove `folder` if it is there and empty."""

@@ -241,5 +241,6 @@ def _folders_to_clear(tree: Tree) -> tuple[Path, ...]:
     backups = tree.environment.dist_info / BACKUP_FOLDER
     inner = [folder for folder in backups.rglob("*") if folder.is_dir()] if backups.is_dir() else []
     made = [tree.environment.package / name for name in (tree.state.folders if tree.state else ())]
-    folders = [backups, *inner, *made]
+    # Python leaves a folder of its own beside modules that it compiled.
+    folders = [backups, *inner, *made, *(folder / "__pycache__" for folder in made)]
     return tuple(sorted(folders, key=lambda folder: len(folder.parts), reverse=True))

@@ -59,6 +59,7 @@ def main() -> None:
         del sys.path[0]  # with -c it is the working directory, where a server need not run
     parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     answer = {
+        "has_pip": importlib.util.find_spec("pip") is not None,
         "python_path": [str(Path(part).resolve()) for part in parts if part],
         "sglang": find_sglang(),
         "kit": find_kit(sys.argv[1:]),

@@ -39,7 +39,7 @@ class Status:
         if overall is Overall.OUTDATED and self.tree.locked is None:
             return environment.command("revert")
         if not self.kit_ready:
-            return f"{environment.python} -m pip install sglang-crashkit=={__version__}"
+            return environment.install_kit
         return None if overall is Overall.PATCHED else environment.command("apply")
 
     def to_json(self) -> dict[str, object]:

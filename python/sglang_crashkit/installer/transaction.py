@@ -84,9 +84,14 @@ class Transaction:
             except BaseException:
                 self._roll_back()
                 raise
-            self._finish()
         except OSError as error:
             raise explain(error, self._plan.state_file.parent) from error
+        try:
+            self._finish()
+        except OSError as error:
+            raise PartialError(
+                f"every file is in place, but clearing up failed: {error}", next_step="run the same command again"
+            ) from error
 
     def _clean(self) -> None:
         """Remove what an earlier change that was cut off left under other names."""
@@ -102,14 +107,14 @@ class Transaction:
         ops.replace(staged_name(plan.state_file), plan.state_file)
         ops.sync_folders([plan.state_file.parent])
         for path, data in plan.backups.items():
-            self._made_folders += ops.make_folders(path.parent)
+            ops.make_folders(path.parent, self._made_folders)
             self._written_backups.append(path)
             ops.write_new(path, data)
         for change in plan.changes:
             if change.before is not None:
                 ops.keep_old(change.path)
             if change.after is not None:
-                self._made_folders += ops.make_folders(change.path.parent)
+                ops.make_folders(change.path.parent, self._made_folders)
                 like = change.path if change.before is not None else None
                 ops.write_new(staged_name(change.path), change.after, like=like)
         if plan.final is not None:

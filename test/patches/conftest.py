@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.installer.lockfile import Lock, load_lock
+from sglang_crashkit.installer.resolver import PatchTree, find_patch_root
+from sglang_crashkit.installer.wheelcache import find_wheel
+
+RELEASES = list(load_lock().releases)
+
+
+@pytest.fixture(scope="session")
+def patches() -> PatchTree:
+    return PatchTree.load(find_patch_root())
+
+
+@pytest.fixture(scope="session")
+def lock() -> Lock:
+    return load_lock()
+
+
+class Wheels(Mapping[str, Path]):
+    """Release → its wheel, checked by sha256 once and downloaded where the cache has none."""
+
+    def __init__(self, lock: Lock) -> None:
+        self._lock = lock
+        self._found: dict[str, Path] = {}
+
+    def __getitem__(self, release: str) -> Path:
+        if release not in self._found:
+            known = self._lock.releases[release].wheels
+            self._found[release] = find_wheel(release, known, download=True)
+        return self._found[release]
+
+    def __iter__(self):
+        return iter(self._lock.releases)
+
+    def __len__(self) -> int:
+        return len(self._lock.releases)
+
+
+@pytest.fixture(scope="session")
+def wheels(lock: Lock) -> Wheels:
+    return Wheels(lock)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "release" in metafunc.fixturenames:
+        metafunc.parametrize("release", RELEASES)

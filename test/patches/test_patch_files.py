@@ -1,0 +1,68 @@
+"""The patch files themselves: spelling, headers, targets, none unused, none twice, and the lock."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+
+import pytest
+
+from sglang_crashkit.installer.lockgen import generate_lock, normalise_patches
+from sglang_crashkit.installer.patchfile import FIELDS, render_patch
+from sglang_crashkit.installer.resolver import LOCK_NAME, PatchTree, find_patch_root
+
+REFS = {ref.name: ref for ref in PatchTree.load(find_patch_root()).refs()}
+
+each_patch = pytest.mark.parametrize("name", REFS)
+
+
+@each_patch
+def test_a_patch_is_in_its_one_spelling(name):
+    ref = REFS[name]
+    assert render_patch(ref.read()) == ref.file.read_bytes()
+
+
+@each_patch
+def test_a_patch_says_what_it_is_for(name):
+    header = REFS[name].read().header
+    assert list(header) == list(FIELDS)
+    assert all(len(text) > 1 for text in header.values())
+
+
+@each_patch
+def test_each_function_that_a_header_names_is_in_the_kit(name):
+    calls = REFS[name].read().calls
+    assert calls
+    for function in calls:
+        module, _, attribute = function.rpartition(".")
+        assert module.startswith("sglang_crashkit.srt."), function
+        assert callable(getattr(importlib.import_module(module), attribute)), function
+
+
+@each_patch
+def test_a_patch_adds_calls_and_no_logic(name):
+    added = [line.text.strip() for hunk in REFS[name].read().hunks for line in hunk.lines if line.tag == b"+"]
+    assert all(added), "a patch adds no blank line"
+    words = (b"if ", b"for ", b"while ", b"try:", b"def ", b"class ", b"lambda", b"#")
+    assert not [line for line in added if line.startswith(words)]
+
+
+def test_no_patch_is_unused(lock, patches):
+    used = {file.patch for locked in lock.releases.values() for file in locked.files.values()}
+    assert used == set(REFS)
+
+
+def test_no_baseline_repeats_the_patch_it_replaces():
+    bodies = Counter((ref.path, tuple(hunk.lines for hunk in ref.read().hunks)) for ref in REFS.values())
+    assert [path for (path, _lines), count in bodies.items() if count > 1] == []
+
+
+@pytest.mark.wheels
+def test_the_lock_is_what_the_generator_writes(patches, wheels):
+    assert generate_lock(patches, wheels).dump() == (find_patch_root() / LOCK_NAME).read_bytes()
+
+
+@pytest.mark.wheels
+def test_line_numbers_are_those_of_the_patchs_own_baseline(patches, wheels):
+    own = {release: wheels[release] for release in patches.baselines}
+    assert normalise_patches(patches, own) == []

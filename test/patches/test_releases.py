@@ -1,0 +1,82 @@
+"""Every supported release, from upstream's own wheels: resolve, apply, compile, revert, compare."""
+
+from __future__ import annotations
+
+import ast
+import compileall
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit import __version__
+from sglang_crashkit.installer.environment import Environment, Kit
+from sglang_crashkit.installer.operations import apply, revert
+from sglang_crashkit.installer.tree import FileState, Overall, read_tree
+
+pytestmark = pytest.mark.wheels
+
+EXPECTED = [
+    *("0.5.9", "0.5.10", "0.5.10.post1", "0.5.11", "0.5.12", "0.5.12.post1", "0.5.13", "0.5.13.post1", "0.5.14"),
+    *("0.5.15", "0.5.15.post1", "0.5.16", "0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"),
+]
+
+
+@pytest.fixture
+def environment(tmp_path, wheels, lock, release) -> Environment:
+    """The files that patches touch, and the metadata, of one release."""
+    paths = {f"sglang/{path}" for path in lock.releases[release].files}
+    with zipfile.ZipFile(wheels[release]) as archive:
+        wanted = [name for name in archive.namelist() if name in paths or ".dist-info/" in name]
+        archive.extractall(tmp_path, wanted)
+    dist_info = tmp_path / f"sglang-{release}.dist-info"
+    kit = Kit(__version__, Path("/nowhere"), {}, only_by_python_path=False)
+    return Environment(Path(sys.executable), release, tmp_path / "sglang", dist_info, kit)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_supported_releases_are_those_that_are_promised(lock):
+    assert list(lock.releases) == EXPECTED
+
+
+def test_patches_apply_compile_and_revert_to_the_same_bytes(environment, patches, lock, release):
+    pristine = contents(environment.site)
+    outcome = apply(environment, patches, lock)
+    assert set(outcome.changed) == set(lock.releases[release].files)
+    tree = read_tree(environment, lock.releases[release])
+    assert tree.overall is Overall.PATCHED
+    assert set(tree.files.values()) == {FileState.PATCHED}
+    for path in outcome.changed:
+        assert compileall.compile_file(environment.package / path, quiet=1, force=True), path
+    revert(environment, patches, lock)
+    left = {name: data for name, data in contents(environment.site).items() if "__pycache__" not in name}
+    assert left == pristine
+
+
+def test_each_function_that_a_patch_calls_is_called_exactly_once(environment, patches, lock, release):
+    apply(environment, patches, lock)
+    for path, ref in patches.resolve(release).items():
+        source = (environment.package / path).read_text()
+        module = ast.parse(source)
+        imported = _imports_of_the_kit(module)
+        calls = ref.read().calls
+        assert sorted(imported.values()) == sorted(calls), f"{path} imports other functions than its header names"
+        for alias, function in imported.items():
+            assert _uses(module, alias) == 1, f"{path} does not use {function} exactly once"
+
+
+def _imports_of_the_kit(module: ast.Module) -> dict[str, str]:
+    """Return the name in the file → the dotted name, for everything imported from the kit."""
+    found = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang_crashkit"):
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _uses(module: ast.Module, name: str) -> int:
+    return sum(isinstance(node, ast.Name) and node.id == name for node in ast.walk(module))

@@ -1,0 +1,121 @@
+"""A kill at any step of `apply` and `revert` leaves a tree that names itself and can be finished."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.installer.files import FileOps
+from sglang_crashkit.installer.operations import apply, revert
+from sglang_crashkit.installer.tree import Overall, read_tree
+from unit.installer.fake_sglang import copy_tree, install, snapshot
+
+
+def placed(environment, site: Path):
+    """Return `environment` as it is in a copy of its site folder."""
+    return replace(environment, package=site / "sglang", dist_info=site / environment.dist_info.name)
+
+
+def run_and_kill(environment, kit, action, step: int) -> bool:
+    """Run `action` in a child that is killed before its step number `step`.
+
+    Returns:
+        Whether it was killed; False where it ended before that step.
+    """
+    child = os.fork()
+    if child == 0:
+        counter = iter(range(10_000))
+
+        def kill_at(_step: str) -> None:
+            if next(counter) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            action(environment, kit.patches, kit.lock, ops=FileOps(kill_at))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.waitstatus_to_exitcode(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+class Scene:
+    """The trees that a test compares with, made once."""
+
+    def __init__(self, tmp_path: Path, wheel: Path, kit, other_kit) -> None:
+        self.folder = tmp_path / "scene"
+        self.environment = install(wheel, self.folder / "sample")
+        self.kit = kit
+        self.pristine = snapshot(self.environment.site)
+        apply(self.environment, kit.patches, kit.lock)
+        self.patched = snapshot(self.environment.site)
+        copy_tree(self.environment.site, self.folder / "patched")
+        revert(self.environment, kit.patches, kit.lock)
+        copy_tree(self.environment.site, self.folder / "pristine")
+        apply(self.environment, other_kit.patches, other_kit.lock)
+        copy_tree(self.environment.site, self.folder / "outdated")
+        self.outdated = snapshot(self.environment.site)
+        self.count = 0
+
+    def fresh(self, state: str | Path):
+        self.count += 1
+        site = self.folder / f"try-{self.count}"
+        copy_tree(self.folder / state, site)
+        return placed(self.environment, site)
+
+    def check_claim(self, environment) -> None:
+        """Check that the tree is what its one word says."""
+        overall = read_tree(environment, self.kit.lock.find("0.5.9")).overall
+        # A name with a leading dot is work in progress: nothing reads it.
+        found = {name: data for name, data in snapshot(environment.site).items() if not Path(name).name.startswith(".")}
+        if overall is Overall.PATCHED:
+            assert found == self.patched
+        elif overall is Overall.INTERRUPTED:
+            assert "sglang-0.5.9.dist-info/sglang-crashkit.json" in found
+        else:
+            assert found == {Overall.PRISTINE: self.pristine, Overall.OUTDATED: self.outdated}[overall]
+
+    def check_finish(self, environment) -> None:
+        """Check that both commands finish the tree, each to the exact bytes."""
+        for action, expected in ((apply, self.patched), (revert, self.pristine)):
+            copy = self.fresh(environment.site)
+            action(copy, self.kit.patches, self.kit.lock)
+            assert snapshot(copy.site) == expected
+            revert(copy, self.kit.patches, self.kit.lock)
+            assert snapshot(copy.site) == self.pristine
+
+
+@pytest.fixture
+def scene(tmp_path, wheel, kit, other_kit) -> Scene:
+    return Scene(tmp_path, wheel, kit, other_kit)
+
+
+@pytest.mark.parametrize(
+    ("start", "action"), [("pristine", apply), ("patched", revert), ("outdated", apply), ("outdated", revert)]
+)
+def test_a_kill_at_any_step_leaves_a_tree_that_can_be_finished(scene, start, action):
+    step = 0
+    while True:
+        environment = scene.fresh(start)
+        if not run_and_kill(environment, scene.kit, action, step):
+            break
+        scene.check_claim(environment)
+        scene.check_finish(environment)
+        step += 1
+    assert step > 20
+
+
+def test_kills_one_after_another_leave_a_tree_that_can_be_finished(scene):
+    chance = random.Random(20261121)
+    for _ in range(40):
+        environment = scene.fresh(chance.choice(["pristine", "patched", "outdated"]))
+        for _ in range(chance.randint(2, 4)):
+            run_and_kill(environment, scene.kit, chance.choice([apply, revert]), chance.randint(0, 60))
+            scene.check_claim(environment)
+        scene.check_finish(environment)
