@@ -150,10 +150,13 @@ class _Maker:
     def _write_model(self) -> None:
         say(f"{self.root.name}: writing the tiny model")
         lane = Lane(self.release, self.pristine, self.root, ensure_stub())
-        shutil.rmtree(lane.model_dir, ignore_errors=True)
+        fresh = lane.model_dir.with_suffix(".new")
+        shutil.rmtree(fresh, ignore_errors=True)
         # -P: the modules beside the writer must not shadow those of the lane.
-        command = [self.python, "-P", MODEL_WRITER, lane.model_dir]
+        command = [self.python, "-P", MODEL_WRITER, fresh]
         run_command(command, timeout_s=300, env=lane.serve_env())
+        shutil.rmtree(lane.model_dir, ignore_errors=True)
+        fresh.rename(lane.model_dir)
 
     def _install_kit(self) -> None:
         say(f"{self.root.name}: installing the kit and patching SGLang")

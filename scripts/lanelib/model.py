@@ -12,7 +12,7 @@ from pathlib import Path
 
 VOCABULARY = 512
 CONTEXT_TOKENS = 4096
-SPECIAL_TOKENS = ["<unk>", "<s>", "</s>"]
+UNKNOWN, FIRST, LAST = SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 #: Pairs of these become one token each; English text shrinks to about two thirds.
 FREQUENT_LETTERS = "etaoinshrdlucmfw"
 
@@ -34,14 +34,14 @@ def vocabulary_and_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 def write_model(folder: Path) -> None:
     """Write the configuration and the tokenizer into `folder`; servers make up the weights."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
-    from transformers import LlamaConfig, PreTrainedTokenizerFast  # noqa: PLC0415
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
 
     vocabulary, merges = vocabulary_and_merges()
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>"))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    names = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIAL_TOKENS, strict=True))
+    names = {"unk_token": UNKNOWN, "bos_token": FIRST, "eos_token": LAST}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -51,8 +51,8 @@ def write_model(folder: Path) -> None:
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=CONTEXT_TOKENS,
-        bos_token_id=vocabulary["<s>"],
-        eos_token_id=vocabulary["</s>"],
+        bos_token_id=vocabulary[FIRST],
+        eos_token_id=vocabulary[LAST],
         architectures=["LlamaForCausalLM"],
         torch_dtype="float32",
     )

@@ -53,7 +53,7 @@ def read_process(pid: int) -> Process | None:
 
 def all_processes() -> list[Process]:
     """Return every process of the machine."""
-    found = (read_process(int(entry)) for entry in os.listdir(PROC) if entry.isdigit())
+    found = (read_process(int(entry.name)) for entry in PROC.iterdir() if entry.name.isdigit())
     return [process for process in found if process is not None]
 
 
@@ -95,9 +95,9 @@ def _watched_by(pid: int) -> set[int]:
     pids = set()
     folder = PROC / str(pid)
     try:
-        for descriptor in os.listdir(folder / "fd"):
-            if os.readlink(folder / "fd" / descriptor) == "anon_inode:[pidfd]":
-                text = (folder / "fdinfo" / descriptor).read_text()
+        for descriptor in (folder / "fd").iterdir():
+            if str(descriptor.readlink()) == "anon_inode:[pidfd]":
+                text = (folder / "fdinfo" / descriptor.name).read_text()
                 pids |= {int(line[4:]) for line in text.splitlines() if line.startswith("Pid:")}
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return pids  # gone meanwhile, or another user's

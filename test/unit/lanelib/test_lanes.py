@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from lanelib import lanes
+from lanelib.errors import LaneError
+
+
+class FakeInstaller:
+    """Stands in for uv and the lane's python: makes the files they would, and notes the steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+        self.fails_at: str | None = None
+
+    def run(self, argv, **_options) -> str:
+        words = [str(word) for word in argv]
+        step = next(
+            name for name in ("venv", "sync", "model.py", "install", "apply") if any(w.endswith(name) for w in words)
+        )
+        self.steps.append(step)
+        if step == self.fails_at:
+            raise LaneError(f"{step} failed")
+        if step == "venv":
+            python = Path(words[-1]) / "bin" / "python"
+            python.parent.mkdir(parents=True)
+            python.touch()
+        if step == "model.py":
+            Path(words[-1]).mkdir()
+        return ""
+
+
+@pytest.fixture
+def installer(tmp_path, monkeypatch) -> FakeInstaller:
+    fake = FakeInstaller()
+    (tmp_path / "patches").mkdir()
+    (tmp_path / "versions").write_text("sglang==0.5.23\n")
+    monkeypatch.setattr(lanes, "LANES", tmp_path / "lanes")
+    monkeypatch.setattr(lanes, "PATCHES", tmp_path / "patches")
+    monkeypatch.setattr(lanes, "run_command", fake.run)
+    monkeypatch.setattr(lanes, "versions_of", lambda release: tmp_path / "versions")
+    monkeypatch.setattr(lanes, "hash_files", _hash)
+    monkeypatch.setattr(lanes, "ensure_stub", lambda: tmp_path / "stub")
+    monkeypatch.setattr(lanes, "tool", Path)
+    return fake
+
+
+def _hash(files, **_options) -> str:
+    return repr([path.read_text() for path in sorted(files)])
+
+
+ALL_STEPS = ["venv", "sync", "model.py", "install", "apply"]
+
+
+def test_a_lane_is_made_in_steps(installer):
+    lane = lanes.ensure_lane("0.5.23")
+
+    assert installer.steps == ALL_STEPS
+    assert lane.python.is_file()
+    assert lane.model_dir.is_dir()
+
+
+def test_a_pristine_lane_has_no_kit(installer):
+    lane = lanes.ensure_lane("0.5.23", pristine=True)
+
+    assert installer.steps == ["venv", "sync", "model.py"]
+    assert lane.root.name == "0.5.23-pristine"
+
+
+def test_a_second_call_runs_nothing(installer):
+    lanes.ensure_lane("0.5.23")
+    installer.steps.clear()
+
+    lanes.ensure_lane("0.5.23")
+
+    assert installer.steps == []
+
+
+def test_changed_patches_are_applied_without_a_new_install(installer, tmp_path):
+    lanes.ensure_lane("0.5.23")
+    installer.steps.clear()
+    (tmp_path / "patches" / "new.patch").write_text("+call()\n")
+
+    lanes.ensure_lane("0.5.23")
+
+    assert installer.steps == ["install", "apply"]
+
+
+def test_changed_versions_make_the_lane_anew(installer, tmp_path):
+    lanes.ensure_lane("0.5.23")
+    installer.steps.clear()
+    (tmp_path / "versions").write_text("sglang==0.5.23\ntorch==1\n")
+
+    lanes.ensure_lane("0.5.23")
+
+    assert installer.steps == ALL_STEPS
+
+
+@pytest.mark.parametrize(
+    ("step", "redone"),
+    [("sync", ALL_STEPS), ("model.py", ALL_STEPS[2:]), ("install", ALL_STEPS[3:]), ("apply", ALL_STEPS[3:])],
+)
+def test_an_interrupted_step_is_redone(installer, step, redone):
+    installer.fails_at = step
+    with pytest.raises(LaneError, match=f"{step} failed"):
+        lanes.ensure_lane("0.5.23")
+    installer.steps.clear()
+    installer.fails_at = None
+
+    lanes.ensure_lane("0.5.23")
+
+    assert installer.steps == redone
+
+
+def test_two_calls_at_once_install_once(installer):
+    threads = [threading.Thread(target=lanes.ensure_lane, args=("0.5.23",)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+
+    assert installer.steps == ALL_STEPS
+
+
+def test_a_missing_compiler_is_told_before_the_download(installer, programs, monkeypatch):
+    monkeypatch.setattr(lanes, "has_driver", lambda: False)
+
+    with pytest.raises(LaneError, match="no C compiler"):
+        lanes.ensure_lane("0.5.23")
+
+    assert installer.steps == []
+
+
+def test_a_full_disk_is_told_before_the_download(installer, monkeypatch):
+    usage = shutil.disk_usage("/")._replace(free=3 * 10**9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+
+    with pytest.raises(LaneError, match=r"3\.0 GB are free at .*, and up to 10 GB are needed"):
+        lanes.ensure_lane("0.5.23")
+
+    assert installer.steps == []
+
+
+def test_serve_env_puts_the_stub_before_what_is_there(installer, tmp_path, monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/outer")
+
+    env = lanes.ensure_lane("0.5.23").serve_env()
+
+    assert env["LD_LIBRARY_PATH"] == f"{tmp_path / 'stub'}:/outer"
+
+
+def test_serve_env_leaves_a_real_driver_alone(installer, monkeypatch):
+    monkeypatch.setattr(lanes, "ensure_stub", lambda: None)
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+
+    assert "LD_LIBRARY_PATH" not in lanes.ensure_lane("0.5.23").serve_env()

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from lanelib import resolve, tools
+from lanelib.errors import LaneError
+from lanelib.paths import RECIPES
+
+LOCKS = sorted(RECIPES.glob("*.lock"))
+PIN = re.compile(r"[a-z0-9][a-z0-9._-]*==[\w.+!]+( ; [\w.' <>=!]+)?")
+
+#: Stands in for uv: notes its arguments, and answers as the registry would.
+FAKE_UV = """
+import json, sys
+with open({notes!r}, "a") as file:
+    file.write(json.dumps(sys.argv[1:]) + "\\n")
+if "--no-deps" in sys.argv:
+    print({facts!r})
+else:
+    print("sglang==9.9.9")
+"""
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
+def test_a_lock_holds_exact_versions_and_no_addresses(path):
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+
+    assert [line for line in lines if not PIN.fullmatch(line)] == []
+
+
+@pytest.mark.parametrize("release", ["0.5.9", "0.5.12.post1", "0.5.23"])
+def test_a_lane_lock_names_its_release_and_the_extras(release):
+    lines = resolve.lock_path(release).read_text().splitlines()
+
+    assert f"sglang=={release}" in lines
+    assert {line.split("==")[0] for line in lines} >= {*resolve.EXTRAS, "psutil", "py-spy", "setproctitle"}
+
+
+def test_the_tools_lock_pins_what_bootstraps_it():
+    assert re.fullmatch(r"uv==[\d.]+", tools._pinned("uv"))
+
+
+@pytest.mark.parametrize("text", ["", "latest", "0.5", "../0.5.9", "0.5.9 ", "v0.5.9"])
+def test_check_release_refuses_what_is_no_release(text):
+    with pytest.raises(LaneError, match="is not an SGLang release") as caught:
+        resolve.check_release(text)
+
+    assert caught.value.exit_code == 2
+
+
+@pytest.fixture
+def registry(tmp_path, monkeypatch, programs):
+    """A uv that answers with given facts; returns a function that gives its calls."""
+    notes = tmp_path / "calls"
+    monkeypatch.setattr(resolve, "LANES", tmp_path)
+    monkeypatch.setattr(resolve, "RECIPES", tmp_path / "recipes")
+
+    def answer(facts):
+        source = FAKE_UV.format(notes=str(notes), facts=facts)
+        monkeypatch.setattr(resolve, "tool", lambda name: programs.add(name, source))
+        return lambda: [json.loads(line) for line in notes.read_text().splitlines()]
+
+    return answer
+
+
+def test_resolve_goes_back_to_the_day_after_the_release(registry):
+    calls = registry('[[packages]]\nname = "sglang"\nwheels = [{ upload-time = 2026-07-25T00:12:07Z }]')
+
+    text = resolve.resolve("9.9.9")
+
+    arguments = calls()[-1]
+    assert arguments[arguments.index("--exclude-newer") + 1] == "2026-07-26T00:12:07Z"
+    assert text.endswith("sglang==9.9.9\n")
+
+
+def test_resolve_takes_todays_versions_when_the_date_is_not_told(registry):
+    calls = registry('[[packages]]\nname = "sglang"\nversion = "9.9.9"')
+
+    resolve.resolve("9.9.9")
+
+    assert "--exclude-newer" not in calls()[-1]
+
+
+def test_resolve_keeps_to_the_limits_of_a_release(registry):
+    calls = registry('name = "sglang"')
+    limits = resolve.constraints_path("9.9.9")
+    limits.parent.mkdir()
+    limits.write_text("kernels==0.13.0\n")
+
+    resolve.resolve("9.9.9")
+
+    assert str(limits) in calls()[-1]
+
+
+def test_an_unknown_release_is_named(registry, monkeypatch, programs):
+    monkeypatch.setattr(resolve, "tool", lambda name: programs.add(name, "import sys; sys.exit('no version')"))
+
+    with pytest.raises(LaneError, match=r"SGLang 9\.9\.9 cannot be found") as caught:
+        resolve.versions_of("9.9.9")
+
+    assert "no version" in caught.value.message
+
+
+def test_write_lock_keeps_what_the_lane_was_made_from(registry):
+    registry('name = "sglang"')
+    resolved = resolve.versions_of("9.9.9")
+
+    path = resolve.write_lock("9.9.9")
+
+    assert path.read_text() == resolved.read_text()
+    assert resolve.versions_of("9.9.9") == path
+    assert resolve.locked_releases() == ["9.9.9"]
+
+
+def test_write_lock_refuses_to_replace_a_lock(registry):
+    registry('name = "sglang"')
+    resolve.write_lock("9.9.9")
+
+    with pytest.raises(LaneError, match=r"9\.9\.9 is locked already"):
+        resolve.write_lock("9.9.9")

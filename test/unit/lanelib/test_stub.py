@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import ctypes
+import shutil
+
+import pytest
+
+from lanelib import stub
+from lanelib.errors import LaneError
+
+
+@pytest.fixture
+def stub_dir(tmp_path, monkeypatch):
+    folder = tmp_path / "stub"
+    monkeypatch.setattr(stub, "LANES", tmp_path)
+    monkeypatch.setattr(stub, "STUB", folder)
+    monkeypatch.setattr(stub, "has_driver", lambda: False)
+    return folder
+
+
+def test_stub_answers_that_there_is_no_device(stub_dir):
+    assert stub.ensure_stub() == stub_dir
+
+    library = ctypes.CDLL(str(stub_dir / "libcuda.so.1"))
+    assert library.cuInit(0) == 100
+    assert library.cuMemGetAddressRange_v2() == 100
+    assert hasattr(library, stub.MARKER)
+
+
+def test_stub_is_compiled_once(stub_dir, monkeypatch):
+    stub.ensure_stub()
+    monkeypatch.setattr(stub, "run_command", None)
+
+    assert stub.ensure_stub() == stub_dir
+
+
+def test_stub_is_compiled_again_when_its_source_changes(stub_dir, monkeypatch, tmp_path):
+    stub.ensure_stub()
+    source = tmp_path / "stub.c"
+    shutil.copy(stub.SOURCE, source)
+    with source.open("a") as file:
+        file.write("NO_DEVICE(cuNew)\n")
+    monkeypatch.setattr(stub, "SOURCE", source)
+    monkeypatch.setattr(stub, "hash_files", lambda files: "changed")
+
+    stub.ensure_stub()
+
+    assert b"cuNew" in (stub_dir / "libcuda.so.1").read_bytes()
+
+
+def test_stub_names_a_compiler_that_fails(stub_dir, programs):
+    programs.add("cc", "import sys; sys.exit('stdlib.h: No such file')")
+
+    with pytest.raises(LaneError, match=r"cannot make the driver stub: .*") as caught:
+        stub.ensure_stub()
+
+    assert "stdlib.h: No such file" in caught.value.message
+    assert "set CC" in str(caught.value.next_step)
+
+
+def test_stub_is_not_used_where_a_driver_is(stub_dir, monkeypatch):
+    monkeypatch.setattr(stub, "has_driver", lambda: True)
+
+    assert stub.ensure_stub() is None
+    assert not stub_dir.exists()
+
+
+def test_has_driver_is_not_misled_by_the_stub(stub_dir, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: type("Stub", (), {stub.MARKER: 0}))
+
+    assert not stub.has_driver()
