@@ -112,21 +112,28 @@ class _Maker:
 
     def make(self) -> None:
         versions = versions_of(self.release)
-        self._step("versions", hash_files([versions], relative_to=versions.parent), lambda: self._install(versions))
-        self._step("model", hash_files([MODEL_WRITER]), self._write_model)
+        self._step(
+            "versions",
+            lambda: hash_files([versions], relative_to=versions.parent),
+            lambda: self._install(versions),
+        )
+        self._step("model", lambda: hash_files([MODEL_WRITER]), self._write_model)
         if not self.pristine:
-            patches = [path for path in PATCHES.rglob("*") if path.is_file()]
-            kit = hash_files([*patches, KIT_VERSION_FILE, PYPROJECT])
-            self._step("kit", kit, self._install_kit)
+            self._step("kit", self._kit_stamp, self._install_kit)
 
-    def _step(self, name: str, stamp: str, make: Callable[[], None]) -> None:
-        stamps = self._stamps()
-        if stamps.get(name) == stamp and self.python.exists():
+    def _kit_stamp(self) -> str:
+        patches = [path for path in PATCHES.rglob("*") if path.is_file()]
+        # The kit's own account of what it patched: somebody may have reverted it by hand.
+        state = self.root.glob("lib/python3*/site-packages/sglang-*.dist-info/sglang-crashkit.json")
+        return hash_files([*patches, KIT_VERSION_FILE, PYPROJECT, *state])
+
+    def _step(self, name: str, stamp: Callable[[], str], make: Callable[[], None]) -> None:
+        if self._stamps().get(name) == stamp() and self.python.exists():
             return
         make()
         path = self.root / "crashkit-lane.json"
         fresh = path.with_suffix(".new")
-        fresh.write_text(json.dumps(self._stamps() | {name: stamp}, indent=1))
+        fresh.write_text(json.dumps(self._stamps() | {name: stamp()}, indent=1))
         fresh.replace(path)
 
     def _stamps(self) -> dict[str, str]:

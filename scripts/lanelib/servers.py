@@ -38,8 +38,8 @@ from lanelib.procs import (
 )
 
 READY_TIMEOUT_S = 300.0
-#: Seconds between SIGTERM and SIGKILL.
-GRACE_S = 10.0
+#: Seconds between SIGTERM and SIGKILL; an idle server of today takes up to 11.
+GRACE_S = 20.0
 #: Seconds that the kit's handler is given to finish an incident once its server is gone.
 HANDLER_GRACE_S = 60.0
 POLL_S = 0.2

@@ -16,6 +16,7 @@ class FakeInstaller:
     def __init__(self) -> None:
         self.steps: list[str] = []
         self.fails_at: str | None = None
+        self.state: Path | None = None
 
     def run(self, argv, **_options) -> str:
         words = [str(word) for word in argv]
@@ -29,6 +30,13 @@ class FakeInstaller:
             python = Path(words[-1]) / "bin" / "python"
             python.parent.mkdir(parents=True)
             python.touch()
+        if step == "apply":
+            state = (
+                Path(words[0]).parents[1] / "lib/python3.11/site-packages/sglang-0.5.23.dist-info/sglang-crashkit.json"
+            )
+            state.parent.mkdir(parents=True, exist_ok=True)
+            state.write_text("applied")
+            self.state = state
         if step == "model.py":
             Path(words[-1]).mkdir()
         return ""
@@ -84,6 +92,16 @@ def test_changed_patches_are_applied_without_a_new_install(installer, tmp_path):
     lanes.ensure_lane("0.5.23")
     installer.steps.clear()
     (tmp_path / "patches" / "new.patch").write_text("+call()\n")
+
+    lanes.ensure_lane("0.5.23")
+
+    assert installer.steps == ["install", "apply"]
+
+
+def test_a_lane_reverted_by_hand_is_patched_again(installer):
+    lanes.ensure_lane("0.5.23")
+    installer.steps.clear()
+    installer.state.unlink()
 
     lanes.ensure_lane("0.5.23")
 
