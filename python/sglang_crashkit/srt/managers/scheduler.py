@@ -67,10 +67,10 @@ def _format_frames(frames: traceback.StackSummary) -> list[str]:
 
 
 def _short(filename: str) -> str:
-    for root in sys.path:
-        if root and filename.startswith(root.rstrip("/") + "/"):
-            return filename[len(root.rstrip("/")) + 1 :]
-    return filename
+    # The longest entry: a checkout on the path may hold the environment that the module is installed in.
+    roots = (root.rstrip("/") + "/" for root in sys.path if root)
+    longest = max((root for root in roots if filename.startswith(root)), key=len, default="")
+    return filename[len(longest) :]
 
 
 def _threads() -> dict[str, list[str]]:

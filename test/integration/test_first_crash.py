@@ -1,0 +1,145 @@
+"""A two-rank server loses one rank to SIGKILL: the incident says which, of what, and what the survivor did."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from integration.scenario import Wreck, answers_of, wreck
+from lanelib.lanes import Lane, ensure_lane
+from lanelib.servers import Server
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+VICTIM, SURVIVOR = "sglang::scheduler_TP1", "sglang::scheduler_TP0"
+REQUESTS = 3
+READ_PICKLE = """
+import pickle, sys, json
+with open(sys.argv[1], "rb") as file:
+    data = pickle.load(file)
+print(json.dumps({"keys": sorted(data), "requests": len(data["requests"]), "shape": len(data["requests"][0])}))
+"""
+
+
+@dataclass(frozen=True)
+class Crash:
+    lane: Lane
+    answers: list[list[int]]
+    wreck: Wreck
+
+
+@pytest.fixture(scope="module", params=["0.5.9", "0.5.12.post1", "0.5.23"])
+def crash(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crash]:
+    lane = ensure_lane(request.param)
+    folder = tmp_path_factory.mktemp("crash")
+    with Server.start(lane, tp=2, extra_args=["--crash-dump-folder", str(folder)]) as server:
+        server.wait_ready()
+        answers = answers_of(server)
+        left = wreck(server, folder, lambda s: os.kill(s.pid_of(VICTIM), signal.SIGKILL), requests=REQUESTS)
+        yield Crash(lane, answers, left)
+
+
+@pytest.fixture(scope="module")
+def upstream_answers() -> list[list[int]]:
+    with Server.start(ensure_lane("0.5.23", pristine=True), tp=2) as server:
+        server.wait_ready()
+        return answers_of(server)
+
+
+def test_the_incident_names_the_killed_rank_and_its_signal(crash: Crash) -> None:
+    verdict = crash.wreck.incident["verdict"]
+    assert verdict["first_failure"] == {"pid": crash.wreck.pids[VICTIM], "title": VICTIM}
+    assert (verdict["kind"], verdict["level"]) == ("signal", "established")
+    end = crash.wreck.report(VICTIM)["exit"]
+    assert (end["signal"], end["cause"]) == ("SIGKILL", "signal")
+    assert crash.wreck.incident["trigger"]["pid"] == crash.wreck.pids[VICTIM]
+
+
+def test_the_incident_says_what_the_survivor_was_doing(crash: Crash) -> None:
+    report = crash.wreck.report(SURVIVOR)
+    assert report["rank"] == {"tp": 0}
+    assert any("sglang/srt" in frame or "torch/" in frame for frame in report["doing"]), report["doing"]
+    stack = crash.wreck.evidence(SURVIVOR, "stack")
+    assert stack["status"] == "captured"
+    text = (crash.wreck.folder / stack["path"]).read_text()
+    assert "run_scheduler_process" in text
+    assert "event_loop" in text
+
+
+def test_every_process_that_lived_has_a_stack(crash: Crash) -> None:
+    for process in crash.wreck.incident["processes"]:
+        if process["exit"] is None:
+            kinds = {piece["kind"]: piece["status"] for piece in process["evidence"]}
+            assert kinds["stack"] == "captured", process
+            assert kinds["proc_state"] == "captured", process
+
+
+def test_the_requests_in_flight_were_saved_where_upstream_saves_them(crash: Crash) -> None:
+    requests = crash.wreck.incident["requests"]
+    assert requests["unfinished"] == REQUESTS
+    assert requests["finished"] == len(crash.answers)
+    path = Path(requests["path"])
+    assert path.parent.parent == crash.wreck.crash_folder
+    assert path.name.startswith("crash_dump_")
+    # The file holds SGLang's own classes, and the kit's server wrote it.
+    read = subprocess.run(
+        [crash.lane.python, "-c", READ_PICKLE, path],
+        env=crash.lane.serve_env(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    content = json.loads(read.stdout.splitlines()[-1])
+    assert {"server_args", "requests", "launch_command"} <= set(content["keys"])
+    assert content["requests"] == REQUESTS + len(crash.answers)
+    assert content["shape"] == 4
+
+
+def test_the_document_has_every_field_of_its_schema(crash: Crash) -> None:
+    incident = crash.wreck.incident
+    assert incident["schema_version"] == 1
+    for name in ("id", "kind", "trigger", "server", "processes", "requests", "timeline", "verdict"):
+        assert incident[name], name
+    assert set(incident["trigger"]) == {"event", "time", "pid", "title"}
+    assert incident["server"]["sglang_version"].split("+")[0] == crash.lane.release
+    for process in incident["processes"]:
+        assert {"pid", "title", "role", "rank", "exit", "evidence"} <= set(process)
+        for piece in process["evidence"]:
+            assert set(piece) == {"kind", "status", "path", "reason", "seconds"}
+            assert piece["status"] == "captured" or piece["reason"], piece
+    times = [entry["time"] for entry in incident["timeline"]]
+    assert times == sorted(times)
+    assert incident["timeline"][-1]["event"] in ("server_exited", "process_exited")
+
+
+def test_nobody_else_can_read_the_evidence(crash: Crash) -> None:
+    host_folder = crash.wreck.folder.parent.parent
+    for path in [host_folder, *host_folder.rglob("*")]:
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_nothing_of_the_server_is_left_running(crash: Crash) -> None:
+    assert crash.wreck.left == []
+    assert not list(crash.wreck.folder.parent.glob(".*"))
+
+
+def test_the_command_line_lists_the_incident(crash: Crash) -> None:
+    command = [sys.executable, "-m", "sglang_crashkit", "incidents", crash.wreck.crash_folder, "--json"]
+    listed = json.loads(subprocess.run(command, capture_output=True, timeout=30, check=True).stdout)
+    assert [entry["path"] for entry in listed] == [str(crash.wreck.folder)]
+    assert listed[0]["finished"]
+
+
+def test_answers_are_the_same_with_and_without_the_kit(crash: Crash, upstream_answers: list[list[int]]) -> None:
+    if crash.lane.release == "0.5.23":
+        assert crash.answers == upstream_answers
+    assert all(len(answer) == 16 for answer in crash.answers)

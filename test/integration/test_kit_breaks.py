@@ -1,0 +1,100 @@
+"""The kit's own parts fail: the server serves on, and a crash still ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from integration.scenario import EXIT_TIMEOUT_S, answers_of, handler_pid, wreck
+from lanelib.lanes import ensure_lane
+from lanelib.servers import Server
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.incident_store import find_incidents
+from sglang_crashkit.core.settings import socket_path
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+RELEASE = "0.5.23"
+SCHEDULER = "sglang::scheduler"
+
+
+def start(folder: Path, temporary: Path) -> Server:
+    lane = ensure_lane(RELEASE)
+    return Server.start(lane, extra_args=["--crash-dump-folder", str(folder)], env={"TMPDIR": str(temporary)})
+
+
+@pytest.fixture
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # SGLang puts its sockets there, whose paths must be short.
+    return tmp_path_factory.mktemp("t")
+
+
+def kill_scheduler(server: Server) -> None:
+    os.kill(server.pid_of(SCHEDULER), signal.SIGKILL)
+
+
+def test_a_server_whose_handler_was_killed_serves_on_and_exits_as_upstream_would(
+    tmp_path: Path, temporary: Path
+) -> None:
+    with start(tmp_path / "crash", temporary) as server:
+        server.wait_ready()
+        before = answers_of(server)
+        os.kill(handler_pid(server), signal.SIGKILL)
+        assert answers_of(server) == before
+        left = wreck(server, tmp_path / "crash", kill_scheduler, requests=1)
+    assert left.left == []
+    assert left.status != 0
+    # Upstream's own dump is the fallback.
+    assert list((tmp_path / "crash").glob("*/crash_dump_*.pkl"))
+
+
+def test_a_server_whose_socket_is_gone_serves_on_and_the_handler_ends_it(tmp_path: Path, temporary: Path) -> None:
+    with start(tmp_path / "crash", temporary) as server:
+        server.wait_ready()
+        before = answers_of(server)
+        stat = procfs.read_stat(server.pid)
+        assert stat is not None
+        name = socket_path(server.pid, stat.start_ticks).relative_to(socket_path(0, 0).parents[3])
+        (temporary / name).unlink()
+        assert answers_of(server) == before
+        left = wreck(server, tmp_path / "crash", kill_scheduler, requests=1)
+    assert left.left == []
+    assert left.status != 0
+    assert left.incident["verdict"]["first_failure"]["title"] == SCHEDULER
+
+
+def test_an_unusable_crash_folder_costs_neither_the_server_nor_the_evidence(tmp_path: Path, temporary: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with start(tmp_path / "file" / "crash", temporary) as server:
+        server.wait_ready()
+        answers_of(server)
+        left = wreck(server, temporary, kill_scheduler, requests=1)
+    assert left.left == []
+    assert left.status != 0
+    assert "cannot be used" in left.log
+    assert "the requests could not be saved" in left.log
+    incidents = find_incidents(next(temporary.glob("sglang-crashkit-*")))
+    assert len(incidents) == 1
+    requests = (incidents[0].document or {})["requests"]
+    assert requests["path"] is None
+    assert "Not a directory" in requests["reason"]
+
+
+def test_a_healthy_server_that_gets_sigterm_leaves_no_incident(tmp_path: Path, temporary: Path) -> None:
+    with start(tmp_path / "crash", temporary) as server:
+        server.wait_ready()
+        answers_of(server)
+        handler = handler_pid(server)
+        os.kill(server.pid, signal.SIGTERM)
+        status = server.popen.wait(timeout=EXIT_TIMEOUT_S)
+        deadline = time.monotonic() + 10
+        while procfs.read_stat(handler) is not None and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert status == 0
+    assert procfs.read_stat(handler) is None
+    assert find_incidents(tmp_path / "crash") == []
+    assert not list(temporary.glob("sglang-crashkit-*/run/*"))
