@@ -6,6 +6,7 @@ import ast
 import compileall
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -62,21 +63,14 @@ def test_each_function_that_a_patch_calls_is_called_exactly_once(environment, pa
     for path, ref in patches.resolve(release).items():
         source = (environment.package / path).read_text()
         module = ast.parse(source)
-        imported = _imports_of_the_kit(module)
+        nodes = list(ast.walk(module))
+        imported = {
+            alias.asname or alias.name: f"{node.module}.{alias.name}"
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang_crashkit")
+            for alias in node.names
+        }
+        uses = Counter(node.id for node in nodes if isinstance(node, ast.Name))
         calls = ref.read().calls
         assert sorted(imported.values()) == sorted(calls), f"{path} imports other functions than its header names"
-        for alias, function in imported.items():
-            assert _uses(module, alias) == 1, f"{path} does not use {function} exactly once"
-
-
-def _imports_of_the_kit(module: ast.Module) -> dict[str, str]:
-    """Return the name in the file → the dotted name, for everything imported from the kit."""
-    found = {}
-    for node in ast.walk(module):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang_crashkit"):
-            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
-def _uses(module: ast.Module, name: str) -> int:
-    return sum(isinstance(node, ast.Name) and node.id == name for node in ast.walk(module))
+        assert {name: uses[name] for name in imported} == dict.fromkeys(imported, 1), path

@@ -66,15 +66,16 @@ def build_patched_wheel(wheel: Path, out: Path, patches: PatchTree, lock: Lock) 
     marker = _marker(name.version, locked)
     result.append(Member(f"sglang-{version}.dist-info/{STATE_NAME}", marker))
     target = out / f"sglang-{version}-{name.tags}.whl"
-    write_wheel(target, result, f"sglang-{version}.dist-info")
+    record_mode = next(member.mode for member in members if member.name == f"{dist_info}/RECORD")
+    write_wheel(target, result, f"sglang-{version}.dist-info", record_mode)
     return target
 
 
-def write_wheel(target: Path, members: list[Member], dist_info: str) -> None:
+def write_wheel(target: Path, members: list[Member], dist_info: str, record_mode: int = 0o100644) -> None:
     """Write `members` and their RECORD as the wheel `target`, replacing it in one step."""
     rows = "".join(format_row(member.name, member.data) for member in members)
     record_name = f"{dist_info}/RECORD"
-    record = Member(record_name, (rows + format_row(record_name, None)).encode())
+    record = Member(record_name, (rows + format_row(record_name, None)).encode(), record_mode)
     temporary = target.with_name(f".{target.name}.new")
     try:
         write_archive(temporary, [*members, record])
