@@ -93,12 +93,24 @@ def ensure_lane(release: str, pristine: bool = False) -> Lane:
         LaneError: something is missing on the machine, or an installation failed.
     """
     check_release(release)
+    if not pristine:
+        _require_patches(release)
     root = LANES / lane_name(release, pristine=pristine)
     if not has_driver():
         find_compiler()  # before the long download, not after it
     with exclusive(LANES / f".{root.name}.lock"):
         _Maker(release, root, pristine).make()
         return Lane(release, pristine, root, ensure_stub())
+
+
+def _require_patches(release: str) -> None:
+    """Check that the kit has patches for `release`, before gigabytes are installed for nothing."""
+    supported = json.loads((PATCHES / "releases.lock.json").read_text())["releases"]
+    if release not in supported:
+        raise LaneError(
+            f"the kit has no patches for SGLang {release}; it has for {', '.join(supported)}",
+            next_step=f"scripts/lane {release} --pristine, or scripts/port_release {release}",
+        )
 
 
 class _Maker:
@@ -148,7 +160,9 @@ class _Maker:
         uv = tool("uv")
         if self.root.exists():
             shutil.rmtree(self.root)
-        require_disk(self.root)
+        cache = Path(run_command([uv, "cache", "dir"], timeout_s=30).strip())
+        for folder in (self.root, cache):
+            require_disk(folder)
         say(f"{self.root.name}: installing SGLang {self.release} (minutes when nothing is cached)")
         run_command([uv, "venv", "--quiet", "--python", base, self.root], timeout_s=120)
         sync = [uv, "pip", "sync", "--python", self.python, versions]

@@ -20,6 +20,8 @@ class FakeInstaller:
 
     def run(self, argv, **_options) -> str:
         words = [str(word) for word in argv]
+        if words[1:] == ["cache", "dir"]:
+            return "/\n"
         step = next(
             name for name in ("venv", "sync", "model.py", "install", "apply") if any(w.endswith(name) for w in words)
         )
@@ -46,6 +48,7 @@ class FakeInstaller:
 def installer(tmp_path, monkeypatch) -> FakeInstaller:
     fake = FakeInstaller()
     (tmp_path / "patches").mkdir()
+    (tmp_path / "patches" / "releases.lock.json").write_text('{"releases": {"0.5.9": {}, "0.5.23": {}}}')
     (tmp_path / "versions").write_text("sglang==0.5.23\n")
     monkeypatch.setattr(lanes, "LANES", tmp_path / "lanes")
     monkeypatch.setattr(lanes, "PATCHES", tmp_path / "patches")
@@ -151,6 +154,17 @@ def test_a_missing_compiler_is_told_before_the_download(installer, programs, mon
         lanes.ensure_lane("0.5.23")
 
     assert installer.steps == []
+
+
+def test_a_release_without_patches_is_told_before_the_download(installer):
+    with pytest.raises(LaneError, match=r"no patches for SGLang 0\.5\.99; it has for 0\.5\.9, 0\.5\.23"):
+        lanes.ensure_lane("0.5.99")
+
+    assert installer.steps == []
+
+
+def test_any_release_can_be_had_pristine(installer):
+    assert lanes.ensure_lane("0.5.99", pristine=True).release == "0.5.99"
 
 
 def test_a_full_disk_is_told_before_the_download(installer, monkeypatch):
