@@ -76,7 +76,8 @@ def test_the_incident_says_what_the_survivor_was_doing(crash: Crash) -> None:
 
 def test_every_process_that_lived_has_a_stack(crash: Crash) -> None:
     for process in crash.wreck.incident["processes"]:
-        if process["exit"] is None:
+        # SGLang compiles kernels when it first needs them; a compiler has no Python stack.
+        if process["exit"] is None and process["role"] != "helper":
             kinds = {piece["kind"]: piece["status"] for piece in process["evidence"]}
             assert kinds["stack"] == "captured", process
             assert kinds["proc_state"] == "captured", process
