@@ -59,6 +59,16 @@ class Lane:
         """The tiny model, written with its own transformers."""
         return self.root / "tiny-model"
 
+    def knows_option(self, option: str) -> bool:
+        """Say whether its SGLang has the server argument `option`, such as ``--tp-size``.
+
+        Asked of the source, since importing SGLang takes seconds.
+        """
+        field = option.removeprefix("--").replace("-", "_")
+        (srt,) = self.root.glob("lib/python3*/site-packages/sglang/srt")
+        sources = [srt / "server_args.py", *(srt / "arg_groups").rglob("*.py")]
+        return any(f"{field}:" in path.read_text() for path in sources)
+
     def serve_env(self) -> dict[str, str]:
         """Return the environment in which its python serves on a CPU, without network."""
         env = clean_environment()

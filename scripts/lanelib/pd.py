@@ -20,6 +20,8 @@ from lanelib.servers import (
 
 #: There is no RDMA device; the KV cache travels over TCP.
 TRANSFER_ENV = {"MC_FORCE_TCP": "1"}
+#: Later releases keep retracted requests in memory that only a CUDA driver can pin.
+RETRACTION_BACKUP = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
 
 
 class PDServers:
@@ -63,6 +65,7 @@ class PDServers:
         merged = TRANSFER_ENV | dict(env or {})
         bootstrap = str(free_port())
         transfer = ("--disaggregation-transfer-backend", "mooncake")
+        backup = RETRACTION_BACKUP if lane.knows_option(RETRACTION_BACKUP[0]) else ()
         started: list[ManagedProcess] = []
         try:
             prefill = Server.start(
@@ -78,7 +81,7 @@ class PDServers:
             started.append(prefill)
             decode = Server.start(
                 lane,
-                extra_args=("--disaggregation-mode", "decode", *transfer, *extra_args),
+                extra_args=("--disaggregation-mode", "decode", *transfer, *backup, *extra_args),
                 env=merged,
                 host=host,
                 name=f"sglang-{lane.name}-decode",

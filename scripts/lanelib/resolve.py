@@ -51,7 +51,8 @@ def check_release(release: str) -> str:
 def locked_releases() -> list[str]:
     """Return the releases that have a lock."""
     names = [path.name.removesuffix(".lock") for path in RECIPES.glob("*.lock")]
-    return sorted(name for name in names if RELEASE.fullmatch(name))
+    releases = [name for name in names if RELEASE.fullmatch(name)]
+    return sorted(releases, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
 
 
 def versions_of(release: str) -> Path:

@@ -190,3 +190,15 @@ def test_serve_env_leaves_a_real_driver_alone(installer, monkeypatch):
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
 
     assert "LD_LIBRARY_PATH" not in lanes.ensure_lane("0.5.23").serve_env()
+
+
+def test_knows_option_reads_it_from_the_source(tmp_path):
+    srt = tmp_path / "lib" / "python3.11" / "site-packages" / "sglang" / "srt"
+    (srt / "arg_groups" / "fields").mkdir(parents=True)
+    (srt / "server_args.py").write_text("class ServerArgs:\n    tp_size: int = 1\n")
+    (srt / "arg_groups" / "fields" / "disagg.py").write_text("    backup_kind: str | None = None\n")
+    lane = lanes.Lane("0.5.23", False, tmp_path, None)
+
+    assert lane.knows_option("--tp-size")
+    assert lane.knows_option("--backup-kind")
+    assert not lane.knows_option("--pp-size")
