@@ -5,17 +5,13 @@ from __future__ import annotations
 import argparse
 
 from sglang_crashkit.errors import ExitCode
-from sglang_crashkit.installer.operations import apply
-from sglang_crashkit.installer.session import open_session
-from sglang_crashkit.installer.tree import Overall
 
 HELP = "patch the SGLang that a python imports"
 
+#: What the installation was → what it is now.
 _DONE = {
-    Overall.PRISTINE: "patched",
-    Overall.OUTDATED: "patched anew, over an earlier kit's patches",
-    Overall.INTERRUPTED: "patched; a change that was cut off is finished",
-    Overall.PATCHED: "patched",
+    "outdated": "patched anew, over an earlier kit's patches",
+    "interrupted": "patched; a change that was cut off is finished",
 }
 
 
@@ -27,6 +23,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Do it and say what was done."""
+    # Imported here, so that every command starts without what the others need.
+    from sglang_crashkit.installer.operations import apply
+    from sglang_crashkit.installer.session import open_session
+    from sglang_crashkit.installer.tree import Overall
+
     session = open_session(args.python)
     outcome = apply(session.environment, session.patches, session.lock, dry_run=args.dry_run)
     name = f"SGLang {session.environment.version} in {session.environment.package}"
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     elif args.dry_run:
         print(f"{name} would be patched (it is {outcome.before.value}):")
     else:
-        print(f"{name} is {_DONE.get(outcome.before, 'patched')}:")
+        print(f"{name} is {_DONE.get(outcome.before.value, 'patched')}:")
     for path in outcome.changed:
         print(f"  {path}")
     return ExitCode.DONE

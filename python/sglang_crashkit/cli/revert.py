@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 
 from sglang_crashkit.errors import ExitCode
-from sglang_crashkit.installer.operations import revert
-from sglang_crashkit.installer.session import open_session
-from sglang_crashkit.installer.tree import Overall
 
 HELP = "take the patches out again, to the exact bytes"
 
@@ -20,6 +17,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Do it and say what was done."""
+    # Imported here, so that every command starts without what the others need.
+    from sglang_crashkit.installer.operations import revert
+    from sglang_crashkit.installer.session import open_session
+    from sglang_crashkit.installer.tree import Overall
+
     session = open_session(args.python)
     outcome = revert(session.environment, session.patches, session.lock, dry_run=args.dry_run)
     name = f"SGLang {session.environment.version} in {session.environment.package}"

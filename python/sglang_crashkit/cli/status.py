@@ -6,8 +6,6 @@ import argparse
 import json
 
 from sglang_crashkit.errors import CrashkitError, ExitCode
-from sglang_crashkit.installer.session import open_session
-from sglang_crashkit.installer.status import format_status, read_status
 
 HELP = "say whether the SGLang that a python imports is patched"
 
@@ -20,6 +18,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Print the status."""
+    # Imported here, so that every command starts without what the others need.
+    from sglang_crashkit.installer.session import open_session
+    from sglang_crashkit.installer.status import format_status, read_status
+
     session = open_session(args.python)
     try:
         status = read_status(session.environment, session.lock)

@@ -6,9 +6,6 @@ import argparse
 from pathlib import Path
 
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
-from sglang_crashkit.installer.lockfile import load_lock
-from sglang_crashkit.installer.releases import is_release
-from sglang_crashkit.installer.resolver import PatchTree, find_patch_root
 
 HELP = "build a patched SGLang wheel and put the kit's own beside it"
 
@@ -22,9 +19,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Build both and say how to install them."""
-    # Only this command needs zip archives and metadata: the others start faster without.
+    # Imported here, so that every command starts without what the others need.
     from sglang_crashkit.installer.kitwheel import build_kit_wheel
+    from sglang_crashkit.installer.lockfile import load_lock
     from sglang_crashkit.installer.patchedwheel import build_patched_wheel
+    from sglang_crashkit.installer.releases import is_release
+    from sglang_crashkit.installer.resolver import PatchTree, find_patch_root
     from sglang_crashkit.installer.wheelcache import WheelName, find_wheel
 
     root = find_patch_root()

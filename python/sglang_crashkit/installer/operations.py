@@ -88,13 +88,13 @@ def revert(
 
 def _change(tree: Tree, planner: Callable[[Tree], Plan], ops: FileOps | None, *, dry_run: bool) -> Outcome:
     environment, locked = tree.environment, tree.locked
-    plan = planner(tree)
-    check_writable(plan)
     if dry_run:
+        plan = planner(tree)
+        check_writable(plan)
         return Outcome(environment, tree.overall, _changed(tree, plan))
     try:
         with exclusive(environment.dist_info):
-            # What another process did while this one waited counts.
+            # Read again: what another process did meanwhile counts.
             tree = read_tree(environment, locked)
             plan = planner(tree)
             Transaction(plan, ops or FileOps()).run()

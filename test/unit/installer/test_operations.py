@@ -343,6 +343,28 @@ def test_a_full_disk_is_named_and_nothing_changes(tmp_path, wheel, kit, action, 
     assert overall(environment, kit) is (Overall.PATCHED if action is apply else Overall.PRISTINE)
 
 
+def test_commands_at_once_take_their_turns(environment, kit):
+    pristine = snapshot(environment.site)
+    for actions in ([apply] * 4, [revert] * 4, [apply, revert] * 3):
+        children = []
+        for action in actions:
+            child = os.fork()
+            if child == 0:
+                try:
+                    action(environment, kit.patches, kit.lock)
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        assert codes == [0] * len(actions)
+        assert overall(environment, kit) in (Overall.PATCHED, Overall.PRISTINE)
+        if actions[0] is actions[-1]:
+            assert overall(environment, kit) is (Overall.PATCHED if actions[0] is apply else Overall.PRISTINE)
+    revert(environment, kit.patches, kit.lock)
+    assert snapshot(environment.site) == pristine
+
+
 def _fill(folder: Path) -> None:
     """Leave no room for another block below `folder`."""
     file = os.open(folder / "filler", os.O_CREAT | os.O_WRONLY)
