@@ -60,14 +60,19 @@ class Lane:
         return self.root / "tiny-model"
 
     def knows_option(self, option: str) -> bool:
-        """Say whether its SGLang has the server argument `option`, such as ``--tp-size``.
-
-        Asked of the source, since importing SGLang takes seconds.
-        """
+        """Say whether its SGLang has the server argument `option`, such as ``--tp-size``."""
         field = option.removeprefix("--").replace("-", "_")
+        return self._source_says(f"{field}:", "server_args.py", "arg_groups/**/*.py")
+
+    def binds_replicas_alike(self) -> bool:
+        """Say whether a core is named once for all data-parallel replicas of a rank, not for each."""
+        complaint = "SGLANG_CPU_OMP_THREADS_BIND setting must be aligned with TP size"
+        return self._source_says(complaint, "model_executor/model_runner.py", "utils/numa_utils.py")
+
+    def _source_says(self, text: str, *patterns: str) -> bool:
+        """Say whether `text` is in SGLang's source; importing it to ask takes seconds."""
         (srt,) = self.root.glob("lib/python3*/site-packages/sglang/srt")
-        sources = [srt / "server_args.py", *(srt / "arg_groups").rglob("*.py")]
-        return any(f"{field}:" in path.read_text() for path in sources)
+        return any(text in path.read_text() for pattern in patterns for path in srt.glob(pattern))
 
     def serve_env(self) -> dict[str, str]:
         """Return the environment in which its python serves on a CPU, without network."""

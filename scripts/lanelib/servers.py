@@ -282,20 +282,24 @@ class Server(ManagedProcess):
         argv += ["--tp", str(tp)] if tp > 1 else []
         argv += ["--dp", str(dp)] if dp > 1 else []
         argv += extra_args
-        merged = lane.serve_env() | parallel_env(tp * dp) | dict(env or {})
+        merged = lane.serve_env() | parallel_env(lane, tp, dp) | dict(env or {})
         return cls(name or f"sglang-{lane.name}", argv, env=merged, host=host, port=port, log_path=log_path)
 
     def __enter__(self) -> Server:
         return self
 
 
-def parallel_env(ranks: int) -> dict[str, str]:
-    """Return what `ranks` ranks on one machine's cores need in their environment."""
-    if ranks == 1:
+def parallel_env(lane: Lane, tp: int, dp: int) -> dict[str, str]:
+    """Return what `tp` times `dp` ranks on one machine's cores need in their environment."""
+    if tp * dp == 1:
         return {}
-    cores = sorted(os.sched_getaffinity(0))
-    bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
-    return {"SGLANG_CPU_OMP_THREADS_BIND": bound, "SGLANG_NCCL_SO_PATH": NO_NCCL}
+    env = {"SGLANG_NCCL_SO_PATH": NO_NCCL}
+    ranks = tp if lane.binds_replicas_alike() else tp * dp
+    if ranks > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = bound
+    return env
 
 
 def wait_all_ready(servers: Sequence[ManagedProcess], timeout_s: float = READY_TIMEOUT_S) -> None:
@@ -320,7 +324,8 @@ def wait_all_ready(servers: Sequence[ManagedProcess], timeout_s: float = READY_T
 def free_port() -> int:
     """Return a TCP port that nothing listens on now.
 
-    SGLang derives further ports from it by adding up to a few thousand, so the range is limited.
+    Below the ports that the kernel gives to clients, and with room above for the ports that SGLang
+    derives from it.
     """
     for _ in range(100):
         port = 20000 + int.from_bytes(os.urandom(2), "big") % 10000

@@ -202,3 +202,4 @@ def test_knows_option_reads_it_from_the_source(tmp_path):
     assert lane.knows_option("--tp-size")
     assert lane.knows_option("--backup-kind")
     assert not lane.knows_option("--pp-size")
+    assert not lane.binds_replicas_alike()

@@ -7,11 +7,13 @@ import signal
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
 from lanelib import procs
 from lanelib.errors import LaneError
+from lanelib.lanes import Lane
 from lanelib.servers import ManagedProcess, free_port, parallel_env
 
 #: Answers everything; has a child that ignores SIGTERM and an orphan in its session.
@@ -165,8 +167,20 @@ def test_watchers_of_finds_who_holds_a_pidfd(start):
     assert [process.pid for process in procs.watchers_of([watched.pid])] == [watcher.pid]
 
 
-def test_parallel_env_binds_each_rank_to_a_core(monkeypatch):
+@pytest.mark.parametrize(
+    ("tp", "dp", "alike", "bound"),
+    [
+        (1, 1, False, None),
+        (3, 1, False, "2|5|2"),
+        (1, 2, False, "2|5"),
+        (1, 2, True, None),
+        (2, 2, True, "2|5"),
+        (2, 2, False, "2|5|2|5"),
+    ],
+)
+def test_parallel_env_binds_each_rank_to_a_core(monkeypatch, tp, dp, alike, bound):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 5})
+    monkeypatch.setattr(Lane, "binds_replicas_alike", lambda lane: alike)
+    lane = Lane("0.5.23", False, Path("root"), None)
 
-    assert parallel_env(1) == {}
-    assert parallel_env(3)["SGLANG_CPU_OMP_THREADS_BIND"] == "2|5|2"
+    assert parallel_env(lane, tp, dp).get("SGLANG_CPU_OMP_THREADS_BIND") == bound
