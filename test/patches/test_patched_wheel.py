@@ -21,7 +21,7 @@ from sglang_crashkit.installer.record import format_row
 pytestmark = pytest.mark.wheels
 
 #: The smallest of the wheels with compiled extensions.
-RELEASE = "0.5.12"
+RELEASE = "0.5.11"
 
 
 def run(*argv: object, **options) -> subprocess.CompletedProcess[str]:

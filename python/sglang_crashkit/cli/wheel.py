@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
@@ -31,7 +32,9 @@ def run(args: argparse.Namespace) -> ExitCode:
     lock = load_lock(root)
     given = Path(args.source)
     if is_release(args.source):
-        wheel = find_wheel(args.source, lock.require(args.source).wheels, download=args.download)
+        known = lock.require(args.source).wheels
+        tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+        wheel = find_wheel(args.source, known, download=args.download, python_tag=tag)
     elif given.is_file():
         wheel = given
     else:

@@ -74,30 +74,38 @@ def check_wheel(wheel: Path, known: Mapping[str, str]) -> None:
         )
 
 
-def find_wheel(release: str, known: Mapping[str, str], *, download: bool) -> Path:
+def find_wheel(release: str, known: Mapping[str, str], *, download: bool, python_tag: str | None = None) -> Path:
     """Return a wheel of `release`: one that `known` names, else any in the cache.
 
     Args:
         release: the release.
         known: file name → sha256, from the lock; may be empty.
         download: let pip download it where the cache has none.
+        python_tag: ``cp311`` for a wheel that this python can install; None for any.
 
     Raises:
         NothingToDoError: the cache has none and `download` is false.
         RefusedError: its sha256 is not the one in the lock.
         CrashkitError: the download failed.
     """
-    cached = cached_wheels(release)
+    cached = [wheel for wheel in cached_wheels(release) if _fits(wheel.name, python_tag)]
     found = next((wheel for wheel in cached if wheel.name in known), cached[0] if cached else None)
     if found is None:
         if not download:
+            suited = "" if python_tag is None else f" for {python_tag}"
             raise NothingToDoError(
-                f"no wheel of SGLang {release} in {cache_folder()}",
+                f"no wheel of SGLang {release}{suited} in {cache_folder()}",
                 next_step=f"sglang-crashkit wheel {release} --out DIR --download",
             )
-        found = _download(release, next(iter(sorted(known)), None))
+        found = _download(release, next((name for name in sorted(known) if _fits(name, python_tag)), None))
     check_wheel(found, known)
     return found
+
+
+def _fits(name: str, python_tag: str | None) -> bool:
+    """Return whether a python with `python_tag` can install the wheel called `name`."""
+    wheel = WheelName.parse(name)
+    return python_tag is None or wheel.python_tag in (python_tag, "py3") or wheel.abi_tag == "abi3"
 
 
 def _download(release: str, name: str | None) -> Path:

@@ -75,3 +75,13 @@ def test_what_is_not_named_like_a_wheel_is_refused():
     for name in ("sglang-0.5.9.tar.gz", "sglang-0.5.9-1-py3-none-any.whl", "sglang.whl"):
         with pytest.raises(RefusedError, match="is not named like a wheel"):
             WheelName.parse(name)
+
+
+def test_a_wheel_for_another_python_is_left_in_the_cache(cache):
+    write_wheel(cache, tags="cp311-cp311-linux_x86_64")
+    with pytest.raises(NothingToDoError, match="for cp312 in"):
+        find_wheel("0.5.9", {}, download=False, python_tag="cp312")
+    fitting = write_wheel(cache, tags="cp312-cp312-linux_x86_64")
+    assert find_wheel("0.5.9", {}, download=False, python_tag="cp312") == fitting
+    pure = write_wheel(cache, "0.5.8")
+    assert find_wheel("0.5.8", {}, download=False, python_tag="cp312") == pure
