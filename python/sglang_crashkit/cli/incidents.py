@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
-from sglang_crashkit.errors import ExitCode, NothingToDoError
+from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError
 
 HELP = "list the incidents below a crash folder, newest first"
 
@@ -24,8 +24,14 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     Raises:
         NothingToDoError: there is no such folder, or no incident in it.
+        CrashkitError: it cannot be read.
     """
-    incidents = find_incidents(args.folder)
+    try:
+        incidents = find_incidents(args.folder)
+    except OSError as error:
+        raise CrashkitError(
+            f"{args.folder} cannot be read: {error}", next_step="read it as the user whom the server runs as"
+        ) from error
     if args.json:
         print(json.dumps([_as_json(incident) for incident in incidents], indent=2))
         return ExitCode.DONE if incidents else ExitCode.NOTHING
@@ -54,5 +60,6 @@ def _as_line(incident: StoredIncident) -> str:
     mark = "" if incident.finished else " (not finished)"
     if incident.document is None:
         return f"{incident.path}{mark}\n    {incident.problem}"
-    verdict = incident.document.get("verdict") or {}
+    verdict = incident.document.get("verdict")
+    verdict = verdict if isinstance(verdict, dict) else {}
     return f"{incident.path}{mark}\n    {verdict.get('text', 'no verdict')} [{verdict.get('level', 'unknown')}]"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -62,6 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status, one of `ExitCode`.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Evidence may hold what a terminal's encoding cannot show.
+            stream.reconfigure(errors="backslashreplace")
     args = build_parser().parse_args(argv)
     try:
         return int(load_command(args.command).run(args))

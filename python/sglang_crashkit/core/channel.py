@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 _MAX_BYTES = 60_000
+#: The kernel queues ten datagrams (net.unix.max_dgram_qlen); a handler at work lets more wait. Seconds.
+_QUEUE_FULL_SECS = 0.25
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -46,13 +48,13 @@ class Message:
 
 
 def notify(socket_path: str, event: str, **fields: Any) -> None:
-    """Send a message and return at once.
+    """Send a message and return, at once unless the handler is behind (then within a quarter of a second).
 
     Raises:
         HandlerUnreachableError: it could not be handed over.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-        _send(sender, socket_path, event, fields)
+        _send(sender, socket_path, event, fields, _QUEUE_FULL_SECS)
 
 
 def request(socket_path: str, event: str, timeout_secs: float, **fields: Any) -> dict[str, Any]:
@@ -73,17 +75,23 @@ def request(socket_path: str, event: str, timeout_secs: float, **fields: Any) ->
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
         sender.bind("")
         deadline = time.monotonic() + timeout_secs
-        _send(sender, socket_path, event, fields | {"wait": True})
+        _send(sender, socket_path, event, fields | {"wait": True}, timeout_secs)
+        # Not select(2), which ends at descriptor 1023: a server with many connections is beyond it.
+        poller = select.poll()
+        poller.register(sender, select.POLLIN)
+        reachable = True
         while True:
             remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                return {}
             # Short turns, so that a handler that died while it worked is noticed long before the deadline.
-            if select.select([sender], [], [], min(remaining, 0.25))[0]:
+            if poller.poll(max(0.0, min(remaining, 0.25)) * 1000):
                 answer: dict[str, Any] = json.loads(sender.recv(_MAX_BYTES))
                 return answer
-            if not is_reachable(socket_path):
+            if not reachable:
                 raise HandlerUnreachableError(f"the crash handler behind {socket_path} died")
+            if remaining <= 0:
+                return {}
+            # It may have answered before it left, so its mailbox is looked into once more.
+            reachable = is_reachable(socket_path)
 
 
 def is_reachable(socket_path: str) -> bool:
@@ -96,12 +104,15 @@ def is_reachable(socket_path: str) -> bool:
     return True
 
 
-def _send(sender: socket.socket, socket_path: str, event: str, fields: dict[str, Any]) -> None:
+def _send(sender: socket.socket, socket_path: str, event: str, fields: dict[str, Any], patience_secs: float) -> None:
     data = json.dumps({"event": event, "time": time.time(), **fields}, default=str).encode()
     if len(data) > _MAX_BYTES:
         raise HandlerUnreachableError(f"message of {len(data)} bytes is over {_MAX_BYTES}")
+    seconds, fraction = divmod(max(patience_secs, 0.001), 1.0)
     try:
-        sender.sendto(data, socket.MSG_DONTWAIT, socket_path)
+        # The kernel wakes the sender when there is room again or when the handler dies.
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(seconds), int(fraction * 1e6)))
+        sender.sendto(data, socket_path)
     except OSError as error:
         raise HandlerUnreachableError(f"{socket_path}: {error.strerror}") from error
 

@@ -56,7 +56,7 @@ class IncidentFolder:
         Raises:
             OSError: the disk is full or the folder is gone.
         """
-        self._write(name, text.encode())
+        self._write(name, text.encode(errors="backslashreplace"))
         return name
 
     def write_json(self, name: str, value: Any) -> str:
@@ -72,7 +72,7 @@ class IncidentFolder:
 
     def save(self, incident: Incident, summary: str) -> None:
         """Write ``incident.json`` and ``summary.md`` as they are now, durably; see `write_text`."""
-        write_private(self.path / "summary.md", summary.encode())
+        write_private(self.path / "summary.md", summary.encode(errors="backslashreplace"))
         write_json(self.path / "incident.json", incident.to_json(), sync=True)
 
     def publish(self) -> Path:

@@ -33,12 +33,12 @@ class OomCounter:
 def find_counter(pid: int) -> OomCounter | None:
     """Return the OOM counter of the memory cgroup of `pid`, None where there is none to be read."""
     try:
-        memberships = Path(f"/proc/{pid}/cgroup").read_text()
+        memberships = Path(f"/proc/{pid}/cgroup").read_text(errors="replace")
     except OSError:
         return None
     for line in memberships.splitlines():
         _hierarchy, controllers, group = line.split(":", 2)
-        if controllers == "memory":
+        if "memory" in controllers.split(","):
             candidates = _counter_files("cgroup", "memory", group, "memory.oom_control")
         elif controllers == "":
             candidates = _counter_files("cgroup2", None, group, "memory.events")
@@ -53,7 +53,7 @@ def find_counter(pid: int) -> OomCounter | None:
 
 def _counter_files(fs_type: str, option: str | None, group: str, name: str) -> list[Path]:
     files = []
-    for line in _MOUNTS.read_text().splitlines():
+    for line in _MOUNTS.read_text(errors="replace").splitlines():
         _device, mount_point, kind, options, *_ = line.split(" ")
         if kind == fs_type and (option is None or option in options.split(",")):
             mount = Path(mount_point.replace("\\040", " "))

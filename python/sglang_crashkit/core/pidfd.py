@@ -93,6 +93,9 @@ class ProcessHandle:
     def exit_status(self) -> ExitStatus:
         """Return how it ended; `ExitStatus.known` is false while it lives or when nobody can tell any more."""
         if self._exit is None or not self._exit.known:
+            if not self.has_exited():
+                # Its main thread may be a zombie while others run.
+                return ExitStatus()
             self._exit = self._from_zombie() or self._from_kernel() or ExitStatus()
         return self._exit
 

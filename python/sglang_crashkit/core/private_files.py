@@ -24,7 +24,10 @@ def make_private_folder(folder: Path) -> Path:
         CrashkitError: it is a link, a file, or another user's.
         OSError: it cannot be created.
     """
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Not `parents=True`: the folders that it makes have the mode that the umask leaves.
+    for parent in reversed(folder.parents):
+        if not parent.exists():
+            parent.mkdir(mode=0o700, exist_ok=True)
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:

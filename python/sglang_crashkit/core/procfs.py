@@ -13,6 +13,7 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _MAX_TITLE = 120
+_INTERPRETERS = ("python", "pypy")
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ def read_cmdline(pid: int) -> list[str]:
 def title_of(cmdline: Iterable[str], comm: str) -> str:
     """Return what a person calls the process.
 
-    A title set by setproctitle is returned as it is. Of an ordinary command line only the program and its module or
-    script are kept: later arguments may be secrets.
+    A title set by setproctitle is returned as it is. Of an ordinary command line only the program and, where it is
+    Python, its module or script are kept: other arguments may be secrets.
     """
     arguments = list(cmdline)
     if not arguments or not arguments[0]:
@@ -79,6 +80,8 @@ def title_of(cmdline: Iterable[str], comm: str) -> str:
     if "::" in arguments[0]:
         return arguments[0].strip()[:_MAX_TITLE]
     kept = [Path(arguments[0]).name]
+    if not kept[0].startswith(_INTERPRETERS):
+        return kept[0][:_MAX_TITLE]
     for position, argument in enumerate(arguments[1:], start=1):
         if argument == "-m" and position + 1 < len(arguments):
             kept += ["-m", arguments[position + 1]]
@@ -109,7 +112,7 @@ def is_python(pid: int) -> bool:
         executable = (_PROC / str(pid) / "exe").readlink()
     except OSError:
         return False
-    return executable.name.startswith(("python", "pypy"))
+    return executable.name.startswith(_INTERPRETERS)
 
 
 def read_status(pid: int) -> dict[str, str]:

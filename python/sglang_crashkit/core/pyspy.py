@@ -158,7 +158,10 @@ class _Round:
         self._results[pid] = Photograph(pid, threads, reason, round(time.monotonic() - self._started, 4))
 
     def _stop_the_rest(self) -> None:
-        for key in list(self._selector.get_map().values()):
+        left = list(self._selector.get_map().values())
+        for key in left:
+            key.data[0].process.kill()
+        for key in left:
             run, _name = key.data
             _kill(run.process)
             with contextlib.suppress(OSError):

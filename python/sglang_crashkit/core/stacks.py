@@ -51,7 +51,10 @@ def parse_pyspy(text: str) -> tuple[Thread, ...]:
     Raises:
         ValueError: it is not such an output.
     """
-    document = json.loads(text)
+    try:
+        document = json.loads(text)
+    except RecursionError:
+        raise ValueError("py-spy's JSON is nested too deeply") from None
     if not isinstance(document, list):
         raise ValueError("py-spy's JSON is not a list of threads")
     try:

@@ -47,6 +47,7 @@ def main() -> int:
         CrashHandler(args.server_pid, mailbox, place, Settings.from_environ()).run()
     except ProcessLookupError:
         logging.getLogger(__name__).info("server %d was gone before the handler began", args.server_pid)
+        place.clean_up()
     return 0
 
 

@@ -13,6 +13,7 @@ from sglang_crashkit.core.incident import Evidence, Exit, ProcessReport, iso_tim
 from sglang_crashkit.core.incident_store import IncidentFolder
 from sglang_crashkit.core.pyspy import Photograph, photograph_all
 from sglang_crashkit.core.stacks import Thread, format_threads, main_thread
+from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.tree import TrackedProcess
 
 logger = logging.getLogger(__name__)
@@ -100,9 +101,9 @@ def capture_stacks(
     for process in processes:
         if not process.is_python:
             reports[process.pid].evidence.append(Evidence("stack", "skipped", reason="not a Python process"))
-    pids = [process.pid for process in processes if process.is_python]
-    for photograph in photograph_all(pids, deadline_secs):
-        _keep(photograph, reports[photograph.pid], folder)
+    wanted = {process.pid: process for process in processes if process.is_python}
+    for photograph in photograph_all(wanted, deadline_secs):
+        _keep(photograph, wanted[photograph.pid], reports[photograph.pid], folder)
 
 
 def innermost(threads: Sequence[Thread], pid: int, most: int = 4) -> list[str]:
@@ -128,15 +129,15 @@ def adopt_record(source: Path, report: ProcessReport, folder: IncidentFolder) ->
     name = f"ranks/{titles.label_of(report.title, report.pid)}.exception.json"
     try:
         report.evidence.append(Evidence("exception", "captured", path=folder.adopt(source, name)))
-    except OSError as error:
-        report.evidence.append(Evidence("exception", "failed", reason=f"{source}: {error.strerror}"))
+    except (OSError, CrashkitError) as error:
+        report.evidence.append(Evidence("exception", "failed", reason=f"{source}: {error}"))
 
 
-def _keep(photograph: Photograph, report: ProcessReport, folder: IncidentFolder) -> None:
+def _keep(photograph: Photograph, process: TrackedProcess, report: ProcessReport, folder: IncidentFolder) -> None:
     seconds = photograph.seconds
     if photograph.threads is None:
         reason = photograph.reason
-        if procfs.read_stat(report.pid) is None:
+        if process.handle.has_exited():
             reason = f"it ended while it was photographed ({reason})"
         report.evidence.append(Evidence("stack", "failed", reason=reason, seconds=seconds))
         return
@@ -146,8 +147,8 @@ def _keep(photograph: Photograph, report: ProcessReport, folder: IncidentFolder)
         threads = [asdict(thread) for thread in photograph.threads]
         folder.write_json(f"{name}.json", {"pid": report.pid, "title": report.title, "threads": threads})
         path = folder.write_text(f"{name}.txt", text)
-    except OSError as error:
-        report.evidence.append(Evidence("stack", "failed", reason=f"{name}: {error.strerror}", seconds=seconds))
+    except (OSError, CrashkitError) as error:
+        report.evidence.append(Evidence("stack", "failed", reason=f"{name}: {error}", seconds=seconds))
     else:
         report.evidence.append(Evidence("stack", "captured", path=path, seconds=seconds))
     report.doing = innermost(photograph.threads, report.pid)

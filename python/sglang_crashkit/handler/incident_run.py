@@ -137,6 +137,8 @@ class IncidentRun:
             record: the file that the process wrote of itself, moved into the incident.
         """
         report = self._report(process)
+        # A file name that is not UTF-8 stands in a message as lone surrogates, which no file would take.
+        message = message.encode(errors="backslashreplace").decode()
         self._raised.add(process.pid)
         self._failures.append(FailureEvent(process.pid, seconds, "exception", message))
         self.note(seconds, "exception", pid=process.pid, title=process.title, message=message)

@@ -58,6 +58,12 @@ class Place:
     spool: Path
     runtime: Path
 
+    def clean_up(self) -> None:
+        """Remove what is of no use without the server; a record that nobody took in stays."""
+        shutil.rmtree(self.runtime, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.spool.rmdir()
+
 
 class CrashHandler:
     """Watches one server.
@@ -76,6 +82,7 @@ class CrashHandler:
         self._watch(self._tree.root)
         self._expected: set[int] = set()
         self._draining = False
+        self._ended_well = False
         self._run: IncidentRun | None = None
         self._soft_since: float | None = None
         self._quit_due: float | None = None
@@ -135,15 +142,23 @@ class CrashHandler:
     def _on_exit(self, process: TrackedProcess) -> None:
         if process.exited_at is not None:
             return
+        root = self._tree.root
+        if not process.is_root and root.exited_at is None and root.handle.has_exited():
+            # Its ranks ask the kernel for SIGKILL when it ends; the kernel tells of its own end first.
+            self._on_exit(root)
+            if process.exited_at is not None:
+                return
         self._selector.unregister(process.handle)
         process.exited_at = time.time()
+        status = process.exit_status()
         if process.is_root:
             self._server_gone_at = time.monotonic()
-        status = process.exit_status()
+            self._ended_well = status.code == 0
         if self._run is not None:
             self._run.add_exit(process)
             return
         clean = status.code == 0 and (self._draining or process.is_root)
+        clean = clean or (self._ended_well and status.signal == "SIGKILL")
         if not process.matters or process.pid in self._expected or clean:
             if not process.is_root:
                 self._tree.forget(process)
@@ -205,17 +220,28 @@ class CrashHandler:
     def _on_teardown(self, message: Message, sender: TrackedProcess | None) -> None:
         pid = message.fields.get("pid")
         # Only the server itself and its parent's side may announce the end of the whole.
-        members = procfs.TreeScanner(pid).scan() if isinstance(pid, int) and pid in self._tree else set()
+        members = self._members_of(pid) if isinstance(pid, int) else set()
         self._expected |= members
         by_server = sender is not None and sender.is_root
         if self._run is None:
             return
         if self._soft_since is not None and not self._dump_begun and self._tree.root.pid in members:
             logger.info("the exits were a shutdown: process %d ends the server", message.pid)
-            self._run.discard()
+            try:
+                self._run.discard()
+            except OSError as error:
+                logger.error("incident %s could not be removed: %s", self._run.path, error)
             self._forget_run()
             return
         self._run.note(_time_of(message), "teardown", pid=message.pid, tree_of=pid, by_server=by_server)
+
+    def _members_of(self, pid: int) -> set[int]:
+        if pid not in self._tree:
+            return set()
+        if pid == self._tree.root.pid:
+            # It may be dead and reaped by now, so that nothing is below it any more.
+            return {pid, *(process.pid for process in self._tree)}
+        return {pid} | procfs.TreeScanner(pid).scan()
 
     # -- what is done about it
 
@@ -287,9 +313,10 @@ class CrashHandler:
             self._run.set_requests({"reason": "the server has no handler for SIGQUIT"})
             self._finish()
             return
+        seconds = time.time()
         with contextlib.suppress(OSError):
             root.handle.send_signal(signal.SIGQUIT)
-            self._run.note(time.time(), "sigquit_sent", pid=root.pid)
+            self._run.note(seconds, "sigquit_sent", pid=root.pid)
         self._answer_due = time.monotonic() + _ANSWER_SECS
 
     def _finish(self) -> None:
@@ -298,7 +325,7 @@ class CrashHandler:
             self._collect_exits()
             try:
                 run.finish()
-            except OSError as error:
+            except (OSError, CrashkitError) as error:
                 logger.error("incident %s could not be finished: %s", run.path, error)
                 run.finished = True
         path = str(run.path) if run is not None else None
@@ -309,6 +336,7 @@ class CrashHandler:
 
     def _forget_run(self) -> None:
         self._run = None
+        self._tree.forget_dead()
         self._dump_begun = False
         self._soft_since = self._quit_due = self._answer_due = None
 
@@ -340,7 +368,11 @@ class CrashHandler:
         if not isinstance(record, str):
             return None
         path = Path(record)
-        return path if path.parent == self._place.spool and path.is_file() and not path.is_symlink() else None
+        try:
+            is_record = path.parent == self._place.spool and path.is_file() and not path.is_symlink()
+        except OSError:
+            return None
+        return path if is_record else None
 
     def _done(self) -> bool:
         if self._server_gone_at is None or (self._run is not None and not self._run.finished):
@@ -359,12 +391,11 @@ class CrashHandler:
             )
             with contextlib.suppress(OSError):
                 run.save()
-        shutil.rmtree(self._place.runtime, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            self._place.spool.rmdir()
+        self._place.clean_up()
         logger.info("server %d is gone, so is its crash handler %d", self._tree.root.pid, os.getpid())
 
 
 def _time_of(message: Message) -> float:
-    seconds = message.fields.get("time")
-    return float(seconds) if isinstance(seconds, (int, float)) else time.time()
+    seconds, now = message.fields.get("time"), time.time()
+    # Sender and handler share a clock; what is far from it (or no number at all) is no time.
+    return float(seconds) if isinstance(seconds, (int, float)) and abs(now - seconds) < 3600 else now

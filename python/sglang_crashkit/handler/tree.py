@@ -71,6 +71,7 @@ class ProcessTree:
     def __init__(self, root_pid: int) -> None:
         self._scanner = procfs.TreeScanner(root_pid, without=os.getpid())
         self._processes: dict[int, TrackedProcess] = {}
+        self._forgotten: dict[int, int] = {}  # start times by pid, while they are zombies
         self.root = self._add(root_pid, is_root=True)
         self._changed_at = time.monotonic()
 
@@ -97,8 +98,10 @@ class ProcessTree:
     def refresh(self) -> list[TrackedProcess]:
         """Look for new processes and new titles; return the new processes."""
         new = []
-        for pid in self._scanner.scan():
-            if pid not in self._processes:
+        present = self._scanner.scan()
+        self._forgotten = {pid: start for pid, start in self._forgotten.items() if pid in present}
+        for pid in present:
+            if pid not in self._processes and not self._is_forgotten(pid):
                 try:
                     new.append(self._add(pid, is_root=False))
                 except ProcessLookupError:
@@ -117,6 +120,20 @@ class ProcessTree:
         """Drop a process that does not matter any more and close its pidfd."""
         process.handle.close()
         self._processes.pop(process.pid, None)
+        # Until its parent reaps it, it is in the tree still.
+        self._forgotten[process.pid] = process.handle.start_ticks
+
+    def forget_dead(self) -> None:
+        """Drop the processes whose exit was noticed, but not the root."""
+        for process in self:
+            if process.exited_at is not None and not process.is_root:
+                self.forget(process)
+
+    def _is_forgotten(self, pid: int) -> bool:
+        if pid not in self._forgotten:
+            return False
+        stat = procfs.read_stat(pid)
+        return stat is not None and stat.start_ticks == self._forgotten[pid]
 
     def _add(self, pid: int, *, is_root: bool) -> TrackedProcess:
         process = TrackedProcess(

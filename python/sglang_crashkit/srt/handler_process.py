@@ -43,43 +43,42 @@ def start(crash_folder: str | None) -> None:
     socket_path = settings.socket_path(pid, stat.start_ticks)
     if os.environ.get(settings.SOCKET_VARIABLE) == str(socket_path) and channel.is_reachable(str(socket_path)):
         return
-    host_folder = _host_folder(crash_folder)
-    spool = make_private_folder(host_folder / "incidents" / f".spool-{pid}-{stat.start_ticks}")
+    host_folder, spool = _make_folders(crash_folder, f".spool-{pid}-{stat.start_ticks}")
     for folder in (settings.fallback_folder(), runtime.parent):
         make_private_folder(folder)
     shutil.rmtree(runtime, ignore_errors=True)
     make_private_folder(runtime)
-    with (
-        channel.Mailbox.bind(socket_path) as receiver,
-        _open_log(host_folder / "crash_handler.log") as log,
-    ):
-        command = [sys.executable, "-m", "sglang_crashkit.handler"]
-        command += ["--server-pid", str(pid), "--socket-fd", str(receiver.fileno())]
-        command += [
-            "--host-folder",
-            str(host_folder),
-            "--spool",
-            str(spool),
-            "--runtime",
-            str(runtime),
-        ]
-        # The child forks the handler and ends at once, so this waits for an interpreter's start, not for the handler.
-        subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=[receiver.fileno()],
-            start_new_session=True,
-            timeout=_START_SECS,
-            check=True,
-        )
+    try:
+        with channel.Mailbox.bind(socket_path) as receiver, _open_log(host_folder / "crash_handler.log") as log:
+            options = {
+                "server-pid": pid,
+                "socket-fd": receiver.fileno(),
+                "host-folder": host_folder,
+                "spool": spool,
+                "runtime": runtime,
+            }
+            # The child forks the handler and ends at once: this waits for an interpreter's start, not for the handler.
+            subprocess.run(
+                [sys.executable, "-m", "sglang_crashkit.handler", *(f"--{k}={v}" for k, v in options.items())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[receiver.fileno()],
+                start_new_session=True,
+                timeout=_START_SECS,
+                check=True,
+            )
+    except BaseException:
+        shutil.rmtree(runtime, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            spool.rmdir()
+        raise
     os.environ[settings.SOCKET_VARIABLE] = str(socket_path)
     os.environ[settings.SPOOL_VARIABLE] = str(spool)
     logger.info("crash kit: incidents of this server go to %s", host_folder / "incidents")
 
 
-def _host_folder(crash_folder: str | None) -> Path:
+def _make_folders(crash_folder: str | None, spool_name: str) -> tuple[Path, Path]:
     hostname = os.getenv("HOSTNAME", socket.gethostname())
     fallback = settings.fallback_folder() / hostname
     candidates = [Path(crash_folder).absolute() / hostname, fallback] if crash_folder else [fallback]
@@ -88,7 +87,8 @@ def _host_folder(crash_folder: str | None) -> Path:
             make_private_folder(folder / "incidents")
             # SGLang may have created it before, for everybody to read; cores and prompts go there.
             folder.chmod(0o700)
-            return folder
+            # A folder that is there may still be full or read-only; the spool shows it.
+            return folder, make_private_folder(folder / "incidents" / spool_name)
         except (OSError, CrashkitError) as error:
             logger.warning(
                 "crash kit: crash folder %s cannot be used (%s); next: check the --crash-dump-folder",

@@ -50,16 +50,21 @@ class FailureEvent:
 def order_failures(events: Sequence[FailureEvent]) -> list[FailureEvent]:
     """Return the failures, the first one first, consequences behind their causes."""
 
-    def rank(event: FailureEvent) -> tuple[int, float]:
+    def rank(event: FailureEvent) -> tuple[int, float, str, int]:
         if event.kind == "exit":
-            return (0 if event.fatal_signal and event.before_photograph else 1, event.seconds)
-        return (2 if _LOST_PEER.search(event.message) else 1, event.seconds)
+            return (0 if event.fatal_signal and event.before_photograph else 1, *_by_time(event))
+        return (2 if _LOST_PEER.search(event.message) else 1, *_by_time(event))
 
     deaths = [event for event in events if event.kind == "exit" and event.fatal_signal and event.before_photograph]
     consequences = [event for event in events if _LOST_PEER.search(event.message)]
     if deaths and consequences:
         return sorted(events, key=rank)
-    return sorted(events, key=lambda event: (event.seconds, event.kind))
+    return sorted(events, key=_by_time)
+
+
+def _by_time(event: FailureEvent) -> tuple[float, str, int]:
+    # The pid makes the order, and so the verdict, one of the events alone and not of how they came in.
+    return (event.seconds, event.kind, event.pid)
 
 
 def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:

@@ -100,8 +100,9 @@ def _give_name(temporary: Path, path: Path) -> Path:
             os.link(temporary, candidate)
         except FileExistsError:
             candidate, number = path.with_name(f"{path.stem}.{number}{path.suffix}"), number + 1
-        except PermissionError:
-            # A file system without hard links; two crashes of one server within a second do not happen on it.
+        except OSError:
+            # A file system without hard links, which each says in its own way (EPERM, ENOTSUP, ENOSYS). Without them a
+            # second crash within a second replaces the first one's file.
             temporary.replace(candidate)
             return candidate
         else:

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unit.handler.driver import Server
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder with a short path: that of a socket has 107 bytes at most, too few for `tmp_path`."""
+    folder = Path(tempfile.mkdtemp(prefix="ck-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def start_server(tmp_path: Path, short_folder: Path) -> Iterator[Callable[..., Server]]:
+    """Start a stand-in server with its crash handler; both are gone after the test."""
+    servers: list[Server] = []
+
+    def start(**options: Any) -> Server:
+        options.setdefault("crash_folder", tmp_path / "crash")
+        servers.append(Server(short_folder, **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()

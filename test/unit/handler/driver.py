@@ -1,0 +1,179 @@
+"""Drive a `fake_server` and find the crash handler that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
+from sglang_crashkit.core.pidfd import ProcessHandle
+from unit.waiting import LONG, wait_until, watched_pids
+
+HOST = "test-host"
+_SCRIPT = Path(__file__).with_name("fake_server.py")
+
+
+class Server:
+    """A stand-in server with its crash handler; see `fake_server`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        crash_folder: Path | None,
+        environ: Mapping[str, str] = {},
+        python: str = sys.executable,
+        umask: int = -1,
+        with_handler: bool = True,
+        **options: Any,
+    ) -> None:
+        self.temp = folder
+        self.crash_folder = crash_folder
+        defaults = {"answers_sigquit": True, "catches_sigquit": True, "tears_down_on_sigterm": True}
+        options = defaults | options | {"crash_folder": str(crash_folder) if crash_folder else None}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
+        self.process = subprocess.Popen(
+            [python, str(_SCRIPT), json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            umask=umask,
+            env=inherited | {"TMPDIR": str(folder), "HOSTNAME": HOST} | dict(environ),
+        )
+        self.pid = self.process.pid
+        self._handles = [ProcessHandle(self.pid)]
+        self.handler: ProcessHandle | None = None
+        self._text = b""
+        ready = self.line().split()
+        assert ready[0] == "ready", ready
+        self.ranks = {name: int(pid) for name, pid in (pair.split("=") for pair in ready[1:])}
+        self._handles += [ProcessHandle(pid) for pid in self.ranks.values()]
+        if with_handler:
+            self.handler = ProcessHandle(wait_until(self._find_handler, "the handler watches the ranks"))
+            self.settle()
+
+    def line(self) -> str:
+        """Return the next line that the server says."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + LONG
+        while b"\n" not in self._text:
+            ready = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]
+            assert ready, "the server says nothing"
+            chunk = os.read(self.process.stdout.fileno(), 4096)
+            assert chunk, "the server is gone"
+            self._text += chunk
+        first, _, self._text = self._text.partition(b"\n")
+        return first.decode()
+
+    def say(self, command: str) -> None:
+        """Give the server a command that it does not answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(command.encode() + b"\n")
+
+    def ask(self, command: str) -> str:
+        """Give the server a command and return its answer."""
+        self.say(command)
+        return self.line()
+
+    def settle(self) -> None:
+        """Wait until the handler has read the titles of all processes that are there now.
+
+        A helper is seen and let go of: between the two the handler has finished a whole scan.
+        """
+        helper = int(self.ask("helper"))
+        wait_until(lambda: helper in self.watched(), "the handler sees a new process")
+        os.kill(helper, signal.SIGKILL)
+        wait_until(lambda: not {helper, -1} & self.watched(), "the handler lets go of a dead helper")
+
+    def watched(self) -> set[int]:
+        """Return the pids that the handler holds on to; -1 stands for one that is dead and reaped."""
+        assert self.handler is not None
+        return watched_pids(self.handler.pid)
+
+    def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
+        """Send a signal to a rank."""
+        os.kill(self.ranks[name], signum)
+
+    def incidents(self, folder: Path | None = None) -> list[StoredIncident]:
+        """Return the incidents on disk."""
+        folder = folder or self.crash_folder or self.fallback
+        return find_incidents(folder) if folder.is_dir() else []
+
+    def incident(self, folder: Path | None = None) -> StoredIncident:
+        """Wait for the one incident and return it."""
+
+        def finished() -> list[StoredIncident]:
+            return [found for found in self.incidents(folder) if found.finished and found.document]
+
+        wait_until(finished, "an incident is finished")
+        incidents = self.incidents(folder)
+        assert len(incidents) == 1, incidents
+        return incidents[0]
+
+    def wait_for_the_end(self) -> StoredIncident | None:
+        """Wait until server and handler are gone; return the incident that they left, None when there is none."""
+        self.process.wait(LONG)
+        self.wait_for_handler()
+        incidents = self.incidents()
+        assert len(incidents) <= 1, incidents
+        return incidents[0] if incidents else None
+
+    def wait_for_handler(self) -> None:
+        """Wait until the handler has left."""
+        assert self.handler is not None
+        wait_until(self.handler.has_exited, "the handler leaves")
+
+    @property
+    def fallback(self) -> Path:
+        """The folder for incidents where the crash folder cannot be used."""
+        return self.temp / f"sglang-crashkit-{os.getuid()}"
+
+    @property
+    def runtime(self) -> Path:
+        """The folder of the handler's socket."""
+        return self.fallback / "run" / f"{self.pid}-{self._handles[0].start_ticks}"
+
+    @property
+    def spool(self) -> Path:
+        """The folder of the ranks' records."""
+        assert self.crash_folder is not None
+        return self.crash_folder / HOST / "incidents" / f".spool-{self.pid}-{self._handles[0].start_ticks}"
+
+    def close(self) -> None:
+        """End whatever is left of it."""
+        for handle in self._handles:
+            with contextlib.suppress(ProcessLookupError):
+                handle.send_signal(signal.SIGKILL)
+        self.process.wait(LONG)
+        try:
+            if self.handler is not None:
+                self.wait_for_handler()
+        finally:
+            for handle in [*self._handles, *([self.handler] if self.handler else [])]:
+                with contextlib.suppress(ProcessLookupError):
+                    if handle is self.handler:
+                        handle.send_signal(signal.SIGKILL)
+                handle.close()
+            for pipe in (self.process.stdin, self.process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+
+    def _find_handler(self) -> int | None:
+        wanted = {self.pid, *self.ranks.values()}
+        for entry in Path("/proc").iterdir():
+            pid = int(entry.name) if entry.name.isdigit() else None
+            if pid and procfs.read_title(pid) == "sglang::crash_handler" and wanted <= watched_pids(pid):
+                return pid
+        return None

@@ -1,0 +1,190 @@
+"""A server that is none: titles, children and signals of a two-rank SGLang, which calls the kit's real hooks.
+
+Run as a program by `unit.handler.driver`; each line on its standard input is a command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import setproctitle
+
+from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_launch_phase_sigquit
+from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
+from sglang_crashkit.srt.managers.tokenizer_manager import on_crash_dump, on_sigterm, open_crash_dump
+from sglang_crashkit.srt.utils.common import on_kill_process_tree
+
+PR_SET_PDEATHSIG = 1
+children: dict[str, tuple[int, int]] = {}  # by title: pid, write end of the pipe of its commands
+
+
+class Manager:
+    """What the hooks use of ``TokenizerManager``."""
+
+    def __init__(self, crash_folder: str | None, error: str | None) -> None:
+        self.crash_dump_folder = crash_folder
+        self.crash_dump_performed = False
+        self.crash_dump_request_list = [object()] * 3
+        self.rid_to_state = {"a": SimpleNamespace(finished=True), "b": SimpleNamespace(finished=False)}
+        self.error = error
+
+    @on_crash_dump
+    def dump_requests_before_crash(self) -> None:
+        self.crash_dump_performed = True
+        if self.error:
+            raise ValueError(self.error)
+        if self.crash_dump_folder:
+            name = Path(self.crash_dump_folder) / os.environ["HOSTNAME"] / "crash_dump.pkl"
+            with open_crash_dump(self, str(name)) as file:
+                file.write(b"requests")
+
+
+@on_kill_process_tree
+def kill_process_tree(parent_pid: int | None, include_parent: bool = True) -> None:
+    for pid, _pipe in children.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if include_parent:
+        os._exit(41)
+
+
+def forward_one_batch(command: str) -> None:
+    try:
+        raise ValueError(command)
+    except ValueError:
+        on_scheduler_exception()
+        os.kill(os.getppid(), signal.SIGQUIT)
+
+
+def start_copy() -> int:
+    """Fork a copy that has this process's title and ends with status 5 on SIGUSR1."""
+    pid = os.fork()
+    if pid == 0:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGUSR1, lambda *_: os._exit(5))
+        while True:
+            signal.pause()
+    return pid
+
+
+def wait_for_a_command(commands: int, answers: int) -> None:
+    """Stand for a rank at work."""
+    with os.fdopen(commands, "r") as lines:
+        for line in lines:
+            verb, _, argument = line.strip().partition(" ")
+            if verb == "exit":
+                os._exit(int(argument))
+            elif verb == "abort":
+                os.abort()
+            elif verb == "raise":
+                forward_one_batch(argument)
+            elif verb == "copy":
+                os.write(answers, f"{start_copy()}\n".encode())
+            elif verb == "retitle":
+                setproctitle.setproctitle(argument)
+                os.write(answers, b"done\n")
+
+
+def start_child(title: str) -> None:
+    theirs, ours = os.pipe()
+    ready, done = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        for signum in (signal.SIGQUIT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.close(ours)
+        setproctitle.setproctitle(title)
+        os.write(done, b".")
+        wait_for_a_command(theirs, 1)
+        os._exit(0)
+    os.close(theirs)
+    os.close(done)
+    os.read(ready, 1)
+    os.close(ready)
+    children[title.removeprefix("sglang::")] = (pid, ours)
+
+
+def answer(text: object) -> None:
+    os.write(1, f"{text}\n".encode())
+
+
+def obey(line: str, options: dict[str, Any]) -> None:
+    verb, _, argument = line.partition(" ")
+    if verb == "tell":
+        name, _, command = argument.partition(" ")
+        os.write(children[name][1], f"{command}\n".encode())
+    elif verb == "teardown":
+        kill_process_tree(os.getpid(), include_parent=argument != "children")
+        answer("done")
+    elif verb == "reap":
+        for pid, _pipe in children.values():
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        answer("done")
+    elif verb == "start":
+        start_child(argument)
+        answer(children[argument.removeprefix("sglang::")][0])
+    elif verb == "helper":
+        process = subprocess.Popen(["sleep", "60"], preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL))
+        options["helpers"].append(process)
+        answer(process.pid)
+    elif verb == "helpers":
+        for _ in range(int(argument)):
+            subprocess.run(["true"], check=True)
+        answer("done")
+    elif verb == "zombies":
+        for _ in range(int(argument)):
+            options["helpers"].append(subprocess.Popen(["true"]))
+        answer("done")
+    elif verb == "leave":
+        os._exit(int(argument))
+
+
+def main(options: dict[str, Any]) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    manager = Manager(options["crash_folder"], options.get("dump_error"))
+    options["helpers"] = []
+
+    def sigquit(_signum: int, _frame: object) -> None:
+        answer("sigquit")
+        if options["answers_sigquit"]:
+            manager.dump_requests_before_crash()
+            kill_process_tree(os.getpid())
+
+    @on_launch_phase_sigquit
+    def launch_sigquit(_signum: int, _frame: object) -> None:
+        answer("sigquit")
+        kill_process_tree(os.getpid())
+
+    @on_sigterm
+    def sigterm(_signum: int, _frame: object) -> None:
+        if options["tears_down_on_sigterm"]:
+            kill_process_tree(os.getpid())
+        answer("draining")
+
+    if options["catches_sigquit"]:
+        signal.signal(signal.SIGQUIT, launch_sigquit if options.get("launching") else sigquit)
+    signal.signal(signal.SIGTERM, sigterm)
+    on_engine_launch(SimpleNamespace(crash_dump_folder=options["crash_folder"]))
+    for title in ("sglang::scheduler_TP0", "sglang::scheduler_TP1", "sglang::detokenizer"):
+        start_child(title)
+    answer("ready " + " ".join(f"{name}={pid}" for name, (pid, _pipe) in children.items()))
+    while line := sys.stdin.buffer.readline():
+        obey(line.decode().strip(), options)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    import json
+
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,555 @@
+"""The whole handler process beside a stand-in server: what opens an incident, and what the incident holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import setproctitle
+
+import sglang_crashkit
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.channel import Mailbox, notify
+from unit.handler.driver import HOST, Server
+from unit.waiting import child, descriptors, wait_until
+
+Start = Callable[..., Server]
+
+
+def document_of(server: Server) -> dict[str, Any]:
+    """Wait until the server and its handler are gone and return the one incident that they left."""
+    stored = server.wait_for_the_end()
+    assert stored is not None, "there is no incident"
+    assert stored.finished
+    assert stored.document is not None
+    return stored.document
+
+
+def process_of(document: dict[str, Any], title: str) -> dict[str, Any]:
+    found = [process for process in document["processes"] if process["title"] == f"sglang::{title}"]
+    assert len(found) == 1, found
+    process: dict[str, Any] = found[0]
+    return process
+
+
+def piece_of(process: dict[str, Any], kind: str) -> dict[str, Any]:
+    found = [piece for piece in process["evidence"] if piece["kind"] == kind]
+    assert len(found) == 1, process["evidence"]
+    piece: dict[str, Any] = found[0]
+    return piece
+
+
+def events_of(document: dict[str, Any]) -> list[str]:
+    return [entry["event"] for entry in document["timeline"]]
+
+
+def test_a_killed_rank_makes_one_whole_incident(start_server: Start) -> None:
+    server = start_server()
+    server.kill("scheduler_TP1")
+    assert server.line() == "sigquit"
+    stored = server.wait_for_the_end()
+    assert stored is not None
+    document = stored.document
+    assert document is not None
+
+    assert document["schema_version"] == 1
+    assert document["complete"] is True
+    assert document["kind"] == "killed"
+    assert document["id"] in stored.path.name
+    killed = {"pid": server.ranks["scheduler_TP1"], "title": "sglang::scheduler_TP1"}
+    assert {"event": "process_exited"} | killed == {k: v for k, v in document["trigger"].items() if k != "time"}
+    assert {"pid", "sglang_version", "kit_version", "hostname"} == document["server"].keys()
+    assert document["server"]["pid"] == server.pid
+    assert document["requests"] == {
+        "finished": 3,
+        "unfinished": 1,
+        "path": str(server.crash_folder / HOST / "crash_dump.pkl"),
+        "reason": None,
+    }
+    assert Path(document["requests"]["path"]).read_bytes() == b"requests"
+    verdict = document["verdict"]
+    assert (verdict["kind"], verdict["level"], verdict["first_failure"]) == ("signal", "established", killed)
+
+    dead, survivor = process_of(document, "scheduler_TP1"), process_of(document, "scheduler_TP0")
+    assert (dead["role"], dead["rank"]) == ("scheduler", {"tp": 1})
+    assert (dead["exit"]["code"], dead["exit"]["signal"], dead["exit"]["cause"]) == (None, "SIGKILL", "signal")
+    assert piece_of(dead, "exit")["status"] == "captured"
+    assert piece_of(dead, "stack")["status"] == "skipped"
+    assert survivor["exit"] is None
+    assert piece_of(survivor, "proc_state")["status"] == "captured"
+    piece = piece_of(survivor, "stack")
+    assert (piece["status"], piece["reason"]) == ("captured", None)
+    assert "wait_for_a_command (fake_server.py:" in (stored.path / piece["path"]).read_text()
+    assert survivor["doing"][0].startswith("wait_for_a_command (fake_server.py:")
+    assert survivor["doing"][0] in verdict["text"]
+    as_json = json.loads((stored.path / piece["path"]).with_suffix(".json").read_text())
+    assert as_json["threads"][0]["frames"][0]["function"] == "wait_for_a_command"
+    for process in document["processes"]:
+        for piece in process["evidence"]:
+            assert (piece["status"] == "captured") == (piece["reason"] is None)
+            assert piece["path"] is None or (stored.path / piece["path"]).is_file()
+
+    times = [entry["time"] for entry in document["timeline"]]
+    assert times == sorted(times)
+    wanted = [
+        "photographed",
+        "sigquit_sent",
+        "crash_dump_begun",
+        "requests_saved",
+        "incident_finished",
+        "server_exited",
+    ]
+    assert events_of(document)[0] == "process_exited"
+    assert [event for event in events_of(document) if event in wanted] == wanted
+    assert verdict["text"] in (stored.path / "summary.md").read_text()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGSEGV, signal.SIGBUS])
+def test_a_rank_that_crashes_is_named_with_its_signal(start_server: Start, signum: signal.Signals) -> None:
+    server = start_server()
+    server.kill("scheduler_TP0", signum)
+    document = document_of(server)
+    assert document["kind"] == "killed"
+    assert process_of(document, "scheduler_TP0")["exit"]["signal"] == signum.name
+    assert document["verdict"]["level"] == "established"
+    assert f"was killed by {signum.name}" in document["verdict"]["text"]
+
+
+def test_a_rank_that_aborts_is_named(start_server: Start) -> None:
+    server = start_server()
+    server.say("tell scheduler_TP0 abort")
+    document = document_of(server)
+    assert process_of(document, "scheduler_TP0")["exit"]["signal"] == "SIGABRT"
+    assert document["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP0"]
+
+
+def test_a_rank_that_exits_with_a_status_is_an_incident(start_server: Start) -> None:
+    server = start_server()
+    server.say("tell scheduler_TP1 exit 3")
+    document = document_of(server)
+    assert document["kind"] == "exited"
+    end = process_of(document, "scheduler_TP1")["exit"]
+    assert (end["code"], end["signal"], end["cause"]) == (3, None, "exit_status")
+    assert document["verdict"]["kind"] == "exit_status"
+    assert piece_of(process_of(document, "scheduler_TP0"), "stack")["status"] == "captured"
+    assert "sigquit_sent" in events_of(document)
+
+
+def test_a_dead_detokenizer_is_an_incident(start_server: Start) -> None:
+    server = start_server()
+    server.kill("detokenizer")
+    assert document_of(server)["verdict"]["first_failure"]["title"] == "sglang::detokenizer"
+
+
+def test_an_exception_of_a_rank_makes_an_incident_with_its_own_record(start_server: Start) -> None:
+    server = start_server()
+    server.say(
+        "tell scheduler_TP0 raise the weights are odd \udcff".encode("utf-8", "surrogateescape").decode("latin-1")
+    )
+    stored = server.wait_for_the_end()
+    assert stored is not None
+    assert stored.document is not None
+    document = stored.document
+    assert document["kind"] == "exception"
+    assert document["verdict"]["kind"] == "exception"
+    assert "ValueError: the weights are odd" in document["verdict"]["text"]
+    rank = process_of(document, "scheduler_TP0")
+    assert rank["doing"][0].startswith("forward_one_batch (")
+    record = json.loads((stored.path / piece_of(rank, "exception")["path"]).read_text())
+    assert record["message"].startswith("ValueError: the weights are odd")
+    assert piece_of(process_of(document, "scheduler_TP1"), "stack")["status"] == "captured"
+    # The rank itself is held in the hook meanwhile, so it has a photograph as well.
+    assert piece_of(rank, "stack")["status"] == "captured"
+    assert document["requests"]["unfinished"] == 1
+    assert not server.spool.exists()
+
+
+def test_two_ranks_killed_at_once_are_one_incident(start_server: Start) -> None:
+    server = start_server()
+    server.kill("scheduler_TP0")
+    server.kill("scheduler_TP1")
+    document = document_of(server)
+    for name in ("scheduler_TP0", "scheduler_TP1"):
+        assert process_of(document, name)["exit"]["signal"] == "SIGKILL"
+    assert document["verdict"]["first_failure"]["pid"] in server.ranks.values()
+
+
+def test_a_rank_killed_while_another_one_raises_is_one_incident(start_server: Start) -> None:
+    server = start_server()
+    server.kill("scheduler_TP1")
+    server.say("tell scheduler_TP0 raise Connection closed by peer")
+    document = document_of(server)
+    assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
+    assert "Connection closed by peer" in document["verdict"]["text"]
+    assert piece_of(process_of(document, "scheduler_TP0"), "exception")["status"] == "captured"
+
+
+def test_the_death_of_the_server_itself_is_an_incident(start_server: Start) -> None:
+    server = start_server()
+    os.kill(server.pid, signal.SIGKILL)
+    document = document_of(server)
+    assert document["verdict"]["first_failure"]["pid"] == server.pid
+    assert document["verdict"]["kind"] == "signal"
+    assert document["requests"]["path"] is None
+
+
+def test_a_failed_launch_is_an_incident_before_the_tree_is_killed(start_server: Start) -> None:
+    server = start_server(launching=True)
+    server.say("tell scheduler_TP0 raise out of memory")
+    document = document_of(server)
+    assert document["requests"]["reason"] == "the server had not started to serve"
+    assert document["verdict"]["kind"] == "exception"
+    assert events_of(document).index("incident_finished") < events_of(document).index("teardown")
+
+
+def test_a_dump_that_fails_is_named_and_the_server_still_ends(start_server: Start) -> None:
+    server = start_server(dump_error="no room")
+    server.kill("scheduler_TP0")
+    document = document_of(server)
+    assert document["requests"]["path"] is None
+    assert document["requests"]["reason"] == "ValueError: no room"
+    assert server.process.returncode == 41
+
+
+def test_a_server_that_does_not_answer_gets_its_incident_after_a_while(start_server: Start) -> None:
+    server = start_server(answers_sigquit=False, environ={"SGLANG_CRASHKIT_BUDGET_SECS": "0.7"})
+    server.kill("scheduler_TP0")
+    document = server.incident().document
+    assert document is not None
+    assert "budget_spent" in events_of(document)
+    assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP0"
+    assert server.process.poll() is None
+
+
+def test_a_server_without_a_handler_for_sigquit_is_not_sent_one(start_server: Start) -> None:
+    server = start_server(catches_sigquit=False)
+    server.kill("scheduler_TP0")
+    document = server.incident().document
+    assert document is not None
+    assert "sigquit_sent" not in events_of(document)
+    assert document["requests"]["reason"] == "the server has no handler for SIGQUIT"
+    assert server.process.poll() is None
+
+
+def test_stacks_can_be_switched_off(start_server: Start) -> None:
+    server = start_server(environ={"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"})
+    server.kill("scheduler_TP0")
+    piece = piece_of(process_of(document_of(server), "scheduler_TP1"), "stack")
+    assert (piece["status"], piece["reason"]) == ("skipped", "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH")
+
+
+def test_a_stopped_rank_is_photographed_and_stays_stopped(start_server: Start) -> None:
+    server = start_server(answers_sigquit=False)
+    server.kill("scheduler_TP0", signal.SIGSTOP)
+    wait_until(lambda: procfs.read_stat(server.ranks["scheduler_TP0"]).state == "T", "the rank is stopped")  # type: ignore[union-attr]
+    server.kill("scheduler_TP1")
+    assert server.line() == "sigquit"
+    stat_line = procfs.read_stat(server.ranks["scheduler_TP0"])
+    assert stat_line is not None
+    assert stat_line.state == "T"
+    os.kill(server.pid, signal.SIGKILL)
+    rank = process_of(document_of(server), "scheduler_TP0")
+    assert rank["state"]["State"].startswith("T")
+    assert piece_of(rank, "stack")["status"] == "captured"
+
+
+# -- what is no incident
+
+
+def test_an_announced_teardown_is_no_incident_and_the_handler_leaves_nothing(start_server: Start) -> None:
+    server = start_server()
+    server.say("teardown")
+    assert server.wait_for_the_end() is None
+    assert not server.runtime.exists()
+    assert not server.spool.exists()
+    assert server.crash_folder is not None
+    assert sorted(os.listdir(server.crash_folder / HOST)) == ["crash_handler.log", "incidents"]  # noqa: PTH208
+    assert list((server.crash_folder / HOST / "incidents").iterdir()) == []
+
+
+def test_children_that_end_after_an_announcement_are_no_incident(start_server: Start) -> None:
+    server = start_server()
+    assert server.ask("teardown children") == "done"
+    wait_until(lambda: not set(server.ranks.values()) & server.watched(), "the handler lets go of the ranks")
+    assert server.incidents() == []
+    server.say("leave 0")
+    assert server.wait_for_the_end() is None
+
+
+def test_a_draining_server_may_end_with_its_ranks(start_server: Start) -> None:
+    server = start_server(tears_down_on_sigterm=False)
+    os.kill(server.pid, signal.SIGTERM)
+    assert server.line() == "draining"
+    server.say("tell scheduler_TP0 exit 0")
+    server.say("tell scheduler_TP1 exit 0")
+    wait_until(
+        lambda: not {server.ranks["scheduler_TP0"], server.ranks["scheduler_TP1"]} & server.watched(), "both are let go"
+    )
+    server.say("leave 0")
+    assert server.wait_for_the_end() is None
+
+
+def test_a_rank_that_fails_while_the_server_drains_is_an_incident(start_server: Start) -> None:
+    server = start_server(tears_down_on_sigterm=False)
+    os.kill(server.pid, signal.SIGTERM)
+    assert server.line() == "draining"
+    server.say("tell scheduler_TP0 exit 1")
+    assert document_of(server)["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP0"
+
+
+def test_sigterm_to_the_whole_group_is_no_incident(start_server: Start) -> None:
+    server = start_server()
+    os.killpg(server.pid, signal.SIGTERM)
+    assert server.wait_for_the_end() is None
+
+
+def test_ranks_that_end_before_the_shutdown_is_announced_are_no_incident(start_server: Start) -> None:
+    server = start_server()
+    server.kill("scheduler_TP0", signal.SIGTERM)
+    wait_until(server.incidents, "the exit is photographed as if it were one")
+    server.say("teardown")
+    assert server.wait_for_the_end() is None
+
+
+def test_a_server_that_exits_with_0_is_no_incident(start_server: Start) -> None:
+    server = start_server()
+    server.say("leave 0")
+    assert server.wait_for_the_end() is None
+
+
+# -- the handler as a process
+
+
+def test_it_is_neither_in_the_servers_tree_nor_on_its_descriptors(start_server: Start) -> None:
+    server = start_server()
+    assert server.handler is not None
+    children = {process.pid for process in psutil.Process(server.pid).children(recursive=True)}
+    assert set(server.ranks.values()) <= children
+    assert server.handler.pid not in children
+    assert os.getsid(server.handler.pid) != os.getsid(server.pid)
+    assert server.process.stdout is not None
+    output = os.fstat(server.process.stdout.fileno()).st_ino
+    held = [entry for entry in Path(f"/proc/{server.handler.pid}/fd").iterdir() if entry.exists()]
+    assert output not in {entry.stat().st_ino for entry in held}
+
+
+def test_a_reader_of_the_servers_output_sees_its_end_while_the_handler_still_works(start_server: Start) -> None:
+    server = start_server()
+    assert server.handler is not None
+    os.kill(server.handler.pid, signal.SIGSTOP)
+    try:
+        for name in server.ranks:
+            server.kill(name)
+        os.kill(server.pid, signal.SIGKILL)
+        assert server.process.stdout is not None
+        assert server.process.stdout.read() == b""
+        assert not server.handler.has_exited()
+    finally:
+        os.kill(server.handler.pid, signal.SIGCONT)
+    server.wait_for_handler()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_to_end_does_not_end_it_before_the_server(quiet_server: Server, signum: signal.Signals) -> None:
+    assert quiet_server.handler is not None
+    quiet_server.handler.send_signal(signum)
+    quiet_server.settle()
+
+
+def test_all_it_writes_is_for_its_user_alone_whatever_the_umask(start_server: Start) -> None:
+    server = start_server(umask=0)
+    server.say("tell scheduler_TP0 raise x")
+    stored = server.wait_for_the_end()
+    assert stored is not None
+    assert server.crash_folder is not None
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in server.crash_folder.rglob("*")}
+    modes[server.crash_folder] = stat.S_IMODE(server.crash_folder.lstat().st_mode)
+    modes[server.fallback] = stat.S_IMODE(server.fallback.lstat().st_mode)
+    assert {path: oct(mode) for path, mode in modes.items() if path.is_dir() and mode != 0o700} == {}
+    assert {path: oct(mode) for path, mode in modes.items() if path.is_file() and mode != 0o600} == {}
+    assert any(path.name.endswith(".exception.json") for path in modes)
+
+
+def test_without_a_usable_crash_folder_the_incident_goes_to_the_temporary_one(
+    start_server: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    server = start_server(crash_folder=tmp_path / "file" / "crash", dump_error="no such folder")
+    server.kill("scheduler_TP1")
+    server.process.wait(30)
+    server.wait_for_handler()
+    document = server.incident(server.fallback).document
+    assert document is not None
+    assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
+
+
+def test_a_crash_folder_that_is_lost_later_does_not_lose_the_incident(start_server: Start) -> None:
+    server = start_server()
+    assert server.crash_folder is not None
+    server.crash_folder.rename(server.crash_folder.with_name("elsewhere"))
+    server.crash_folder.write_text("not a folder")
+    server.kill("scheduler_TP1")
+    server.process.wait(30)
+    server.wait_for_handler()
+    assert server.incident(server.fallback).document is not None
+
+
+def test_without_py_spy_the_incident_is_whole_and_says_so(start_server: Start, tmp_path: Path) -> None:
+    python = tmp_path / "environment" / "bin" / "python3"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(psutil.Process().exe())
+    site = Path(setproctitle.__file__).parents[1]
+    kit = Path(sglang_crashkit.__file__).parents[1]
+    server = start_server(python=str(python), environ={"PYTHONPATH": f"{kit}:{site}", "PATH": "/nowhere:/usr/bin:/bin"})
+    server.kill("scheduler_TP1")
+    document = document_of(server)
+    piece = piece_of(process_of(document, "scheduler_TP0"), "stack")
+    assert piece["status"] == "failed"
+    assert piece["reason"] == "py-spy is not installed; next: pip install py-spy"
+    assert document["verdict"]["level"] == "established"
+
+
+def test_a_rank_that_dies_while_it_is_photographed_is_said_to(start_server: Start, tmp_path: Path) -> None:
+    # GIVEN a py-spy that ends its target
+    python = tmp_path / "environment" / "bin" / "python3"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(psutil.Process().exe())
+    site = Path(setproctitle.__file__).parents[1]
+    kit = Path(sglang_crashkit.__file__).parents[1]
+    tool = python.with_name("py-spy")
+    tool.write_text("#!/bin/sh\nkill -9 $5; sleep 0.05; echo Error: no such process >&2; exit 1\n")
+    tool.chmod(0o755)
+    server = start_server(python=str(python), environ={"PYTHONPATH": f"{kit}:{site}"})
+    # WHEN a rank is killed, and py-spy takes the others down with it
+    server.kill("scheduler_TP1")
+    # THEN each is said to have ended while it was photographed, and the first one is the cause
+    document = document_of(server)
+    piece = piece_of(process_of(document, "scheduler_TP0"), "stack")
+    assert piece["status"] == "failed"
+    assert piece["reason"] == "it ended while it was photographed (no such process)"
+    assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
+    assert process_of(document, "scheduler_TP0")["exit"]["signal"] == "SIGKILL"
+
+
+def test_a_handler_that_dies_does_not_hold_up_the_server(start_server: Start) -> None:
+    server = start_server()
+    assert server.handler is not None
+    server.handler.send_signal(signal.SIGKILL)
+    wait_until(server.handler.has_exited, "the handler is dead")
+    server.say("tell scheduler_TP0 raise x")
+    assert server.line() == "sigquit"
+    assert server.process.wait(30) == 41
+    assert server.crash_folder is not None
+    assert (server.crash_folder / HOST / "crash_dump.pkl").read_bytes() == b"requests"
+
+
+def test_a_handler_whose_server_is_gone_at_once_leaves_no_folder(short_folder: Path) -> None:
+    with child("ready()") as process:
+        process.wait(30)
+    runtime, spool = short_folder / "runtime", short_folder / "spool"
+    runtime.mkdir()
+    spool.mkdir()
+    options = {"server-pid": process.pid, "host-folder": short_folder, "spool": spool, "runtime": runtime}
+    with Mailbox.bind(runtime / "handler.sock") as receiver:
+        options |= {"socket-fd": receiver.fileno()}
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "sglang_crashkit.handler",
+                *(f"--{name}={value}" for name, value in options.items()),
+            ],
+            pass_fds=[receiver.fileno()],
+            check=True,
+            timeout=30,
+            stderr=subprocess.DEVNULL,
+        )
+    wait_until(lambda: not runtime.exists() and not spool.exists(), "both folders are removed")
+
+
+# -- one quiet server for what is no incident and changes nothing
+
+
+@pytest.fixture(scope="module")
+def quiet_server() -> Iterator[Server]:
+    folder = Path(tempfile.mkdtemp(prefix="ck-"))
+    server = Server(folder, crash_folder=folder / "crash")
+    yield server
+    try:
+        assert server.process.poll() is None
+        assert server.incidents() == []
+    finally:
+        server.close()
+        shutil.rmtree(folder)
+
+
+def test_a_forked_copy_with_its_parents_title_may_end(quiet_server: Server) -> None:
+    server = quiet_server
+    copies = [int(server.ask("tell scheduler_TP0 copy")) for _ in range(2)]
+    assert {procfs.read_title(pid) for pid in copies} == {"sglang::scheduler_TP0"}
+    wait_until(lambda: set(copies) <= server.watched(), "the handler sees the copies")
+    os.kill(copies[0], signal.SIGUSR1)
+    os.kill(copies[1], signal.SIGKILL)
+    wait_until(lambda: not set(copies) & server.watched(), "the handler lets go of the copies")
+    assert server.incidents() == []
+
+
+def test_a_helper_may_be_killed(quiet_server: Server) -> None:
+    quiet_server.settle()
+    assert quiet_server.incidents() == []
+
+
+def test_rubbish_is_passed_over(quiet_server: Server) -> None:
+    server = quiet_server
+    path = str(server.runtime / "handler.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        for data in (b"", b"{", b"[]", b"{}", b'{"event": 1}', b"\xff" * 1000, b"[" * 50_000, b'{"event": "unheard"}'):
+            sender.sendto(data, path)
+    server.settle()
+    assert server.incidents() == []
+
+
+@pytest.mark.parametrize("event", ["scheduler_exception", "crash_dump_begun", "crash_dump_ended", "launch_failed"])
+def test_a_process_outside_the_tree_cannot_open_an_incident(quiet_server: Server, event: str) -> None:
+    path = str(quiet_server.runtime / "handler.sock")
+    notify(path, event, pid=quiet_server.pid, message="ValueError: not mine")
+    quiet_server.settle()
+    assert quiet_server.incidents() == []
+
+
+def test_a_teardown_of_something_else_means_nothing(quiet_server: Server) -> None:
+    path = str(quiet_server.runtime / "handler.sock")
+    for pid in (os.getpid(), -1, "x", None, 2**70, [1]):
+        notify(path, "teardown", pid=pid)
+    quiet_server.settle()
+    assert quiet_server.incidents() == []
+
+
+def test_zombies_are_let_go_of_once(quiet_server: Server) -> None:
+    server = quiet_server
+    assert server.ask("zombies 20") == "done"
+    server.settle()
+    server.settle()
+    assert server.watched() == {server.pid, *server.ranks.values()}
+
+
+def test_helpers_that_come_and_go_leave_no_descriptor_behind(quiet_server: Server) -> None:
+    server = quiet_server
+    assert server.handler is not None
+    server.settle()
+    before = sorted(descriptors(server.handler.pid).values())
+    assert server.ask("helpers 500") == "done"
+    server.settle()
+    assert sorted(descriptors(server.handler.pid).values()) == before

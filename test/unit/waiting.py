@@ -1,0 +1,83 @@
+"""Wait for what other processes do, always with an end; children that say when they are ready."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+#: Longer than anything takes on a loaded machine; only a failing test ever waits this long.
+LONG = 30.0
+
+
+def wait_until(condition: Callable[[], Value], what: str, timeout_secs: float = LONG) -> Value:
+    """Return the first true value of `condition`."""
+    deadline = time.monotonic() + timeout_secs
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() >= deadline:
+            raise AssertionError(f"not within {timeout_secs:g} s: {what}")
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def child(code: str, *arguments: str, title: str | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """Run Python `code`, which prints one line when it is ready, and end it at the end of the block.
+
+    Args:
+        code: the source; `ready()` and `pause()` are there for it.
+        arguments: its ``sys.argv[1:]``.
+        title: set with setproctitle before it begins.
+    """
+    head = "import os, signal, sys, time\n"
+    head += "def ready(text='ready'): print(text, flush=True)\ndef pause(): time.sleep(120)\n"
+    if title is not None:
+        head += f"import setproctitle; setproctitle.setproctitle({title!r})\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", head + code, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONFAULTHANDLER": ""},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            assert first, "the child ended before it was ready"
+            process.first_line = first.decode().strip()  # type: ignore[attr-defined]
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait(LONG)
+
+
+def descriptors(pid: int | str = "self") -> dict[int, str]:
+    """Return the open descriptors of a process and what they point to."""
+    found = {}
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found[int(entry.name)] = str(entry.readlink())
+    return found
+
+
+def watched_pids(pid: int) -> set[int]:
+    """Return the processes that `pid` holds a pidfd of."""
+    watched = set()
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fdinfo").iterdir():
+            with contextlib.suppress(OSError):
+                for line in entry.read_text().splitlines():
+                    if line.startswith("Pid:"):
+                        watched.add(int(line.split()[1]))
+    return watched
