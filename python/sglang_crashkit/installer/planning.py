@@ -69,18 +69,19 @@ def plan_apply(tree: Tree, locked: LockedRelease, patches: PatchTree) -> Plan:
         for path, data in pristine.items()
         if data is not None and path in locked.files
     }
-    rows, record = _patched_record(tree, pristine, patched, backups, patches)
+    rows, record = _patched_record(tree, {path: patched[path] for path in locked.files}, pristine, backups, patches)
     during = State(
         phase=APPLYING,
         by=BY_COMMAND,
         kit_version=__version__,
         release=environment.release,
         files=files,
-        record_rows=rows,
+        # Until RECORD is rewritten it may hold rows of an earlier kit that this one does not touch.
+        record_rows=(pristine_rows(tree, patches) if record else {}) | rows,
         folders=_new_folders(tree, patched),
     )
     kept = {path: replace(files[path], was=None) for path in locked.files}
-    final = replace(during, phase=APPLIED, files=kept)
+    final = replace(during, phase=APPLIED, files=kept, record_rows=rows)
     return Plan(
         changes=(*record, *_changes(tree, patched)),
         touched=_touched(tree),
@@ -152,8 +153,8 @@ def pristine_rows(tree: Tree, patches: PatchTree) -> dict[str, str | None]:
 
 def _patched_record(
     tree: Tree,
-    pristine: dict[str, bytes | None],
     patched: dict[str, bytes | None],
+    pristine: dict[str, bytes | None],
     backups: dict[Path, bytes],
     patches: PatchTree,
 ) -> tuple[dict[str, str | None], tuple[Change, ...]]:

@@ -51,7 +51,7 @@ class Scene:
     def __init__(self, tmp_path: Path, wheel: Path, kit, other_kit) -> None:
         self.folder = tmp_path / "scene"
         self.environment = install(wheel, self.folder / "sample")
-        self.kit = kit
+        self.kit, self.other_kit = kit, other_kit
         self.pristine = snapshot(self.environment.site)
         apply(self.environment, kit.patches, kit.lock)
         self.patched = snapshot(self.environment.site)
@@ -96,10 +96,24 @@ def scene(tmp_path, wheel, kit, other_kit) -> Scene:
     return Scene(tmp_path, wheel, kit, other_kit)
 
 
+@pytest.fixture
+def shrinking_scene(tmp_path, wheel, kit, other_kit) -> Scene:
+    """The kit in hand patches fewer files than the one before it."""
+    return Scene(tmp_path, wheel, other_kit, kit)
+
+
+def test_a_kill_while_a_later_kit_patches_fewer_files_can_be_finished(shrinking_scene):
+    kill_at_every_step(shrinking_scene, "outdated", apply)
+
+
 @pytest.mark.parametrize(
     ("start", "action"), [("pristine", apply), ("patched", revert), ("outdated", apply), ("outdated", revert)]
 )
 def test_a_kill_at_any_step_leaves_a_tree_that_can_be_finished(scene, start, action):
+    kill_at_every_step(scene, start, action)
+
+
+def kill_at_every_step(scene: Scene, start: str, action) -> None:
     step = 0
     while True:
         environment = scene.fresh(start)
@@ -116,6 +130,7 @@ def test_kills_one_after_another_leave_a_tree_that_can_be_finished(scene):
     for _ in range(40):
         environment = scene.fresh(chance.choice(["pristine", "patched", "outdated"]))
         for _ in range(chance.randint(2, 4)):
-            run_and_kill(environment, scene.kit, chance.choice([apply, revert]), chance.randint(0, 60))
+            kit = chance.choice([scene.kit, scene.other_kit])
+            run_and_kill(environment, kit, chance.choice([apply, revert]), chance.randint(0, 60))
             scene.check_claim(environment)
         scene.check_finish(environment)
