@@ -113,6 +113,8 @@ class CrashHandler:
                 for key, _events in ready:
                     if isinstance(key.data, TrackedProcess):
                         self._on_exit(key.data)
+                # What a process said before it ended is there by now, and counts before its end does.
+                self._take_messages()
                 self._act_on_time()
         finally:
             self._leave()

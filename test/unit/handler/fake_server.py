@@ -92,6 +92,8 @@ def wait_for_a_command(commands: int, answers: int) -> None:
             elif verb == "retitle":
                 setproctitle.setproctitle(argument)
                 os.write(answers, b"done\n")
+    # As a real rank it does not mind that its parent is gone; the kernel ends it.
+    signal.pause()
 
 
 def start_child(title: str) -> None:

@@ -1,0 +1,7 @@
+from __future__ import annotations
+
+from hypothesis import settings
+
+# The machine may be busy with other things, and nothing is to be left in the working folder.
+settings.register_profile("unit", deadline=None, max_examples=60, database=None)
+settings.load_profile("unit")

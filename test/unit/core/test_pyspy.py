@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.pyspy import find_pyspy, photograph_all
+from unit.waiting import LONG, child, descriptors, wait_until
+
+SLEEPER = """
+def outer_function(): inner_function()
+def inner_function(): time.sleep(120)
+ready()
+outer_function()
+"""
+GOOD = '[{"thread_name": "MainThread", "os_thread_id": 1, "frames": [{"name": "f", "filename": "x.py", "line": 1}]}]'
+
+
+def make_tool(folder: Path, script: str) -> str:
+    """Write a stand-in for py-spy: what the real one does too rarely to wait for."""
+    tool = folder / "py-spy"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    return str(tool)
+
+
+def children() -> set[int]:
+    return procfs.TreeScanner(os.getpid()).scan()
+
+
+def test_a_sleeping_process_is_photographed() -> None:
+    with child(SLEEPER) as process:
+        wait_until(lambda: procfs.read_stat(process.pid).state == "S", "it sleeps")  # type: ignore[union-attr]
+        (photograph,) = photograph_all([process.pid], LONG)
+        assert photograph.reason == ""
+        assert photograph.threads is not None
+        functions = [frame.function for thread in photograph.threads for frame in thread.frames]
+        assert functions == ["inner_function", "outer_function", "<module>"]
+        assert photograph.threads[0].native_id == process.pid
+        assert photograph.seconds > 0
+
+
+def test_a_stopped_process_is_photographed_and_stays_stopped() -> None:
+    with child(SLEEPER) as process:
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: procfs.read_stat(process.pid).state == "T", "it is stopped")  # type: ignore[union-attr]
+        (photograph,) = photograph_all([process.pid], LONG)
+        assert photograph.threads is not None
+        stat = procfs.read_stat(process.pid)
+        assert stat is not None
+        assert stat.state == "T"
+
+
+def test_each_process_gets_its_result_in_the_order_given() -> None:
+    with contextlib.ExitStack() as stack:
+        alive = [stack.enter_context(child(SLEEPER)).pid for _ in range(2)]
+        with child("ready()") as process:
+            process.wait(LONG)
+        wanted = [alive[0], process.pid, alive[1]]
+        photographs = photograph_all([*wanted, alive[0]], LONG)
+    assert [photograph.pid for photograph in photographs] == wanted
+    assert [photograph.threads is not None for photograph in photographs] == [True, False, True]
+    assert photographs[1].reason
+
+
+def test_nothing_is_photographed_of_nobody() -> None:
+    assert photograph_all([], LONG) == []
+
+
+def test_py_spy_is_found_beside_the_interpreter_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside, on_path = tmp_path / "beside", tmp_path / "path"
+    for folder in (beside, on_path):
+        folder.mkdir()
+        make_tool(folder, "true")
+    monkeypatch.setattr("sys.executable", str(beside / "python"))
+    monkeypatch.setenv("PATH", str(on_path))
+    assert find_pyspy() == str(beside / "py-spy")
+    (beside / "py-spy").unlink()
+    assert find_pyspy() == str(on_path / "py-spy")
+    (on_path / "py-spy").unlink()
+    assert find_pyspy() is None
+    (photograph,) = photograph_all([1], LONG)
+    assert (photograph.threads, photograph.reason) == (None, "py-spy is not installed; next: pip install py-spy")
+
+
+def test_one_that_hangs_is_killed_at_the_deadline_and_leaves_nothing(tmp_path: Path) -> None:
+    before, fds = children(), descriptors()
+    started = time.monotonic()
+    photographs = photograph_all([1, 2], 0.4, make_tool(tmp_path, "exec sleep 600"))
+    assert time.monotonic() - started < LONG
+    assert [photograph.reason for photograph in photographs] == ["py-spy did not end within 0.4 s"] * 2
+    assert (children(), descriptors()) == (before, fds)
+
+
+def test_one_that_hangs_does_not_cost_the_others_their_result(tmp_path: Path) -> None:
+    tool = make_tool(tmp_path, f"[ $5 = 1 ] && exec sleep 600; echo '{GOOD}'")
+    first, second = photograph_all([1, 2], 1.5, tool)
+    assert first.threads is None
+    assert second.threads is not None
+    assert second.threads[0].frames[0].function == "f"
+
+
+def test_one_that_closes_its_pipes_and_stays_is_killed(tmp_path: Path) -> None:
+    before = children()
+    (photograph,) = photograph_all([1], 0.3, make_tool(tmp_path, "exec >&- 2>&-; exec sleep 600"))
+    assert photograph.reason == "py-spy did not end within 0.3 s"
+    assert children() == before
+
+
+@pytest.mark.parametrize("script", ["echo rubbish", "echo '{}'", "echo '[{\"frames\": []}]'", "exit 1", "kill -9 $$"])
+def test_one_that_fails_is_tried_three_times(tmp_path: Path, script: str) -> None:
+    (photograph,) = photograph_all([1], LONG, make_tool(tmp_path, f"echo x >> {tmp_path}/tries\n{script}"))
+    assert photograph.threads is None
+    assert photograph.reason
+    assert (tmp_path / "tries").read_text() == "x\n" * 3
+
+
+def test_one_that_fails_once_is_tried_again(tmp_path: Path) -> None:
+    script = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; echo 'Error: inconsistent' >&2; exit 1; }}"
+    (photograph,) = photograph_all([1], LONG, make_tool(tmp_path, f"{script}\necho '{GOOD}'"))
+    assert photograph.threads is not None
+    assert photograph.reason == ""
+
+
+def test_the_reason_is_what_it_says_first(tmp_path: Path) -> None:
+    tool = make_tool(tmp_path, "printf 'Error: Permission denied\\nReason: ptrace\\n' >&2; exit 1")
+    assert photograph_all([1], LONG, tool)[0].reason == "Permission denied"
+
+
+def test_much_output_is_read_whole(tmp_path: Path) -> None:
+    frames = ", ".join(['{"name": "f", "filename": "x.py", "line": 1}'] * 20_000)
+    (tmp_path / "output").write_text(f'[{{"frames": [{frames}]}}]')
+    (photograph,) = photograph_all([1], LONG, make_tool(tmp_path, f"cat {tmp_path}/output"))
+    assert photograph.threads is not None
+    assert len(photograph.threads[0].frames) == 20_000
+
+
+def test_one_that_cannot_be_run_is_said_to(tmp_path: Path) -> None:
+    (photograph,) = photograph_all([1], LONG, str(tmp_path))
+    assert "Permission denied" in photograph.reason

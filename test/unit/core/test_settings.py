@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+
+from sglang_crashkit.core import settings
+from sglang_crashkit.core.settings import Settings, read_bool, read_seconds
+
+
+@pytest.mark.parametrize("text", ["1", "true", "TRUE", "Yes", "y", " 1 "])
+def test_true_is_read_as_sglang_reads_it(text: str) -> None:
+    assert read_bool({"X": text}, "X", False) is True
+
+
+@pytest.mark.parametrize("text", ["0", "false", "False", "NO", "n"])
+def test_false_is_read_as_sglang_reads_it(text: str) -> None:
+    assert read_bool({"X": text}, "X", True) is False
+
+
+@pytest.mark.parametrize("environ", [{}, {"X": ""}, {"X": "maybe"}, {"X": "2"}])
+@pytest.mark.parametrize("default", [True, False])
+def test_what_cannot_be_read_counts_as_unset(environ: dict[str, str], default: bool) -> None:
+    assert read_bool(environ, "X", default) is default
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("0", 0.0), ("2.5", 2.5), (" 3 ", 3.0), ("1e1", 10.0)])
+def test_seconds_are_read(text: str, seconds: float) -> None:
+    assert read_seconds({"X": text}, "X", 7.0) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "abc", "-1", "nan", "inf", "-inf", "1s"])
+def test_seconds_that_are_none_count_as_unset(text: str) -> None:
+    assert read_seconds({"X": text}, "X", 7.0) == 7.0
+
+
+def test_the_defaults() -> None:
+    assert Settings.from_environ({}) == Settings(
+        enabled=True, diagnostics=True, stacks=True, budget_secs=20.0, photograph_secs=1.5
+    )
+
+
+def test_either_of_upstreams_diagnostics_keeps_the_kit_awake() -> None:
+    stacks, cores = "SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"
+    assert Settings.from_environ({stacks: "0"}).diagnostics
+    assert not Settings.from_environ({stacks: "0"}).stacks
+    assert Settings.from_environ({cores: "0"}).diagnostics
+    assert not Settings.from_environ({stacks: "0", cores: "0"}).diagnostics
+
+
+def test_every_setting_has_its_variable() -> None:
+    environ = {
+        "SGLANG_CRASHKIT_ENABLED": "no",
+        "SGLANG_CRASHKIT_BUDGET_SECS": "3",
+        "SGLANG_CRASHKIT_PHOTOGRAPH_SECS": "0.5",
+    }
+    read = Settings.from_environ(environ)
+    assert (read.enabled, read.budget_secs, read.photograph_secs) == (False, 3.0, 0.5)
+
+
+def test_the_environment_is_read_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CRASHKIT_BUDGET_SECS", "4")
+    assert Settings.from_environ().budget_secs == 4.0
+
+
+def test_the_socket_follows_from_pid_and_start_time_and_has_room_in_its_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    first, second = settings.socket_path(4194304, 2**40), settings.socket_path(4194304, 2**40 + 1)
+    assert first != second
+    assert first == settings.runtime_folder(4194304, 2**40) / "handler.sock"
+    assert len(str(first)) <= 107
