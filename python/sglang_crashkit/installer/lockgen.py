@@ -6,10 +6,10 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from sglang_crashkit.installer.hunks import apply_patch, relocate_patch
+from sglang_crashkit.installer.hunks import HunkConflictError, apply_patch, relocate_patch
 from sglang_crashkit.installer.lockfile import Lock, LockedFile, LockedRelease, sha256_hex
 from sglang_crashkit.installer.patchfile import render_patch
-from sglang_crashkit.installer.resolver import PatchTree
+from sglang_crashkit.installer.resolver import PatchDataError, PatchTree
 
 
 def read_package_file(wheel: zipfile.ZipFile, path: str) -> bytes | None:
@@ -40,9 +40,22 @@ def generate_lock(tree: PatchTree, wheels: Mapping[str, Path]) -> Lock:
     """Return the lock of the releases in `wheels`.
 
     Raises:
-        HunkConflictError: a patch does not fit one of them.
+        PatchDataError: a patch does not fit; the message names each release and hunk.
     """
-    return Lock({release: lock_release(tree, release, wheel) for release, wheel in wheels.items()})
+    releases: dict[str, LockedRelease] = {}
+    conflicts: dict[str, str] = {}
+    for release, wheel in wheels.items():
+        try:
+            releases[release] = lock_release(tree, release, wheel)
+        except HunkConflictError as error:
+            conflicts[release] = error.message
+    if conflicts:
+        lines = "".join(f"\n  {release}: {message}" for release, message in conflicts.items())
+        raise PatchDataError(
+            f"{len(conflicts)} of {len(wheels)} releases do not take their patches:{lines}",
+            next_step=f"scripts/port_release {next(iter(conflicts))}",
+        )
+    return Lock(releases)
 
 
 def normalise_patches(tree: PatchTree, wheels: Mapping[str, Path]) -> list[str]:

@@ -1,9 +1,8 @@
 import pytest
 
-from sglang_crashkit.installer.hunks import HunkConflictError
 from sglang_crashkit.installer.lockfile import sha256_hex
 from sglang_crashkit.installer.lockgen import generate_lock, normalise_patches
-from sglang_crashkit.installer.resolver import PatchTree
+from sglang_crashkit.installer.resolver import PatchDataError, PatchTree
 from unit.installer.fake_sglang import FILES, PATCHES, write_patches, write_wheel
 
 
@@ -33,7 +32,9 @@ def test_a_patch_left_with_lone_hunk_headers_gets_its_numbers(wheel, tmp_path):
     assert normalise_patches(PatchTree.load(tmp_path / "draft"), {"0.5.9": wheel}) == []
 
 
-def test_a_patch_that_does_not_fit_stops_the_lock(kit, tmp_path):
-    other = write_wheel(tmp_path / "other", files=FILES | {"srt/first.py": b"import sys\n"})
-    with pytest.raises(HunkConflictError, match=r"srt/first\.py does not fit"):
-        generate_lock(kit.patches, {"0.5.9": other})
+def test_a_patch_that_does_not_fit_stops_the_lock_and_names_the_release(kit, wheel, tmp_path):
+    other = write_wheel(tmp_path / "other", "0.5.10", FILES | {"srt/first.py": b"import sys\n"})
+    with pytest.raises(PatchDataError, match="1 of 2 releases do not take their patches") as caught:
+        generate_lock(kit.patches, {"0.5.9": wheel, "0.5.10": other})
+    assert "\n  0.5.10: the patch of srt/first.py does not fit: hunk 1: " in str(caught.value)
+    assert caught.value.next_step == "scripts/port_release 0.5.10"
