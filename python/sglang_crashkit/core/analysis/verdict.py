@@ -19,6 +19,8 @@ FailureKind = Literal["exit", "exception"]
 #: Signals that a process does not get by an orderly shutdown.
 FATAL_SIGNALS = frozenset({"SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP"})
 
+#: Two failures this close, in seconds, may have been noticed in the wrong order.
+_SAME_MOMENT_SECS = 0.005
 _LOST_PEER = re.compile(
     r"connection (closed|reset)|closed by peer|broken pipe|socket timeout|timed out waiting|remote (process|peer)"
     r"|nccl.*(abort|remote|unhandled)|store.*(timeout|closed)|recv(?:value)? failed",
@@ -50,7 +52,7 @@ class FailureEvent:
 def order_failures(events: Sequence[FailureEvent]) -> list[FailureEvent]:
     """Return the failures, the first one first, consequences behind their causes."""
 
-    def rank(event: FailureEvent) -> tuple[int, float, str, int]:
+    def rank(event: FailureEvent) -> tuple[int, float, str, int, str]:
         if event.kind == "exit":
             return (0 if event.fatal_signal and event.before_photograph else 1, *_by_time(event))
         return (2 if _LOST_PEER.search(event.message) else 1, *_by_time(event))
@@ -62,9 +64,9 @@ def order_failures(events: Sequence[FailureEvent]) -> list[FailureEvent]:
     return sorted(events, key=_by_time)
 
 
-def _by_time(event: FailureEvent) -> tuple[float, str, int]:
-    # The pid makes the order, and so the verdict, one of the events alone and not of how they came in.
-    return (event.seconds, event.kind, event.pid)
+def _by_time(event: FailureEvent) -> tuple[float, str, int, str]:
+    # With pid and message the order, and so the verdict, depends on the events alone and not on how they came in.
+    return (event.seconds, event.kind, event.pid, event.message)
 
 
 def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
@@ -103,10 +105,13 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
 
 
 def _clearly_first(ordered: Sequence[FailureEvent]) -> bool:
-    first, second = ordered[0], ordered[1]
-    if first.kind == "exit" and first.fatal_signal and first.before_photograph:
-        return second.kind == "exception" or second.seconds - first.seconds > 0.005
-    return second.seconds - first.seconds > 0.005
+    first = ordered[0]
+    is_death = first.kind == "exit" and first.fatal_signal and first.before_photograph
+    return all(
+        event.seconds - first.seconds > (0.0 if is_death and event.kind == "exception" else _SAME_MOMENT_SECS)
+        or (is_death and _LOST_PEER.search(event.message) is not None)
+        for event in ordered[1:]
+    )
 
 
 def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -> tuple[str, str, Level]:

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_crashkit.core.analysis.verdict import FailureEvent, judge, order_failures
+from sglang_crashkit.core.incident import Exit, Incident, ProcessReport, ServerInfo, Trigger
+
+ENDS: dict[str, Exit] = {
+    "killed": Exit(None, "SIGKILL", "signal", "no OOM kill", "t"),
+    "oom": Exit(None, "SIGKILL", "oom_kill", "1 more", "t"),
+    "status": Exit(3, None, "exit_status", "no exception", "t"),
+    "unknown": Exit(None, None, "unknown", "reaped", "t"),
+}
+LOST = "RuntimeError: [../gloo/pair.cc] Connection closed by peer [127.0.0.1]:4711"
+
+
+def make_incident(**ends: str | None) -> Incident:
+    """Return an incident of ranks named ``tp0``..., each with its end."""
+    incident = Incident("id", "killed", Trigger("crash_dump", "t", 1, "server"), ServerInfo(1, "0", "0", "h"))
+    for number, end in enumerate(ends.values()):
+        report = ProcessReport(10 + number, f"sglang::scheduler_TP{number}", "scheduler", {"tp": number})
+        report.exit = ENDS[end] if end else None
+        incident.processes.append(report)
+    return incident
+
+
+def death(pid: int, seconds: float, **fields: Any) -> FailureEvent:
+    return FailureEvent(pid, seconds, "exit", **({"fatal_signal": True} | fields))
+
+
+def raised(pid: int, seconds: float, message: str = "ValueError: x") -> FailureEvent:
+    return FailureEvent(pid, seconds, "exception", message)
+
+
+def test_a_killed_rank_is_the_first_failure_although_the_survivor_raised_first() -> None:
+    # The survivor's exception may be stamped before the handler noticed the death.
+    events = [raised(10, 1.000, LOST), death(11, 1.001)]
+    verdict = judge(make_incident(tp0=None, tp1="killed"), events)
+    assert verdict.first_failure is not None
+    assert (verdict.first_failure.pid, verdict.kind, verdict.level) == (11, "signal", "established")
+    assert verdict.text.startswith("sglang::scheduler_TP1 (pid 11) was killed by SIGKILL: no OOM kill. ")
+    assert "sglang::scheduler_TP0 (pid 10) then raised RuntimeError" in verdict.text
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        LOST,
+        "ConnectionResetError: Connection reset by peer",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+        "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error",
+        "RuntimeError: NCCL communicator was aborted on rank 1",
+        "RuntimeError: recvValue failed on TCPStore(...)",
+    ],
+)
+def test_a_lost_connection_is_a_consequence(message: str) -> None:
+    assert order_failures([raised(10, 1.0, message), death(11, 1.1)])[0].pid == 11
+
+
+@pytest.mark.parametrize("message", ["ValueError: bad shape", "torch.OutOfMemoryError: CUDA out of memory"])
+def test_another_exception_that_came_first_is_the_cause(message: str) -> None:
+    ordered = order_failures([death(11, 1.1), raised(10, 1.0, message)])
+    assert ordered[0].pid == 10
+
+
+def test_a_death_after_the_photograph_is_the_clean_up() -> None:
+    events = [raised(10, 1.0, LOST), death(11, 2.0, before_photograph=False)]
+    assert order_failures(events)[0].pid == 10
+
+
+def test_without_a_death_the_earliest_exception_is_the_cause() -> None:
+    verdict = judge(make_incident(tp0=None, tp1=None), [raised(11, 1.1, LOST), raised(10, 1.0)])
+    assert verdict.first_failure is not None
+    assert (verdict.first_failure.pid, verdict.kind, verdict.level) == (10, "exception", "established")
+
+
+def test_two_failures_at_the_same_time_are_only_supported() -> None:
+    for events in ([raised(10, 1.0), raised(11, 1.002)], [death(10, 1.0), death(11, 1.002)]):
+        assert judge(make_incident(tp0="killed", tp1="killed"), events).level == "supported"
+
+
+def test_an_exception_that_no_lost_connection_explains_and_that_came_first_leaves_a_death_only_supported() -> None:
+    events = [raised(10, 1.0, "ValueError: bad shape"), death(11, 1.5), raised(12, 1.6, LOST)]
+    verdict = judge(make_incident(tp0=None, tp1="killed", tp2=None), events)
+    assert verdict.level == "supported"
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "level", "words"),
+    [
+        ("killed", "signal", "established", "was killed by SIGKILL"),
+        ("oom", "oom_kill", "established", "was killed by the kernel for lack of memory: 1 more"),
+        ("status", "exit_status", "established", "ended with exit status 3"),
+        ("unknown", "unknown", "supported", "nobody could tell how"),
+        (None, "unknown", "supported", "nobody could tell how"),
+    ],
+)
+def test_the_cause_is_that_of_the_exit(end: str | None, kind: str, level: str, words: str) -> None:
+    verdict = judge(make_incident(tp0=end), [death(10, 1.0)])
+    assert (verdict.kind, verdict.level) == (kind, level)
+    assert words in verdict.text
+
+
+def test_unknown_is_the_verdict_without_a_failure() -> None:
+    verdict = judge(make_incident(tp0=None), [])
+    assert (verdict.kind, verdict.first_failure, verdict.level) == ("unknown", None, "unknown")
+    assert verdict.text == "server reported crash_dump, but no process was seen to fail."
+
+
+def test_a_failure_of_a_process_that_nobody_knows_is_judged() -> None:
+    verdict = judge(make_incident(tp0=None), [death(99, 1.0), raised(98, 2.0)])
+    assert verdict.first_failure is not None
+    assert verdict.first_failure.pid == 99
+
+
+def test_the_survivor_is_said_to_have_been_doing_something() -> None:
+    incident = make_incident(tp0=None, tp1="killed")
+    incident.processes[0].doing = ["all_reduce (dist.py:3)", "main (x.py:1)"]
+    assert judge(incident, [death(11, 1.0)]).basis[-1] == (
+        "sglang::scheduler_TP0 (pid 10) was in all_reduce (dist.py:3)."
+    )
+
+
+events_of_three = st.lists(
+    st.builds(
+        FailureEvent,
+        pid=st.sampled_from([10, 11, 12]),
+        seconds=st.sampled_from([1.0, 1.001, 2.0, 3.0]),
+        kind=st.sampled_from(["exit", "exception"]),
+        message=st.sampled_from(["ValueError: x", LOST]),
+        fatal_signal=st.booleans(),
+        before_photograph=st.booleans(),
+    ),
+    max_size=5,
+    unique_by=lambda event: (event.pid, event.kind, event.message),
+)
+
+
+@given(events_of_three.flatmap(lambda events: st.tuples(st.just(events), st.permutations(events))))
+def test_the_order_in_which_events_come_in_does_not_change_the_verdict(
+    orders: tuple[list[FailureEvent], list[FailureEvent]],
+) -> None:
+    incident = make_incident(tp0="killed", tp1="status", tp2=None)
+    assert judge(incident, orders[0]) == judge(incident, orders[1])
+
+
+@given(events_of_three)
+def test_the_first_failure_is_one_of_the_failures_and_each_is_ordered_once(events: list[FailureEvent]) -> None:
+    verdict = judge(make_incident(tp0="killed", tp1="status", tp2=None), events)
+    ordered = order_failures(events)
+    assert sorted(map(repr, ordered)) == sorted(map(repr, events))
+    assert (verdict.first_failure is None) == (not events)
+    if events:
+        assert verdict.first_failure is not None
+        assert verdict.first_failure.pid == ordered[0].pid
+
+
+@given(events_of_three)
+def test_a_lost_connection_is_never_first_where_a_rank_was_killed_before_the_photograph(
+    events: list[FailureEvent],
+) -> None:
+    if any(event.kind == "exit" and event.fatal_signal and event.before_photograph for event in events):
+        first = order_failures(events)[0]
+        assert not (first.kind == "exception" and first.message == LOST)

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from sglang_crashkit.core.incident import (
+    Evidence,
+    Exit,
+    Incident,
+    ProcessReport,
+    Requests,
+    ServerInfo,
+    Trigger,
+    Verdict,
+)
+from sglang_crashkit.core.summary import format_summary
+
+
+def make_incident() -> Incident:
+    incident = Incident(
+        "0123abcd",
+        "killed",
+        Trigger("process_exited", "2023-11-14T22:13:20.000000Z", 8, "sglang::scheduler_TP1"),
+        ServerInfo(7, "0.5.23", "0.1.0", "host"),
+    )
+    dead = ProcessReport(8, "sglang::scheduler_TP1", "scheduler", {"tp": 1})
+    dead.exit = Exit(None, "SIGKILL", "oom_kill", "3 more", "later")
+    dead.evidence = [Evidence("stack", "skipped", reason="it was dead")]
+    alive = ProcessReport(9, "sglang::scheduler_TP0", "scheduler", {"tp": 0}, doing=["wait (x.py:1)"])
+    alive.evidence = [Evidence("stack", "captured", path="stacks/x.txt", seconds=0.1234), Evidence("exit", "captured")]
+    failed = ProcessReport(10, "sglang::detokenizer", "detokenizer", {})
+    failed.exit = Exit(3, None, "exit_status", "no exception", "later")
+    incident.processes = [dead, alive, failed]
+    incident.note(2.0, "second", pid=8, seconds=1)
+    incident.note(1.0, "first")
+    return incident
+
+
+def test_a_summary_says_everything_once() -> None:
+    incident = make_incident()
+    incident.verdict = Verdict("oom_kill", None, "established", "It was killed.")
+    incident.requests = Requests(3, 1, "/crash/x.pkl", None)
+    assert (
+        format_summary(incident)
+        == """\
+# killed: sglang::scheduler_TP1
+
+**It was killed.** (established)
+
+- incident 0123abcd on host, 2023-11-14T22:13:20.000000Z
+- SGLang 0.5.23, server pid 7, crash kit 0.1.0
+- requests: 3 finished and 1 unfinished in /crash/x.pkl
+
+## Processes
+
+### sglang::scheduler_TP1 (pid 8): dead, SIGKILL (oom_kill: 3 more)
+- stack: skipped (it was dead)
+
+### sglang::scheduler_TP0 (pid 9): alive
+- wait (x.py:1)
+- stack: captured (stacks/x.txt, 0.123 s)
+- exit: captured (in incident.json)
+
+### sglang::detokenizer (pid 10): dead, exit status 3 (exit_status: no exception)
+
+## Timeline
+
+- 1970-01-01T00:00:01.000000Z first
+- 1970-01-01T00:00:02.000000Z second: pid 8, seconds 1
+"""
+    )
+
+
+def test_an_incident_without_a_verdict_and_requests_has_a_summary() -> None:
+    text = format_summary(make_incident())
+    assert "requests: not saved: the server did not report its requests" in text
+    assert "**" not in text
