@@ -18,8 +18,13 @@ from lanelib.servers import (
     wait_all_ready,
 )
 
-#: There is no RDMA device; the KV cache travels over TCP.
-TRANSFER_ENV = {"MC_FORCE_TCP": "1"}
+TRANSFER_ENV = {
+    # There is no RDMA device; the KV cache travels over TCP.
+    "MC_FORCE_TCP": "1",
+    # With one context-parallel rank it changes only this: later releases then do not stage what they
+    # send in memory that a CUDA driver has pinned.
+    "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1",
+}
 #: Later releases keep retracted requests in memory that only a CUDA driver can pin.
 RETRACTION_BACKUP = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
 
