@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.cli.main import main
+from sglang_crashkit.core.incident import Incident, ServerInfo, Trigger, Verdict
+from sglang_crashkit.core.incident_store import IncidentFolder, new_id
+
+
+def make_incident(folder: Path, seconds: float, text: str, *, publish: bool = True) -> Path:
+    trigger, server = Trigger("process_exited", "t", 7, "sglang::scheduler_TP1"), ServerInfo(1, "0.5.23", "0.1", "h")
+    incident = Incident(new_id(), "killed", trigger, server)
+    incident.verdict = Verdict("signal", None, "established", text)
+    written = IncidentFolder(folder / "host" / "incidents", "killed", incident.id, seconds)
+    written.save(incident, "")
+    return written.publish() if publish else written.path
+
+
+def test_incidents_are_listed_newest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = make_incident(tmp_path, 1.0, "TP1 was killed.")
+    torn = make_incident(tmp_path, 2.0, "", publish=False)
+    (torn / "incident.json").unlink()
+    assert main(["incidents", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{torn} (not finished)",
+        "    has no incident.json",
+        f"{old}",
+        "    TP1 was killed. [established]",
+    ]
+
+
+def test_a_program_reads_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_incident(tmp_path, 1.0, "TP1 was killed.")
+    assert main(["incidents", str(path), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["path"], found["finished"], found["problem"]) == (str(path), True, None)
+    assert found["verdict"]["text"] == "TP1 was killed."
+    assert found.keys() == {"path", "finished", "problem", "id", "kind", "trigger", "server", "requests", "verdict"}
+
+
+def test_without_an_incident_the_status_is_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["incidents", str(tmp_path)]) == 3
+    assert "no incident below" in capsys.readouterr().err
+    assert main(["incidents", str(tmp_path), "--json"]) == 3
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_without_a_folder_the_status_is_3_and_the_next_step_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["incidents", str(tmp_path / "absent")]) == 3
+    assert capsys.readouterr().err == (
+        f"sglang-crashkit incidents: {tmp_path}/absent is not a folder\n"
+        "  next: name the folder that the server was given as --crash-dump-folder\n"
+    )
+    assert main(["incidents", str(tmp_path / "absent"), "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 3
+
+
+@pytest.mark.parametrize("verdict", [None, [], "text", {}, {"text": None}])
+def test_a_verdict_of_another_shape_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str], verdict: Any) -> None:
+    path = make_incident(tmp_path, 1.0, "")
+    (path / "incident.json").write_text(json.dumps({"verdict": verdict}))
+    assert main(["incidents", str(tmp_path)]) == 0
+    assert str(path) in capsys.readouterr().out
+
+
+def run_command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_crashkit", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_what_the_terminal_cannot_show_is_shown_escaped(tmp_path: Path, encoding: str) -> None:
+    make_incident(tmp_path, 1.0, "ü \udcff")
+    done = run_command("incidents", str(tmp_path), env=os.environ | {"PYTHONIOENCODING": encoding})
+    assert done.returncode == 0
+    assert "\\udcff [established]" in done.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_folder_that_may_not_be_read_is_said_to_be_so(tmp_path: Path) -> None:
+    # The command must be readable by that user, so it is started as root and becomes that user.
+    path = make_incident(tmp_path, 1.0, "")
+    code = "import os, sys; from sglang_crashkit.cli.main import build_parser, main; build_parser(); os.setuid(65534); "
+    code += "sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "incidents", str(path.parent)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "cannot be read" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from sglang_crashkit.core import procfs
+from sglang_crashkit.handler.tree import ProcessTree
+from unit.waiting import LONG, child, descriptors, wait_until
+
+RANKS = """
+import setproctitle
+setproctitle.setproctitle("sglang::scheduler_TP0")
+def fork():
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGUSR1, lambda *_: setproctitle.setproctitle("sglang::scheduler_TP1"))
+        ready(os.getpid())
+        while True: signal.pause()
+    return pid
+ready()
+for line in sys.stdin:
+    fork()
+"""
+
+
+class Rank:
+    """A child with a scheduler's title that does as it is told."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.pid = process.pid
+        self._process = process
+
+    def ask(self, command: str) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(command.encode() + b"\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline().decode().strip()
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    with child(RANKS) as process:
+        yield Rank(process)
+
+
+@pytest.fixture
+def make_tree() -> Iterator[Callable[[int], ProcessTree]]:
+    trees: list[ProcessTree] = []
+
+    def make(pid: int) -> ProcessTree:
+        trees.append(ProcessTree(pid))
+        return trees[-1]
+
+    yield make
+    for tree in trees:
+        for process in tree:
+            process.handle.close()
+
+
+def end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_the_root_is_there_at_once_and_the_rest_after_a_look(
+    rank: Rank, make_tree: Callable[[int], ProcessTree]
+) -> None:
+    helper = int(rank.ask("fork"))
+    try:
+        tree = make_tree(rank.pid)
+        assert [process.pid for process in tree] == [rank.pid]
+        assert tree.root.role == "server"
+        assert tree.root.matters
+        assert [process.pid for process in tree.refresh()] == [helper]
+        assert tree.refresh() == []
+        assert helper in tree
+        assert tree.get(helper) in tree.alive()
+        assert tree.get(os.getpid()) is None
+        assert os.getpid() not in tree
+    finally:
+        end(helper)
+
+
+def test_there_is_no_tree_of_a_process_that_is_gone(rank: Rank, make_tree: Callable[[int], ProcessTree]) -> None:
+    process = subprocess.Popen(["true"])
+    process.wait(LONG)
+    with pytest.raises(ProcessLookupError):
+        make_tree(process.pid)
+
+
+TWO = """
+import subprocess
+inner = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=sys.stdin)
+pause()
+"""
+
+
+@contextlib.contextmanager
+def server_with_a_rank() -> Iterator[tuple[subprocess.Popen[bytes], Rank]]:
+    code = "import os, signal, sys, time\ndef ready(text='ready'): print(text, flush=True)\n" + RANKS
+    with child(TWO, code) as process:
+        try:
+            yield process, Rank(process)
+        finally:
+            for pid in procfs.TreeScanner(process.pid).scan() - {process.pid}:
+                end(pid)
+
+
+def test_a_copy_with_its_parents_title_does_not_matter_until_it_has_its_own(
+    make_tree: Callable[[int], ProcessTree],
+) -> None:
+    with server_with_a_rank() as (server, rank):
+        tree = make_tree(server.pid)
+        (original,) = tree.refresh()
+        assert (original.title, original.role, original.rank) == ("sglang::scheduler_TP0", "scheduler", {"tp": 0})
+        assert original.matters
+        pid = int(rank.ask("fork"))
+        (copy,) = tree.refresh()
+        assert copy.pid == pid
+        assert (copy.title, copy.role, copy.matters) == ("sglang::scheduler_TP0", "helper", False)
+        assert tree.alive()[0] is original
+        os.kill(pid, signal.SIGUSR1)
+        wait_until(lambda: tree.refresh() == [] and copy.matters, "the copy has a title of its own")
+        assert copy.rank == {"tp": 1}
+
+
+SERVER = """
+import subprocess
+children = {}
+ready()
+for line in sys.stdin:
+    verb, _, argument = line.strip().partition(" ")
+    if verb == "start":
+        process = subprocess.Popen([sys.executable, "-c", argument], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        children[process.pid] = process
+        process.stdout.readline()
+        ready(process.pid)
+    if verb == "end":
+        children[int(argument)].stdin.close()
+        os.waitid(os.P_PID, int(argument), os.WEXITED | os.WNOWAIT)
+        ready()
+    if verb == "reap":
+        children[int(argument)].wait()
+        ready()
+for process in children.values():
+    process.kill()
+    process.wait()
+"""
+SLEEPER = "import sys; print(); sys.stdin.read()"
+
+
+@pytest.fixture
+def server() -> Iterator[Rank]:
+    """A process that starts children, lets them end and reaps them when it is told to."""
+    with child(SERVER) as process:
+        yield Rank(process)
+        assert process.stdin is not None
+        process.stdin.close()
+        process.stdin = None
+        process.wait(LONG)
+
+
+def test_a_new_title_is_read(server: Rank, make_tree: Callable[[int], ProcessTree]) -> None:
+    code = "import setproctitle, signal, sys; "
+    code += "signal.signal(10, lambda *_: setproctitle.setproctitle('sglang::scheduler_DP1_TP2')); "
+    code += "print(flush=True); sys.stdin.read()"
+    tree = make_tree(server.pid)
+    pid = int(server.ask(f"start {code}"))
+    (tracked,) = tree.refresh()
+    assert (tracked.role, tracked.matters) == ("helper", False)
+    os.kill(pid, signal.SIGUSR1)
+    wait_until(lambda: tree.refresh() == [] and tracked.matters, "it has a title")
+    assert (tracked.role, tracked.rank) == ("scheduler", {"dp": 1, "tp": 2})
+
+
+def test_the_last_title_of_a_dead_process_is_kept(server: Rank, make_tree: Callable[[int], ProcessTree]) -> None:
+    tree = make_tree(server.pid)
+    pid = server.ask(f"start {SLEEPER}")
+    (tracked,) = tree.refresh()
+    title = tracked.title
+    assert title.startswith("python")
+    server.ask(f"end {pid}")
+    assert tracked.handle.has_exited()
+    tree.refresh()
+    assert tracked.title == title
+    server.ask(f"reap {pid}")
+    tree.refresh()
+    assert tracked.title == title
+    assert tracked.exit_status().code == 0
+
+
+def test_a_zombie_that_was_let_go_of_is_not_taken_up_again(
+    server: Rank, make_tree: Callable[[int], ProcessTree]
+) -> None:
+    tree = make_tree(server.pid)
+    pid = server.ask(f"start {SLEEPER}")
+    server.ask(f"end {pid}")
+    (tracked,) = tree.refresh()
+    assert tracked.handle.has_exited()
+    tree.forget(tracked)
+    assert tree.refresh() == []
+    assert int(pid) not in tree
+
+
+def test_letting_go_of_the_dead_keeps_the_living_and_the_root(
+    server: Rank, make_tree: Callable[[int], ProcessTree]
+) -> None:
+    tree = make_tree(server.pid)
+    dead, living = (int(server.ask(f"start {SLEEPER}")) for _ in range(2))
+    tree.refresh()
+    before = descriptors()
+    gone = tree.get(dead)
+    assert gone is not None
+    gone.exited_at = tree.root.exited_at = 1.0
+    tree.forget_dead()
+    assert {process.pid for process in tree} == {server.pid, living}
+    assert len(before) - len(descriptors()) == 1
+
+
+def test_a_server_settles_only_after_a_while(make_tree: Callable[[int], ProcessTree]) -> None:
+    assert not make_tree(os.getpid()).settled

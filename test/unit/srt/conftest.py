@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.core.settings import SOCKET_VARIABLE, SPOOL_VARIABLE
+from unit.waiting import LONG
+
+_SCRIPT = """
+import json, sys
+from pathlib import Path
+from sglang_crashkit.core.channel import Mailbox
+mailbox = Mailbox(Mailbox.bind(Path(sys.argv[1])))
+answers = json.loads(sys.argv[2])
+print("ready", flush=True)
+while True:
+    for message in mailbox.receive():
+        print(json.dumps({"event": message.event, "pid": message.pid} | message.fields), flush=True)
+        if message.event in answers:
+            answer = answers[message.event]
+            if answer is None:
+                sys.exit(0)
+            mailbox.acknowledge(message, **answer)
+    import select
+    select.select([mailbox], [], [], 30)
+"""
+
+
+class Listener:
+    """A process that listens where the crash handler would, and says what it heard."""
+
+    def __init__(self, path: Path, answers: dict[str, dict[str, Any] | None]) -> None:
+        self.path = path
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _SCRIPT, str(path), json.dumps(answers)], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def heard(self) -> dict[str, Any]:
+        """Return the next message."""
+        assert self.process.stdout is not None
+        message: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return message
+
+    def kill(self) -> None:
+        """End it as a crash would: the socket stays, and nobody is behind it."""
+        self.process.kill()
+        self.process.wait(LONG)
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="ck-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(autouse=True)
+def without_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
+    monkeypatch.delenv(SPOOL_VARIABLE, raising=False)
+
+
+@pytest.fixture
+def listener(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
+    """A listener that this process takes for its crash handler."""
+    finished = {"ack": "finished", "path": "/incident"}
+    answers: dict[str, dict[str, Any] | None] = {
+        "crash_dump_ended": finished,
+        "launch_failed": finished,
+        "scheduler_exception": {"ack": "photographed"},
+        "die": None,
+    }
+    found = Listener(short_folder / "sock", answers)
+    (short_folder / "spool").mkdir()
+    monkeypatch.setenv(SOCKET_VARIABLE, str(found.path))
+    monkeypatch.setenv(SPOOL_VARIABLE, str(short_folder / "spool"))
+    yield found
+    found.kill()
+    assert found.process.stdout is not None
+    found.process.stdout.close()

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.core import settings
+from sglang_crashkit.srt import handler_process
+from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_launch_phase_sigquit
+from unit.srt.conftest import Listener
+from unit.waiting import descriptors
+
+STACKS, CORES = "SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder", "starts"),
+    [
+        ({}, None, True),
+        ({STACKS: "0"}, None, True),
+        ({STACKS: "0", CORES: "0"}, None, False),
+        ({STACKS: "0", CORES: "0"}, "/crash", True),
+        ({"SGLANG_CRASHKIT_ENABLED": "0"}, "/crash", False),
+    ],
+)
+def test_a_handler_is_started_where_a_crash_folder_is_set_or_diagnostics_are_on(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], folder: str | None, starts: bool
+) -> None:
+    for name in (STACKS, CORES, "SGLANG_CRASHKIT_ENABLED"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    started: list[str | None] = []
+    monkeypatch.setattr(handler_process, "start", started.append)
+    on_engine_launch(SimpleNamespace(crash_dump_folder=folder))
+    assert started == ([folder] if starts else [])
+
+
+def test_server_args_of_another_shape_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str | None] = []
+    monkeypatch.setattr(handler_process, "start", started.append)
+    on_engine_launch(object())
+    assert started == [None]
+
+
+def test_a_handler_that_cannot_be_started_leaves_the_server_alone(
+    short_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    before = descriptors()
+    on_engine_launch(SimpleNamespace(crash_dump_folder=str(tmp_path)))
+    assert "on_engine_launch failed" in caplog.text
+    assert settings.SOCKET_VARIABLE not in handler_process.os.environ
+    assert descriptors() == before
+    assert list((settings.fallback_folder() / "run").iterdir()) == []
+    assert [path.name for path in tmp_path.glob("*/incidents/*")] == []
+
+
+def test_a_handler_that_hangs_at_its_start_is_ended(
+    short_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "python"
+    tool.write_text("#!/bin/sh\nexec sleep 600\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+    monkeypatch.setattr(sys, "executable", str(tool))
+    monkeypatch.setattr(handler_process, "_START_SECS", 0.2)
+    with pytest.raises(subprocess.TimeoutExpired):
+        handler_process.start(str(tmp_path / "crash"))
+    assert list((settings.fallback_folder() / "run").iterdir()) == []
+
+
+def test_a_temporary_folder_that_is_too_deep_for_a_socket_leaves_the_server_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    on_engine_launch(SimpleNamespace(crash_dump_folder=str(tmp_path / "crash")))
+    assert "AF_UNIX path too long" in caplog.text
+    assert list((settings.fallback_folder() / "run").iterdir()) == []
+
+
+def test_a_failed_launch_is_told_before_the_tree_is_killed(
+    listener: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
+    @on_launch_phase_sigquit
+    def handler(signum: int, frame: Any) -> Any:
+        return signum, listener.heard()["event"]
+
+    assert handler(3, frame=None) == (3, "launch_failed")
+    assert "incident /incident" in caplog.text
+
+
+def test_a_failed_launch_without_a_handler_is_as_before() -> None:
+    assert on_launch_phase_sigquit(lambda signum, frame: signum)(3, None) == 3

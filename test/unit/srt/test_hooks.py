@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.core.settings import SOCKET_VARIABLE
+from sglang_crashkit.srt import hooks
+from unit.srt.conftest import Listener
+
+
+def test_a_hook_never_raises_and_says_what_went_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    @hooks.never_raises
+    def hook(value: int) -> int:
+        """Docstring."""
+        return 1 // value
+
+    assert hook(1) == 1
+    assert hook(0) is None
+    assert "hook failed" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+    assert hook.__doc__ == "Docstring."
+    assert list(inspect.signature(hook).parameters) == ["value"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_a_hook_lets_through_what_ends_the_program(error: type[BaseException]) -> None:
+    @hooks.never_raises
+    def hook() -> None:
+        raise error
+
+    with pytest.raises(error):
+        hook()
+
+
+def test_without_a_handler_nothing_is_said_and_nothing_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    assert hooks.notify("event") is False
+    assert hooks.request("event", 600.0) is None
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("gone", ["dead", "removed"])
+def test_a_handler_that_is_gone_is_no_error(listener: Listener, gone: str) -> None:
+    listener.kill()
+    if gone == "removed":
+        listener.path.unlink()
+    assert hooks.notify("event") is False
+    assert hooks.request("event", 600.0) is None
+
+
+def test_a_handler_that_dies_while_it_is_waited_for_ends_the_wait(
+    listener: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert hooks.request("die", 600.0) is None
+    assert "no crash handler" in caplog.text
+
+
+def test_a_handler_hears_the_event_and_answers(listener: Listener) -> None:
+    assert hooks.notify("draining", text="x") is True
+    heard = listener.heard()
+    assert (heard["event"], heard["pid"], heard["text"]) == ("draining", os.getpid(), "x")
+    assert hooks.request("launch_failed", 30.0) == {"ack": "finished", "path": "/incident"}
+
+
+def test_what_cannot_be_sent_is_not_sent(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hooks.notify("event", text="x" * 100_000) is False
+    assert hooks.notify("event", **{"time": {1: object()}}) is True
+    monkeypatch.setenv(SOCKET_VARIABLE, "/x" * 200)
+    assert not hooks.notify("event")
+    monkeypatch.setenv(SOCKET_VARIABLE, str(Path(__file__)))
+    assert not hooks.notify("event")

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.core.settings import SPOOL_VARIABLE
+from sglang_crashkit.srt.managers import scheduler
+from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
+from unit.srt.conftest import Listener
+
+
+class Scheduler:
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+    def run_batch(self, error: BaseException) -> None:
+        raise error
+
+
+def hit(error: BaseException, **fields: Any) -> None:
+    """Do what the scheduler process does around its event loop."""
+    try:
+        Scheduler(**fields).run_batch(error)
+    except type(error):
+        on_scheduler_exception()
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    (path,) = (folder / "spool").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
+
+
+def test_the_rank_writes_its_exception_its_threads_and_its_batch(listener: Listener, short_folder: Path) -> None:
+    batch = SimpleNamespace(reqs=[SimpleNamespace(rid=f"r{n}", prompt="secret") for n in range(100)], forward_mode="D")
+    hit(ValueError("odd\nsecond line"), cur_batch=batch, forward_ct=7)
+    heard = listener.heard()
+    record = read_record(short_folder)
+    assert heard["event"] == "scheduler_exception"
+    assert heard["message"] == "ValueError: odd"
+    assert Path(heard["record"]).parent == short_folder / "spool"
+    assert record["message"] == "ValueError: odd\nsecond line"
+    assert record["pid"] == os.getpid()
+    assert record["traceback"][-1].startswith("run_batch (")
+    assert record["traceback"][-1].endswith(f":{Scheduler.run_batch.__code__.co_firstlineno + 1})")
+    assert record["batch"]["size"] == 100
+    assert record["batch"]["forward_count"] == 7
+    assert record["batch"]["request_ids"] == [f"r{n}" for n in range(64)]
+    assert any("on_scheduler_exception" in frame for frames in record["threads"].values() for frame in frames)
+    assert "secret" not in json.dumps(record)
+
+
+def test_without_a_batch_the_record_is_written(listener: Listener, short_folder: Path) -> None:
+    hit(ValueError("odd"))
+    assert read_record(short_folder)["batch"] == {}
+
+
+def test_a_batch_that_cannot_be_read_does_not_cost_the_record(listener: Listener, short_folder: Path) -> None:
+    class Broken:
+        @property
+        def reqs(self) -> None:
+            raise RuntimeError
+
+    hit(ValueError("odd"), cur_batch=Broken())
+    assert read_record(short_folder)["batch"] is None
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError(), "ValueError"),
+        (ValueError("\n\n x"), "ValueError: "),
+        (ValueError("\udcff"), "ValueError: \udcff"),
+        (ValueError("x" * 100_000), "ValueError: " + "x" * 288),
+        (UnprintableError(), "unit.srt.test_scheduler.UnprintableError: <exception str() failed>"),
+        (SystemExit(3), "SystemExit: 3"),
+    ],
+    ids=lambda value: repr(type(value))[:40],
+)
+def test_any_exception_can_be_told(listener: Listener, error: BaseException, message: str) -> None:
+    hit(error)
+    told = listener.heard()["message"]
+    assert told.strip().endswith(message.strip().removeprefix("unit.srt."))
+    assert len(told) <= 300
+
+
+def test_without_a_handler_nothing_is_written_and_nothing_waited_for(short_folder: Path) -> None:
+    started = time.monotonic()
+    hit(ValueError("odd"))
+    assert time.monotonic() - started < scheduler.PHOTOGRAPH_WAIT_SECS
+    assert list(short_folder.iterdir()) == []
+
+
+def test_outside_an_exception_it_does_nothing(listener: Listener, short_folder: Path) -> None:
+    assert sys.exc_info() == (None, None, None)
+    on_scheduler_exception()
+    assert list((short_folder / "spool").iterdir()) == []
+
+
+def test_a_spool_that_is_gone_does_not_silence_the_rank(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SPOOL_VARIABLE, "/nowhere")
+    hit(ValueError("odd"))
+    heard = listener.heard()
+    assert (heard["message"], heard["record"]) == ("ValueError: odd", None)
+
+
+def test_a_handler_that_does_not_answer_holds_the_rank_for_two_seconds_at_most(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert scheduler.PHOTOGRAPH_WAIT_SECS <= 2.0
+    monkeypatch.setattr(scheduler, "PHOTOGRAPH_WAIT_SECS", 0.2)
+    listener.process.send_signal(signal.SIGSTOP)
+    started = time.monotonic()
+    hit(ValueError("odd"))
+    assert 0.2 <= time.monotonic() - started < 30
+
+
+def test_files_are_named_as_below_the_path_that_they_were_imported_from(
+    listener: Listener, short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", ["", str(Path(__file__).parents[1]) + "/"])
+    hit(ValueError("odd"))
+    assert read_record(short_folder)["traceback"][-1].startswith("run_batch (srt/test_scheduler.py:")

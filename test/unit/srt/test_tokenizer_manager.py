@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import signal
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.srt.managers.tokenizer_manager import on_crash_dump, on_sigterm, open_crash_dump
+from unit.srt.conftest import Listener
+
+FLAGS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
+
+
+@pytest.fixture(autouse=True)
+def keep_sigquit() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGQUIT)
+    yield
+    signal.signal(signal.SIGQUIT, before)
+
+
+@pytest.fixture(autouse=True)
+def hostname(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTNAME", "host")
+
+
+class Manager:
+    """What the hooks use of ``TokenizerManager``."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.crash_dump_folder = str(folder) if folder else None
+        self.crash_dump_performed = False
+        self.crash_dump_request_list: list[Any] = [1, 2]
+        self.rid_to_state = {n: SimpleNamespace(finished=n == 0) for n in range(4)}
+        self.flags: list[str | None] = []
+        self.error: BaseException | None = None
+
+    @on_crash_dump
+    def dump_requests_before_crash(self, suffix: str = ".pkl", *, hostname: str = "host") -> str:
+        """Upstream's docstring."""
+        self.crash_dump_performed = True
+        self.flags = [os.environ.get(name) for name in FLAGS]
+        if self.error:
+            raise self.error
+        if self.crash_dump_folder:
+            name = Path(self.crash_dump_folder) / hostname / f"dump{suffix}"
+            with open_crash_dump(self, str(name)) as file:
+                pickle.dump({"requests": [1]}, file)
+        return "result"
+
+
+def test_a_dump_is_announced_counted_and_waited_for(
+    listener: Listener, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = Manager(tmp_path / "crash")
+    assert manager.dump_requests_before_crash(suffix=".bin", hostname="host") == "result"
+    assert listener.heard()["event"] == "crash_dump_begun"
+    told = listener.heard()
+    path = tmp_path / "crash" / "host" / "dump.bin"
+    assert (told["event"], told["finished"], told["unfinished"], told["path"]) == ("crash_dump_ended", 2, 3, str(path))
+    assert pickle.loads(path.read_bytes()) == {"requests": [1]}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert "incident /incident" in caplog.text
+    assert manager.dump_requests_before_crash.__doc__ == "Upstream's docstring."
+
+
+@pytest.mark.parametrize("value", [None, "1", "true"])
+@pytest.mark.parametrize("error", [None, ValueError("x")])
+def test_upstreams_diagnostics_are_off_during_the_dump_only(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, value: str | None, error: Exception | None
+) -> None:
+    for name in FLAGS:
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    manager = Manager(None)
+    manager.error = error
+    manager.dump_requests_before_crash()
+    assert manager.flags == ["0", "0"]
+    assert [os.environ.get(name) for name in FLAGS] == [value, value]
+
+
+def test_an_error_of_the_dump_is_told_and_does_not_escape(
+    listener: Listener, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = Manager(tmp_path)
+    manager.error = OSError(errno.ENOSPC, "No space left")
+    assert manager.dump_requests_before_crash() is None
+    listener.heard()
+    told = listener.heard()
+    assert (told["error"], told["path"]) == ("OSError: [Errno 28] No space left", None)
+    assert "the requests could not be saved" in caplog.text
+
+
+def test_without_a_crash_folder_the_reason_is_told(listener: Listener) -> None:
+    Manager(None).dump_requests_before_crash()
+    listener.heard()
+    told = listener.heard()
+    assert (told["path"], told["reason"]) == (None, "the server was started without --crash-dump-folder")
+
+
+@pytest.mark.parametrize("gone", ["never", "dead", "removed"])
+def test_without_a_handler_upstreams_function_runs_as_it_is(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    if gone != "never":
+        listener = request.getfixturevalue("listener")
+        listener.kill()
+        if gone == "removed":
+            listener.path.unlink()
+    monkeypatch.setenv(FLAGS[0], "1")
+    monkeypatch.delenv(FLAGS[1], raising=False)
+    sigquit = signal.getsignal(signal.SIGQUIT)
+    manager = Manager(None)
+    assert manager.dump_requests_before_crash() == "result"
+    assert manager.flags == ["1", None]
+    assert signal.getsignal(signal.SIGQUIT) is sigquit
+    manager.error = ValueError("upstream's own")
+    with pytest.raises(ValueError, match="upstream's own"):
+        manager.dump_requests_before_crash()
+
+
+def test_a_handler_that_dies_during_the_dump_does_not_hold_it_up(listener: Listener, tmp_path: Path) -> None:
+    manager = Manager(tmp_path)
+    dump = type(manager).dump_requests_before_crash.__wrapped__  # type: ignore[attr-defined]
+
+    def kill_and_dump(manager: Manager) -> str:
+        listener.kill()
+        result: str = dump(manager)
+        return result
+
+    assert on_crash_dump(kill_and_dump)(manager) == "result"
+    assert (tmp_path / "host" / "dump.pkl").exists()
+
+
+def test_a_second_dump_is_upstreams_to_refuse(listener: Listener) -> None:
+    manager = Manager(None)
+    manager.crash_dump_performed = True
+    assert manager.dump_requests_before_crash() == "result"
+    assert manager.flags == [os.environ.get(name) for name in FLAGS]
+
+
+def test_another_sigquit_does_not_cut_the_dump_short(listener: Listener) -> None:
+    calls = []
+    signal.signal(signal.SIGQUIT, lambda *_: calls.append("upstream"))
+
+    class Interrupted(Manager):
+        @on_crash_dump
+        def dump_requests_before_crash(self) -> str:  # type: ignore[override]
+            os.kill(os.getpid(), signal.SIGQUIT)
+            return "result"
+
+    assert Interrupted(None).dump_requests_before_crash() == "result"
+    assert calls == []
+
+
+def test_a_manager_of_another_shape_is_dumped_nonetheless(listener: Listener) -> None:
+    bare = SimpleNamespace()
+    assert on_crash_dump(lambda manager: "result")(bare) == "result"
+    listener.heard()
+    assert listener.heard()["event"] == "crash_dump_ended"
+
+
+# -- open_crash_dump
+
+
+def test_a_dump_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
+    manager = SimpleNamespace()
+    path = tmp_path / "dump.pkl"
+    before = os.umask(0)
+    try:
+        with open_crash_dump(manager, str(path)) as file:
+            file.write(b"some")
+            assert not path.exists()
+            file.write(b"thing")
+    finally:
+        os.umask(before)
+    assert path.read_bytes() == b"something"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [each.name for each in tmp_path.iterdir()] == ["dump.pkl"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+def test_a_torn_dump_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    manager = SimpleNamespace()
+
+    def write_half() -> None:
+        with open_crash_dump(manager, str(tmp_path / "dump.pkl")) as file:
+            file.write(b"half")
+            raise error
+
+    with pytest.raises(type(error)):
+        write_half()
+    assert list(tmp_path.iterdir()) == []
+    assert vars(manager) == {}
+
+
+def test_a_second_dump_within_a_second_gets_a_name_of_its_own(tmp_path: Path) -> None:
+    names = []
+    for text in (b"first", b"second", b"third"):
+        manager = SimpleNamespace()
+        with open_crash_dump(manager, str(tmp_path / "dump.pkl")) as file:
+            file.write(text)
+        names.append(Path(*vars(manager).values()).name)
+    assert names == ["dump.pkl", "dump.1.pkl", "dump.2.pkl"]
+    assert [(tmp_path / name).read_bytes() for name in names] == [b"first", b"second", b"third"]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK])
+def test_a_file_system_without_hard_links_keeps_the_dump(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with open_crash_dump(SimpleNamespace(), str(tmp_path / "dump.pkl")) as file:
+        file.write(b"kept")
+    assert [path.name for path in tmp_path.iterdir()] == ["dump.pkl"]
+    assert (tmp_path / "dump.pkl").read_bytes() == b"kept"
+
+
+def test_what_an_earlier_process_of_this_pid_left_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / f".dump.pkl.{os.getpid()}.partial").write_bytes(b"old")
+    with open_crash_dump(SimpleNamespace(), str(tmp_path / "dump.pkl")) as file:
+        file.write(b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["dump.pkl"]
+
+
+# -- on_sigterm
+
+
+def test_sigterm_is_announced_and_handled_as_before(listener: Listener) -> None:
+    @on_sigterm
+    def handler(self: str, signum: int | None = None, frame: object = None) -> tuple[str, int | None]:
+        return (self, signum)
+
+    assert handler("self", signum=15) == ("self", 15)
+    assert listener.heard()["event"] == "draining"
+
+
+def test_sigterm_without_a_handler_is_handled_as_before() -> None:
+    assert on_sigterm(lambda: "handled")() == "handled"

@@ -1,0 +1,124 @@
+"""What may import what, and what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import sglang_crashkit
+
+ROOT = Path(sglang_crashkit.__file__).parent
+#: What each part may import of the kit beside itself.
+ALLOWED = {
+    "": set(),
+    "errors": set(),
+    "core": {"errors"},
+    "handler": {"core", "errors"},
+    "srt": {"core", "errors"},
+    "installer": {"errors"},
+    "cli": {"core", "errors", "handler", "installer"},
+    "__main__": {"cli"},
+}
+HEAVY = ("sglang", "torch", "numpy", "transformers")
+LIMIT_SECS = 0.150
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def imports_of(module: str, path: Path) -> Iterator[str]:
+    """Yield the absolute names of all imports, those inside functions included."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def part_of(name: str) -> str:
+    """Return the part of the kit that `name` is in, such as ``core``."""
+    inner = name.removeprefix("sglang_crashkit").lstrip(".").split(".")[0]
+    return inner if (ROOT / inner).is_dir() or (ROOT / f"{inner}.py").is_file() else ""
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [
+        (module, name)
+        for module, path in modules()
+        for name in imports_of(module, path)
+        if name.split(".")[0] == "sglang_crashkit"
+        and part_of(name) not in {"", part_of(module)} | ALLOWED[part_of(module)]
+    ]
+    assert wrong == []
+
+
+def test_every_part_is_known() -> None:
+    assert {part_of(module) for module, _path in modules()} <= ALLOWED.keys()
+
+
+def test_no_module_imports_sglang_or_torch() -> None:
+    wrong = [
+        (module, name) for module, path in modules() for name in imports_of(module, path) if name.split(".")[0] in HEAVY
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("part", ["core", "handler", "cli", "srt", "installer"])
+def test_importing_all_of_a_part_loads_neither_sglang_nor_torch(part: str) -> None:
+    names = [
+        module
+        for module, _path in modules()
+        if part_of(module) == part and not module.endswith((".__main__", ".probe"))
+    ]
+    assert names
+    code = "import importlib, json, sys\nfor name in json.loads(sys.argv[1]): importlib.import_module(name)\n"
+    code += "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(names)], capture_output=True, text=True, check=True, timeout=60
+    )
+    loaded = json.loads(done.stdout)
+    assert "sglang_crashkit" in loaded
+    assert not set(HEAVY) & set(loaded)
+
+
+TIMED = {
+    "the core": ["-c", "import sglang_crashkit.core"],
+    "the hooks": ["-c", "import sglang_crashkit.srt.managers.scheduler"],
+    "the command line": ["-m", "sglang_crashkit", "--help"],
+}
+
+
+def seconds_of(arguments: list[str]) -> float:
+    """Return the CPU time that an interpreter takes for it: a busy machine makes everything wait, not work."""
+    code = "import os, subprocess, sys; subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True)\n"
+    code += "print(os.times().children_user + os.times().children_system)"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return float(done.stdout)
+
+
+@pytest.mark.parametrize("what", TIMED)
+def test_it_starts_quickly(what: str) -> None:
+    best = float("inf")
+    for _ in range(7):
+        best = min(best, seconds_of(TIMED[what]))
+        if best < LIMIT_SECS:
+            break
+    assert best < LIMIT_SECS
