@@ -7,6 +7,7 @@ a process that is gone: between any two reads a process may go.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,14 +88,19 @@ def title_of(cmdline: Iterable[str], comm: str) -> str:
             kept += ["-m", arguments[position + 1]]
             break
         if argument == "-c":
-            is_spawn = position + 1 < len(arguments) and "multiprocessing" in arguments[position + 1]
-            kept += ["-c", "multiprocessing" if is_spawn else "..."]
+            kept += ["-c", _module_of("".join(arguments[position + 1 : position + 2]))]
             break
         if not argument.startswith("-"):
             if position == 1 and Path(argument).suffix in {".py", ""} and "=" not in argument:
                 kept.append(Path(argument).name)
             break
     return " ".join(kept)[:_MAX_TITLE]
+
+
+def _module_of(code: str) -> str:
+    """Return which part of multiprocessing runs this code, or dots."""
+    found = re.match(r"from (multiprocessing\.\w+) import ", code)
+    return found.group(1) if found else "..."
 
 
 def read_title(pid: int) -> str:

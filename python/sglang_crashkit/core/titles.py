@@ -30,11 +30,14 @@ def role_of(title: str, *, is_root: bool = False) -> str:
         is_root: it is the process that launched the server.
 
     Returns:
-        ``server`` for the root, the part after ``sglang::`` for SGLang's own workers, ``helper`` for anything else
-        (compilers, multiprocessing's resource tracker).
+        ``server`` for the root, the part after ``sglang::`` for SGLang's own workers, ``starting`` for a child of
+        multiprocessing that has not got its title yet, ``helper`` for anything else (compilers, multiprocessing's
+        resource tracker).
     """
     if is_root:
         return "server"
+    if title.endswith(" -c multiprocessing.spawn"):
+        return "starting"
     if not title.startswith(_PREFIX):
         return "helper"
     name = title[len(_PREFIX) :]

@@ -116,7 +116,7 @@ class IncidentRun:
         if not any(piece.kind == "stack" for piece in report.evidence):
             report.evidence.append(Evidence("stack", "skipped", reason="it was dead before it could be photographed"))
         evidence.note_exit(report, process, raised=process.pid in self._raised)
-        if process.matters:
+        if process.matters or process.is_starting:
             self._failures.append(
                 FailureEvent(
                     pid=process.pid,

@@ -39,6 +39,8 @@ _ANSWER_SECS = 5.0
 _LINGER_SECS = 3.0
 #: A server that lives on this long after an incident, in seconds, may have another one.
 _NEXT_INCIDENT_SECS = 60.0
+#: A child that died before it had a title has to do with what happens within this time, in seconds.
+_UNEXPLAINED_SECS = 60.0
 _SCAN_STARTING_SECS = 0.2
 _SCAN_SETTLED_SECS = 1.0
 _ANNOUNCED_BY_ANYONE = frozenset({"teardown"})
@@ -162,7 +164,10 @@ class CrashHandler:
         clean = status.code == 0 and (self._draining or process.is_root)
         clean = clean or (self._ended_well and status.signal == "SIGKILL")
         if not process.matters or process.pid in self._expected or clean:
-            if not process.is_root:
+            # One that died before it said what it is may be a rank, or a worker of a pool that is of no account. It is
+            # kept: if the start fails for it, the incident knows of what it died.
+            unexplained = process.is_starting and process.pid not in self._expected and status.code != 0
+            if not process.is_root and not unexplained:
                 self._tree.forget(process)
             return
         hard = status.signal in FATAL_SIGNALS
@@ -262,7 +267,22 @@ class CrashHandler:
             except (OSError, CrashkitError) as error:
                 logger.error("no incident can be written below %s: %s", folder, error)
             else:
+                self._add_unexplained_deaths()
                 return
+
+    def _add_unexplained_deaths(self) -> None:
+        for process in self._unexplained():
+            if self._run is not None and process.exited_at is not None:
+                self._run.add_exit(process)
+
+    def _unexplained(self) -> list[TrackedProcess]:
+        """Return the children that died lately before they said what they are; forget those that died long ago."""
+        dead = [process for process in self._tree if process.is_starting and process.exited_at is not None]
+        recent = [process for process in dead if time.time() - (process.exited_at or 0.0) < _UNEXPLAINED_SECS]
+        for process in dead:
+            if process not in recent:
+                self._tree.forget(process)
+        return recent
 
     def _join(self, kind: str, trigger: str, process: TrackedProcess, seconds: float) -> None:
         if self._run is None:
@@ -345,6 +365,8 @@ class CrashHandler:
     # -- housekeeping
 
     def _scan(self) -> None:
+        if self._run is None:
+            self._unexplained()
         for process in self._tree.refresh():
             self._watch(process)
 

@@ -23,7 +23,7 @@ class TrackedProcess:
         title: its title when it was last read; the last known one after its death.
         is_root: it is the process that launched the server.
         is_python: it runs a Python interpreter, so it has a stack to photograph.
-        is_copy: it has the title of its parent: a fork that has not yet become what it was forked for.
+        is_workers_child: a worker started it; whatever its title says, it is no worker itself.
         oom_counter: the OOM counter of its memory cgroup as it stood when the process was first seen.
         exited_at: when its exit was noticed, in seconds since the epoch; None while it lives.
     """
@@ -33,7 +33,7 @@ class TrackedProcess:
     is_root: bool
     is_python: bool
     oom_counter: oom.OomCounter | None
-    is_copy: bool = False
+    is_workers_child: bool = False
     exited_at: float | None = field(default=None)
 
     @property
@@ -44,7 +44,7 @@ class TrackedProcess:
     @property
     def role(self) -> str:
         """Its role; see `titles.role_of`."""
-        return "helper" if self.is_copy else titles.role_of(self.title, is_root=self.is_root)
+        return "helper" if self.is_workers_child else titles.role_of(self.title, is_root=self.is_root)
 
     @property
     def rank(self) -> dict[str, int]:
@@ -54,7 +54,12 @@ class TrackedProcess:
     @property
     def matters(self) -> bool:
         """Whether its unexpected end is the end of the server."""
-        return self.role != "helper"
+        return self.role not in ("helper", "starting")
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether it is a child of Python's multiprocessing that has not said yet what it is."""
+        return self.role == "starting"
 
     def exit_status(self) -> ExitStatus:
         """How it ended; see `ProcessHandle.exit_status`."""
@@ -110,7 +115,7 @@ class ProcessTree:
                     logger.warning("process %d cannot be watched: %s", pid, error)
         for process in self.alive():
             # SGLang sets its titles once; a process that has none yet is about to set it.
-            if process.is_copy or not process.title.startswith("sglang::"):
+            if process.is_workers_child or not process.title.startswith("sglang::"):
                 self._reread_title(process)
         if new:
             self._changed_at = time.monotonic()
@@ -143,7 +148,7 @@ class ProcessTree:
             is_python=procfs.is_python(pid),
             oom_counter=oom.find_counter(pid),
         )
-        process.is_copy = self._has_title_of_parent(process)
+        process.is_workers_child = self._is_workers_child(process)
         self._processes[pid] = process
         return process
 
@@ -153,11 +158,18 @@ class ProcessTree:
         if title != process.title:
             process.title = title
             process.is_python = procfs.is_python(process.pid)
-            process.is_copy = self._has_title_of_parent(process)
+            process.is_workers_child = self._is_workers_child(process)
             self._changed_at = time.monotonic()
 
-    def _has_title_of_parent(self, process: TrackedProcess) -> bool:
-        # SGLang's workers run helpers (a compiler, ldconfig); between fork and exec these look like the worker itself.
+    def _is_workers_child(self, process: TrackedProcess) -> bool:
+        # SGLang's workers run helpers (a compiler, ldconfig), which have the worker's own title between fork and exec.
+        # The parent's title is read anew: it may have changed since the last scan.
         stat = procfs.read_stat(process.pid)
-        parent = self._processes.get(stat.ppid) if stat else None
-        return parent is not None and parent.title == process.title and process.title.startswith("sglang::")
+        if process.is_root or stat is None or stat.ppid == self.root.pid:
+            return False
+        title = procfs.read_title(stat.ppid)
+        parent = self._processes.get(stat.ppid)
+        if parent is not None and parent.is_workers_child:
+            return True
+        is_controller = titles.role_of(title) == "data_parallel_controller"
+        return title.startswith("sglang::") and (not is_controller or title == process.title)

@@ -70,7 +70,10 @@ def test_a_stopped_process_is_told_from_a_running_one() -> None:
         (["python", "/opt/app/serve.py", "secret"], "python serve.py"),
         (["python3.11", "/opt/bin/sglang", "serve", "secret"], "python3.11 sglang"),
         (["python", "-c", "print('secret')"], "python -c ..."),
-        (["python", "-c", "from multiprocessing.spawn import spawn_main; ...", "secret"], "python -c multiprocessing"),
+        (
+            ["python", "-c", "from multiprocessing.spawn import spawn_main; ...", "secret"],
+            "python -c multiprocessing.spawn",
+        ),
         (["python", "-X", "secret", "x.py"], "python"),
         (["python", "token=secret"], "python"),
         (["python", "-m"], "python"),

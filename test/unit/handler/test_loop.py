@@ -506,6 +506,32 @@ def test_a_forked_copy_with_its_parents_title_may_end(quiet_server: Server) -> N
     assert server.incidents() == []
 
 
+SPAWNED = "python -c multiprocessing.spawn"
+
+
+def test_a_child_that_dies_before_it_says_what_it_is_opens_no_incident(start_server: Start) -> None:
+    server = start_server()
+    pid = int(server.ask(f"start {SPAWNED}"))
+    wait_until(lambda: pid in server.watched(), "the handler sees the child")
+    os.kill(pid, signal.SIGKILL)
+    server.settle()
+    assert server.incidents() == []
+
+
+def test_a_child_that_died_before_it_said_what_it_is_explains_a_failed_launch(start_server: Start) -> None:
+    server = start_server(launching=True)
+    pid = int(server.ask(f"start {SPAWNED}"))
+    wait_until(lambda: pid in server.watched(), "the handler sees the child")
+    os.kill(pid, signal.SIGKILL)
+    server.settle()
+    os.kill(server.pid, signal.SIGQUIT)
+    incident = server.wait_for_the_end()
+    assert incident is not None
+    assert incident.document is not None
+    assert incident.document["verdict"]["first_failure"] == {"pid": pid, "title": SPAWNED}
+    assert incident.document["verdict"]["kind"] == "signal"
+
+
 def test_a_helper_may_be_killed(quiet_server: Server) -> None:
     quiet_server.settle()
     assert quiet_server.incidents() == []

@@ -112,7 +112,7 @@ def server_with_a_rank() -> Iterator[tuple[subprocess.Popen[bytes], Rank]]:
                 end(pid)
 
 
-def test_a_copy_with_its_parents_title_does_not_matter_until_it_has_its_own(
+def test_a_child_of_a_worker_does_not_matter_whatever_its_title(
     make_tree: Callable[[int], ProcessTree],
 ) -> None:
     with server_with_a_rank() as (server, rank):
@@ -126,8 +126,8 @@ def test_a_copy_with_its_parents_title_does_not_matter_until_it_has_its_own(
         assert (copy.title, copy.role, copy.matters) == ("sglang::scheduler_TP0", "helper", False)
         assert tree.alive()[0] is original
         os.kill(pid, signal.SIGUSR1)
-        wait_until(lambda: tree.refresh() == [] and copy.matters, "the copy has a title of its own")
-        assert copy.rank == {"tp": 1}
+        wait_until(lambda: tree.refresh() == [] and copy.title != original.title, "the copy has a title of its own")
+        assert (copy.role, copy.matters) == ("helper", False)
 
 
 SERVER = """
@@ -225,3 +225,36 @@ def test_letting_go_of_the_dead_keeps_the_living_and_the_root(
 
 def test_a_server_settles_only_after_a_while(make_tree: Callable[[int], ProcessTree]) -> None:
     assert not make_tree(os.getpid()).settled
+
+
+def test_a_child_of_a_worker_is_told_although_the_workers_title_is_new_as_well(
+    server: Rank, make_tree: Callable[[int], ProcessTree]
+) -> None:
+    code = "import os, setproctitle, signal, sys; "
+    code += "fork = lambda *_: (setproctitle.setproctitle('sglang::scheduler_TP0'), os.fork() or signal.pause()); "
+    code += "signal.signal(10, fork); print(flush=True); sys.stdin.read()"
+    tree = make_tree(server.pid)
+    pid = int(server.ask(f"start {code}"))
+    (worker,) = tree.refresh()
+    # The tree does not look again before the child is there.
+    os.kill(pid, signal.SIGUSR1)
+    wait_until(lambda: len(procfs.TreeScanner(pid).scan()) == 2, "the worker has a child")
+    (child_of_worker,) = tree.refresh()
+    try:
+        assert (child_of_worker.title, child_of_worker.matters) == ("sglang::scheduler_TP0", False)
+        assert worker.matters
+    finally:
+        end(child_of_worker.pid)
+
+
+def test_a_child_of_the_data_parallel_controller_matters(server: Rank, make_tree: Callable[[int], ProcessTree]) -> None:
+    code = "import os, setproctitle, signal, sys; setproctitle.setproctitle('sglang::data_parallel_controller'); "
+    code += "pid = os.fork(); pid or setproctitle.setproctitle('sglang::scheduler_DP1'); "
+    code += "pid and print(flush=True); sys.stdin.read()"
+    tree = make_tree(server.pid)
+    server.ask(f"start {code}")
+    tree.refresh()
+    wait_until(lambda: tree.refresh() == [] and {"scheduler"} < {p.role for p in tree}, "both have their titles")
+    roles = {process.role: process.matters for process in tree}
+    assert roles == {"server": True, "data_parallel_controller": True, "scheduler": True}
+    end(next(process.pid for process in tree if process.role == "scheduler"))
