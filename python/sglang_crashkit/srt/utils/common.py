@@ -1,27 +1,178 @@
-"""Hook of ``sglang/srt/utils/common.py``: a process tree is about to be killed on purpose."""
+"""Hooks of ``sglang/srt/utils/common.py``: a process tree is killed on purpose, and its death waited for.
+
+Releases before 0.5.11 neither wait nor have the functions for it, and later ones poll; here these have one meaning. The
+names that upstream's functions look up in their module (``_still_holding_resources``, ``psutil``, ``time``, ``logger``)
+are looked up there by these too, so that whoever replaces one there reaches both.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
+import logging
 import os
-from collections.abc import Callable
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import psutil
+
 from sglang_crashkit.core import channel, procfs, settings
+from sglang_crashkit.core.reaping import DeathAlarm
 from sglang_crashkit.srt.hooks import never_raises, notify
+
+logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_MODULE = "sglang.srt.utils.common"
+#: Upstream's polling interval, in seconds; the longest sleep here.
+_POLL_SECS = 0.1
+_MOST_WARN_SECS = 10.0
+
 
 def on_kill_process_tree(kill: Function) -> Function:
-    """Wrap ``kill_process_tree``: the crash handler is told first, so that the deaths that follow are no incident."""
+    """Wrap ``kill_process_tree``: the crash handler is told first, so that the deaths that follow are no incident.
+
+    Where upstream's function has no ``wait_timeout``, it gets one (seconds, None by default): the call returns when all
+    that it killed are gone, and raises RuntimeError where they are not in time.
+    """
+    signature = inspect.signature(kill)
+    parameters = list(signature.parameters.values())
+    waits = any(p.name == "wait_timeout" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    if not waits:
+        extra = inspect.Parameter("wait_timeout", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        signature = signature.replace(parameters=[*parameters, extra])
 
     @functools.wraps(kill)
-    def wrapper(parent_pid: int | None, *args: Any, **kwargs: Any) -> Any:
-        _announce_teardown(parent_pid)
-        return kill(parent_pid, *args, **kwargs)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        _announce_teardown(bound.arguments["parent_pid"])
+        if not waits and bound.arguments.pop("wait_timeout", None) is not None:
+            return _kill_and_wait(*args, **kwargs)
+        return kill(*bound.args, **bound.kwargs)
+
+    wrapper.__signature__ = signature  # type: ignore[attr-defined]
+    return wrapper  # type: ignore[return-value]
+
+
+def on_wait_for_reap(wait: Function) -> Function:
+    """Take over from ``_wait_for_reap_or_raise``; see `wait_for_reap_or_raise`."""
+
+    @functools.wraps(wait)
+    def wrapper(procs: Iterable[Any], wait_timeout: float) -> None:
+        if settings.Settings.from_environ().enabled:
+            wait_for_reap_or_raise(procs, wait_timeout)
+        else:
+            wait(procs, wait_timeout)
 
     return wrapper  # type: ignore[return-value]
+
+
+def still_holding_resources(procs: Iterable[Any]) -> list[Any]:
+    """Return those of `procs` that hold memory, descriptors or a GPU context.
+
+    A zombie holds nothing but its exit status, so it counts as gone; so does a process that cannot be asked.
+    """
+    module = _names()
+    alive = []
+    for process in procs:
+        try:
+            if process.is_running() and process.status() != module.psutil.STATUS_ZOMBIE:
+                alive.append(process)
+        except (psutil.NoSuchProcess, OSError):
+            pass
+    return alive
+
+
+def wait_for_reap_or_raise(procs: Iterable[Any], wait_timeout: float) -> None:
+    """Return as soon as all of `procs` are gone; a warning after 10 s or half the time.
+
+    Woken by pidfds where there are any; looks at ``/proc`` every 0.1 s besides, as upstream does.
+
+    Args:
+        procs: ``psutil.Process`` objects of processes that were sent SIGKILL.
+        wait_timeout: the longest to wait, in seconds.
+
+    Raises:
+        RuntimeError: some are left; it names their pids.
+    """
+    module = _names()
+    processes = list(procs)
+    warn_at = min(_MOST_WARN_SECS, wait_timeout / 2)
+    deadline = module.time.monotonic() + wait_timeout
+    warn_deadline = module.time.monotonic() + warn_at
+    warned = False
+    with DeathAlarm() as alarm:
+        while alive := module._still_holding_resources(processes):
+            now = module.time.monotonic()
+            pids = [process.pid for process in alive]
+            if now >= deadline:
+                raise RuntimeError(
+                    f"kill_process_tree: {len(alive)} process(es) not reaped within "
+                    f"{wait_timeout}s after SIGKILL; pids={pids}"
+                )
+            if not warned and now >= warn_deadline:
+                warned = True
+                module.logger.warning(
+                    "kill_process_tree: %d process(es) still alive after %.1fs SIGKILL; "
+                    "continuing to wait up to %.1fs total. pids=%s",
+                    len(alive),
+                    warn_at,
+                    wait_timeout,
+                    pids,
+                )
+            alarm.sleep(alive, _POLL_SECS, module.time.sleep)
+
+
+class _OwnNames:
+    """What the patched module is asked for, where it is not loaded or lacks it."""
+
+    psutil = psutil
+    time = time
+    logger = logger
+    _still_holding_resources = staticmethod(still_holding_resources)
+    _wait_for_reap_or_raise = staticmethod(wait_for_reap_or_raise)
+
+
+def _names() -> Any:
+    module = sys.modules.get(_MODULE)
+    return module if hasattr(module, "_wait_for_reap_or_raise") else _OwnNames
+
+
+def _kill_and_wait(
+    parent_pid: int | None, include_parent: bool = True, skip_pid: int | None = None, wait_timeout: float = 0.0
+) -> None:
+    module = _names()
+    if parent_pid is None:
+        parent_pid, include_parent = os.getpid(), False
+    try:
+        itself = module.psutil.Process(parent_pid)
+        doomed = [child for child in itself.children(recursive=True) if child.pid != skip_pid]
+    except psutil.NoSuchProcess:
+        return
+    killed = [child for child in doomed if _kill(child)]
+    if include_parent and parent_pid == os.getpid():
+        itself.kill()
+        sys.exit(0)
+    if include_parent and _kill(itself):
+        killed.append(itself)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            # PID 1 of a container is deaf to SIGKILL from inside, and upstream's servers end on SIGQUIT.
+            itself.send_signal(signal.SIGQUIT)
+    if killed:
+        module._wait_for_reap_or_raise(killed, wait_timeout)
+
+
+def _kill(process: Any) -> bool:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return False
+    return True
 
 
 @never_raises

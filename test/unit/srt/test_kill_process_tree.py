@@ -1,0 +1,208 @@
+"""kill_process_tree with a time to wait, as it stands in a release that polls and in one that cannot wait at all."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import logging
+import os
+import re
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+
+from sglang_crashkit.srt.utils import common as hooks
+from unit.waiting import LONG, child, wait_until
+
+FAMILY = """
+import subprocess
+children = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"]) for _ in range(2)]
+ready(" ".join(str(c.pid) for c in children))
+pause()
+"""
+
+
+def old_kill_process_tree(parent_pid, include_parent: bool = True, skip_pid: int = None):  # noqa: RUF013
+    """Stands for 0.5.9's, which kills and does not wait."""
+    process = psutil.Process(parent_pid)
+    for member in [*process.children(recursive=True), *([process] if include_parent else [])]:
+        if member.pid != skip_pid:
+            member.kill()
+
+
+def upstream_wait(procs: Any, wait_timeout: float) -> None:
+    raise AssertionError("upstream's wait was to be replaced")
+
+
+@pytest.fixture
+def old_release(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """The patched module of a release without ``wait_timeout``."""
+    module = types.ModuleType("sglang.srt.utils.common")
+    module.__dict__.update(os=os, psutil=psutil, time=time, logger=logging.getLogger(module.__name__))
+    module.__dict__.update(
+        _still_holding_resources=hooks.still_holding_resources,
+        _wait_for_reap_or_raise=hooks.wait_for_reap_or_raise,
+        kill_process_tree=hooks.on_kill_process_tree(old_kill_process_tree),
+    )
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+@pytest.fixture
+def kill(old_release: types.ModuleType) -> Callable[..., None]:
+    function: Callable[..., None] = old_release.kill_process_tree
+    return function
+
+
+@pytest.fixture
+def family() -> Iterator[tuple[Any, list[int]]]:
+    with child(FAMILY) as process:
+        pids = [int(pid) for pid in process.first_line.split()]
+        try:
+            yield process, pids
+        finally:
+            for pid in pids:
+                if psutil.pid_exists(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def holds(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_the_callers_of_three_parameters_are_served_as_before(kill, family):
+    process, pids = family
+    kill(process.pid, True, pids[0])
+    wait_until(lambda: not holds(process.pid) and not holds(pids[1]), "the tree is killed")
+    assert holds(pids[0])
+    parameters = inspect.signature(kill).parameters
+    assert list(parameters) == ["parent_pid", "include_parent", "skip_pid", "wait_timeout"]
+    assert parameters["wait_timeout"].default is None
+
+
+def test_with_a_time_to_wait_all_are_gone_when_it_returns(kill, family):
+    process, pids = family
+    kill(process.pid, wait_timeout=LONG)
+    assert [pid for pid in (process.pid, *pids) if holds(pid)] == []
+
+
+def test_the_parent_and_the_skipped_process_live_on(kill, family):
+    process, pids = family
+    kill(process.pid, include_parent=False, skip_pid=pids[0], wait_timeout=LONG)
+    assert [holds(pid) for pid in (process.pid, *pids)] == [True, True, False]
+
+
+def test_nobody_is_killed_for_a_pid_that_is_gone(kill):
+    with child("ready()") as process:
+        process.wait(LONG)
+    kill(process.pid, wait_timeout=LONG)
+
+
+def test_without_a_pid_the_callers_own_children_are_killed(old_release):
+    with child("ready(); pause()") as process:
+        # The test's own process may have other children.
+        children = [psutil.Process(process.pid)]
+        with mock.patch.object(psutil.Process, "children", return_value=children):
+            old_release.kill_process_tree(None, wait_timeout=LONG)
+        assert not holds(process.pid)
+
+
+@pytest.mark.parametrize("code", ["EINVAL", "ESRCH", "ENOSYS", "EPERM", "EMFILE"])
+def test_it_works_where_the_kernel_gives_no_pidfd(kill, family, code):
+    process, pids = family
+    with mock.patch.object(os, "pidfd_open", side_effect=OSError(getattr(errno, code), code)):
+        kill(process.pid, wait_timeout=LONG)
+    assert [pid for pid in (process.pid, *pids) if holds(pid)] == []
+
+
+def test_a_zombie_counts_as_gone():
+    with child("ready(); pause()") as process:
+        process.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        zombie = psutil.Process(process.pid)
+        assert zombie.status() == psutil.STATUS_ZOMBIE
+        assert hooks.still_holding_resources([zombie]) == []
+        hooks.wait_for_reap_or_raise([zombie], 0.5)
+
+
+@pytest.mark.parametrize("error", [psutil.NoSuchProcess(1), OSError(errno.EINVAL, "Invalid argument")])
+def test_a_process_that_cannot_be_asked_counts_as_gone(error):
+    process = mock.Mock(**{"is_running.return_value": True, "status.side_effect": error})
+    assert hooks.still_holding_resources([process]) == []
+
+
+def test_a_recycled_pid_counts_as_gone():
+    with child("ready(); pause()") as process:
+        known = psutil.Process(process.pid)
+        # The same pid with another start time is another process.
+        known._ident = (known.pid, 1.0)
+        assert hooks.still_holding_resources([known]) == []
+        hooks.wait_for_reap_or_raise([known], 0.5)
+
+
+def test_those_that_are_left_are_named(old_release):
+    with child("ready(); pause()") as first, child("ready(); pause()") as second:
+        processes = [psutil.Process(first.pid), psutil.Process(second.pid)]
+        message = f"2 process(es) not reaped within 0.2s after SIGKILL; pids=[{first.pid}, {second.pid}]"
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            old_release._wait_for_reap_or_raise(processes, 0.2)
+        assert time.monotonic() - began >= 0.2
+
+
+def test_it_warns_once_at_half_the_time(old_release, caplog):
+    with child("ready(); pause()") as process, caplog.at_level(logging.WARNING), pytest.raises(RuntimeError):
+        old_release._wait_for_reap_or_raise([psutil.Process(process.pid)], 0.4)
+    assert [record.getMessage() for record in caplog.records] == [
+        "kill_process_tree: 1 process(es) still alive after 0.2s SIGKILL; "
+        f"continuing to wait up to 0.4s total. pids=[{process.pid}]"
+    ]
+    assert caplog.records[0].name == "sglang.srt.utils.common"
+
+
+def test_names_replaced_in_the_patched_module_are_the_ones_used(old_release, monkeypatch):
+    process = mock.Mock(pid=4711)
+    answers = [[process], [process], []]
+    clock = mock.Mock(**{"monotonic.side_effect": [0.0, 0.0, 1.0, 11.0]})
+    logger = mock.Mock()
+    monkeypatch.setattr(old_release, "_still_holding_resources", lambda procs: answers.pop(0))
+    monkeypatch.setattr(old_release, "time", clock)
+    monkeypatch.setattr(old_release, "logger", logger)
+    old_release._wait_for_reap_or_raise([process], 60)
+    assert answers == []
+    assert clock.sleep.call_args_list == [mock.call(0.1)] * 2
+    assert logger.warning.call_count == 1
+
+
+def test_upstreams_own_wait_is_taken_over(family):
+    process, _pids = family
+    wait = hooks.on_wait_for_reap(upstream_wait)
+    process.kill()
+    wait([psutil.Process(process.pid)], wait_timeout=LONG)
+
+
+def test_upstreams_own_wait_is_left_alone_where_the_kit_is_switched_off(monkeypatch):
+    monkeypatch.setenv("SGLANG_CRASHKIT_ENABLED", "0")
+    upstream = mock.Mock(__name__="wait")
+    hooks.on_wait_for_reap(upstream)([], 3.0)
+    upstream.assert_called_once_with([], 3.0)
+
+
+def test_a_function_that_can_wait_keeps_its_signature_and_default():
+    calls = []
+
+    def kill(parent_pid, include_parent=True, skip_pid=None, wait_timeout=60):
+        calls.append((parent_pid, include_parent, skip_pid, wait_timeout))
+
+    wrapped = hooks.on_kill_process_tree(kill)
+    assert inspect.signature(wrapped) == inspect.signature(kill)
+    wrapped(parent_pid=999_999_999)
+    wrapped(999_999_999, wait_timeout=None)
+    assert calls == [(999_999_999, True, None, 60), (999_999_999, True, None, None)]
