@@ -153,18 +153,34 @@ def test_a_scan_sees_zombies() -> None:
     assert process.pid not in procfs.TreeScanner(os.getpid()).scan()
 
 
-def test_an_orphan_leaves_the_tree_at_the_latest_when_parents_are_read_anew() -> None:
-    code = """
-import subprocess
-inner = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.readline()"])
-ready(inner.pid)
+ADOPTER = """
+import ctypes, subprocess
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+code = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); sys.stdin.read()"
+middle = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+inner = int(middle.stdout.readline())
+ready(f"{middle.pid} {inner}")
+sys.stdin.readline()
+middle.kill()
+middle.wait()
+ready()
+sys.stdin.readline()
+os.kill(inner, signal.SIGKILL)
+os.waitpid(inner, 0)
+ready()
 pause()
 """
-    with child("import subprocess\nready(); pause()") as outer, child(code) as middle:
-        inner = int(middle.first_line)  # type: ignore[attr-defined]
-        scanner = procfs.TreeScanner(os.getpid(), refresh_every=2)
-        assert {outer.pid, middle.pid, inner} <= scanner.scan()
-        middle.kill()
-        middle.wait(LONG)
-        scanner.scan()
-        assert inner not in scanner.scan()
+
+
+def test_an_orphan_is_found_below_its_new_parent_when_parents_are_read_anew() -> None:
+    with child(ADOPTER) as root:
+        middle, inner = map(int, root.first_line.split())  # type: ignore[attr-defined]
+        scanner = procfs.TreeScanner(root.pid, refresh_every=3)
+        assert scanner.scan() == {root.pid, middle, inner}
+        assert root.stdin is not None
+        assert root.stdout is not None
+        for left in ({root.pid, inner}, {root.pid}):
+            root.stdin.write(b"\n")
+            root.stdin.flush()
+            assert root.stdout.readline() == b"ready\n"
+            assert left in [scanner.scan() for _ in range(3)]

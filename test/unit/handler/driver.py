@@ -86,6 +86,10 @@ class Server:
         self.say(command)
         return self.line()
 
+    def tell(self, name: str, command: str) -> None:
+        """Give a rank a command while the server itself does not listen."""
+        self.say(f"tell {name} {command}")
+
     def settle(self) -> None:
         """Wait until the handler has read the titles of all processes that are there now.
 

@@ -22,6 +22,8 @@ import setproctitle
 import sglang_crashkit
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.channel import Mailbox, notify
+from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.handler.loop import CrashHandler, Place
 from unit.handler.driver import HOST, Server
 from unit.waiting import child, descriptors, wait_until
 
@@ -155,20 +157,19 @@ def test_a_dead_detokenizer_is_an_incident(start_server: Start) -> None:
 
 def test_an_exception_of_a_rank_makes_an_incident_with_its_own_record(start_server: Start) -> None:
     server = start_server()
-    server.say(
-        "tell scheduler_TP0 raise the weights are odd \udcff".encode("utf-8", "surrogateescape").decode("latin-1")
-    )
+    server.say(r"tell scheduler_TP0 raise the weights in \udcff are odd")
     stored = server.wait_for_the_end()
     assert stored is not None
     assert stored.document is not None
     document = stored.document
     assert document["kind"] == "exception"
     assert document["verdict"]["kind"] == "exception"
-    assert "ValueError: the weights are odd" in document["verdict"]["text"]
+    # A file name that is not UTF-8 is told escaped: no reader has to cope with half a character.
+    assert r"ValueError: the weights in \udcff are odd" in document["verdict"]["text"]
     rank = process_of(document, "scheduler_TP0")
     assert rank["doing"][0].startswith("forward_one_batch (")
     record = json.loads((stored.path / piece_of(rank, "exception")["path"]).read_text())
-    assert record["message"].startswith("ValueError: the weights are odd")
+    assert record["message"] == "ValueError: the weights in \udcff are odd"
     assert piece_of(process_of(document, "scheduler_TP1"), "stack")["status"] == "captured"
     # The rank itself is held in the hook meanwhile, so it has a photograph as well.
     assert piece_of(rank, "stack")["status"] == "captured"
@@ -321,6 +322,39 @@ def test_ranks_that_end_before_the_shutdown_is_announced_are_no_incident(start_s
     wait_until(server.incidents, "the exit is photographed as if it were one")
     server.say("teardown")
     assert server.wait_for_the_end() is None
+
+
+def test_an_announcement_counts_although_the_server_is_dead_when_it_is_read(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a rank that ended softly, and a server that announces its end and dies while that is looked into
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+    place = Place(short_folder / "host", short_folder / "spool", short_folder / "runtime")
+    place.runtime.mkdir()
+    code = """
+import subprocess
+head = "import setproctitle, signal; setproctitle.setproctitle('sglang::scheduler_TP0'); print(flush=True); "
+rank = subprocess.Popen([sys.executable, "-c", head + "signal.pause()"], stdout=subprocess.PIPE)
+rank.stdout.readline()
+ready(rank.pid)
+pause()
+"""
+    path = place.runtime / "handler.sock"
+    with child(code) as server, Mailbox.bind(path) as receiver:
+
+        class Late(CrashHandler):
+            def _open(self, *args: Any) -> None:
+                super()._open(*args)
+                notify(str(path), "teardown", pid=server.pid)
+                server.kill()
+                server.wait(30)
+
+        handler = Late(server.pid, Mailbox(receiver), place, Settings.from_environ({}))
+        os.kill(int(server.first_line), signal.SIGTERM)  # type: ignore[attr-defined]
+        # WHEN the handler does its work
+        handler.run()
+    # THEN there is no incident
+    assert list((place.host_folder / "incidents").iterdir()) == []
 
 
 def test_a_server_that_exits_with_0_is_no_incident(start_server: Start) -> None:
@@ -479,6 +513,102 @@ def test_a_handler_whose_server_is_gone_at_once_leaves_no_folder(short_folder: P
     wait_until(lambda: not runtime.exists() and not spool.exists(), "both folders are removed")
 
 
+# -- watchdogs
+
+
+def finished_kinds(server: Server) -> list[str]:
+    stored = [found for found in server.incidents() if found.finished and found.document]
+    return [str(found.document["kind"]) for found in stored if found.document]
+
+
+def test_a_watchdog_that_ends_the_server_has_all_ranks_photographed_first(start_server: Start) -> None:
+    server = start_server()
+    assert server.ask("tell scheduler_TP1 watchdog hard") == "the handler"
+    assert server.line() == "sigquit"
+    document = document_of(server)
+    assert document["kind"] == "hang"
+    assert document["trigger"]["event"] == "watchdog_timeout"
+    for name in ("scheduler_TP0", "scheduler_TP1", "detokenizer"):
+        assert piece_of(process_of(document, name), "stack")["status"] == "captured"
+    verdict = document["verdict"]
+    assert (verdict["kind"], verdict["level"]) == ("hang", "supported")
+    assert verdict["first_failure"]["title"] == "sglang::scheduler_TP1"
+    assert "made no progress for 20 s" in verdict["text"]
+    events = [event for event in events_of(document) if event in ("photographed", "watchdog_timeout", "requests_saved")]
+    assert events == ["photographed", "watchdog_timeout", "requests_saved"]
+
+
+def test_a_soft_watchdog_makes_an_incident_of_a_server_that_goes_on(start_server: Start) -> None:
+    server = start_server()
+    assert server.ask("tell scheduler_TP1 watchdog soft") == "the handler"
+    assert server.ask("tell scheduler_TP0 watchdog soft") == "the handler"
+    document = server.incident().document
+    assert document is not None
+    assert document["kind"] == "hang"
+    assert document["requests"]["reason"] == "the server went on"
+    assert events_of(document).count("watchdog_timeout") == 2
+    assert server.process.poll() is None
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_death_after_a_soft_watchdog_is_an_incident_of_its_own(start_server: Start, whole: bool) -> None:
+    server = start_server()
+    assert server.ask("tell scheduler_TP1 watchdog soft") == "the handler"
+    if whole:
+        server.incident()
+    server.kill("scheduler_TP0")
+    assert server.line() == "sigquit"
+    server.process.wait(LONG)
+    server.wait_for_handler()
+    assert sorted(finished_kinds(server)) == ["hang", "killed"]
+    killed = next(found.document for found in server.incidents() if found.document and found.document["kind"] != "hang")
+    assert killed["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP0"
+    assert killed["requests"]["path"] is not None
+
+
+def test_stacks_can_be_asked_for(start_server: Start) -> None:
+    server = start_server()
+    assert server.ask("tell scheduler_TP0 snapshot") == "the handler"
+    document = server.incident().document
+    assert document is not None
+    assert (document["kind"], document["verdict"]["kind"]) == ("snapshot", "unknown")
+    assert piece_of(process_of(document, "scheduler_TP1"), "stack")["status"] == "captured"
+    # What it has by now is no answer to another question.
+    assert server.ask("tell scheduler_TP0 snapshot") == "upstream's"
+
+
+def test_no_stack_is_promised_where_stacks_are_switched_off(start_server: Start) -> None:
+    server = start_server(environ={"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"})
+    assert server.ask("tell scheduler_TP1 watchdog soft") == "upstream's"
+
+
+# -- a node of rank above 0, and the data-parallel controller
+
+
+@pytest.mark.parametrize("how", ["kill", "exit 0"])
+def test_a_node_that_waits_for_its_ranks_in_order_ends_with_any_of_them(start_server: Start, how: str) -> None:
+    server = start_server(launching=True)
+    server.say("join scheduler_TP0")
+    if how == "kill":
+        server.kill("scheduler_TP1")
+    else:
+        server.tell("scheduler_TP1", how)
+    assert server.line() == "sigquit"
+    document = document_of(server)
+    assert server.process.returncode == 41
+    assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
+    assert piece_of(process_of(document, "scheduler_TP0"), "stack")["status"] == "captured"
+
+
+def test_a_rank_below_the_data_parallel_controller_is_watched(start_server: Start) -> None:
+    server = start_server()
+    pid = int(server.ask("tell scheduler_TP1 become_controller sglang::scheduler_DP1_TP0"))
+    server.settle()
+    os.kill(pid, signal.SIGKILL)
+    document = document_of(server)
+    assert document["verdict"]["first_failure"] == {"pid": pid, "title": "sglang::scheduler_DP1_TP0"}
+
+
 # -- one quiet server for what is no incident and changes nothing
 
 
@@ -547,7 +677,10 @@ def test_rubbish_is_passed_over(quiet_server: Server) -> None:
     assert server.incidents() == []
 
 
-@pytest.mark.parametrize("event", ["scheduler_exception", "crash_dump_begun", "crash_dump_ended", "launch_failed"])
+@pytest.mark.parametrize(
+    "event",
+    ["scheduler_exception", "crash_dump_begun", "crash_dump_ended", "launch_failed", "watchdog_timeout", "stacks_wanted"],
+)
 def test_a_process_outside_the_tree_cannot_open_an_incident(quiet_server: Server, event: str) -> None:
     path = str(quiet_server.runtime / "handler.sock")
     notify(path, event, pid=quiet_server.pid, message="ValueError: not mine")
