@@ -1,0 +1,89 @@
+"""What is known of a process that ended unexpectedly, and its form as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sglang_crashkit.core.incident_store import StoredIncident
+
+
+@dataclass(frozen=True)
+class Survivor:
+    """One process of the surviving side, as it was when the death was noticed.
+
+    Attributes:
+        name: what the watched process is called that it belongs to.
+        pid: its process id.
+        title: its title.
+        doing: innermost frames of its main thread, innermost first; empty where there is no photograph.
+        reason: why there is no photograph; empty otherwise.
+    """
+
+    name: str
+    pid: int
+    title: str
+    doing: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass
+class Death:
+    """An unexpected exit.
+
+    Attributes:
+        name: what the process is called.
+        pid: its process id.
+        returncode: its exit status, or minus the number of the signal that ended it, as subprocess tells it.
+        noticed: when it was noticed, in seconds since the epoch.
+        others: further watched processes that had ended unexpectedly by then, each as ``name (pid=…) exited rc=…``.
+        folder: where the survivors' stacks are; None where nothing could be written.
+        survivors: the processes of the surviving side.
+        incident: the incident that the process's own crash handler wrote; None where there is none.
+        seconds: from the notice to the end of the evidence.
+    """
+
+    name: str
+    pid: int
+    returncode: int
+    noticed: float
+    others: tuple[str, ...] = ()
+    folder: Path | None = None
+    survivors: list[Survivor] = field(default_factory=list)
+    incident: StoredIncident | None = None
+    seconds: float = 0.0
+
+    @property
+    def exit_status(self) -> int:
+        """The status that a test run ends with for it: 128 + N for signal N, and never 0."""
+        status = self.returncode if self.returncode >= 0 else 128 - self.returncode
+        return status or 1
+
+    @property
+    def headline(self) -> str:
+        """Who ended, and how."""
+        return f"{self.name} (pid={self.pid}) exited rc={self.returncode}"
+
+    @property
+    def verdict(self) -> str:
+        """What the incident says of it, and where the incident is; empty where there is none."""
+        if self.incident is None:
+            return ""
+        verdict = (self.incident.document or {}).get("verdict") or {}
+        return f"{verdict.get('text', 'no verdict')} ({self.incident.path})"
+
+    def lines(self) -> Iterator[str]:
+        """Yield what is known, for a person: the headline, the incident's verdict, what the survivors did."""
+        yield self.headline
+        yield from (f"also: {other}" for other in self.others)
+        if self.incident is not None:
+            yield f"incident: {self.verdict}"
+        for survivor in self.survivors:
+            if survivor.doing:
+                yield f"meanwhile: {survivor.name}: {survivor.title} (pid {survivor.pid}) was in"
+                yield from (f"    {frame}" for frame in survivor.doing)
+            else:
+                yield f"meanwhile: {survivor.name}: {survivor.title} (pid {survivor.pid}): {survivor.reason}"
+        if self.folder is not None:
+            yield f"evidence: {self.folder}"

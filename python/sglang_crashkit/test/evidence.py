@@ -1,0 +1,175 @@
+"""The surviving side of a death: photographed, then killed; and the dead side's own incident."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shlex
+import signal
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from sglang_crashkit.core import channel, procfs, settings, titles
+from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
+from sglang_crashkit.core.pidfd import ProcessHandle
+from sglang_crashkit.core.private_files import make_private_folder, write_private
+from sglang_crashkit.core.pyspy import photograph_all
+from sglang_crashkit.core.stacks import format_threads, main_thread
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.test.death import Death, Survivor
+
+_FRAMES = 4
+_CRASH_FOLDER = "--crash-dump-folder"
+
+
+def default_folder() -> Path:
+    """Return the folder that the evidence of deaths goes to where none is named."""
+    return settings.fallback_folder() / socket.gethostname() / "deaths"
+
+
+def photograph(death: Death, survivors: Iterable[tuple[str, int]], folder: Path, deadline_secs: float) -> None:
+    """Photograph every Python process of the surviving side at once, without stopping one.
+
+    Args:
+        death: told what came of it.
+        survivors: name and pid of each watched process that lives.
+        folder: where a folder of this death is made; mode 0700.
+        deadline_secs: the longest that it may take, in seconds.
+    """
+    owners = {pid: name for name, root in survivors for pid in sorted(procfs.TreeScanner(root).scan())}
+    roles = {pid: procfs.read_title(pid) for pid in owners if procfs.is_python(pid)}
+    written = _Folder(death, folder)
+    for result in photograph_all(roles, deadline_secs):
+        name, title = owners[result.pid], roles[result.pid]
+        doing: tuple[str, ...] = ()
+        if result.threads is not None:
+            thread = main_thread(result.threads, result.pid)
+            doing = tuple(str(frame) for frame in (thread.frames if thread else ())[:_FRAMES])
+            written.write(
+                f"{name}-{titles.label_of(title, result.pid)}.txt", format_threads(title, result.pid, result.threads)
+            )
+        if titles.role_of(title) != "helper" or "multiprocessing" not in title:
+            # multiprocessing's own helpers only wait.
+            death.survivors.append(Survivor(name, result.pid, title, doing, result.reason))
+    death.folder = written.path
+
+
+def find_incident(pid: int, since: float, command: object, deadline_secs: float) -> StoredIncident | None:
+    """Return the incident that the crash handler of the dead server `pid` wrote.
+
+    Waits while the handler is still at work.
+
+    Args:
+        pid: the server.
+        since: when it was seen first, in seconds since the epoch.
+        command: its command, which tells its crash folder.
+        deadline_secs: the longest to wait, in seconds.
+    """
+    deadline = time.monotonic() + deadline_secs
+    folders = [folder for folder in (_crash_folder(command), settings.fallback_folder()) if folder is not None]
+    while True:
+        # Asked first: what the handler writes last is there once it has left.
+        at_work = any(settings.runtime_folder(pid, 0).parent.glob(f"{pid}-*"))
+        for path in (path for folder in folders for path in _written_since(folder, since)):
+            for stored in _incidents(path):
+                server = (stored.document or {}).get("server") or {}
+                if stored.finished and server.get("pid") == pid:
+                    return stored
+        if not at_work or time.monotonic() >= deadline:
+            return None
+        time.sleep(0.02)
+
+
+def kill_trees(roots: Sequence[int], timeout_secs: float) -> list[int]:
+    """Kill processes with their descendants.
+
+    Their crash handlers are told first, so that what follows is no incident.
+
+    Args:
+        roots: the processes.
+        timeout_secs: the longest to wait until all are gone, in seconds.
+
+    Returns:
+        The pids of those that are not gone.
+    """
+    deadline = time.monotonic() + timeout_secs
+    for root in roots:
+        _announce_teardown(root)
+    handles: dict[int, ProcessHandle] = {}
+    try:
+        # Once more after the first round: one may have been about to fork.
+        for _ in range(2):
+            for pid in [pid for root in roots for pid in procfs.TreeScanner(root).scan() if pid not in handles]:
+                with contextlib.suppress(OSError):
+                    handles[pid] = ProcessHandle(pid)
+            for handle in handles.values():
+                with contextlib.suppress(OSError):
+                    handle.send_signal(signal.SIGKILL)
+        return [pid for pid, handle in handles.items() if not _wait(handle, deadline)]
+    finally:
+        for handle in handles.values():
+            handle.close()
+
+
+class _Folder:
+    """The folder of one death, made when there is something to put into it."""
+
+    def __init__(self, death: Death, parent: Path) -> None:
+        moment = datetime.fromtimestamp(death.noticed, timezone.utc).strftime("%Y%m%dT%H%M%S")
+        self._wanted = parent / f"{moment}-{titles.label_of(death.name, death.pid)}-{os.urandom(4).hex()}"
+        self.path: Path | None = None
+
+    def write(self, name: str, lines: Iterator[str]) -> None:
+        with contextlib.suppress(OSError, CrashkitError):
+            self.path = make_private_folder(self._wanted)
+            write_private(self.path / name.replace("/", "_"), ("\n".join(lines) + "\n").encode(errors="replace"))
+
+
+def _written_since(folder: Path, since: float) -> Iterator[Path]:
+    # A folder that has served many runs holds many incidents; most need not be read.
+    for pattern in ("incidents/*", "*/incidents/*"):
+        for path in folder.glob(pattern):
+            with contextlib.suppress(OSError):
+                if path.is_dir() and path.stat().st_mtime >= since:
+                    yield path
+
+
+def _incidents(folder: Path) -> list[StoredIncident]:
+    try:
+        return find_incidents(folder)
+    except (OSError, CrashkitError):
+        return []
+
+
+def _crash_folder(command: object) -> Path | None:
+    words: list[str] = []
+    if isinstance(command, str):
+        with contextlib.suppress(ValueError):
+            words = shlex.split(command)
+    elif isinstance(command, Sequence):
+        words = [os.fsdecode(word) for word in command if isinstance(word, (str, bytes, os.PathLike))]
+    for position, word in enumerate(words):
+        option, _, value = word.partition("=")
+        if option == _CRASH_FOLDER:
+            following = words[position + 1] if position + 1 < len(words) else ""
+            return Path(value or following) if value or following else None
+    return None
+
+
+def _announce_teardown(pid: int) -> None:
+    stat = procfs.read_stat(pid)
+    if stat is not None:
+        path = settings.socket_path(pid, stat.start_ticks)
+        if path.exists():
+            with contextlib.suppress(channel.HandlerUnreachableError):
+                channel.notify(str(path), "teardown", pid=pid)
+
+
+def _wait(handle: ProcessHandle, deadline: float) -> bool:
+    poller = select.poll()
+    poller.register(handle, select.POLLIN)
+    return bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))

@@ -1,0 +1,284 @@
+"""Notice at once that a process which a test depends on has ended, whatever its exit status.
+
+::
+
+    with watch(lambda: [("prefill", cls.prefill), ("decode", cls.decode)]) as watcher:
+        ...
+        with watcher.expecting("decode"):
+            cls.decode.kill()
+            cls.decode = start_decode()
+
+The callable is asked again and again: a process that it names no more is watched no more, one that it names anew is
+watched from then on. Ending one on purpose is announced: by ending the watch, by naming the process no more, or by
+`Watcher.expecting`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar
+
+from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.test import evidence
+from sglang_crashkit.test.death import Death
+from sglang_crashkit.test.held import REAP_SECS, Held, Process, StopEvent
+from sglang_crashkit.test.runner import get_runner
+
+logger = logging.getLogger(__name__)
+
+#: The longest that the evidence of one death may take, in seconds.
+EVIDENCE_SECS = 2.0
+#: The longest that the survivors' end is waited for, in seconds.
+KILL_SECS = 10.0
+#: How often the callable is asked, in seconds. An exit is told by the kernel, at once.
+_REFRESH_SECS = 0.1
+#: How often a list is looked at again, in seconds.
+_LIST_REFRESH_SECS = 1.0
+
+
+NamedProcesses = Iterable[tuple[str, "Process | None"]]
+Source = NamedProcesses | Callable[[], NamedProcesses]
+
+
+class Watcher:
+    """Watches processes in a thread of its own until one ends unexpectedly or the watch is ended.
+
+    Args:
+        source: name and process, or a callable that returns them as they are now.
+        on_death: called in the watcher's thread with all that is known, before the survivors are killed.
+        at_the_end: the same, after they were killed.
+        consequence: what the message on stderr says will follow.
+        any_status: an exit with status 0 is unexpected too.
+        folder: where the survivors' stacks go; `evidence.default_folder` when None.
+        kill_survivors: whether the other processes are killed, with their descendants, once they were photographed.
+
+    Attributes:
+        stopped: ends the watch when it is set.
+        death: the unexpected exit, once its evidence is whole.
+    """
+
+    _active: ClassVar[weakref.WeakSet[Watcher]] = weakref.WeakSet()
+
+    def __init__(
+        self,
+        source: Source,
+        on_death: Callable[[Death], None] | None = None,
+        *,
+        at_the_end: Callable[[Death], None] | None = None,
+        consequence: str = "aborting",
+        any_status: bool = True,
+        folder: Path | None = None,
+        kill_survivors: bool = True,
+    ) -> None:
+        self._source = source if callable(source) or isinstance(source, list) else list(source)
+        self._on_death = on_death
+        self._at_the_end = at_the_end
+        self._consequence = consequence
+        self._any_status = any_status
+        self._folder = folder
+        self._kill_survivors = kill_survivors
+        self._held: dict[int, Held] = {}
+        self._expected: list[str] = []
+        self._ended = threading.Event()
+        self.stopped = StopEvent()
+        self.death: Death | None = None
+        self._thread = threading.Thread(target=self._run, name="sglang-crashkit-fail-fast", daemon=True)
+
+    @classmethod
+    def covering(cls, processes: Iterable[Process]) -> Watcher | None:
+        """Return the watcher under which all of `processes` are already, None when there is none."""
+        wanted = {id(process) for process in processes}
+        for watcher in list(cls._active):
+            if wanted and not watcher.stopped.is_set() and wanted <= {id(process) for _, process in watcher._named()}:
+                return watcher
+        return None
+
+    def start(self) -> Watcher:
+        """Begin to watch, and return this watcher."""
+        self._active.add(self)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """End the watch; to be called before the processes are ended on purpose. Twice is no error."""
+        self.stopped.set()
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            # What failed in the block may be a consequence of a death that is being looked into.
+            self.settle()
+        self.stop()
+
+    @contextlib.contextmanager
+    def expecting(self, *names: str) -> Iterator[None]:
+        """Let the processes of these names end inside the block; those that do are watched no more."""
+        self._expected += names
+        try:
+            yield
+        finally:
+            for held in list(self._held.values()):
+                held.ignored |= held.name in names and held.has_exited()
+            for name in names:
+                self._expected.remove(name)
+
+    def settle(self, grace_secs: float = 0.2, timeout_secs: float = EVIDENCE_SECS + REAP_SECS) -> Death | None:
+        """Return the death, waiting for its evidence where a watched process has ended or does so within the grace.
+
+        Args:
+            grace_secs: a connection breaks a moment before the process that held it is gone; seconds.
+            timeout_secs: the longest to wait for the evidence.
+        """
+        deadline = time.monotonic() + grace_secs
+        while self.death is None and not self.stopped.is_set():
+            if any(held.has_exited() and not self._is_expected(held) for held in list(self._held.values())):
+                self._ended.wait(timeout_secs)
+                break
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.005)
+        return self.death
+
+    def _named(self) -> list[tuple[str, Process]]:
+        source = self._source() if callable(self._source) else self._source
+        return [(name, process) for name, process in source if process is not None]
+
+    def _is_expected(self, held: Held) -> bool:
+        return held.ignored or held.name in self._expected
+
+    def _run(self) -> None:
+        try:
+            while not self.stopped.is_set():
+                self._refresh()
+                dead = self._find_dead()
+                if dead and not self.stopped.is_set():
+                    self._handle(dead)
+                    return
+                self._sleep()
+        except Exception:
+            logger.exception("crash kit: the watch of %s failed", [held.name for held in self._held.values()])
+        finally:
+            self._ended.set()
+            for held in self._held.values():
+                held.close()
+
+    def _refresh(self) -> None:
+        try:
+            named = self._named()
+        except Exception as error:  # noqa: BLE001 - the caller's code; the processes known so far are watched on
+            logger.warning("crash kit: the watched processes could not be listed: %s", error)
+            return
+        present = {id(process) for _, process in named}
+        for key in self._held.keys() - present:
+            self._held.pop(key).close()
+        for name, process in named:
+            if id(process) not in self._held:
+                self._held[id(process)] = Held(name, process)
+
+    def _find_dead(self) -> list[tuple[Held, int]]:
+        dead = []
+        for held in self._held.values():
+            if held.ignored or not held.has_exited():
+                continue
+            code = held.returncode()
+            if code is None:
+                continue
+            if self._is_expected(held) or (code == 0 and not self._any_status):
+                held.ignored = True
+            else:
+                dead.append((held, code))
+        return dead
+
+    def _sleep(self) -> None:
+        poller = select.poll()
+        poller.register(self.stopped.wake_reader, select.POLLIN)
+        for held in self._held.values():
+            if held.handle is not None and not held.ignored:
+                poller.register(held.handle, select.POLLIN)
+        must_look = callable(self._source) or any(held.handle is None for held in self._held.values())
+        poller.poll((_REFRESH_SECS if must_look else _LIST_REFRESH_SECS) * 1000)
+
+    def _handle(self, dead: list[tuple[Held, int]]) -> None:
+        began = time.monotonic()
+        (first, code), *others = dead
+        death = Death(first.name, first.process.pid, code, time.time())
+        death.others = tuple(f"{held.name} (pid={held.process.pid}) exited rc={rc}" for held, rc in others)
+        _say(f"[FIXTURE FAIL-FAST] {death.headline}; {self._consequence}.")
+        gone = {id(held) for held, _ in dead}
+        survivors = [held for held in self._held.values() if id(held) not in gone and not held.has_exited()]
+        roots = [(held.name, held.process.pid) for held in survivors]
+        try:
+            settings = Settings.from_environ()
+            if settings.stacks:
+                folder = self._folder or evidence.default_folder()
+                evidence.photograph(death, roots, folder, min(settings.photograph_secs, EVIDENCE_SECS))
+            left = max(0.0, began + EVIDENCE_SECS - time.monotonic())
+            death.incident = evidence.find_incident(death.pid, first.since, getattr(first.process, "args", None), left)
+        except Exception:
+            logger.exception("crash kit: the evidence of %s is not whole", death.headline)
+        death.seconds = time.monotonic() - began
+        if death.verdict:
+            _say(f"[FIXTURE FAIL-FAST] incident: {death.verdict}")
+        if death.folder is not None:
+            _say(f"[FIXTURE FAIL-FAST] survivors: {death.folder}")
+        self.death = death
+        self._ended.set()
+        if self._on_death is not None:
+            self._on_death(death)
+        if self._kill_survivors:
+            survived = evidence.kill_trees([pid for _, pid in roots], KILL_SECS)
+            if survived:
+                logger.error("crash kit: processes %s are left after SIGKILL", survived)
+        if self._at_the_end is not None:
+            self._at_the_end(death)
+
+
+def abort_on_death(source: Source, *, any_status: bool, folder: Path | None = None) -> Watcher:
+    """End this process when a watched one ends unexpectedly; see `Watcher`.
+
+    Its exit status is that of the dead process, 128 + N for signal N, and 1 for a status of 0.
+    """
+    return Watcher(
+        source,
+        at_the_end=lambda death: os._exit(death.exit_status),
+        any_status=any_status,
+        folder=folder,
+    ).start()
+
+
+def watch(source: Source, *, folder: Path | None = None, kill_survivors: bool = True) -> Watcher:
+    """Watch processes, whatever status they end with.
+
+    In a pytest run with the kit's plugin the test that runs fails by name, with the evidence in its report, and so do
+    those that depend on the same fixture; anywhere else this process ends, as with upstream's watcher.
+
+    Args:
+        source: name and process, or a callable that returns them as they are now.
+        folder: where the survivors' stacks go; `evidence.default_folder` when None.
+        kill_survivors: whether the other processes are killed once they were photographed; always where this process
+            ends.
+    """
+    runner = get_runner()
+    if runner is not None:
+        return runner.watch(source, folder=folder, kill_survivors=kill_survivors)
+    return abort_on_death(source, any_status=True, folder=folder)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # closed, or a full disk behind it
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()

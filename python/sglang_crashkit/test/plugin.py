@@ -1,0 +1,294 @@
+"""The pytest plugin: when a watched process ends, the test that depends on it fails at once, by name.
+
+::
+
+    @pytest.fixture(scope="class")
+    def pair(crashkit_watch):
+        with start_pair() as pair, crashkit_watch(lambda: [("prefill", pair.prefill), ("decode", pair.decode)]):
+            yield pair
+
+In unittest's ``setUpClass`` the same is `sglang_crashkit.test.fail_fast.watch`; the watch is ended before the processes
+are. The report says who ended and how, where its incident is, and what the survivors were doing.
+
+A test that depends on the fixture, or the part of its setup that runs, is interrupted by an exception in the main
+thread, which a signal raises there even while it waits for an answer. The tests after it that depend on the same
+fixture fail before they begin. Everything else goes on: other tests, teardown, reports, coverage. Code that does not
+return to Python is interrupted when it does; the survivors are killed meanwhile, so that a call to one of them ends.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sglang_crashkit.test.runner import set_runner
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from sglang_crashkit.test.death import Death
+    from sglang_crashkit.test.fail_fast import Source, Watcher
+
+_NAME = "sglang_crashkit_runner"
+
+
+class ProcessDiedError(Exception):
+    """A process that the test depends on has ended."""
+
+
+class ProcessDiedDuringTestError(BaseException):
+    """A process that the running test depends on has ended.
+
+    Not an `Exception`: a test that repeats what failed would go on against a dead server.
+    """
+
+
+class Guard:
+    """A watch, and which tests depend on it.
+
+    Attributes:
+        watcher: the watch.
+        owner: the fixture or the test that began it.
+        interrupted: a test was interrupted for its death.
+        reported: the death is in a report.
+    """
+
+    def __init__(self, owner: str, *, is_fixture: bool) -> None:
+        self.watcher: Watcher | None = None
+        self.owner = owner
+        self.is_fixture = is_fixture
+        self.interrupted = False
+        self.reported = False
+
+    @property
+    def death(self) -> Death | None:
+        """The unexpected exit."""
+        return self.watcher.death if self.watcher is not None else None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the watch has not been ended."""
+        return self.watcher is not None and not self.watcher.stopped.is_set()
+
+    def concerns(self, item: pytest.Item) -> bool:
+        """Say whether a test depends on the watched processes."""
+        return self.owner in getattr(item, "fixturenames", ()) if self.is_fixture else self.owner == item.nodeid
+
+    def message(self) -> str:
+        """Return what is known of the death."""
+        assert self.death is not None
+        return "\n".join(self.death.lines())
+
+
+class FailByName:
+    """The runner of this process, and its hooks."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.replaces_abort = config.getoption("crashkit_fail_fast") == "test"
+        folder = config.getoption("crashkit_evidence")
+        self._folder = Path(folder).absolute() if folder else None
+        self._guards: list[Guard] = []
+        self._phase: tuple[pytest.Item, str] | None = None
+        self._fixtures: list[str] = []
+        self._handler: tuple[int, Any] | None = None
+
+    def watch(self, source: Source, *, folder: Path | None = None, kill_survivors: bool = True) -> Watcher:
+        """Watch processes for the tests that depend on the fixture that is being set up, or for the running test."""
+        from sglang_crashkit.test.fail_fast import Watcher
+
+        if self._fixtures:
+            guard = Guard(self._fixtures[-1], is_fixture=True)
+        else:
+            guard = Guard(self._phase[0].nodeid if self._phase else "", is_fixture=False)
+        guard.watcher = Watcher(
+            source,
+            on_death=lambda _death: self._interrupt(),
+            consequence="failing the tests that depend on it",
+            folder=folder or self._folder,
+            kill_survivors=kill_survivors,
+        )
+        self._guards.append(guard)
+        self._listen()
+        return guard.watcher.start()
+
+    # -- hooks
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
+        """Know whose watch it is that begins meanwhile."""
+        self._fixtures.append(fixturedef.argname)
+        try:
+            return (yield)
+        finally:
+            self._fixtures.pop()
+
+    # Innermost, so that only the test's and its fixtures' code is ever interrupted, not other plugins'.
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Let the setup be interrupted."""
+        self._phase = (item, "setup")
+        try:
+            return (yield)
+        finally:
+            self._phase = None
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Let the test be interrupted."""
+        self._phase = (item, "call")
+        try:
+            self.raise_for(item)
+            return (yield)
+        finally:
+            self._phase = None
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+        """Let go of the signal when the last watch has ended."""
+        try:
+            return (yield)
+        finally:
+            self._forget_stopped()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Report a death that no test has reported; a teardown itself is never interrupted."""
+        result = yield
+        for guard in self._guards:
+            if guard.death is not None and not guard.reported and guard.concerns(item):
+                guard.reported = True
+                raise ProcessDiedError(guard.message())
+        return result
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Name the dead process as the cause where the test failed of its consequences first."""
+        report = yield
+        if self._guards and report.failed and report.when != "teardown":
+            self._explain(item, call, report)
+        return report
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say who died, and where the evidence is."""
+        deaths = [guard.death for guard in self._guards if guard.death is not None]
+        if deaths:
+            terminalreporter.section("processes that ended unexpectedly")
+        for death in deaths:
+            for line in death.lines():
+                terminalreporter.write_line(line)
+
+    def pytest_unconfigure(self) -> None:
+        """End what is left."""
+        for guard in self._guards:
+            if guard.watcher is not None:
+                guard.watcher.stop()
+        self._forget_stopped()
+        set_runner(None)
+
+    # -- what they share
+
+    def raise_for(self, item: pytest.Item) -> None:
+        """Raise `ProcessDiedError` where a test depends on a dead process."""
+        for guard in self._guards:
+            if guard.death is not None and guard.is_active and guard.concerns(item):
+                guard.interrupted = guard.reported = True
+                raise ProcessDiedError(guard.message())
+
+    def _explain(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+        cause = call.excinfo.value if call.excinfo is not None else None
+        if isinstance(cause, (ProcessDiedError, ProcessDiedDuringTestError)):
+            return
+        for guard in self._guards:
+            if guard.watcher is not None and guard.concerns(item) and guard.watcher.settle() is not None:
+                guard.interrupted = guard.reported = True
+                try:
+                    raise ProcessDiedError(guard.message()) from cause
+                except ProcessDiedError:
+                    report.longrepr = item.repr_failure(pytest.ExceptionInfo.from_current())
+                return
+
+    # -- the interruption
+
+    def _listen(self) -> None:
+        if self._handler is None and threading.current_thread() is threading.main_thread():
+            # Real-time signals, because the others have uses: SIGALRM is pytest-timeout's, SIGUSR1 faulthandler's.
+            for signum in range(signal.SIGRTMAX, signal.SIGRTMIN, -1):
+                if signal.getsignal(signum) == signal.SIG_DFL:
+                    self._handler = (signum, signal.signal(signum, self._on_signal))
+                    return
+
+    def _interrupt(self) -> None:
+        if self._handler is not None:
+            signal.pthread_kill(threading.main_thread().ident or 0, self._handler[0])
+
+    def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
+        __tracebackhide__ = True
+        if self._phase is None:
+            return
+        item, when = self._phase
+        for guard in self._guards:
+            if guard.death is not None and not guard.interrupted and guard.concerns(item):
+                guard.interrupted = guard.reported = True
+                # What cleans up after a failed setup often catches Exception only.
+                raise (ProcessDiedDuringTestError if when == "call" else ProcessDiedError)(guard.message())
+
+    def _forget_stopped(self) -> None:
+        self._guards = [guard for guard in self._guards if guard.death is not None or guard.is_active]
+        done = not any(guard.is_active for guard in self._guards)
+        if done and self._handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(*self._handler)
+            self._handler = None
+
+
+class Gate:
+    """Fails a test that depends on a dead process before its fixtures are set up, but not one that is skipped."""
+
+    def __init__(self, runner: FailByName) -> None:
+        self._runner = runner
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """See the class."""
+        self._runner.raise_for(item)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the plugin's options."""
+    group = parser.getgroup("sglang-crashkit")
+    group.addoption(
+        "--crashkit-fail-fast",
+        choices=("abort", "test"),
+        default="abort",
+        help="what sglang's start_subprocess_fail_fast_watcher does when a process ends: end this run, as upstream's "
+        "does (abort), or fail the running test by name (test)",
+    )
+    group.addoption(
+        "--crashkit-evidence",
+        metavar="FOLDER",
+        help="where the stacks of the surviving processes go",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Put the runner in place."""
+    runner = FailByName(config)
+    config.pluginmanager.register(runner, _NAME)
+    config.pluginmanager.register(Gate(runner), f"{_NAME}_gate")
+    set_runner(runner)
+
+
+@pytest.fixture(scope="session")
+def crashkit_watch(pytestconfig: pytest.Config) -> Any:
+    """Watch processes until the end of a ``with`` block, failing whatever depends on the fixture that calls it.
+
+    ``crashkit_watch(source, folder=None, kill_survivors=True)``; see `sglang_crashkit.test.fail_fast.watch`.
+    """
+    runner = pytestconfig.pluginmanager.get_plugin(_NAME)
+    assert isinstance(runner, FailByName)
+    return runner.watch

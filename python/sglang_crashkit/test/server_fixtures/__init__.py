@@ -1,0 +1,1 @@
+"""Mirrors ``sglang/test/server_fixtures``: what the patched fixtures there call."""

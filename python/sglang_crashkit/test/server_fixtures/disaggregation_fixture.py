@@ -1,0 +1,48 @@
+"""Hooks of ``sglang/test/server_fixtures/disaggregation_fixture.py``: a pair is set up, and torn down."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.test.fail_fast import Watcher, watch
+from sglang_crashkit.test.held import Process
+
+logger = logging.getLogger(__name__)
+
+_WATCHER = "_crashkit_watcher"
+_MEMBERS = (("prefill", "process_prefill"), ("decode", "process_decode"), ("lb", "process_lb"))
+
+
+def on_pd_setup(fixture: Any) -> None:
+    """Watch prefill, decode and router from the moment that each is started, until `on_pd_teardown`.
+
+    Args:
+        fixture: the class; its ``process_*`` are read again and again, so that a restarted one is followed.
+    """
+    try:
+        _stop(fixture)
+        if Settings.from_environ().enabled:
+            setattr(fixture, _WATCHER, watch(lambda: _members(fixture)))
+    except Exception:
+        logger.warning("crash kit: prefill, decode and router are not watched", exc_info=True)
+
+
+def on_pd_teardown(fixture: Any) -> None:
+    """End the watch, before the processes are ended on purpose."""
+    try:
+        _stop(fixture)
+    except Exception:
+        logger.warning("crash kit: the watch could not be ended", exc_info=True)
+
+
+def _members(fixture: Any) -> list[tuple[str, Process | None]]:
+    return [(name, getattr(fixture, attribute, None)) for name, attribute in _MEMBERS]
+
+
+def _stop(fixture: Any) -> None:
+    watcher: Watcher | None = vars(fixture).get(_WATCHER)
+    if watcher is not None:
+        watcher.stop()
+        setattr(fixture, _WATCHER, None)

@@ -1,0 +1,61 @@
+"""What the patched ``sglang/test/test_utils.py`` calls: the watcher that ends a test run when a server has ended."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.test.fail_fast import NamedProcesses, Watcher, abort_on_death
+from sglang_crashkit.test.runner import get_runner
+
+logger = logging.getLogger(__name__)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def start_subprocess_fail_fast_watcher(named_procs: NamedProcesses) -> threading.Event:
+    """End this process as soon as one of some subprocesses exits with another status than 0.
+
+    Its name, pid and status are written to stderr, the others are photographed and killed with their descendants, and
+    this process ends with the same status (128 + N for signal N).
+
+    Args:
+        named_procs: pairs of a name and a ``subprocess.Popen`` or None.
+
+    Returns:
+        To be set before the subprocesses are ended on purpose.
+    """
+    processes = list(named_procs)
+    watcher = Watcher.covering(process for _, process in processes if process is not None)
+    if watcher is None:
+        runner = get_runner()
+        if runner is not None and runner.replaces_abort:
+            watcher = runner.watch(processes)
+        else:
+            watcher = abort_on_death(processes, any_status=False)
+    return watcher.stopped
+
+
+def provide_fail_fast_watcher() -> Callable[[NamedProcesses], threading.Event]:
+    """Return `start_subprocess_fail_fast_watcher`, for releases that have none of their own."""
+    return start_subprocess_fail_fast_watcher
+
+
+def on_start_fail_fast_watcher(start: Function) -> Function:
+    """Take over from upstream's ``start_subprocess_fail_fast_watcher``, which still runs where the kit is off."""
+
+    @functools.wraps(start)
+    def wrapper(named_procs: Any) -> Any:
+        if not Settings.from_environ().enabled:
+            return start(named_procs)
+        try:
+            return start_subprocess_fail_fast_watcher(named_procs)
+        except Exception:
+            logger.warning("crash kit: its watcher could not start; upstream's does", exc_info=True)
+            return start(named_procs)
+
+    return wrapper  # type: ignore[return-value]

@@ -1,0 +1,370 @@
+"""The watcher on real child processes: what it notices, what it leaves alone, what it collects, how it ends a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.core import procfs
+from sglang_crashkit.test.death import Death
+from sglang_crashkit.test.evidence import _crash_folder
+from sglang_crashkit.test.fail_fast import Watcher
+from sglang_crashkit.test.held import Held
+from sglang_crashkit.test.test_utils import on_start_fail_fast_watcher, start_subprocess_fail_fast_watcher
+from unit.handler.driver import Server
+from unit.waiting import LONG, child, wait_until
+
+SLEEP = [sys.executable, "-c", "import time\nprint('ready', flush=True)\ntime.sleep(120)"]
+QUIET_SECS = 0.4
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def begin(argv: list[str] = SLEEP) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait(LONG)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+class Watch:
+    """A watcher whose deaths are kept."""
+
+    def __init__(self, source, folder: Path, **options) -> None:
+        self.deaths: list[Death] = []
+        self.called = threading.Event()
+        self.ended = threading.Event()
+        self.watcher = Watcher(
+            source, self._on_death, at_the_end=lambda _: self.ended.set(), folder=folder, **options
+        ).start()
+
+    def _on_death(self, death: Death) -> None:
+        self.deaths.append(death)
+        self.called.set()
+
+    def death(self) -> Death:
+        assert self.called.wait(LONG)
+        assert len(self.deaths) == 1
+        return self.deaths[0]
+
+
+@pytest.mark.parametrize(
+    ("code", "returncode", "status"), [("os._exit(3)", 3, 3), ("os.abort()", -6, 134), ("os._exit(0)", 0, 1)]
+)
+def test_an_unexpected_exit_is_told_with_its_status(tmp_path, capsys, code, returncode, status):
+    with child(f"ready(); sys.stdin.readline(); {code}") as process:
+        watch = Watch([("server", process), ("none", None)], tmp_path)
+        assert process.stdin is not None
+        process.stdin.close()
+        death = watch.death()
+    assert (death.name, death.pid, death.returncode, death.exit_status) == ("server", process.pid, returncode, status)
+    assert f"[FIXTURE FAIL-FAST] server (pid={process.pid}) exited rc={returncode}; aborting.\n" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_process_that_was_dead_before_the_watch_is_told(tmp_path, start):
+    process = start()
+    process.kill()
+    process.wait(LONG)
+    assert Watch([("server", process)], tmp_path).death().returncode == -9
+
+
+def test_an_exit_is_noticed_at_once(tmp_path, start):
+    process = start()
+    watch = Watch([("server", process)], tmp_path)
+    time.sleep(0.3)
+    process.kill()
+    killed = time.time()
+    assert watch.death().noticed - killed < 0.09, "slower than polling every 0.1 s would be on average"
+
+
+def test_status_0_can_be_left_alone(tmp_path, start):
+    process = start([sys.executable, "-c", "print('ready', flush=True)"])
+    other = start()
+    watch = Watch([("server", process), ("other", other)], tmp_path, any_status=False)
+    process.wait(LONG)
+    assert not watch.called.wait(QUIET_SECS)
+    other.kill()
+    assert watch.death().name == "other"
+
+
+def test_a_watch_that_was_ended_is_quiet(tmp_path, start):
+    process = start()
+    watch = Watch([("server", process)], tmp_path)
+    watch.watcher.stopped.set()
+    process.kill()
+    process.wait(LONG)
+    assert not watch.called.wait(QUIET_SECS)
+    wait_until(lambda: not watch.watcher._thread.is_alive(), "the watcher's thread ends")
+
+
+def test_a_restarted_process_is_followed_and_its_forerunner_forgotten(tmp_path, start):
+    members = {"server": start()}
+    watch = Watch(members.items, tmp_path)
+    first = members["server"]
+    members["server"] = second = start()
+    wait_until(lambda: id(second) in watch.watcher._held, "the second one is watched")
+    first.kill()
+    first.wait(LONG)
+    assert not watch.called.wait(QUIET_SECS)
+    second.kill()
+    assert watch.death().pid == second.pid
+
+
+def test_an_exit_that_was_announced_is_quiet_and_the_next_one_is_not(tmp_path, start):
+    members = {"server": start(), "other": start()}
+    watch = Watch(members.items, tmp_path)
+    with watch.watcher.expecting("server"):
+        members["server"].kill()
+        members["server"].wait(LONG)
+    assert not watch.called.wait(QUIET_SECS)
+    members["server"] = start()
+    wait_until(lambda: id(members["server"]) in watch.watcher._held, "the second one is watched")
+    members["server"].kill()
+    assert watch.death().pid == members["server"].pid
+
+
+def test_a_list_that_cannot_be_made_ends_no_watch(tmp_path, start):
+    process, broken = start(), threading.Event()
+
+    def members():
+        if broken.is_set():
+            raise AttributeError("half set up")
+        return [("server", process)]
+
+    watch = Watch(members, tmp_path)
+    wait_until(lambda: watch.watcher._held, "the process is watched")
+    broken.set()
+    time.sleep(0.2)
+    process.kill()
+    assert watch.death().name == "server"
+
+
+def test_without_a_pidfd_an_exit_is_noticed_by_polling(tmp_path, start, monkeypatch):
+    def no_pidfd(_pid, _flags=0):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", no_pidfd)
+    process = start()
+    watch = Watch([("server", process)], tmp_path)
+    process.kill()
+    assert watch.death().returncode == -9
+
+
+def test_all_that_had_ended_are_named(tmp_path, start):
+    first, second = start(), start()
+    for process in (first, second):
+        process.kill()
+        process.wait(LONG)
+    death = Watch([("first", first), ("second", second)], tmp_path).death()
+    assert death.name == "first"
+    assert death.others == (f"second (pid={second.pid}) exited rc=-9",)
+
+
+GRANDCHILD = """
+import subprocess, sys, time
+def serve_requests():
+    print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"]).pid, flush=True)
+    time.sleep(120)
+serve_requests()
+"""
+
+
+def test_the_survivors_are_photographed_and_then_killed_with_their_children(tmp_path, start):
+    victim = start()
+    with child("ready(); pause()") as unwatched:
+        survivor = subprocess.Popen([sys.executable, "-c", GRANDCHILD], stdout=subprocess.PIPE)
+        with survivor:
+            assert survivor.stdout is not None
+            grandchild = int(survivor.stdout.readline())
+            watch = Watch([("victim", victim), ("survivor", survivor)], tmp_path / "evidence")
+            time.sleep(0.2)
+            victim.kill()
+            death = watch.death()
+            assert watch.ended.wait(LONG)
+            assert survivor.wait(LONG) == -9
+        assert procfs.read_stat(grandchild) is None or procfs.read_stat(grandchild).state == "Z"
+        assert unwatched.poll() is None
+    doing = {entry.pid: entry.doing for entry in death.survivors}
+    assert {survivor.pid, grandchild} == set(doing)
+    assert doing[survivor.pid][0].startswith("serve_requests (")
+    assert death.folder is not None
+    assert death.folder.parent == tmp_path / "evidence"
+    assert death.folder.stat().st_mode & 0o077 == 0
+    texts = [path.read_text() for path in death.folder.glob("*.txt")]
+    assert len(texts) == 2
+    assert any("serve_requests" in text for text in texts)
+    assert death.seconds < 2.5
+    assert f"meanwhile: survivor: python -c ... (pid {survivor.pid}) was in" in "\n".join(death.lines())
+
+
+def test_survivors_can_be_left_alive(tmp_path, start):
+    victim, survivor = start(), start()
+    watch = Watch([("victim", victim), ("survivor", survivor)], tmp_path, kill_survivors=False)
+    victim.kill()
+    assert watch.death().survivors
+    assert watch.ended.wait(LONG)
+    assert survivor.poll() is None
+
+
+def test_a_tool_that_hangs_does_not_hold_the_message_up(tmp_path, start, monkeypatch):
+    slow = tmp_path / "py-spy"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr("sglang_crashkit.core.pyspy.find_pyspy", lambda: str(slow))
+    victim, survivor = start(), start()
+    watch = Watch([("victim", victim), ("survivor", survivor)], tmp_path / "evidence")
+    victim.kill()
+    death = watch.death()
+    assert death.seconds < 2.5
+    assert "did not end within" in death.survivors[0].reason
+
+
+def test_the_dead_servers_own_incident_is_named(tmp_path, short_folder, monkeypatch, capsys):
+    monkeypatch.setattr("tempfile.tempdir", str(short_folder))
+    server = Server(short_folder, crash_folder=None)
+    try:
+        watch = Watch([("server", server.process)], tmp_path)
+        server.kill("scheduler_TP1")
+        server.process.wait(LONG)
+        death = watch.death()
+        incident = server.wait_for_the_end()
+    finally:
+        server.close()
+    assert incident is not None
+    assert death.incident is not None
+    assert death.incident.path == incident.path
+    assert "scheduler_TP1" in death.verdict
+    assert f"[FIXTURE FAIL-FAST] incident: {death.verdict}" in capsys.readouterr().err
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="ck-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["python", "-m", "server", "--crash-dump-folder", "{}"],
+        ["python", "-m", "server", "--crash-dump-folder={}", "--tp", "2"],
+        "python -m server --crash-dump-folder {}",
+    ],
+)
+def test_the_crash_folder_is_read_from_the_servers_command(tmp_path, command):
+    filled = command.format(tmp_path) if isinstance(command, str) else [word.format(tmp_path) for word in command]
+    assert _crash_folder(filled) == tmp_path
+
+
+@pytest.mark.parametrize("command", [None, [], "python 'unbalanced", ["python", "--crash-dump-folder"]])
+def test_a_command_without_a_crash_folder_has_none(command):
+    assert _crash_folder(command) is None
+
+
+def test_a_recycled_pid_is_not_watched(start, monkeypatch):
+    # GIVEN a process that is reaped between the first look and the opening of its pidfd
+    process = start()
+    answers = iter([None, -9])
+    monkeypatch.setattr(process, "poll", lambda: next(answers, -9))
+    held = Held("server", process)
+    # THEN whatever has its pid by now is not taken for it
+    assert held.handle is None
+    assert held.has_exited()
+
+
+SCRIPT = """
+import subprocess, sys, time
+from sglang_crashkit.test.test_utils import start_subprocess_fail_fast_watcher
+sleep = [sys.executable, "-c", "import time; time.sleep(120)"]
+victim = subprocess.Popen([sys.executable, "-c", {code!r}])
+sibling = subprocess.Popen(sleep)
+print(sibling.pid, flush=True)
+stop = start_subprocess_fail_fast_watcher([("victim", victim), ("gone", None), ("sibling", sibling)])
+{then}
+time.sleep({seconds})
+stop.set()
+sibling.kill()
+print("the end", flush=True)
+"""
+
+
+def run(code: str, then: str = "", seconds: float = 60) -> tuple[subprocess.CompletedProcess[str], float]:
+    began = time.monotonic()
+    script = SCRIPT.format(code=textwrap.dedent(code), then=then, seconds=seconds)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LONG, check=False)
+    return done, time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("code", "rc", "status"),
+    [
+        ("import sys; sys.exit(7)", 7, 7),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9, 137),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15, 143),
+    ],
+)
+def test_the_run_ends_with_the_status_of_the_dead_process(code, rc, status):
+    done, seconds = run(code)
+    assert done.returncode == status
+    lines = [line for line in done.stderr.splitlines() if line.startswith("[FIXTURE FAIL-FAST] victim (pid=")]
+    assert len(lines) == 1
+    assert lines[0].endswith(f") exited rc={rc}; aborting.")
+    sibling = int(done.stdout.split()[0])
+    assert procfs.read_stat(sibling) is None or procfs.read_stat(sibling).state == "Z"
+    assert "the end" not in done.stdout
+    assert seconds < 5
+
+
+def test_the_run_goes_on_after_status_0_and_after_the_event_is_set():
+    done, _ = run("", seconds=1)
+    assert (done.returncode, "the end" in done.stdout, "FAIL-FAST" in done.stderr) == (0, True, False)
+    done, _ = run("import time; time.sleep(120)", "stop.set(); victim.kill(); victim.wait()", seconds=0.5)
+    assert (done.returncode, "the end" in done.stdout, "FAIL-FAST" in done.stderr) == (0, True, False)
+
+
+def test_what_a_watch_covers_already_gets_no_second_watcher(tmp_path, start):
+    process = start()
+    watch = Watch(lambda: [("server", process), ("later", None)], tmp_path)
+    stop = start_subprocess_fail_fast_watcher([("server", process), ("later", None)])
+    assert stop is watch.watcher.stopped
+    stop.set()
+    process.send_signal(signal.SIGKILL)
+    process.wait(LONG)
+    assert not watch.called.wait(QUIET_SECS)
+
+
+def test_upstreams_own_watcher_starts_where_the_kit_is_off(monkeypatch):
+    @on_start_fail_fast_watcher
+    def start_watcher(named_procs):
+        return "upstream's"
+
+    monkeypatch.setenv("SGLANG_CRASHKIT_ENABLED", "0")
+    assert start_watcher([]) == "upstream's"
+    monkeypatch.delenv("SGLANG_CRASHKIT_ENABLED")
+    event = start_watcher([])
+    assert isinstance(event, threading.Event)
+    event.set()

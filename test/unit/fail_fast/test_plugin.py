@@ -1,0 +1,371 @@
+"""The plugin in pytest runs of its own: who fails, of what, and that everything else goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from unit.waiting import LONG
+
+HEAD = """
+import signal, socket, subprocess, sys, threading, time, unittest
+import pytest
+from sglang_crashkit.test.fail_fast import watch
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(120)"]
+
+def start():
+    return subprocess.Popen(SLEEP)
+
+def kill_later(process, seconds=0.3):
+    threading.Timer(seconds, process.kill).start()
+
+def read_from_nobody():
+    near, far = socket.socketpair()
+    with near, far:
+        near.recv(1)
+
+def end(*processes):
+    for process in processes:
+        process.kill()
+        process.wait()
+"""
+
+
+@dataclass
+class Run:
+    output: str
+    status: int
+    seconds: float
+    outcomes: dict[str, list[str]] = field(default_factory=dict)
+    messages: dict[str, str] = field(default_factory=dict)
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    def run_pytest(source: str, *arguments: str) -> Run:
+        (tmp_path / "junit.xml").unlink(missing_ok=True)
+        (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\naddopts = --strict-markers\n")
+        (tmp_path / "test_it.py").write_text(HEAD + textwrap.dedent(source))
+        names = {entry.name for entry in metadata.entry_points(group="pytest11")}
+        plugin = [] if "sglang_crashkit" in names else ["-p", "sglang_crashkit.test.plugin"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *plugin,
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:hypothesispytest",
+            "--timeout=60",
+        ]
+        command += ["--junitxml", str(tmp_path / "junit.xml"), "-v", *arguments, str(tmp_path)]
+        environ = os.environ | {"TMPDIR": str(tmp_path)}
+        environ.pop("PYTEST_ADDOPTS", None)
+        began = time.monotonic()
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LONG, check=False
+        )
+        result = Run(done.stdout + done.stderr, done.returncode, time.monotonic() - began)
+        report = tmp_path / "junit.xml"
+        for case in ElementTree.parse(report).getroot().iter("testcase") if report.exists() else ():
+            name = case.attrib["name"]
+            kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
+            result.outcomes.setdefault(name, []).extend(kinds or ["passed"])
+            for child in case:
+                if child.tag in ("failure", "error"):
+                    result.messages[name] = child.attrib["message"]
+        return result
+
+    return run_pytest
+
+
+CLASS = """
+@pytest.fixture(scope="class")
+def pair(crashkit_watch):
+    members = {"prefill": start(), "decode": start()}
+    with crashkit_watch(members.items):
+        yield members
+    print("teardown ran", flush=True)
+    end(*members.values())
+
+class TestPair:
+    def test_before(self, pair):
+        pass
+
+    def test_victim(self, pair):
+        kill_later(pair["prefill"])
+        read_from_nobody()
+
+    def test_after(self, pair):
+        read_from_nobody()
+
+    @pytest.mark.skip(reason="not now")
+    def test_skipped(self, pair):
+        pass
+
+def test_of_something_else():
+    assert signal.getsignal(signal.SIGRTMAX) == signal.SIG_DFL
+"""
+
+
+def test_the_running_test_fails_by_name_and_everything_else_goes_on(run):
+    result = run(CLASS, "-s")
+    assert result.outcomes == {
+        "test_before": ["passed"],
+        "test_victim": ["failure"],
+        "test_after": ["error"],
+        "test_skipped": ["skipped"],
+        "test_of_something_else": ["passed"],
+    }
+    assert result.status == 1
+    for name in ("test_victim", "test_after"):
+        assert "prefill (pid=" in result.messages[name]
+        assert ") exited rc=-9" in result.messages[name]
+        assert "meanwhile: decode: python" in result.messages[name]
+    assert "read_from_nobody" in result.output
+    assert "teardown ran" in result.output
+    assert "processes that ended unexpectedly" in result.output
+    assert "Timeout" not in result.output
+    assert result.seconds < 10
+
+
+UNITTEST = """
+class TestPair(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.process = cls.other = None
+        cls.watch = watch(lambda: [("server", cls.process), ("other", cls.other)])
+        cls.process, cls.other = start(), start()
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.watch.stop()
+        end(cls.process, cls.other)
+        print("teardown ran", flush=True)
+
+    def test_1_before(self):
+        pass
+
+    def test_2_victim(self):
+        kill_later(self.process)
+        for _ in range(100):
+            try:
+                read_from_nobody()
+            except Exception:
+                continue
+
+    def test_3_after(self):
+        read_from_nobody()
+
+class TestOther(unittest.TestCase):
+    def test_of_something_else(self):
+        pass
+"""
+
+
+def test_a_unittest_class_fails_by_name(run):
+    result = run(UNITTEST, "-s")
+    assert result.outcomes == {
+        "test_1_before": ["passed"],
+        "test_2_victim": ["failure"],
+        "test_3_after": ["error"],
+        "test_of_something_else": ["passed"],
+    }
+    assert "server (pid=" in result.messages["test_2_victim"]
+    assert "teardown ran" in result.output
+    assert result.seconds < 10
+
+
+def test_a_broken_connection_is_explained_by_the_death_behind_it(run):
+    result = run(
+        """
+        SERVE = [sys.executable, "-c", '''
+        import os, socket, sys
+        near = socket.socket(fileno=int(sys.argv[1]))
+        near.recv(1)
+        os._exit(5)
+        '''.replace("        ", "")]
+
+        @pytest.fixture
+        def server(crashkit_watch):
+            near, far = socket.socketpair()
+            with far:
+                process = subprocess.Popen([*SERVE, str(far.fileno())], pass_fds=[far.fileno()])
+            with near, crashkit_watch([("server", process)]):
+                yield near
+            end(process)
+
+        def test_asks(server):
+            server.send(b"?")
+            assert server.recv(1) == b"!"
+
+        class TestAsks(unittest.TestCase):
+            def test_asks_too(self):
+                near, far = socket.socketpair()
+                with near, far:
+                    process = subprocess.Popen([*SERVE, str(far.fileno())], pass_fds=[far.fileno()])
+                    far.close()
+                    with watch([("server", process)]):
+                        near.send(b"?")
+                        self.assertEqual(near.recv(1), b"!")
+        """
+    )
+    for name in ("test_asks", "test_asks_too"):
+        assert result.outcomes[name] == ["failure"]
+        assert "server (pid=" in result.messages[name]
+        assert "exited rc=5" in result.messages[name]
+    assert result.output.count("AssertionError") >= 2, "what the test itself said is in the report as well"
+
+
+def test_a_death_during_setup_fails_the_setup_and_what_it_began_is_cleaned_up(run):
+    result = run(
+        """
+        @pytest.fixture(scope="class")
+        def pair(crashkit_watch):
+            members = {"prefill": start()}
+            try:
+                with crashkit_watch(members.items):
+                    kill_later(members["prefill"])
+                    read_from_nobody()
+                    yield members
+            except Exception:
+                print("cleaned up", flush=True)
+                raise
+
+        class TestPair:
+            def test_first(self, pair):
+                pass
+            def test_second(self, pair):
+                pass
+
+        def test_of_something_else():
+            pass
+        """,
+        "-s",
+    )
+    assert result.outcomes == {
+        "test_first": ["error"],
+        "test_second": ["error"],
+        "test_of_something_else": ["passed"],
+    }
+    assert "prefill (pid=" in result.messages["test_first"]
+    assert "prefill (pid=" in result.messages["test_second"]
+    assert "cleaned up" in result.output
+
+
+def test_a_test_that_does_not_depend_on_the_dead_process_is_not_interrupted(run):
+    result = run(
+        """
+        @pytest.fixture(scope="session")
+        def server(crashkit_watch):
+            process = start()
+            with crashkit_watch([("server", process)]):
+                yield process
+            end(process)
+
+        def test_1(server):
+            kill_later(server)
+
+        def test_2_unrelated():
+            time.sleep(1)
+
+        def test_3(server):
+            pass
+        """
+    )
+    assert result.outcomes == {"test_1": ["passed"], "test_2_unrelated": ["passed"], "test_3": ["error"]}
+    assert "server (pid=" in result.messages["test_3"]
+
+
+def test_a_death_that_no_test_met_is_an_error_of_the_last_teardown(run):
+    result = run(
+        """
+        @pytest.fixture
+        def server(crashkit_watch):
+            process = start()
+            with crashkit_watch([("server", process)]) as watcher:
+                yield process
+                process.kill()
+                watcher.settle()
+
+        def test_it(server):
+            pass
+        """
+    )
+    assert result.outcomes == {"test_it": ["passed", "error"]} or result.outcomes == {"test_it": ["error"]}
+    assert "server (pid=" in result.messages["test_it"]
+
+
+def test_status_0_counts_and_an_announced_exit_does_not(run):
+    result = run(
+        """
+        def test_status_0():
+            process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
+            with watch([("server", process)]):
+                read_from_nobody()
+
+        def test_announced():
+            members = {"server": start()}
+            with watch(members.items) as watcher:
+                with watcher.expecting("server"):
+                    end(members["server"])
+                members["server"] = start()
+                time.sleep(0.5)
+            end(members["server"])
+        """
+    )
+    assert result.outcomes == {"test_status_0": ["failure"], "test_announced": ["passed"]}
+    assert "exited rc=0" in result.messages["test_status_0"]
+
+
+ABORT = """
+def test_upstreams_watcher():
+    from sglang_crashkit.test.test_utils import start_subprocess_fail_fast_watcher
+    process = start()
+    stop = start_subprocess_fail_fast_watcher([("server", process)])
+    kill_later(process)
+    read_from_nobody()
+
+def test_of_something_else():
+    pass
+"""
+
+
+def test_upstreams_watcher_can_be_made_to_fail_the_test_instead(run):
+    result = run(ABORT, "--crashkit-fail-fast=test")
+    assert result.outcomes == {"test_upstreams_watcher": ["failure"], "test_of_something_else": ["passed"]}
+    result = run(ABORT)
+    assert (result.status, result.outcomes) == (137, {}), "it ends the run, as upstream's does"
+
+
+def test_the_stacks_of_the_survivors_go_where_they_are_wanted(run, tmp_path):
+    run(CLASS, "--crashkit-evidence", str(tmp_path / "evidence"), "-k", "victim")
+    (folder,) = (tmp_path / "evidence").iterdir()
+    assert [path.name.split("-")[0] for path in folder.glob("*.txt")] == ["decode"]
+
+
+def test_a_run_without_a_watch_imports_nothing_for_it(run):
+    result = run(
+        """
+        def test_nothing_is_loaded():
+            import sys
+            assert not {"torch", "sglang"} & set(sys.modules)
+            plugin = sys.modules["sglang_crashkit.test.plugin"]
+            assert plugin is not None
+
+        def test_the_handlers_are_as_they_were():
+            assert signal.getsignal(signal.SIGRTMAX) == signal.SIG_DFL
+        """
+    )
+    assert list(result.outcomes.values()) == [["passed"], ["passed"]]
