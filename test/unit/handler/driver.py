@@ -55,13 +55,17 @@ class Server:
         self._handles = [ProcessHandle(self.pid)]
         self.handler: ProcessHandle | None = None
         self._text = b""
-        ready = self.line().split()
-        assert ready[0] == "ready", ready
-        self.ranks = {name: int(pid) for name, pid in (pair.split("=") for pair in ready[1:])}
-        self._handles += [ProcessHandle(pid) for pid in self.ranks.values()]
-        if with_handler:
-            self.handler = ProcessHandle(wait_until(self._find_handler, "the handler watches the ranks"))
-            self.settle()
+        try:
+            ready = self.line().split()
+            assert ready[0] == "ready", ready
+            self.ranks = {name: int(pid) for name, pid in (pair.split("=") for pair in ready[1:])}
+            self._handles += [ProcessHandle(pid) for pid in self.ranks.values()]
+            if with_handler:
+                self.handler = ProcessHandle(wait_until(self._find_handler, "the handler watches the ranks"))
+                self.settle()
+        except BaseException:
+            self.close()
+            raise
 
     def line(self) -> str:
         """Return the next line that the server says."""
@@ -85,10 +89,6 @@ class Server:
         """Give the server a command and return its answer."""
         self.say(command)
         return self.line()
-
-    def tell(self, name: str, command: str) -> None:
-        """Give a rank a command while the server itself does not listen."""
-        self.say(f"tell {name} {command}")
 
     def settle(self) -> None:
         """Wait until the handler has read the titles of all processes that are there now.

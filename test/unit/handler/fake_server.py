@@ -22,8 +22,6 @@ from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_launch_p
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 from sglang_crashkit.srt.managers.tokenizer_manager import on_crash_dump, on_sigterm, open_crash_dump
 from sglang_crashkit.srt.utils.common import on_kill_process_tree
-from sglang_crashkit.srt.utils.cudacore_pyspy_dump_utils import on_pyspy_dump
-from sglang_crashkit.srt.utils.watchdog import on_watchdog_timeout
 
 PR_SET_PDEATHSIG = 1
 children: dict[str, tuple[int, int]] = {}  # by title: pid, write end of the pipe of its commands
@@ -67,20 +65,6 @@ def forward_one_batch(command: str) -> None:
         os.kill(os.getppid(), signal.SIGQUIT)
 
 
-@on_pyspy_dump
-def pyspy_dump_schedulers() -> str:
-    return "upstream's"
-
-
-def time_out(kind: str) -> str:
-    """Do what a rank's watchdog does, and return who took the stacks."""
-    on_watchdog_timeout(SimpleNamespace(debug_name="Scheduler", watchdog_timeout=20.0, soft=kind == "soft"))
-    taken_by = pyspy_dump_schedulers() or "the handler"
-    if kind == "hard":
-        os.kill(os.getppid(), signal.SIGQUIT)
-    return taken_by
-
-
 def start_copy() -> int:
     """Fork a copy that has this process's title and ends with status 5 on SIGUSR1."""
     pid = os.fork()
@@ -103,10 +87,6 @@ def wait_for_a_command(commands: int, answers: int) -> None:
                 os.abort()
             elif verb == "raise":
                 forward_one_batch(argument)
-            elif verb == "watchdog":
-                os.write(answers, f"{time_out(argument)}\n".encode())
-            elif verb == "snapshot":
-                os.write(answers, f"{pyspy_dump_schedulers() or 'the handler'}\n".encode())
             elif verb == "copy":
                 os.write(answers, f"{start_copy()}\n".encode())
             elif verb == "retitle":
