@@ -97,6 +97,7 @@ class CrashHandler:
             "crash_dump_begun": self._on_dump_begun,
             "crash_dump_ended": self._on_dump_ended,
             "launch_failed": self._on_launch_failed,
+            "await_incident": self._on_await_incident,
             "draining": self._on_draining,
             "teardown": self._on_teardown,
         }
@@ -218,6 +219,13 @@ class CrashHandler:
             self._run.set_requests({"reason": "the server had not started to serve"})
         self._waiting.append(message)
         self._finish()
+
+    def _on_await_incident(self, message: Message, _sender: TrackedProcess | None) -> None:
+        # Whoever is about to end the server waits for what it would cut short.
+        if self._run is None or self._run.finished:
+            self._mailbox.acknowledge(message, ack="finished", path=str(self._run.path) if self._run else None)
+        else:
+            self._waiting.append(message)
 
     def _on_draining(self, message: Message, _sender: TrackedProcess | None) -> None:
         self._draining = True

@@ -12,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import setproctitle
 
 from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_launch_phase_sigquit
-from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
+from sglang_crashkit.srt.managers.scheduler import on_parent_told, on_scheduler_exception
 from sglang_crashkit.srt.managers.tokenizer_manager import on_crash_dump, on_sigterm, open_crash_dump
 from sglang_crashkit.srt.utils.common import on_kill_process_tree
 
@@ -30,7 +31,8 @@ children: dict[str, tuple[int, int]] = {}  # by title: pid, write end of the pip
 class Manager:
     """What the hooks use of ``TokenizerManager``."""
 
-    def __init__(self, crash_folder: str | None, error: str | None) -> None:
+    def __init__(self, crash_folder: str | None, error: str | None, dump_secs: float = 0.0) -> None:
+        self.dump_secs = dump_secs
         self.crash_dump_folder = crash_folder
         self.crash_dump_performed = False
         self.crash_dump_request_list = [object()] * 3
@@ -40,6 +42,7 @@ class Manager:
     @on_crash_dump
     def dump_requests_before_crash(self) -> None:
         self.crash_dump_performed = True
+        time.sleep(self.dump_secs)
         if self.error:
             raise ValueError(self.error)
         if self.crash_dump_folder:
@@ -63,6 +66,7 @@ def forward_one_batch(command: str) -> None:
     except ValueError:
         on_scheduler_exception()
         os.kill(os.getppid(), signal.SIGQUIT)
+        on_parent_told()
 
 
 def start_copy() -> int:
@@ -154,14 +158,15 @@ def obey(line: str, options: dict[str, Any]) -> None:
 
 def main(options: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    manager = Manager(options["crash_folder"], options.get("dump_error"))
+    manager = Manager(options["crash_folder"], options.get("dump_error"), options.get("dump_secs", 0.0))
     options["helpers"] = []
 
     def sigquit(_signum: int, _frame: object) -> None:
         answer("sigquit")
         if options["answers_sigquit"]:
             manager.dump_requests_before_crash()
-            kill_process_tree(os.getpid())
+            if options.get("ends_after_dump", True):
+                kill_process_tree(os.getpid())
 
     @on_launch_phase_sigquit
     def launch_sigquit(_signum: int, _frame: object) -> None:

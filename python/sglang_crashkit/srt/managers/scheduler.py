@@ -1,8 +1,10 @@
-"""Hook of ``sglang/srt/managers/scheduler.py``: the scheduler process hit an exception."""
+"""Hooks of ``sglang/srt/managers/scheduler.py``: the scheduler process hit an exception, and told its parent."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import sys
 import time
 import traceback
@@ -12,13 +14,17 @@ from typing import Any
 
 import setproctitle
 
+from sglang_crashkit.core.pidfd import ProcessHandle
 from sglang_crashkit.core.private_files import write_json
-from sglang_crashkit.core.settings import SPOOL_VARIABLE
+from sglang_crashkit.core.settings import SPOOL_VARIABLE, Settings, read_bool
 from sglang_crashkit.srt.hooks import never_raises, request
+from sglang_crashkit.srt.process_group import find_server, kill_own_group
 
 #: The longest that the failing rank waits for the other ranks to be photographed, in seconds.
 PHOTOGRAPH_WAIT_SECS = 2.0
 _MAX_REQUESTS = 64
+#: The incident is written within this time once its own is spent, in seconds.
+_FINISH_SECS = 2.0
 
 
 @never_raises
@@ -39,6 +45,33 @@ def on_scheduler_exception() -> None:
         message=message.splitlines()[0][:300],
         record=str(record) if record else None,
     )
+
+
+@never_raises
+def on_parent_told() -> None:
+    """Kill the server's process group where ``SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION`` asks for it.
+
+    To be called once the parent was sent SIGQUIT, on which it saves the requests. The kill comes when they are saved
+    and the incident is whole, after ``SGLANG_CRASHKIT_BUDGET_SECS`` at the latest. Where the kit is off nothing is done
+    here: the branch that some releases have of their own then does as upstream says.
+    """
+    if not read_bool(os.environ, "SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION", False) or not hasattr(os, "killpg"):
+        return
+    settings = Settings.from_environ()
+    if settings.enabled:
+        if request("await_incident", settings.budget_secs + _FINISH_SECS) is None:
+            _await_server(settings.budget_secs)
+        kill_own_group()
+
+
+def _await_server(timeout_secs: float) -> None:
+    """Wait until the server has ended by itself: where there is no crash handler, this is what tells of the dump."""
+    with contextlib.suppress(OSError):
+        server = ProcessHandle(find_server(os.getpid()))
+        poller = select.poll()
+        poller.register(server, select.POLLIN)
+        poller.poll(timeout_secs * 1000)
+        server.close()
 
 
 def _write_record(message: str, trace: TracebackType | None) -> Path | None:
