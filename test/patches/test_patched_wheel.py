@@ -66,9 +66,11 @@ def test_only_the_patched_files_and_the_metadata_differ_from_upstreams(built, wh
         after = {info.filename: info for info in new.infolist()}
         changed = {name for name, info in before.items() if name in after and after[name].CRC != info.CRC}
         assert before.keys() - after.keys() == set()
-        assert after.keys() - before.keys() == {f"{new_info}sglang-crashkit.json"}
-        files = {f"sglang/{path}" for path in lock.releases[RELEASE].files}
-        assert changed == {*files, f"{new_info}METADATA", f"{new_info}RECORD"}
+        locked_files = lock.releases[RELEASE].files.items()
+        created = {f"sglang/{path}" for path, locked in locked_files if locked.pristine is None}
+        assert after.keys() - before.keys() == {f"{new_info}sglang-crashkit.json", *created}
+        files = {f"sglang/{path}" for path, _locked in locked_files}
+        assert changed == {*(files - created), f"{new_info}METADATA", f"{new_info}RECORD"}
         assert any(name.endswith(".so") for name in after)
         for name, info in before.items():
             assert after[name].external_attr >> 16 == (info.external_attr >> 16 or 0o100644), name

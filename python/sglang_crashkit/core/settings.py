@@ -47,6 +47,9 @@ class Settings:
         diagnostics: either of upstream's ``SGLANG_PYSPY_DUMP_BEFORE_CRASH`` and
             ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH``, both true by default.
         stacks: ``SGLANG_PYSPY_DUMP_BEFORE_CRASH``; no process is photographed when false.
+        cores: ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH``; no GPU core is asked for when false.
+        core_wait_secs: ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS``; the longest that a GPU core may take, in
+            seconds.
         budget_secs: ``SGLANG_CRASHKIT_BUDGET_SECS``; the longest an incident may take, in seconds.
         photograph_secs: ``SGLANG_CRASHKIT_PHOTOGRAPH_SECS``; the longest that one round of stacks may take, in seconds.
     """
@@ -54,6 +57,8 @@ class Settings:
     enabled: bool
     diagnostics: bool
     stacks: bool
+    cores: bool
+    core_wait_secs: float
     budget_secs: float
     photograph_secs: float
 
@@ -66,6 +71,8 @@ class Settings:
             enabled=read_bool(environ, "SGLANG_CRASHKIT_ENABLED", True),
             diagnostics=stacks or cores,
             stacks=stacks,
+            cores=cores,
+            core_wait_secs=read_seconds(environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", 60.0),
             budget_secs=read_seconds(environ, "SGLANG_CRASHKIT_BUDGET_SECS", 20.0),
             photograph_secs=read_seconds(environ, "SGLANG_CRASHKIT_PHOTOGRAPH_SECS", 1.5),
         )

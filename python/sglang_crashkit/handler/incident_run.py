@@ -34,7 +34,7 @@ class IncidentRun:
     """Gathers one incident; later events join it.
 
     Args:
-        kind: ``killed``, ``exited``, ``exception``, ``failed_start`` or ``child_failure``.
+        kind: ``killed``, ``exited``, ``exception``, ``failed_start``, ``child_failure``, ``hang`` or ``snapshot``.
         trigger: the event that opened it.
         process: whom the event came from.
         seconds: when, since the epoch.
@@ -149,6 +149,27 @@ class IncidentRun:
         evidence.adopt_record(record, report, self._folder)
         report.doing = evidence.exception_frames(content) or report.doing
 
+    def add_hang(self, process: TrackedProcess, seconds: float, fields: dict[str, Any]) -> None:
+        """Take in that a process's watchdog saw no progress.
+
+        Args:
+            process: whose watchdog it is.
+            seconds: when, since the epoch.
+            fields: what the watchdog says: ``name``, ``silent_secs`` and ``soft``.
+        """
+        silent = fields.get("silent_secs")
+        how_long = f" for {silent:g} s" if isinstance(silent, (int, float)) else ""
+        self._failures.append(
+            FailureEvent(process.pid, seconds, "hang", f"made no progress{how_long}: its watchdog timed out")
+        )
+        self.note(seconds, "watchdog_timeout", pid=process.pid, title=process.title, **_plain(fields))
+
+    @property
+    def stacks(self) -> int:
+        """Of how many processes there are stacks."""
+        pieces = [piece for report in self.incident.processes for piece in report.evidence]
+        return sum(piece.kind == "stack" and piece.status == "captured" for piece in pieces)
+
     def set_requests(self, fields: dict[str, Any]) -> None:
         """Take in what the server says of the requests that it saved."""
         path = fields.get("path")
@@ -214,6 +235,10 @@ def _read_record(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: fields.get(name) for name in ("name", "silent_secs", "soft")}
 
 
 def _count(value: object) -> int | None:

@@ -41,6 +41,8 @@ _LINGER_SECS = 3.0
 _NEXT_INCIDENT_SECS = 60.0
 #: A child that died before it had a title has to do with what happens within this time, in seconds.
 _UNEXPLAINED_SECS = 60.0
+#: What a server that goes on reported, such as a soft watchdog, is whole after this time, in seconds.
+_OBSERVED_SECS = 5.0
 _SCAN_STARTING_SECS = 0.2
 _SCAN_SETTLED_SECS = 1.0
 _ANNOUNCED_BY_ANYONE = frozenset({"teardown"})
@@ -89,6 +91,8 @@ class CrashHandler:
         self._soft_since: float | None = None
         self._quit_due: float | None = None
         self._answer_due: float | None = None
+        self._observed_due: float | None = None
+        self._observed = False
         self._dump_begun = False
         self._waiting: list[Message] = []
         self._server_gone_at: float | None = None
@@ -98,6 +102,8 @@ class CrashHandler:
             "crash_dump_ended": self._on_dump_ended,
             "launch_failed": self._on_launch_failed,
             "await_incident": self._on_await_incident,
+            "watchdog_timeout": self._on_watchdog_timeout,
+            "stacks_wanted": self._on_stacks_wanted,
             "draining": self._on_draining,
             "teardown": self._on_teardown,
         }
@@ -153,6 +159,8 @@ class CrashHandler:
             self._on_exit(root)
             if process.exited_at is not None:
                 return
+        if process.matters and process.pid not in self._expected:
+            self._make_room()
         self._selector.unregister(process.handle)
         process.exited_at = time.time()
         status = process.exit_status()
@@ -183,6 +191,7 @@ class CrashHandler:
     def _on_exception(self, message: Message, sender: TrackedProcess | None) -> None:
         assert sender is not None
         seconds = _time_of(message)
+        self._make_room()
         if self._run is None:
             self._open("exception", "exception", sender, seconds)
         if self._run is None:
@@ -197,6 +206,7 @@ class CrashHandler:
 
     def _on_dump_begun(self, message: Message, sender: TrackedProcess | None) -> None:
         assert sender is not None
+        self._make_room()
         self._dump_begun = True
         self._quit_due = self._answer_due = self._soft_since = None
         self._join("child_failure", "crash_dump", sender, _time_of(message))
@@ -213,12 +223,52 @@ class CrashHandler:
 
     def _on_launch_failed(self, message: Message, sender: TrackedProcess | None) -> None:
         assert sender is not None
+        self._make_room()
         self._soft_since = None
         self._join("failed_start", "launch_failed", sender, _time_of(message))
         if self._run is not None:
             self._run.set_requests({"reason": "the server had not started to serve"})
         self._waiting.append(message)
         self._finish()
+
+    def _on_watchdog_timeout(self, message: Message, sender: TrackedProcess | None) -> None:
+        assert sender is not None
+        seconds, is_soft = _time_of(message), message.fields.get("soft") is True
+        if not is_soft:
+            # It ends the server, which is another matter than what a soft one saw before.
+            self._make_room()
+        is_new = self._run is None
+        self._join("hang", message.event, sender, seconds)
+        if self._run is not None:
+            self._run.add_hang(sender, seconds, message.fields)
+        if is_new and is_soft:
+            self._observe()
+        self._tell_of_stacks(message)
+
+    def _on_stacks_wanted(self, message: Message, sender: TrackedProcess | None) -> None:
+        assert sender is not None
+        if self._run is None:
+            self._join("snapshot", message.event, sender, _time_of(message))
+            self._observe()
+        self._tell_of_stacks(message)
+
+    def _tell_of_stacks(self, message: Message) -> None:
+        run = self._run
+        # Those of an incident that is over are not what the sender wants to know.
+        fresh = run is not None and not run.finished
+        captured = run.stacks if run is not None and fresh else 0
+        self._mailbox.acknowledge(message, captured=captured, incident=run.incident.id if run and fresh else None)
+
+    def _observe(self) -> None:
+        """Note that the incident tells of a server that goes on, unless more comes."""
+        self._observed = self._run is not None
+        self._observed_due = time.monotonic() + _OBSERVED_SECS if self._observed else None
+
+    def _make_room(self) -> None:
+        """Let what comes be an incident of its own, where the one at hand tells of a server that went on."""
+        if self._observed and self._run is not None:
+            self._write(self._run)
+            self._forget_run()
 
     def _on_await_incident(self, message: Message, _sender: TrackedProcess | None) -> None:
         # Whoever is about to end the server waits for what it would cut short.
@@ -327,6 +377,9 @@ class CrashHandler:
             # Nothing more is to come but the exits of those that die with it.
             if not self._tree.alive() or now >= self._server_gone_at + 0.5:
                 self._finish()
+        elif self._observed_due is not None and now >= self._observed_due:
+            run.set_requests({"reason": "the server went on"})
+            self._finish()
         elif self._answer_due is not None and now >= self._answer_due:
             run.set_requests({"reason": f"the server did not begin to save them within {_ANSWER_SECS:g} s"})
             self._finish()
@@ -353,22 +406,30 @@ class CrashHandler:
         run = self._run
         if run is not None and not run.finished:
             self._collect_exits()
-            try:
-                run.finish()
-            except (OSError, CrashkitError) as error:
-                logger.error("incident %s could not be finished: %s", run.path, error)
-                run.finished = True
+            if self._run is not run:
+                # One of the exits was an incident of its own.
+                return
+            self._write(run)
         path = str(run.path) if run is not None else None
         for message in self._waiting:
             self._mailbox.acknowledge(message, ack="finished", path=path)
         self._waiting.clear()
-        self._quit_due = self._answer_due = None
+        self._quit_due = self._answer_due = self._observed_due = None
+
+    def _write(self, run: IncidentRun) -> None:
+        if run.finished:
+            return
+        try:
+            run.finish()
+        except (OSError, CrashkitError) as error:
+            logger.error("incident %s could not be finished: %s", run.path, error)
+            run.finished = True
 
     def _forget_run(self) -> None:
         self._run = None
         self._tree.forget_dead()
-        self._dump_begun = False
-        self._soft_since = self._quit_due = self._answer_due = None
+        self._dump_begun = self._observed = False
+        self._soft_since = self._quit_due = self._answer_due = self._observed_due = None
 
     # -- housekeeping
 
@@ -388,7 +449,7 @@ class CrashHandler:
         run = self._run
         if run is None or run.finished:
             return float("inf") if self._server_gone_at is None else self._server_gone_at + _LINGER_SECS
-        dues = [run.opened + self._settings.budget_secs, self._quit_due, self._answer_due]
+        dues = [run.opened + self._settings.budget_secs, self._quit_due, self._answer_due, self._observed_due]
         if self._soft_since is not None:
             dues.append(self._soft_since + _SOFT_HOLD_SECS)
         if self._server_gone_at is not None:

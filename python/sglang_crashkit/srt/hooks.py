@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
+#: The longest that a process waits for the crash handler to photograph the others, in seconds.
+PHOTOGRAPH_WAIT_SECS = 2.0
+
 
 def never_raises(hook: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]:
     """Log whatever a hook raises and return None instead: the server comes first."""

@@ -36,7 +36,13 @@ def test_seconds_that_are_none_count_as_unset(text: str) -> None:
 
 def test_the_defaults() -> None:
     assert Settings.from_environ({}) == Settings(
-        enabled=True, diagnostics=True, stacks=True, budget_secs=20.0, photograph_secs=1.5
+        enabled=True,
+        diagnostics=True,
+        stacks=True,
+        cores=True,
+        core_wait_secs=60.0,
+        budget_secs=20.0,
+        photograph_secs=1.5,
     )
 
 
@@ -45,6 +51,7 @@ def test_either_of_upstreams_diagnostics_keeps_the_kit_awake() -> None:
     assert Settings.from_environ({stacks: "0"}).diagnostics
     assert not Settings.from_environ({stacks: "0"}).stacks
     assert Settings.from_environ({cores: "0"}).diagnostics
+    assert not Settings.from_environ({cores: "0"}).cores
     assert not Settings.from_environ({stacks: "0", cores: "0"}).diagnostics
 
 
@@ -53,9 +60,10 @@ def test_every_setting_has_its_variable() -> None:
         "SGLANG_CRASHKIT_ENABLED": "no",
         "SGLANG_CRASHKIT_BUDGET_SECS": "3",
         "SGLANG_CRASHKIT_PHOTOGRAPH_SECS": "0.5",
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "7",
     }
     read = Settings.from_environ(environ)
-    assert (read.enabled, read.budget_secs, read.photograph_secs) == (False, 3.0, 0.5)
+    assert (read.enabled, read.budget_secs, read.photograph_secs, read.core_wait_secs) == (False, 3.0, 0.5, 7.0)
 
 
 def test_the_environment_is_read_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

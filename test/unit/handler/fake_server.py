@@ -23,6 +23,8 @@ from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_launch_p
 from sglang_crashkit.srt.managers.scheduler import on_parent_told, on_scheduler_exception
 from sglang_crashkit.srt.managers.tokenizer_manager import on_crash_dump, on_sigterm, open_crash_dump
 from sglang_crashkit.srt.utils.common import on_kill_process_tree
+from sglang_crashkit.srt.utils.cudacore_pyspy_dump_utils import on_pyspy_dump
+from sglang_crashkit.srt.utils.watchdog import on_watchdog_timeout
 
 PR_SET_PDEATHSIG = 1
 children: dict[str, tuple[int, int]] = {}  # by title: pid, write end of the pipe of its commands
@@ -69,14 +71,37 @@ def forward_one_batch(command: str) -> None:
         on_parent_told()
 
 
-def start_copy() -> int:
-    """Fork a copy that has this process's title and ends with status 5 on SIGUSR1."""
+@on_pyspy_dump
+def pyspy_dump_schedulers() -> str:
+    return "upstream's"
+
+
+def time_out(kind: str) -> str:
+    """Do what a rank's watchdog does, and return who took the stacks."""
+    on_watchdog_timeout(SimpleNamespace(debug_name="Scheduler", watchdog_timeout=20.0, soft=kind == "soft"))
+    taken_by = pyspy_dump_schedulers() or "the handler"
+    if kind == "hard":
+        os.kill(os.getppid(), signal.SIGQUIT)
+    return taken_by
+
+
+def start_copy(title: str = "") -> int:
+    """Fork a copy that has this process's title, unless it gets one, and ends with status 5 on SIGUSR1."""
     pid = os.fork()
     if pid == 0:
+        if title:
+            setproctitle.setproctitle(title)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGUSR1, lambda *_: os._exit(5))
         while True:
             signal.pause()
+    return pid
+
+
+def become_controller(title: str) -> int:
+    """Take the data-parallel controller's title and fork a rank below it."""
+    pid = start_copy(title)
+    setproctitle.setproctitle("sglang::data_parallel_controller")
     return pid
 
 
@@ -91,6 +116,15 @@ def wait_for_a_command(commands: int, answers: int) -> None:
                 os.abort()
             elif verb == "raise":
                 forward_one_batch(argument)
+            elif verb == "watchdog":
+                os.write(answers, f"{time_out(argument)}\n".encode())
+            elif verb == "snapshot":
+                os.write(answers, f"{pyspy_dump_schedulers() or 'the handler'}\n".encode())
+            elif verb == "exit_later":
+                time.sleep(0.5)
+                os._exit(int(argument))
+            elif verb == "become_controller":
+                os.write(answers, f"{become_controller(argument)}\n".encode())
             elif verb == "copy":
                 os.write(answers, f"{start_copy()}\n".encode())
             elif verb == "retitle":
@@ -152,6 +186,8 @@ def obey(line: str, options: dict[str, Any]) -> None:
         for _ in range(int(argument)):
             options["helpers"].append(subprocess.Popen(["true"]))
         answer("done")
+    elif verb == "join":
+        os.waitpid(children[argument][0], 0)
     elif verb == "leave":
         os._exit(int(argument))
 

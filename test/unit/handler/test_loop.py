@@ -25,7 +25,7 @@ from sglang_crashkit.core.channel import Mailbox, notify
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.loop import CrashHandler, Place
 from unit.handler.driver import HOST, Server
-from unit.waiting import child, descriptors, wait_until
+from unit.waiting import LONG, child, descriptors, wait_until
 
 Start = Callable[..., Server]
 
@@ -513,6 +513,102 @@ def test_a_handler_whose_server_is_gone_at_once_leaves_no_folder(short_folder: P
     wait_until(lambda: not runtime.exists() and not spool.exists(), "both folders are removed")
 
 
+# -- watchdogs
+
+
+def finished_kinds(server: Server) -> list[str]:
+    stored = [found for found in server.incidents() if found.finished and found.document]
+    return [str(found.document["kind"]) for found in stored if found.document]
+
+
+def test_a_watchdog_that_ends_the_server_has_all_ranks_photographed_first(start_server: Start) -> None:
+    server = start_server()
+    assert server.ask("tell scheduler_TP1 watchdog hard") == "the handler"
+    assert server.line() == "sigquit"
+    document = document_of(server)
+    assert document["kind"] == "hang"
+    assert document["trigger"]["event"] == "watchdog_timeout"
+    for name in ("scheduler_TP0", "scheduler_TP1", "detokenizer"):
+        assert piece_of(process_of(document, name), "stack")["status"] == "captured"
+    verdict = document["verdict"]
+    assert (verdict["kind"], verdict["level"]) == ("hang", "supported")
+    assert verdict["first_failure"]["title"] == "sglang::scheduler_TP1"
+    assert "made no progress for 20 s" in verdict["text"]
+    events = [event for event in events_of(document) if event in ("photographed", "watchdog_timeout", "requests_saved")]
+    assert events == ["watchdog_timeout", "photographed", "requests_saved"]
+
+
+def test_a_soft_watchdog_makes_an_incident_of_a_server_that_goes_on(start_server: Start) -> None:
+    server = start_server()
+    assert server.ask("tell scheduler_TP1 watchdog soft") == "the handler"
+    assert server.ask("tell scheduler_TP0 watchdog soft") == "the handler"
+    document = server.incident().document
+    assert document is not None
+    assert document["kind"] == "hang"
+    assert document["requests"]["reason"] == "the server went on"
+    assert events_of(document).count("watchdog_timeout") == 2
+    assert server.process.poll() is None
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_death_after_a_soft_watchdog_is_an_incident_of_its_own(start_server: Start, whole: bool) -> None:
+    server = start_server()
+    assert server.ask("tell scheduler_TP1 watchdog soft") == "the handler"
+    if whole:
+        server.incident()
+    server.kill("scheduler_TP0")
+    assert server.line() == "sigquit"
+    server.process.wait(LONG)
+    server.wait_for_handler()
+    assert sorted(finished_kinds(server)) == ["hang", "killed"]
+    killed = next(found.document for found in server.incidents() if found.document and found.document["kind"] != "hang")
+    assert killed["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP0"
+    assert killed["requests"]["path"] is not None
+
+
+def test_stacks_can_be_asked_for(start_server: Start) -> None:
+    server = start_server()
+    assert server.ask("tell scheduler_TP0 snapshot") == "the handler"
+    document = server.incident().document
+    assert document is not None
+    assert (document["kind"], document["verdict"]["kind"]) == ("snapshot", "unknown")
+    assert piece_of(process_of(document, "scheduler_TP1"), "stack")["status"] == "captured"
+    # What it has by now is no answer to another question.
+    assert server.ask("tell scheduler_TP0 snapshot") == "upstream's"
+
+
+def test_no_stack_is_promised_where_stacks_are_switched_off(start_server: Start) -> None:
+    server = start_server(environ={"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"})
+    assert server.ask("tell scheduler_TP1 watchdog soft") == "upstream's"
+
+
+# -- a node of rank above 0, and the data-parallel controller
+
+
+@pytest.mark.parametrize("how", ["kill", "exit 0"])
+def test_a_node_that_waits_for_its_ranks_in_order_ends_with_any_of_them(start_server: Start, how: str) -> None:
+    server = start_server(launching=True)
+    if how == "exit 0":
+        server.say("tell scheduler_TP1 exit_later 0")
+    server.say("join scheduler_TP0")
+    if how == "kill":
+        server.kill("scheduler_TP1")
+    assert server.line() == "sigquit"
+    document = document_of(server)
+    assert server.process.returncode == 41
+    assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
+    assert piece_of(process_of(document, "scheduler_TP0"), "stack")["status"] == "captured"
+
+
+def test_a_rank_below_the_data_parallel_controller_is_watched(start_server: Start) -> None:
+    server = start_server()
+    pid = int(server.ask("tell scheduler_TP1 become_controller sglang::scheduler_DP1_TP0"))
+    server.settle()
+    os.kill(pid, signal.SIGKILL)
+    document = document_of(server)
+    assert document["verdict"]["first_failure"] == {"pid": pid, "title": "sglang::scheduler_DP1_TP0"}
+
+
 # -- one quiet server for what is no incident and changes nothing
 
 
@@ -583,7 +679,17 @@ def test_rubbish_is_passed_over(quiet_server: Server) -> None:
     assert server.incidents() == []
 
 
-@pytest.mark.parametrize("event", ["scheduler_exception", "crash_dump_begun", "crash_dump_ended", "launch_failed"])
+@pytest.mark.parametrize(
+    "event",
+    [
+        "scheduler_exception",
+        "crash_dump_begun",
+        "crash_dump_ended",
+        "launch_failed",
+        "watchdog_timeout",
+        "stacks_wanted",
+    ],
+)
 def test_a_process_outside_the_tree_cannot_open_an_incident(quiet_server: Server, event: str) -> None:
     path = str(quiet_server.runtime / "handler.sock")
     notify(path, event, pid=quiet_server.pid, message="ValueError: not mine")

@@ -78,6 +78,7 @@ def listener(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Li
         "crash_dump_ended": finished,
         "launch_failed": finished,
         "scheduler_exception": {"ack": "photographed"},
+        "watchdog_timeout": {"captured": 3, "incident": "abc"},
         "die": None,
     }
     found = Listener(short_folder / "sock", answers)

@@ -5,6 +5,8 @@ import os
 import pickle
 import signal
 import stat
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +14,16 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.srt.managers.tokenizer_manager import on_crash_dump, on_sigterm, open_crash_dump
+from sglang_crashkit.srt.managers import tokenizer_manager
+from sglang_crashkit.srt.managers.tokenizer_manager import (
+    on_crash_dump,
+    on_crash_dump_without_diagnostics,
+    on_orderly_exit,
+    on_sigterm,
+    open_crash_dump,
+)
 from unit.srt.conftest import Listener
+from unit.waiting import LONG
 
 FLAGS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 
@@ -122,9 +132,6 @@ def test_without_a_handler_upstreams_function_runs_as_it_is(
     assert manager.dump_requests_before_crash() == "result"
     assert manager.flags == ["1", None]
     assert signal.getsignal(signal.SIGQUIT) is sigquit
-    manager.error = ValueError("upstream's own")
-    with pytest.raises(ValueError, match="upstream's own"):
-        manager.dump_requests_before_crash()
 
 
 def test_a_handler_that_dies_during_the_dump_does_not_hold_it_up(listener: Listener, tmp_path: Path) -> None:
@@ -138,6 +145,120 @@ def test_a_handler_that_dies_during_the_dump_does_not_hold_it_up(listener: Liste
 
     assert on_crash_dump(kill_and_dump)(manager) == "result"
     assert (tmp_path / "host" / "dump.pkl").exists()
+
+
+class OldManager(Manager):
+    """One of a release whose dump has no diagnostics."""
+
+    @on_crash_dump_without_diagnostics
+    def dump_requests_before_crash(self) -> str:  # type: ignore[override]
+        if not self.crash_dump_folder:
+            return "nothing to do"
+        self.crash_dump_performed = True
+        if self.error:
+            raise self.error
+        return "result"
+
+
+@pytest.fixture
+def diagnosed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Whether the diagnostics were made in this process."""
+    done: list[str] = []
+    monkeypatch.setattr(tokenizer_manager, "diagnose_schedulers", lambda: done.append("diagnosed"))
+    return done
+
+
+@pytest.mark.parametrize("kind", [Manager, OldManager])
+def test_without_a_handler_a_dump_that_fails_does_not_take_the_diagnostics_along(
+    tmp_path: Path, diagnosed: list[str], caplog: pytest.LogCaptureFixture, kind: type[Manager]
+) -> None:
+    manager = kind(tmp_path)
+    manager.error = OSError(errno.ENOSPC, "No space left")
+    assert manager.dump_requests_before_crash() is None
+    assert diagnosed == ["diagnosed"]
+    assert "No space left" in caplog.text
+
+
+@pytest.mark.parametrize("with_folder", [False, True])
+def test_where_upstream_has_no_diagnostics_they_follow_the_dump_once(
+    tmp_path: Path, diagnosed: list[str], with_folder: bool
+) -> None:
+    manager = OldManager(tmp_path if with_folder else None)
+    assert manager.dump_requests_before_crash() == ("result" if with_folder else "nothing to do")
+    manager.dump_requests_before_crash()
+    assert diagnosed == ["diagnosed"]
+
+
+def test_diagnostics_that_fail_do_not_stop_the_server_from_ending(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail() -> None:
+        raise ValueError("no diagnostics")
+
+    monkeypatch.setattr(tokenizer_manager, "diagnose_schedulers", fail)
+    assert OldManager(tmp_path).dump_requests_before_crash() == "result"
+
+
+@pytest.mark.parametrize("kind", [Manager, OldManager])
+def test_when_nothing_is_wanted_nothing_is_done(
+    monkeypatch: pytest.MonkeyPatch, diagnosed: list[str], kind: type[Manager]
+) -> None:
+    for name in FLAGS:
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(tokenizer_manager, "notify", lambda *_: pytest.fail("the handler was told"))
+    manager = kind(None)
+    manager.dump_requests_before_crash()
+    assert diagnosed == []
+    assert not [name for name in vars(manager) if name.startswith("_crashkit")]
+
+
+def test_an_orderly_exit_is_no_crash(listener: Listener, tmp_path: Path, diagnosed: list[str]) -> None:
+    manager = OldManager(tmp_path)
+    on_orderly_exit(manager)
+    assert manager.dump_requests_before_crash() == "result"
+    assert diagnosed == []
+    tokenizer_manager.notify("told by the test")
+    assert listener.heard()["event"] == "told by the test"
+
+
+def test_an_exception_of_the_tokenizer_manager_is_told(listener: Listener, tmp_path: Path) -> None:
+    manager = Manager(tmp_path)
+    try:
+        raise KeyError("rid")
+    except KeyError:
+        manager.dump_requests_before_crash()
+    told = listener.heard()
+    assert (told["event"], told["message"]) == ("scheduler_exception", "KeyError: 'rid'")
+    assert listener.heard()["event"] == "crash_dump_begun"
+
+
+@pytest.mark.parametrize("with_handler", [False, True])
+def test_another_thread_that_calls_waits_for_the_first(request: pytest.FixtureRequest, with_handler: bool) -> None:
+    if with_handler:
+        request.getfixturevalue("listener")
+    order: list[str] = []
+    begun = threading.Event()
+
+    class Slow(Manager):
+        @on_crash_dump
+        def dump_requests_before_crash(self) -> str:  # type: ignore[override]
+            begun.set()
+            time.sleep(0.2)
+            order.append("first is whole")
+            return "result"
+
+    manager = Slow(None)
+
+    def second() -> None:
+        begun.wait(LONG)
+        manager.dump_requests_before_crash()
+        order.append("second returns")
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    assert manager.dump_requests_before_crash() == "result"
+    thread.join(LONG)
+    assert order == ["first is whole", "second returns"]
 
 
 def test_a_second_dump_is_upstreams_to_refuse(listener: Listener) -> None:

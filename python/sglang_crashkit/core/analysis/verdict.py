@@ -14,7 +14,7 @@ from typing import Literal
 
 from sglang_crashkit.core.incident import Failure, Incident, Level, ProcessReport, Verdict
 
-FailureKind = Literal["exit", "exception"]
+FailureKind = Literal["exit", "exception", "hang"]
 
 #: Signals that a process does not get by an orderly shutdown.
 FATAL_SIGNALS = frozenset({"SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP"})
@@ -35,8 +35,8 @@ class FailureEvent:
     Attributes:
         pid: the process.
         seconds: when, since the epoch.
-        kind: it exited, or it reported an exception.
-        message: the exception in one line; empty for an exit.
+        kind: it exited, it reported an exception, or its watchdog saw no progress.
+        message: the exception, or what the watchdog saw, in one line; empty for an exit.
         fatal_signal: the exit was by a signal of `FATAL_SIGNALS`.
         before_photograph: it was seen before the server's own clean-up could begin.
     """
@@ -118,6 +118,9 @@ def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -
     name = f"{title} (pid {event.pid})"
     if event.kind == "exception":
         return f"{name} raised {event.message}.", "exception", "established"
+    if event.kind == "hang":
+        # Who waits is not necessarily whom the others wait for.
+        return f"{name} {event.message}.", "hang", "supported"
     end = process.exit if process else None
     if end is None or end.cause == "unknown":
         return f"{name} ended; nobody could tell how.", "unknown", "supported"
@@ -135,5 +138,7 @@ def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -
 def _consequence(event: FailureEvent, process: ProcessReport) -> str:
     if event.kind == "exception":
         return f"{process.title} (pid {process.pid}) then raised {event.message}."
+    if event.kind == "hang":
+        return f"{process.title} (pid {process.pid}) then {event.message}."
     how = (process.exit.signal or f"exit status {process.exit.code}") if process.exit else "an unknown cause"
     return f"{process.title} (pid {process.pid}) then ended by {how}."

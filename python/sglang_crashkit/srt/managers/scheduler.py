@@ -17,11 +17,9 @@ import setproctitle
 from sglang_crashkit.core.pidfd import ProcessHandle
 from sglang_crashkit.core.private_files import write_json
 from sglang_crashkit.core.settings import SPOOL_VARIABLE, Settings, read_bool
-from sglang_crashkit.srt.hooks import never_raises, request
+from sglang_crashkit.srt.hooks import PHOTOGRAPH_WAIT_SECS, never_raises, request
 from sglang_crashkit.srt.process_group import find_server, kill_own_group
 
-#: The longest that the failing rank waits for the other ranks to be photographed, in seconds.
-PHOTOGRAPH_WAIT_SECS = 2.0
 _MAX_REQUESTS = 64
 #: The incident is written within this time once its own is spent, in seconds.
 _FINISH_SECS = 2.0

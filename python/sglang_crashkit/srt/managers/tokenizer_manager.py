@@ -7,6 +7,8 @@ import functools
 import logging
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -14,6 +16,8 @@ from typing import Any, BinaryIO, TypeVar
 from sglang_crashkit.core.private_files import create_private, make_private_folder
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.srt.hooks import never_raises, notify, request
+from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
+from sglang_crashkit.srt.utils.cudacore_pyspy_dump_utils import diagnose_schedulers
 
 logger = logging.getLogger(__name__)
 
@@ -22,36 +26,117 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 #: Upstream's own diagnostics, which the crash handler takes over.
 _UPSTREAM_DIAGNOSTICS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 _SAVED = "_crashkit_saved_requests"
+_ONGOING = "_crashkit_ongoing_dump"
+_ORDERLY = "_crashkit_orderly_exit"
+_claims = threading.Lock()
+
+
+class _Dump:
+    """A dump under way: who makes it, and whether it is done."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.done = threading.Event()
 
 
 def on_crash_dump(dump: Method) -> Method:
-    """Wrap ``TokenizerManager.dump_requests_before_crash``.
+    """Wrap ``TokenizerManager.dump_requests_before_crash``, where it ends with upstream's diagnostics.
 
     Upstream's method writes the requests, as before; the diagnostics that follow it there are the crash handler's, and
     the method returns when the incident is whole. An error of the dump is named in the log and in the incident instead
-    of leaving the server half dead. Where there is no crash handler, upstream's method runs as it is.
+    of leaving the server half dead. Where there is no crash handler, upstream's method runs as it is; when it fails to
+    write the requests, the diagnostics are made nonetheless. A second thread that calls waits until the first is done.
     """
+    return _wrap(dump, has_diagnostics=True)
 
+
+def on_crash_dump_without_diagnostics(dump: Method) -> Method:
+    """Wrap ``dump_requests_before_crash`` of a release whose method saves the requests only; see `on_crash_dump`.
+
+    The diagnostics follow it here, also where there is no crash handler and no crash folder.
+    """
+    return _wrap(dump, has_diagnostics=False)
+
+
+@never_raises
+def on_orderly_exit(manager: Any) -> None:
+    """Note that the server ends because it was asked to: the dump that follows is upstream's own, of no crash.
+
+    Args:
+        manager: the ``TokenizerManager``.
+    """
+    setattr(manager, _ORDERLY, True)
+
+
+def _wrap(dump: Method, *, has_diagnostics: bool) -> Method:
     @functools.wraps(dump)
     def wrapper(manager: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(manager, "crash_dump_performed", False) or not notify("crash_dump_begun"):
-            return dump(manager, *args, **kwargs)
-        _ignore_further_sigquit()
-        outcome = _count_requests(manager) or {}
-        result = None
+        save = functools.partial(dump, manager, *args, **kwargs)
+        settings, dump_under_way = Settings.from_environ(), _Dump()
+        wanted = settings.diagnostics or getattr(manager, "crash_dump_folder", None)
+        with _claims:
+            earlier: _Dump | None = vars(manager).get(_ONGOING)
+            # What is wanted counts for the first one only: while it works, upstream's flags are not the user's.
+            unwanted = not settings.enabled or not wanted or getattr(manager, _ORDERLY, False)
+            if earlier is None and not unwanted:
+                setattr(manager, _ONGOING, dump_under_way)
+        if earlier is not None:
+            if earlier.thread != threading.get_ident():
+                # Its caller kills the process next.
+                earlier.done.wait(settings.budget_secs)
+                return None
+            return save() if getattr(manager, "crash_dump_performed", False) else None
+        if unwanted:
+            return save()
         try:
-            with _without_upstream_diagnostics():
-                result = dump(manager, *args, **kwargs)
-        except Exception as error:
-            logger.exception("crash kit: the requests could not be saved")
-            outcome["error"] = f"{type(error).__name__}: {error}"
-        path = getattr(manager, _SAVED, None)
-        if path is None and not getattr(manager, "crash_dump_folder", None):
-            outcome["reason"] = "the server was started without --crash-dump-folder"
-        _await_incident(outcome | {"path": path})
-        return result
+            return _dump_once(manager, save, has_diagnostics)
+        finally:
+            dump_under_way.done.set()
 
     return wrapper  # type: ignore[return-value]
+
+
+def _dump_once(manager: Any, save: Callable[[], Any], has_diagnostics: bool) -> Any:
+    if getattr(manager, "crash_dump_performed", False):
+        return save()
+    if sys.exc_info()[0] is not None:
+        # Called where the tokenizer manager's own exception is handled: nobody else tells of it.
+        on_scheduler_exception()
+    if notify("crash_dump_begun"):
+        return _dump_beside_handler(manager, save)
+    if has_diagnostics:
+        return _dump_alone(save, on_failure=diagnose_schedulers)
+    result = _dump_alone(save, on_failure=None)
+    never_raises(diagnose_schedulers)()
+    return result
+
+
+def _dump_beside_handler(manager: Any, save: Callable[[], Any]) -> Any:
+    _ignore_further_sigquit()
+    outcome = _count_requests(manager) or {}
+    result = None
+    try:
+        with _without_upstream_diagnostics():
+            result = save()
+    except Exception as error:
+        logger.exception("crash kit: the requests could not be saved")
+        outcome["error"] = f"{type(error).__name__}: {error}"
+    path = getattr(manager, _SAVED, None)
+    if path is None and not getattr(manager, "crash_dump_folder", None):
+        outcome["reason"] = "the server was started without --crash-dump-folder"
+    _await_incident(outcome | {"path": path})
+    return result
+
+
+def _dump_alone(save: Callable[[], Any], *, on_failure: Callable[[], None] | None) -> Any:
+    try:
+        return save()
+    except Exception:
+        # What comes after the dump ends the server, and must be reached.
+        logger.exception("crash kit: the requests could not be saved")
+        if on_failure is not None:
+            never_raises(on_failure)()
+        return None
 
 
 @contextlib.contextmanager

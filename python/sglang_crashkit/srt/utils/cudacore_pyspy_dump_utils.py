@@ -1,0 +1,237 @@
+"""Diagnostics of the schedulers before a crash: py-spy stacks, and GPU cores on demand.
+
+Releases from 0.5.13 on ship a module of this name; there `on_pyspy_dump` hands over to the crash handler and the rest
+is theirs. In earlier ones this module stands in for it under upstream's name, with the same functions and meaning. The
+names that a caller may replace (`collect_scheduler_processes`, `subprocess`, `os`, `time`, `psutil`) are looked up in
+this module at each call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import logging
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.pyspy import find_pyspy
+from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.srt.hooks import PHOTOGRAPH_WAIT_SECS, never_raises, request
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_NAME = "sglang.srt.utils.cudacore_pyspy_dump_utils"
+# Whoever filters SGLang's log by module finds the messages where they are in later releases.
+logger = logging.getLogger(_NAME)
+
+_SCHEDULER = "sglang::scheduler"
+#: The longest that py-spy may take with the native stack, which stops the process, and without, in seconds.
+_NATIVE_SECS = 5.0
+_SNAPSHOT_SECS = 2.0
+#: States in which a process does not answer ptrace: stopped, traced, in uninterruptible sleep.
+_DEAF_STATES = frozenset("TtD")
+
+
+def stand_in_for(name: str) -> None:
+    """Let ``import name`` give this very module, so that what is replaced in one is replaced in the other.
+
+    Args:
+        name: the importing module's ``__name__``.
+    """
+    sys.modules[name] = sys.modules[__name__]
+
+
+def on_pyspy_dump(dump: Function) -> Function:
+    """Wrap upstream's ``pyspy_dump_schedulers``: the crash handler takes the stacks, of all ranks at once.
+
+    Upstream's function runs where there is no crash handler or it took no stack.
+    """
+
+    @functools.wraps(dump)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not _photographed_by_handler():
+            return dump(*args, **kwargs)
+        return None
+
+    return wrapper  # type: ignore[return-value]
+
+
+def in_place_of_pyspy_dump(dump: Function) -> Function:
+    """Let ``pyspy_dump_schedulers`` of ``utils/common.py``, its place before 0.5.13, be the one of this module.
+
+    Upstream's function there stays when the kit is switched off.
+    """
+
+    @functools.wraps(dump)
+    def wrapper(scheduler_only: bool = False) -> Any:
+        if not Settings.from_environ().enabled and not scheduler_only:
+            return dump()
+        return pyspy_dump_schedulers(scheduler_only=scheduler_only)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def collect_scheduler_processes() -> list[psutil.Process]:
+    """Return the schedulers among the descendants of this process."""
+    descendants = psutil.Process().children(recursive=True)
+    return [process for process in descendants if _is_sglang_scheduler_process(process)]
+
+
+def pyspy_dump_schedulers(scheduler_only: bool = False) -> None:
+    """Bring the Python stacks into the log, or, where there is a crash handler, into an incident.
+
+    Args:
+        scheduler_only: of all schedulers below this process; of this process otherwise.
+    """
+    if _photographed_by_handler():
+        return
+    pids = [process.pid for process in _targets(scheduler_only, "py-spy dump")]
+    deadline = time.monotonic() + max(Settings.from_environ().budget_secs, _SNAPSHOT_SECS)
+    for pid in pids:
+        _dump_stack(pid, deadline)
+
+
+def trigger_cuda_user_coredump(scheduler_only: bool = False) -> None:
+    """Ask the CUDA driver for a GPU core by a byte in each process's pipe.
+
+    Args:
+        scheduler_only: of all schedulers below this process; of this process otherwise.
+    """
+    trigger_cores(scheduler_only)
+
+
+def trigger_cores(scheduler_only: bool) -> int:
+    """Do what `trigger_cuda_user_coredump` does and return how many processes were asked."""
+    if os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
+        logger.error(
+            "No GPU core on demand: CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 was not set before CUDA was initialised; "
+            "next: start the server with --crash-dump-folder"
+        )
+    return sum(_trigger(process) for process in _targets(scheduler_only, "CUDA coredump"))
+
+
+def diagnose_schedulers() -> None:
+    """Run both diagnostics on the schedulers, each as its flag says, and wait for the cores that were asked for."""
+    settings = Settings.from_environ()
+    if settings.stacks:
+        pyspy_dump_schedulers(scheduler_only=True)
+    # Without a pipe there is no core to wait for.
+    if settings.cores and trigger_cores(scheduler_only=True) and settings.core_wait_secs > 0:
+        logger.info("Waiting %.1f s for GPU cores.", settings.core_wait_secs)
+        time.sleep(settings.core_wait_secs)
+
+
+def _is_sglang_scheduler_process(proc: psutil.Process) -> bool:
+    try:
+        return " ".join(proc.cmdline()).startswith(_SCHEDULER)
+    except (psutil.Error, OSError):
+        return False
+
+
+def _resolve_cuda_coredump_pipe_path(proc: psutil.Process) -> Path:
+    """Return the path of the pipe at which the CUDA driver of `proc` listens.
+
+    ``%t`` is the time at which the driver made it, which only the process's open files tell.
+    """
+    template = os.environ.get("CUDA_COREDUMP_PIPE", "corepipe.cuda.%h.%p")
+    known = template.replace("%h", platform.node()).replace("%p", str(proc.pid))
+    if "%t" in known:
+        found = _open_pipe(proc.pid, known)
+        if found is not None:
+            return found
+    path = Path(known.replace("%t", str(int(time.time()))))
+    if path.is_absolute():
+        return path
+    try:
+        return Path(proc.cwd()) / path
+    except (psutil.Error, OSError):
+        return Path.cwd() / path
+
+
+def _open_pipe(pid: int, template: str) -> Path | None:
+    name = re.compile(re.escape(Path(template).name).replace("%t", r"\d+"))
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            # Between the two it may be closed.
+            with contextlib.suppress(OSError):
+                if name.fullmatch(entry.readlink().name):
+                    return entry.readlink()
+    return None
+
+
+def _targets(scheduler_only: bool, purpose: str) -> list[psutil.Process]:
+    if not scheduler_only:
+        return [psutil.Process()]
+    processes = collect_scheduler_processes()
+    if not processes:
+        logger.error("No sglang scheduler processes found for %s.", purpose)
+    return processes
+
+
+@never_raises
+def _photographed_by_handler() -> bool:
+    answer = request("stacks_wanted", PHOTOGRAPH_WAIT_SECS)
+    captured = answer.get("captured") if answer else None
+    if not answer or not captured:
+        return False
+    logger.error("crash kit: stacks of %d processes are in incident %s", captured, answer.get("incident"))
+    return True
+
+
+def _dump_stack(pid: int, deadline: float) -> None:
+    stat = procfs.read_stat(pid)
+    attempts = [("--nonblocking", _SNAPSHOT_SECS)]
+    if stat is None or stat.state not in _DEAF_STATES:
+        # It stops the process, and waits for ever for one that does not answer ptrace.
+        attempts.insert(0, ("--native", _NATIVE_SECS))
+    for option, seconds in attempts:
+        command = [find_pyspy() or "py-spy", "dump", option, "--pid", str(pid)]
+        shown = " ".join(["py-spy", *command[1:]])
+        remaining = min(seconds, deadline - time.monotonic())
+        if remaining <= 0:
+            break
+        try:
+            result = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=remaining
+            )
+        except subprocess.CalledProcessError as error:
+            logger.error("Pyspy failed (%s). Error: %s", shown, error.stderr)
+        except subprocess.TimeoutExpired:
+            logger.error("Pyspy failed (%s). Error: killed after %.1f s", shown, remaining)
+        except OSError as error:
+            logger.error("Pyspy failed (%s). Error: %s; next: pip install py-spy", shown, error)
+        else:
+            logger.error("Pyspy dump for PID %s (%s):\n%s", pid, shown, result.stdout)
+            return
+    logger.error("All pyspy dump attempts failed for PID %s.", pid)
+
+
+def _trigger(process: psutil.Process) -> bool:
+    path = _resolve_cuda_coredump_pipe_path(process)
+    try:
+        # Not blocking: a pipe that nobody reads any more would hold this process up for ever.
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(descriptor, b"1")
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        logger.error("No GPU core of PID %s: there is no pipe %s; CUDA was not initialised for it", process.pid, path)
+    except OSError as error:
+        why = "nobody reads it" if error.errno == errno.ENXIO else error.strerror or str(error)
+        logger.error("No GPU core of PID %s: pipe %s: %s", process.pid, path, why)
+    else:
+        logger.error("Triggered a GPU core of PID %s via %s", process.pid, path)
+        return True
+    return False

@@ -1,0 +1,339 @@
+from __future__ import annotations
+
+import errno
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from sglang_crashkit.srt.utils import cudacore_pyspy_dump_utils as dump_utils
+from unit.srt.conftest import Listener
+from unit.waiting import LONG, wait_until
+
+LOGGER = "sglang.srt.utils.cudacore_pyspy_dump_utils"
+Run = Callable[..., Any]
+
+
+class Process:
+    """What the functions ask of ``psutil.Process``."""
+
+    def __init__(self, pid: int = 2**22 + 1, cmdline: list[str] | None = None, cwd: str | Exception = "/work") -> None:
+        self.pid = pid
+        self._answers = {"cmdline": cmdline or ["sglang::scheduler_TP0"], "cwd": cwd}
+
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        answer = self._answers[name]
+
+        def ask() -> Any:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return ask
+
+
+@pytest.fixture(autouse=True)
+def no_core_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_COREDUMP_PIPE", raising=False)
+    monkeypatch.setenv("CUDA_ENABLE_USER_TRIGGERED_COREDUMP", "1")
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
+    processes = [Process(2**22 + 1), Process(2**22 + 2)]
+    monkeypatch.setattr(dump_utils, "collect_scheduler_processes", lambda: processes)
+    return processes
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that were run; each succeeds."""
+    seen: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> SimpleNamespace:
+        assert "shell" not in options
+        assert 0 < options["timeout"] <= 5
+        seen.append(command[1:])
+        return SimpleNamespace(stdout=f"stack of {command[-1]}")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return seen
+
+
+@pytest.fixture
+def titled() -> Iterator[Callable[[str], int]]:
+    """Start processes with a title."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(title: str) -> int:
+        code = f"import setproctitle, time; setproctitle.setproctitle({title!r}); print(flush=True); time.sleep(60)"
+        started.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE))
+        assert started[-1].stdout is not None
+        started[-1].stdout.readline()
+        return started[-1].pid
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(LONG)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+# -- which processes
+
+
+def test_schedulers_are_told_by_their_titles(titled: Callable[[str], int]) -> None:
+    wanted = {titled("sglang::scheduler_TP0"), titled("sglang::scheduler")}
+    titled("sglang::detokenizer")
+    titled("not sglang::scheduler")
+    assert {process.pid for process in dump_utils.collect_scheduler_processes()} == wanted
+
+
+@pytest.mark.parametrize("error", [psutil.NoSuchProcess(1), psutil.AccessDenied(1), psutil.ZombieProcess(1), OSError()])
+def test_a_process_that_cannot_be_asked_is_none(error: Exception) -> None:
+    process = Process()
+    process._answers["cmdline"] = error
+    assert not dump_utils._is_sglang_scheduler_process(process)
+
+
+# -- py-spy
+
+
+def test_without_schedulers_nothing_is_run(
+    monkeypatch: pytest.MonkeyPatch, commands: list[list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dump_utils, "collect_scheduler_processes", list)
+    dump_utils.pyspy_dump_schedulers(scheduler_only=True)
+    assert commands == []
+    assert "No sglang scheduler processes found" in caplog.text
+
+
+def test_each_scheduler_is_dumped_into_sglangs_log(
+    two: list[Process], commands: list[list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    dump_utils.pyspy_dump_schedulers(scheduler_only=True)
+    assert commands == [["dump", "--native", "--pid", str(process.pid)] for process in two]
+    assert all(record.name == LOGGER and record.levelno == logging.ERROR for record in caplog.records)
+    assert all(f"stack of {process.pid}" in caplog.text for process in two)
+
+
+def test_without_the_flag_it_is_this_process_alone(two: list[Process], commands: list[list[str]]) -> None:
+    dump_utils.pyspy_dump_schedulers()
+    assert [command[-1] for command in commands] == [str(os.getpid())]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        subprocess.CalledProcessError(1, "py-spy", stderr="no permission"),
+        subprocess.TimeoutExpired("py-spy", 5),
+        FileNotFoundError(errno.ENOENT, "no such file"),
+    ],
+)
+def test_where_the_native_stack_fails_the_cheap_one_is_tried(
+    two: list[Process], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    tried = []
+
+    def run(command: list[str], **_options: object) -> None:
+        tried.append(command[2])
+        raise error
+
+    monkeypatch.setattr(subprocess, "run", run)
+    dump_utils.pyspy_dump_schedulers(scheduler_only=True)
+    assert tried == ["--native", "--nonblocking"] * 2
+    assert caplog.text.count("All pyspy dump attempts failed") == 2
+
+
+def test_a_stopped_process_is_not_waited_for(
+    two: list[Process], commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dump_utils.procfs, "read_stat", lambda pid: SimpleNamespace(state="T"))
+    dump_utils.pyspy_dump_schedulers(scheduler_only=True)
+    assert {command[1] for command in commands} == {"--nonblocking"}
+
+
+def test_all_together_have_a_deadline(two: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CRASHKIT_BUDGET_SECS", "0.1")
+    slept: list[float] = []
+
+    def hang(command: list[str], *, timeout: float, **_options: object) -> None:
+        slept.append(timeout)
+        time.sleep(timeout)
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    started = time.monotonic()
+    dump_utils.pyspy_dump_schedulers(scheduler_only=True)
+    assert time.monotonic() - started < 4
+    assert len(slept) == 1
+
+
+def test_a_real_stack(titled: Callable[[str], int], caplog: pytest.LogCaptureFixture) -> None:
+    pid = titled("sglang::scheduler_TP0")
+    os.kill(pid, 19)
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "it is stopped")
+    dump_utils.pyspy_dump_schedulers(scheduler_only=True)
+    assert "<module> (<string>:1)" in caplog.text
+    assert psutil.Process(pid).status() == psutil.STATUS_STOPPED
+
+
+# -- the crash handler comes first
+
+
+@pytest.mark.parametrize("answer", [{"captured": 4, "incident": "abc"}, {"captured": 0, "incident": None}, {}])
+def test_the_handler_is_asked_first(
+    short_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    commands: list[list[str]],
+    two: list[Process],
+    answer: dict[str, object],
+) -> None:
+    upstream = []
+    hooked = dump_utils.on_pyspy_dump(lambda scheduler_only=False: upstream.append(scheduler_only))
+    handler = Listener(short_folder / "sock", {"stacks_wanted": answer})
+    monkeypatch.setenv("SGLANG_CRASHKIT_SOCKET", str(handler.path))
+    try:
+        hooked(scheduler_only=True)
+        assert handler.heard()["event"] == "stacks_wanted"
+        dump_utils.pyspy_dump_schedulers(scheduler_only=True)
+    finally:
+        handler.kill()
+        assert handler.process.stdout is not None
+        handler.process.stdout.close()
+    assert upstream == ([] if answer.get("captured") else [True])
+    assert len(commands) == (0 if answer.get("captured") else 2)
+
+
+def test_without_a_handler_upstreams_function_runs_as_it_is() -> None:
+    hooked = dump_utils.on_pyspy_dump(lambda *args, **kwargs: (args, kwargs))
+    assert hooked(1, scheduler_only=2) == ((1,), {"scheduler_only": 2})
+
+
+@pytest.mark.parametrize("enabled", ["0", "1"])
+def test_the_old_place_is_this_modules(
+    two: list[Process], commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, enabled: str
+) -> None:
+    monkeypatch.setenv("SGLANG_CRASHKIT_ENABLED", enabled)
+    old = dump_utils.in_place_of_pyspy_dump(lambda: "upstream's")
+    assert old() == ("upstream's" if enabled == "0" else None)
+    assert len(commands) == int(enabled)
+    old(scheduler_only=True)
+    assert len(commands) == int(enabled) + 2
+
+
+# -- GPU cores
+
+
+def test_the_pipe_has_its_default_name_in_the_processs_folder() -> None:
+    expected = Path("/srv") / f"corepipe.cuda.{os.uname().nodename}.7"
+    assert dump_utils._resolve_cuda_coredump_pipe_path(Process(7, cwd="/srv")) == expected
+
+
+@pytest.mark.parametrize("error", [psutil.AccessDenied(7), OSError()])
+def test_a_process_without_a_folder_is_looked_for_here(error: Exception) -> None:
+    found = dump_utils._resolve_cuda_coredump_pipe_path(Process(7, cwd=error))
+    assert found.parent == Path.cwd()
+
+
+def test_the_specifiers_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_COREDUMP_PIPE", "/tmp/%h.%p.%t")
+    monkeypatch.setattr(time, "time", lambda: 123.9)
+    found = dump_utils._resolve_cuda_coredump_pipe_path(Process(2**22 + 1))
+    assert found == Path(f"/tmp/{os.uname().nodename}.{2**22 + 1}.123")
+
+
+def test_the_time_in_a_pipes_name_is_looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_COREDUMP_PIPE", f"{tmp_path}/pipe.%p.%t")
+    pipe = tmp_path / f"pipe.{os.getpid()}.1700000000"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert dump_utils._resolve_cuda_coredump_pipe_path(Process(os.getpid())) == pipe
+    finally:
+        os.close(reader)
+
+
+def test_each_pipe_gets_a_byte(
+    two: list[Process], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_COREDUMP_PIPE", f"{tmp_path}/%p")
+    readers = []
+    for process in two:
+        os.mkfifo(tmp_path / str(process.pid))
+        readers.append(os.open(tmp_path / str(process.pid), os.O_RDONLY | os.O_NONBLOCK))
+    assert dump_utils.trigger_cores(scheduler_only=True) == 2
+    assert [os.read(reader, 16) for reader in readers] == [b"1", b"1"]
+    for reader in readers:
+        os.close(reader)
+    assert caplog.text.count("Triggered a GPU core of PID") == 2
+
+
+def test_pipes_that_do_not_answer_are_named_one_by_one(
+    two: list[Process], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_COREDUMP_PIPE", f"{tmp_path}/%p")
+    monkeypatch.delenv("CUDA_ENABLE_USER_TRIGGERED_COREDUMP")
+    os.mkfifo(tmp_path / str(two[1].pid))
+    dump_utils.trigger_cuda_user_coredump(scheduler_only=True)
+    assert f"there is no pipe {tmp_path / str(two[0].pid)}" in caplog.text
+    assert f"pipe {tmp_path / str(two[1].pid)}: nobody reads it" in caplog.text
+    assert "CUDA_ENABLE_USER_TRIGGERED_COREDUMP" in caplog.text
+
+
+def test_a_write_that_fails_leaves_no_descriptor_and_the_next_one_is_asked(
+    two: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+    monkeypatch.setattr(os, "open", lambda path, flags: 1000)
+    monkeypatch.setattr(os, "close", closed.append)
+
+    def refuse(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "write", refuse)
+    dump_utils.trigger_cuda_user_coredump(scheduler_only=True)
+    assert closed == [1000, 1000]
+
+
+# -- both
+
+
+@pytest.mark.parametrize("stacks", ["0", "1"])
+@pytest.mark.parametrize("cores", ["0", "1"])
+@pytest.mark.parametrize("answering", [0, 2])
+def test_each_diagnostic_has_its_flag(monkeypatch: pytest.MonkeyPatch, stacks: str, cores: str, answering: int) -> None:
+    done: list[object] = []
+    monkeypatch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", stacks)
+    monkeypatch.setenv("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", cores)
+    monkeypatch.setenv("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "30")
+    monkeypatch.setattr(dump_utils, "pyspy_dump_schedulers", lambda scheduler_only: done.append("stacks"))
+    monkeypatch.setattr(dump_utils, "trigger_cores", lambda scheduler_only: done.append("cores") or answering)
+    monkeypatch.setattr(time, "sleep", done.append)
+    dump_utils.diagnose_schedulers()
+    waits = cores == "1" and answering
+    assert done == ["stacks"] * int(stacks) + ["cores"] * int(cores) + ([30.0] if waits else [])
+
+
+def test_the_module_stands_in_under_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "old_name.py").write_text(f"from {dump_utils.__name__} import stand_in_for\nstand_in_for(__name__)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "old_name", None)
+    del sys.modules["old_name"]
+    import old_name  # type: ignore[import-not-found]
+    from old_name import pyspy_dump_schedulers  # type: ignore[import-not-found]
+
+    assert old_name is dump_utils
+    assert pyspy_dump_schedulers is dump_utils.pyspy_dump_schedulers
+    assert {"os", "subprocess", "time", "psutil"} <= vars(old_name).keys()
+    assert importlib.util.find_spec("sglang_crashkit") is not None
