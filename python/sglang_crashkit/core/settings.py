@@ -15,6 +15,8 @@ from pathlib import Path
 SOCKET_VARIABLE = "SGLANG_CRASHKIT_SOCKET"
 SPOOL_VARIABLE = "SGLANG_CRASHKIT_SPOOL"
 
+_SOCKET = "handler.sock"
+_MAX_SOCKET_PATH = 107
 _TRUE = {"1", "true", "yes", "y"}
 _FALSE = {"0", "false", "no", "n"}
 
@@ -52,6 +54,8 @@ class Settings:
             seconds.
         budget_secs: ``SGLANG_CRASHKIT_BUDGET_SECS``; the longest an incident may take, in seconds.
         photograph_secs: ``SGLANG_CRASHKIT_PHOTOGRAPH_SECS``; the longest that one round of stacks may take, in seconds.
+        startup_timeout_secs: ``SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS``; the longest that the ranks may take to get
+            ready, in seconds; 0 for no limit.
     """
 
     enabled: bool
@@ -61,6 +65,7 @@ class Settings:
     core_wait_secs: float
     budget_secs: float
     photograph_secs: float
+    startup_timeout_secs: float = 0.0
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -75,6 +80,7 @@ class Settings:
             core_wait_secs=read_seconds(environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", 60.0),
             budget_secs=read_seconds(environ, "SGLANG_CRASHKIT_BUDGET_SECS", 20.0),
             photograph_secs=read_seconds(environ, "SGLANG_CRASHKIT_PHOTOGRAPH_SECS", 1.5),
+            startup_timeout_secs=read_seconds(environ, "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", 0.0),
         )
 
 
@@ -84,12 +90,16 @@ def runtime_folder(server_pid: int, start_ticks: int) -> Path:
     It follows from the server's pid and start time alone, so that a program outside the server finds the handler of the
     server that it is about to end. It lies in the temporary folder because a socket's path may have 107 bytes only.
     """
-    return fallback_folder() / "run" / f"{server_pid}-{start_ticks}"
+    name = Path("run") / f"{server_pid}-{start_ticks}"
+    folder = fallback_folder() / name
+    if len(str(folder / _SOCKET)) > _MAX_SOCKET_PATH:
+        folder = Path("/tmp") / fallback_folder().name / name  # noqa: S108 - a folder of our own with mode 0700
+    return folder
 
 
 def socket_path(server_pid: int, start_ticks: int) -> Path:
     """Return the path of the socket of the crash handler of a server; see `runtime_folder`."""
-    return runtime_folder(server_pid, start_ticks) / "handler.sock"
+    return runtime_folder(server_pid, start_ticks) / _SOCKET
 
 
 def fallback_folder() -> Path:

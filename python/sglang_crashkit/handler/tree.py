@@ -13,6 +13,8 @@ from sglang_crashkit.core.pidfd import ExitStatus, ProcessHandle
 
 logger = logging.getLogger(__name__)
 
+_OOM_AGE_SECS = 30.0
+
 
 @dataclass(eq=False)
 class TrackedProcess:
@@ -24,7 +26,8 @@ class TrackedProcess:
         is_root: it is the process that launched the server.
         is_python: it runs a Python interpreter, so it has a stack to photograph.
         is_workers_child: a worker started it; whatever its title says, it is no worker itself.
-        oom_counter: the OOM counter of its memory cgroup as it stood when the process was first seen.
+        oom_counter: the OOM counter of its memory cgroup as it stood a while ago.
+        newer_oom_counter: the same as it stood lately; it takes the other's place in time.
         exited_at: when its exit was noticed, in seconds since the epoch; None while it lives.
     """
 
@@ -33,6 +36,7 @@ class TrackedProcess:
     is_root: bool
     is_python: bool
     oom_counter: oom.OomCounter | None
+    newer_oom_counter: oom.OomCounter | None = None
     is_workers_child: bool = False
     exited_at: float | None = field(default=None)
 
@@ -78,7 +82,7 @@ class ProcessTree:
         self._processes: dict[int, TrackedProcess] = {}
         self._forgotten: dict[int, int] = {}  # start times by pid, while they are zombies
         self.root = self._add(root_pid, is_root=True)
-        self._changed_at = time.monotonic()
+        self._changed_at = self._aged_at = time.monotonic()
 
     def __iter__(self) -> Iterator[TrackedProcess]:
         return iter(list(self._processes.values()))
@@ -117,6 +121,7 @@ class ProcessTree:
             # SGLang sets its titles once; a process that has none yet is about to set it.
             if process.is_workers_child or not process.title.startswith("sglang::"):
                 self._reread_title(process)
+        self._age_oom_counters()
         if new:
             self._changed_at = time.monotonic()
         return new
@@ -133,6 +138,19 @@ class ProcessTree:
         for process in self:
             if process.exited_at is not None and not process.is_root:
                 self.forget(process)
+
+    def _age_oom_counters(self) -> None:
+        """Compare with a count of half a minute to a minute ago.
+
+        An older one would blame a kill of today on another process that was killed last week; a newer one may already
+        hold the kill in question, because a large process takes seconds to die.
+        """
+        if time.monotonic() < self._aged_at + _OOM_AGE_SECS:
+            return
+        self._aged_at = time.monotonic()
+        for process in self.alive():
+            process.oom_counter = process.newer_oom_counter or process.oom_counter
+            process.newer_oom_counter = oom.find_counter(process.pid)
 
     def _is_forgotten(self, pid: int) -> bool:
         if pid not in self._forgotten:

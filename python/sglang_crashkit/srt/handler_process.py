@@ -44,7 +44,7 @@ def start(crash_folder: str | None) -> None:
     if os.environ.get(settings.SOCKET_VARIABLE) == str(socket_path) and channel.is_reachable(str(socket_path)):
         return
     host_folder, spool = _make_folders(crash_folder, f".spool-{pid}-{stat.start_ticks}")
-    for folder in (settings.fallback_folder(), runtime.parent):
+    for folder in (runtime.parent.parent, runtime.parent):
         make_private_folder(folder)
     shutil.rmtree(runtime, ignore_errors=True)
     make_private_folder(runtime)
@@ -65,6 +65,9 @@ def start(crash_folder: str | None) -> None:
                 stderr=log,
                 pass_fds=[receiver.fileno()],
                 start_new_session=True,
+                # Python looks for modules in its working directory first, which is the user's.
+                cwd="/",
+                env=_environment(),
                 timeout=_START_SECS,
                 check=True,
             )
@@ -97,6 +100,14 @@ def _make_folders(crash_folder: str | None, spool_name: str) -> tuple[Path, Path
             )
             failure = error
     raise failure
+
+
+def _environment() -> dict[str, str]:
+    environ = dict(os.environ)
+    if "PYTHONPATH" in environ:
+        entries = environ["PYTHONPATH"].split(os.pathsep)
+        environ["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in entries if entry)
+    return environ
 
 
 def _open_log(path: Path) -> BinaryIO:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import tempfile
 
 import pytest
@@ -79,3 +80,10 @@ def test_the_socket_follows_from_pid_and_start_time_and_has_room_in_its_address(
     assert first != second
     assert first == settings.runtime_folder(4194304, 2**40) / "handler.sock"
     assert len(str(first)) <= 107
+
+
+def test_a_temporary_folder_that_is_too_deep_for_a_socket_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 100)
+    path = settings.socket_path(1, 2)
+    assert path.parent == settings.runtime_folder(1, 2)
+    assert str(path).startswith(f"/tmp/sglang-crashkit-{os.getuid()}/run/")

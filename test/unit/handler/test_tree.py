@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core import procfs
+from sglang_crashkit.core import oom, procfs
+from sglang_crashkit.handler import tree as tree_module
 from sglang_crashkit.handler.tree import ProcessTree
 from unit.waiting import LONG, child, descriptors, wait_until
 
@@ -258,3 +260,24 @@ def test_a_child_of_the_data_parallel_controller_matters(server: Rank, make_tree
     roles = {process.role: process.matters for process in tree}
     assert roles == {"server": True, "data_parallel_controller": True, "scheduler": True}
     end(next(process.pid for process in tree if process.role == "scheduler"))
+
+
+def test_an_oom_kill_of_long_ago_is_not_counted(
+    server: Rank, make_tree: Callable[[int], ProcessTree], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    events = tmp_path / "memory.events"
+    events.write_text("oom_kill 3\n")
+    monkeypatch.setattr(oom, "find_counter", lambda pid: oom.OomCounter(events, int(events.read_text().split()[1])))
+    tree = make_tree(server.pid)
+    counter = tree.root.oom_counter
+    assert counter is not None
+    events.write_text("oom_kill 4\n")
+    tree.refresh()
+    assert tree.root.oom_counter is counter, "a kill of this moment is counted"
+    monkeypatch.setattr(tree_module, "_OOM_AGE_SECS", 0.0)
+    tree.refresh()
+    assert tree.root.oom_counter is not None
+    assert tree.root.oom_counter.grown_by() == 1, "so is one of half a minute ago"
+    tree.refresh()
+    assert tree.root.oom_counter is not None
+    assert tree.root.oom_counter.grown_by() == 0

@@ -76,17 +76,6 @@ def test_a_handler_that_hangs_at_its_start_is_ended(
     assert list((settings.fallback_folder() / "run").iterdir()) == []
 
 
-def test_a_temporary_folder_that_is_too_deep_for_a_socket_leaves_the_server_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    deep = tmp_path / ("x" * 100)
-    deep.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    on_engine_launch(SimpleNamespace(crash_dump_folder=str(tmp_path / "crash")))
-    assert "AF_UNIX path too long" in caplog.text
-    assert list((settings.fallback_folder() / "run").iterdir()) == []
-
-
 def test_a_failed_launch_is_told_before_the_tree_is_killed(
     listener: Listener, caplog: pytest.LogCaptureFixture
 ) -> None:
