@@ -49,6 +49,7 @@ class PDServers:
         cls,
         lane: Lane,
         *,
+        device: str = "cpu",
         extra_args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         host: str = "127.0.0.1",
@@ -58,6 +59,7 @@ class PDServers:
 
         Args:
             lane: which SGLang.
+            device: ``cpu`` or ``cuda``; prefill and decode share the first GPU.
             extra_args: more arguments for prefill and decode.
             env: more environment for all three.
             host: the address to listen on.
@@ -75,6 +77,7 @@ class PDServers:
         try:
             prefill = Server.start(
                 lane,
+                device=device,
                 extra_args=(
                     *("--disaggregation-mode", "prefill", *transfer),
                     *("--disaggregation-bootstrap-port", bootstrap, *extra_args),
@@ -86,6 +89,7 @@ class PDServers:
             started.append(prefill)
             decode = Server.start(
                 lane,
+                device=device,
                 extra_args=("--disaggregation-mode", "decode", *transfer, *backup, *extra_args),
                 env=merged,
                 host=host,

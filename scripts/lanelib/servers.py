@@ -44,6 +44,8 @@ GRACE_S = 20.0
 HANDLER_GRACE_S = 60.0
 POLL_S = 0.2
 TAIL_LINES = 30
+#: Capturing takes longer than serving the tiny model.
+NO_CUDA_GRAPH = ["--disable-cuda-graph"]
 #: A library that cannot be loaded turns pynccl off, and gloo carries the collectives.
 NO_NCCL = "/nonexistent.so"
 #: A server on this machine is not behind the proxy that the environment may name.
@@ -252,6 +254,7 @@ class Server(ManagedProcess):
         *,
         tp: int = 1,
         dp: int = 1,
+        device: str = "cpu",
         extra_args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         host: str = "127.0.0.1",
@@ -265,6 +268,7 @@ class Server(ManagedProcess):
             lane: which SGLang.
             tp: tensor-parallel ranks.
             dp: data-parallel ranks.
+            device: ``cpu`` or ``cuda``.
             extra_args: more arguments of ``sglang.launch_server``; they win over ours.
             env: more environment; it wins over the lane's.
             host: the address to listen on.
@@ -274,19 +278,25 @@ class Server(ManagedProcess):
         """
         port = port or free_port()
         argv: list[str | Path] = [lane.python, "-m", "sglang.launch_server"]
-        argv += ["--model-path", lane.model_dir, "--load-format", "dummy", "--device", "cpu"]
+        argv += ["--model-path", lane.model_dir, "--load-format", "dummy", "--device", device]
         argv += ["--host", host, "--port", str(port)]
         argv += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
         argv += ["--skip-server-warmup", "--max-total-tokens", "8192"]
         argv += ["--mem-fraction-static", "0.2"]
         argv += ["--tp", str(tp)] if tp > 1 else []
         argv += ["--dp", str(dp)] if dp > 1 else []
+        argv += [] if device == "cpu" else NO_CUDA_GRAPH
         argv += extra_args
-        merged = lane.serve_env() | parallel_env(lane, tp, dp) | dict(env or {})
+        merged = lane.serve_env() | device_env(device) | parallel_env(lane, tp, dp) | dict(env or {})
         return cls(name or f"sglang-{lane.name}", argv, env=merged, host=host, port=port, log_path=log_path)
 
     def __enter__(self) -> Server:
         return self
+
+
+def device_env(device: str) -> dict[str, str]:
+    """Return what a server on `device` needs in its environment beside the lane's, which is for a CPU."""
+    return {} if device == "cpu" else {"SGLANG_USE_CPU_ENGINE": "0"}
 
 
 def parallel_env(lane: Lane, tp: int, dp: int) -> dict[str, str]:

@@ -79,11 +79,14 @@ class Death:
         yield from (f"also: {other}" for other in self.others)
         if self.incident is not None:
             yield f"incident: {self.verdict}"
-        for survivor in self.survivors:
-            if survivor.doing:
-                yield f"meanwhile: {survivor.name}: {survivor.title} (pid {survivor.pid}) was in"
-                yield from (f"    {frame}" for frame in survivor.doing)
-            else:
-                yield f"meanwhile: {survivor.name}: {survivor.title} (pid {survivor.pid}): {survivor.reason}"
         if self.folder is not None:
-            yield f"evidence: {self.folder}"
+            yield f"stacks of the survivors: {self.folder}"
+        for survivor in sorted(self.survivors, key=self._importance):
+            what = " < ".join(survivor.doing) if survivor.doing else f"no stack: {survivor.reason}"
+            yield f"meanwhile: {survivor.name}: {survivor.title} (pid {survivor.pid}): {what}"
+
+    def _importance(self, survivor: Survivor) -> tuple[int, str]:
+        # JUnit's reports keep the first lines only: one of each side comes first, a scheduler where there is one.
+        side = [other for other in self.survivors if other.name == survivor.name]
+        side.sort(key=lambda other: not other.title.startswith("sglang::scheduler"))
+        return side.index(survivor), survivor.name

@@ -22,7 +22,7 @@ from sglang_crashkit.core.stacks import format_threads, main_thread
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.test.death import Death, Survivor
 
-_FRAMES = 4
+_FRAMES = 3
 _CRASH_FOLDER = "--crash-dump-folder"
 
 

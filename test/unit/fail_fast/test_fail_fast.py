@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.core import procfs
-from sglang_crashkit.test.death import Death
+from sglang_crashkit.test.death import Death, Survivor
 from sglang_crashkit.test.evidence import _crash_folder
 from sglang_crashkit.test.fail_fast import Watcher
 from sglang_crashkit.test.held import Held
@@ -217,7 +217,11 @@ def test_the_survivors_are_photographed_and_then_killed_with_their_children(tmp_
     assert len(texts) == 2
     assert any("serve_requests" in text for text in texts)
     assert death.seconds < 2.5
-    assert f"meanwhile: survivor: python -c ... (pid {survivor.pid}) was in" in "\n".join(death.lines())
+    lines = list(death.lines())
+    assert lines[0] == f"victim (pid={victim.pid}) exited rc=-9"
+    assert any(
+        line.startswith(f"meanwhile: survivor: python -c ... (pid {survivor.pid}): serve_requests (") for line in lines
+    )
 
 
 def test_survivors_can_be_left_alive(tmp_path, start):
@@ -368,3 +372,16 @@ def test_upstreams_own_watcher_starts_where_the_kit_is_off(monkeypatch):
     event = start_watcher([])
     assert isinstance(event, threading.Event)
     event.set()
+
+
+def test_one_process_of_each_side_is_named_first_and_a_scheduler_before_others():
+    titles = [("a", "python -m x"), ("a", "sglang::scheduler_TP0"), ("b", "python -m y"), ("a", "sglang::detokenizer")]
+    survivors = [Survivor(name, pid, title, ("f (x:1)", "g (x:2)")) for pid, (name, title) in enumerate(titles)]
+    lines = list(Death("c", 9, -9, 0.0, survivors=survivors).lines())
+    assert [line.split(" (pid ")[0] for line in lines[1:]] == [
+        "meanwhile: a: sglang::scheduler_TP0",
+        "meanwhile: b: python -m y",
+        "meanwhile: a: python -m x",
+        "meanwhile: a: sglang::detokenizer",
+    ]
+    assert lines[1].endswith("): f (x:1) < g (x:2)")

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
-import time
-import xml.etree.ElementTree as ElementTree
-from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from inner_pytest import Run, run_pytest
 from unit.waiting import LONG
 
 HEAD = """
@@ -41,53 +36,20 @@ def end(*processes):
 """
 
 
-@dataclass
-class Run:
-    output: str
-    status: int
-    seconds: float
-    outcomes: dict[str, list[str]] = field(default_factory=dict)
-    messages: dict[str, str] = field(default_factory=dict)
-
-
 @pytest.fixture
 def run(tmp_path: Path):
-    def run_pytest(source: str, *arguments: str) -> Run:
-        (tmp_path / "junit.xml").unlink(missing_ok=True)
+    def run_tests(source: str, *arguments: str) -> Run:
         (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\naddopts = --strict-markers\n")
         (tmp_path / "test_it.py").write_text(HEAD + textwrap.dedent(source))
-        names = {entry.name for entry in metadata.entry_points(group="pytest11")}
-        plugin = [] if "sglang_crashkit" in names else ["-p", "sglang_crashkit.test.plugin"]
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            *plugin,
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:hypothesispytest",
-            "--timeout=60",
-        ]
-        command += ["--junitxml", str(tmp_path / "junit.xml"), "-v", *arguments, str(tmp_path)]
-        environ = os.environ | {"TMPDIR": str(tmp_path)}
-        environ.pop("PYTEST_ADDOPTS", None)
-        began = time.monotonic()
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LONG, check=False
+        return run_pytest(
+            ["-v", "--timeout=60", *arguments, tmp_path],
+            report=tmp_path / "junit.xml",
+            cwd=tmp_path,
+            environ=os.environ | {"TMPDIR": str(tmp_path)},
+            timeout_secs=LONG,
         )
-        result = Run(done.stdout + done.stderr, done.returncode, time.monotonic() - began)
-        report = tmp_path / "junit.xml"
-        for case in ElementTree.parse(report).getroot().iter("testcase") if report.exists() else ():
-            name = case.attrib["name"]
-            kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
-            result.outcomes.setdefault(name, []).extend(kinds or ["passed"])
-            for child in case:
-                if child.tag in ("failure", "error"):
-                    result.messages[name] = child.attrib["message"]
-        return result
 
-    return run_pytest
+    return run_tests
 
 
 CLASS = """

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("prefill and decode")
+    group.addoption("--pd-release", default="0.5.23", metavar="RELEASE", help="which SGLang")
+    group.addoption("--pd-device", default="cpu", choices=("cpu", "cuda"), help="where prefill and decode run")
+
+
+def option(config: pytest.Config, name: str, default: str) -> str:
+    # Not registered where this folder is not named on the command line.
+    return str(config.getoption(name, default=default))
+
+
+@pytest.fixture(scope="session")
+def pd_release(pytestconfig: pytest.Config) -> str:
+    return option(pytestconfig, "--pd-release", "0.5.23")
+
+
+@pytest.fixture(scope="session")
+def pd_device(pytestconfig: pytest.Config) -> str:
+    return option(pytestconfig, "--pd-device", "cpu")

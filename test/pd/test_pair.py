@@ -1,0 +1,100 @@
+"""A real pair loses prefill, decode or router: the running test fails by name within seconds, with the evidence."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inner_pytest import Run, run_pytest
+from lanelib.machine import PD_PACKAGES, missing_libraries
+from lanelib.paths import ROOT
+from sglang_crashkit.core import procfs
+
+MISSING = missing_libraries()
+pytestmark = [
+    pytest.mark.live,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} missing; apt-get install {' '.join(PD_PACKAGES)}"),
+]
+
+SESSION = Path(__file__).parent / "session" / "pair_session.py"
+#: A process of the pair, or a process of its tree by title.
+VICTIMS = {"prefill": "prefill", "decode": "decode/sglang::scheduler", "router": "router"}
+GOAL_S = 3.0
+TIMEOUT_S = 800
+
+
+@dataclass(frozen=True)
+class Loss:
+    victim: str
+    run: Run
+    killed: float
+    reports: list[dict[str, Any]]
+    folder: Path
+
+    def failed(self, name: str) -> dict[str, Any]:
+        (report,) = [r for r in self.reports if r["name"] == name and r["outcome"] == "failed"]
+        return report
+
+
+@pytest.fixture(scope="module", params=VICTIMS)
+def loss(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pd_release, pd_device) -> Loss:
+    folder = tmp_path_factory.mktemp(request.param)
+    environ = {
+        "CRASHKIT_PD_RELEASE": pd_release,
+        "CRASHKIT_PD_DEVICE": pd_device,
+        "CRASHKIT_PD_VICTIM": VICTIMS[request.param],
+        "CRASHKIT_PD_CRASH_FOLDER": str(folder / "crash"),
+        "CRASHKIT_PD_REPORTS": str(folder / "reports"),
+        "CRASHKIT_PD_KILLED": str(folder / "killed"),
+    }
+    run = run_pytest(
+        [f"--rootdir={ROOT}", "-c", ROOT / "pyproject.toml", "--crashkit-evidence", folder / "evidence", SESSION],
+        report=folder / "junit.xml",
+        cwd=ROOT,
+        environ=os.environ | environ,
+        timeout_secs=TIMEOUT_S,
+    )
+    assert (folder / "killed").exists(), run.output[-8000:]
+    reports = [json.loads(line) for line in (folder / "reports").read_text().splitlines()]
+    return Loss(request.param, run, float((folder / "killed").read_text()), reports, folder)
+
+
+def test_the_running_test_fails_by_name_within_seconds(loss: Loss, capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = loss.failed("test_that_is_cut_short")["time"] - loss.killed
+    with capsys.disabled():
+        line = f"{loss.victim}: from its death to the failed test {seconds:.2f} s, evidence included"
+        print(f"\n{line}", flush=True)  # noqa: T201 - the figure that this test is for
+    assert seconds < GOAL_S, loss.run.output[-8000:]
+
+
+def test_the_report_says_who_ended_and_what_the_others_were_doing(loss: Loss) -> None:
+    message = loss.run.messages["test_that_is_cut_short"]
+    assert f"{loss.victim} (pid=" in message
+    for survivor in set(VICTIMS) - {loss.victim}:
+        assert f"meanwhile: {survivor}: " in message
+    assert list((loss.folder / "evidence").glob("*/*.txt"))
+    if loss.victim == "decode":
+        assert "incident: " in message
+        assert "sglang::scheduler" in message
+
+
+def test_only_what_depends_on_the_pair_fails(loss: Loss) -> None:
+    assert loss.run.status == 1
+    assert loss.run.outcomes == {
+        "test_answers_come_through_the_router": ["passed"],
+        "test_that_is_cut_short": ["failure"],
+        "test_that_would_come_next": ["error"],
+        "test_that_needs_no_pair": ["passed"],
+    }
+
+
+def test_nothing_of_the_pair_is_left(loss: Loss) -> None:
+    folder = str(loss.folder)
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    assert [pid for pid in pids if folder in " ".join(procfs.read_cmdline(pid))] == []
