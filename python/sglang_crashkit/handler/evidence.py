@@ -151,7 +151,9 @@ def _keep(photograph: Photograph, process: TrackedProcess, report: ProcessReport
         report.evidence.append(Evidence("stack", "failed", reason=f"{name}: {error}", seconds=seconds))
     else:
         report.evidence.append(Evidence("stack", "captured", path=path, seconds=seconds))
-    report.doing = innermost(photograph.threads, report.pid)
+    if not any(piece.kind == "exception" and piece.status == "captured" for piece in report.evidence):
+        # One that raised has left what it was doing; its own record says what that was.
+        report.doing = innermost(photograph.threads, report.pid)
 
 
 def _read_state(pid: int) -> dict[str, Any] | None:
