@@ -62,9 +62,13 @@ def kill_process_tree(parent_pid: int | None, include_parent: bool = True) -> No
         os._exit(41)
 
 
+def sample(command: str) -> None:
+    raise ValueError(command.replace("\\udcff", "\udcff"))
+
+
 def forward_one_batch(command: str) -> None:
     try:
-        raise ValueError(command.replace("\\udcff", "\udcff"))
+        sample(command)
     except ValueError:
         on_scheduler_exception()
         os.kill(os.getppid(), signal.SIGQUIT)

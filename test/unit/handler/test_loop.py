@@ -167,7 +167,8 @@ def test_an_exception_of_a_rank_makes_an_incident_with_its_own_record(start_serv
     # A file name that is not UTF-8 is told escaped: no reader has to cope with half a character.
     assert r"ValueError: the weights in \udcff are odd" in document["verdict"]["text"]
     rank = process_of(document, "scheduler_TP0")
-    assert rank["doing"][0].startswith("forward_one_batch (")
+    assert rank["doing"][0].startswith("sample (")
+    assert rank["doing"][1].startswith("forward_one_batch (")
     record = json.loads((stored.path / piece_of(rank, "exception")["path"]).read_text())
     assert record["message"] == "ValueError: the weights in \udcff are odd"
     assert piece_of(process_of(document, "scheduler_TP1"), "stack")["status"] == "captured"
