@@ -61,5 +61,6 @@ def run_pytest(
         result.outcomes.setdefault(name, []).extend(kinds or ["passed"])
         for child in case:
             if child.tag in ("failure", "error"):
-                result.messages[name] = child.attrib["message"]
+                # The attribute is cut; the text has the whole.
+                result.messages[name] = f"{child.attrib['message']}\n{child.text}"
     return result

@@ -21,6 +21,8 @@ from pathlib import Path
 from sglang_crashkit.core.stacks import Thread, parse_pyspy
 
 _ATTEMPTS = 3
+#: Killed and not gone yet. Dropped unreaped, each would be a ResourceWarning in whatever the process does next.
+_dying: list[subprocess.Popen[bytes]] = []
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ def photograph_all(pids: Iterable[int], deadline_secs: float, executable: str | 
     Returns:
         A result for each pid, in the order given.
     """
+    _dying[:] = [process for process in _dying if process.poll() is None]
     executable = executable or find_pyspy()
     wanted = list(dict.fromkeys(pids))
     if executable is None:
@@ -173,9 +176,11 @@ class _Round:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    # A tracer in uninterruptible sleep cannot die yet; it is not waited for.
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    try:
         process.wait(timeout=0.2)
+    except subprocess.TimeoutExpired:
+        # A tracer in uninterruptible sleep cannot die yet; it is not waited for.
+        _dying.append(process)
 
 
 def _last_line(data: bytes) -> str:

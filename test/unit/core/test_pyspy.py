@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
+import subprocess
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -95,6 +98,28 @@ def test_one_that_hangs_is_killed_at_the_deadline_and_leaves_nothing(tmp_path: P
     assert time.monotonic() - started < LONG
     assert [photograph.reason for photograph in photographs] == ["py-spy did not end within 0.4 s"] * 2
     assert (children(), descriptors()) == (before, fds)
+
+
+def test_one_that_is_slow_to_die_is_reaped_later_and_is_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_slow(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        raise subprocess.TimeoutExpired(process.args, timeout or 0)
+
+    before = children()
+    with monkeypatch.context() as loaded:
+        loaded.setattr(subprocess.Popen, "wait", too_slow)
+        photograph_all([1], 0.3, make_tool(tmp_path, "exec sleep 600"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gc.collect()
+    assert caught == []
+
+    def reaped() -> bool:
+        photograph_all([], LONG)
+        return children() == before
+
+    wait_until(reaped, "the next round reaps it")
 
 
 def test_one_that_hangs_does_not_cost_the_others_their_result(tmp_path: Path) -> None:
