@@ -101,6 +101,7 @@ class CrashHandler:
             "crash_dump_begun": self._on_dump_begun,
             "crash_dump_ended": self._on_dump_ended,
             "launch_failed": self._on_launch_failed,
+            "startup_timeout": self._on_launch_failed,
             "await_incident": self._on_await_incident,
             "watchdog_timeout": self._on_watchdog_timeout,
             "stacks_wanted": self._on_stacks_wanted,
@@ -225,8 +226,10 @@ class CrashHandler:
         assert sender is not None
         self._make_room()
         self._soft_since = None
-        self._join("failed_start", "launch_failed", sender, _time_of(message))
+        self._learn_titles(message)
+        self._join("failed_start", message.event, sender, _time_of(message))
         if self._run is not None:
+            self._run.note(_time_of(message), message.event, pid=message.pid, **_words_of(message))
             self._run.set_requests({"reason": "the server had not started to serve"})
         self._waiting.append(message)
         self._finish()
@@ -276,6 +279,16 @@ class CrashHandler:
             self._mailbox.acknowledge(message, ack="finished", path=str(self._run.path) if self._run else None)
         else:
             self._waiting.append(message)
+
+    def _learn_titles(self, message: Message) -> None:
+        """Take in the titles of processes that died so soon after they set them that only the sender had read them."""
+        titles = message.fields.get("titles")
+        if not isinstance(titles, dict):
+            return
+        for process in self._tree:
+            title = titles.get(str(process.pid))
+            if isinstance(title, str) and title.startswith("sglang::") and not process.title.startswith("sglang::"):
+                process.title = title
 
     def _on_draining(self, message: Message, _sender: TrackedProcess | None) -> None:
         self._draining = True
@@ -492,3 +505,8 @@ def _time_of(message: Message) -> float:
     seconds, now = message.fields.get("time"), time.time()
     # Sender and handler share a clock; what is far from it (or no number at all) is no time.
     return float(seconds) if isinstance(seconds, (int, float)) and abs(now - seconds) < 3600 else now
+
+
+def _words_of(message: Message) -> dict[str, str]:
+    words = message.fields.get("message")
+    return {"message": words.encode(errors="backslashreplace").decode()} if isinstance(words, str) else {}

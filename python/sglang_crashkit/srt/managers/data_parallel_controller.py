@@ -1,0 +1,230 @@
+"""Hooks of ``sglang/srt/managers/data_parallel_controller.py``: it waits for the schedulers that it starts.
+
+Each data-parallel rank is started by a thread of its own, which must never end: the kernel would end its schedulers
+with it. So the main thread waits for the ranks of all threads, and an error reaches upstream's own handling of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sglang_crashkit.core.readiness import StartupError
+from sglang_crashkit.core.startup_report import Member
+from sglang_crashkit.srt import startup
+
+logger = logging.getLogger(__name__)
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_GROUPS = "_crashkit_groups"
+_FOREVER_SECS = 24 * 3600.0
+_thread = threading.local()
+
+
+def on_scheduler_groups(controller: Any, ready_events: list[threading.Event]) -> list[Any]:
+    """Return what the main thread waits on in place of `ready_events`; the first wait is for all groups.
+
+    Args:
+        controller: the ``DataParallelController``.
+        ready_events: one for each thread that is about to start a group of schedulers.
+    """
+    if not startup.is_on():
+        return ready_events
+    groups = _Groups(controller, len(ready_events))
+    setattr(controller, _GROUPS, groups)
+    return [_GroupEvent(groups, event) for event in ready_events]
+
+
+def on_scheduler_group_launch(launch: Method) -> Method:
+    """Wrap ``launch_tensor_parallel_group``: an error in a group's thread is raised in the main thread instead."""
+
+    @functools.wraps(launch)
+    def wrapper(controller: Any, *args: Any, **kwargs: Any) -> Any:
+        groups = getattr(controller, _GROUPS, None)
+        if not isinstance(groups, _Groups):
+            return launch(controller, *args, **kwargs)
+        _thread.dp_rank = inspect.signature(launch).bind(controller, *args, **kwargs).arguments.get("dp_rank")
+        try:
+            return launch(controller, *args, **kwargs)
+        except Exception as error:
+            logger.exception("crash kit: data-parallel rank %s could not be started", _thread.dp_rank)
+            groups.fail(error)
+            return _stay()
+
+    return wrapper  # type: ignore[return-value]
+
+
+def on_scheduler_group_started(controller: Any, readers: list[Any]) -> list[Any]:
+    """Wait for a group of schedulers; return pipes that hold what each of them sent.
+
+    Args:
+        controller: the ``DataParallelController``.
+        readers: the pipe of each scheduler of the group.
+
+    Raises:
+        StartupError: a RuntimeError; a scheduler will not get ready.
+    """
+    if not startup.is_on() or not startup.can_watch(readers, []):
+        return readers
+    members = _members_of_group(controller, readers)
+    groups = getattr(controller, _GROUPS, None)
+    if isinstance(groups, _Groups):
+        groups.join(members)
+    else:
+        known = [member.process for member in members]
+        members += [Member("", process, None) for process in _own_processes(controller) if process not in known]
+        try:
+            startup.await_ready(members)
+        except StartupError as error:
+            startup.report(error)
+            raise
+    return [_Received(member.info) for member in members if member.reader is not None]
+
+
+class _Received:
+    """A pipe that was read."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def recv(self) -> Any:
+        """Return what came."""
+        return self._data
+
+
+class _Groups:
+    """The groups that threads start, and the one wait for all of them."""
+
+    def __init__(self, controller: Any, expected: int) -> None:
+        self._controller = controller
+        self._missing = expected
+        self._lock = threading.Lock()
+        self._members: list[Member] = []
+        self._error: Exception | None = None
+        self._ready = threading.Event()
+
+    def join(self, members: list[Member]) -> None:
+        """Hand a group's members to the main thread; return when all groups are ready, and never if one will not be."""
+        with self._lock:
+            self._members += members
+            self._missing -= 1
+        while not self._ready.wait(_FOREVER_SECS):
+            pass
+
+    def fail(self, error: Exception) -> None:
+        """Let the main thread raise `error`."""
+        self._error = error
+
+    def await_all(self) -> None:
+        """Wait for all groups, in the main thread.
+
+        Raises:
+            StartupError: a scheduler will not get ready.
+            Exception: what a thread raised when it started its group.
+        """
+        if self._ready.is_set():
+            return
+        try:
+            startup.await_ready(self._members, self._all_known)
+        except StartupError as error:
+            startup.report(error)
+            raise
+        delattr(self._controller, _GROUPS)
+        self._ready.set()
+
+    def _all_known(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        with self._lock:
+            if self._missing > 0:
+                return False
+            if self._missing == 0:
+                self._missing = -1
+                # One that died before its pipe could be told is watched all the same.
+                known = [member.process for member in self._members]
+                left = [process for process in _own_processes(self._controller) if process not in known]
+                self._members += [Member("", process, None) for process in left]
+        return True
+
+
+class _GroupEvent:
+    """Stands for a group's event; waits for all groups first."""
+
+    def __init__(self, groups: _Groups, event: threading.Event) -> None:
+        self._groups = groups
+        self._event = event
+
+    def wait(self) -> bool:
+        """Wait as `threading.Event.wait`."""
+        self._groups.await_all()
+        return self._event.wait()
+
+
+def _stay() -> None:
+    while True:
+        time.sleep(_FOREVER_SECS)
+
+
+def _own_processes(controller: Any) -> list[Any]:
+    # Released slots of an elastic controller are None.
+    return [process for process in list(controller.scheduler_procs) if process is not None]
+
+
+def _members_of_group(controller: Any, readers: Sequence[Any]) -> list[Member]:
+    dp_rank = getattr(_thread, "dp_rank", None)
+    group = "" if dp_rank is None else f"DP{dp_rank} "
+    processes = _launchers_processes(controller, readers) or _matching(_own_processes(controller), readers)
+    pairs = enumerate(zip(processes, readers, strict=True))
+    return [Member(f"{group}Rank {rank} scheduler", process, reader) for rank, (process, reader) in pairs]
+
+
+def _launchers_processes(controller: Any, readers: Sequence[Any]) -> list[Any]:
+    """Return the schedulers that the launching process started for the controller, None for one that is gone."""
+    started = getattr(controller, "prelaunched_schedulers", None)
+    if not started:
+        return []
+    pids = {id(reader): pid for pid, reader in started.values()}
+    return [_foreign(pids.get(id(reader))) for reader in readers]
+
+
+def _foreign(pid: int | None) -> startup.ForeignProcess | None:
+    try:
+        return None if pid is None else startup.ForeignProcess(pid)
+    except OSError:
+        # The end of its pipe tells of its end.
+        return None
+
+
+def _matching(processes: Sequence[Any], readers: Sequence[Any]) -> list[Any]:
+    """Return the process at the other end of each pipe, None where it cannot be told.
+
+    Threads start their groups side by side, so that the order of the processes says nothing.
+    """
+    found: list[Any] = []
+    files = {id(process): _open_files(process.pid) for process in processes}
+    for reader in readers:
+        pipe = _identity(os.fstat(reader.fileno()))
+        found.append(next((process for process in processes if pipe in files[id(process)]), None))
+    return found
+
+
+def _open_files(pid: int) -> set[tuple[int, int]]:
+    files = set()
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                files.add(_identity(entry.stat()))
+    return files
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_dev, stat.st_ino

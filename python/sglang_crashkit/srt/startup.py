@@ -1,0 +1,85 @@
+"""Wait for ranks in place of upstream: in the launching process, and in the data-parallel controller."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from sglang_crashkit.core.pidfd import ProcessHandle
+from sglang_crashkit.core.readiness import Readiness, StartupError, no_more_to_come
+from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.core.startup_report import Member
+from sglang_crashkit.srt.hooks import never_raises, request
+
+logger = logging.getLogger(__name__)
+
+_MOST_MESSAGE = 4000
+
+
+def is_on() -> bool:
+    """Say whether the kit is switched on."""
+    return Settings.from_environ().enabled
+
+
+def can_watch(readers: Iterable[Any], processes: Iterable[Any]) -> bool:
+    """Say whether these are pipes and processes that the kernel knows, and not stand-ins such as Ray's actors."""
+    try:
+        descriptors = [reader.fileno() for reader in readers] + [process.sentinel for process in processes]
+    except (AttributeError, OSError, TypeError, ValueError):
+        return False
+    return all(type(descriptor) is int for descriptor in descriptors)
+
+
+def await_ready(members: Sequence[Member], all_known: Callable[[], bool] = no_more_to_come) -> list[Any]:
+    """Return what each member with a pipe sent when it was ready, in order; what comes between is in the log.
+
+    Args:
+        members: see `Readiness`.
+        all_known: see `Readiness`.
+
+    Raises:
+        StartupError: a RuntimeError; one of them will not get ready.
+    """
+    timeout_secs = Settings.from_environ().startup_timeout_secs
+    try:
+        return Readiness(members, timeout_secs=timeout_secs, on_silence=_report_silence, all_known=all_known).wait()
+    except StartupError as error:
+        # Now: a signal may end this process before whoever catches the error writes it down.
+        logger.error("crash kit: %s", error)
+        raise
+
+
+@never_raises
+def report(error: StartupError) -> None:
+    """Tell the crash handler, and wait until the incident is whole, at most ``SGLANG_CRASHKIT_BUDGET_SECS``."""
+    event = "startup_timeout" if error.kind == "timeout" else "launch_failed"
+    titles = {str(member.process.pid): member.title for member in error.members if member.process is not None}
+    words = str(error)[:_MOST_MESSAGE]
+    answer = request(event, Settings.from_environ().budget_secs, message=words, titles=titles)
+    if answer and answer.get("path"):
+        logger.error("crash kit: incident %s", answer["path"])
+
+
+def _report_silence(text: str) -> None:
+    logger.warning("crash kit: %s", text)
+
+
+class ForeignProcess:
+    """A process that is another's child, in the form of `multiprocessing.Process`.
+
+    Raises:
+        ProcessLookupError: there is none with this pid.
+        OSError: the kernel gives no pidfd.
+    """
+
+    exitcode = None
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._handle = ProcessHandle(pid)
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that is readable once it has ended."""
+        return self._handle.fd
