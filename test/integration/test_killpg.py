@@ -1,0 +1,50 @@
+"""A real scheduler raises, with SGLang asked to kill its group: requests and incident first, nothing left after."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from integration.scenario import wreck
+from lanelib.lanes import ensure_lane
+from lanelib.servers import Server
+from sglang_crashkit.core import procfs
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+ENV = {"SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION": "1", "SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS": "50"}
+
+
+def members_of(group: int) -> list[str]:
+    """Return the processes of a group but for those that are only waiting to be reaped."""
+    found = []
+    for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
+        stat = procfs.read_stat(pid)
+        with contextlib.suppress(ProcessLookupError):
+            if stat is not None and stat.state != "Z" and os.getpgid(pid) == group:
+                found.append(f"{pid} {procfs.read_title(pid)}")
+    return found
+
+
+# The first release has no such branch of its own, the last one has, and would kill while the requests are written.
+@pytest.mark.parametrize("release", ["0.5.9", "0.5.23"])
+def test_the_group_dies_after_the_dump_and_the_incident(release: str, tmp_path: Path) -> None:
+    lane = ensure_lane(release)
+    options = ["--crash-dump-folder", str(tmp_path)]
+    with Server.start(lane, tp=2, extra_args=options, env=ENV) as server:
+        server.wait_ready()
+        left = wreck(server, tmp_path, lambda _server: None)
+        assert members_of(server.pid) == []
+    assert left.status == -signal.SIGKILL
+    assert left.left == []
+    incident = left.incident
+    assert incident["complete"] is True
+    assert incident["verdict"]["first_failure"]["title"].startswith("sglang::scheduler_TP")
+    assert incident["kind"] == "exception"
+    requests = incident["requests"]
+    assert requests["unfinished"] == 3
+    assert Path(requests["path"]).stat().st_size > 0
