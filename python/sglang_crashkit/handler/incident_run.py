@@ -170,6 +170,25 @@ class IncidentRun:
         pieces = [piece for report in self.incident.processes for piece in report.evidence]
         return sum(piece.kind == "stack" and piece.status == "captured" for piece in pieces)
 
+    def add_requests(self, fields: dict[str, Any]) -> None:
+        """Take in what one process says of the requests that it saved; with several tokenizers, each says so.
+
+        Args:
+            fields: as for `set_requests`; one that knows of no requests itself has no ``finished``.
+        """
+        before = self.incident.requests
+        if "workers" in fields:
+            if before.finished is None:
+                self.set_requests({"reason": f"none of {fields['workers']} tokenizer workers said that it saved any"})
+            return
+        self.set_requests(fields)
+        if before.finished is not None or before.unfinished is not None:
+            now = self.incident.requests
+            now.finished = (now.finished or 0) + (before.finished or 0)
+            now.unfinished = (now.unfinished or 0) + (before.unfinished or 0)
+            now.path = before.path or now.path
+            now.reason = None if now.path else now.reason
+
     def set_requests(self, fields: dict[str, Any]) -> None:
         """Take in what the server says of the requests that it saved."""
         path = fields.get("path")
@@ -181,7 +200,7 @@ class IncidentRun:
             path=str(path) if path else None,
             reason=reason,
         )
-        self.note(time.time(), "requests_saved" if path else "requests_not_saved", reason=reason)
+        self.note(time.time(), "requests_saved" if path else "requests_not_saved", reason=reason, path=path)
 
     def finish(self) -> Path:
         """Judge, write, and give the folder its final name, which is returned.

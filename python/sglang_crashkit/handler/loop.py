@@ -94,6 +94,7 @@ class CrashHandler:
         self._observed_due: float | None = None
         self._observed = False
         self._dump_begun = False
+        self._dumping: set[int] = set()
         self._waiting: list[Message] = []
         self._server_gone_at: float | None = None
         self._reactions: dict[str, Callable[[Message, TrackedProcess | None], None]] = {
@@ -170,6 +171,7 @@ class CrashHandler:
             self._ended_well = status.code == 0
         if self._run is not None:
             self._run.add_exit(process)
+            self._end_dump_of(process)
             return
         clean = status.code == 0 and (self._draining or process.is_root)
         clean = clean or (self._ended_well and status.signal == "SIGKILL")
@@ -187,7 +189,17 @@ class CrashHandler:
             self._photograph()
             now = time.monotonic()
             self._soft_since = None if hard else now
-            self._quit_due = now + (0.0 if hard else _SOFT_HOLD_SECS)
+            if process.role == "tokenizer_worker":
+                self._observe()
+            else:
+                self._quit_due = now + (0.0 if hard else _SOFT_HOLD_SECS)
+
+    def _end_dump_of(self, process: TrackedProcess) -> None:
+        """Wait no longer for a process that died while it saved its requests."""
+        if process.pid in self._dumping and not process.is_root:
+            self._dumping.discard(process.pid)
+            if not self._dumping:
+                self._finish()
 
     def _on_exception(self, message: Message, sender: TrackedProcess | None) -> None:
         assert sender is not None
@@ -209,6 +221,7 @@ class CrashHandler:
         assert sender is not None
         self._make_room()
         self._dump_begun = True
+        self._dumping.add(sender.pid)
         self._quit_due = self._answer_due = self._soft_since = None
         self._join("child_failure", "crash_dump", sender, _time_of(message))
         if self._run is not None:
@@ -218,16 +231,23 @@ class CrashHandler:
         assert sender is not None
         self._join("child_failure", "crash_dump", sender, _time_of(message))
         if self._run is not None:
-            self._run.set_requests(message.fields)
+            self._run.add_requests(message.fields)
+        self._dumping.discard(sender.pid)
+        if self._dumping:
+            # Another tokenizer worker, or the server that waits for all of them, is not done.
+            self._mailbox.acknowledge(message, ack="saved")
+            return
         self._waiting.append(message)
         self._finish()
+        # The HTTP server starts a worker anew that ended by itself.
+        self._observed = sender.role == "tokenizer_worker"
 
     def _on_launch_failed(self, message: Message, sender: TrackedProcess | None) -> None:
         assert sender is not None
         self._make_room()
         self._soft_since = None
-        self._learn_titles(message)
         self._join("failed_start", message.event, sender, _time_of(message))
+        self._learn_titles(message)
         if self._run is not None:
             self._run.note(_time_of(message), message.event, pid=message.pid, **_words_of(message))
             self._run.set_requests({"reason": "the server had not started to serve"})
@@ -441,6 +461,7 @@ class CrashHandler:
     def _forget_run(self) -> None:
         self._run = None
         self._tree.forget_dead()
+        self._dumping.clear()
         self._dump_begun = self._observed = False
         self._soft_since = self._quit_due = self._answer_due = self._observed_due = None
 

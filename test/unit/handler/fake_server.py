@@ -20,6 +20,7 @@ from typing import Any
 import setproctitle
 
 from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_launch_phase_sigquit
+from sglang_crashkit.srt.hooks import notify, request
 from sglang_crashkit.srt.managers.scheduler import on_parent_told, on_scheduler_exception
 from sglang_crashkit.srt.managers.tokenizer_manager import on_crash_dump, on_sigterm, open_crash_dump
 from sglang_crashkit.srt.utils.common import on_kill_process_tree
@@ -83,10 +84,7 @@ def pyspy_dump_schedulers() -> str:
 def time_out(kind: str) -> str:
     """Do what a rank's watchdog does, and return who took the stacks."""
     on_watchdog_timeout(SimpleNamespace(debug_name="Scheduler", watchdog_timeout=20.0, soft=kind == "soft"))
-    taken_by = pyspy_dump_schedulers() or "the handler"
-    if kind == "hard":
-        os.kill(os.getppid(), signal.SIGQUIT)
-    return taken_by
+    return pyspy_dump_schedulers() or "the handler"
 
 
 def start_copy(title: str = "") -> int:
@@ -120,8 +118,13 @@ def wait_for_a_command(commands: int, answers: int) -> None:
                 os.abort()
             elif verb == "raise":
                 forward_one_batch(argument)
+            elif verb == "dump":
+                Manager(argument, None).dump_requests_before_crash()
+                os.write(answers, b"dumped\n")
             elif verb == "watchdog":
                 os.write(answers, f"{time_out(argument)}\n".encode())
+                if argument == "hard":
+                    os.kill(os.getppid(), signal.SIGQUIT)
             elif verb == "snapshot":
                 os.write(answers, f"{pyspy_dump_schedulers() or 'the handler'}\n".encode())
             elif verb == "exit_later":
@@ -190,6 +193,11 @@ def obey(line: str, options: dict[str, Any]) -> None:
         for _ in range(int(argument)):
             options["helpers"].append(subprocess.Popen(["true"]))
         answer("done")
+    elif verb == "dump_begun":
+        notify("crash_dump_begun")
+        answer("done")
+    elif verb == "dump_ended":
+        answer((request("crash_dump_ended", 20.0, workers=2) or {}).get("path"))
     elif verb == "join":
         os.waitpid(children[argument][0], 0)
     elif verb == "leave":

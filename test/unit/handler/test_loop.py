@@ -583,6 +583,71 @@ def test_no_stack_is_promised_where_stacks_are_switched_off(start_server: Start)
     assert server.ask("tell scheduler_TP1 watchdog soft") == "upstream's"
 
 
+# -- several tokenizers
+
+
+def start_two_tokenizers(server: Server) -> list[str]:
+    names = ["tokenizer_worker:1", "tokenizer_worker:2"]
+    for name in names:
+        server.ranks[name] = int(server.ask(f"start sglang::{name}"))
+    server.settle()
+    return names
+
+
+def test_the_requests_of_all_tokenizers_are_one_incidents(start_server: Start) -> None:
+    server = start_server(answers_sigquit=False)
+    names = start_two_tokenizers(server)
+    server.kill("scheduler_TP1")
+    assert server.line() == "sigquit"
+    server.ask("dump_begun")
+    for name in names:
+        # None waits for the incident, which waits for all of them.
+        assert server.ask(f"tell {name} dump {server.crash_folder}") == "dumped"
+    path = server.ask("dump_ended")
+    document = server.incident().document
+    assert document is not None
+    assert document["id"] in path
+    requests = document["requests"]
+    assert (requests["finished"], requests["unfinished"], requests["reason"]) == (6, 2, None)
+    saved = [entry["path"] for entry in document["timeline"] if entry["event"] == "requests_saved"]
+    assert [Path(name).name for name in saved] == ["crash_dump.pkl", "crash_dump.1.pkl"]
+    assert requests["path"] == saved[0]
+
+
+def test_a_tokenizer_that_dies_while_it_saves_is_not_waited_for(start_server: Start) -> None:
+    server = start_server(answers_sigquit=False)
+    first, second = start_two_tokenizers(server)
+    server.kill("scheduler_TP1")
+    assert server.line() == "sigquit"
+    server.ask("dump_begun")
+    server.kill(first)
+    assert server.ask(f"tell {second} dump {server.crash_folder}") == "dumped"
+    assert server.ask("dump_ended") != "None"
+    document = server.incident().document
+    assert document is not None
+    assert (document["requests"]["finished"], document["verdict"]["first_failure"]["title"]) == (
+        3,
+        "sglang::scheduler_TP1",
+    )
+
+
+def test_a_tokenizer_that_is_killed_does_not_end_the_server(start_server: Start) -> None:
+    server = start_server()
+    first, _second = start_two_tokenizers(server)
+    server.kill(first)
+    document = server.incident().document
+    assert document is not None
+    assert (document["kind"], document["requests"]["reason"]) == ("killed", "the server went on")
+    assert "sigquit_sent" not in events_of(document)
+    assert server.process.poll() is None
+    # What happens to a rank next is another matter.
+    server.kill("scheduler_TP0")
+    assert server.line() == "sigquit"
+    server.process.wait(LONG)
+    server.wait_for_handler()
+    assert finished_kinds(server) == ["killed", "killed"]
+
+
 # -- a node of rank above 0, and the data-parallel controller
 
 

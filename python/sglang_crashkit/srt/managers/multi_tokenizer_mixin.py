@@ -1,0 +1,149 @@
+"""Hook of ``sglang/srt/managers/multi_tokenizer_mixin.py``: a crash of a server with several tokenizer workers.
+
+There the requests live in the workers, and the server's main process is an HTTP server's supervisor. It takes SIGQUIT,
+by which a failed child tells of itself, for a signal of no meaning, and starts a worker anew when one ends. The router
+is what SGLang itself runs in that process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from sglang_crashkit.core import procfs, titles
+from sglang_crashkit.core.pidfd import ProcessHandle
+from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.srt.hooks import never_raises, notify, request
+from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
+
+logger = logging.getLogger(__name__)
+
+Router = TypeVar("Router", bound=type)
+
+#: The exit status where the process tree could not be killed: 128 and SIGQUIT, as a shell says it.
+_EXIT_STATUS = 128 + signal.SIGQUIT
+_claim, _done = threading.Lock(), threading.Event()
+
+
+def on_tokenizer_router(router: Router) -> Router:
+    """Extend ``MultiTokenizerRouter``, in place.
+
+    It gets ``dump_requests_before_crash``, which upstream calls on it after an exception but which it lacks; and from
+    its construction on, a SIGQUIT that somebody else took over ends the server as it does with one tokenizer.
+    """
+    construct = router.__init__  # type: ignore[misc]
+
+    @functools.wraps(construct)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        _watch_sigquit(self)
+
+    router.__init__ = wrapper  # type: ignore[misc]
+    if not hasattr(router, "dump_requests_before_crash"):
+        router.dump_requests_before_crash = dump_requests_of_workers  # type: ignore[attr-defined]
+    return router
+
+
+@never_raises
+def dump_requests_of_workers(_router: Any = None) -> None:
+    """Have each tokenizer worker save its requests and end, once, and wait for that and for the incident.
+
+    Takes at most twice ``SGLANG_CRASHKIT_BUDGET_SECS``. Without ``--crash-dump-folder`` the workers save nothing.
+    """
+    settings = Settings.from_environ()
+    if not settings.enabled:
+        return
+    if not _claim.acquire(blocking=False):
+        # The caller kills the process next.
+        _done.wait(2 * settings.budget_secs)
+        return
+    try:
+        _end_workers(settings)
+    finally:
+        _done.set()
+
+
+def _end_workers(settings: Settings) -> None:
+    if sys.exc_info()[0] is not None:
+        on_scheduler_exception()
+    is_told = notify("crash_dump_begun")
+    handles = _find_workers()
+    try:
+        for handle in handles:
+            with contextlib.suppress(OSError):
+                handle.send_signal(signal.SIGQUIT)
+        _await_exits(handles, settings.budget_secs)
+    finally:
+        for handle in handles:
+            handle.close()
+    if is_told:
+        answer = request("crash_dump_ended", settings.budget_secs, workers=len(handles))
+        if answer and answer.get("path"):
+            logger.error("crash kit: incident %s", answer["path"])
+
+
+@never_raises
+def _watch_sigquit(router: Any) -> None:
+    """Start a thread that hears of SIGQUIT whoever handles it.
+
+    The interpreter writes the number of each signal that has a Python handler to one descriptor, before that runs.
+    """
+    if threading.current_thread() is not threading.main_thread() or not Settings.from_environ().enabled:
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if earlier != -1:
+        # An event loop in this thread handles its signals itself.
+        signal.set_wakeup_fd(earlier)
+        os.close(reader)
+        os.close(writer)
+        return
+    kill = vars(sys.modules[type(router).__module__]).get("kill_process_tree")
+    arguments = (reader, signal.getsignal(signal.SIGQUIT), kill)
+    threading.Thread(target=_end_on_sigquit, args=arguments, name="crashkit-sigquit", daemon=True).start()
+
+
+def _end_on_sigquit(reader: int, own_handler: Any, kill: Callable[..., None] | None) -> None:
+    while True:
+        signals = os.read(reader, 64)
+        # SGLang's handler of the launch phase ends the server by itself, as long as it is there.
+        if signal.SIGQUIT in signals and signal.getsignal(signal.SIGQUIT) is not own_handler:
+            break
+    logger.error("crash kit: SIGQUIT received; it usually means that a child failed; the server ends")
+    dump_requests_of_workers()
+    try:
+        if kill is not None:
+            kill(os.getpid(), include_parent=True)
+    finally:
+        os._exit(_EXIT_STATUS)
+
+
+def _find_workers() -> list[ProcessHandle]:
+    workers = []
+    for pid in procfs.TreeScanner(os.getpid()).scan():
+        if titles.role_of(procfs.read_title(pid)) == "tokenizer_worker":
+            with contextlib.suppress(OSError):
+                workers.append(ProcessHandle(pid))
+    return workers
+
+
+def _await_exits(handles: list[ProcessHandle], timeout_secs: float) -> None:
+    deadline = time.monotonic() + timeout_secs
+    poller = select.poll()
+    for handle in handles:
+        poller.register(handle, select.POLLIN)
+    left = {handle.fileno() for handle in handles}
+    while left and (remaining := deadline - time.monotonic()) > 0:
+        for descriptor, _events in poller.poll(remaining * 1000):
+            poller.unregister(descriptor)
+            left.discard(descriptor)

@@ -1,0 +1,99 @@
+"""What upstream's later releases offer is there by name and does what they say, in old and new releases alike."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lanelib.lanes import ensure_lane
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+PROGRAM = Path(__file__).with_name("upstream_names.py")
+VARIABLES = {
+    "CUDA_ENABLE_COREDUMP_ON_EXCEPTION",
+    "CUDA_ENABLE_USER_TRIGGERED_COREDUMP",
+    "CUDA_COREDUMP_SHOW_PROGRESS",
+    "CUDA_COREDUMP_GENERATION_FLAGS",
+    "CUDA_COREDUMP_FILE",
+    "CUDA_COREDUMP_PIPE",
+}
+
+
+@pytest.fixture(scope="module", params=["0.5.9", "0.5.12.post1", "0.5.23"])
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """What the program saw, and the folder that it worked in."""
+    lane = ensure_lane(request.param)
+    folder = tmp_path_factory.mktemp("names")
+    done = subprocess.run(
+        [lane.python, PROGRAM, lane.model_dir, folder],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=lane.serve_env() | {"HOSTNAME": "what-the-shell-says"},
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    # A watchdog prints empty lines at any time.
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"module"')]
+    return json.loads(line), folder
+
+
+def test_the_module_has_its_functions_and_its_seams(seen: tuple[dict[str, Any], Path]) -> None:
+    module = seen[0]["module"]
+    assert len(module["functions"]) == 5
+    assert module["seams"] == ["os", "subprocess", "time", "psutil"]
+    assert module["scheduler_only"] is False
+    assert module["logger"] == "sglang.srt.utils.cudacore_pyspy_dump_utils"
+    # Once by its name, once by its old place.
+    assert module["dumped"] == [True, True]
+    assert (module["opened"], module["written"]) == (f"/pipes/{2**22 + 1}.5", "1")
+
+
+def test_the_flags_have_their_defaults_and_are_read(seen: tuple[dict[str, Any], Path]) -> None:
+    assert seen[0]["flags"] == {
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": True,
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": True,
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": 60.0,
+        "SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION": False,
+        "read": False,
+    }
+
+
+def test_a_watchdog_that_times_out_still_calls_what_it_called(seen: tuple[dict[str, Any], Path]) -> None:
+    assert seen[0]["watchdog"] == {"dumped": True}
+
+
+def test_without_a_crash_folder_no_variable_is_set(seen: tuple[dict[str, Any], Path]) -> None:
+    assert seen[0]["arguments"]["without"] == {"set": {}, "by_name": {}, "log": []}
+
+
+def test_resolving_the_arguments_sets_what_the_user_did_not_and_says_so(seen: tuple[dict[str, Any], Path]) -> None:
+    found, folder = seen[0]["arguments"]["with"], seen[1] / "crash"
+    assert found["set"].keys() == VARIABLES
+    assert found["set"] == found["by_name"]
+    assert found["set"]["CUDA_COREDUMP_SHOW_PROGRESS"] == "0"
+    assert found["set"]["CUDA_COREDUMP_FILE"] == f"{folder}/%h/core.cuda.%t.%p"
+    said = [line for line in found["log"] if "Auto-set" in line]
+    assert len(said) == 2 * (len(VARIABLES) - 1)
+    assert not [line for line in said if "SHOW_PROGRESS" in line]
+
+
+def test_the_folder_of_the_cores_is_the_hosts_and_private(seen: tuple[dict[str, Any], Path]) -> None:
+    folder = seen[1] / "crash" / socket.gethostname()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [path.name for path in folder.parent.iterdir()] == [socket.gethostname()]
+
+
+def test_a_folder_that_cannot_be_made_is_named_and_stops_nothing(seen: tuple[dict[str, Any], Path]) -> None:
+    found = seen[0]["arguments"]["hopeless"]
+    assert found["set"].keys() == VARIABLES
+    named = str(seen[1] / "file" / "sub" / socket.gethostname())
+    assert [line for line in found["log"] if line.startswith("ERROR") and named in line]

@@ -1,0 +1,128 @@
+"""Upstream's names are in every release once it is patched, and what they hook into calls them."""
+
+from __future__ import annotations
+
+import ast
+import zipfile
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from sglang_crashkit.installer.hunks import apply_patch
+from sglang_crashkit.installer.lockgen import read_package_file
+
+pytestmark = pytest.mark.wheels
+
+FLAGS = {
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS",
+    "SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION",
+}
+DIAGNOSTICS = {
+    "_resolve_cuda_coredump_pipe_path",
+    "_is_sglang_scheduler_process",
+    "collect_scheduler_processes",
+    "pyspy_dump_schedulers",
+    "trigger_cuda_user_coredump",
+}
+Parse = Callable[[str], ast.Module]
+
+
+@pytest.fixture
+def parse(wheels, patches, release) -> Iterator[Parse]:
+    """Parse a file of the release as it is once patched."""
+    refs = patches.resolve(release)
+    with zipfile.ZipFile(wheels[release]) as archive:
+
+        def parse_file(path: str) -> ast.Module:
+            pristine = read_package_file(archive, path)
+            patched = apply_patch(pristine, refs[path].read()) if path in refs else pristine
+            assert patched is not None, path
+            return ast.parse(patched)
+
+        yield parse_file
+
+
+def names_in(body: list[ast.stmt]) -> set[str]:
+    """Return what a module or a class body defines or imports."""
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def find(tree: ast.AST, name: str) -> ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef:
+    """Return the only class or function of this name."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    (found,) = [node for node in ast.walk(tree) if isinstance(node, kinds) and node.name == name]
+    return found
+
+
+def decorators(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    return [ast.unparse(decorator) for decorator in node.decorator_list]
+
+
+def calls_in(tree: ast.AST) -> list[str]:
+    """Return the calls in `tree` in order of lines."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [ast.unparse(call) for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset))]
+
+
+def test_the_module_of_the_diagnostics_is_there(parse: Parse) -> None:
+    tree = parse("srt/utils/cudacore_pyspy_dump_utils.py")
+    names = names_in(tree.body)
+    assert names >= DIAGNOSTICS or names == {"stand_in_for"}
+    assert "pyspy_dump_schedulers" in names_in(parse("srt/utils/common.py").body)
+
+
+def test_each_flag_is_an_attribute_of_envs(parse: Parse) -> None:
+    envs = find(parse("srt/environ.py"), "Envs")
+    body = "\n".join(ast.unparse(node) for node in envs.body)
+    by_kit = "vars().update(crash_dump_flags(EnvBool, EnvFloat))" in body
+    assert (names_in(envs.body) & FLAGS) == (set() if by_kit else FLAGS)
+
+
+def test_resolving_the_arguments_sets_the_core_dump_variables(parse: Parse) -> None:
+    tree = parse("srt/server_args.py")
+    assert "_handle_crash_dump_env" in names_in(find(tree, "ServerArgs").body)
+    calls = calls_in(tree)
+    if "self._handle_crash_dump_env()" not in calls:
+        assert decorators(find(parse("srt/arg_groups/serving_hook.py"), "handle_crash_dump_env"))
+        calls = calls_in(parse("srt/arg_groups/pipeline.py"))
+        assert [call for call in calls if "handle_crash_dump_env" in call]
+
+
+def test_a_watchdog_tells_the_kit_and_then_does_what_it_did(parse: Parse) -> None:
+    tree = parse("srt/utils/watchdog.py")
+    calls = calls_in(find(find(tree, "WatchdogRaw"), "_watchdog_once"))
+    at = calls.index("on_watchdog_timeout(self)")
+    assert calls[at + 1] == "pyspy_dump_schedulers()"
+    assert "pyspy_dump_schedulers" in names_in(tree.body)
+    upstream = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SubprocessWatchdog"]
+    assert all("crashkit" not in ast.unparse(node) for node in upstream)
+
+
+def test_every_way_to_a_crash_saves_the_requests(parse: Parse) -> None:
+    tree = parse("srt/managers/tokenizer_manager.py")
+    (decorator,) = decorators(find(tree, "dump_requests_before_crash"))
+    has_diagnostics = any("trigger_cuda_user_coredump(" in call for call in calls_in(tree))
+    assert decorator == ("on_crash_dump" if has_diagnostics else "on_crash_dump_without_diagnostics")
+    for name in ("running_phase_sigquit_handler", "print_exception_wrapper", "sigterm_watchdog"):
+        assert [call for call in calls_in(find(tree, name)) if call.endswith("dump_requests_before_crash()")], name
+    in_watchdog = calls_in(find(tree, "sigterm_watchdog"))
+    dumps = [at for at, call in enumerate(in_watchdog) if call == "self.dump_requests_before_crash()"]
+    # The second one is that of an orderly exit.
+    assert len(dumps) == 1 or in_watchdog[dumps[1] - 1] == "on_orderly_exit(self)"
+
+
+def test_the_router_of_several_tokenizers_can_save_requests(parse: Parse) -> None:
+    tree = parse("srt/managers/multi_tokenizer_mixin.py")
+    assert decorators(find(tree, "MultiTokenizerRouter")) == ["on_tokenizer_router"]
+    assert "kill_process_tree" in names_in(tree.body)
+    assert "func.__self__.dump_requests_before_crash()" in calls_in(find(tree, "print_exception_wrapper"))
