@@ -55,7 +55,8 @@ class Member:
     def look_up_title(self) -> None:
         """Read the title, which SGLang sets some seconds after the start and which is gone with the process."""
         if not self.has_title:
-            title = procfs.read_title(self.process.pid)
+            # Not the executable's name, which a dying process still has: the title's first 15 bytes, without a rank.
+            title = procfs.title_of(procfs.read_cmdline(self.process.pid), "")
             self.title = title if title.startswith(_PREFIX) else ""
 
     def signs_of_death(self) -> list[Any]:

@@ -301,14 +301,14 @@ class CrashHandler:
             self._waiting.append(message)
 
     def _learn_titles(self, message: Message) -> None:
-        """Take in the titles of processes that died so soon after they set them that only the sender had read them."""
+        """Take in what the sender calls processes that died before, or just after, they set their titles."""
         titles = message.fields.get("titles")
         if not isinstance(titles, dict):
             return
         for process in self._tree:
             title = titles.get(str(process.pid))
-            if isinstance(title, str) and title.startswith("sglang::") and not process.title.startswith("sglang::"):
-                process.title = title
+            if isinstance(title, str) and title and process.is_starting:
+                process.title = title[:120].encode(errors="backslashreplace").decode()
 
     def _on_draining(self, message: Message, _sender: TrackedProcess | None) -> None:
         self._draining = True
@@ -362,6 +362,9 @@ class CrashHandler:
                 return
 
     def _add_unexplained_deaths(self) -> None:
+        if any(process.role == "tokenizer_worker" for process in self._tree):
+            # The ranks are ready by then; it is a tokenizer, which the HTTP server starts anew.
+            return
         for process in self._unexplained():
             if self._run is not None and process.exited_at is not None:
                 self._run.add_exit(process)

@@ -54,7 +54,8 @@ def await_ready(members: Sequence[Member], all_known: Callable[[], bool] = no_mo
 def report(error: StartupError) -> None:
     """Tell the crash handler, and wait until the incident is whole, at most ``SGLANG_CRASHKIT_BUDGET_SECS``."""
     event = "startup_timeout" if error.kind == "timeout" else "launch_failed"
-    titles = {str(member.process.pid): member.title for member in error.members if member.process is not None}
+    named = [member for member in error.members if member.process is not None]
+    titles = {str(member.process.pid): member.title or member.name for member in named}
     words = str(error)[:_MOST_MESSAGE]
     answer = request(event, Settings.from_environ().budget_secs, message=words, titles=titles)
     if answer and answer.get("path"):

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,6 +305,19 @@ def test_a_rank_without_a_title_yet_is_named_by_its_number(start):
     ranks = start(titled=False)
     later(lambda: ranks.kill(1))
     assert f"Rank 1 scheduler (pid {ranks.processes[1].pid}) was killed" in str(failure(ranks))
+
+
+def test_a_title_cut_short_by_a_death_is_not_taken_for_one(start):
+    ranks = start()
+    members = ranks.members()
+    wait_until(
+        lambda: b"scheduler_TP1" in Path(f"/proc/{ranks.processes[1].pid}/cmdline").read_bytes(), "it has its title"
+    )
+    ranks.kill(1)
+    os.waitid(os.P_PID, ranks.processes[1].pid, os.WEXITED | os.WNOWAIT)
+    members[1].look_up_title()
+    assert Path(f"/proc/{ranks.processes[1].pid}/comm").read_text().startswith("sglang::")
+    assert members[1].label() == f"Rank 1 scheduler (pid {ranks.processes[1].pid})"
 
 
 def test_a_process_without_a_pipe_is_watched_and_not_waited_for(start):

@@ -1,0 +1,134 @@
+"""A rank is killed while the server loads: the server ends soon, says who died of what, and leaves an incident."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lanelib.lanes import ensure_lane
+from lanelib.servers import Server
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.incident_store import find_incidents
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+#: A loaded machine takes minutes to import SGLang.
+TITLE_TIMEOUT_S = 400.0
+#: Upstream without the kit is alive minutes later.
+EXIT_TIMEOUT_S = 60.0
+#: From the death to the whole incident; the photograph of processes that import takes most of it.
+INCIDENT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Death:
+    """What a server left whose rank was killed while it started.
+
+    Attributes:
+        pid: the rank's.
+        status: the main process's exit status, negative for a signal.
+        log: what the server printed.
+        incident: what ``incident.json`` holds.
+        left: processes of the server that were still there 5 s after its end.
+    """
+
+    pid: int
+    status: int
+    log: str
+    incident: dict[str, Any]
+    left: list[int]
+
+
+@dataclass(frozen=True)
+class Case:
+    release: str
+    victim: str
+    name: str
+    parallel: dict[str, int]
+
+
+CASES = [
+    Case("0.5.9", "sglang::scheduler_TP1", "Rank 1 scheduler", {"tp": 2}),
+    Case("0.5.23", "sglang::scheduler_TP1", "Rank 1 scheduler", {"tp": 2}),
+    Case("0.5.23", "sglang::scheduler_DP1", "DP1 Rank 0 scheduler", {"dp": 2}),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.release}-{case.victim[-3:]}")
+def case(request: pytest.FixtureRequest) -> Case:
+    found: Case = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def death(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Death]:
+    folder = tmp_path_factory.mktemp("crash")
+    arguments = ["--crash-dump-folder", str(folder)]
+    with Server.start(ensure_lane(case.release), extra_args=arguments, **case.parallel) as server:  # type: ignore[arg-type]
+        pid = wait_for(lambda: find(server, case.victim), TITLE_TIMEOUT_S)
+        pids = [known for known, _title in server.processes()]
+        os.kill(pid, signal.SIGKILL)
+        status = server.popen.wait(timeout=EXIT_TIMEOUT_S)
+        left = pids
+        deadline = time.monotonic() + 5.0
+        while left and time.monotonic() < deadline:
+            left = [known for known in left if procfs.read_stat(known) is not None]
+            time.sleep(0.05)
+        yield Death(pid, status, server.log_path.read_text(errors="replace"), only_incident(folder), left)
+
+
+def find(server: Server, title: str) -> int | None:
+    assert server.popen.poll() is None, server.log_tail()
+    return next((pid for pid, its in server.processes() if its.split(" ")[0] == title), None)
+
+
+def wait_for(condition: Callable[[], int | None], timeout_s: float) -> int:
+    deadline = time.monotonic() + timeout_s
+    while (found := condition()) is None:
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
+        time.sleep(0.02)
+    return found
+
+
+def only_incident(folder: Path) -> dict[str, Any]:
+    stored = find_incidents(folder)
+    assert len(stored) == 1, [str(one.path) for one in stored]
+    document = stored[0].document
+    assert document is not None
+    return document
+
+
+def test_the_server_ends_and_nothing_of_it_is_left(death: Death) -> None:
+    assert death.status != 0
+    assert death.left == []
+
+
+def test_the_log_names_the_rank_and_the_signal(case: Case, death: Death) -> None:
+    assert f"{case.name} died during initialization (exit code: -9)." in death.log
+    # Killed within the quarter of a second after it set its title, it is known by its number.
+    names = (f"{case.name} ({case.victim}, pid {death.pid})", f"{case.name} (pid {death.pid})")
+    assert any(f"{name} was killed by SIGKILL" in death.log for name in names)
+
+
+def test_the_incident_names_the_rank_as_the_first_failure(case: Case, death: Death) -> None:
+    verdict = death.incident["verdict"]
+    assert verdict["first_failure"]["pid"] == death.pid
+    assert verdict["first_failure"]["title"] in (case.victim, case.name)
+    assert (verdict["kind"], verdict["level"]) == ("signal", "established")
+
+
+def test_the_incident_is_whole_soon_after_the_death(death: Death) -> None:
+    times = {
+        entry["event"]: datetime.fromisoformat(entry["time"].replace("Z", "+00:00"))
+        for entry in reversed(death.incident["timeline"])
+    }
+    assert (times["incident_finished"] - times["process_exited"]).total_seconds() < INCIDENT_S
+    assert death.incident["requests"]["reason"] == "the server had not started to serve"
