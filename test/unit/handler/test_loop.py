@@ -648,6 +648,18 @@ def test_a_tokenizer_that_is_killed_does_not_end_the_server(start_server: Start)
     assert finished_kinds(server) == ["killed", "killed"]
 
 
+def test_a_tokenizer_that_was_replaced_while_it_started_explains_nothing(start_server: Start) -> None:
+    server = start_server()
+    start_two_tokenizers(server)
+    pid = int(server.ask(f"start {SPAWNED}"))
+    wait_until(lambda: pid in server.watched(), "the handler sees the child")
+    os.kill(pid, signal.SIGKILL)
+    server.settle()
+    server.kill("scheduler_TP1")
+    document = document_of(server)
+    assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
+
+
 # -- a node of rank above 0, and the data-parallel controller
 
 
