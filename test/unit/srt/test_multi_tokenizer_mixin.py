@@ -16,8 +16,9 @@ from unit.srt.conftest import Listener
 from unit.waiting import LONG, wait_until
 
 WORKER = """
-import os, setproctitle, signal, sys, time
+import ctypes, os, setproctitle, signal, sys, time
 from pathlib import Path
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # when the server ends, so that no test leaves one behind
 def save(*_):
     time.sleep(float(sys.argv[2]))
     Path(sys.argv[1]).write_text("saved")
