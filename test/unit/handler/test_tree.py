@@ -154,7 +154,7 @@ for process in children.values():
     process.kill()
     process.wait()
 """
-SLEEPER = "import sys; print(); sys.stdin.read()"
+SLEEPER = "import sys; print(flush=True); sys.stdin.read()"
 
 
 @pytest.fixture
