@@ -40,7 +40,7 @@ def test_the_stat_line_of_a_name_with_parentheses_is_read_right(tmp_path: Path) 
             process.kill()
     assert stat
     assert (stat.pid, stat.ppid, stat.threads) == (process.pid, os.getpid(), 1)
-    assert stat.state in "SR"
+    assert stat.state in "SRD"
 
 
 def test_a_zombie_tells_how_it_ended_and_keeps_its_name() -> None:
