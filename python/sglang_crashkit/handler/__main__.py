@@ -17,7 +17,8 @@ import setproctitle
 
 from sglang_crashkit.core.channel import Mailbox
 from sglang_crashkit.core.settings import Settings
-from sglang_crashkit.handler.loop import CrashHandler, Place
+from sglang_crashkit.handler.loop import CrashHandler
+from sglang_crashkit.handler.place import Place
 
 
 def main() -> int:

@@ -23,7 +23,10 @@ import sglang_crashkit
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.channel import Mailbox, notify
 from sglang_crashkit.core.settings import Settings
-from sglang_crashkit.handler.loop import CrashHandler, Place
+from sglang_crashkit.handler.current import CurrentIncident
+from sglang_crashkit.handler.incident_run import IncidentRun
+from sglang_crashkit.handler.loop import CrashHandler
+from sglang_crashkit.handler.place import Place
 from unit.handler.driver import HOST, Server
 from unit.waiting import LONG, child, descriptors, wait_until
 
@@ -342,15 +345,17 @@ pause()
 """
     path = place.runtime / "handler.sock"
     with child(code) as server, Mailbox.bind(path) as receiver:
+        begin = CurrentIncident.open
 
-        class Late(CrashHandler):
-            def _open(self, *args: Any) -> None:
-                super()._open(*args)
-                notify(str(path), "teardown", pid=server.pid)
-                server.kill()
-                server.wait(30)
+        def begin_late(current: CurrentIncident, *args: Any) -> IncidentRun | None:
+            run = begin(current, *args)
+            notify(str(path), "teardown", pid=server.pid)
+            server.kill()
+            server.wait(30)
+            return run
 
-        handler = Late(server.pid, Mailbox(receiver), place, Settings.from_environ({}))
+        monkeypatch.setattr(CurrentIncident, "open", begin_late)
+        handler = CrashHandler(server.pid, Mailbox(receiver), place, Settings.from_environ({}))
         os.kill(int(server.first_line), signal.SIGTERM)  # type: ignore[attr-defined]
         # WHEN the handler does its work
         handler.run()

@@ -1,0 +1,295 @@
+"""The incident at hand: opened once, joined by later events, finished when its time has come."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.channel import Mailbox, Message
+from sglang_crashkit.core.settings import Settings, fallback_folder
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.incident_run import IncidentRun
+from sglang_crashkit.handler.outlook import Outlook
+from sglang_crashkit.handler.place import Place
+from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+
+logger = logging.getLogger(__name__)
+
+#: A soft exit is a shutdown when it is announced within this time, in seconds.
+_SOFT_HOLD_SECS = 1.0
+#: A rank that raised tells the server itself; after this time, in seconds, the handler does.
+_EXCEPTION_GRACE_SECS = 0.5
+#: The server answers SIGQUIT by saving its requests; this long is waited for it to begin, in seconds.
+_ANSWER_SECS = 5.0
+#: A server that lives on this long after an incident, in seconds, may have another one.
+_NEXT_INCIDENT_SECS = 60.0
+#: What a server that goes on reported, such as a soft watchdog, is whole after this time, in seconds.
+_OBSERVED_SECS = 5.0
+#: What dies with the server is waited for this long, in seconds.
+_LAST_EXITS_SECS = 0.5
+
+
+@dataclass
+class _Awaited:
+    """What one incident waits for; times are by the monotonic clock.
+
+    Attributes:
+        soft_since: since when it is held for an announcement that would make it a shutdown.
+        quit_due: when the server is told of a death.
+        answer_due: until when the server must begin to save its requests.
+        observed_due: when an incident of a server that goes on is whole.
+        observed: the server goes on, so that what comes next is another incident.
+        dump_begun: a process began to save its requests.
+        dumping: those that save their requests now.
+    """
+
+    soft_since: float | None = None
+    quit_due: float | None = None
+    answer_due: float | None = None
+    observed_due: float | None = None
+    observed: bool = False
+    dump_begun: bool = False
+    dumping: set[int] = field(default_factory=set)
+
+
+class Eyes(Protocol):
+    """What looks at the processes before they are photographed and judged."""
+
+    def look(self) -> None:
+        """Find new processes."""
+
+    def collect_exits(self) -> None:
+        """Take in the exits that were not told of yet."""
+
+    def unexplained(self) -> Iterable[TrackedProcess]:
+        """Return the children that died lately before they said what they are."""
+
+
+class CurrentIncident:
+    """The one incident that events of now belong to, if there is any.
+
+    Attributes:
+        run: what it gathered; None where nothing happened yet. It stays when it is finished, until another may come.
+    """
+
+    def __init__(
+        self, tree: ProcessTree, mailbox: Mailbox, place: Place, settings: Settings, outlook: Outlook, eyes: Eyes
+    ) -> None:
+        self.run: IncidentRun | None = None
+        self._tree = tree
+        self._mailbox = mailbox
+        self._place = place
+        self._settings = settings
+        self._outlook = outlook
+        self._eyes = eyes
+        self._waiting: list[Message] = []
+        self._awaited = _Awaited()
+
+    # -- what comes in
+
+    def open(self, kind: str, trigger: str, process: TrackedProcess, seconds: float) -> IncidentRun | None:
+        """Begin an incident; see `IncidentRun`. Returns None where it cannot be written anywhere."""
+        for folder in (self._place.host_folder, fallback_folder()):
+            try:
+                self.run = IncidentRun(
+                    kind, trigger, process, seconds, self._tree, folder / "incidents", self._settings
+                )
+            except (OSError, CrashkitError) as error:
+                logger.error("no incident can be written below %s: %s", folder, error)
+            else:
+                for dead in self._eyes.unexplained():
+                    self.run.add_exit(dead)
+                break
+        return self.run
+
+    def join(self, kind: str, trigger: str, process: TrackedProcess, seconds: float) -> IncidentRun | None:
+        """Return the incident at hand, photographed; begin one of `kind` where there is none."""
+        if self.run is None:
+            self.open(kind, trigger, process, seconds)
+        if self.run is not None and not self.run.photographed:
+            self.photograph()
+        return self.run
+
+    def photograph(self) -> None:
+        """Capture what the living processes are doing, of those that are there now."""
+        assert self.run is not None
+        self._eyes.look()
+        # An exit that was not told of yet would be photographed in vain.
+        self._eyes.collect_exits()
+        self.run.photograph()
+
+    def make_room(self) -> None:
+        """Let what comes be an incident of its own, where the one at hand tells of a server that went on."""
+        if self._awaited.observed and self.run is not None:
+            self._write(self.run)
+            self._forget()
+
+    def discard(self) -> None:
+        """Remove the incident at hand: it was none."""
+        if self.run is not None:
+            try:
+                self.run.discard()
+            except OSError as error:
+                logger.error("incident %s could not be removed: %s", self.run.path, error)
+            self._forget()
+
+    # -- what it waits for
+
+    def hold(self) -> None:
+        """Judge the exits a moment later: they may be a shutdown whose announcement is on its way."""
+        self._awaited.soft_since = time.monotonic()
+
+    def harden(self) -> None:
+        """Take it for what it is: no shutdown would say this."""
+        self._awaited.soft_since = None
+
+    @property
+    def may_be_shutdown(self) -> bool:
+        """Whether nothing but exits that an announcement would explain was seen."""
+        return self._awaited.soft_since is not None and not self._awaited.dump_begun
+
+    def await_server(self, *, soft: bool) -> None:
+        """Expect the server to notice an exit; tell it at once, or where the exit is soft in a moment."""
+        self._awaited.quit_due = time.monotonic() + (_SOFT_HOLD_SECS if soft else 0.0)
+
+    def await_exception(self) -> None:
+        """Expect the rank that raised to tell the server."""
+        self._awaited.quit_due = time.monotonic() + _EXCEPTION_GRACE_SECS
+
+    def await_dump(self, pid: int) -> None:
+        """Expect process `pid` to say when it has saved its requests."""
+        self._awaited.dump_begun = True
+        self._awaited.dumping.add(pid)
+        self._awaited.quit_due = self._awaited.answer_due = self._awaited.soft_since = None
+
+    def end_dump(self, pid: int) -> bool:
+        """Note that process `pid` saves its requests no longer; say whether nobody else does."""
+        self._awaited.dumping.discard(pid)
+        return not self._awaited.dumping
+
+    def is_dumping(self, pid: int) -> bool:
+        """Say whether process `pid` saves its requests."""
+        return pid in self._awaited.dumping
+
+    def observe(self) -> None:
+        """Note that the incident tells of a server that goes on, unless more comes."""
+        self._awaited.observed = self.run is not None
+        self._awaited.observed_due = time.monotonic() + _OBSERVED_SECS if self._awaited.observed else None
+
+    def let_go_on(self, *, goes_on: bool) -> None:
+        """Say whether the server goes on after this incident, so that what comes next is another one."""
+        self._awaited.observed = goes_on
+
+    def answer_when_finished(self, message: Message) -> None:
+        """Acknowledge a message when the incident is whole."""
+        self._waiting.append(message)
+
+    # -- time and end
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is an incident that is not finished."""
+        return self.run is not None and not self.run.finished
+
+    def next_due(self) -> float:
+        """Return when `act_on_time` has something to do, by the monotonic clock."""
+        run = self.run
+        if run is None or run.finished:
+            return float("inf")
+        awaited = self._awaited
+        dues = [
+            run.opened + self._settings.budget_secs,
+            awaited.quit_due,
+            awaited.answer_due,
+            awaited.observed_due,
+            None if awaited.soft_since is None else awaited.soft_since + _SOFT_HOLD_SECS,
+            None if self._outlook.gone_at is None else self._outlook.gone_at + _LAST_EXITS_SECS,
+        ]
+        return min(due for due in dues if due is not None)
+
+    def act_on_time(self) -> None:
+        """Do what is due by now."""
+        run, now, gone_at = self.run, time.monotonic(), self._outlook.gone_at
+        if run is None:
+            return
+        if run.finished:
+            if gone_at is None and now >= run.opened + self._settings.budget_secs + _NEXT_INCIDENT_SECS:
+                self._forget()
+            return
+        if self._awaited.soft_since is not None and now >= self._awaited.soft_since + _SOFT_HOLD_SECS:
+            self._awaited.soft_since = None
+        if self._awaited.quit_due is not None and now >= self._awaited.quit_due and self._awaited.soft_since is None:
+            self._awaited.quit_due = None
+            self._ask_server_to_end(run)
+        if gone_at is not None:
+            # Nothing more is to come but the exits of those that die with it.
+            if not self._tree.alive() or now >= gone_at + _LAST_EXITS_SECS:
+                self.finish()
+        elif self._awaited.observed_due is not None and now >= self._awaited.observed_due:
+            run.set_requests({"reason": "the server went on"})
+            self.finish()
+        elif self._awaited.answer_due is not None and now >= self._awaited.answer_due:
+            run.set_requests({"reason": f"the server did not begin to save them within {_ANSWER_SECS:g} s"})
+            self.finish()
+        elif now >= run.opened + self._settings.budget_secs:
+            run.note(time.time(), "budget_spent", seconds=self._settings.budget_secs)
+            self.finish()
+
+    def finish(self) -> None:
+        """Write the incident and answer those that wait for it."""
+        run = self.run
+        if run is not None and not run.finished:
+            self._eyes.collect_exits()
+            if self.run is not run:
+                # One of the exits was an incident of its own.
+                return
+            self._write(run)
+        path = str(run.path) if run is not None else None
+        for message in self._waiting:
+            self._mailbox.acknowledge(message, ack="finished", path=path)
+        self._waiting.clear()
+        self._awaited.quit_due = self._awaited.answer_due = self._awaited.observed_due = None
+
+    def close(self) -> None:
+        """Add the server's own end to an incident that is finished."""
+        run, root = self.run, self._tree.root
+        if run is not None and run.finished:
+            status = root.exit_status()
+            run.note(root.exited_at or time.time(), "server_exited", code=status.code, signal=status.signal)
+            with contextlib.suppress(OSError):
+                run.save()
+
+    def _ask_server_to_end(self, run: IncidentRun) -> None:
+        """Tell the server of a death that it may not have noticed, as its own children would."""
+        root = self._tree.root
+        if root.exited_at is not None:
+            return
+        if not procfs.catches_signal(root.pid, signal.SIGQUIT):
+            run.set_requests({"reason": "the server has no handler for SIGQUIT"})
+            self.finish()
+            return
+        seconds = time.time()
+        with contextlib.suppress(OSError):
+            root.handle.send_signal(signal.SIGQUIT)
+            run.note(seconds, "sigquit_sent", pid=root.pid)
+        self._awaited.answer_due = time.monotonic() + _ANSWER_SECS
+
+    def _write(self, run: IncidentRun) -> None:
+        if run.finished:
+            return
+        try:
+            run.finish()
+        except (OSError, CrashkitError) as error:
+            logger.error("incident %s could not be finished: %s", run.path, error)
+            run.finished = True
+
+    def _forget(self) -> None:
+        self.run = None
+        self._awaited = _Awaited()
+        self._tree.forget_dead()

@@ -1,0 +1,117 @@
+"""Judge the exits of the server's processes: which of them is an incident.
+
+What ends without being expected opens an incident. Expected is what a process of the server announced: a teardown
+(``kill_process_tree``), or an exit with status 0 while the server drains after SIGTERM. An exit by an orderly signal
+or by a status is *soft*: it may be a shutdown whose announcement is on its way, so it is photographed at once and
+judged a moment later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from sglang_crashkit.core.analysis.verdict import FATAL_SIGNALS
+from sglang_crashkit.handler.current import CurrentIncident
+from sglang_crashkit.handler.outlook import Outlook
+from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+
+#: A child that died before it had a title has to do with what happens within this time, in seconds.
+_UNEXPLAINED_SECS = 60.0
+
+
+class Exits:
+    """Takes in one exit after the other.
+
+    Args:
+        tree: the server's processes.
+        outlook: what was announced; the server's own end is noted there.
+        current: the incident at hand.
+        unwatch: called with a process whose exit was taken in.
+    """
+
+    def __init__(
+        self,
+        tree: ProcessTree,
+        outlook: Outlook,
+        current: CurrentIncident,
+        unwatch: Callable[[TrackedProcess], None],
+    ) -> None:
+        self._tree = tree
+        self._outlook = outlook
+        self._current = current
+        self._unwatch = unwatch
+
+    def take(self, process: TrackedProcess) -> None:
+        """Take in the exit of a process, once."""
+        if process.exited_at is not None:
+            return
+        root = self._tree.root
+        if not process.is_root and root.exited_at is None and root.handle.has_exited():
+            # Its ranks ask the kernel for SIGKILL when it ends; the kernel tells of its own end first.
+            self.take(root)
+            if process.exited_at is not None:
+                return
+        expected = process.pid in self._outlook.expected
+        if process.matters and not expected:
+            self._current.make_room()
+        self._unwatch(process)
+        process.exited_at = time.time()
+        if process.is_root:
+            self._outlook.gone_at = time.monotonic()
+            self._outlook.ended_well = process.exit_status().code == 0
+        if self._current.run is not None:
+            self._current.run.add_exit(process)
+            self._end_dump_of(process)
+        elif not process.matters or expected or self._is_clean(process):
+            # One that died before it said what it is may be a rank, or a worker of a pool that is of no account. It is
+            # kept: if the start fails for it, the incident knows of what it died.
+            unexplained = process.is_starting and not expected and process.exit_status().code != 0
+            if not process.is_root and not unexplained:
+                self._tree.forget(process)
+        else:
+            self._begin(process, process.exited_at)
+
+    def collect(self) -> None:
+        """Take in every exit that there is."""
+        for process in self._tree.alive():
+            if process.handle.has_exited():
+                self.take(process)
+
+    def recent_unexplained(self) -> list[TrackedProcess]:
+        """Return the children that died lately before they said what they are; forget those that died long ago."""
+        dead = [process for process in self._tree if process.is_starting and process.exited_at is not None]
+        recent = [process for process in dead if time.time() - (process.exited_at or 0.0) < _UNEXPLAINED_SECS]
+        for process in dead:
+            if process not in recent:
+                self._tree.forget(process)
+        return recent
+
+    def _is_clean(self, process: TrackedProcess) -> bool:
+        status, outlook = process.exit_status(), self._outlook
+        if status.code == 0 and (outlook.draining or process.is_root):
+            return True
+        return outlook.ended_well and status.signal == "SIGKILL"
+
+    def _begin(self, process: TrackedProcess, seconds: float) -> None:
+        hard = process.exit_status().signal in FATAL_SIGNALS
+        current = self._current
+        run = current.open("killed" if hard else "exited", "process_exited", process, seconds)
+        if run is None:
+            return
+        run.add_exit(process)
+        current.photograph()
+        if hard:
+            current.harden()
+        else:
+            current.hold()
+        if process.role == "tokenizer_worker":
+            # The HTTP server starts it anew.
+            current.observe()
+        else:
+            current.await_server(soft=not hard)
+
+    def _end_dump_of(self, process: TrackedProcess) -> None:
+        """Wait no longer for a process that died while it saved its requests."""
+        if not process.is_root and self._current.is_dumping(process.pid) and self._current.end_dump(process.pid):
+            self._current.finish()

@@ -1,0 +1,43 @@
+"""Where one crash handler works on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_crashkit.core.channel import Message
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the handler works.
+
+    Attributes:
+        host_folder: the host's folder in the crash folder; incidents go below it.
+        spool: where failing ranks leave their records.
+        runtime: the folder of the socket, removed at the end.
+    """
+
+    host_folder: Path
+    spool: Path
+    runtime: Path
+
+    def record_of(self, message: Message) -> Path | None:
+        """Return the record that a failing rank says it left; None where it is none of the spool's."""
+        record = message.fields.get("record")
+        if not isinstance(record, str):
+            return None
+        path = Path(record)
+        try:
+            is_record = path.parent == self.spool and path.is_file() and not path.is_symlink()
+        except OSError:
+            return None
+        return path if is_record else None
+
+    def clean_up(self) -> None:
+        """Remove what is of no use without the server; a record that nobody took in stays."""
+        shutil.rmtree(self.runtime, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.spool.rmdir()

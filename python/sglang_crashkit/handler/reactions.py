@@ -1,0 +1,192 @@
+"""What is done about each message from the server's processes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.channel import Mailbox, Message
+from sglang_crashkit.handler.current import CurrentIncident
+from sglang_crashkit.handler.outlook import Outlook
+from sglang_crashkit.handler.place import Place
+from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+
+logger = logging.getLogger(__name__)
+
+
+class Reactions:
+    """Reacts to messages.
+
+    Args:
+        tree: the server's processes.
+        mailbox: where messages are acknowledged.
+        place: where failing ranks leave their records.
+        outlook: where announcements are noted.
+        current: the incident at hand.
+    """
+
+    def __init__(
+        self, tree: ProcessTree, mailbox: Mailbox, place: Place, outlook: Outlook, current: CurrentIncident
+    ) -> None:
+        self._tree = tree
+        self._mailbox = mailbox
+        self._place = place
+        self._outlook = outlook
+        self._current = current
+        self._by_event: dict[str, Callable[[Message, TrackedProcess], None]] = {
+            "scheduler_exception": self._on_exception,
+            "crash_dump_begun": self._on_dump_begun,
+            "crash_dump_ended": self._on_dump_ended,
+            "launch_failed": self._on_launch_failed,
+            "startup_timeout": self._on_launch_failed,
+            "await_incident": self._on_await_incident,
+            "watchdog_timeout": self._on_watchdog_timeout,
+            "stacks_wanted": self._on_stacks_wanted,
+            "draining": self._on_draining,
+        }
+
+    def take(self, message: Message, sender: TrackedProcess | None) -> None:
+        """React to one message.
+
+        Args:
+            message: what was said.
+            sender: the process of the server that said it; None for any other, whose word counts for a teardown only.
+        """
+        if message.event == "teardown":
+            self._on_teardown(message, sender)
+        elif sender is None:
+            logger.warning("message %r of process %d, not the server's, ignored", message.event, message.pid)
+        elif message.event in self._by_event:
+            self._by_event[message.event](message, sender)
+
+    def _on_exception(self, message: Message, sender: TrackedProcess) -> None:
+        current, seconds = self._current, _time_of(message)
+        current.make_room()
+        run = current.run or current.open("exception", "exception", sender, seconds)
+        if run is None:
+            self._mailbox.acknowledge(message)
+            return
+        current.harden()
+        run.add_exception(sender, seconds, str(message.fields.get("message", "")), self._place.record_of(message))
+        if not run.photographed:
+            current.photograph()
+            current.await_exception()
+        self._mailbox.acknowledge(message, ack="photographed", incident=run.incident.id)
+
+    def _on_dump_begun(self, message: Message, sender: TrackedProcess) -> None:
+        self._current.make_room()
+        self._current.await_dump(sender.pid)
+        run = self._current.join("child_failure", "crash_dump", sender, _time_of(message))
+        if run is not None:
+            run.note(_time_of(message), message.event, pid=message.pid)
+
+    def _on_dump_ended(self, message: Message, sender: TrackedProcess) -> None:
+        current = self._current
+        run = current.join("child_failure", "crash_dump", sender, _time_of(message))
+        if run is not None:
+            run.add_requests(message.fields)
+        if not current.end_dump(sender.pid):
+            # Another tokenizer worker, or the server that waits for all of them, is not done.
+            self._mailbox.acknowledge(message, ack="saved")
+            return
+        current.answer_when_finished(message)
+        current.finish()
+        # The HTTP server starts a worker anew that ended by itself.
+        current.let_go_on(goes_on=sender.role == "tokenizer_worker")
+
+    def _on_launch_failed(self, message: Message, sender: TrackedProcess) -> None:
+        current = self._current
+        current.make_room()
+        current.harden()
+        run = current.join("failed_start", message.event, sender, _time_of(message))
+        self._learn_titles(message)
+        if run is not None:
+            run.note(_time_of(message), message.event, pid=message.pid, **_words_of(message))
+            run.set_requests({"reason": "the server had not started to serve"})
+        current.answer_when_finished(message)
+        current.finish()
+
+    def _learn_titles(self, message: Message) -> None:
+        """Take in what the sender calls processes that died before, or just after, they set their titles."""
+        titles = message.fields.get("titles")
+        if not isinstance(titles, dict):
+            return
+        for process in self._tree:
+            title = titles.get(str(process.pid))
+            if isinstance(title, str) and title and process.is_starting:
+                process.title = title[:120].encode(errors="backslashreplace").decode()
+
+    def _on_await_incident(self, message: Message, _sender: TrackedProcess) -> None:
+        # Whoever is about to end the server waits for what it would cut short.
+        run = self._current.run
+        if self._current.is_open:
+            self._current.answer_when_finished(message)
+        else:
+            self._mailbox.acknowledge(message, ack="finished", path=str(run.path) if run else None)
+
+    def _on_watchdog_timeout(self, message: Message, sender: TrackedProcess) -> None:
+        current, seconds, is_soft = self._current, _time_of(message), message.fields.get("soft") is True
+        if not is_soft:
+            # It ends the server, which is another matter than what a soft one saw before.
+            current.make_room()
+        is_new = current.run is None
+        run = current.join("hang", message.event, sender, seconds)
+        if run is not None:
+            run.add_hang(sender, seconds, message.fields)
+        if is_new and is_soft:
+            current.observe()
+        self._tell_of_stacks(message)
+
+    def _on_stacks_wanted(self, message: Message, sender: TrackedProcess) -> None:
+        if self._current.run is None:
+            self._current.join("snapshot", message.event, sender, _time_of(message))
+            self._current.observe()
+        self._tell_of_stacks(message)
+
+    def _tell_of_stacks(self, message: Message) -> None:
+        run = self._current.run
+        if run is not None and not run.finished:
+            self._mailbox.acknowledge(message, captured=run.stacks, incident=run.incident.id)
+        else:
+            # Those of an incident that is over are not what the sender wants to know.
+            self._mailbox.acknowledge(message, captured=0, incident=None)
+
+    def _on_draining(self, message: Message, _sender: TrackedProcess) -> None:
+        self._outlook.draining = True
+        if self._current.run is not None:
+            self._current.run.note(_time_of(message), "draining", pid=message.pid)
+
+    def _on_teardown(self, message: Message, sender: TrackedProcess | None) -> None:
+        pid = message.fields.get("pid")
+        # Only the server itself and its parent's side may announce the end of the whole.
+        members = self._members_of(pid) if isinstance(pid, int) else set()
+        self._outlook.expected |= members
+        if self._current.run is None:
+            return
+        if self._current.may_be_shutdown and self._tree.root.pid in members:
+            logger.info("the exits were a shutdown: process %d ends the server", message.pid)
+            self._current.discard()
+            return
+        by_server = sender is not None and sender.is_root
+        self._current.run.note(_time_of(message), "teardown", pid=message.pid, tree_of=pid, by_server=by_server)
+
+    def _members_of(self, pid: int) -> set[int]:
+        if pid not in self._tree:
+            return set()
+        if pid == self._tree.root.pid:
+            # It may be dead and reaped by now, so that nothing is below it any more.
+            return {pid, *(process.pid for process in self._tree)}
+        return {pid} | procfs.TreeScanner(pid).scan()
+
+
+def _time_of(message: Message) -> float:
+    seconds, now = message.fields.get("time"), time.time()
+    # Sender and handler share a clock; what is far from it (or no number at all) is no time.
+    return float(seconds) if isinstance(seconds, (int, float)) and abs(now - seconds) < 3600 else now
+
+
+def _words_of(message: Message) -> dict[str, str]:
+    words = message.fields.get("message")
+    return {"message": words.encode(errors="backslashreplace").decode()} if isinstance(words, str) else {}
