@@ -6,7 +6,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -256,12 +256,14 @@ class CurrentIncident:
         self._waiting.clear()
         self._awaited.quit_due = self._awaited.answer_due = self._awaited.observed_due = None
 
-    def close(self) -> None:
-        """Add the server's own end to an incident that is finished."""
+    def close(self, removed: Sequence[str] = ()) -> None:
+        """Add the server's own end, and what it had left that was removed, to an incident that is finished."""
         run, root = self.run, self._tree.root
         if run is not None and run.finished:
             status = root.exit_status()
             run.note(root.exited_at or time.time(), "server_exited", code=status.code, signal=status.signal)
+            if removed:
+                run.note(time.time(), "shared_memory_removed", names=list(removed))
             with contextlib.suppress(OSError):
                 run.save()
 

@@ -11,6 +11,7 @@ from sglang_crashkit.core.channel import Mailbox
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.exits import Exits
+from sglang_crashkit.handler.leftovers import Leftovers
 from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.handler.place import Place
 from sglang_crashkit.handler.reactions import Reactions
@@ -39,6 +40,7 @@ class CrashHandler:
         self._current = CurrentIncident(self._tree, mailbox, place, settings, self._outlook, self)
         self._exits = Exits(self._tree, self._outlook, self._current, self._unwatch)
         self._reactions = Reactions(self._tree, mailbox, place, self._outlook, self._current)
+        self._leftovers = Leftovers(self._tree)
         self._selector = selectors.DefaultSelector()
         self._selector.register(mailbox, selectors.EVENT_READ)
         self._watch(self._tree.root)
@@ -61,8 +63,9 @@ class CrashHandler:
                 # What a process said before it ended is there by now, and counts before its end does.
                 self._take_messages()
                 self._current.act_on_time()
+                self._leftovers.note_on_time()
         finally:
-            self._current.close()
+            self._current.close(removed=self._leftovers.remove())
             self._place.clean_up()
             logger.info("server %d is gone, so is its crash handler %d", self._tree.root.pid, os.getpid())
 
