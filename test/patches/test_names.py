@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sglang_crashkit.installer.hunks import apply_patch
-from sglang_crashkit.installer.lockgen import read_package_file
+from sglang_crashkit.installer.releasefiles import ReleaseFiles
 
 pytestmark = pytest.mark.wheels
 
@@ -32,12 +31,11 @@ Parse = Callable[[str], ast.Module]
 @pytest.fixture
 def parse(wheels, patches, release) -> Iterator[Parse]:
     """Parse a file of the release as it is once patched."""
-    refs = patches.resolve(release)
     with zipfile.ZipFile(wheels[release]) as archive:
+        files = ReleaseFiles(archive, patches.resolve(release))
 
         def parse_file(path: str) -> ast.Module:
-            pristine = read_package_file(archive, path)
-            patched = apply_patch(pristine, refs[path].read()) if path in refs else pristine
+            patched = files.patched(path)
             assert patched is not None, path
             return ast.parse(patched)
 
