@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_crashkit.core.redact import redact_text
+
 _PROC = Path("/proc")
 _MAX_TITLE = 120
 _INTERPRETERS = ("python", "pypy")
@@ -79,7 +81,7 @@ def title_of(cmdline: Iterable[str], comm: str) -> str:
     if not arguments or not arguments[0]:
         return comm
     if "::" in arguments[0]:
-        return arguments[0].strip()[:_MAX_TITLE]
+        return redact_text(arguments[0].strip()[:_MAX_TITLE])
     kept = [Path(arguments[0]).name]
     if not kept[0].startswith(_INTERPRETERS):
         return kept[0][:_MAX_TITLE]

@@ -19,6 +19,8 @@ from sglang_crashkit.errors import CrashkitError
 logger = logging.getLogger(__name__)
 
 _START_SECS = 20.0
+#: A server that crashes at every start writes a few lines each time.
+_MAX_LOG_BYTES = 1 << 20
 
 
 def start(crash_folder: str | None) -> None:
@@ -87,6 +89,8 @@ def _make_folders(crash_folder: str | None, spool_name: str) -> tuple[Path, Path
     candidates = [Path(crash_folder).absolute() / hostname, fallback] if crash_folder else [fallback]
     for folder in candidates:
         try:
+            # One after the other: a link that somebody put in a shared crash folder is not followed.
+            make_private_folder(folder)
             make_private_folder(folder / "incidents")
             # SGLang may have created it before, for everybody to read; cores and prompts go there.
             folder.chmod(0o700)
@@ -111,6 +115,9 @@ def _environment() -> dict[str, str]:
 
 
 def _open_log(path: Path) -> BinaryIO:
+    with contextlib.suppress(OSError):
+        if path.lstat().st_size > _MAX_LOG_BYTES:
+            path.replace(path.with_name(f"{path.name}.1"))
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         return os.fdopen(descriptor, "wb")

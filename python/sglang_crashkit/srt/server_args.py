@@ -6,6 +6,7 @@ the first child process starts.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang_crashkit.core.private_files import make_private_folder
-from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.core.settings import Settings, fallback_folder
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.srt.hooks import never_raises
 
@@ -67,9 +68,23 @@ def _core_dump_variables(crash_folder: str) -> dict[str, str]:
         "CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1",
         "CUDA_COREDUMP_SHOW_PROGRESS": "1",
         "CUDA_COREDUMP_GENERATION_FLAGS": ",".join(f"skip_{part}" for part in _SKIPPED),
-        "CUDA_COREDUMP_FILE": f"{crash_folder}/%h/core.cuda.%t.%p",
+        "CUDA_COREDUMP_FILE": f"{_core_base(crash_folder)}/%h/core.cuda.%t.%p",
         "CUDA_COREDUMP_PIPE": "/tmp/corepipe.cuda.%h.%p",  # noqa: S108 - upstream's name for it
     }
+
+
+def _core_base(crash_folder: str) -> str:
+    """Return the crash folder, or the fallback folder where somebody else prepared this host's folder in it.
+
+    The driver follows links, and a core holds the memory of a GPU.
+    """
+    folder = Path(crash_folder) / socket.gethostname()
+    with contextlib.suppress(OSError):
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            logger.error("%s is not a folder of this user: GPU cores go to %s", folder, fallback_folder())
+            return str(fallback_folder())
+    return crash_folder
 
 
 def _make_core_folder(template: str) -> None:

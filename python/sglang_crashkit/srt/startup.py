@@ -11,6 +11,7 @@ from sglang_crashkit.core.readiness import Readiness, StartupError, no_more_to_c
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.core.startup_report import Member
 from sglang_crashkit.srt.hooks import never_raises, request
+from sglang_crashkit.srt.redaction import redact
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def report(error: StartupError) -> None:
     event = "startup_timeout" if error.kind == "timeout" else "launch_failed"
     named = [member for member in error.members if member.process is not None]
     titles = {str(member.process.pid): member.title or member.name for member in named}
-    words = str(error)[:_MOST_MESSAGE]
+    words = redact(str(error)[:_MOST_MESSAGE])
     answer = request(event, Settings.from_environ().budget_secs, message=words, titles=titles)
     if answer and answer.get("path"):
         logger.error("crash kit: incident %s", answer["path"])

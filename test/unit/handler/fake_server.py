@@ -50,7 +50,7 @@ class Manager:
             raise ValueError(self.error)
         if self.crash_dump_folder:
             name = Path(self.crash_dump_folder) / os.environ["HOSTNAME"] / "crash_dump.pkl"
-            with open_crash_dump(self, str(name)) as file:
+            with open_crash_dump(self, str(name), {}) as file:
                 file.write(b"requests")
 
 

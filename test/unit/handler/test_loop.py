@@ -435,6 +435,20 @@ def test_without_a_usable_crash_folder_the_incident_goes_to_the_temporary_one(
     assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
 
 
+def test_a_link_in_a_shared_crash_folder_is_not_followed(start_server: Start, tmp_path: Path) -> None:
+    (tmp_path / "crash").mkdir()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "crash" / HOST).symlink_to(tmp_path / "theirs")
+    server = start_server()
+    server.kill("scheduler_TP1")
+    server.process.wait(30)
+    server.wait_for_handler()
+    stored = server.incident(server.fallback)
+    assert stored.document is not None
+    assert stored.document["requests"]["path"] == str(server.fallback / HOST / "crash_dump.pkl")
+    assert list((tmp_path / "theirs").iterdir()) == []
+
+
 def test_a_crash_folder_that_is_lost_later_does_not_lose_the_incident(start_server: Start) -> None:
     server = start_server()
     assert server.crash_folder is not None

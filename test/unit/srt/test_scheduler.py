@@ -135,3 +135,13 @@ def test_files_are_named_as_below_the_path_that_they_were_imported_from(
     monkeypatch.setattr(sys, "path", ["", str(Path(__file__).parents[1]) + "/"])
     hit(ValueError("odd"))
     assert read_record(short_folder)["traceback"][-1].startswith("run_batch (srt/test_scheduler.py:")
+
+
+def test_secrets_and_prompts_are_taken_out_of_the_exception(listener: Listener, short_folder: Path) -> None:
+    args = SimpleNamespace(api_key="S3CRET-key")
+    batch = SimpleNamespace(reqs=[SimpleNamespace(rid="r", origin_input_text="tell me of the canary")])
+    hit(ValueError("S3CRET-key, HF_TOKEN=S3CRET2: tell me of the canary"), cur_batch=batch, server_args=args)
+    assert listener.heard()["message"] == "ValueError: <redacted>, HF_TOKEN=<redacted> <redacted>"
+    text = json.dumps(read_record(short_folder))
+    assert "S3CRET" not in text
+    assert "canary" not in text

@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import stat
+import tempfile
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,6 +127,19 @@ def test_a_folder_that_is_there_is_taken_as_it_is(tmp_path: Path, caplog: pytest
     set_crash_dump_env(args(tmp_path))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_link_in_a_shared_crash_folder_gets_no_cores(
+    environ: MutableMapping[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "what-the-kernel-says").symlink_to(tmp_path / "theirs")
+    set_crash_dump_env(args(tmp_path))
+    safe = tmp_path / "temp" / f"sglang-crashkit-{os.geteuid()}"
+    assert environ["CUDA_COREDUMP_FILE"] == f"{safe}/%h/core.cuda.%t.%p"
+    assert (safe / "what-the-kernel-says").is_dir()
+    assert "is not a folder of this user" in caplog.text
 
 
 def test_arguments_of_another_shape_do_not_stop_the_server(environ: MutableMapping[str, str]) -> None:

@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -47,9 +48,10 @@ class Manager:
         self.crash_dump_folder = str(folder) if folder else None
         self.crash_dump_performed = False
         self.crash_dump_request_list: list[Any] = [1, 2]
-        self.rid_to_state = {n: SimpleNamespace(finished=n == 0) for n in range(4)}
+        self.rid_to_state: dict[int, Any] = {n: SimpleNamespace(finished=n == 0) for n in range(4)}
         self.flags: list[str | None] = []
         self.error: BaseException | None = None
+        self.server_args: object = None
 
     @on_crash_dump
     def dump_requests_before_crash(self, suffix: str = ".pkl", *, hostname: str = "host") -> str:
@@ -60,7 +62,7 @@ class Manager:
             raise self.error
         if self.crash_dump_folder:
             name = Path(self.crash_dump_folder) / hostname / f"dump{suffix}"
-            with open_crash_dump(self, str(name)) as file:
+            with open_crash_dump(self, str(name), {}) as file:
                 pickle.dump({"requests": [1]}, file)
         return "result"
 
@@ -297,7 +299,7 @@ def test_a_dump_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "dump.pkl"
     before = os.umask(0)
     try:
-        with open_crash_dump(manager, str(path)) as file:
+        with open_crash_dump(manager, str(path), {}) as file:
             file.write(b"some")
             assert not path.exists()
             file.write(b"thing")
@@ -313,7 +315,7 @@ def test_a_torn_dump_leaves_nothing(tmp_path: Path, error: BaseException) -> Non
     manager = SimpleNamespace()
 
     def write_half() -> None:
-        with open_crash_dump(manager, str(tmp_path / "dump.pkl")) as file:
+        with open_crash_dump(manager, str(tmp_path / "dump.pkl"), {}) as file:
             file.write(b"half")
             raise error
 
@@ -327,7 +329,7 @@ def test_a_second_dump_within_a_second_gets_a_name_of_its_own(tmp_path: Path) ->
     names = []
     for text in (b"first", b"second", b"third"):
         manager = SimpleNamespace()
-        with open_crash_dump(manager, str(tmp_path / "dump.pkl")) as file:
+        with open_crash_dump(manager, str(tmp_path / "dump.pkl"), {}) as file:
             file.write(text)
         names.append(Path(*vars(manager).values()).name)
     assert names == ["dump.pkl", "dump.1.pkl", "dump.2.pkl"]
@@ -342,7 +344,7 @@ def test_a_file_system_without_hard_links_keeps_the_dump(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", refuse)
-    with open_crash_dump(SimpleNamespace(), str(tmp_path / "dump.pkl")) as file:
+    with open_crash_dump(SimpleNamespace(), str(tmp_path / "dump.pkl"), {}) as file:
         file.write(b"kept")
     assert [path.name for path in tmp_path.iterdir()] == ["dump.pkl"]
     assert (tmp_path / "dump.pkl").read_bytes() == b"kept"
@@ -350,9 +352,74 @@ def test_a_file_system_without_hard_links_keeps_the_dump(
 
 def test_what_an_earlier_process_of_this_pid_left_is_replaced(tmp_path: Path) -> None:
     (tmp_path / f".dump.pkl.{os.getpid()}.partial").write_bytes(b"old")
-    with open_crash_dump(SimpleNamespace(), str(tmp_path / "dump.pkl")) as file:
+    with open_crash_dump(SimpleNamespace(), str(tmp_path / "dump.pkl"), {}) as file:
         file.write(b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["dump.pkl"]
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    """A shared crash folder in which somebody else made something of this host's name, and a fallback folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
+    (tmp_path / "temp").mkdir()
+    crash = tmp_path / "crash"
+    crash.mkdir()
+    (tmp_path / "theirs").mkdir()
+    if request.param == "link":
+        (crash / "host").symlink_to(tmp_path / "theirs")
+    elif request.param == "dangling link":
+        (crash / "host").symlink_to(tmp_path / "theirs" / "absent")
+    elif request.param == "file":
+        (crash / "host").write_text("")
+    elif request.param == "their folder":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder away")
+        (crash / "host").mkdir()
+        os.chown(crash / "host", 65534, 65534)
+    return crash
+
+
+@pytest.mark.parametrize("prepared", ["link", "dangling link", "file", "their folder"], indirect=True)
+@pytest.mark.parametrize("with_handler", [False, True])
+def test_what_somebody_else_prepared_is_not_written_to(
+    request: pytest.FixtureRequest, prepared: Path, caplog: pytest.LogCaptureFixture, with_handler: bool
+) -> None:
+    listener = request.getfixturevalue("listener") if with_handler else None
+    Manager(prepared).dump_requests_before_crash()
+    safe = prepared.parent / "temp" / f"sglang-crashkit-{os.geteuid()}" / "host"
+    assert [path.name for path in safe.iterdir()] == ["dump.pkl"]
+    assert stat.S_IMODE(safe.stat().st_mode) == 0o700
+    assert [path for path in prepared.rglob("*") if path.name != "host"] == []
+    assert list((prepared.parent / "theirs").iterdir()) == []
+    assert f"the requests go to {safe}" in caplog.text
+    if listener is not None:
+        listener.heard()
+        assert listener.heard()["path"] == str(safe / "dump.pkl")
+
+
+@pytest.mark.parametrize("prepared", ["link"], indirect=True)
+def test_a_dump_of_an_orderly_exit_follows_no_link_either(prepared: Path) -> None:
+    with open_crash_dump(SimpleNamespace(), str(prepared / "host" / "dump.pkl"), {}) as file:
+        file.write(b"kept")
+    assert list((prepared.parent / "theirs").iterdir()) == []
+
+
+def test_a_dump_is_redacted_before_it_is_written(tmp_path: Path) -> None:
+    data = {"server_args": {"api_key": "S3CRET"}, "requests": ["a prompt"], "launch_command": "x --api-key S3CRET"}
+    with open_crash_dump(SimpleNamespace(), str(tmp_path / "dump.pkl"), data) as file:
+        pickle.dump(data, file)
+    assert b"S3CRET" not in (tmp_path / "dump.pkl").read_bytes()
+    assert pickle.loads((tmp_path / "dump.pkl").read_bytes())["requests"] == ["a prompt"]
+
+
+def test_an_error_of_the_dump_is_told_without_secrets_and_prompts(listener: Listener, tmp_path: Path) -> None:
+    manager = Manager(tmp_path)
+    manager.server_args = SimpleNamespace(api_key="S3CRET-value")
+    manager.rid_to_state = {0: SimpleNamespace(finished=False, obj=SimpleNamespace(text="tell me of the canary"))}
+    manager.error = ValueError("cannot write S3CRET-value: tell me of the canary")
+    manager.dump_requests_before_crash()
+    listener.heard()
+    assert listener.heard()["error"] == "ValueError: cannot write <redacted>: <redacted>"
 
 
 # -- on_sigterm

@@ -18,9 +18,12 @@ from sglang_crashkit.core.pidfd import ProcessHandle
 from sglang_crashkit.core.private_files import write_json
 from sglang_crashkit.core.settings import SPOOL_VARIABLE, Settings, read_bool
 from sglang_crashkit.srt.hooks import PHOTOGRAPH_WAIT_SECS, never_raises, request
+from sglang_crashkit.srt.on_traceback import find_batch, find_configuration, find_prompts
 from sglang_crashkit.srt.process_group import find_server, kill_own_group
+from sglang_crashkit.srt.redaction import redact
 
 _MAX_REQUESTS = 64
+_MAX_MESSAGE = 4000
 #: The incident is written within this time once its own is spent, in seconds.
 _FINISH_SECS = 2.0
 
@@ -35,7 +38,7 @@ def on_scheduler_exception() -> None:
     raised, error, trace = sys.exc_info()
     if raised is None or error is None:
         return
-    message = "".join(traceback.format_exception_only(raised, error)).strip()
+    message = _redacted("".join(traceback.format_exception_only(raised, error)).strip()[:_MAX_MESSAGE], trace)
     record = _write_record(message, trace)
     request(
         "scheduler_exception",
@@ -81,7 +84,7 @@ def _write_record(message: str, trace: TracebackType | None) -> Path | None:
         "pid": os.getpid(),
         "title": setproctitle.getproctitle(),
         "time": time.time(),
-        "message": message[:4000],
+        "message": message,
         "traceback": _format_frames(traceback.extract_tb(trace)),
         "batch": _describe_batch(trace),
         "threads": _threads(),
@@ -91,6 +94,11 @@ def _write_record(message: str, trace: TracebackType | None) -> Path | None:
     except OSError:
         return None
     return path
+
+
+def _redacted(message: str, trace: TracebackType | None) -> str:
+    prompts = never_raises(find_prompts)(trace) or []
+    return redact(message, never_raises(find_configuration)(trace), prompts=prompts)
 
 
 def _format_frames(frames: traceback.StackSummary) -> list[str]:
@@ -112,16 +120,13 @@ def _threads() -> dict[str, list[str]]:
 @never_raises
 def _describe_batch(trace: TracebackType | None) -> dict[str, Any]:
     """Describe the batch that the scheduler on the traceback was running; no prompt and no token."""
-    while trace is not None:
-        scheduler = trace.tb_frame.f_locals.get("self")
-        batch = getattr(scheduler, "cur_batch", None) or getattr(scheduler, "running_batch", None)
-        if batch is not None:
-            requests = list(getattr(batch, "reqs", None) or [])
-            return {
-                "forward_mode": str(getattr(batch, "forward_mode", None)),
-                "size": len(requests),
-                "request_ids": [str(getattr(request, "rid", "")) for request in requests[:_MAX_REQUESTS]],
-                "forward_count": getattr(scheduler, "forward_ct", None),
-            }
-        trace = trace.tb_next
-    return {}
+    scheduler, batch = find_batch(trace)
+    if batch is None:
+        return {}
+    requests = list(getattr(batch, "reqs", None) or [])
+    return {
+        "forward_mode": str(getattr(batch, "forward_mode", None)),
+        "size": len(requests),
+        "request_ids": [str(getattr(request, "rid", "")) for request in requests[:_MAX_REQUESTS]],
+        "forward_count": getattr(scheduler, "forward_ct", None),
+    }

@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from sglang_crashkit.core.private_files import create_private, make_private_folder
-from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.core.settings import Settings, fallback_folder
+from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.srt.hooks import never_raises, notify, request
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
+from sglang_crashkit.srt.on_traceback import prompts_of
+from sglang_crashkit.srt.redaction import redact, redact_dump
 from sglang_crashkit.srt.utils.cudacore_pyspy_dump_utils import diagnose_schedulers
 
 logger = logging.getLogger(__name__)
@@ -99,6 +102,7 @@ def _wrap(dump: Method, *, has_diagnostics: bool) -> Method:
 def _dump_once(manager: Any, save: Callable[[], Any], has_diagnostics: bool) -> Any:
     if getattr(manager, "crash_dump_performed", False):
         return save()
+    _settle_folder(manager)
     if sys.exc_info()[0] is not None:
         # Called where the tokenizer manager's own exception is handled: nobody else tells of it.
         on_scheduler_exception()
@@ -120,7 +124,8 @@ def _dump_beside_handler(manager: Any, save: Callable[[], Any]) -> Any:
             result = save()
     except Exception as error:
         logger.exception("crash kit: the requests could not be saved")
-        outcome["error"] = f"{type(error).__name__}: {error}"
+        words = f"{type(error).__name__}: {error}"
+        outcome["error"] = redact(words, getattr(manager, "server_args", None), prompts=prompts_of(manager))
     path = getattr(manager, _SAVED, None)
     if path is None and not getattr(manager, "crash_dump_folder", None):
         outcome["reason"] = "the server was started without --crash-dump-folder"
@@ -140,20 +145,23 @@ def _dump_alone(save: Callable[[], Any], *, on_failure: Callable[[], None] | Non
 
 
 @contextlib.contextmanager
-def open_crash_dump(manager: Any, filename: str) -> Iterator[BinaryIO]:
+def open_crash_dump(manager: Any, filename: str, data: dict[str, Any]) -> Iterator[BinaryIO]:
     """Open the file for the requests in place of ``open(filename, "wb")``.
 
     The file has mode 0600 and gets its name only when it is whole, so that no reader ever takes a torn one for it. A
-    name that is taken (a second crash within a second) gets a number.
+    name that is taken (a second crash within a second) gets a number. In a folder that somebody else prepared (a link,
+    another user's) nothing is written: the file goes to the fallback folder then.
 
     Args:
         manager: the ``TokenizerManager``; it is told the name that the file got.
         filename: what upstream calls it.
+        data: what is about to be written; API keys and other secrets are taken out of it, see `redact_dump`.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.
     """
-    path = Path(filename)
+    redact_dump(data)
+    path = _safe_folder(Path(filename).parent) / Path(filename).name
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     temporary.unlink(missing_ok=True)
     try:
@@ -206,12 +214,34 @@ def _do_nothing(_signum: int, _frame: object) -> None:
 
 
 @never_raises
+def _settle_folder(manager: Any) -> None:
+    """Create the folder that the requests go to, which upstream would create for everybody to read.
+
+    Where it cannot be created, or somebody else prepared it, the fallback folder takes its place.
+    """
+    if getattr(manager, "crash_dump_folder", None):
+        hostname = os.getenv("HOSTNAME", os.uname().nodename)
+        manager.crash_dump_folder = str(_safe_folder(Path(manager.crash_dump_folder) / hostname).parent)
+
+
+def _safe_folder(folder: Path) -> Path:
+    """Return `folder`, private; one of the same name below the fallback folder where that cannot be.
+
+    Raises:
+        OSError: neither can be created.
+        CrashkitError: the fallback folder is somebody else's, too.
+    """
+    try:
+        return make_private_folder(folder)
+    except (OSError, CrashkitError) as error:
+        safe = make_private_folder(fallback_folder()) / folder.name
+        logger.error("crash kit: %s: the requests go to %s", error, safe)
+        return make_private_folder(safe)
+
+
+@never_raises
 def _count_requests(manager: Any) -> dict[str, Any]:
     states = list(manager.rid_to_state.values())
-    folder = manager.crash_dump_folder
-    if folder:
-        # Upstream would create it for everybody to read.
-        make_private_folder(Path(folder) / os.getenv("HOSTNAME", os.uname().nodename))
     return {
         "finished": len(manager.crash_dump_request_list),
         "unfinished": sum(not state.finished for state in states),

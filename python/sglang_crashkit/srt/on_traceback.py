@@ -1,0 +1,65 @@
+"""Find what SGLang works on in the frames of a traceback: the batch, the configuration, the users' prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from types import TracebackType
+from typing import Any
+
+#: As many prompts as are compared with a message; see `core.redact.redact_prompts`.
+_MAX_PROMPTS = 64
+
+
+def find_batch(trace: TracebackType | None) -> tuple[Any, Any]:
+    """Return the first object that has a batch and that batch, twice None where there is none."""
+    for owner in _owners(trace):
+        batch = getattr(owner, "cur_batch", None) or getattr(owner, "running_batch", None)
+        if batch is not None:
+            return owner, batch
+    return None, None
+
+
+def find_configuration(trace: TracebackType | None) -> Any:
+    """Return the ``ServerArgs`` that a function was called with or its object has; None where there are none."""
+    for frame in _frames(trace):
+        configuration = frame.get("server_args") or getattr(frame.get("self"), "server_args", None)
+        if configuration is not None:
+            return configuration
+    return None
+
+
+def find_prompts(trace: TracebackType | None) -> list[str]:
+    """Return texts that users sent and that the scheduler or the tokenizer manager works on, some of them."""
+    return list(islice((prompt for owner in _owners(trace) for prompt in prompts_of(owner)), _MAX_PROMPTS))
+
+
+def prompts_of(owner: Any) -> Iterator[str]:
+    """Yield the texts of the requests that a ``Scheduler`` or a ``TokenizerManager`` works on."""
+    batch = getattr(owner, "cur_batch", None) or getattr(owner, "running_batch", None)
+    for request in [*(getattr(batch, "reqs", None) or ()), *(getattr(owner, "waiting_queue", None) or ())]:
+        yield from _texts(getattr(request, "origin_input_text", None))
+    for state in list((getattr(owner, "rid_to_state", None) or {}).values()):
+        yield from _texts(getattr(getattr(state, "obj", None), "text", None))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    # A request may hold several prompts.
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str) and text:
+            yield text
+
+
+def _frames(trace: TracebackType | None) -> Iterator[dict[str, Any]]:
+    while trace is not None:
+        yield trace.tb_frame.f_locals
+        trace = trace.tb_next
+
+
+def _owners(trace: TracebackType | None) -> Iterator[Any]:
+    seen: set[int] = set()
+    for frame in _frames(trace):
+        owner = frame.get("self")
+        if owner is not None and id(owner) not in seen:
+            seen.add(id(owner))
+            yield owner

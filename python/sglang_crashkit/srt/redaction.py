@@ -1,0 +1,142 @@
+"""Take secrets out of what leaves a process of the server: messages to the crash handler, and the dump of the requests.
+
+What is secret is known here best: by this process's arguments and variables, and by the fields of SGLang's
+configuration.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, SupportsIndex
+
+from sglang_crashkit.core.redact import (
+    REDACTED,
+    is_secret_name,
+    redact_prompts,
+    redact_text,
+    secrets_of_arguments,
+    secrets_of_mapping,
+)
+
+logger = logging.getLogger(__name__)
+
+_WITHHELD = "<withheld: it could not be searched for secrets>"
+#: What a dump holds beside the requests is nested less deep than this.
+_MAX_DEPTH = 12
+_REQUESTS = "requests"
+
+
+def redact(text: str, *configurations: object, prompts: Iterable[str] = ()) -> str:
+    """Return `text` without the secrets that this process knows of, and without what it shares with `prompts`.
+
+    Args:
+        text: what is about to be told, such as an exception's message.
+        configurations: objects whose fields may be secret, such as ``ServerArgs``; None is none.
+        prompts: texts that users sent.
+    """
+    try:
+        secrets = secrets_of_arguments(sys.argv) | secrets_of_mapping(os.environ)
+        for configuration in configurations:
+            secrets |= secrets_of_mapping(_fields(configuration))
+        return redact_prompts(redact_text(text, secrets), prompts)
+    except Exception:
+        logger.warning("crash kit: a message could not be searched for secrets", exc_info=True)
+        return _WITHHELD
+
+
+def redact_dump(data: dict[str, Any]) -> None:
+    """Take the secrets out of what upstream is about to dump, in place; the requests stay as they are.
+
+    The configuration's own objects are left alone: the server may live on. In the dump they have their type and shape.
+
+    Args:
+        data: upstream's, made for this dump: the configuration in several forms, the command line and the requests.
+    """
+    try:
+        secrets = secrets_of_arguments(sys.argv) | secrets_of_mapping(os.environ)
+        for name, value in data.items():
+            if name != _REQUESTS:
+                secrets |= _collect(value)
+        replaced = {name: _without(value, secrets) for name, value in data.items() if name != _REQUESTS}
+    except Exception:
+        logger.warning("crash kit: the configuration is left out of the dump", exc_info=True)
+        replaced = dict.fromkeys((name for name in data if name != _REQUESTS), None)
+    data.update(replaced)
+
+
+class _Redacted:
+    """Pickles to what an object would pickle to, but for the secrets in its fields.
+
+    It passes for an object of that class, as the pickler insists on.
+    """
+
+    def __init__(self, original: Any, secrets: set[str], depth: int) -> None:
+        self._original, self._secrets, self._depth = original, secrets, depth
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._original)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        reduced = self._original.__reduce_ex__(protocol)
+        if isinstance(reduced, str):
+            return reduced
+        return tuple(_without_in_reduced(part, self._secrets, self._depth) for part in reduced)
+
+
+def _without_in_reduced(part: Any, secrets: set[str], depth: int) -> Any:
+    # The items of a list or a dictionary of a class of its own come as iterators.
+    if isinstance(part, Iterator):
+        return iter([_without(item, secrets, depth) for item in part])
+    return _without(part, secrets, depth)
+
+
+def _without(value: Any, secrets: set[str], depth: int = 0) -> Any:
+    if isinstance(value, str):
+        return redact_text(value, secrets)
+    if depth > _MAX_DEPTH:
+        return None
+    if type(value) is dict:
+        return {name: _of_field(name, item, secrets, depth) for name, item in value.items()}
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(_without(item, secrets, depth + 1) for item in value)
+    if _is_record(value):
+        return _Redacted(value, secrets, depth + 1)
+    return value
+
+
+def _of_field(name: object, value: Any, secrets: set[str], depth: int) -> Any:
+    if isinstance(name, str) and is_secret_name(name) and isinstance(value, (str, bytes)) and value:
+        return REDACTED
+    return _without(value, secrets, depth + 1)
+
+
+def _collect(value: Any, depth: int = 0) -> set[str]:
+    """Return the secrets in a configuration by the names of its fields."""
+    if depth > _MAX_DEPTH or isinstance(value, (str, bytes)):
+        return set()
+    if _is_record(value):
+        return _collect(_fields(value), depth + 1)
+    items: Iterable[Any] = ()
+    secrets: set[str] = set()
+    if isinstance(value, Mapping):
+        secrets = secrets_of_mapping({name: item for name, item in value.items() if isinstance(name, str)})
+        items = value.values()
+    elif isinstance(value, (Sequence, set, frozenset)):
+        items = value
+    return secrets.union(*(_collect(item, depth + 1) for item in items))
+
+
+def _is_record(value: Any) -> bool:
+    """Say whether it is an object of a class with fields: a dataclass, or a msgspec Struct."""
+    kind = type(value)
+    is_class = isinstance(value, type)
+    return not is_class and (hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__struct_fields__"))
+
+
+def _fields(value: object) -> dict[str, Any]:
+    names = [*getattr(type(value), "__struct_fields__", ()), *getattr(value, "__dict__", ())]
+    return {name: getattr(value, name, None) for name in names}

@@ -1,0 +1,129 @@
+"""A real server with secrets in an argument, a variable and a header crashes: none of them stands in what it left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.scenario import EXIT_TIMEOUT_S
+from lanelib.lanes import Lane, ensure_lane
+from lanelib.servers import Server
+from sglang_crashkit.core.incident_store import wait_for_incident
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+API_KEY, VARIABLE, HEADER = "canary-argument-5b1c", "canary-variable-9d2e", "canary-header-77aa"
+PROMPT = "canary prompt 30f4: sing of the mine"
+READ_PICKLE = """
+import json, pickle, sys
+with open(sys.argv[1], "rb") as file:
+    data = pickle.load(file)
+args = data["server_args"]
+from sglang.srt.server_args import ServerArgs
+print(json.dumps({
+    "type": type(args) is ServerArgs,
+    "api_key": args.api_key,
+    "crash_dump_folder": args.crash_dump_folder,
+    "launch_command": data["launch_command"],
+    "prompts": [request[0].text for request in data["requests"]],
+}))
+"""
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a crashed server left.
+
+    Attributes:
+        lane: which SGLang.
+        folder: the crash folder.
+        incident: the one incident in it.
+    """
+
+    lane: Lane
+    folder: Path
+    incident: dict[str, Any]
+
+    def holding(self, text: str) -> list[str]:
+        """Return the files below the crash folder that hold `text`."""
+        files = [path for path in self.folder.rglob("*") if path.is_file()]
+        assert any(path.name == "crash_handler.log" for path in files)
+        return [str(path.relative_to(self.folder)) for path in files if text.encode() in path.read_bytes()]
+
+
+def ask(server: Server) -> None:
+    body = {"text": PROMPT, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
+    headers = {
+        "Content-Type": "application/json",
+        "Authorization": f"Bearer {API_KEY}",
+        "X-Secret-Token": HEADER,
+    }
+    request = urllib.request.Request(f"{server.url}/generate", json.dumps(body).encode(), headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    # That it is cut off is the point; that it is refused is not.
+    with contextlib.suppress(OSError), opener.open(request, timeout=EXIT_TIMEOUT_S) as response:
+        response.read()
+
+
+@pytest.fixture(scope="module", params=["0.5.9", "0.5.23"])
+def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Left:
+    lane = ensure_lane(request.param)
+    folder = tmp_path_factory.mktemp("crash")
+    env = {"SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS": "50", "OTHER_SERVICE_TOKEN": VARIABLE}
+    options = ["--api-key", API_KEY, f"--admin-api-key={API_KEY}-admin", "--crash-dump-folder", str(folder)]
+    with Server.start(lane, extra_args=options, env=env) as server:
+        server.wait_ready()
+        client = threading.Thread(target=ask, args=(server,), daemon=True)
+        client.start()
+        server.popen.wait(timeout=EXIT_TIMEOUT_S)
+        client.join(timeout=EXIT_TIMEOUT_S)
+    stored = wait_for_incident(folder, 10)
+    assert stored is not None
+    assert stored.document is not None
+    return Left(lane, folder, stored.document)
+
+
+@pytest.mark.parametrize("secret", [API_KEY, VARIABLE, HEADER])
+def test_a_secret_stands_nowhere(left: Left, secret: str) -> None:
+    assert left.incident["verdict"]["kind"] == "exception"
+    assert left.holding(secret) == []
+
+
+def test_a_prompt_stands_among_the_requests_only(left: Left) -> None:
+    path = Path(left.incident["requests"]["path"])
+    outside = [name for name in left.holding(PROMPT) if "/requests/" not in name]
+    assert outside == [str(path.relative_to(left.folder))]
+
+
+def test_the_dump_has_the_type_and_the_shape_that_upstream_reads(left: Left) -> None:
+    read = subprocess.run(
+        [left.lane.python, "-c", READ_PICKLE, left.incident["requests"]["path"]],
+        env=left.lane.serve_env(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    content = json.loads(read.stdout.splitlines()[-1])
+    assert content["type"] is True
+    assert content["api_key"] == "<redacted>"
+    assert content["crash_dump_folder"] == str(left.folder)
+    assert content["prompts"] == [PROMPT]
+    assert "--api-key <redacted> --admin-api-key=<redacted>" in content["launch_command"]
+
+
+def test_modes_are_private(left: Left) -> None:
+    for path in left.folder.rglob("*"):
+        mode = path.stat().st_mode & 0o777
+        assert mode == (0o700 if path.is_dir() else 0o600), f"{path} {mode:o}"
+        assert path.stat().st_uid == os.geteuid()
