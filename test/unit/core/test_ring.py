@@ -111,7 +111,7 @@ def test_no_held_record_is_lost_while_they_fit_in_half_of_the_ring(
     choose = random.Random(seed)
     with new_ring() as writer:
         held: dict[int, bytes] = {}
-        number = written = 0
+        number = written = held_bytes = 0
         while written < turns * CAPACITY:
             size = choose.choice(some)
             payload = content(number, size)

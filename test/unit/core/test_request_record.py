@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_crashkit.core.request_record import (
+    HEAD_BYTES,
+    Head,
+    decode_request,
+    describe,
+    encode_begin,
+    encode_end,
+    read_head,
+)
+
+MOST = 100_000
+texts = st.text(st.characters(exclude_categories=[]), max_size=200)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=10,
+)
+names = texts.filter(lambda name: name not in ("omitted", "text", "input_ids"))
+
+
+def begin(fields: dict[str, Any], text: object = None, input_ids: object = None, most: int = MOST) -> bytes:
+    return encode_begin(7, 1.5, fields, text, input_ids, most)
+
+
+@given(
+    st.integers(0, 2**64 - 1),
+    st.floats(0, 1e11),
+    st.dictionaries(names, values, max_size=5),
+    st.none() | texts,
+    st.none() | st.lists(st.integers(-(2**63), 2**63 - 1), max_size=50),
+)
+def test_a_request_comes_back_as_it_was(
+    number: int, seconds: float, fields: dict[str, Any], text: str | None, input_ids: list[int] | None
+) -> None:
+    record = encode_begin(number, seconds, fields, text, input_ids, MOST)
+    assert read_head(record) == read_head(record[:HEAD_BYTES]) == Head(number, seconds, begun=True)
+    expected = fields | ({} if text is None else {"text": text})
+    assert decode_request(record) == expected | ({} if input_ids is None else {"input_ids": input_ids})
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_an_end_comes_back_as_it_was(finished: bool) -> None:
+    record = encode_end(7, 1.5, finished=finished)
+    assert read_head(record) == Head(7, 1.5, begun=False, finished=finished)
+
+
+@given(st.binary(max_size=100))
+def test_any_bytes_have_a_head_or_none(record: bytes) -> None:
+    head = read_head(record)
+    assert head is None or isinstance(head, Head)
+
+
+def test_token_ids_take_four_bytes_where_they_fit() -> None:
+    assert len(begin({}, input_ids=[1] * 1000)) - len(begin({}, input_ids=[])) == 4000
+    assert len(begin({}, input_ids=[2**40] * 1000)) - len(begin({}, input_ids=[])) == 8000
+    assert decode_request(begin({}, input_ids=(1, 2)))["input_ids"] == [1, 2]
+
+
+@pytest.mark.parametrize("ids", [[[1, 2], [3]], ["a"], [1.5], [2**70], {1: 2}], ids=repr)
+def test_what_is_no_list_of_integers_is_described(ids: object) -> None:
+    request = decode_request(begin({"rid": "r"}, input_ids=ids))
+    assert request == {"rid": "r", "omitted": {"input_ids": describe(ids)}}
+
+
+def test_a_pair_of_texts_is_kept() -> None:
+    assert decode_request(begin({}, text=["question", "answer"])) == {"text": ["question", "answer"]}
+
+
+def test_too_long_a_prompt_is_described_and_the_rest_kept() -> None:
+    request = decode_request(begin({"rid": "r"}, text="x" * 9000, most=8192))
+    assert request == {"rid": "r", "omitted": {"text": "str, 9000 characters"}}
+    request = decode_request(begin({"rid": "r"}, text="x", input_ids=[1] * 9000, most=8192))
+    assert request == {"rid": "r", "omitted": {"text": "str, 1 characters", "input_ids": "list of 9000"}}
+
+
+def test_too_long_a_field_is_described_and_the_rest_kept() -> None:
+    fields = {
+        "rid": "r",
+        "stream": True,
+        "sampling_params": {"json_schema": "x" * 9000},
+        "omitted": {"image_data": "list"},
+    }
+    request = decode_request(begin(fields, text="prompt", most=8192))
+    omitted = {"sampling_params": "dict", "image_data": "list"}
+    assert request == {"rid": "r", "stream": True, "text": "prompt", "omitted": omitted}
+
+
+@given(
+    st.dictionaries(names, values | st.text(min_size=5000, max_size=6000), max_size=6), texts, st.integers(4096, 9000)
+)
+def test_no_record_is_longer_than_it_may_be(fields: dict[str, Any], text: str, most: int) -> None:
+    assert len(begin(fields, text=text, input_ids=[1] * len(text), most=most)) <= most
+
+
+def test_what_is_no_json_is_described() -> None:
+    circle: dict[str, Any] = {}
+    circle["self"] = circle
+    request = decode_request(begin({"rid": "r", "a": object(), "b": circle, "c": b"123"}))
+    assert request["rid"] == "r"
+    assert request["omitted"]["b"] == "dict"
+    assert decode_request(begin({"a": object(), "c": b"123"})) == {"a": "object", "c": "bytes, 3 bytes"}
+
+
+def test_numbers_that_json_does_not_know_come_back_as_words() -> None:
+    request = decode_request(begin({"a": math.nan, "b": math.inf, "c": -math.inf}))
+    assert request == {"a": "NaN", "b": "Infinity", "c": "-Infinity"}
+    json.dumps(request, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("value", "description"),
+    [
+        ("abc", "str, 3 characters"),
+        (b"abc", "bytes, 3 bytes"),
+        (["ab", b"c"], "list of 2, 3 characters"),
+        ([[1.0], [2.0]], "list of 2"),
+        ({"a": 1}, "dict"),
+        (None, "NoneType"),
+    ],
+    ids=repr,
+)
+def test_a_description_says_kind_and_size(value: object, description: str) -> None:
+    assert describe(value) == description
+
+
+def test_a_tensor_is_described_by_its_shape() -> None:
+    class Tensor:
+        shape = (2, 3)
+
+    assert describe(Tensor()) == "Tensor of shape (2, 3)"
