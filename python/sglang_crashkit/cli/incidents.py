@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def _as_json(incident: StoredIncident) -> dict[str, Any]:
     document = incident.document or {}
-    fields = {name: document.get(name) for name in ("id", "kind", "trigger", "server", "requests", "verdict")}
+    fields = {name: document.get(name) for name in ("id", "kind", "trigger", "server", "requests", "peers", "verdict")}
     return {
         "path": str(incident.path),
         "finished": incident.finished,

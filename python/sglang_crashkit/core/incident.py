@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal
 
+from sglang_crashkit.core.peers import LostPeer
+
 SCHEMA_VERSION = 1
 
 EvidenceKind = Literal[
@@ -162,7 +164,7 @@ class Verdict:
 
 @dataclass
 class Incident:
-    """Everything the kit knows of one crash or hang."""
+    """Everything the kit knows of one crash, hang or loss of the other server of a pair."""
 
     id: str
     kind: str
@@ -170,6 +172,7 @@ class Incident:
     server: ServerInfo
     processes: list[ProcessReport] = field(default_factory=list)
     requests: Requests = field(default_factory=Requests)
+    peers: list[LostPeer] = field(default_factory=list)
     timeline: list[dict[str, Any]] = field(default_factory=list)
     verdict: Verdict | None = None
     complete: bool = False

@@ -56,6 +56,8 @@ class Settings:
         photograph_secs: ``SGLANG_CRASHKIT_PHOTOGRAPH_SECS``; the longest that one round of stacks may take, in seconds.
         startup_timeout_secs: ``SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS``; the longest that the ranks may take to get
             ready, in seconds; 0 for no limit.
+        peer_watch: ``SGLANG_CRASHKIT_PEER_WATCH``; the other servers of a prefill and decode pair are not watched when
+            false.
     """
 
     enabled: bool
@@ -66,6 +68,7 @@ class Settings:
     budget_secs: float
     photograph_secs: float
     startup_timeout_secs: float = 0.0
+    peer_watch: bool = True
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -81,6 +84,7 @@ class Settings:
             budget_secs=read_seconds(environ, "SGLANG_CRASHKIT_BUDGET_SECS", 20.0),
             photograph_secs=read_seconds(environ, "SGLANG_CRASHKIT_PHOTOGRAPH_SECS", 1.5),
             startup_timeout_secs=read_seconds(environ, "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", 0.0),
+            peer_watch=read_bool(environ, "SGLANG_CRASHKIT_PEER_WATCH", True),
         )
 
 

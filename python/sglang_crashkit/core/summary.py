@@ -23,6 +23,7 @@ def _lines(incident: Incident) -> Iterator[str]:
     yield f"- SGLang {server.sglang_version}, server pid {server.pid}, crash kit {server.kit_version}"
     yield f"- requests: {_requests(incident)}"
     yield ""
+    yield from _peers(incident)
     yield "## Processes"
     for process in incident.processes:
         yield ""
@@ -38,6 +39,23 @@ def _lines(incident: Incident) -> Iterator[str]:
     for entry in sorted(incident.timeline, key=lambda entry: str(entry["time"])):
         details = ", ".join(f"{k} {v}" for k, v in entry.items() if k not in ("time", "event"))
         yield f"- {entry['time']} {entry['event']}{': ' if details else ''}{details}"
+
+
+def _peers(incident: Incident) -> Iterator[str]:
+    if not incident.peers:
+        return
+    yield "## Lost servers of the pair"
+    for peer in incident.peers:
+        yield ""
+        yield f"### {peer.role} server {peer.address}: {peer.sign}, since {peer.since}"
+        for what, requests, count in (
+            ("waits for it", peer.requests, peer.count),
+            (f"waits for a {peer.role} server", peer.unassigned, peer.unassigned_count),
+        ):
+            yield from (f"- {what}: {request.rid} (room {request.room})" for request in requests)
+            if count > len(requests):
+                yield f"- {what}: {count - len(requests)} more"
+    yield ""
 
 
 def _requests(incident: Incident) -> str:

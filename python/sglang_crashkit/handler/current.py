@@ -177,10 +177,10 @@ class CurrentIncident:
         """Say whether process `pid` saves its requests."""
         return pid in self._awaited.dumping
 
-    def observe(self) -> None:
-        """Note that the incident tells of a server that goes on, unless more comes."""
+    def observe(self, seconds: float = _OBSERVED_SECS) -> None:
+        """Note that the incident tells of a server that goes on, unless more comes within so many seconds."""
         self._awaited.observed = self.run is not None
-        self._awaited.observed_due = time.monotonic() + _OBSERVED_SECS if self._awaited.observed else None
+        self._awaited.observed_due = time.monotonic() + seconds if self._awaited.observed else None
 
     def let_go_on(self, *, goes_on: bool) -> None:
         """Say whether the server goes on after this incident, so that what comes next is another one."""

@@ -22,6 +22,7 @@ from sglang_crashkit.core.incident import (
     iso_time,
 )
 from sglang_crashkit.core.incident_store import IncidentFolder, new_id
+from sglang_crashkit.core.peers import LostPeer
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.core.summary import format_summary
 from sglang_crashkit.handler import evidence
@@ -29,12 +30,16 @@ from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
 
 logger = logging.getLogger(__name__)
 
+#: An incident names at most this many lost peers; more are in the timeline only.
+_MOST_PEERS = 64
+
 
 class IncidentRun:
     """Gathers one incident; later events join it.
 
     Args:
-        kind: ``killed``, ``exited``, ``exception``, ``failed_start``, ``child_failure``, ``hang`` or ``snapshot``.
+        kind: ``killed``, ``exited``, ``exception``, ``failed_start``, ``child_failure``, ``hang``, ``peer_lost`` or
+            ``snapshot``.
         trigger: the event that opened it.
         process: whom the event came from.
         seconds: when, since the epoch.
@@ -163,6 +168,26 @@ class IncidentRun:
             FailureEvent(process.pid, seconds, "hang", f"made no progress{how_long}: its watchdog timed out")
         )
         self.note(seconds, "watchdog_timeout", pid=process.pid, title=process.title, **_plain(fields))
+
+    def add_peer(self, seconds: float, peer: LostPeer) -> None:
+        """Take in that a rank lost the other server of its pair; once the incident is finished it is written anew.
+
+        Raises:
+            OSError: the disk is full or the folder is gone.
+        """
+        known = next((its for its in self.incident.peers if (its.role, its.address) == (peer.role, peer.address)), None)
+        if known is not None:
+            known.merge(peer)
+        elif len(self.incident.peers) < _MOST_PEERS:
+            self.incident.peers.append(peer)
+        self.note(seconds, "peer_lost", pid=peer.reported_by[0], role=peer.role, address=peer.address, sign=peer.sign)
+        if self.finished:
+            self.incident.verdict = judge(self.incident, self._failures)
+            self.save()
+
+    def knows_peer(self, peer: LostPeer) -> bool:
+        """Say whether that server was lost already, be it in the words of another rank, which has another address."""
+        return any((its.role, its.host) == (peer.role, peer.host) for its in self.incident.peers)
 
     @property
     def stacks(self) -> int:

@@ -8,12 +8,19 @@ from collections.abc import Callable
 
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.channel import Mailbox, Message
+from sglang_crashkit.core.peers import LostPeer
 from sglang_crashkit.handler.current import CurrentIncident
+from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.handler.place import Place
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
 
 logger = logging.getLogger(__name__)
+
+#: All ranks notice that a peer is lost within this time, in seconds.
+_RANKS_SECS = 2.0
+#: A rank that was busy says so within this time, in seconds; what was lost again since is another incident.
+_LATE_SECS = 30.0
 
 
 class Reactions:
@@ -44,6 +51,7 @@ class Reactions:
             "await_incident": self._on_await_incident,
             "watchdog_timeout": self._on_watchdog_timeout,
             "stacks_wanted": self._on_stacks_wanted,
+            "peer_lost": self._on_peer_lost,
             "draining": self._on_draining,
         }
 
@@ -145,6 +153,28 @@ class Reactions:
             self._current.observe()
         self._tell_of_stacks(message)
 
+    def _on_peer_lost(self, message: Message, sender: TrackedProcess) -> None:
+        current, seconds, outlook = self._current, _time_of(message), self._outlook
+        peer = LostPeer.from_fields(message.fields, sender.pid)
+        if peer is None:
+            return
+        if self._tree.root.pid in outlook.expected or (outlook.draining and not peer.count + peer.unassigned_count):
+            logger.info("%s server %s ended while this one ends", peer.role, peer.address)
+            return
+        run = current.run
+        if run is not None and run.finished and not _is_late_word(run, peer):
+            current.make_room()
+        is_new = current.run is None
+        run = current.join("peer_lost", message.event, sender, seconds)
+        if run is None:
+            return
+        try:
+            run.add_peer(seconds, peer)
+        except OSError as error:
+            logger.error("incident %s could not be written anew: %s", run.path, error)
+        if is_new:
+            current.observe(_RANKS_SECS)
+
     def _tell_of_stacks(self, message: Message) -> None:
         run = self._current.run
         if run is not None and not run.finished:
@@ -179,6 +209,11 @@ class Reactions:
             # It may be dead and reaped by now, so that nothing is below it any more.
             return {pid, *(process.pid for process in self._tree)}
         return {pid} | procfs.TreeScanner(pid).scan()
+
+
+def _is_late_word(run: IncidentRun, peer: LostPeer) -> bool:
+    """Say whether a finished incident already tells of a lost peer: not every rank notices at the same moment."""
+    return run.knows_peer(peer) and time.monotonic() < run.opened + _LATE_SECS
 
 
 def _time_of(message: Message) -> float:

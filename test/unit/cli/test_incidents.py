@@ -42,7 +42,9 @@ def test_a_program_reads_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["path"], found["finished"], found["problem"]) == (str(path), True, None)
     assert found["verdict"]["text"] == "TP1 was killed."
-    assert found.keys() == {"path", "finished", "problem", "id", "kind", "trigger", "server", "requests", "verdict"}
+    assert found.keys() == {
+        *("path", "finished", "problem", "id", "kind", "trigger", "server", "requests", "peers", "verdict")
+    }
 
 
 def test_without_an_incident_the_status_is_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

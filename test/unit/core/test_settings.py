@@ -59,11 +59,13 @@ def test_either_of_upstreams_diagnostics_keeps_the_kit_awake() -> None:
 def test_every_setting_has_its_variable() -> None:
     environ = {
         "SGLANG_CRASHKIT_ENABLED": "no",
+        "SGLANG_CRASHKIT_PEER_WATCH": "no",
         "SGLANG_CRASHKIT_BUDGET_SECS": "3",
         "SGLANG_CRASHKIT_PHOTOGRAPH_SECS": "0.5",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "7",
     }
     read = Settings.from_environ(environ)
+    assert (read.peer_watch, Settings.from_environ({}).peer_watch) == (False, True)
     assert (read.enabled, read.budget_secs, read.photograph_secs, read.core_wait_secs) == (False, 3.0, 0.5, 7.0)
 
 

@@ -10,6 +10,7 @@ from sglang_crashkit.core.incident import (
     Trigger,
     Verdict,
 )
+from sglang_crashkit.core.peers import MOST_NAMED, LostPeer, WaitingRequest
 from sglang_crashkit.core.summary import format_summary
 
 
@@ -66,6 +67,18 @@ def test_a_summary_says_everything_once() -> None:
 - 1970-01-01T00:00:02.000000Z second: pid 8, seconds 1
 """
     )
+
+
+def test_a_summary_names_lost_servers_and_those_who_wait_for_them() -> None:
+    incident = make_incident()
+    waiting = [WaitingRequest(str(number), number) for number in range(MOST_NAMED + 5)]
+    incident.peers = [LostPeer.of("10.0.0.2:41", "decode", "refused", "yesterday", waiting, [WaitingRequest("x")])]
+    lines = format_summary(incident).splitlines()
+    assert "### decode server 10.0.0.2:41: refused, since yesterday" in lines
+    assert "- waits for it: 63 (room 63)" in lines
+    assert "- waits for it: 64 (room 64)" not in lines
+    assert "- waits for it: 5 more" in lines
+    assert "- waits for a decode server: x (room None)" in lines
 
 
 def test_an_incident_without_a_verdict_and_requests_has_a_summary() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import resource
 import signal
@@ -125,6 +126,8 @@ def wait_for_a_command(commands: int, answers: int) -> None:
                 os.write(answers, f"{time_out(argument)}\n".encode())
                 if argument == "hard":
                     os.kill(os.getppid(), signal.SIGQUIT)
+            elif verb == "lost":
+                notify("peer_lost", **json.loads(argument))
             elif verb == "snapshot":
                 os.write(answers, f"{pyspy_dump_schedulers() or 'the handler'}\n".encode())
             elif verb == "exit_later":
@@ -240,6 +243,4 @@ def main(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    import json
-
     main(json.loads(sys.argv[1]))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sglang_crashkit.core.incident import Failure, Incident, Level, ProcessReport, Verdict
+from sglang_crashkit.core.peers import describe
 
 FailureKind = Literal["exit", "exception", "hang"]
 
@@ -77,6 +78,11 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
         events: the failures in any order.
     """
     ordered = order_failures(events)
+    lost = describe(incident.peers)
+    if lost and not ordered:
+        # Who refuses a connection is not there; that others gave it up is their word.
+        certain = all(peer.sign == "refused" for peer in incident.peers)
+        return Verdict("peer_lost", None, "established" if certain else "supported", " ".join(lost), lost)
     if not ordered:
         return Verdict(
             kind="unknown",
@@ -99,6 +105,7 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
         for other in incident.processes
         if other.pid != first.pid and other.role == "scheduler" and other.doing
     ]
+    basis += lost
     if len(ordered) > 1 and level == "established" and not _clearly_first(ordered):
         level = "supported"
     return Verdict(kind, Failure(first.pid, title), level, " ".join(basis), basis)

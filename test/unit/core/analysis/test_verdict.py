@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from sglang_crashkit.core.analysis.verdict import FailureEvent, judge, order_failures
 from sglang_crashkit.core.incident import Exit, Incident, ProcessReport, ServerInfo, Trigger
+from sglang_crashkit.core.peers import LostPeer
 
 ENDS: dict[str, Exit] = {
     "killed": Exit(None, "SIGKILL", "signal", "no OOM kill", "t"),
@@ -109,6 +110,24 @@ def test_unknown_is_the_verdict_without_a_failure() -> None:
     verdict = judge(make_incident(tp0=None), [])
     assert (verdict.kind, verdict.first_failure, verdict.level) == ("unknown", None, "unknown")
     assert verdict.text == "server reported crash_dump, but no process was seen to fail."
+
+
+def test_a_lost_peer_is_the_verdict_where_no_process_failed() -> None:
+    incident = make_incident(tp0=None)
+    incident.peers = [LostPeer.of("h:1", "prefill", "refused", "t")]
+    verdict = judge(incident, [])
+    assert (verdict.kind, verdict.first_failure, verdict.level) == ("peer_lost", None, "established")
+    assert verdict.text == "prefill server h:1 is gone; no request waits for it. Its port refuses connections."
+    incident.peers.append(LostPeer.of("h:2", "prefill", "heartbeat", "t"))
+    assert judge(incident, []).level == "supported"
+
+
+def test_a_lost_peer_is_not_the_first_failure_where_a_process_failed() -> None:
+    incident = make_incident(tp0="killed")
+    incident.peers = [LostPeer.of("h:1", "prefill", "refused", "t")]
+    verdict = judge(incident, [death(10, 1.0)])
+    assert (verdict.kind, verdict.level) == ("signal", "established")
+    assert verdict.basis[-1].startswith("prefill server h:1 is gone")
 
 
 def test_a_failure_of_a_process_that_nobody_knows_is_judged() -> None:
