@@ -124,3 +124,63 @@ def test_the_router_of_several_tokenizers_can_save_requests(parse: Parse) -> Non
     assert decorators(find(tree, "MultiTokenizerRouter")) == ["on_tokenizer_router"]
     assert "kill_process_tree" in names_in(tree.body)
     assert "func.__self__.dump_requests_before_crash()" in calls_in(find(tree, "print_exception_wrapper"))
+
+
+def attributes_in(tree: ast.AST) -> set[str]:
+    """Return what `tree` assigns to ``self``, and the fields of a dataclass."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign)]
+    targets = [target for node in nodes for target in (node.targets if isinstance(node, ast.Assign) else [node.target])]
+    own = {ast.unparse(target).removeprefix("self.") for target in targets}
+    return {name for name in own if name.isidentifier()}
+
+
+BACKENDS = ("mooncake", "nixl", "mori")
+CONN = "srt/disaggregation/{}/conn.py"
+
+
+def test_both_sides_of_a_pair_watch_the_other_by_tables_that_are_there(parse: Parse) -> None:
+    common = parse(CONN.format("common"))
+    assert attributes_in(find(common, "CommonKVManager")) >= {
+        "connection_pool",
+        "transfer_infos",
+        "decode_kv_args_table",
+    }
+    assert "bootstrap_server_url" in attributes_in(find(common, "CommonKVSender"))
+    assert "bootstrap_addr" in attributes_in(find(common, "CommonKVReceiver"))
+    rooms = [
+        "self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].add(self.bootstrap_room)" in ast.unparse(tree)
+        for tree in (common, *(parse(CONN.format(backend)) for backend in BACKENDS))
+    ]
+    assert rooms == [True, False, False, False] or rooms == [False, True, True, True]
+    for backend in BACKENDS:
+        tree = parse(CONN.format(backend))
+        for name in ("TransferInfo", "KVArgsRegisterInfo"):
+            assert attributes_in(find(tree, name)) >= {"endpoint", "dst_port"}, (backend, name)
+    assert "failed_sessions" in attributes_in(parse(CONN.format("mooncake")))
+    fake = attributes_in(parse(CONN.format("fake")))
+    assert not fake & {"bootstrap_server_url", "bootstrap_addr"}, "a warm-up would be taken for a request"
+
+
+def test_the_watch_begins_with_the_queue(parse: Parse) -> None:
+    prefill, decode = parse("srt/disaggregation/prefill.py"), parse("srt/disaggregation/decode.py")
+    for tree, name, hook, attributes in (
+        (prefill, "PrefillBootstrapQueue", "watch_decode_servers(self)", {"queue", "kv_manager", "scheduler"}),
+        (decode, "DecodePreallocQueue", "watch_prefill_servers(self)", {"queue", "kv_manager", "transfer_queue"}),
+    ):
+        begin = find(find(tree, name), "__init__")
+        assert attributes_in(begin) >= attributes
+        calls = calls_in(begin)
+        assert calls[calls.index(hook) - 1] == "self._init_kv_manager()"
+    assert "disagg_kv_sender" in ast.unparse(find(prefill, "PrefillBootstrapQueue"))
+    assert attributes_in(find(decode, "DecodeRequest")) >= {"req", "kv_receiver"}
+    assert "queue" in attributes_in(find(find(decode, "DecodeTransferQueue"), "__init__"))
+    scheduler = attributes_in(parse("srt/managers/scheduler.py"))
+    assert scheduler >= {"waiting_queue", "disagg_prefill_inflight_queue"}
+
+
+def test_whoever_gives_a_prefill_server_up_tells_the_kit_first(parse: Parse) -> None:
+    trees = [parse(CONN.format(backend)) for backend in ("common", "ascend", "fake", *BACKENDS)]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    found = [decorators(node) for node in nodes if node.name == "_handle_node_failure"]
+    assert found
+    assert all(names == ["on_node_failure"] for names in found)

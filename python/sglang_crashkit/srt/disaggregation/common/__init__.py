@@ -1,0 +1,1 @@
+"""Mirrors ``sglang/srt/disaggregation/common``: what the patched modules there call."""

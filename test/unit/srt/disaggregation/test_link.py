@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.srt.disaggregation import link as link_module
+from sglang_crashkit.srt.disaggregation.link import Link
+from unit.waiting import LONG, child, descriptors
+
+#: Listens, and does with each connection what it is told to: keep, turn away at once, or close after a while.
+LISTEN = """
+import socket
+listener = socket.create_server(("127.0.0.1", int(sys.argv[2])))
+ready(listener.getsockname()[1])
+kept = []
+while True:
+    connection, _ = listener.accept()
+    connection.sendall(b"\\xff\\0\\0\\0\\0\\0\\0\\0\\1\\x7f")
+    if sys.argv[1] == "turn away":
+        connection.close()
+    elif sys.argv[1] == "close later":
+        time.sleep(0.3)
+        connection.close()
+    else:
+        kept.append(connection)
+"""
+
+
+def turn(link: Link, until: float) -> None:
+    """Let a link go on until that time, or until something happened on it."""
+    poller = select.poll()
+    if link.fileno() >= 0:
+        poller.register(link.fileno(), link.events)
+    happened = poller.poll(max(0.0, min(until, link.due) - time.monotonic()) * 1000 + 1)
+    link.step(time.monotonic(), happened[0][1] if happened else 0)
+
+
+def run(link: Link, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        turn(link, until)
+
+
+def run_until(link: Link, what: str) -> None:
+    until = time.monotonic() + LONG
+    while not getattr(link, what):
+        assert time.monotonic() < until, f"{what} not within {LONG:g} s"
+        turn(link, until)
+
+
+@pytest.fixture
+def made() -> Iterator[list[Link]]:
+    links: list[Link] = []
+    yield links
+    for link in links:
+        link.close()
+
+
+def listening(how: str, port: int = 0):
+    return child(LISTEN, how, str(port))
+
+
+def connect(made: list[Link], port: str | int) -> Link:
+    made.append(Link("127.0.0.1", int(port)))
+    return made[-1]
+
+
+def test_a_process_that_is_killed_is_noticed_at_once_and_lost_after_some_refusals(made: list[Link]) -> None:
+    with listening("keep") as peer:
+        link = connect(made, peer.first_line)
+        run_until(link, "is_up")
+        run(link, 1.2)
+        assert (link.lost, link.since) == (None, None)
+        peer.kill()
+        began, moment = time.monotonic(), time.time()
+        run_until(link, "since")
+        assert abs(link.since - moment) < 5
+        run_until(link, "lost")
+        # Two pauses between three refusals; the rest is the machine's.
+        assert 0.4 < time.monotonic() - began < 10
+        assert (link.lost, link.is_up) == ("refused", False)
+
+
+def test_one_that_was_never_there_is_lost(made: list[Link]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    link = connect(made, port)
+    run_until(link, "lost")
+    assert link.lost == "refused"
+
+
+def test_one_that_comes_back_is_not_lost_any_more(made: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "_LOST_RETRY_SECS", 0.1)
+    with listening("keep") as peer:
+        port = int(peer.first_line)
+        link = connect(made, port)
+        run_until(link, "is_up")
+    run_until(link, "lost")
+    with listening("keep", port):
+        run_until(link, "is_up")
+        assert (link.lost, link.since) == (None, None)
+
+
+def test_a_stopped_peer_is_not_lost(made: list[Link]) -> None:
+    with listening("keep") as peer:
+        link = connect(made, peer.first_line)
+        run_until(link, "is_up")
+        os.kill(peer.pid, signal.SIGSTOP)
+        run(link, 1.5)
+        assert (link.lost, link.since) == (None, None)
+
+
+def test_a_full_backlog_is_no_loss(made: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "_CONNECT_SECS", 0.2)
+    monkeypatch.setattr(link_module, "_RETRY_LATER_SECS", 0.05)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        others = [connect(made, listener.getsockname()[1]) for _ in range(4)]
+        for other in others:
+            run(other, 0.2)
+        link = connect(made, listener.getsockname()[1])
+        run(link, 1.5)
+        assert not link.is_up, "the backlog is not full"
+        assert link.lost is None
+
+
+def test_a_listener_that_closes_silent_connections_is_not_lost(
+    made: list[Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As ZeroMQ does, only sooner.
+    monkeypatch.setattr(link_module, "_TURNED_AWAY_SECS", 0.1)
+    with listening("close later") as peer:
+        link = connect(made, peer.first_line)
+        run_until(link, "is_up")
+        run(link, 2.0)
+        assert link.lost is None
+        run_until(link, "is_up")
+
+
+def test_one_whose_connections_are_taken_and_reset_is_lost(made: list[Link]) -> None:
+    # A proxy answers for a server that is not there.
+    with listening("turn away") as peer:
+        link = connect(made, peer.first_line)
+        run_until(link, "lost")
+        assert link.lost == "refused"
+
+
+def test_a_name_with_several_addresses_is_lost_only_when_all_refuse(
+    made: list[Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with listening("keep") as peer:
+        found = socket.getaddrinfo("127.0.0.1", int(peer.first_line), type=socket.SOCK_STREAM)
+        refusing = socket.getaddrinfo("127.0.0.1", 1, type=socket.SOCK_STREAM)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_options: refusing + found)
+        link = connect(made, peer.first_line)
+        run_until(link, "is_up")
+        assert link.since is None
+        peer.kill()
+        run_until(link, "lost")
+
+
+def test_a_name_that_cannot_be_looked_up_says_nothing(made: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "_LOST_RETRY_SECS", 0.01)
+    made.append(Link("nowhere.invalid", 1))
+    run(made[0], 0.3)
+    assert (made[0].lost, made[0].since, made[0].fileno()) == (None, None, -1)
+
+
+def test_no_descriptor_is_left(made: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "_LOST_RETRY_SECS", 0.01)
+    monkeypatch.setattr(link_module, "_RETRY_SECS", 0.01)
+    with listening("turn away") as peer:
+        before = descriptors()
+        link = connect(made, peer.first_line)
+        run(link, 1.0)
+        link.close()
+        link.close()
+        assert descriptors().keys() == before.keys()
+
+
+#: One network namespace with this program in it, another with a listener, a cable between them; then the address goes.
+SILENT_HOST = """
+import subprocess, sys, time
+sys.path[:0] = sys.argv[1:]
+from sglang_crashkit.srt.disaggregation import link as link_module
+from sglang_crashkit.srt.disaggregation.link import Link
+import unit.srt.disaggregation.test_link as test_link
+
+def ip(*words, inside=()):
+    subprocess.run([*inside, "ip", *words], check=True, timeout=10)
+
+listen = "import socket, time; s = socket.create_server(('10.9.9.2', 7)); print('ready', flush=True); time.sleep(60)"
+wait = "import sys; print('there', flush=True); sys.stdin.readline(); "
+other = subprocess.Popen(["unshare", "-n", sys.executable, "-c", wait + listen], stdin=subprocess.PIPE,
+                         stdout=subprocess.PIPE, text=True)
+try:
+    assert other.stdout.readline() == "there\\n"
+    inside = ("nsenter", "-t", str(other.pid), "-n")
+    ip("link", "add", "v0", "type", "veth", "peer", "name", "v1", "netns", str(other.pid))
+    ip("addr", "add", "10.9.9.1/24", "dev", "v0")
+    ip("link", "set", "v0", "up")
+    ip("addr", "add", "10.9.9.2/24", "dev", "v1", inside=inside)
+    ip("link", "set", "v1", "up", inside=inside)
+    other.stdin.write("\\n")
+    other.stdin.flush()
+    assert other.stdout.readline() == "ready\\n"
+    import socket
+    link_module._KEEPALIVE = (
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2))
+    link_module._CONNECT_SECS = 1.0
+    link_module._RETRY_LATER_SECS = 0.1
+    link = Link("10.9.9.2", 7)
+    test_link.run_until(link, "is_up")
+    test_link.run(link, 4.0)
+    assert link.lost is None and link.is_up, "keepalives are answered"
+    ip("addr", "del", "10.9.9.2/24", "dev", "v1", inside=inside)
+    test_link.run_until(link, "lost")
+    print(link.lost)
+finally:
+    other.kill()
+    other.wait(10)
+"""
+
+
+def can_have_networks() -> bool:
+    if not all(shutil.which(tool) for tool in ("unshare", "nsenter", "ip")):
+        return False
+    command = ["unshare", "-n", "ip", "link", "add", "v0", "type", "veth", "peer", "name", "v1"]
+    return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not can_have_networks(), reason="needs root, iproute2 and network namespaces")
+def test_a_host_that_is_silent_is_lost_although_nothing_refuses() -> None:
+    roots = [str(Path(__file__).parents[3]), str(Path(__file__).parents[4] / "python")]
+    done = subprocess.run(
+        ["unshare", "-n", sys.executable, "-c", SILENT_HOST, *roots],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "unreachable\n", done.stderr
