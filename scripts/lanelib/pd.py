@@ -9,14 +9,14 @@ from typing import Any
 from lanelib.errors import LaneError
 from lanelib.lanes import Lane
 from lanelib.machine import require_libraries
-from lanelib.servers import (
+from lanelib.managed import (
     GRACE_S,
     READY_TIMEOUT_S,
     ManagedProcess,
-    Server,
     free_port,
     wait_all_ready,
 )
+from lanelib.servers import Server
 
 TRANSFER_ENV = {
     # There is no RDMA device; the KV cache travels over TCP.
