@@ -1,0 +1,192 @@
+"""A real pair loses its prefill or its decode server: the other one says so at once, and who waits, and serves on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lanelib.lanes import ensure_lane
+from lanelib.machine import PD_PACKAGES, missing_libraries
+from lanelib.pd import PDServers
+from lanelib.procs import tree_of
+from lanelib.servers import Server
+from sglang_crashkit.core.incident_store import find_incidents
+from unit.waiting import wait_until
+
+MISSING = missing_libraries()
+pytestmark = [
+    pytest.mark.live,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} missing; apt-get install {' '.join(PD_PACKAGES)}"),
+]
+
+GOAL_S = 5.0
+#: ZeroMQ closes a connection that says nothing after 30 s; that is no loss.
+QUIET_S = 33.0
+#: SGLang's heartbeat gives a prefill server up within 10 s; that is no second loss.
+AFTER_S = 12.0
+RIDS = ["waits-1", "waits-2", "waits-3"]
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True)
+class Parting:
+    """What a lost server left of a pair.
+
+    Attributes:
+        victim: which server was killed.
+        lost: the incidents in which the other one tells of it.
+        other: all other incidents.
+        killed: when it was killed, in seconds since the epoch.
+        addresses: where the lost server was reached.
+        serves: whether the other server still answered after it.
+    """
+
+    victim: str
+    lost: list[dict[str, Any]]
+    other: list[dict[str, Any]]
+    killed: float
+    dead_pid: int
+    survivor_pid: int
+    addresses: set[str]
+    serves: bool
+
+
+def ask(pair: PDServers, rid: str) -> None:
+    parameters = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    body = json.dumps({"text": "Once upon a time", "rid": rid, "sampling_params": parameters}).encode()
+    request = urllib.request.Request(f"{pair.url}/generate", body, {"Content-Type": "application/json"})
+    try:
+        with _opener.open(request, timeout=120) as response:
+            response.read()
+    except (urllib.error.URLError, OSError):
+        pass  # that it is cut off is the point
+
+
+def addresses_of(server: Server) -> set[str]:
+    """Return where its schedulers listen."""
+    schedulers = [pid for pid, title in server.processes() if title.startswith("sglang::scheduler")]
+    found = [connection for pid in schedulers for connection in psutil.Process(pid).net_connections("tcp")]
+    return {f"{c.laddr.ip}:{c.laddr.port}" for c in found if c.status == psutil.CONN_LISTEN}
+
+
+def incidents_below(folder: Path) -> list[dict[str, Any]]:
+    found = find_incidents(folder) if folder.is_dir() else []
+    return [stored.document for stored in found if stored.finished and stored.document]
+
+
+def kill(victim: str, server: Server) -> float:
+    """Kill prefill as a whole, and of decode the scheduler; return when."""
+    pids = [process.pid for process in tree_of(server.pid)]
+    pids = pids if victim == "prefill" else [server.pid_of("sglang::scheduler")]
+    moment = time.time()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    return moment
+
+
+def part(victim: str, pair: PDServers, folder: Path) -> Parting:
+    dead, survivor = (pair.prefill, pair.decode) if victim == "prefill" else (pair.decode, pair.prefill)
+    pair.generate("Hello", max_new_tokens=4, timeout_s=120)
+    if victim == "prefill":
+        argv = pair.prefill.popen.args
+        addresses = {f"127.0.0.1:{argv[argv.index('--disaggregation-bootstrap-port') + 1]}"}
+        time.sleep(QUIET_S)
+    else:
+        addresses = addresses_of(dead)
+    assert incidents_below(folder) == []
+    # The other side waits for what a stopped scheduler does not do.
+    os.kill(dead.pid_of("sglang::scheduler"), signal.SIGSTOP)
+    threads = [threading.Thread(target=ask, args=(pair, rid), daemon=True) for rid in RIDS]
+    for thread in threads:
+        thread.start()
+    time.sleep(2.0)
+    killed = kill(victim, dead)
+
+    def told() -> list[dict[str, Any]]:
+        return [found for found in incidents_below(folder) if found["kind"] == "peer_lost"]
+
+    wait_until(told, "the survivor tells of it", timeout_secs=60)
+    time.sleep(max(0.0, killed + AFTER_S - time.time()))
+    serves = survivor.poll_ready()
+    dead.popen.wait(timeout=60)
+    wait_until(
+        lambda: any(found["server"]["pid"] == dead.pid for found in incidents_below(folder)), "the dead one's incident"
+    )
+    found = incidents_below(folder)
+    lost = [document for document in found if document["kind"] == "peer_lost"]
+    other = [document for document in found if document["kind"] != "peer_lost"]
+    return Parting(victim, lost, other, killed, dead.pid, survivor.pid, addresses, serves)
+
+
+@pytest.fixture(scope="module", params=["prefill", "decode"])
+def parting(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pd_release, pd_device
+) -> Iterator[Parting]:
+    folder = tmp_path_factory.mktemp("crash")
+    options = ["--crash-dump-folder", str(folder)]
+    with PDServers.start(ensure_lane(pd_release), device=pd_device, extra_args=options) as pair:
+        pair.wait_ready()
+        yield part(request.param, pair, folder)
+
+
+def test_the_survivor_says_at_once_who_is_gone(parting: Parting, capsys: pytest.CaptureFixture[str]) -> None:
+    (document,) = parting.lost
+    assert document["server"]["pid"] == parting.survivor_pid
+    (peer,) = document["peers"]
+    assert (peer["role"], peer["sign"]) == (parting.victim, "refused")
+    assert peer["address"] in parting.addresses
+    began = datetime.fromisoformat(document["trigger"]["time"].replace("Z", "+00:00")).timestamp()
+    ended = next(entry["time"] for entry in document["timeline"] if entry["event"] == "incident_finished")
+    finished = datetime.fromisoformat(ended.replace("Z", "+00:00")).timestamp()
+    with capsys.disabled():
+        seconds, whole = began - parting.killed, finished - parting.killed
+        print(f"\n{parting.victim}: noticed after {seconds:.2f} s, incident whole after {whole:.2f} s")  # noqa: T201
+    assert seconds < GOAL_S
+
+
+def test_it_names_the_requests_that_wait(parting: Parting) -> None:
+    (document,) = parting.lost
+    (peer,) = document["peers"]
+    # A stopped decode server has not said which requests are its own.
+    named = peer["requests"] if parting.victim == "prefill" else peer["unassigned"]
+    assert sorted(request["rid"] for request in named) == RIDS
+    assert all(isinstance(request["room"], int) for request in named)
+    verdict = document["verdict"]
+    assert (verdict["kind"], verdict["level"]) == ("peer_lost", "established")
+    assert f"{parting.victim} server {peer['address']} is gone; 3 requests wait for " in verdict["text"]
+    assert all(rid in verdict["text"] for rid in RIDS)
+
+
+def test_every_process_of_the_survivor_was_photographed_and_goes_on(parting: Parting) -> None:
+    (document,) = parting.lost
+    titles = [process["title"] for process in document["processes"] if process["role"] == "scheduler"]
+    assert len(titles) == 1
+    for process in document["processes"]:
+        if process["role"] != "helper":
+            kinds = {piece["kind"]: piece["status"] for piece in process["evidence"]}
+            assert kinds == {"proc_state": "captured", "stack": "captured"}, process
+    assert document["requests"]["reason"] == "the server went on"
+    assert parting.serves
+
+
+def test_the_dead_server_has_an_incident_of_its_own(parting: Parting) -> None:
+    (document,) = parting.other
+    assert document["server"]["pid"] == parting.dead_pid
+    assert document["kind"] == "killed"
+    assert document["verdict"]["kind"] == "signal"
+    if parting.victim == "decode":
+        assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler"
