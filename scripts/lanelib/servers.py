@@ -40,6 +40,7 @@ class Server(ManagedProcess):
         port: int | None = None,
         log_path: Path | None = None,
         name: str | None = None,
+        prefix: Sequence[str] = (),
     ) -> Server:
         """Start it; `wait_ready` tells when it serves.
 
@@ -54,9 +55,10 @@ class Server(ManagedProcess):
             port: its port; a free one by default.
             log_path: where its output goes; a new file below ``.lanes/logs`` by default.
             name: what messages and the log's name call it.
+            prefix: a command that runs it, such as ``unshare`` with its options.
         """
         port = port or free_port()
-        argv: list[str | Path] = [lane.python, "-m", "sglang.launch_server"]
+        argv: list[str | Path] = [*prefix, lane.python, "-m", "sglang.launch_server"]
         argv += ["--model-path", lane.model_dir, "--load-format", "dummy", "--device", device]
         argv += ["--host", host, "--port", str(port)]
         argv += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]

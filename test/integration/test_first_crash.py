@@ -16,6 +16,7 @@ import pytest
 from integration.scenario import Wreck, answers_of, wreck
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
+from sglang_crashkit.core.exit_status import ServerExit
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -129,6 +130,10 @@ def test_nobody_else_can_read_the_evidence(crash: Crash) -> None:
     host_folder = crash.wreck.folder.parent.parent
     for path in [host_folder, *host_folder.rglob("*")]:
         assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_the_servers_exit_status_says_that_a_rank_was_killed(crash: Crash) -> None:
+    assert crash.wreck.status == ServerExit.KILLED
 
 
 def test_nothing_of_the_server_is_left_running(crash: Crash) -> None:

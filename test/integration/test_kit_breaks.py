@@ -13,6 +13,7 @@ from integration.scenario import EXIT_TIMEOUT_S, answers_of, handler_pid, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.core import procfs
+from sglang_crashkit.core.exit_status import ServerExit
 from sglang_crashkit.core.incident_store import find_incidents
 from sglang_crashkit.core.settings import socket_path
 
@@ -47,7 +48,7 @@ def test_a_server_whose_handler_was_killed_serves_on_and_exits_as_upstream_would
         assert answers_of(server) == before
         left = wreck(server, tmp_path / "crash", kill_scheduler, requests=1)
     assert left.left == []
-    assert left.status != 0
+    assert left.status == ServerExit.CRASHED
     # Upstream's own dump is the fallback.
     assert list((tmp_path / "crash").glob("*/crash_dump_*.pkl"))
 

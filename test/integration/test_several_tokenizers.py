@@ -11,6 +11,7 @@ import pytest
 from integration.scenario import Wreck, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
+from sglang_crashkit.core.exit_status import ServerExit
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -29,7 +30,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Wreck:
 
 
 def test_the_server_ends_with_all_of_its_processes(left: Wreck) -> None:
-    assert left.status != 0
+    assert left.status == ServerExit.KILLED
     assert left.left == []
     assert left.seconds_to_exit < 20
 

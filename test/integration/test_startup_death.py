@@ -16,6 +16,7 @@ import pytest
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.core import procfs
+from sglang_crashkit.core.exit_status import ServerExit
 from sglang_crashkit.core.incident_store import find_incidents
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -107,7 +108,7 @@ def only_incident(folder: Path) -> dict[str, Any]:
 
 
 def test_the_server_ends_and_nothing_of_it_is_left(death: Death) -> None:
-    assert death.status != 0
+    assert death.status == ServerExit.KILLED
     assert death.left == []
 
 

@@ -58,6 +58,8 @@ class Settings:
             ready, in seconds; 0 for no limit.
         peer_watch: ``SGLANG_CRASHKIT_PEER_WATCH``; the other servers of a prefill and decode pair are not watched when
             false.
+        end_secs: ``SGLANG_CRASHKIT_END_SECS``; the longest that the server's end may take once the evidence of a crash
+            is whole, in seconds.
     """
 
     enabled: bool
@@ -69,6 +71,7 @@ class Settings:
     photograph_secs: float
     startup_timeout_secs: float = 0.0
     peer_watch: bool = True
+    end_secs: float = 15.0
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -85,6 +88,7 @@ class Settings:
             photograph_secs=read_seconds(environ, "SGLANG_CRASHKIT_PHOTOGRAPH_SECS", 1.5),
             startup_timeout_secs=read_seconds(environ, "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", 0.0),
             peer_watch=read_bool(environ, "SGLANG_CRASHKIT_PEER_WATCH", True),
+            end_secs=read_seconds(environ, "SGLANG_CRASHKIT_END_SECS", 15.0),
         )
 
 

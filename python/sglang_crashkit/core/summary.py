@@ -12,6 +12,18 @@ def format_summary(incident: Incident) -> str:
     return "\n".join(_lines(incident)) + "\n"
 
 
+def format_termination_message(incident: Incident, path: str) -> str:
+    """Return the little that a pod's status shows of a container that ended; see `core.termination_log`.
+
+    Args:
+        incident: finished.
+        path: its folder.
+    """
+    verdict = incident.verdict
+    text = f"{verdict.text} ({verdict.level})" if verdict is not None else f"{incident.kind}: {incident.trigger.title}"
+    return f"{text}\nincident {path}, {incident.trigger.time}, requests: {_requests(incident)}\n"
+
+
 def _lines(incident: Incident) -> Iterator[str]:
     server = incident.server
     yield f"# {incident.kind}: {incident.trigger.title}"

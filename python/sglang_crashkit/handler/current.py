@@ -12,9 +12,13 @@ from typing import Protocol
 
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.channel import Mailbox, Message
+from sglang_crashkit.core.exit_status import exit_status_of
 from sglang_crashkit.core.settings import Settings, fallback_folder
+from sglang_crashkit.core.summary import format_termination_message
+from sglang_crashkit.core.termination_log import write_termination_message
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.incident_run import IncidentRun
+from sglang_crashkit.handler.last_resort import LastResort
 from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.handler.place import Place
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
@@ -40,6 +44,7 @@ class _Awaited:
     """What one incident waits for; times are by the monotonic clock.
 
     Attributes:
+        told: the server was told to end, and did not answer yet.
         soft_since: since when it is held for an announcement that would make it a shutdown.
         quit_due: when the server is told of a death.
         answer_due: until when the server must begin to save its requests.
@@ -49,6 +54,7 @@ class _Awaited:
         dumping: those that save their requests now.
     """
 
+    told: bool = False
     soft_since: float | None = None
     quit_due: float | None = None
     answer_due: float | None = None
@@ -90,6 +96,7 @@ class CurrentIncident:
         self._eyes = eyes
         self._waiting: list[Message] = []
         self._awaited = _Awaited()
+        self._last_resort = LastResort(tree.root, 2 * settings.end_secs)
 
     # -- what comes in
 
@@ -162,8 +169,14 @@ class CurrentIncident:
         """Expect the rank that raised to tell the server."""
         self._awaited.quit_due = time.monotonic() + _EXCEPTION_GRACE_SECS
 
+    def hear(self, pid: int) -> None:
+        """Note that process `pid` handles the crash: where it is the server's main process, it sees to its own end."""
+        if pid == self._tree.root.pid:
+            self._awaited.told = False
+
     def await_dump(self, pid: int) -> None:
         """Expect process `pid` to say when it has saved its requests."""
+        self.hear(pid)
         self._awaited.dump_begun = True
         self._awaited.dumping.add(pid)
         self._awaited.quit_due = self._awaited.answer_due = self._awaited.soft_since = None
@@ -186,6 +199,16 @@ class CurrentIncident:
         """Say whether the server goes on after this incident, so that what comes next is another one."""
         self._awaited.observed = goes_on
 
+    def answer(self, message: Message) -> None:
+        """Acknowledge a message with the incident at hand, if there is one that is finished."""
+        run = self.run
+        if run is None or not run.finished:
+            self._mailbox.acknowledge(message, ack="finished", path=None)
+            return
+        # That of a server which goes on says nothing of its end.
+        status = None if self._awaited.observed else exit_status_of(run.incident)
+        self._mailbox.acknowledge(message, ack="finished", path=str(run.path), exit_status=status)
+
     def answer_when_finished(self, message: Message) -> None:
         """Acknowledge a message when the incident is whole."""
         self._waiting.append(message)
@@ -201,7 +224,7 @@ class CurrentIncident:
         """Return when `act_on_time` has something to do, by the monotonic clock."""
         run = self.run
         if run is None or run.finished:
-            return float("inf")
+            return self._last_resort.next_due()
         awaited = self._awaited
         dues = [
             run.opened + self._settings.budget_secs,
@@ -216,6 +239,8 @@ class CurrentIncident:
     def act_on_time(self) -> None:
         """Do what is due by now."""
         run, now, gone_at = self.run, time.monotonic(), self._outlook.gone_at
+        if not self.is_open:
+            self._last_resort.act_on_time()
         if run is None:
             return
         if run.finished:
@@ -250,9 +275,12 @@ class CurrentIncident:
                 # One of the exits was an incident of its own.
                 return
             self._write(run)
-        path = str(run.path) if run is not None else None
+            if self._awaited.told:
+                self._last_resort.arm()
+            if not self._awaited.observed:
+                write_termination_message(format_termination_message(run.incident, str(run.path)))
         for message in self._waiting:
-            self._mailbox.acknowledge(message, ack="finished", path=path)
+            self.answer(message)
         self._waiting.clear()
         self._awaited.quit_due = self._awaited.answer_due = self._awaited.observed_due = None
 
@@ -268,7 +296,7 @@ class CurrentIncident:
                 run.save()
 
     def _ask_server_to_end(self, run: IncidentRun) -> None:
-        """Tell the server of a death that it may not have noticed, as its own children would."""
+        """Tell the server of a death that it may not have noticed, as its own children would, and see to its end."""
         root = self._tree.root
         if root.exited_at is not None:
             return
@@ -280,6 +308,7 @@ class CurrentIncident:
         with contextlib.suppress(OSError):
             root.handle.send_signal(signal.SIGQUIT)
             run.note(seconds, "sigquit_sent", pid=root.pid)
+            self._awaited.told = True
         self._awaited.answer_due = time.monotonic() + _ANSWER_SECS
 
     def _write(self, run: IncidentRun) -> None:

@@ -1,13 +1,15 @@
 """Judge the exits of the server's processes: which of them is an incident.
 
 What ends without being expected opens an incident. Expected is what a process of the server announced: a teardown
-(``kill_process_tree``), or an exit with status 0 while the server drains after SIGTERM. An exit by an orderly signal
-or by a status is *soft*: it may be a shutdown whose announcement is on its way, so it is photographed at once and
-judged a moment later.
+(``kill_process_tree``), or an exit with status 0 while the server drains after SIGTERM. So is the end of the server's
+main process by SIGTERM or another signal that asks for it, as long as it has no handler for it. An exit by an orderly
+signal or by a status is *soft*: it may be a shutdown whose announcement is on its way, so it is photographed at once
+and judged a moment later.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -16,6 +18,10 @@ from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
 
+logger = logging.getLogger(__name__)
+
+#: Signals by which somebody asks for an end.
+_ORDERLY_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 #: A child that died before it had a title has to do with what happens within this time, in seconds.
 _UNEXPLAINED_SECS = 60.0
 
@@ -59,7 +65,8 @@ class Exits:
         process.exited_at = time.time()
         if process.is_root:
             self._outlook.gone_at = time.monotonic()
-            self._outlook.ended_well = process.exit_status().code == 0
+            self._outlook.ended_well = _is_orderly(process)
+            self.reconsider()
         if self._current.run is not None:
             self._current.run.add_exit(process)
             self._end_dump_of(process)
@@ -78,6 +85,13 @@ class Exits:
             if process.handle.has_exited():
                 self.take(process)
 
+    def reconsider(self) -> None:
+        """Take the exits seen for a shutdown where they are one by what is known now; then there is no incident."""
+        dead = [process for process in self._tree if process.exited_at is not None and process.matters]
+        if self._current.may_be_shutdown and all(self._is_clean(process) for process in dead):
+            logger.info("the exits were a shutdown: the server was asked to end")
+            self._current.discard()
+
     def recent_unexplained(self) -> list[TrackedProcess]:
         """Return the children that died lately before they said what they are; forget those that died long ago."""
         dead = [process for process in self._tree if process.is_starting and process.exited_at is not None]
@@ -89,9 +103,10 @@ class Exits:
 
     def _is_clean(self, process: TrackedProcess) -> bool:
         status, outlook = process.exit_status(), self._outlook
-        if status.code == 0 and (outlook.draining or process.is_root):
-            return True
-        return outlook.ended_well and status.signal == "SIGKILL"
+        if process.is_root or outlook.ended_well:
+            # What outlives the main process, the kernel kills.
+            return _is_orderly(process) or (outlook.ended_well and status.signal == "SIGKILL")
+        return status.code == 0 and outlook.draining
 
     def _begin(self, process: TrackedProcess, seconds: float) -> None:
         hard = process.exit_status().signal in FATAL_SIGNALS
@@ -115,3 +130,8 @@ class Exits:
         """Wait no longer for a process that died while it saved its requests."""
         if not process.is_root and self._current.is_dumping(process.pid) and self._current.end_dump(process.pid):
             self._current.finish()
+
+
+def _is_orderly(process: TrackedProcess) -> bool:
+    status = process.exit_status()
+    return status.code == 0 or status.signal in _ORDERLY_SIGNALS

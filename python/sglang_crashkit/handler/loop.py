@@ -39,7 +39,7 @@ class CrashHandler:
         self._outlook = Outlook()
         self._current = CurrentIncident(self._tree, mailbox, place, settings, self._outlook, self)
         self._exits = Exits(self._tree, self._outlook, self._current, self._unwatch)
-        self._reactions = Reactions(self._tree, mailbox, place, self._outlook, self._current)
+        self._reactions = Reactions(self._tree, mailbox, place, self._outlook, self._current, self._exits.reconsider)
         self._leftovers = Leftovers(self._tree)
         self._selector = selectors.DefaultSelector()
         self._selector.register(mailbox, selectors.EVENT_READ)

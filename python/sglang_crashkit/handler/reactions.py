@@ -32,22 +32,31 @@ class Reactions:
         place: where failing ranks leave their records.
         outlook: where announcements are noted.
         current: the incident at hand.
+        reconsider: called when the exits seen so far may be a shutdown after all.
     """
 
     def __init__(
-        self, tree: ProcessTree, mailbox: Mailbox, place: Place, outlook: Outlook, current: CurrentIncident
+        self,
+        tree: ProcessTree,
+        mailbox: Mailbox,
+        place: Place,
+        outlook: Outlook,
+        current: CurrentIncident,
+        reconsider: Callable[[], None],
     ) -> None:
         self._tree = tree
         self._mailbox = mailbox
         self._place = place
         self._outlook = outlook
         self._current = current
+        self._reconsider = reconsider
         self._by_event: dict[str, Callable[[Message, TrackedProcess], None]] = {
             "scheduler_exception": self._on_exception,
             "crash_dump_begun": self._on_dump_begun,
             "crash_dump_ended": self._on_dump_ended,
             "launch_failed": self._on_launch_failed,
             "startup_timeout": self._on_launch_failed,
+            "child_failed": self._on_child_failed,
             "await_incident": self._on_await_incident,
             "watchdog_timeout": self._on_watchdog_timeout,
             "stacks_wanted": self._on_stacks_wanted,
@@ -99,20 +108,34 @@ class Reactions:
             # Another tokenizer worker, or the server that waits for all of them, is not done.
             self._mailbox.acknowledge(message, ack="saved")
             return
-        current.answer_when_finished(message)
-        current.finish()
         # The HTTP server starts a worker anew that ended by itself.
         current.let_go_on(goes_on=sender.role == "tokenizer_worker")
+        current.answer_when_finished(message)
+        current.finish()
 
     def _on_launch_failed(self, message: Message, sender: TrackedProcess) -> None:
         current = self._current
         current.make_room()
         current.harden()
+        current.hear(sender.pid)
         run = current.join("failed_start", message.event, sender, _time_of(message))
         self._learn_titles(message)
         if run is not None:
             run.note(_time_of(message), message.event, pid=message.pid, **_words_of(message))
             run.set_requests({"reason": "the server had not started to serve"})
+        current.answer_when_finished(message)
+        current.finish()
+
+    def _on_child_failed(self, message: Message, sender: TrackedProcess) -> None:
+        # Unlike a tokenizer manager, which saves its requests, the sender has none to save.
+        current = self._current
+        current.make_room()
+        current.harden()
+        current.hear(sender.pid)
+        run = current.join("child_failure", message.event, sender, _time_of(message))
+        if run is not None:
+            run.note(_time_of(message), message.event, pid=message.pid, **_words_of(message))
+            run.set_requests({"reason": "the server's main process held no requests"})
         current.answer_when_finished(message)
         current.finish()
 
@@ -128,11 +151,10 @@ class Reactions:
 
     def _on_await_incident(self, message: Message, _sender: TrackedProcess) -> None:
         # Whoever is about to end the server waits for what it would cut short.
-        run = self._current.run
-        if self._current.is_open:
+        if self._current.is_open and not self._current.may_be_shutdown:
             self._current.answer_when_finished(message)
         else:
-            self._mailbox.acknowledge(message, ack="finished", path=str(run.path) if run else None)
+            self._current.answer(message)
 
     def _on_watchdog_timeout(self, message: Message, sender: TrackedProcess) -> None:
         current, seconds, is_soft = self._current, _time_of(message), message.fields.get("soft") is True
@@ -185,6 +207,7 @@ class Reactions:
 
     def _on_draining(self, message: Message, _sender: TrackedProcess) -> None:
         self._outlook.draining = True
+        self._reconsider()
         if self._current.run is not None:
             self._current.run.note(_time_of(message), "draining", pid=message.pid)
 

@@ -52,8 +52,12 @@ def await_ready(members: Sequence[Member], all_known: Callable[[], bool] = no_mo
 
 
 @never_raises
-def report(error: StartupError) -> None:
-    """Tell the crash handler, and wait until the incident is whole, at most ``SGLANG_CRASHKIT_BUDGET_SECS``."""
+def report(error: StartupError) -> dict[str, Any] | None:
+    """Tell the crash handler, and wait until the incident is whole, at most ``SGLANG_CRASHKIT_BUDGET_SECS``.
+
+    Returns:
+        What the crash handler answered; None where there is none.
+    """
     event = "startup_timeout" if error.kind == "timeout" else "launch_failed"
     named = [member for member in error.members if member.process is not None]
     titles = {str(member.process.pid): member.title or member.name for member in named}
@@ -61,6 +65,7 @@ def report(error: StartupError) -> None:
     answer = request(event, Settings.from_environ().budget_secs, message=words, titles=titles)
     if answer and answer.get("path"):
         logger.error("crash kit: incident %s", answer["path"])
+    return answer
 
 
 def _report_silence(text: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import setproctitle
 
+from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_launch_phase_sigquit
 from sglang_crashkit.srt.hooks import notify, request
 from sglang_crashkit.srt.managers.scheduler import on_parent_told, on_scheduler_exception
@@ -170,7 +171,13 @@ def answer(text: object) -> None:
 
 def obey(line: str, options: dict[str, Any]) -> None:
     verb, _, argument = line.partition(" ")
-    if verb == "tell":
+    if verb == "stand_still":
+        # In a call of C that never returns, whatever the signal, and lets no other thread run either.
+        answer("done")
+        mutex = ctypes.create_string_buffer(64)
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+    elif verb == "tell":
         name, _, command = argument.partition(" ")
         os.write(children[name][1], f"{command}\n".encode())
     elif verb == "teardown":
@@ -198,6 +205,9 @@ def obey(line: str, options: dict[str, Any]) -> None:
         answer("done")
     elif verb == "dump_begun":
         notify("crash_dump_begun")
+        answer("done")
+    elif verb == "draining":
+        notify("draining")
         answer("done")
     elif verb == "dump_ended":
         answer((request("crash_dump_ended", 20.0, workers=2) or {}).get("path"))
@@ -232,10 +242,13 @@ def main(options: dict[str, Any]) -> None:
 
     if options["catches_sigquit"]:
         signal.signal(signal.SIGQUIT, launch_sigquit if options.get("launching") else sigquit)
-    signal.signal(signal.SIGTERM, sigterm)
+    if options.get("catches_sigterm", True):
+        signal.signal(signal.SIGTERM, sigterm)
     on_engine_launch(SimpleNamespace(crash_dump_folder=options["crash_folder"]))
     for title in ("sglang::scheduler_TP0", "sglang::scheduler_TP1", "sglang::detokenizer"):
         start_child(title)
+    if options.get("started", not options.get("launching")):
+        crash_exit.note_started()
     answer("ready " + " ".join(f"{name}={pid}" for name, (pid, _pipe) in children.items()))
     while line := sys.stdin.buffer.readline():
         obey(line.decode().strip(), options)

@@ -22,6 +22,7 @@ import setproctitle
 import sglang_crashkit
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.channel import Mailbox, notify
+from sglang_crashkit.core.exit_status import ServerExit
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.incident_run import IncidentRun
@@ -225,7 +226,7 @@ def test_a_dump_that_fails_is_named_and_the_server_still_ends(start_server: Star
     document = document_of(server)
     assert document["requests"]["path"] is None
     assert document["requests"]["reason"] == "ValueError: no room"
-    assert server.process.returncode == 41
+    assert server.process.returncode == ServerExit.KILLED
 
 
 def test_a_server_that_does_not_answer_gets_its_incident_after_a_while(start_server: Start) -> None:
@@ -504,7 +505,7 @@ def test_a_handler_that_dies_does_not_hold_up_the_server(start_server: Start) ->
     wait_until(server.handler.has_exited, "the handler is dead")
     server.say("tell scheduler_TP0 raise x")
     assert server.line() == "sigquit"
-    assert server.process.wait(30) == 41
+    assert server.process.wait(30) == ServerExit.CRASHED
     assert server.crash_folder is not None
     assert (server.crash_folder / HOST / "crash_dump.pkl").read_bytes() == b"requests"
 
@@ -692,7 +693,7 @@ def test_a_node_that_waits_for_its_ranks_in_order_ends_with_any_of_them(start_se
         server.kill("scheduler_TP1")
     assert server.line() == "sigquit"
     document = document_of(server)
-    assert server.process.returncode == 41
+    assert server.process.returncode == (ServerExit.KILLED if how == "kill" else ServerExit.FAILED_START)
     assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
     assert piece_of(process_of(document, "scheduler_TP0"), "stack")["status"] == "captured"
 

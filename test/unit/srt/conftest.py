@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.core.settings import SOCKET_VARIABLE, SPOOL_VARIABLE
+from sglang_crashkit.srt import crash_exit
 from unit.waiting import LONG
 
 _SCRIPT = """
@@ -66,8 +67,16 @@ def short_folder() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def without_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
-    monkeypatch.delenv(SPOOL_VARIABLE, raising=False)
+    for name in (SOCKET_VARIABLE, SPOOL_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no crash that a test makes up end this process; nothing of it is left for the next test."""
+    monkeypatch.setattr(crash_exit, "_crash", crash_exit._Crash())
+    monkeypatch.setattr(crash_exit, "_arm_last_resort", lambda _seconds: None)
+    monkeypatch.setattr(crash_exit, "start_new_thread", lambda *_arguments: None)
 
 
 @pytest.fixture
@@ -79,6 +88,8 @@ def listener(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Li
         "launch_failed": finished,
         "scheduler_exception": {"ack": "photographed"},
         "watchdog_timeout": {"captured": 3, "incident": "abc"},
+        "await_incident": finished | {"exit_status": 85},
+        "child_failed": finished | {"exit_status": 137},
         "die": None,
     }
     found = Listener(short_folder / "sock", answers)

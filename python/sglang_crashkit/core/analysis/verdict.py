@@ -124,6 +124,9 @@ def _clearly_first(ordered: Sequence[FailureEvent]) -> bool:
 def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -> tuple[str, str, Level]:
     name = f"{title} (pid {event.pid})"
     if event.kind == "exception":
+        if _LOST_PEER.search(event.message):
+            # Nothing of this server was seen to fail before: with several nodes, it was another node's.
+            return f"{name} lost the connection to a peer: it raised {event.message}.", "lost_peer", "supported"
         return f"{name} raised {event.message}.", "exception", "established"
     if event.kind == "hang":
         # Who waits is not necessarily whom the others wait for.

@@ -7,10 +7,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from sglang_crashkit.core.exit_status import ServerExit
 from sglang_crashkit.core.readiness import StartupError
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.core.startup_report import Member
-from sglang_crashkit.srt import handler_process, startup
+from sglang_crashkit.srt import crash_exit, handler_process, startup
 from sglang_crashkit.srt.hooks import never_raises, request
 
 logger = logging.getLogger(__name__)
@@ -27,19 +28,23 @@ def on_engine_launch(server_args: Any) -> None:
     """
     settings = Settings.from_environ()
     crash_folder = getattr(server_args, "crash_dump_folder", None)
-    if settings.enabled and (crash_folder or settings.diagnostics):
+    if not settings.enabled:
+        return
+    crash_exit.note_launch()
+    if crash_folder or settings.diagnostics:
         handler_process.start(crash_folder)
 
 
 def on_launch_phase_sigquit(handler: Handler) -> Handler:
     """Wrap the SIGQUIT handler of the launch phase: the evidence is whole before the process tree is killed.
 
-    A child sends SIGQUIT when it fails. Waits for the crash handler at most ``SGLANG_CRASHKIT_BUDGET_SECS``.
+    A child sends SIGQUIT when it fails. Waits for the crash handler at most ``SGLANG_CRASHKIT_BUDGET_SECS``. The
+    wrapped function is in place until the server serves; on nodes of a rank above 0 for as long as they run.
     """
 
     @functools.wraps(handler)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        _report_failed_launch()
+        _report_failed_child()
         return handler(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
@@ -56,13 +61,19 @@ def on_wait_for_scheduler_ready(wait: Handler) -> Handler:
 
     @functools.wraps(wait)
     def wrapper(scheduler_pipe_readers: Sequence[Any], scheduler_procs: Sequence[Any]) -> Any:
-        if not startup.is_on() or not startup.can_watch(scheduler_pipe_readers, scheduler_procs):
+        if not startup.is_on():
             return wait(scheduler_pipe_readers, scheduler_procs)
-        try:
-            return startup.await_ready(_members(scheduler_pipe_readers, scheduler_procs))
-        except StartupError as error:
-            startup.report(error)
-            raise
+        can_watch = startup.can_watch(scheduler_pipe_readers, scheduler_procs)
+        if not can_watch:
+            infos = wait(scheduler_pipe_readers, scheduler_procs)
+        else:
+            try:
+                infos = startup.await_ready(_members(scheduler_pipe_readers, scheduler_procs))
+            except StartupError as error:
+                crash_exit.end_by_status(error, startup.report(error))
+                raise
+        crash_exit.note_started()
+        return infos
 
     return wrapper  # type: ignore[return-value]
 
@@ -79,7 +90,12 @@ def _members(readers: Sequence[Any], processes: Sequence[Any]) -> list[Member]:
 
 
 @never_raises
-def _report_failed_launch() -> None:
-    answer = request("launch_failed", Settings.from_environ().budget_secs)
+def _report_failed_child() -> None:
+    settings = Settings.from_environ()
+    if not settings.enabled:
+        return
+    crash_exit.begin(ServerExit.CRASHED, settings.budget_secs + settings.end_secs)
+    answer = request("child_failed" if crash_exit.has_started() else "launch_failed", settings.budget_secs)
+    crash_exit.learn(answer)
     if answer and answer.get("path"):
         logger.error("crash kit: incident %s", answer["path"])

@@ -20,8 +20,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from sglang_crashkit.core import procfs, titles
+from sglang_crashkit.core.exit_status import ServerExit
 from sglang_crashkit.core.pidfd import ProcessHandle
 from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.hooks import never_raises, notify, request
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 
@@ -29,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 Router = TypeVar("Router", bound=type)
 
-#: The exit status where the process tree could not be killed: 128 and SIGQUIT, as a shell says it.
-_EXIT_STATUS = 128 + signal.SIGQUIT
 _claim, _done = threading.Lock(), threading.Event()
 
 
@@ -73,6 +73,7 @@ def dump_requests_of_workers(_router: Any = None) -> None:
 
 
 def _end_workers(settings: Settings) -> None:
+    crash_exit.begin(ServerExit.CRASHED, 2 * settings.budget_secs + settings.end_secs)
     if sys.exc_info()[0] is not None:
         on_scheduler_exception()
     is_told = notify("crash_dump_begun")
@@ -87,6 +88,7 @@ def _end_workers(settings: Settings) -> None:
             handle.close()
     if is_told:
         answer = request("crash_dump_ended", settings.budget_secs, workers=len(handles))
+        crash_exit.learn(answer)
         if answer and answer.get("path"):
             logger.error("crash kit: incident %s", answer["path"])
 
@@ -125,7 +127,7 @@ def _end_on_sigquit(reader: int, own_handler: Any, kill: Callable[..., None] | N
         if kill is not None:
             kill(os.getpid(), include_parent=True)
     finally:
-        os._exit(_EXIT_STATUS)
+        os._exit(ServerExit.CRASHED)
 
 
 def _find_workers() -> list[ProcessHandle]:

@@ -24,7 +24,7 @@ from sglang_crashkit.srt.redaction import redact
 
 _MAX_REQUESTS = 64
 _MAX_MESSAGE = 4000
-#: The incident is written within this time once its own is spent, in seconds.
+#: The incident is written within this time once its own is spent, and the server ends within it, in seconds.
 _FINISH_SECS = 2.0
 
 
@@ -60,13 +60,14 @@ def on_parent_told() -> None:
         return
     settings = Settings.from_environ()
     if settings.enabled:
-        if request("await_incident", settings.budget_secs + _FINISH_SECS) is None:
-            _await_server(settings.budget_secs)
+        answer = request("await_incident", settings.budget_secs + _FINISH_SECS)
+        # The server ends its processes, this one too, with a status that tells of the crash, which a kill would not.
+        _await_server(settings.budget_secs if answer is None else _FINISH_SECS)
         kill_own_group()
 
 
 def _await_server(timeout_secs: float) -> None:
-    """Wait until the server has ended by itself: where there is no crash handler, this is what tells of the dump."""
+    """Wait until the server has ended by itself: where there is no crash handler, this tells of the dump too."""
     with contextlib.suppress(OSError):
         server = ProcessHandle(find_server(os.getpid()))
         poller = select.poll()

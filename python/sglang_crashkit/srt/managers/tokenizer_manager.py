@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from sglang_crashkit.core.exit_status import ServerExit
 from sglang_crashkit.core.private_files import create_private, make_private_folder
 from sglang_crashkit.core.settings import Settings, fallback_folder
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.hooks import never_raises, notify, request
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 from sglang_crashkit.srt.on_traceback import prompts_of
 from sglang_crashkit.srt.redaction import redact, redact_dump
+from sglang_crashkit.srt.utils.common import end_after_crash
 from sglang_crashkit.srt.utils.cudacore_pyspy_dump_utils import diagnose_schedulers
 
 logger = logging.getLogger(__name__)
@@ -71,6 +74,29 @@ def on_orderly_exit(manager: Any) -> None:
     setattr(manager, _ORDERLY, True)
 
 
+@never_raises
+def on_forced_exit() -> None:
+    """End the process now: to be called where the requests were saved because SIGTERM came to a server that hangs.
+
+    Upstream would ask its schedulers to end first, and wait for them. Does nothing without a crash.
+    """
+    if crash_exit.has_begun():
+        end_after_crash()
+
+
+@never_raises
+def _begin_crash(manager: Any, settings: Settings) -> None:
+    is_unhealthy = getattr(getattr(manager, "server_status", None), "name", None) == "UnHealthy"
+    # Without a crash handler the wait for GPU cores is this process's.
+    seconds = _evidence_secs(settings) + settings.core_wait_secs
+    crash_exit.begin(ServerExit.HUNG if is_unhealthy else ServerExit.CRASHED, seconds)
+
+
+def _evidence_secs(settings: Settings) -> float:
+    """Return how long the requests and the incident may take, each its budget, and the process's end, in seconds."""
+    return 2 * settings.budget_secs + settings.end_secs
+
+
 def _wrap(dump: Method, *, has_diagnostics: bool) -> Method:
     @functools.wraps(dump)
     def wrapper(manager: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,6 +109,8 @@ def _wrap(dump: Method, *, has_diagnostics: bool) -> Method:
             unwanted = not settings.enabled or not wanted or getattr(manager, _ORDERLY, False)
             if earlier is None and not unwanted:
                 setattr(manager, _ONGOING, dump_under_way)
+        if earlier is None and settings.enabled and not getattr(manager, _ORDERLY, False):
+            _begin_crash(manager, settings)
         if earlier is not None:
             if earlier.thread != threading.get_ident():
                 # Its caller kills the process next.
@@ -95,6 +123,7 @@ def _wrap(dump: Method, *, has_diagnostics: bool) -> Method:
             return _dump_once(manager, save, has_diagnostics)
         finally:
             dump_under_way.done.set()
+            crash_exit.allow(settings.end_secs)
 
     return wrapper  # type: ignore[return-value]
 
@@ -116,6 +145,7 @@ def _dump_once(manager: Any, save: Callable[[], Any], has_diagnostics: bool) -> 
 
 
 def _dump_beside_handler(manager: Any, save: Callable[[], Any]) -> Any:
+    crash_exit.allow(_evidence_secs(Settings.from_environ()))
     _ignore_further_sigquit()
     outcome = _count_requests(manager) or {}
     result = None
@@ -180,6 +210,7 @@ def on_sigterm(handler: Method) -> Method:
 
     @functools.wraps(handler)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        crash_exit.note_draining()
         notify("draining")
         return handler(*args, **kwargs)
 
@@ -265,5 +296,6 @@ def _without_upstream_diagnostics() -> Iterator[None]:
 @never_raises
 def _await_incident(outcome: dict[str, Any]) -> None:
     answer = request("crash_dump_ended", Settings.from_environ().budget_secs, **outcome)
+    crash_exit.learn(answer)
     if answer and answer.get("path"):
         logger.error("crash kit: incident %s", answer["path"])

@@ -16,12 +16,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 
 from sglang_crashkit.core import channel, procfs, settings
 from sglang_crashkit.core.reaping import DeathAlarm
+from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.hooks import never_raises, notify
 
 logger = logging.getLogger(__name__)
@@ -32,10 +33,15 @@ _MODULE = "sglang.srt.utils.common"
 #: Upstream's polling interval, in seconds; the longest sleep here.
 _POLL_SECS = 0.1
 _MOST_WARN_SECS = 10.0
+#: After a crash the children are given this long to go, in seconds: an orchestrator waits for the server's end.
+_CHILDREN_SECS = 10.0
 
 
 def on_kill_process_tree(kill: Function) -> Function:
     """Wrap ``kill_process_tree``: the crash handler is told first, so that the deaths that follow are no incident.
+
+    After a crash the calling process ends with a telling status when it kills itself or all of its children (see
+    `sglang_crashkit.srt.crash_exit`); otherwise upstream's function does what it does.
 
     Where upstream's function has no ``wait_timeout``, it gets one (seconds, None by default): the call returns when all
     that it killed are gone, and raises RuntimeError where they are not in time.
@@ -50,13 +56,28 @@ def on_kill_process_tree(kill: Function) -> Function:
     @functools.wraps(kill)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        _announce_teardown(bound.arguments["parent_pid"])
+        pid = bound.arguments["parent_pid"]
+        if pid is None or pid == os.getpid():
+            whole = pid is not None and bound.arguments.get("include_parent", True)
+            if crash_exit.is_due(whole=whole):
+                end_after_crash(bound.arguments.get("skip_pid"))
+        _announce_teardown(pid)
         if not waits and bound.arguments.pop("wait_timeout", None) is not None:
             return _kill_and_wait(*args, **kwargs)
         return kill(*bound.args, **bound.kwargs)
 
     wrapper.__signature__ = signature  # type: ignore[attr-defined]
     return wrapper  # type: ignore[return-value]
+
+
+def end_after_crash(skip_pid: int | None = None) -> NoReturn:
+    """End this process's children and then itself, with the status of the crash.
+
+    Args:
+        skip_pid: a child that lives on.
+    """
+    _announce_teardown(os.getpid())
+    crash_exit.end(functools.partial(_kill_own_children, skip_pid))
 
 
 def on_wait_for_reap(wait: Function) -> Function:
@@ -165,6 +186,13 @@ def _kill_and_wait(
             itself.send_signal(signal.SIGQUIT)
     if killed:
         module._wait_for_reap_or_raise(killed, wait_timeout)
+
+
+def _kill_own_children(skip_pid: int | None) -> None:
+    module = _names()
+    children = module.psutil.Process().children(recursive=True)
+    killed = [child for child in children if child.pid != skip_pid and _kill(child)]
+    module._wait_for_reap_or_raise(killed, _CHILDREN_SECS)
 
 
 def _kill(process: Any) -> bool:

@@ -1,0 +1,214 @@
+"""End this process after a crash, with a status that tells of it (see `sglang_crashkit.core.exit_status`).
+
+Upstream ends its server by SIGKILL of itself, to which process 1 of a container is deaf. Here the process ends by
+``_exit``; and it does so by a deadline, whatever hangs in the handling of the crash: a thread that takes no lock sees
+to it, and where Python itself stands still the timer of `faulthandler`, which needs no interpreter, ends it with 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import time
+from _thread import start_new_thread
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, NoReturn
+
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.exit_status import ServerExit, while_starting
+from sglang_crashkit.core.settings import SOCKET_VARIABLE, Settings
+from sglang_crashkit.srt.hooks import never_raises, request
+
+logger = logging.getLogger(__name__)
+
+#: Python's last words are given this long after the deadline, in seconds.
+_LAST_RESORT_SECS = 10.0
+#: A process that ends by an uncaught exception is given this long to finish, in seconds.
+_FINISH_SECS = 30.0
+
+
+class _Crash:
+    """What is known of the crash of this process's server.
+
+    Attributes:
+        is_server: this process launched a server.
+        started: the ranks were ready at some time.
+        draining: the server was asked to end.
+        has_failed: looks whether there was a crash that nobody noted yet.
+        status: what this process ends with; None while there was no crash.
+        deadline: when it ends at the latest, by the monotonic clock.
+        nowhere: a descriptor that takes all that is written; -1 before it is needed.
+    """
+
+    def __init__(self) -> None:
+        self.is_server = False
+        self.started = False
+        self.draining = False
+        self.has_failed: Callable[[], bool] | None = None
+        self.status: int | None = None
+        self.deadline = float("inf")
+        self.nowhere = -1
+
+
+_crash = _Crash()
+
+
+def note_launch() -> None:
+    """Note that this process launches a server: from now on a crash of it ends this process."""
+    _crash.is_server = True
+
+
+def note_started() -> None:
+    """Note that the ranks are ready: from now on no crash is a failed start."""
+    _crash.started = True
+
+
+def has_started() -> bool:
+    """Say whether the ranks were ready at some time."""
+    return _crash.started
+
+
+def note_draining() -> None:
+    """Note that the server was asked to end: from now on it may end without a crash."""
+    _crash.draining = True
+
+
+def ask_before_the_end(has_failed: Callable[[], bool]) -> None:
+    """Have `has_failed` asked before this process ends its children or itself; it notes the crash that it finds."""
+    _crash.has_failed = has_failed
+
+
+def begin(status: int, within_secs: float) -> None:
+    """Note a crash; this process ends by itself `within_secs` from now at the latest.
+
+    Does nothing where this process belongs to no server, and so in a test that calls a hooked function.
+
+    Args:
+        status: what it ends with as long as nothing better is known.
+        within_secs: the longest that the handling of the crash may take, in seconds.
+    """
+    if not _crash.is_server and SOCKET_VARIABLE not in os.environ:
+        return
+    is_first = _crash.status is None
+    if _crash.status is None:
+        _crash.status = status if _crash.started else while_starting(status)
+    allow(within_secs)
+    if is_first:
+        # Not threading.Thread: its start waits for a lock that the code which a signal interrupted may hold.
+        start_new_thread(_watch_the_time, ())
+
+
+def has_begun() -> bool:
+    """Say whether there was a crash that ends this process."""
+    return _crash.status is not None
+
+
+def allow(seconds: float) -> None:
+    """Move the deadline to `seconds` from now; nothing without a crash."""
+    if _crash.status is not None:
+        _crash.deadline = time.monotonic() + seconds
+        _arm_last_resort(seconds + _LAST_RESORT_SECS)
+
+
+def learn(answer: dict[str, Any] | None) -> None:
+    """Take the status from what the crash handler answered, where it knows one."""
+    status = _status_in(answer)
+    if _crash.status is not None and status is not None:
+        _crash.status = status if _crash.started else while_starting(status)
+
+
+def is_due(*, whole: bool) -> bool:
+    """Say whether this process, about to be ended by itself, ends because of a crash.
+
+    Asks the crash handler where nobody here knows of one, and waits for its incident, at most
+    ``SGLANG_CRASHKIT_BUDGET_SECS``.
+
+    Args:
+        whole: this process ends itself, and not its children alone.
+    """
+    settings = Settings.from_environ()
+    if not settings.enabled or _crash.status is not None:
+        return settings.enabled
+    if _crash.has_failed is not None and never_raises(_crash.has_failed)():
+        return True
+    if not whole or _crash.draining:
+        return False
+    answer = request("await_incident", settings.budget_secs)
+    status = _status_in(answer)
+    # Process 1 is deaf to its own SIGKILL, and would end with 0.
+    if status is not None or os.getpid() == 1:
+        begin(ServerExit.CRASHED if status is None else status, _FINISH_SECS)
+    return _crash.status is not None
+
+
+def end(kill_children: Callable[[], object]) -> NoReturn:
+    """End this process, after its children.
+
+    Args:
+        kill_children: ends them; what it raises is in the log, and how long it takes is bounded by the deadline.
+    """
+    status = ServerExit.CRASHED if _crash.status is None else _crash.status
+    try:
+        logger.error("crash kit: the server ends with exit status %d", status)
+        kill_children()
+    except Exception:
+        logger.exception("crash kit: the server's processes could not be ended")
+    finally:
+        os._exit(status)
+
+
+def end_by_status(error: BaseException, answer: dict[str, Any] | None) -> None:
+    """Let `error`, if nobody catches it, end this process with the status of a failed start instead of 1.
+
+    Args:
+        error: about to be raised.
+        answer: what the crash handler answered.
+    """
+    status, report = while_starting(_status_in(answer)), sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        report(kind, value, trace)
+        if any(link is error for link in _chain(value)):
+            begin(status, _FINISH_SECS)
+            # The interpreter takes it for the status, and finishes as it would have.
+            raise SystemExit(status)
+
+    sys.excepthook = hook
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _status_in(answer: dict[str, Any] | None) -> int | None:
+    status = answer.get("exit_status") if answer else None
+    return status if isinstance(status, int) and 0 < status < 256 else None
+
+
+@never_raises
+def _arm_last_resort(seconds: float) -> None:
+    if _crash.nowhere < 0:
+        # Not the standard error: a pipe that nobody reads would hold it up for ever.
+        _crash.nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    faulthandler.dump_traceback_later(seconds, exit=True, file=_crash.nowhere)
+
+
+def _watch_the_time() -> None:
+    # No logging, no lock: whoever holds them may be what hangs.
+    while (left := _crash.deadline - time.monotonic()) > 0:
+        time.sleep(min(left, 1.0))
+    try:
+        for pid in procfs.TreeScanner(os.getpid()).scan() - {os.getpid()}:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+    finally:
+        os._exit(ServerExit.CRASHED if _crash.status is None else _crash.status)

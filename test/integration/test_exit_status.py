@@ -1,0 +1,105 @@
+"""What a real server's exit status says after a crash: as process 1 of a container, and as a program with an Engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from integration.scenario import Wreck, wreck
+from lanelib.lanes import ensure_lane
+from lanelib.procs import send, tree_of
+from lanelib.servers import Server
+from sglang_crashkit.core.exit_status import ServerExit
+from sglang_crashkit.core.incident_store import find_incidents
+from sglang_crashkit.core.termination_log import VARIABLE
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+#: The main process is process 1 of a PID namespace, which is deaf to signals that it does not handle, SIGKILL included.
+CONTAINER = ("unshare", "-pf", "--mount-proc", "--kill-child")
+CRASH = {"SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS": "50"}
+SCHEDULER = "sglang::scheduler"
+PROGRAM_TIMEOUT_S = 400.0
+PROGRAM = """
+import sys
+import sglang
+
+if __name__ == "__main__":
+    engine = sglang.Engine(
+        model_path=sys.argv[1], load_format="dummy", device="cpu", attention_backend="torch_native",
+        sampling_backend="pytorch", max_total_tokens=8192, mem_fraction_static=0.2, crash_dump_folder=sys.argv[2],
+    )
+    print("ready", flush=True)
+    engine.generate("Once upon a time", {"max_new_tokens": 4000, "ignore_eos": True})
+    print("answered", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def message(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that Kubernetes makes for a container's termination message."""
+    path = tmp_path_factory.mktemp("container") / "termination-log"
+    path.touch()
+    return path
+
+
+@pytest.fixture(scope="module", params=["0.5.9", "0.5.23"])
+def contained(request: pytest.FixtureRequest, message: Path, tmp_path_factory: pytest.TempPathFactory) -> Wreck:
+    folder = tmp_path_factory.mktemp("crash")
+    message.write_text("")
+    arguments, env = ["--crash-dump-folder", str(folder)], CRASH | {VARIABLE: str(message)}
+    with Server.start(ensure_lane(request.param), extra_args=arguments, env=env, prefix=CONTAINER) as server:
+        server.wait_ready()
+        return wreck(server, folder, lambda _server: None)
+
+
+def test_a_crash_of_process_1_does_not_end_with_success(contained: Wreck) -> None:
+    assert contained.status == ServerExit.RAISED
+    assert contained.left == []
+    assert contained.incident["verdict"]["kind"] == "exception"
+    assert contained.incident["requests"]["unfinished"] == 3
+
+
+def test_the_containers_status_has_the_verdict(contained: Wreck, message: Path) -> None:
+    assert contained.incident["verdict"]["text"] in message.read_text()
+    assert str(contained.folder) in message.read_text()
+
+
+def test_a_program_with_an_engine_ends_with_the_status_of_the_crash(tmp_path: Path) -> None:
+    lane, folder, script = ensure_lane("0.5.23"), tmp_path / "crash", tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    command = [lane.python, script, lane.model_dir, folder]
+    with (tmp_path / "log").open("w+") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=lane.serve_env(), start_new_session=True
+        )
+        try:
+            scheduler = wait_for_scheduler(process, Path(log.name))
+            time.sleep(1.5)
+            os.kill(scheduler, signal.SIGKILL)
+            assert process.wait(60) == ServerExit.KILLED
+        finally:
+            for member in tree_of(process.pid):
+                send(member, signal.SIGKILL)
+            process.wait(60)
+    incidents = find_incidents(folder)
+    assert len(incidents) == 1
+    assert incidents[0].document is not None
+    assert incidents[0].document["verdict"]["first_failure"]["pid"] == scheduler
+    assert "answered" not in (tmp_path / "log").read_text()
+
+
+def wait_for_scheduler(process: subprocess.Popen[bytes], log: Path) -> int:
+    """Return the pid of a program's scheduler once the program asks its engine."""
+    deadline = time.monotonic() + PROGRAM_TIMEOUT_S
+    while "\nready\n" not in f"\n{log.read_text(errors='replace')}":
+        assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    titles = [(member.pid, Path(f"/proc/{member.pid}/cmdline").read_text()) for member in tree_of(process.pid)]
+    return next(pid for pid, title in titles if title.startswith(SCHEDULER))
