@@ -11,10 +11,13 @@ from sglang_crashkit.core.exit_status import ServerExit
 from sglang_crashkit.core.readiness import StartupError
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.core.startup_report import Member
-from sglang_crashkit.srt import crash_exit, handler_process, startup
+from sglang_crashkit.srt import crash_exit, follower, handler_process, startup
 from sglang_crashkit.srt.hooks import never_raises, request
 
 logger = logging.getLogger(__name__)
+
+#: Whether this process launches a node of a rank above 0.
+_follows = False
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
@@ -26,11 +29,13 @@ def on_engine_launch(server_args: Any) -> None:
     Args:
         server_args: SGLang's ``ServerArgs``.
     """
+    global _follows
     settings = Settings.from_environ()
     crash_folder = getattr(server_args, "crash_dump_folder", None)
     if not settings.enabled:
         return
     crash_exit.note_launch()
+    _follows = (getattr(server_args, "node_rank", 0) or 0) > 0
     if crash_folder or settings.diagnostics:
         handler_process.start(crash_folder)
 
@@ -73,6 +78,8 @@ def on_wait_for_scheduler_ready(wait: Handler) -> Handler:
                 crash_exit.end_by_status(error, startup.report(error))
                 raise
         crash_exit.note_started()
+        if _follows and can_watch:
+            follower.watch_local_schedulers(scheduler_procs)
         return infos
 
     return wrapper  # type: ignore[return-value]
