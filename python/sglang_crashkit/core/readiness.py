@@ -59,6 +59,7 @@ class Readiness:
         on_silence: told after 30 s of silence, and again after ever longer intervals, what there is to say.
         all_known: whether `members` is complete; what it raises ends the wait.
         first_report_secs: when `on_silence` is called first, in seconds.
+        waited_secs: how long they had been waited for before, in seconds.
     """
 
     def __init__(
@@ -69,14 +70,15 @@ class Readiness:
         on_silence: Callable[[str], object] | None = None,
         all_known: Callable[[], bool] = no_more_to_come,
         first_report_secs: float = _FIRST_REPORT_SECS,
+        waited_secs: float = 0.0,
     ) -> None:
         self._members = members
         self._timeout_secs = timeout_secs
         self._on_silence = on_silence
         self._all_known = all_known
         self._interval = first_report_secs
-        self._began = time.monotonic()
-        self._report_due = self._began + first_report_secs
+        self._began = time.monotonic() - waited_secs
+        self._report_due = time.monotonic() + first_report_secs
         self._receiving: dict[int, _Receipt] = {}  # by id of the member
 
     def wait(self) -> list[Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sglang_crashkit.core.pidfd import ProcessHandle
 from sglang_crashkit.core.readiness import Readiness, StartupError, no_more_to_come
-from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.core.settings import LAUNCH_VARIABLE, Settings
 from sglang_crashkit.core.startup_report import Member
 from sglang_crashkit.srt.hooks import never_raises, request
 from sglang_crashkit.srt.redaction import redact
@@ -23,6 +26,18 @@ def is_on() -> bool:
     return Settings.from_environ().enabled
 
 
+def note_launch() -> None:
+    """Let the processes that this one is about to start know since when their readiness is waited for."""
+    os.environ[LAUNCH_VARIABLE] = str(time.monotonic())
+
+
+def launched_at() -> float | None:
+    """Return when the server was launched, by the monotonic clock, the first time; None later and elsewhere."""
+    with contextlib.suppress(KeyError, ValueError):
+        return float(os.environ.pop(LAUNCH_VARIABLE))
+    return None
+
+
 def can_watch(readers: Iterable[Any], processes: Iterable[Any]) -> bool:
     """Say whether these are pipes and processes that the kernel knows, and not stand-ins such as Ray's actors."""
     try:
@@ -32,19 +47,29 @@ def can_watch(readers: Iterable[Any], processes: Iterable[Any]) -> bool:
     return all(type(descriptor) is int for descriptor in descriptors)
 
 
-def await_ready(members: Sequence[Member], all_known: Callable[[], bool] = no_more_to_come) -> list[Any]:
+def await_ready(
+    members: Sequence[Member], all_known: Callable[[], bool] = no_more_to_come, waited_secs: float = 0.0
+) -> list[Any]:
     """Return what each member with a pipe sent when it was ready, in order; what comes between is in the log.
 
     Args:
         members: see `Readiness`.
         all_known: see `Readiness`.
+        waited_secs: see `Readiness`.
 
     Raises:
         StartupError: a RuntimeError; one of them will not get ready.
     """
     timeout_secs = Settings.from_environ().startup_timeout_secs
+    wait = Readiness(
+        members,
+        timeout_secs=timeout_secs,
+        on_silence=_report_silence,
+        all_known=all_known,
+        waited_secs=waited_secs,
+    )
     try:
-        return Readiness(members, timeout_secs=timeout_secs, on_silence=_report_silence, all_known=all_known).wait()
+        return wait.wait()
     except StartupError as error:
         # Now: a signal may end this process before whoever catches the error writes it down.
         logger.error("crash kit: %s", error)

@@ -291,6 +291,14 @@ def test_silence_beyond_the_limit_is_an_error(start):
     assert str(error).endswith("Ready: Rank 0 scheduler.")
 
 
+def test_the_time_that_was_waited_before_counts(start):
+    ranks = start()
+    began = time.monotonic()
+    error = failure(ranks, timeout_secs=600.0, waited_secs=599.8)
+    assert 0.2 <= time.monotonic() - began < LONG / 2
+    assert str(error).startswith("Rank 0 scheduler, Rank 1 scheduler not ready within 600 s")
+
+
 def test_without_descriptors_left_the_sentinels_do(start, monkeypatch):
     def no_descriptor(pid: int) -> int:
         raise OSError(24, "Too many open files")

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.core.readiness import StartupError
+from sglang_crashkit.core.settings import LAUNCH_VARIABLE
+from sglang_crashkit.srt import startup
 from sglang_crashkit.srt.entrypoints.engine import on_wait_for_scheduler_ready
 from sglang_crashkit.srt.managers import data_parallel_controller as hooks
 from unit.srt.conftest import Listener
@@ -209,6 +211,18 @@ def test_a_controller_that_waits_too_long_tells_the_crash_handler(started, liste
     with pytest.raises(StartupError, match=r"^DP1 Rank 0 scheduler not ready within 8 s"):
         controller.launch_dp_schedulers()
     assert listener.heard()["event"] == "startup_timeout"
+
+
+def test_a_controller_speaks_before_the_launching_process_which_knows_less(started, monkeypatch):
+    monkeypatch.setenv(TIMEOUT, "600")
+    monkeypatch.setenv(LAUNCH_VARIABLE, str(time.monotonic() - 599))
+    controller = Controller(started, {0: ["ready"], 1: ["silent"]})
+    began = time.monotonic()
+    with pytest.raises(StartupError, match=r" not ready within 600 s"):
+        controller.launch_dp_schedulers()
+    assert time.monotonic() - began < LONG
+    # Schedulers that join later have all the time that there is.
+    assert startup.launched_at() is None
 
 
 def test_a_switched_off_kit_leaves_the_controller_to_upstream(started, monkeypatch):

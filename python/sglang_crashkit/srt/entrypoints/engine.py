@@ -35,6 +35,7 @@ def on_engine_launch(server_args: Any) -> None:
     if not settings.enabled:
         return
     crash_exit.note_launch()
+    startup.note_launch()
     _follows = (getattr(server_args, "node_rank", 0) or 0) > 0
     if crash_folder or settings.diagnostics:
         handler_process.start(crash_folder)

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _GROUPS = "_crashkit_groups"
+#: The launching process waits for this one, which knows more of who is not ready, and so speaks this much earlier.
+_HEAD_START_SECS = 2.0
 _FOREVER_SECS = 24 * 3600.0
 _thread = threading.local()
 
@@ -83,7 +85,7 @@ def on_scheduler_group_started(controller: Any, readers: list[Any]) -> list[Any]
         known = [member.process for member in members]
         members += [Member("", process, None) for process in _own_processes(controller) if process not in known]
         try:
-            startup.await_ready(members)
+            startup.await_ready(members, waited_secs=_waited_secs())
         except StartupError as error:
             startup.report(error)
             raise
@@ -134,7 +136,7 @@ class _Groups:
         if self._ready.is_set():
             return
         try:
-            startup.await_ready(self._members, self._all_known)
+            startup.await_ready(self._members, self._all_known, _waited_secs())
         except StartupError as error:
             startup.report(error)
             raise
@@ -167,6 +169,15 @@ class _GroupEvent:
         """Wait as `threading.Event.wait`."""
         self._groups.await_all()
         return self._event.wait()
+
+
+def _waited_secs() -> float:
+    """Return how long the launching process has waited for this one's schedulers, with the head start, in seconds.
+
+    Of those that an elastic controller starts later nobody waited before.
+    """
+    launched = startup.launched_at()
+    return 0.0 if launched is None else time.monotonic() - launched + _HEAD_START_SECS
 
 
 def _stay() -> None:

@@ -1,0 +1,108 @@
+"""The handler's reaction to single messages, in this process and in a fixed order."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.core.channel import Mailbox, Message
+from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.handler.loop import CrashHandler
+from sglang_crashkit.handler.place import Place
+from unit.waiting import child, wait_until
+
+#: A main process with two children: one that has its title, and one that has not got so far.
+LAUNCHER = """
+import ctypes, subprocess
+die_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+def start(code):
+    command = [sys.executable, "-c", code + "; import sys; print(flush=True); sys.stdin.read()"]
+    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=die_with_parent)
+    started.stdout.readline()
+    return started.pid
+titled = start("import setproctitle; setproctitle.setproctitle('sglang::scheduler_TP0')")
+ready(f"{titled} {start('from multiprocessing.spawn import spawn_main')}")
+pause()
+"""
+
+
+class Case:
+    """A handler that watches a launching server whose second rank died before it had its title."""
+
+    def __init__(self, handler: CrashHandler, titled: int, starting: int) -> None:
+        self.handler = handler
+        self.titled = titled
+        self.starting = starting
+
+    def fail(self, titles: Any) -> dict[str, str]:
+        """Let the server say that its launch failed, and return the titles in the incident by pid."""
+        tree = self.handler._tree
+        message = Message("launch_failed", {"titles": titles, "message": "died"}, tree.root.pid, os.getuid(), None)
+        self.handler._reactions.take(message, tree.root)
+        run = self.handler._current.run
+        assert run is not None
+        assert run.finished
+        return {str(process.pid): process.title for process in run.incident.processes}
+
+    def verdict(self) -> Any:
+        """Return the incident's verdict."""
+        run = self.handler._current.run
+        assert run is not None
+        return run.incident.verdict
+
+
+@pytest.fixture
+def case(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
+    settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
+    place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
+    with child(LAUNCHER) as process, Mailbox.bind(short_folder / "sock") as receiver:
+        titled, starting = (int(pid) for pid in process.first_line.split())
+        handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
+        handler.look()
+        os.kill(starting, signal.SIGKILL)
+        found = {one.pid: one for one in handler._tree}
+        assert (found[titled].title, found[starting].role) == ("sglang::scheduler_TP0", "starting")
+        wait_until(found[starting].handle.has_exited, "the rank is dead")
+        handler.collect_exits()
+        yield Case(handler, titled, starting)
+        for one in handler._tree:
+            one.handle.close()
+        handler._selector.close()
+
+
+def test_a_rank_that_died_before_it_had_its_title_gets_the_servers_word_for_it(case: Case) -> None:
+    titles = case.fail({str(case.starting): "Rank 1 scheduler", "1": "somebody else's"})
+    assert titles[str(case.starting)] == "Rank 1 scheduler"
+    verdict = case.verdict()
+    assert (verdict.first_failure.pid, verdict.first_failure.title) == (case.starting, "Rank 1 scheduler")
+    assert (verdict.kind, verdict.level) == ("signal", "established")
+    assert "Rank 1 scheduler (pid" in verdict.text
+
+
+def test_a_rank_that_has_its_title_keeps_it(case: Case) -> None:
+    titles = case.fail({str(case.titled): "Rank 0 scheduler"})
+    assert titles[str(case.titled)] == "sglang::scheduler_TP0"
+
+
+NAMES: list[Callable[[int], Any]] = [
+    lambda pid: None,
+    lambda pid: [str(pid)],
+    lambda pid: {str(pid): 7},
+    lambda pid: {str(pid): ""},
+    lambda pid: {pid: None, "x": "y"},
+]
+
+
+@pytest.mark.parametrize("names", NAMES, ids=["none", "list", "number", "empty", "others"])
+def test_what_is_no_title_is_passed_over(case: Case, names: Callable[[int], Any]) -> None:
+    assert case.fail(names(case.starting))[str(case.starting)].endswith("-c multiprocessing.spawn")
+
+
+def test_a_title_is_cut_and_can_be_written(case: Case) -> None:
+    assert case.fail({str(case.starting): "\udcff" + "x" * 500})[str(case.starting)] == "\\udcff" + "x" * 119
