@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 #: Processes that the server leaves behind end by themselves within this time, in seconds.
 _LINGER_SECS = 3.0
 _SCAN_STARTING_SECS = 0.2
-_SCAN_SETTLED_SECS = 1.0
+#: Deaths are told by pidfds; only new processes, which an incident looks for itself, are found by looking.
+_SCAN_SETTLED_SECS = 4.0
 
 
 class CrashHandler:

@@ -1,0 +1,90 @@
+"""What the crash handler takes from the machine: nothing that grows with what it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from unit.handler.driver import Server
+from unit.waiting import child, descriptors
+
+EVENTS = 10_000
+#: What an allocator may keep of a moment's work, in bytes.
+SLACK = 4 << 20
+
+
+def flood(server: Server, count: int) -> None:
+    """Send the handler `count` messages of all kinds that are no event of the server, each once it has room."""
+    words = [
+        json.dumps({"event": "teardown", "pid": -1}).encode(),
+        json.dumps({"event": "crash_dump_begun", "time": 0}).encode(),
+        json.dumps({"event": "stacks_wanted", "wait": True}).encode(),
+        b"\x80rubbish" * 100,
+        b'{"event": ' + b"[" * 20_000,
+    ]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.connect(str(server.runtime / "handler.sock"))
+        sender.settimeout(30)
+        for number in range(count):
+            sender.send(words[number % len(words)])
+
+
+def test_ten_thousand_events_leave_no_descriptor_no_child_and_no_memory_behind(
+    start_server: Callable[..., Server],
+) -> None:
+    server = start_server()
+    assert server.handler is not None
+    handler = psutil.Process(server.handler.pid)
+    flood(server, 500)
+    server.settle()
+    before, memory = sorted(descriptors(handler.pid).values()), handler.memory_info().rss
+    flood(server, EVENTS)
+    server.settle()
+    assert sorted(descriptors(handler.pid).values()) == before
+    assert handler.memory_info().rss - memory < SLACK
+    assert handler.children() == []
+    assert server.incidents() == []
+    # It is still there for what counts.
+    server.kill("scheduler_TP1")
+    assert server.line() == "sigquit"
+    stored = server.wait_for_the_end()
+    assert stored is not None
+    assert stored.document is not None
+    assert stored.document["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP1"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_flood_of_another_users_neither_reaches_it_nor_silences_it(start_server: Callable[..., Server]) -> None:
+    server = start_server()
+    path = server.runtime / "handler.sock"
+    outsider = os.fork()
+    if outsider == 0:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            os.setuid(65534)
+            for _ in range(1000):
+                with contextlib.suppress(OSError):
+                    sender.sendto(b'{"event": "teardown", "pid": %d}' % server.pid, socket.MSG_DONTWAIT, str(path))
+        os._exit(0)
+    os.waitpid(outsider, 0)
+    server.kill("scheduler_TP0")
+    stored = server.wait_for_the_end()
+    assert stored is not None
+    assert stored.document is not None
+    assert stored.document["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP0"]
+
+
+def test_a_decoy_with_a_schedulers_title_outside_the_tree_is_left_alone(start_server: Callable[..., Server]) -> None:
+    server = start_server()
+    with child("ready()\npause()", title="sglang::scheduler_TP1") as decoy:
+        server.kill("scheduler_TP1")
+        stored = server.wait_for_the_end()
+        assert stored is not None
+        assert stored.document is not None
+        assert decoy.pid not in {process["pid"] for process in stored.document["processes"]}
+        assert decoy.poll() is None
