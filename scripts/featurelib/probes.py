@@ -13,6 +13,7 @@ from featurelib.kitsource import KitSource
 from featurelib.sglangsource import SglangTree, arguments_of, called, calls_in, keyword
 
 _COMMON = "srt/utils/common.py"
+_CONN = "srt/disaggregation/{}/conn.py"
 #: By these the kernel tells of a death; what does without them polls.
 _WAKING = frozenset({"os.pidfd_open", "multiprocessing.connection.wait"})
 
@@ -70,6 +71,27 @@ def reap_survives_einval(tree: SglangTree) -> Finding:
     if wait is None or calls_in(wait, "wait_procs"):
         return ABSENT
     return upstream(_sleeps(wait))
+
+
+def lost_prefill_told(tree: SglangTree) -> Finding:
+    """A decode server tells of a prefill server that is gone, and of the requests that wait for it."""
+    if _tells_of_peer(tree, "srt/disaggregation/decode.py", "DecodePreallocQueue"):
+        return kit("within seconds")
+    files = [tree.file(_CONN.format(part)) for part in ("common", "mooncake")]
+    return upstream("by heartbeat") if any(file.mentions("self._handle_node_failure(") for file in files) else ABSENT
+
+
+def lost_decode_told(tree: SglangTree) -> Finding:
+    """A prefill server tells of a decode server that is gone, and of the requests that wait for it."""
+    if _tells_of_peer(tree, "srt/disaggregation/prefill.py", "PrefillBootstrapQueue"):
+        return kit("within seconds")
+    return upstream("when it sends") if tree.file(_CONN.format("mooncake")).mentions("failed_sessions.add(") else ABSENT
+
+
+def _tells_of_peer(tree: SglangTree, path: str, queue: str) -> bool:
+    file = tree.file(path)
+    hooks = file.kit_calls(file.find(f"{queue}.__init__"))
+    return bool(hooks and tree.kit and "peer_lost" in tree.kit.reach(*hooks).constants)
 
 
 def watcher_there(tree: SglangTree) -> Finding:
@@ -155,6 +177,8 @@ FEATURES = (
     Feature("a limit of time for the launch", launch_limited),
     Feature("`kill_process_tree(wait_timeout=...)`", kill_waits),
     Feature("its wait survives a `pidfd_open` that fails", reap_survives_einval),
+    Feature("a decode server tells of a lost prefill server", lost_prefill_told),
+    Feature("a prefill server tells of a lost decode server", lost_decode_told),
     Feature("tests: `start_subprocess_fail_fast_watcher`", watcher_there),
     Feature("tests: prefill, decode and router are watched", pd_fixture_watched),
     Feature("tests: pytest fails the running test by name", pytest_fails_by_name),

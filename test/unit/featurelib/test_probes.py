@@ -49,6 +49,7 @@ HOOKS = """
     def wake(): os.pidfd_open(1)
     def limit(settings): settings.startup_timeout_secs
     def wait(arguments): arguments.pop("wait_timeout")
+    def tell(): notify("peer_lost")
     def idle(): ...
 
     def _resolve_cuda_coredump_pipe_path(): ...
@@ -123,6 +124,11 @@ GROUP = """
             {}
 """
 REAP = "def _wait_for_reap_or_raise(procs, wait_timeout):\n    {}\n"
+QUEUE = "class {}:\n    def __init__(self):\n        {}\n"
+PEERS = (
+    (probes.lost_prefill_told, "decode", "DecodePreallocQueue", "self._handle_node_failure(address)", "by heartbeat"),
+    (probes.lost_decode_told, "prefill", "PrefillBootstrapQueue", "self.failed_sessions.add(session)", "when it sends"),
+)
 PAIR = """
     class PDDisaggregationServerBase:
         def setUpClass(cls):
@@ -444,6 +450,23 @@ CASES = [
     Case(probes.pytest_fails_by_name, kit(), {}, {"plugin.py": "def pytest_configure(config): ...\n"}, PLUGIN),
     Case(probes.pytest_fails_by_name, ABSENT, {}, {"plugin.py": "def pytest_configure(config): ...\n"}),
     Case(probes.pytest_fails_by_name, ABSENT, {}, {"plugin.py": ""}, PLUGIN),
+    # Prefill and decode.
+    *(
+        case
+        for probe, side, queue, upstreams, when in PEERS
+        for case in (
+            Case(probe, ABSENT, {f"srt/disaggregation/{side}.py": QUEUE.format(queue, "pass")}),
+            Case(probe, upstream(when), {"srt/disaggregation/mooncake/conn.py": f"def f(self):\n    {upstreams}\n"}),
+            Case(
+                probe,
+                kit("within seconds"),
+                {f"srt/disaggregation/{side}.py": hooked("tell", QUEUE.format(queue, "tell()"))},
+                {},
+            ),
+            Case(probe, ABSENT, {f"srt/disaggregation/{side}.py": hooked("idle", QUEUE.format(queue, "idle()"))}, {}),
+            Case(probe, ABSENT, {f"srt/disaggregation/{side}.py": hooked("tell", QUEUE.format("X", "tell()"))}, {}),
+        )
+    ),
     # Hangs.
     Case(probes.hang_collected, ABSENT),
     Case(probes.hang_collected, ABSENT, {}, {"cli/main.py": COMMANDS.format('"revert"')}),
