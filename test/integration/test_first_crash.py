@@ -119,7 +119,7 @@ def test_the_document_has_every_field_of_its_schema(crash: Crash) -> None:
     for process in incident["processes"]:
         assert {"pid", "title", "role", "rank", "exit", "evidence"} <= set(process)
         for piece in process["evidence"]:
-            assert set(piece) == {"kind", "status", "path", "reason", "seconds"}
+            assert set(piece) == {"kind", "status", "path", "reason", "seconds", "source"}
             assert piece["status"] == "captured" or piece["reason"], piece
     times = [entry["time"] for entry in incident["timeline"]]
     assert times == sorted(times)

@@ -184,3 +184,14 @@ def test_whoever_gives_a_prefill_server_up_tells_the_kit_first(parse: Parse) -> 
     found = [decorators(node) for node in nodes if node.name == "_handle_node_failure"]
     assert found
     assert all(names == ["on_node_failure"] for names in found)
+
+
+def test_every_worker_is_armed_once_it_has_its_title_and_upstreams_faulthandler(parse: Parse) -> None:
+    assert decorators(find(parse("srt/utils/common.py"), "configure_logger"))[0] == "on_configure_logger"
+    for module in ("scheduler", "data_parallel_controller", "detokenizer_manager"):
+        calls = [call.partition("(")[0] for call in calls_in(parse(f"srt/managers/{module}.py"))]
+        at = calls.index("configure_logger")
+        assert "setproctitle.setproctitle" in calls[:at], module
+        assert "faulthandler.enable" not in calls[at:], module
+    tree = parse("srt/managers/multi_tokenizer_mixin.py")
+    assert decorators(find(tree, "TokenizerWorker")) == ["on_tokenizer_worker"]

@@ -20,6 +20,7 @@ EvidenceKind = Literal[
     "proc_state",
     "stack",
     "native_stack",
+    "fault_stack",
     "exception",
     "cuda_core",
     "gpu_stack",
@@ -43,8 +44,9 @@ class Evidence:
         kind: what it is.
         status: whether it was captured, could not be, or was not tried.
         path: the file, relative to the incident's folder; None where the piece stands in ``incident.json`` itself.
-        reason: why it is not there; None when captured.
+        reason: why it is not there; of one that is there, why a better way to it failed, None where none did.
         seconds: what it took, from the trigger's handling; None when not tried.
+        source: what took a stack; see `photograph.Source`. None for other kinds, and where there is none.
     """
 
     kind: EvidenceKind
@@ -52,6 +54,7 @@ class Evidence:
     path: str | None = None
     reason: str | None = None
     seconds: float | None = None
+    source: str | None = None
 
 
 @dataclass

@@ -84,11 +84,11 @@ class ProcessHandle:
         """Return the pidfd, readable once the process has exited."""
         return self.fd
 
-    def has_exited(self) -> bool:
-        """Say whether the process has exited, reaped or not."""
+    def has_exited(self, timeout_secs: float = 0.0) -> bool:
+        """Say whether the process has exited, reaped or not; wait for it for at most `timeout_secs` seconds."""
         poller = select.poll()
         poller.register(self.fd, select.POLLIN)
-        return bool(poller.poll(0))
+        return bool(poller.poll(timeout_secs * 1000))
 
     def exit_status(self) -> ExitStatus:
         """Return how it ended; `ExitStatus.known` is false while it lives or when nobody can tell any more."""
@@ -117,6 +117,9 @@ class ProcessHandle:
     def _from_zombie(self) -> ExitStatus | None:
         stat = procfs.read_stat(self.pid)
         if stat is None or stat.start_ticks != self.start_ticks or stat.state not in "ZX":
+            return None
+        if stat.wait_status == 0 and not procfs.may_inspect(self.pid):
+            # Whoever may not trace it reads 0, however it ended (proc_pid_stat(5), exit_code).
             return None
         return ExitStatus.from_wait_status(stat.wait_status)
 

@@ -115,18 +115,53 @@ def read_title(pid: int) -> str:
 
 
 def is_python(pid: int) -> bool:
-    """Say whether `pid` runs a Python interpreter (by the name of its executable)."""
+    """Say whether `pid` runs a Python interpreter, by the name of its executable.
+
+    That needs permission to trace it; without, its title tells (SGLang's own are Python's) or its command line.
+    """
     try:
         executable = (_PROC / str(pid) / "exe").readlink()
+    except PermissionError:
+        words = read_cmdline(pid)
+        return bool(words) and ("::" in words[0] or Path(words[0]).name.startswith(_INTERPRETERS))
     except OSError:
         return False
     return executable.name.startswith(_INTERPRETERS)
 
 
-def read_status(pid: int) -> dict[str, str]:
-    """Return the fields of ``/proc/PID/status`` by name; empty when the process is gone."""
+def may_inspect(pid: int) -> bool:
+    """Say whether the kernel lets this process see what only a tracer may see of `pid`, such as an exit status."""
     try:
-        text = (_PROC / str(pid) / "status").read_text(errors="replace")
+        (_PROC / str(pid) / "cwd").readlink()
+    except PermissionError:
+        return False
+    except OSError:
+        # A zombie has none, but whoever may not look is told so first.
+        return True
+    return True
+
+
+def thread_states(pid: int) -> dict[int, str]:
+    """Return the state letter of each thread of `pid` by its kernel thread id; empty when the process is gone."""
+    states = {}
+    try:
+        entries = list((_PROC / str(pid) / "task").iterdir())
+    except OSError:
+        return {}
+    for entry in entries:
+        try:
+            raw = (entry / "stat").read_bytes()
+        except OSError:
+            continue
+        states[int(entry.name)] = raw[raw.rfind(b")") + 2 :][:1].decode()
+    return states
+
+
+def read_status(pid: int, thread: int | None = None) -> dict[str, str]:
+    """Return the fields of ``/proc/PID/status``, or of one thread's, by name; empty when it is gone."""
+    folder = _PROC / str(pid)
+    try:
+        text = ((folder if thread is None else folder / "task" / str(thread)) / "status").read_text(errors="replace")
     except OSError:
         return {}
     pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line)
@@ -135,8 +170,18 @@ def read_status(pid: int) -> dict[str, str]:
 
 def catches_signal(pid: int, signum: int) -> bool:
     """Say whether the process has a handler of its own for signal `signum` (field ``SigCgt``)."""
-    mask = read_status(pid).get("SigCgt")
+    return in_mask(read_status(pid).get("SigCgt"), signum)
+
+
+def in_mask(mask: str | None, signum: int) -> bool:
+    """Say whether a signal is in a mask as ``/proc/PID/status`` writes it."""
     return mask is not None and bool(int(mask, 16) >> (signum - 1) & 1)
+
+
+def read_tracer(pid: int, thread: int | None = None) -> int:
+    """Return the pid of the process that traces the main thread of `pid`, or another, 0 where there is none."""
+    tracer = read_status(pid, thread).get("TracerPid", "0")
+    return int(tracer) if tracer.isdigit() else 0
 
 
 def read_wchan(pid: int) -> str:

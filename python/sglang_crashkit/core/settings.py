@@ -17,6 +17,8 @@ SPOOL_VARIABLE = "SGLANG_CRASHKIT_SPOOL"
 LAUNCH_VARIABLE = "SGLANG_CRASHKIT_LAUNCHED"
 
 _SOCKET = "handler.sock"
+#: The longest name of a socket in the folder: a pid of 7 digits, a start time, a suffix.
+_LONGEST_SOCKET = "4194304-123456789012.sock"
 _MAX_SOCKET_PATH = 107
 _TRUE = {"1", "true", "yes", "y"}
 _FALSE = {"0", "false", "no", "n"}
@@ -41,6 +43,12 @@ def read_seconds(environ: Mapping[str, str], name: str, default: float) -> float
     return seconds if 0 <= seconds < float("inf") else default
 
 
+def read_number(environ: Mapping[str, str], name: str, default: int) -> int:
+    """Return variable `name` as a whole number of 0 or more, `default` where it is unset or unreadable."""
+    value = environ.get(name, "").strip()
+    return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else default
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the environment asks of the kit.
@@ -61,6 +69,8 @@ class Settings:
             false.
         end_secs: ``SGLANG_CRASHKIT_END_SECS``; the longest that the server's end may take once the evidence of a crash
             is whole, in seconds.
+        native: ``SGLANG_CRASHKIT_NATIVE``; whether native stacks are taken, which stops each process for a moment. None
+            where it is not set: of a server that hangs and will be ended for it.
     """
 
     enabled: bool
@@ -73,6 +83,7 @@ class Settings:
     startup_timeout_secs: float = 0.0
     peer_watch: bool = True
     end_secs: float = 15.0
+    native: bool | None = None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -90,18 +101,25 @@ class Settings:
             startup_timeout_secs=read_seconds(environ, "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", 0.0),
             peer_watch=read_bool(environ, "SGLANG_CRASHKIT_PEER_WATCH", True),
             end_secs=read_seconds(environ, "SGLANG_CRASHKIT_END_SECS", 15.0),
+            native=_read_native(environ),
         )
 
 
+def _read_native(environ: Mapping[str, str]) -> bool | None:
+    wanted = read_bool(environ, "SGLANG_CRASHKIT_NATIVE", True)
+    # Unset or unreadable where the answer is whatever the default is.
+    return wanted if wanted == read_bool(environ, "SGLANG_CRASHKIT_NATIVE", False) else None
+
+
 def runtime_folder(server_pid: int, start_ticks: int) -> Path:
-    """Return where the crash handler of a server keeps its socket.
+    """Return where the crash handler of a server keeps its socket, and the server's processes what they armed.
 
     It follows from the server's pid and start time alone, so that a program outside the server finds the handler of the
     server that it is about to end. It lies in the temporary folder because a socket's path may have 107 bytes only.
     """
     name = Path("run") / f"{server_pid}-{start_ticks}"
     folder = fallback_folder() / name
-    if len(str(folder / _SOCKET)) > _MAX_SOCKET_PATH:
+    if len(str(folder / _LONGEST_SOCKET)) > _MAX_SOCKET_PATH:
         folder = Path("/tmp") / fallback_folder().name / name  # noqa: S108 - a folder of our own with mode 0700
     return folder
 

@@ -1,4 +1,4 @@
-"""Python stacks as data: what py-spy prints as JSON, and its form as text."""
+"""Python stacks as data: what py-spy and the kit's own processes say as JSON, and their form as text."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Thread:
 
 
 def parse_pyspy(text: str) -> tuple[Thread, ...]:
-    """Parse the output of ``py-spy dump --json``.
+    """Parse the output of ``py-spy dump --json``, which is also the form in which a process speaks of itself.
 
     Raises:
         ValueError: it is not such an output.
@@ -54,27 +54,33 @@ def parse_pyspy(text: str) -> tuple[Thread, ...]:
     try:
         document = json.loads(text)
     except RecursionError:
-        raise ValueError("py-spy's JSON is nested too deeply") from None
+        raise ValueError("the JSON of the stacks is nested too deeply") from None
     if not isinstance(document, list):
-        raise ValueError("py-spy's JSON is not a list of threads")
+        raise ValueError("the JSON of the stacks is not a list of threads")
     try:
         return tuple(_thread(entry) for entry in document)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"py-spy's JSON lacks {error}") from error
+    except (AttributeError, KeyError, OverflowError, TypeError) as error:
+        raise ValueError(f"the JSON of the stacks lacks {error}") from error
 
 
 def _thread(entry: dict[str, Any]) -> Thread:
     frames = (
-        Frame(frame["name"], frame.get("short_filename") or frame["filename"], int(frame["line"]))
+        Frame(_text(frame["name"]), _text(frame.get("short_filename") or frame["filename"]), int(frame["line"]))
         for frame in entry["frames"]
     )
+    native_id = entry.get("os_thread_id")
     return Thread(
-        name=entry.get("thread_name") or "",
-        native_id=entry.get("os_thread_id"),
+        name=_text(entry.get("thread_name") or ""),
+        native_id=native_id if isinstance(native_id, int) else None,
         active=bool(entry.get("active")),
         owns_gil=bool(entry.get("owns_gil")),
         frames=tuple(frames),
     )
+
+
+def _text(value: object) -> str:
+    # A lone surrogate, which no file would take, may stand in a name that is not UTF-8.
+    return str(value).encode(errors="backslashreplace").decode()
 
 
 def main_thread(threads: Iterable[Thread], pid: int) -> Thread | None:

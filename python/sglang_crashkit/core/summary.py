@@ -43,8 +43,9 @@ def _lines(incident: Incident) -> Iterator[str]:
         yield from (f"- {frame}" for frame in process.doing)
         for piece in process.evidence:
             took = "" if piece.seconds is None else f", {piece.seconds:.3f} s"
-            where = piece.path or piece.reason or "in incident.json"
-            yield f"- {piece.kind}: {piece.status} ({where}{took})"
+            where = "; ".join(part for part in (piece.path, piece.reason) if part) or "in incident.json"
+            by = f" by {piece.source}" if piece.source else ""
+            yield f"- {piece.kind}: {piece.status}{by} ({where}{took})"
     yield ""
     yield "## Timeline"
     yield ""

@@ -6,6 +6,7 @@ It leaves the server's process tree first, so that nothing that kills the tree k
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -15,7 +16,9 @@ from pathlib import Path
 
 import setproctitle
 
+from sglang_crashkit.core.armed import HANDLER_PID
 from sglang_crashkit.core.channel import Mailbox
+from sglang_crashkit.core.private_files import write_private
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
@@ -30,8 +33,12 @@ def main() -> int:
     parser.add_argument("--spool", type=Path, required=True)
     parser.add_argument("--runtime", type=Path, required=True)
     args = parser.parse_args()
-    if os.fork():
-        # The first child ends at once, and the handler has another parent than the server.
+    handler_pid = os.fork()
+    if handler_pid:
+        # The first child ends at once, and the handler has another parent than the server, which waits for that end:
+        # from then on the server's processes know whom they let trace them.
+        with contextlib.suppress(OSError):
+            write_private(args.runtime / HANDLER_PID, str(handler_pid).encode())
         os._exit(0)
     # An orchestrator that ends the server signals the whole group or container; the evidence is written after that.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):

@@ -105,7 +105,14 @@ class CurrentIncident:
         for folder in (self._place.host_folder, fallback_folder()):
             try:
                 self.run = IncidentRun(
-                    kind, trigger, process, seconds, self._tree, folder / "incidents", self._settings
+                    kind,
+                    trigger,
+                    process,
+                    seconds,
+                    self._tree,
+                    folder / "incidents",
+                    self._place.runtime,
+                    self._settings,
                 )
             except (OSError, CrashkitError) as error:
                 logger.error("no incident can be written below %s: %s", folder, error)
@@ -270,6 +277,8 @@ class CurrentIncident:
         """Write the incident and answer those that wait for it."""
         run = self.run
         if run is not None and not run.finished:
+            # Least perishable of all that is taken from the living: whoever waits for the end waits for it.
+            run.capture_native()
             self._eyes.collect_exits()
             if self.run is not run:
                 # One of the exits was an incident of its own.

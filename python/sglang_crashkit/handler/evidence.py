@@ -1,24 +1,20 @@
-"""Gather the evidence of one moment: states and stacks of the living, exits of the dead."""
+"""Gather the evidence of one moment: states of the living, exits of the dead, records of the failing."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.core import procfs, titles
 from sglang_crashkit.core.incident import Evidence, Exit, ProcessReport, iso_time
 from sglang_crashkit.core.incident_store import IncidentFolder
-from sglang_crashkit.core.pyspy import Photograph, photograph_all
-from sglang_crashkit.core.stacks import Thread, format_threads, main_thread
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.tree import TrackedProcess
 
 logger = logging.getLogger(__name__)
 
-_KIT = "sglang_crashkit"
 _STATUS_FIELDS = ("State", "Threads", "VmRSS", "VmHWM", "SigCgt", "voluntary_ctxt_switches")
 
 
@@ -84,39 +80,6 @@ def capture_states(processes: Sequence[TrackedProcess], reports: dict[int, Proce
             report.evidence.append(Evidence("proc_state", "captured"))
 
 
-def capture_stacks(
-    processes: Sequence[TrackedProcess],
-    reports: dict[int, ProcessReport],
-    folder: IncidentFolder,
-    deadline_secs: float,
-) -> None:
-    """Photograph the living processes side by side and write their stacks.
-
-    Args:
-        processes: the living ones.
-        reports: their reports by pid; evidence is added to them.
-        folder: where the stacks go.
-        deadline_secs: the longest that it may take, in seconds.
-    """
-    for process in processes:
-        if not process.is_python:
-            reports[process.pid].evidence.append(Evidence("stack", "skipped", reason="not a Python process"))
-    wanted = {process.pid: process for process in processes if process.is_python}
-    for photograph in photograph_all(wanted, deadline_secs):
-        _keep(photograph, wanted[photograph.pid], reports[photograph.pid], folder)
-
-
-def innermost(threads: Sequence[Thread], pid: int, most: int = 4) -> list[str]:
-    """Return the innermost frames of the main thread that are not the kit's own, innermost first."""
-    thread = main_thread(threads, pid)
-    frames = list(thread.frames) if thread else []
-    own = [position for position, frame in enumerate(frames) if _KIT in frame.file]
-    if own:
-        # The process is in a hook of the kit: what it did is below the hook.
-        frames = frames[own[-1] + 1 :]
-    return [str(frame) for frame in frames[:most]]
-
-
 def exception_frames(record: dict[str, Any], most: int = 4) -> list[str]:
     """Return the innermost frames of the traceback in a failing rank's own record, innermost first."""
     traceback = record.get("traceback")
@@ -131,29 +94,6 @@ def adopt_record(source: Path, report: ProcessReport, folder: IncidentFolder) ->
         report.evidence.append(Evidence("exception", "captured", path=folder.adopt(source, name)))
     except (OSError, CrashkitError) as error:
         report.evidence.append(Evidence("exception", "failed", reason=f"{source}: {error}"))
-
-
-def _keep(photograph: Photograph, process: TrackedProcess, report: ProcessReport, folder: IncidentFolder) -> None:
-    seconds = photograph.seconds
-    if photograph.threads is None:
-        reason = photograph.reason
-        if process.handle.has_exited():
-            reason = f"it ended while it was photographed ({reason})"
-        report.evidence.append(Evidence("stack", "failed", reason=reason, seconds=seconds))
-        return
-    name = f"stacks/{titles.label_of(report.title, report.pid)}"
-    text = "\n".join(format_threads(report.title, report.pid, photograph.threads)) + "\n"
-    try:
-        threads = [asdict(thread) for thread in photograph.threads]
-        folder.write_json(f"{name}.json", {"pid": report.pid, "title": report.title, "threads": threads})
-        path = folder.write_text(f"{name}.txt", text)
-    except (OSError, CrashkitError) as error:
-        report.evidence.append(Evidence("stack", "failed", reason=f"{name}: {error}", seconds=seconds))
-    else:
-        report.evidence.append(Evidence("stack", "captured", path=path, seconds=seconds))
-    if not any(piece.kind == "exception" and piece.status == "captured" for piece in report.evidence):
-        # One that raised has left what it was doing; its own record says what that was.
-        report.doing = innermost(photograph.threads, report.pid)
 
 
 def _read_state(pid: int) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from sglang_crashkit.core import procfs
 from sglang_crashkit.core.analysis.verdict import FATAL_SIGNALS
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.outlook import Outlook
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 _ORDERLY_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 #: A child that died before it had a title has to do with what happens within this time, in seconds.
 _UNEXPLAINED_SECS = 60.0
+#: Once its main thread is gone, the rest of a process follows within this time, in seconds.
+_LAST_THREAD_SECS = 0.2
 
 
 class Exits:
@@ -53,8 +56,8 @@ class Exits:
         if process.exited_at is not None:
             return
         root = self._tree.root
-        if not process.is_root and root.exited_at is None and root.handle.has_exited():
-            # Its ranks ask the kernel for SIGKILL when it ends; the kernel tells of its own end first.
+        if not process.is_root and root.exited_at is None and _has_ended(root):
+            # Its ranks ask the kernel for SIGKILL when it ends, so theirs is a consequence.
             self.take(root)
             if process.exited_at is not None:
                 return
@@ -135,3 +138,14 @@ class Exits:
 def _is_orderly(process: TrackedProcess) -> bool:
     status = process.exit_status()
     return status.code == 0 or status.signal in _ORDERLY_SIGNALS
+
+
+def _has_ended(root: TrackedProcess) -> bool:
+    """Say whether the server has ended, which with several threads the kernel may tell after its ranks' end.
+
+    A rank is sent SIGKILL when the thread that started it is gone, a process has ended when its last thread is.
+    """
+    if root.handle.has_exited():
+        return True
+    stat = procfs.read_stat(root.pid)
+    return stat is not None and stat.state in "ZX" and root.handle.has_exited(_LAST_THREAD_SECS)

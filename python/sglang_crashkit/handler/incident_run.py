@@ -25,13 +25,15 @@ from sglang_crashkit.core.incident_store import IncidentFolder, new_id
 from sglang_crashkit.core.peers import LostPeer
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.core.summary import format_summary
-from sglang_crashkit.handler import evidence
+from sglang_crashkit.handler import evidence, stack_evidence
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
 
 logger = logging.getLogger(__name__)
 
 #: An incident names at most this many lost peers; more are in the timeline only.
 _MOST_PEERS = 64
+#: The longest that native stacks may take, and what is left of the budget for writing after them, in seconds.
+_NATIVE_SECS, _WRITING_SECS = 5.0, 1.0
 
 
 class IncidentRun:
@@ -45,6 +47,7 @@ class IncidentRun:
         seconds: when, since the epoch.
         tree: the server's processes.
         incidents: the folder that the incident's own folder goes into.
+        runtime: where the server's processes say what they armed.
         settings: the deadlines.
 
     Raises:
@@ -60,12 +63,15 @@ class IncidentRun:
         seconds: float,
         tree: ProcessTree,
         incidents: Path,
+        runtime: Path,
         settings: Settings,
     ) -> None:
         self._tree = tree
+        self._runtime = runtime
         self._settings = settings
         self._failures: list[FailureEvent] = []
         self._raised: set[int] = set()
+        self._is_fatal_hang = False
         self.opened = time.monotonic()
         self.photographed = False
         self.finished = False
@@ -91,7 +97,7 @@ class IncidentRun:
         reports = {process.pid: self._report(process) for process in living}
         evidence.capture_states(living, reports)
         if self._settings.stacks:
-            evidence.capture_stacks(living, reports, self._folder, self._settings.photograph_secs)
+            stack_evidence.capture_stacks(living, reports, self._folder, self._runtime, self._settings.photograph_secs)
         else:
             for report in reports.values():
                 reason = "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH"
@@ -103,6 +109,21 @@ class IncidentRun:
             processes=len(living),
             seconds=round(time.time() - started, 4),
         )
+
+    def capture_native(self) -> None:
+        """Take the native stacks of the server's own processes that still live, where they are asked for.
+
+        It stops each of them for a moment, so by itself it is done only to a server that will end for what happened.
+        """
+        wanted = self._settings.native
+        seconds = min(_NATIVE_SECS, self.opened + self._settings.budget_secs - time.monotonic() - _WRITING_SECS)
+        if not (self._settings.stacks and (self._is_fatal_hang if wanted is None else wanted)) or seconds <= 0:
+            return
+        started = time.time()
+        living = [process for process in self._tree.alive() if process.matters and not process.handle.has_exited()]
+        reports = {process.pid: self._report(process) for process in living}
+        stack_evidence.capture_native_stacks(living, reports, self._folder, seconds)
+        self.note(time.time(), "native_stacks", processes=len(living), seconds=round(time.time() - started, 4))
 
     def note(self, seconds: float, event: str, /, **fields: Any) -> None:
         """Add an event to the timeline; see `Incident.note`."""
@@ -120,7 +141,7 @@ class IncidentRun:
         report = self._report(process)
         if not any(piece.kind == "stack" for piece in report.evidence):
             report.evidence.append(Evidence("stack", "skipped", reason="it was dead before it could be photographed"))
-        evidence.note_exit(report, process, raised=process.pid in self._raised)
+        self._note_exit(process)
         if process.matters or process.is_starting:
             self._failures.append(
                 FailureEvent(
@@ -162,6 +183,7 @@ class IncidentRun:
             seconds: when, since the epoch.
             fields: what the watchdog says: ``name``, ``silent_secs`` and ``soft``.
         """
+        self._is_fatal_hang = self._is_fatal_hang or fields.get("soft") is not True
         silent = fields.get("silent_secs")
         how_long = f" for {silent:g} s" if isinstance(silent, (int, float)) else ""
         self._failures.append(
@@ -235,8 +257,7 @@ class IncidentRun:
         """
         for process in self._tree:
             if process.exited_at is not None:
-                report = self._report(process)
-                evidence.note_exit(report, process, raised=process.pid in self._raised)
+                self._note_exit(process)
         self.incident.processes.sort(key=lambda report: (report.role == "helper", report.role, report.pid))
         self.incident.verdict = judge(self.incident, self._failures)
         self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
@@ -254,6 +275,12 @@ class IncidentRun:
     def discard(self) -> None:
         """Remove what was written: the event was no incident after all."""
         self._folder.discard()
+
+    def _note_exit(self, process: TrackedProcess) -> None:
+        report = self._report(process)
+        evidence.note_exit(report, process, raised=process.pid in self._raised)
+        if self._settings.stacks:
+            stack_evidence.take_fault(process, report, self._folder, self._runtime)
 
     def _report(self, process: TrackedProcess) -> ProcessReport:
         report = self.incident.process(process.pid)

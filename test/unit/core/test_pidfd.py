@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_crashkit.core import pidfd, procfs
 from sglang_crashkit.core.pidfd import ExitStatus, ProcessHandle, signal_name
+from unit.targets import run_unprivileged
 from unit.waiting import LONG, child, descriptors, wait_until
 
 
@@ -156,3 +157,25 @@ def test_a_descriptor_above_1023_can_be_asked() -> None:
         handle.close()
         os.close(low)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_end_of_one_that_may_not_be_traced_is_not_taken_for_a_clean_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN a zombie that was killed, of a user with more rights than the crash handler; no kernel that tells otherwise
+    code = "import sys\nfrom sglang_crashkit.core.pidfd import ProcessHandle\n"
+    code += "ProcessHandle._from_kernel = lambda self: None\n"
+    code += "print(ProcessHandle(int(sys.argv[1])).exit_status())"
+    with subprocess.Popen(["sleep", "60"]) as process:
+        process.kill()
+        wait_until(lambda: (stat := procfs.read_stat(process.pid)) and stat.state == "Z", "it is a zombie")
+        said = run_unprivileged(code, str(process.pid))
+    # Where this test has no more rights than the handler, the zombie tells.
+    expected = ExitStatus() if os.geteuid() == 0 else ExitStatus(signal="SIGKILL")
+    assert said == f"{expected}\n"
+
+
+def test_an_end_is_waited_for_when_asked_to() -> None:
+    with child("ready(); time.sleep(0.3)") as process:
+        handle = ProcessHandle(process.pid)
+        assert not handle.has_exited(0.01)
+        assert handle.has_exited(LONG)
+        handle.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.core import procfs
+from unit.targets import UNDUMPABLE, run_unprivileged, traced
 from unit.waiting import LONG, child, wait_until
 
 
@@ -184,3 +185,41 @@ def test_an_orphan_is_found_below_its_new_parent_when_parents_are_read_anew() ->
             root.stdin.flush()
             assert root.stdout.readline() == b"ready\n"
             assert left in [scanner.scan() for _ in range(3)]
+
+
+def test_the_state_of_each_thread_is_read() -> None:
+    code = "import threading\nthreading.Thread(target=pause, daemon=True).start()\nready()\npause()"
+    with child(code) as process:
+        states = wait_until(lambda: procfs.thread_states(process.pid), "there are threads")
+        assert len(states) == 2
+        assert process.pid in states
+        wait_until(lambda: set(procfs.thread_states(process.pid).values()) == {"S"}, "both sleep")
+        other = next(thread for thread in states if thread != process.pid)
+        assert procfs.read_status(process.pid, other)["Pid"] == str(other)
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: set(procfs.thread_states(process.pid).values()) == {"T"}, "both are stopped")
+    assert procfs.thread_states(process.pid) == {}
+
+
+def test_a_tracer_is_named() -> None:
+    with child("ready(); pause()") as process:
+        assert procfs.read_tracer(process.pid) == 0
+        with traced(process.pid) as tracer:
+            assert procfs.read_tracer(process.pid) == tracer
+
+
+@pytest.mark.parametrize(("mask", "expected"), [("0000000000000001", True), ("0000000000000002", False), (None, False)])
+def test_a_signal_is_looked_up_in_a_mask(mask: str | None, expected: bool) -> None:
+    assert procfs.in_mask(mask, signal.SIGHUP) == expected
+
+
+def test_without_permission_to_trace_it_is_known_for_python_and_not_inspected() -> None:
+    code = "import sys; from sglang_crashkit.core import procfs\n"
+    code += "print(*[(procfs.is_python(int(pid)), procfs.may_inspect(int(pid))) for pid in sys.argv[1:]])"
+    with (
+        child(UNDUMPABLE + "ready(); pause()") as plain,
+        child(UNDUMPABLE + "ready(); pause()", title="sglang::x") as own,
+    ):
+        said = run_unprivileged(code, str(plain.pid), str(own.pid), str(dead_pid()))
+    assert said == "(True, False) (True, False) (False, True)\n"
+    assert procfs.may_inspect(os.getpid())

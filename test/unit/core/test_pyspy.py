@@ -13,23 +13,10 @@ import pytest
 
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.pyspy import find_pyspy, photograph_all
+from unit.targets import SLEEPER, make_tool
 from unit.waiting import LONG, child, descriptors, wait_until
 
-SLEEPER = """
-def outer_function(): inner_function()
-def inner_function(): time.sleep(120)
-ready()
-outer_function()
-"""
 GOOD = '[{"thread_name": "MainThread", "os_thread_id": 1, "frames": [{"name": "f", "filename": "x.py", "line": 1}]}]'
-
-
-def make_tool(folder: Path, script: str) -> str:
-    """Write a stand-in for py-spy: what the real one does too rarely to wait for."""
-    tool = folder / "py-spy"
-    tool.write_text(f"#!/bin/sh\n{script}\n")
-    tool.chmod(0o755)
-    return str(tool)
 
 
 def children() -> set[int]:
@@ -89,6 +76,36 @@ def test_py_spy_is_found_beside_the_interpreter_first(tmp_path: Path, monkeypatc
     assert find_pyspy() is None
     (photograph,) = photograph_all([1], LONG)
     assert (photograph.threads, photograph.reason) == (None, "py-spy is not installed; next: pip install py-spy")
+
+
+def test_another_py_spy_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CRASHKIT_PYSPY", "/opt/py-spy")
+    assert find_pyspy() == "/opt/py-spy"
+    monkeypatch.setenv("SGLANG_CRASHKIT_PYSPY", "")
+    assert find_pyspy() != ""
+
+
+def test_what_a_hanging_one_started_is_killed_with_it(tmp_path: Path) -> None:
+    (photograph,) = photograph_all([1], 0.6, make_tool(tmp_path, f"sleep 600 & echo $! > {tmp_path}/pid; wait"))
+    assert photograph.reason == "py-spy did not end within 0.6 s"
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: (stat := procfs.read_stat(pid)) is None or stat.state == "Z", "its child is gone")
+
+
+def test_many_that_hang_cost_no_more_time_than_one(tmp_path: Path) -> None:
+    started = time.monotonic()
+    photographs = photograph_all(range(1, 33), 0.5, make_tool(tmp_path, "trap '' TERM; exec sleep 600"))
+    assert time.monotonic() - started < LONG / 4
+    assert [photograph.threads for photograph in photographs] == [None] * 32
+
+
+def test_one_that_prints_for_ever_is_given_up_early(tmp_path: Path) -> None:
+    before = children()
+    started = time.monotonic()
+    (photograph,) = photograph_all([1], LONG, make_tool(tmp_path, "exec yes"))
+    assert photograph.reason == "py-spy printed more than 16 MiB"
+    assert time.monotonic() - started < LONG
+    assert children() == before
 
 
 def test_one_that_hangs_is_killed_at_the_deadline_and_leaves_nothing(tmp_path: Path) -> None:

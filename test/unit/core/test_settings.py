@@ -89,3 +89,19 @@ def test_a_temporary_folder_that_is_too_deep_for_a_socket_is_passed_over(monkeyp
     path = settings.socket_path(1, 2)
     assert path.parent == settings.runtime_folder(1, 2)
     assert str(path).startswith(f"/tmp/sglang-crashkit-{os.getuid()}/run/")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, None), ("", None), ("x", None), ("1", True), ("true", True), ("0", False)]
+)
+def test_native_stacks_are_wanted_or_not_or_left_to_the_case(value: str | None, expected: bool | None) -> None:
+    environ = {} if value is None else {"SGLANG_CRASHKIT_NATIVE": value}
+    assert Settings.from_environ(environ).native is expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("45", 45), ("0", 0), (" 50 ", 50), ("-1", 7), ("x", 7), ("", 7), ("²", 7), ("9" * 5000, 7)]
+)
+def test_a_number_is_read_or_the_default_is_taken(value: str, expected: int) -> None:
+    assert settings.read_number({"N": value}, "N", 7) == expected
+    assert settings.read_number({}, "N", 7) == 7

@@ -34,6 +34,13 @@ def test_what_py_spy_could_not_read_is_left_open() -> None:
     assert (parsed.name, parsed.native_id, parsed.frames) == ("", None, ())
 
 
+def test_text_that_no_file_would_take_is_made_one_that_it_does() -> None:
+    frame = {"name": "f\udcff", "filename": 5, "line": 1}
+    (parsed,) = parse_pyspy(json.dumps([{**THREAD, "thread_name": "\ud800", "os_thread_id": "x", "frames": [frame]}]))
+    assert (parsed.name, parsed.native_id) == ("\\ud800", None)
+    assert parsed.frames == (Frame("f\\udcff", "5", 1),)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -49,6 +56,8 @@ def test_what_py_spy_could_not_read_is_left_open() -> None:
         '[{"frames": [1]}]',
         '[{"frames": [{"name": "x"}]}]',
         '[{"frames": [{"name": "x", "filename": "y", "line": "z"}]}]',
+        '[{"frames": [{"name": "x", "filename": "y", "line": Infinity}]}]',
+        '[{"frames": [{"name": "x", "filename": "y", "line": null}]}]',
         "[" * 100_000,
     ],
     ids=lambda text: text[:20],

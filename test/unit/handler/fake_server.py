@@ -21,6 +21,7 @@ from typing import Any
 import setproctitle
 
 from sglang_crashkit.srt import crash_exit
+from sglang_crashkit.srt.arming import on_configure_logger
 from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_launch_phase_sigquit
 from sglang_crashkit.srt.hooks import notify, request
 from sglang_crashkit.srt.managers.scheduler import on_parent_told, on_scheduler_exception
@@ -65,6 +66,11 @@ def kill_process_tree(parent_pid: int | None, include_parent: bool = True) -> No
         os._exit(41)
 
 
+@on_configure_logger
+def configure_logger() -> None:
+    """Stand for upstream's, which each worker calls once it has its title."""
+
+
 def sample(command: str) -> None:
     raise ValueError(command.replace("\\udcff", "\udcff"))
 
@@ -100,6 +106,13 @@ def start_copy(title: str = "") -> int:
         while True:
             signal.pause()
     return pid
+
+
+def hold_the_lock() -> None:
+    """Wait for a mutex for ever without letting another thread run Python."""
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
 
 
 def become_controller(title: str) -> int:
@@ -138,6 +151,8 @@ def wait_for_a_command(commands: int, answers: int) -> None:
                 os.write(answers, f"{become_controller(argument)}\n".encode())
             elif verb == "copy":
                 os.write(answers, f"{start_copy()}\n".encode())
+            elif verb == "hold_the_lock":
+                hold_the_lock()
             elif verb == "retitle":
                 setproctitle.setproctitle(argument)
                 os.write(answers, b"done\n")
@@ -155,6 +170,7 @@ def start_child(title: str) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.close(ours)
         setproctitle.setproctitle(title)
+        configure_logger()
         os.write(done, b".")
         wait_for_a_command(theirs, 1)
         os._exit(0)

@@ -471,7 +471,7 @@ def test_without_py_spy_the_incident_is_whole_and_says_so(start_server: Start, t
     server.kill("scheduler_TP1")
     document = document_of(server)
     piece = piece_of(process_of(document, "scheduler_TP0"), "stack")
-    assert piece["status"] == "failed"
+    assert (piece["status"], piece["source"]) == ("captured", "in-process")
     assert piece["reason"] == "py-spy is not installed; next: pip install py-spy"
     assert document["verdict"]["level"] == "established"
 

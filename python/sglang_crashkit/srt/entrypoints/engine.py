@@ -12,6 +12,7 @@ from sglang_crashkit.core.readiness import StartupError
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.core.startup_report import Member
 from sglang_crashkit.srt import crash_exit, follower, handler_process, startup
+from sglang_crashkit.srt.arming import arm_server
 from sglang_crashkit.srt.hooks import never_raises, request
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ def on_engine_launch(server_args: Any) -> None:
     _follows = (getattr(server_args, "node_rank", 0) or 0) > 0
     if crash_folder or settings.diagnostics:
         handler_process.start(crash_folder)
+        arm_server()
 
 
 def on_launch_phase_sigquit(handler: Handler) -> Handler:

@@ -19,6 +19,7 @@ from sglang_crashkit.core.private_files import write_json
 from sglang_crashkit.core.settings import SPOOL_VARIABLE, Settings, read_bool
 from sglang_crashkit.srt.hooks import PHOTOGRAPH_WAIT_SECS, never_raises, request
 from sglang_crashkit.srt.on_traceback import find_batch, find_configuration, find_prompts
+from sglang_crashkit.srt.paths import shorten
 from sglang_crashkit.srt.process_group import find_server, kill_own_group
 from sglang_crashkit.srt.redaction import redact
 
@@ -103,14 +104,7 @@ def _redacted(message: str, trace: TracebackType | None) -> str:
 
 
 def _format_frames(frames: traceback.StackSummary) -> list[str]:
-    return [f"{frame.name} ({_short(frame.filename)}:{frame.lineno})" for frame in frames]
-
-
-def _short(filename: str) -> str:
-    # The longest entry: a checkout on the path may hold the environment that the module is installed in.
-    roots = (root.rstrip("/") + "/" for root in sys.path if root)
-    longest = max((root for root in roots if filename.startswith(root)), key=len, default="")
-    return filename[len(longest) :]
+    return [f"{frame.name} ({shorten(frame.filename)}:{frame.lineno})" for frame in frames]
 
 
 def _threads() -> dict[str, list[str]]:

@@ -23,6 +23,7 @@ import psutil
 from sglang_crashkit.core import channel, procfs, settings
 from sglang_crashkit.core.reaping import DeathAlarm
 from sglang_crashkit.srt import crash_exit
+from sglang_crashkit.srt.arming import tell_of_faults
 from sglang_crashkit.srt.hooks import never_raises, notify
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def on_kill_process_tree(kill: Function) -> Function:
         bound = signature.bind(*args, **kwargs)
         pid = bound.arguments["parent_pid"]
         if pid is None or pid == os.getpid():
+            tell_of_faults()
             whole = pid is not None and bound.arguments.get("include_parent", True)
             if crash_exit.is_due(whole=whole):
                 end_after_crash(bound.arguments.get("skip_pid"))
@@ -76,6 +78,7 @@ def end_after_crash(skip_pid: int | None = None) -> NoReturn:
     Args:
         skip_pid: a child that lives on.
     """
+    tell_of_faults()
     _announce_teardown(os.getpid())
     crash_exit.end(functools.partial(_kill_own_children, skip_pid))
 

@@ -1,0 +1,112 @@
+"""Ask processes for their own stacks: each has a thread that answers at a socket in the runtime folder.
+
+The answer has the form of ``py-spy dump --json``. It needs no permission to trace, and it names every thread. A process
+whose interpreter lock is held, by C code or by a thread that is stuck, takes the connection and never answers; so does
+one that is stopped.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sglang_crashkit.core.photograph import Photograph
+from sglang_crashkit.core.stacks import parse_pyspy
+
+_MOST_BYTES = 16 << 20
+_PEER = struct.Struct("3i")  # pid, uid, gid
+
+
+@dataclass
+class _Conversation:
+    pid: int
+    connection: socket.socket
+    answer: bytearray = field(default_factory=bytearray)
+
+
+def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Photograph]:
+    """Ask all processes side by side.
+
+    Args:
+        sockets: the socket of each process by its pid.
+        deadline_secs: the longest that it may take, in seconds.
+
+    Returns:
+        A result for each process, in the order given.
+    """
+    started = time.monotonic()
+    results: dict[int, Photograph] = {}
+
+    def finish(pid: int, answer: bytes | None, reason: str) -> None:
+        threads = None
+        if answer is not None:
+            try:
+                threads = parse_pyspy(answer.decode(errors="replace"))
+            except ValueError as error:
+                reason = str(error)
+            else:
+                if not any(thread.frames for thread in threads):
+                    threads, reason = None, "it named no Python frame"
+        results[pid] = Photograph(pid, threads, reason, round(time.monotonic() - started, 4), "in-process")
+
+    with selectors.DefaultSelector() as selector:
+        for pid, path in sockets.items():
+            try:
+                connection = _connect(path, pid)
+            except OSError as error:
+                finish(pid, None, f"{path.name}: {error.strerror or error}")
+            else:
+                selector.register(connection, selectors.EVENT_READ, _Conversation(pid, connection))
+        while selector.get_map() and (remaining := started + deadline_secs - time.monotonic()) > 0:
+            for key, _events in selector.select(remaining):
+                conversation: _Conversation = key.data
+                reason = _read(conversation)
+                if reason is not None:
+                    selector.unregister(conversation.connection)
+                    conversation.connection.close()
+                    finish(conversation.pid, None if reason else bytes(conversation.answer), reason)
+        for key in list(selector.get_map().values()):
+            key.data.connection.close()
+            finish(key.data.pid, None, f"no answer within {deadline_secs:g} s: its interpreter lock is not to be had")
+    return [results[pid] for pid in sockets]
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return pid and uid of whoever is at the other end, by the kernel's word."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    pid, uid, _gid = _PEER.unpack(raw)
+    return pid, uid
+
+
+def _connect(path: Path, pid: int) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        connection.connect(str(path))
+        # The kernel remembers who listened: one that was forked since is not asked in the process's place.
+        if peer_of(connection)[0] != pid:
+            raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _read(conversation: _Conversation) -> str | None:
+    """Take in what there is; return None while more is to come, else why it failed, empty when it did not."""
+    try:
+        chunk = conversation.connection.recv(1 << 16)
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        return error.strerror or str(error)
+    if not chunk:
+        return "" if conversation.answer else "it had no answer"
+    conversation.answer += chunk
+    return "it answered more than 16 MiB" if len(conversation.answer) > _MOST_BYTES else None

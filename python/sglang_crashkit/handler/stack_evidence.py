@@ -1,0 +1,149 @@
+"""Take stacks into an incident: of the living by the capture ladder, of the dead what they wrote as they died."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from sglang_crashkit.core import titles
+from sglang_crashkit.core.armed import ArmedFiles, read_armed
+from sglang_crashkit.core.faulthandler_output import parse_faulthandler
+from sglang_crashkit.core.incident import Evidence, EvidenceKind, ProcessReport
+from sglang_crashkit.core.incident_store import IncidentFolder
+from sglang_crashkit.core.ladder import capture_all
+from sglang_crashkit.core.native_stacks import capture_native
+from sglang_crashkit.core.photograph import Photograph
+from sglang_crashkit.core.stacks import Frame, Thread, format_threads, main_thread
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.tree import TrackedProcess
+
+_KIT = "sglang_crashkit"
+#: Where the thread sleeps that answers for its process; of no interest.
+_RESPONDER = "sglang_crashkit/srt/responder.py"
+#: On these faulthandler writes the stacks of the process that they end.
+_FAULTS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
+_MOST_FAULT_BYTES = 4 << 20
+_MOST_DOING = 4
+
+
+def capture_stacks(
+    processes: Sequence[TrackedProcess],
+    reports: dict[int, ProcessReport],
+    folder: IncidentFolder,
+    runtime: Path,
+    deadline_secs: float,
+) -> None:
+    """Photograph the living processes side by side and write their stacks.
+
+    Args:
+        processes: the living ones.
+        reports: their reports by pid; evidence is added to them.
+        folder: where the stacks go.
+        runtime: where the processes say what they armed.
+        deadline_secs: the longest that it may take, in seconds.
+    """
+    for process in processes:
+        if not process.is_python:
+            reports[process.pid].evidence.append(Evidence("stack", "skipped", reason="not a Python process"))
+    wanted = {process.pid: process for process in processes if process.is_python}
+    start_ticks = {pid: process.handle.start_ticks for pid, process in wanted.items()}
+    for photograph in capture_all(start_ticks, runtime, deadline_secs):
+        process, report = wanted[photograph.pid], reports[photograph.pid]
+        captured = _keep("stack", photograph, process, report, folder)
+        raised = any(piece.kind == "exception" and piece.status == "captured" for piece in report.evidence)
+        if captured and photograph.threads is not None and not raised:
+            # One that raised has left what it was doing; its own record says what that was.
+            report.doing = innermost(photograph.threads, report.pid)
+
+
+def capture_native_stacks(
+    processes: Sequence[TrackedProcess],
+    reports: dict[int, ProcessReport],
+    folder: IncidentFolder,
+    deadline_secs: float,
+) -> None:
+    """Take the native stacks of those living processes that may be stopped for it; see `capture_stacks`."""
+    wanted = {process.pid: process for process in processes if process.is_python}
+    start_ticks = {pid: process.handle.start_ticks for pid, process in wanted.items()}
+    photographs, obstacles = capture_native(start_ticks, deadline_secs)
+    for photograph in photographs:
+        _keep("native_stack", photograph, wanted[photograph.pid], reports[photograph.pid], folder)
+    for pid, obstacle in obstacles.items():
+        reports[pid].evidence.append(Evidence("native_stack", "skipped", reason=obstacle))
+
+
+def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentFolder, runtime: Path) -> None:
+    """Take in, once, the stacks that a dead process wrote when the fatal signal that ended it came."""
+    status = process.exit_status()
+    if (status.known and status.signal not in _FAULTS) or any(piece.kind == "fault_stack" for piece in report.evidence):
+        return
+    start_ticks = process.handle.start_ticks
+    armed = read_armed(runtime, process.pid, start_ticks)
+    try:
+        with ArmedFiles.of(runtime, process.pid, start_ticks).fault.open("rb") as file:
+            text = file.read(_MOST_FAULT_BYTES).decode(errors="replace")
+    except OSError:
+        text = ""
+    if armed is None or not text:
+        if status.known:
+            reason = "it wrote none" if armed else "it had not armed faulthandler"
+            report.evidence.append(Evidence("fault_stack", "failed", reason=reason))
+        return
+    output = parse_faulthandler(text, process.pid, armed.main_thread, armed.roots)
+    name = f"stacks/{titles.label_of(report.title, report.pid)}.fault"
+    try:
+        _write(name, output.threads, report, folder)
+        # Its own words say more than its threads: which error it was, and which modules were loaded.
+        path = folder.write_text(f"{name}.txt", text)
+    except (OSError, CrashkitError) as error:
+        report.evidence.append(Evidence("fault_stack", "failed", reason=f"{name}: {error}"))
+        return
+    cut_off = None if output.is_whole else "what it wrote is not whole"
+    report.evidence.append(Evidence("fault_stack", "captured", path=path, reason=cut_off, source="faulthandler"))
+    faulty = next((thread for thread in output.threads if thread.active), None)
+    # It was photographed alive, if at all; what the fault interrupted is what it did last.
+    report.doing = _of_interest(faulty.frames) if faulty else innermost(output.threads, report.pid)
+
+
+def innermost(threads: Sequence[Thread], pid: int) -> list[str]:
+    """Return the innermost frames of the main thread that are not the kit's own, innermost first."""
+    thread = main_thread(threads, pid)
+    return _of_interest(thread.frames if thread else ())
+
+
+def _of_interest(frames: Sequence[Frame]) -> list[str]:
+    own = [position for position, frame in enumerate(frames) if _KIT in frame.file]
+    # A process in a hook of the kit: what it did is below the hook.
+    return [str(frame) for frame in frames[own[-1] + 1 if own else 0 :][:_MOST_DOING]]
+
+
+def _keep(
+    kind: EvidenceKind, photograph: Photograph, process: TrackedProcess, report: ProcessReport, folder: IncidentFolder
+) -> bool:
+    """Write the stacks of a process, or why there are none; say whether they are written."""
+    seconds, source = photograph.seconds, photograph.source
+    if photograph.threads is None:
+        reason = photograph.reason
+        if process.handle.has_exited():
+            reason = f"it ended while it was photographed ({reason})"
+        report.evidence.append(Evidence(kind, "failed", reason=reason, seconds=seconds))
+        return False
+    name = f"stacks/{titles.label_of(report.title, report.pid)}" + (".native" if kind == "native_stack" else "")
+    try:
+        path = _write(name, [thread for thread in photograph.threads if not _is_responder(thread)], report, folder)
+    except (OSError, CrashkitError) as error:
+        report.evidence.append(Evidence(kind, "failed", reason=f"{name}: {error}", seconds=seconds))
+        return False
+    report.evidence.append(Evidence(kind, "captured", path, photograph.reason or None, seconds, source))
+    return True
+
+
+def _write(name: str, threads: Sequence[Thread], report: ProcessReport, folder: IncidentFolder) -> str:
+    document = {"pid": report.pid, "title": report.title, "threads": [asdict(thread) for thread in threads]}
+    folder.write_json(f"{name}.json", document)
+    return folder.write_text(f"{name}.txt", "\n".join(format_threads(report.title, report.pid, threads)) + "\n")
+
+
+def _is_responder(thread: Thread) -> bool:
+    return any(frame.file.endswith(_RESPONDER) for frame in thread.frames)

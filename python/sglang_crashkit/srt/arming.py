@@ -1,0 +1,219 @@
+"""Prepare a process of the server so that its stacks can be had without tracing it; see `core.armed`.
+
+faulthandler writes to a descriptor by number. SGLang lets it write a fatal error of a scheduler to standard error; here
+it writes to a private file, which becomes part of the incident, and the server's main process copies it to standard
+error before it ends the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import setproctitle
+
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.armed import DEFAULT_SIGNAL, Armed, ArmedFiles, describe, is_usable, read_handler_pid
+from sglang_crashkit.core.settings import SOCKET_VARIABLE, Settings, read_number, runtime_folder
+from sglang_crashkit.srt import responder
+from sglang_crashkit.srt.hooks import never_raises
+
+logger = logging.getLogger(__name__)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+SIGNAL_VARIABLE = "SGLANG_CRASHKIT_STACK_SIGNAL"
+
+_WORKER = "sglang::"
+_PR_SET_PTRACER = 0x59616D61  # linux/prctl.h; the Yama module's
+_STDERR = 2
+_SAY_SECS = 1.0
+_MOST_BYTES = 1 << 18
+
+
+@dataclass
+class _State:
+    """What this process armed, and what to give back in a child that it forks."""
+
+    files: ArmedFiles
+    signal: int
+    descriptors: list[int]
+    listener: socket.socket | None
+    had_faulthandler: bool
+    enabled_faulthandler: bool
+
+
+_state: _State | None = None
+_told: set[Path] = set()
+
+
+def on_configure_logger(configure: Function) -> Function:
+    """Wrap ``configure_logger``, which every worker calls once it has its title, and arm the worker then."""
+
+    @functools.wraps(configure)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = configure(*args, **kwargs)
+        arm_worker()
+        return result
+
+    return wrapper  # type: ignore[return-value]
+
+
+def on_tokenizer_worker(worker: type) -> type:
+    """Arm a tokenizer worker once it is constructed: extend ``TokenizerWorker``, in place."""
+    construct = worker.__init__  # type: ignore[misc]
+
+    @functools.wraps(construct)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        arm_worker()
+
+    worker.__init__ = wrapper  # type: ignore[misc]
+    return worker
+
+
+@never_raises
+def arm_worker() -> None:
+    """Arm this process where it is one of SGLang's own workers, by its title, and has a crash handler."""
+    if setproctitle.getproctitle().startswith(_WORKER):
+        _arm(takes_over=True)
+
+
+@never_raises
+def arm_server() -> None:
+    """Arm the server's main process, which may be a user's own program: what it did with faulthandler stays."""
+    _arm(takes_over=False)
+
+
+@never_raises
+def tell_of_faults() -> None:
+    """Copy to standard error what faulthandler wrote of workers that a fatal signal ended, each once.
+
+    To be called in the server's main process before it ends the server; nothing happens in another.
+    """
+    stat = procfs.read_stat(os.getpid())
+    if stat is None or not os.environ.get(SOCKET_VARIABLE):
+        return
+    for path in sorted(runtime_folder(os.getpid(), stat.start_ticks).glob("*.fault")):
+        if path in _told or not path.stat().st_size:
+            continue
+        _told.add(path)
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES)
+        heading = f"crash kit: process {path.name.partition('-')[0]} of this server wrote before it died:\n"
+        _say(heading.encode() + text)
+
+
+def _say(text: bytes) -> None:
+    """Write to standard error, but not for longer than whoever reads it takes."""
+    poller = select.poll()
+    poller.register(_STDERR, select.POLLOUT)
+    deadline = time.monotonic() + _SAY_SECS
+    # What a pipe that is ready takes without blocking.
+    for start in range(0, len(text), select.PIPE_BUF):
+        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            return
+        os.write(_STDERR, text[start : start + select.PIPE_BUF])
+
+
+def _arm(*, takes_over: bool) -> None:
+    global _state
+    settings, socket_path = Settings.from_environ(), os.environ.get(SOCKET_VARIABLE)
+    if not (settings.enabled and settings.stacks and socket_path):
+        return
+    folder, stat = Path(socket_path).parent, procfs.read_stat(os.getpid())
+    if stat is None or not folder.is_dir():
+        return
+    files = ArmedFiles.of(folder, stat.pid, stat.start_ticks)
+    if _state is not None and files.description.exists():
+        return
+    _allow_tracing(folder)
+    if _state is not None and _state.listener is not None:
+        # Its thread sleeps in accept(2), which no other way wakes.
+        with contextlib.suppress(OSError):
+            _state.listener.shutdown(socket.SHUT_RDWR)
+    _disarm()
+    state = _state = _State(files, 0, [], None, faulthandler.is_enabled(), enabled_faulthandler=False)
+    _care_for_children()
+    if takes_over or not state.had_faulthandler:
+        faulthandler.enable(file=_open(state, files.fault))
+        state.enabled_faulthandler = True
+    state.listener = responder.start(files.socket)
+    state.signal = _register(state)
+    main_thread = threading.main_thread().ident or 0
+    describe(folder, Armed(stat.pid, stat.start_ticks, main_thread, state.signal, tuple(sys.path)))
+
+
+def _register(state: _State) -> int:
+    """Let faulthandler write the stacks on a signal that nobody uses; return the signal, 0 where there is none."""
+    signum = read_number(os.environ, SIGNAL_VARIABLE, DEFAULT_SIGNAL)
+    if signum == 0:
+        return 0
+    if not is_usable(signum):
+        logger.warning("crash kit: %s=%d is not a real-time signal; next: unset it", SIGNAL_VARIABLE, signum)
+        return 0
+    if procfs.catches_signal(os.getpid(), signum) or signal.getsignal(signum) != signal.SIG_DFL:
+        logger.warning("crash kit: signal %d is in use here; next: name another in %s", signum, SIGNAL_VARIABLE)
+        return 0
+    faulthandler.register(signum, file=_open(state, state.files.stack), all_threads=True, chain=False)
+    return signum
+
+
+def _open(state: _State, path: Path) -> int:
+    # Not to be inherited by a program that this process runs; appended to, because the handler empties it.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o600)
+    state.descriptors.append(descriptor)
+    return descriptor
+
+
+def _allow_tracing(folder: Path) -> None:
+    """Let the crash handler and what it runs trace this process where the Yama module allows it to ancestors only."""
+    pid = read_handler_pid(folder)
+    if pid is not None:
+        # EINVAL where there is no Yama, which is as good.
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
+
+
+@functools.cache
+def _care_for_children() -> None:
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: what the parent armed is the parent's, and its files are not written to from here."""
+    with contextlib.suppress(Exception):
+        _disarm()
+
+
+def _disarm() -> None:
+    global _state
+    state, _state = _state, None
+    if state is None:
+        return
+    if state.signal:
+        faulthandler.unregister(state.signal)
+    if state.enabled_faulthandler:
+        faulthandler.disable()
+        if state.had_faulthandler:
+            with contextlib.suppress(RuntimeError, ValueError, OSError):
+                faulthandler.enable()
+    if state.listener is not None:
+        state.listener.close()
+    for descriptor in state.descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

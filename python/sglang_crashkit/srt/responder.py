@@ -1,0 +1,87 @@
+"""A thread of this process that answers the crash handler with the stacks of all others.
+
+It sleeps in accept(2) until it is asked, and needs the interpreter lock for as long as it answers. See `core.responder`
+for the other end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from sglang_crashkit.core.responder import peer_of
+from sglang_crashkit.srt.paths import shorten
+
+_ANSWER_SECS = 2.0
+_PAUSE_SECS = 0.1
+_BACKLOG = 8
+_NAME = "crashkit-stacks"
+
+
+def start(path: Path) -> socket.socket:
+    """Listen at `path` and answer in a thread of its own; return the socket, which the caller keeps.
+
+    Raises:
+        OSError: the path is taken or too long.
+        RuntimeError: the system gives no thread.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+        threading.Thread(target=_answer_all, args=(listener,), name=_NAME, daemon=True).start()
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def describe_threads() -> list[dict[str, Any]]:
+    """Return the stacks of all Python threads but the caller's, in the form of ``py-spy dump --json``."""
+    known = {thread.ident: thread for thread in threading.enumerate()}
+    frames: dict[int, FrameType] = sys._current_frames()
+    threads = []
+    for ident, frame in frames.items():
+        if ident == threading.get_ident():
+            continue
+        thread = known.get(ident)
+        stack = [(one.f_code.co_name, one.f_code.co_filename, line or 0) for one, line in traceback.walk_stack(frame)]
+        threads.append(
+            {
+                "thread_name": thread.name if thread else None,
+                "os_thread_id": thread.native_id if thread else None,
+                "frames": [{"name": name, "filename": shorten(file), "line": line} for name, file, line in stack],
+            }
+        )
+    return threads
+
+
+def _answer_all(listener: socket.socket) -> None:
+    while True:
+        try:
+            connection, _address = listener.accept()
+        except OSError:
+            if listener.fileno() < 0:
+                return
+            # No descriptor was left; there may be one again.
+            time.sleep(_PAUSE_SECS)
+            continue
+        with connection:
+            _answer(connection)
+
+
+def _answer(connection: socket.socket) -> None:
+    try:
+        if peer_of(connection)[1] in (os.geteuid(), 0):
+            connection.settimeout(_ANSWER_SECS)
+            connection.sendall(json.dumps(describe_threads()).encode())
+    except Exception:  # noqa: BLE001, S110 - whatever goes wrong, the next one is answered, and the log is the server's
+        pass

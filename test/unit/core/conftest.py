@@ -1,0 +1,3 @@
+from __future__ import annotations
+
+from unit.targets import runtime  # noqa: F401 - a fixture

@@ -1,0 +1,191 @@
+"""Stacks in an incident where the surroundings are against it, on a stand-in server with its real crash handler."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unit.handler.driver import Server
+from unit.targets import make_tool, state_of
+from unit.waiting import wait_until
+
+Start = Callable[..., Server]
+HANGS = "exec sleep 600"
+
+
+def document_of(server: Server) -> dict[str, Any]:
+    stored = server.wait_for_the_end()
+    assert stored is not None, "there is no incident"
+    assert stored.document is not None
+    return stored.document | {"folder": str(stored.path)}
+
+
+def report_of(document: dict[str, Any], title: str) -> dict[str, Any]:
+    (found,) = [process for process in document["processes"] if process["title"] == f"sglang::{title}"]
+    assert isinstance(found, dict)
+    return found
+
+
+def pieces_of(document: dict[str, Any], title: str, kind: str) -> list[dict[str, Any]]:
+    return [piece for piece in report_of(document, title)["evidence"] if piece["kind"] == kind]
+
+
+def piece_of(document: dict[str, Any], title: str, kind: str) -> dict[str, Any]:
+    (found,) = pieces_of(document, title, kind)
+    return found
+
+
+@pytest.fixture
+def with_tool(tmp_path: Path) -> Callable[[str], dict[str, str]]:
+    return lambda script: {"SGLANG_CRASHKIT_PYSPY": make_tool(tmp_path, script)}
+
+
+def test_where_py_spy_serves_it_takes_the_stacks(start_server: Start) -> None:
+    server = start_server()
+    server.kill("scheduler_TP1")
+    document = document_of(server)
+    piece = piece_of(document, "scheduler_TP0", "stack")
+    assert (piece["status"], piece["source"], piece["reason"]) == ("captured", "py-spy", None)
+    # Its own thread that would have answered is of no interest.
+    assert "responder.py" not in (Path(document["folder"]) / piece["path"]).read_text()
+
+
+@pytest.mark.parametrize("script", [HANGS, "echo rubbish", "exec yes", "exit 1"])
+def test_where_py_spy_does_not_serve_every_living_process_says_itself_what_it_does(
+    start_server: Start, with_tool: Callable[[str], dict[str, str]], script: str
+) -> None:
+    server = start_server(environ=with_tool(script))
+    server.kill("scheduler_TP1")
+    document = document_of(server)
+    for title in ("scheduler_TP0", "detokenizer"):
+        piece = piece_of(document, title, "stack")
+        assert (piece["status"], piece["source"]) == ("captured", "in-process")
+        assert piece["reason"].startswith("py-spy")
+        assert "wait_for_a_command" in (Path(document["folder"]) / piece["path"]).read_text()
+    assert report_of(document, "scheduler_TP0")["doing"][0].startswith("wait_for_a_command (")
+    (root,) = [process for process in document["processes"] if process["role"] == "server"]
+    assert [piece["source"] for piece in root["evidence"] if piece["kind"] == "stack"] == ["in-process"]
+    summary = (Path(document["folder"]) / "summary.md").read_text()
+    assert "stack: captured by in-process (stacks/" in summary
+
+
+def test_a_rank_whose_lock_is_held_in_c_is_told_of_by_faulthandler(
+    start_server: Start, with_tool: Callable[[str], dict[str, str]]
+) -> None:
+    server = start_server(environ=with_tool(HANGS))
+    server.say("tell scheduler_TP0 hold_the_lock")
+    wait_until(lambda: state_of(server.ranks["scheduler_TP0"]) == "S", "it holds the lock")
+    server.kill("scheduler_TP1")
+    document = document_of(server)
+    piece = piece_of(document, "scheduler_TP0", "stack")
+    assert (piece["status"], piece["source"]) == ("captured", "faulthandler")
+    assert "py-spy did not end" in piece["reason"]
+    assert report_of(document, "scheduler_TP0")["doing"][0].startswith("hold_the_lock (")
+
+
+def test_a_stopped_rank_without_py_spy_has_no_stack_and_the_reasons_and_stays_stopped(
+    start_server: Start, with_tool: Callable[[str], dict[str, str]]
+) -> None:
+    server = start_server(environ=with_tool("exit 1"), answers_sigquit=False)
+    pid = server.ranks["scheduler_TP0"]
+    server.kill("scheduler_TP0", signal.SIGSTOP)
+    server.kill("scheduler_TP1")
+    assert server.line() == "sigquit"
+    assert state_of(pid) == "T"
+    server.say("leave 0")
+    document = document_of(server)
+    piece = piece_of(document, "scheduler_TP0", "stack")
+    assert piece["status"] == "failed"
+    assert piece["reason"] == (
+        "py-spy ended with status 1; faulthandler: it is stopped, and would take the signal when it goes on"
+    )
+
+
+@pytest.mark.parametrize(("signum", "error"), [(signal.SIGSEGV, "Segmentation fault"), (signal.SIGABRT, "Aborted")])
+def test_what_a_fatal_signal_ended_left_its_own_last_stack(start_server: Start, signum: int, error: str) -> None:
+    server = start_server()
+    server.kill("scheduler_TP1", signum)
+    document = document_of(server)
+    assert report_of(document, "scheduler_TP1")["exit"]["signal"] == signal.Signals(signum).name
+    piece = piece_of(document, "scheduler_TP1", "fault_stack")
+    assert (piece["status"], piece["source"]) == ("captured", "faulthandler")
+    text = (Path(document["folder"]) / piece["path"]).read_text()
+    assert text.startswith(f"Fatal Python error: {error}\n")
+    stored = json.loads((Path(document["folder"]) / piece["path"].replace(".txt", ".json")).read_text())
+    assert stored["threads"][0]["frames"][0]["function"] == "wait_for_a_command"
+    assert report_of(document, "scheduler_TP1")["doing"][0].startswith("wait_for_a_command (")
+    assert pieces_of(document, "scheduler_TP0", "fault_stack") == []
+
+
+def test_what_sigkill_ended_is_expected_to_leave_none(start_server: Start) -> None:
+    server = start_server()
+    server.kill("scheduler_TP1")
+    assert pieces_of(document_of(server), "scheduler_TP1", "fault_stack") == []
+
+
+def test_the_server_repeats_on_its_standard_error_what_the_dead_rank_wrote(
+    start_server: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = start_server()
+    pid = server.ranks["scheduler_TP1"]
+    server.kill("scheduler_TP1", signal.SIGSEGV)
+    document_of(server)
+    said = capfd.readouterr().err
+    assert f"crash kit: process {pid} of this server wrote before it died:\nFatal Python error: Segm" in said
+
+
+def test_native_stacks_are_taken_when_asked_for(start_server: Start) -> None:
+    server = start_server(environ={"SGLANG_CRASHKIT_NATIVE": "1"})
+    server.kill("scheduler_TP1")
+    document = document_of(server)
+    piece = piece_of(document, "scheduler_TP0", "native_stack")
+    assert (piece["status"], piece["source"]) == ("captured", "py-spy")
+    assert "native_stacks" in [entry["event"] for entry in document["timeline"]]
+    assert "wait_for_a_command" in (Path(document["folder"]) / piece["path"]).read_text()
+    assert pieces_of(document, "scheduler_TP1", "native_stack") == []
+
+
+def test_native_stacks_of_a_stopped_rank_are_skipped_and_it_stays_stopped(start_server: Start) -> None:
+    server = start_server(environ={"SGLANG_CRASHKIT_NATIVE": "1"}, ends_after_dump=False)
+    pid = server.ranks["scheduler_TP0"]
+    server.kill("scheduler_TP0", signal.SIGSTOP)
+    server.kill("scheduler_TP1")
+    wait_until(lambda: server.incident().document, "the incident is whole")
+    assert state_of(pid) == "T"
+    server.say("leave 0")
+    piece = piece_of(document_of(server), "scheduler_TP0", "native_stack")
+    assert (piece["status"], piece["reason"]) == ("skipped", "it is stopped, and must stay as it was found")
+
+
+@pytest.mark.parametrize(
+    ("native", "watchdog", "taken"), [(None, "hard", True), ("0", "hard", False), (None, "soft", False)]
+)
+def test_a_hang_that_ends_the_server_has_native_stacks_unless_told_otherwise(
+    start_server: Start, native: str | None, watchdog: str, taken: bool
+) -> None:
+    environ = {"SGLANG_CRASHKIT_NATIVE": native} if native else {}
+    server = start_server(environ=environ)
+    server.say(f"tell scheduler_TP0 watchdog {watchdog}")
+    if watchdog == "soft":
+        wait_until(lambda: server.incident().document, "the incident is whole")
+        server.say("leave 0")
+    document = document_of(server)
+    assert bool(pieces_of(document, "scheduler_TP0", "native_stack")) == taken
+
+
+def test_nothing_of_what_was_armed_is_left(start_server: Start) -> None:
+    server = start_server()
+    (folder,) = server.temp.glob("sglang-crashkit-*/run/*")
+    # Main process, two ranks, detokenizer.
+    assert len(list(folder.glob("*.json"))) == 4
+    assert (folder / "handler.pid").read_text() == str(server.handler.pid if server.handler else 0)
+    for path in folder.iterdir():
+        assert path.stat().st_mode & 0o077 == 0 or path.is_socket(), path
+    server.kill("scheduler_TP1")
+    document_of(server)
+    assert not folder.exists()

@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.armed import DEFAULT_SIGNAL, HANDLER_PID, ArmedFiles, read_armed
+from sglang_crashkit.core.faulthandler_output import parse_faulthandler
+from sglang_crashkit.core.settings import SOCKET_VARIABLE, runtime_folder
+from sglang_crashkit.srt import arming
+from unit.targets import ARM, SLEEPER, TITLE, armed, start_ticks
+from unit.targets import runtime as runtime
+from unit.waiting import LONG, child, descriptors, wait_until
+
+FALL = """
+import faulthandler
+def fall(): faulthandler._sigsegv()
+ready()
+sys.stdin.read(1)
+fall()
+"""
+FORK = """
+pid = os.fork()
+if pid == 0:
+    sys.stdin.read(1)
+    os.abort() if sys.argv[2] == "abort" else pause()
+ready(pid)
+pause()
+"""
+
+
+def files_of(folder: Path, pid: int) -> ArmedFiles:
+    return ArmedFiles.of(folder, pid, start_ticks(pid))
+
+
+def run(folder: Path, code: str, *, title: str = TITLE, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run Python `code` to its end in a process with a title that has a crash handler in `folder`."""
+    head = f"import os, signal, sys, time, setproctitle; setproctitle.setproctitle({title!r})\n"
+    return subprocess.run(
+        [sys.executable, "-c", head + code, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONFAULTHANDLER": "", "MALLOC_ARENA_MAX": "1"} | environ,
+    )
+
+
+def test_a_worker_is_armed_with_private_files_that_no_program_inherits(runtime: Path) -> None:
+    with armed(runtime, SLEEPER) as target:
+        assert procfs.catches_signal(target.pid, DEFAULT_SIGNAL)
+        files = files_of(runtime, target.pid)
+        for path in (files.description, files.stack, files.fault):
+            assert path.stat().st_mode & 0o777 == 0o600, path
+        opened = {number for number, name in descriptors(target.pid).items() if name.startswith(str(runtime))}
+        assert len(opened) == 2
+        for number in opened:
+            flags = int(Path(f"/proc/{target.pid}/fdinfo/{number}").read_text().split("flags:")[1].split()[0], 8)
+            assert flags & os.O_CLOEXEC
+            assert flags & os.O_APPEND
+
+
+def test_arming_twice_is_arming_once(runtime: Path) -> None:
+    with armed(runtime, "arm_worker(); arm_worker()\n" + SLEEPER) as target:
+        assert len([name for name in descriptors(target.pid).values() if name.startswith(str(runtime))]) == 2
+        assert len(procfs.thread_states(target.pid)) == 2
+
+
+def test_a_process_whose_crash_handler_is_another_now_is_armed_anew(runtime: Path) -> None:
+    (runtime / "next").mkdir()
+    again = "os.environ['SGLANG_CRASHKIT_SOCKET'] = sys.argv[1] + '/next/handler.sock'\narm_worker()\n"
+    with armed(runtime, again + SLEEPER) as target:
+        assert read_armed(runtime / "next", target.pid, target.start_ticks) is not None
+        wait_until(lambda: len(procfs.thread_states(target.pid)) == 2, "the first one's thread has ended")
+        opened = [name for name in descriptors(target.pid).values() if name.startswith(str(runtime))]
+        assert all("/next/" in name for name in opened)
+
+
+@pytest.mark.parametrize(
+    ("title", "environ"),
+    [
+        (TITLE, {"SGLANG_CRASHKIT_ENABLED": "0"}),
+        (TITLE, {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}),
+        ("python user_program.py", {}),
+    ],
+    ids=["kit off", "stacks off", "no worker"],
+)
+def test_where_nothing_is_to_be_armed_nothing_is(runtime: Path, title: str, environ: dict[str, str]) -> None:
+    code = "from sglang_crashkit.core.procfs import catches_signal\n"
+    code += "print(catches_signal(os.getpid(), 45), __import__('faulthandler').is_enabled())"
+    done = run(runtime, ARM + code, title=title, **environ)
+    assert (done.stdout.split(), done.stderr) == (["False", "False"], "")
+    assert list(runtime.iterdir()) == []
+
+
+def test_without_a_crash_handler_nothing_is_armed_and_nothing_said(runtime: Path) -> None:
+    done = run(runtime / "absent", ARM + "print('on')")
+    assert (done.stdout, done.stderr) == ("on\n", "")
+
+
+@pytest.mark.parametrize("use", ["signal.signal(45, lambda *_: None)", "signal.signal(45, signal.SIG_IGN)"])
+def test_a_signal_that_is_in_use_is_left_alone(runtime: Path, use: str) -> None:
+    done = run(runtime, f"{use}\nbefore = signal.getsignal(45)\n{ARM}print(signal.getsignal(45) is before)")
+    assert done.stdout == "True\n"
+    assert "signal 45 is in use here; next: name another in SGLANG_CRASHKIT_STACK_SIGNAL" in done.stderr
+
+
+@pytest.mark.parametrize(("value", "caught"), [("50", 50), ("0", None), ("9", None), ("x", 45), ("", 45)])
+def test_another_signal_can_be_named(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, value: str, caught: int | None
+) -> None:
+    monkeypatch.setenv("SGLANG_CRASHKIT_STACK_SIGNAL", value)
+    with armed(runtime, SLEEPER) as target:
+        assert target.signal == (caught or 0)
+        found = [signum for signum in range(34, 65) if procfs.catches_signal(target.pid, signum)]
+    assert found == ([caught] if caught else [])
+
+
+def test_what_a_fatal_signal_ended_has_written_its_stacks_and_the_signal_stays(runtime: Path) -> None:
+    with armed(runtime, FALL) as target:
+        os.kill(target.pid, signal.SIGSEGV)
+        fault = ArmedFiles.of(runtime, target.pid, target.start_ticks).fault
+        wait_until(lambda: not Path(f"/proc/{target.pid}/exe").exists() or "Z" in stat(target.pid), "it has died")
+        output = parse_faulthandler(fault.read_text(), target.pid, target.main_thread)
+    assert (output.error, output.is_whole) == ("Segmentation fault", True)
+
+
+def stat(pid: int) -> str:
+    found = procfs.read_stat(pid)
+    return found.state if found else "Z"
+
+
+@pytest.mark.parametrize("end", ["abort", "pause"])
+def test_a_forked_child_neither_answers_nor_writes_to_its_parents_files(runtime: Path, end: str) -> None:
+    with child(ARM + FORK, str(runtime), end, title=TITLE) as parent:
+        forked = int(parent.first_line)  # type: ignore[attr-defined]
+        files = files_of(runtime, parent.pid)
+        try:
+            wait_until(
+                lambda: not any(name.startswith(str(runtime)) for name in descriptors(forked).values()),
+                "the child lets go of its parent's files",
+            )
+            assert not procfs.catches_signal(forked, DEFAULT_SIGNAL)
+            assert not procfs.catches_signal(forked, signal.SIGSEGV)
+            assert procfs.catches_signal(parent.pid, DEFAULT_SIGNAL)
+            if end == "abort":
+                assert parent.stdin is not None
+                parent.stdin.write(b"x")
+                parent.stdin.flush()
+                wait_until(lambda: stat(forked) == "Z", "the child has died")
+            assert files.fault.read_bytes() == files.stack.read_bytes() == b""
+            assert not ArmedFiles.of(runtime, forked, start_ticks(forked)).description.exists()
+        finally:
+            os.kill(forked, signal.SIGKILL)
+
+
+def test_a_forked_child_has_faulthandler_as_upstream_left_it(runtime: Path) -> None:
+    code = "import faulthandler; faulthandler.enable()\n" + ARM
+    code += "pid = os.fork()\nif pid == 0: faulthandler._sigsegv()\nos.waitpid(pid, 0)"
+    done = run(runtime, code)
+    assert "Fatal Python error: Segmentation fault" in done.stderr
+
+
+def test_a_full_disk_costs_the_worker_nothing(runtime: Path) -> None:
+    # GIVEN a folder in which the worker may create nothing
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+    code += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    done = run(runtime, code + ARM + "print('on')")
+    assert done.stdout == "on\n"
+    assert "arm_worker failed" in done.stderr
+    assert not list(runtime.glob("*.json"))
+
+
+def test_the_crash_handler_may_trace_it_where_yama_is(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # No Yama here; what it is asked for is what can be seen.
+    asked: list[tuple[int, int]] = []
+
+    class Library:
+        def prctl(self, option: int, pid: object, *_zeros: int) -> int:
+            asked.append((option, pid.value))  # type: ignore[attr-defined]
+            return -1
+
+    monkeypatch.setattr("ctypes.CDLL", lambda _name: Library())
+    arming._allow_tracing(runtime)
+    assert asked == []
+    (runtime / HANDLER_PID).write_text("4711")
+    arming._allow_tracing(runtime)
+    assert asked == [(int.from_bytes(b"Yama", "big"), 4711)]
+
+
+@pytest.fixture
+def own_folder(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The runtime folder of this process, were it a server."""
+    monkeypatch.setattr("tempfile.tempdir", str(runtime))
+    folder = runtime_folder(os.getpid(), start_ticks(os.getpid()))
+    folder.mkdir(parents=True)
+    monkeypatch.setenv(SOCKET_VARIABLE, str(folder / "handler.sock"))
+    return folder
+
+
+def test_the_server_says_once_what_its_dead_wrote(own_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (own_folder / "11-1.fault").write_text("Fatal Python error: Aborted\n" + "x" * 10_000 + "\n")
+    (own_folder / "12-1.fault").write_text("")
+    arming.tell_of_faults()
+    said = capfd.readouterr().err
+    assert said.startswith("crash kit: process 11 of this server wrote before it died:\nFatal Python error: Aborted\n")
+    assert said.endswith("x" * 10_000 + "\n")
+    assert "12" not in said.split("\n")[0]
+    arming.tell_of_faults()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_worker_says_nothing_of_others(runtime: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    (runtime / "11-1.fault").write_text("Fatal Python error: Aborted\n")
+    monkeypatch.setenv(SOCKET_VARIABLE, str(runtime / "handler.sock"))
+    arming.tell_of_faults()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_reader_of_standard_error_that_reads_nothing_holds_nobody_up(own_folder: Path) -> None:
+    (own_folder / "13-1.fault").write_text("x" * 200_000)
+    code = "import os, sys\nfrom sglang_crashkit.srt import arming\narming._say(b'x' * 200_000)\nprint('on')"
+    reader, writer = os.pipe()
+    try:
+        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=writer, timeout=LONG)
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert done.stdout == b"on\n"
+
+
+def test_a_users_own_faulthandler_stays(runtime: Path, tmp_path: Path) -> None:
+    code = "import faulthandler\nown = open(sys.argv[1] + '/own', 'w')\nfaulthandler.enable(file=own)\n"
+    code += ARM.replace("arm_worker", "arm_server") + "faulthandler._sigsegv()"
+    done = run(runtime, code, title="python user_program.py")
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in (runtime / "own").read_text()
+    assert [path.name for path in runtime.glob("*.fault")] == []
+
+
+def test_the_hooks_arm_after_what_they_wrap(runtime: Path) -> None:
+    code = """
+from sglang_crashkit.srt.arming import on_configure_logger, on_tokenizer_worker
+os.environ["SGLANG_CRASHKIT_SOCKET"] = sys.argv[1] + "/handler.sock"
+from sglang_crashkit.core.procfs import catches_signal
+armed = lambda: catches_signal(os.getpid(), 45)
+@on_configure_logger
+def configure_logger(arguments, prefix=""): return arguments, prefix, armed()
+@on_tokenizer_worker
+class Worker:
+    def __init__(self, arguments, ports):
+        setproctitle.setproctitle("sglang::tokenizer_worker:1")
+        self.at_first = arguments, ports, armed()
+if sys.argv[1].endswith("1"):
+    print(configure_logger(1, prefix="p"), armed(), configure_logger.__name__)
+else:
+    print(Worker(1, ports=2).at_first, armed(), Worker.__name__)
+"""
+    for name, title in (("1", TITLE), ("2", "python")):
+        (runtime / name).mkdir()
+        done = run(runtime / name, code, title=title)
+        expected = "(1, 'p', False) True configure_logger" if name == "1" else "(1, 2, False) True Worker"
+        assert done.stdout == expected + "\n", done.stderr

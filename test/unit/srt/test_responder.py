@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.core.stacks import parse_pyspy
+from sglang_crashkit.srt import responder
+from sglang_crashkit.srt.paths import shorten
+from unit.waiting import LONG
+
+
+def ask(path: Path) -> bytes:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(LONG)
+        connection.connect(str(path))
+        answer = b""
+        while chunk := connection.recv(1 << 16):
+            answer += chunk
+        return answer
+
+
+@pytest.fixture
+def path(short_folder: Path):
+    listener = responder.start(short_folder / "sock")
+    yield short_folder / "sock"
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
+def test_all_threads_but_the_asked_one_are_described(path: Path) -> None:
+    done = threading.Event()
+    worker = threading.Thread(target=done.wait, name="worker")
+    worker.start()
+    try:
+        threads = {thread.name: thread for thread in parse_pyspy(ask(path).decode())}
+    finally:
+        done.set()
+        worker.join()
+    assert "crashkit-stacks" not in threads
+    assert threads["worker"].native_id == worker.native_id
+    assert threads["worker"].frames[0].function == "wait"
+    assert {"ask", "test_all_threads_but_the_asked_one_are_described"} <= {
+        frame.function for frame in threads["MainThread"].frames
+    }
+
+
+def test_it_answers_again_and_others_at_once(path: Path) -> None:
+    # One that asks and never reads is given up; those after it have their answer.
+    with socket.socket(socket.AF_UNIX) as idle:
+        idle.connect(str(path))
+        for _ in range(5):
+            assert parse_pyspy(ask(path).decode())
+
+
+def test_whatever_goes_wrong_it_answers_the_next_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(responder, "describe_threads", lambda: 1 / 0)
+        assert ask(path) == b""
+    assert parse_pyspy(ask(path).decode())
+
+
+def test_a_taken_path_leaves_no_thread(path: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(OSError, match="Address already in use"):
+        responder.start(path)
+    assert threading.active_count() == before
+
+
+def test_its_thread_ends_with_its_socket(short_folder: Path) -> None:
+    before = set(threading.enumerate())
+    listener = responder.start(short_folder / "another")
+    (thread,) = set(threading.enumerate()) - before
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join(LONG)
+    assert not thread.is_alive()
+
+
+def test_paths_are_those_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", ["", "/a", "/a/b/", "/c"])
+    assert shorten("/a/b/sglang/x.py") == "sglang/x.py"
+    assert shorten("/a/other.py") == "other.py"
+    assert shorten("/elsewhere/y.py") == "/elsewhere/y.py"
+    assert shorten("<string>") == "<string>"
