@@ -14,9 +14,13 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+#: In an answer that is not the last one: for how many seconds at most the sender is asked to wait for that.
+WAIT_FIELD = "wait_secs"
 
 _MAX_BYTES = 60_000
 #: The kernel queues ten datagrams (net.unix.max_dgram_qlen); a handler at work lets more wait. Seconds.
@@ -57,13 +61,21 @@ def notify(socket_path: str, event: str, **fields: Any) -> None:
         _send(sender, socket_path, event, fields, _QUEUE_FULL_SECS)
 
 
-def request(socket_path: str, event: str, timeout_secs: float, **fields: Any) -> dict[str, Any]:
+def request(
+    socket_path: str,
+    event: str,
+    timeout_secs: float,
+    *,
+    on_wait: Callable[[float], object] | None = None,
+    **fields: Any,
+) -> dict[str, Any]:
     """Send a message and wait for its acknowledgement.
 
     Args:
         socket_path: the handler's socket.
         event: what happened.
-        timeout_secs: the longest to wait, in seconds.
+        timeout_secs: the longest to wait, in seconds, as long as the handler does not ask for more.
+        on_wait: told for how many seconds from now the handler asks to wait at most.
         fields: the rest of the message, JSON values.
 
     Returns:
@@ -85,7 +97,11 @@ def request(socket_path: str, event: str, timeout_secs: float, **fields: Any) ->
             # Short turns, so that a handler that died while it worked is noticed long before the deadline.
             if poller.poll(max(0.0, min(remaining, 0.25)) * 1000):
                 answer: dict[str, Any] = json.loads(sender.recv(_MAX_BYTES))
-                return answer
+                if WAIT_FIELD not in answer:
+                    return answer
+                deadline = time.monotonic() + answer[WAIT_FIELD]
+                if on_wait is not None:
+                    on_wait(answer[WAIT_FIELD])
             if not reachable:
                 raise HandlerUnreachableError(f"the crash handler behind {socket_path} died")
             if remaining <= 0:

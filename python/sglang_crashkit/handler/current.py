@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sglang_crashkit.core import procfs
-from sglang_crashkit.core.channel import Mailbox, Message
+from sglang_crashkit.core.channel import WAIT_FIELD, Mailbox, Message
 from sglang_crashkit.core.exit_status import exit_status_of
 from sglang_crashkit.core.settings import Settings, fallback_folder
 from sglang_crashkit.core.summary import format_termination_message
 from sglang_crashkit.core.termination_log import write_termination_message
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.core_evidence import Cores
 from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.last_resort import LastResort
 from sglang_crashkit.handler.outlook import Outlook
@@ -35,6 +36,10 @@ _ANSWER_SECS = 5.0
 _NEXT_INCIDENT_SECS = 60.0
 #: What a server that goes on reported, such as a soft watchdog, is whole after this time, in seconds.
 _OBSERVED_SECS = 5.0
+#: What comes after the last GPU core, up to the answer, takes no longer than this, in seconds.
+_LAST_LOOK_SECS = 5.0
+#: Incidents of a server that goes on, or that had not got so far as to use its GPUs.
+_WITHOUT_CORES = frozenset({"failed_start", "peer_lost", "snapshot"})
 #: What dies with the server is waited for this long, in seconds.
 _LAST_EXITS_SECS = 0.5
 
@@ -96,6 +101,7 @@ class CurrentIncident:
         self._eyes = eyes
         self._waiting: list[Message] = []
         self._awaited = _Awaited()
+        self._cores: Cores | None = None
         self._last_resort = LastResort(tree.root, 2 * settings.end_secs)
 
     # -- what comes in
@@ -219,6 +225,7 @@ class CurrentIncident:
     def answer_when_finished(self, message: Message) -> None:
         """Acknowledge a message when the incident is whole."""
         self._waiting.append(message)
+        self._ask_to_wait([message])
 
     # -- time and end
 
@@ -233,6 +240,8 @@ class CurrentIncident:
         if run is None or run.finished:
             return self._last_resort.next_due()
         awaited = self._awaited
+        if self._cores is not None and not self._cores.are_done:
+            return self._cores.next_due()
         dues = [
             run.opened + self._settings.budget_secs,
             awaited.quit_due,
@@ -253,6 +262,14 @@ class CurrentIncident:
         if run.finished:
             if gone_at is None and now >= run.opened + self._settings.budget_secs + _NEXT_INCIDENT_SECS:
                 self._forget()
+            return
+        if self._cores is not None and not self._cores.are_done:
+            # Until then nobody is told to end: a process that is killed leaves half a core.
+            if gone_at is not None and now >= gone_at + _LAST_EXITS_SECS:
+                self._cores.give_up("the server ended")
+            self._cores.look()
+            if self._cores.are_done:
+                self.finish()
             return
         if self._awaited.soft_since is not None and now >= self._awaited.soft_since + _SOFT_HOLD_SECS:
             self._awaited.soft_since = None
@@ -282,6 +299,11 @@ class CurrentIncident:
             self._eyes.collect_exits()
             if self.run is not run:
                 # One of the exits was an incident of its own.
+                return
+            if self._cores is None:
+                self._cores = Cores(run, self._cores_wanted_of(run), self._settings)
+                self._ask_to_wait(self._waiting)
+            if not self._cores.are_done:
                 return
             self._write(run)
             if self._awaited.told:
@@ -320,6 +342,18 @@ class CurrentIncident:
             self._awaited.told = True
         self._awaited.answer_due = time.monotonic() + _ANSWER_SECS
 
+    def _cores_wanted_of(self, run: IncidentRun) -> list[TrackedProcess]:
+        """Return the schedulers whose GPU is of interest: the living ones of a server that crashed after its start."""
+        if self._awaited.observed or self._outlook.gone_at is not None or run.incident.kind in _WITHOUT_CORES:
+            return []
+        return [process for process in self._tree.alive() if process.role == "scheduler"]
+
+    def _ask_to_wait(self, messages: Iterable[Message]) -> None:
+        if self._cores is not None and not self._cores.are_done:
+            seconds = max(0.0, self._cores.deadline - time.monotonic()) + _LAST_LOOK_SECS
+            for message in messages:
+                self._mailbox.acknowledge(message, ack="wait", **{WAIT_FIELD: seconds})
+
     def _write(self, run: IncidentRun) -> None:
         if run.finished:
             return
@@ -331,5 +365,6 @@ class CurrentIncident:
 
     def _forget(self) -> None:
         self.run = None
+        self._cores = None
         self._awaited = _Awaited()
         self._tree.forget_dead()

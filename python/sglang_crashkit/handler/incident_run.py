@@ -268,6 +268,10 @@ class IncidentRun:
         logger.info("incident %s: %s", path, self.incident.verdict.text)
         return path
 
+    def report(self, process: TrackedProcess) -> ProcessReport:
+        """Return the report on a process, to which evidence may be added."""
+        return self._report(process)
+
     def save(self) -> None:
         """Write the incident as it is now; see `IncidentFolder.save`."""
         self._folder.save(self.incident, format_summary(self.incident))

@@ -115,6 +115,11 @@ def allow(seconds: float) -> None:
         _arm_last_resort(seconds + _LAST_RESORT_SECS)
 
 
+def await_evidence(seconds: float) -> None:
+    """Let the crash handler have `seconds` more; to be given to `request` as ``on_wait``."""
+    allow(seconds + Settings.from_environ().end_secs)
+
+
 def learn(answer: dict[str, Any] | None) -> None:
     """Take the status from what the crash handler answered, where it knows one."""
     status = _status_in(answer)
@@ -138,7 +143,7 @@ def is_due(*, whole: bool) -> bool:
         return True
     if not whole or _crash.draining:
         return False
-    answer = request("await_incident", settings.budget_secs)
+    answer = request("await_incident", settings.budget_secs, on_wait=await_evidence)
     status = _status_in(answer)
     # Process 1 is deaf to its own SIGKILL, and would end with 0.
     if status is not None or os.getpid() == 1:

@@ -54,7 +54,7 @@ class LocalSchedulers:
         To be called before this process does anything that their end may lead to; waits for the crash handler at most
         ``SGLANG_CRASHKIT_BUDGET_SECS``.
         """
-        if not self._lock.acquire(timeout=self._settings.budget_secs):
+        if not self._lock.acquire(timeout=self._settings.budget_secs + self._settings.core_wait_secs):
             return crash_exit.has_begun()
         try:
             if not crash_exit.has_begun():
@@ -88,7 +88,8 @@ class LocalSchedulers:
     def _fail(self, member: Member, message: str) -> None:
         logger.error("crash kit: %s; this node ends", message)
         crash_exit.begin(status_of_exit(member.exit), self._settings.budget_secs + self._settings.end_secs)
-        crash_exit.learn(request("child_failed", self._settings.budget_secs, message=message))
+        wait = crash_exit.await_evidence
+        crash_exit.learn(request("child_failed", self._settings.budget_secs, on_wait=wait, message=message))
 
     def _living(self) -> list[Member]:
         return [member for member in self._members if member not in self._ended]

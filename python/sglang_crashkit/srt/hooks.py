@@ -52,12 +52,15 @@ def notify(event: str, **fields: Any) -> bool:
 
 
 @never_raises
-def request(event: str, timeout_secs: float, **fields: Any) -> dict[str, Any] | None:
+def request(
+    event: str, timeout_secs: float, *, on_wait: Callable[[float], object] | None = None, **fields: Any
+) -> dict[str, Any] | None:
     """Tell the crash handler of this server and wait for its acknowledgement.
 
     Args:
         event: what happened.
-        timeout_secs: the longest to wait, in seconds.
+        timeout_secs: see `channel.request`.
+        on_wait: see `channel.request`.
         fields: the rest of the message.
 
     Returns:
@@ -67,7 +70,7 @@ def request(event: str, timeout_secs: float, **fields: Any) -> dict[str, Any] | 
     if not socket_path:
         return None
     try:
-        return channel.request(socket_path, event, timeout_secs, **fields)
+        return channel.request(socket_path, event, timeout_secs, on_wait=on_wait, **fields)
     except channel.HandlerUnreachableError as error:
         logger.warning("crash kit: no crash handler: %s", error)
         return None

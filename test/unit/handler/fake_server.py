@@ -13,6 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,10 @@ from sglang_crashkit.srt.managers.tokenizer_manager import on_crash_dump, on_sig
 from sglang_crashkit.srt.utils.common import on_kill_process_tree
 from sglang_crashkit.srt.utils.cudacore_pyspy_dump_utils import on_pyspy_dump
 from sglang_crashkit.srt.utils.watchdog import on_watchdog_timeout
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from unit import cuda_driver
 
 PR_SET_PDEATHSIG = 1
 children: dict[str, tuple[int, int]] = {}  # by title: pid, write end of the pipe of its commands
@@ -122,6 +127,21 @@ def become_controller(title: str) -> int:
     return pid
 
 
+def start_cuda(seconds: str, fraction: str, then: str = "") -> None:
+    """Have this process answer a trigger as the CUDA driver does, with a core that takes `seconds`."""
+    pipe = os.environ["CUDA_COREDUMP_PIPE"].replace("%p", str(os.getpid()))
+    core = os.environ["CUDA_COREDUMP_FILE"].replace("%p", str(os.getpid())).replace("%t", str(int(time.time())))
+    driver = threading.Thread(
+        target=cuda_driver.run,
+        args=(pipe, core, float(seconds)),
+        kwargs={"fraction": float(fraction), "then": then},
+        daemon=True,
+    )
+    driver.start()
+    while not Path(pipe).exists():
+        time.sleep(0.01)
+
+
 def wait_for_a_command(commands: int, answers: int) -> None:
     """Stand for a rank at work."""
     with os.fdopen(commands, "r") as lines:
@@ -149,6 +169,9 @@ def wait_for_a_command(commands: int, answers: int) -> None:
                 os._exit(int(argument))
             elif verb == "become_controller":
                 os.write(answers, f"{become_controller(argument)}\n".encode())
+            elif verb == "cuda":
+                start_cuda(*argument.split())
+                os.write(answers, b"listening\n")
             elif verb == "copy":
                 os.write(answers, f"{start_copy()}\n".encode())
             elif verb == "hold_the_lock":

@@ -105,7 +105,8 @@ def _report_failed_child() -> None:
     if not settings.enabled:
         return
     crash_exit.begin(ServerExit.CRASHED, settings.budget_secs + settings.end_secs)
-    answer = request("child_failed" if crash_exit.has_started() else "launch_failed", settings.budget_secs)
+    event = "child_failed" if crash_exit.has_started() else "launch_failed"
+    answer = request(event, settings.budget_secs, on_wait=crash_exit.await_evidence)
     crash_exit.learn(answer)
     if answer and answer.get("path"):
         logger.error("crash kit: incident %s", answer["path"])

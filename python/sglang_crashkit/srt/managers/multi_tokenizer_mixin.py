@@ -64,7 +64,7 @@ def dump_requests_of_workers(_router: Any = None) -> None:
         return
     if not _claim.acquire(blocking=False):
         # The caller kills the process next.
-        _done.wait(2 * settings.budget_secs)
+        _done.wait(2 * settings.budget_secs + settings.core_wait_secs)
         return
     try:
         _end_workers(settings)
@@ -87,7 +87,8 @@ def _end_workers(settings: Settings) -> None:
         for handle in handles:
             handle.close()
     if is_told:
-        answer = request("crash_dump_ended", settings.budget_secs, workers=len(handles))
+        wait = crash_exit.await_evidence
+        answer = request("crash_dump_ended", settings.budget_secs, on_wait=wait, workers=len(handles))
         crash_exit.learn(answer)
         if answer and answer.get("path"):
             logger.error("crash kit: incident %s", answer["path"])

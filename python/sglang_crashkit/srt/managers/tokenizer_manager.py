@@ -114,7 +114,7 @@ def _wrap(dump: Method, *, has_diagnostics: bool) -> Method:
         if earlier is not None:
             if earlier.thread != threading.get_ident():
                 # Its caller kills the process next.
-                earlier.done.wait(settings.budget_secs)
+                earlier.done.wait(settings.budget_secs + settings.core_wait_secs)
                 return None
             return save() if getattr(manager, "crash_dump_performed", False) else None
         if unwanted:
@@ -295,7 +295,8 @@ def _without_upstream_diagnostics() -> Iterator[None]:
 
 @never_raises
 def _await_incident(outcome: dict[str, Any]) -> None:
-    answer = request("crash_dump_ended", Settings.from_environ().budget_secs, **outcome)
+    budget_secs = Settings.from_environ().budget_secs
+    answer = request("crash_dump_ended", budget_secs, on_wait=crash_exit.await_evidence, **outcome)
     crash_exit.learn(answer)
     if answer and answer.get("path"):
         logger.error("crash kit: incident %s", answer["path"])
