@@ -142,7 +142,8 @@ class CurrentIncident:
         self._eyes.look()
         # An exit that was not told of yet would be photographed in vain.
         self._eyes.collect_exits()
-        self.run.photograph()
+        if self.run is not None:
+            self.run.photograph()
 
     def make_room(self) -> None:
         """Let what comes be an incident of its own, where the one at hand tells of a server that went on."""

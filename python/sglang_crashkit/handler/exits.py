@@ -118,10 +118,15 @@ class Exits:
         if run is None:
             return
         run.add_exit(process)
-        current.photograph()
         if hard:
             current.harden()
         else:
+            current.hold()
+        current.photograph()
+        if current.run is not run:
+            # Exits that were seen meanwhile make it a shutdown.
+            return
+        if not hard:
             current.hold()
         if process.role == "tokenizer_worker":
             # The HTTP server starts it anew.

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from sglang_crashkit.core import procfs
 from sglang_crashkit.core.exit_status import ServerExit
 from sglang_crashkit.core.termination_log import VARIABLE
 from unit.handler.driver import Server
-from unit.waiting import LONG
+from unit.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
 
@@ -128,6 +129,11 @@ def test_a_main_process_that_somebody_stopped_stays_as_it_is(start_server: Start
     assert server.process.wait(LONG) in (ServerExit.KILLED, -signal.SIGALRM)
 
 
+def is_dead(pid: int) -> bool:
+    stat = procfs.read_stat(pid)
+    return stat is None or stat.state in "ZX"
+
+
 def _wait(server: Server, seconds: float) -> None:
     try:
         server.process.wait(seconds)
@@ -158,6 +164,7 @@ def test_a_signal_to_the_whole_group_is_no_incident(start_server: Start) -> None
 def test_a_rank_that_crashed_before_is_an_incident_all_the_same(start_server: Start) -> None:
     server = start_server(catches_sigterm=False)
     server.say("tell scheduler_TP0 exit 3")
+    wait_until(lambda: is_dead(server.ranks["scheduler_TP0"]), "the rank is dead")
     os.kill(server.pid, signal.SIGTERM)
     server.process.wait(LONG)
     stored = server.wait_for_the_end()
