@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_crashkit.core import procfs
 from sglang_crashkit.core.armed import Armed, ArmedFiles
 from sglang_crashkit.core.stack_signal import ask_faulthandler
 from unit.targets import (
@@ -23,7 +24,7 @@ from unit.targets import (
     state_of,
     traced,
 )
-from unit.waiting import LONG, child, descriptors
+from unit.waiting import LONG, child, descriptors, wait_until
 
 EXEC = """
 ready()
@@ -111,10 +112,7 @@ def test_a_traced_process_is_not_asked(runtime: Path) -> None:
 def test_one_that_does_not_catch_the_signal_any_more_is_not_sent_it(runtime: Path) -> None:
     with armed(runtime, EXEC) as target:
         # Its handler went with its program, and the signal would end it.
-        for _ in range(1000):
-            if b"time.sleep(120)" in Path(f"/proc/{target.pid}/cmdline").read_bytes().split(b"\0")[2]:
-                break
-            time.sleep(0.01)
+        wait_until(lambda: "import time; time.sleep(120)" in procfs.read_cmdline(target.pid), "it runs another program")
         (photograph,) = ask(runtime, target)
         assert state_of(target.pid) in "RS"
     assert photograph.reason == f"it does not catch signal {target.signal} any more"
