@@ -77,12 +77,13 @@ def test_an_unusable_crash_folder_costs_neither_the_server_nor_the_evidence(tmp_
     assert left.left == []
     assert left.status != 0
     assert "cannot be used" in left.log
-    assert "the requests could not be saved" in left.log
-    incidents = find_incidents(next(temporary.glob("sglang-crashkit-*")))
+    fallback = next(temporary.glob("sglang-crashkit-*"))
+    assert f"Not a directory: '{tmp_path}/file/crash" in left.log
+    incidents = find_incidents(fallback)
     assert len(incidents) == 1
     requests = (incidents[0].document or {})["requests"]
-    assert requests["path"] is None
-    assert "Not a directory" in requests["reason"]
+    assert Path(requests["path"]).is_relative_to(fallback)
+    assert requests["unfinished"] == 1
 
 
 def test_a_healthy_server_that_gets_sigterm_leaves_no_incident(tmp_path: Path, temporary: Path) -> None:
