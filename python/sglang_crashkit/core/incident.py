@@ -122,20 +122,47 @@ class ServerInfo:
 
 
 @dataclass
+class JournaledRequests:
+    """What the request journals of the server's processes told.
+
+    Attributes:
+        path: the file with the requests, one JSON object a line, relative to the incident's folder; None without one.
+        finished: how many requests in it had finished within the last five minutes.
+        unfinished: how many were in flight.
+        lost: how many in flight had found no room in the journal any more.
+        torn: how many records were cut off in the middle, as the last one of a killed process may be.
+        left_out: how many are in the journal and not in the file.
+        reason: why the file is missing or not whole; None otherwise.
+    """
+
+    path: str | None = None
+    finished: int = 0
+    unfinished: int = 0
+    lost: int = 0
+    torn: int = 0
+    left_out: int = 0
+    reason: str | None = None
+
+
+@dataclass
 class Requests:
     """The requests that were saved.
 
     Attributes:
         finished: how many requests had finished within the last five minutes.
         unfinished: how many were in flight.
-        path: the file with all of them, absolute; None when there is none.
+        path: the file with all of them that the server saved (a pickle), absolute; None when there is none.
         reason: why there is none.
+        source: who counted: the server when it saved them (``pickle``), or the ``journal``; None where nobody did.
+        journal: what the journals told; None where the server kept none.
     """
 
     finished: int | None = None
     unfinished: int | None = None
     path: str | None = None
     reason: str | None = "the server did not report its requests"
+    source: Literal["pickle", "journal"] | None = None
+    journal: JournaledRequests | None = None
 
 
 @dataclass

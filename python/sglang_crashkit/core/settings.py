@@ -15,6 +15,7 @@ from pathlib import Path
 SOCKET_VARIABLE = "SGLANG_CRASHKIT_SOCKET"
 SPOOL_VARIABLE = "SGLANG_CRASHKIT_SPOOL"
 LAUNCH_VARIABLE = "SGLANG_CRASHKIT_LAUNCHED"
+JOURNAL_VARIABLE = "SGLANG_CRASHKIT_JOURNAL_FOLDER"
 
 _SOCKET = "handler.sock"
 #: The longest name of a socket in the folder: a pid of 7 digits, a start time, a suffix.
@@ -49,6 +50,12 @@ def read_number(environ: Mapping[str, str], name: str, default: int) -> int:
     return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else default
 
 
+def read_megabytes(environ: Mapping[str, str], name: str, default: float) -> float:
+    """Return variable `name` as mebibytes, 1 to 1024; `default` where it is unset, unreadable or another number."""
+    megabytes = read_seconds(environ, name, default)
+    return megabytes if 1 <= megabytes <= 1024 else default
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the environment asks of the kit.
@@ -71,6 +78,8 @@ class Settings:
             is whole, in seconds.
         native: ``SGLANG_CRASHKIT_NATIVE``; whether native stacks are taken, which stops each process for a moment. None
             where it is not set: of a server that hangs and will be ended for it.
+        journal: ``SGLANG_CRASHKIT_JOURNAL``; no request is written down before a crash when false.
+        journal_mb: ``SGLANG_CRASHKIT_JOURNAL_MB``; how long the journal of one process is, in mebibytes, 1 to 1024.
     """
 
     enabled: bool
@@ -84,6 +93,8 @@ class Settings:
     peer_watch: bool = True
     end_secs: float = 15.0
     native: bool | None = None
+    journal: bool = True
+    journal_mb: float = 64.0
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -99,6 +110,8 @@ class Settings:
             budget_secs=read_seconds(environ, "SGLANG_CRASHKIT_BUDGET_SECS", 20.0),
             photograph_secs=read_seconds(environ, "SGLANG_CRASHKIT_PHOTOGRAPH_SECS", 1.5),
             startup_timeout_secs=read_seconds(environ, "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", 0.0),
+            journal=read_bool(environ, "SGLANG_CRASHKIT_JOURNAL", True),
+            journal_mb=read_megabytes(environ, "SGLANG_CRASHKIT_JOURNAL_MB", 64.0),
             peer_watch=read_bool(environ, "SGLANG_CRASHKIT_PEER_WATCH", True),
             end_secs=read_seconds(environ, "SGLANG_CRASHKIT_END_SECS", 15.0),
             native=_read_native(environ),

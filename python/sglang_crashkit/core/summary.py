@@ -72,10 +72,14 @@ def _peers(incident: Incident) -> Iterator[str]:
 
 
 def _requests(incident: Incident) -> str:
-    requests = incident.requests
-    if requests.path is None:
+    requests, journal = incident.requests, incident.requests.journal
+    counts = f"{requests.finished} finished and {requests.unfinished} unfinished"
+    if requests.path is not None:
+        return f"{counts} in {requests.path}"
+    if requests.source != "journal" or journal is None:
         return f"not saved: {requests.reason}"
-    return f"{requests.finished} finished and {requests.unfinished} unfinished in {requests.path}"
+    lost = f", {journal.lost} more found no room in it" if journal.lost else ""
+    return f"{counts}, from the journal, in {journal.path}{lost} (the server saved none: {requests.reason})"
 
 
 def _state(process: ProcessReport) -> str:

@@ -16,12 +16,14 @@ from pathlib import Path
 
 import setproctitle
 
+from sglang_crashkit.core import journal_place
 from sglang_crashkit.core.armed import HANDLER_PID
 from sglang_crashkit.core.channel import Mailbox
 from sglang_crashkit.core.private_files import write_private
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
+from sglang_crashkit.handler.request_journals import take_in_left_behind
 
 
 def main() -> int:
@@ -32,7 +34,11 @@ def main() -> int:
     parser.add_argument("--host-folder", type=Path, required=True)
     parser.add_argument("--spool", type=Path, required=True)
     parser.add_argument("--runtime", type=Path, required=True)
+    parser.add_argument("--journal", type=Path)
     args = parser.parse_args()
+    if args.journal is not None:
+        # Held until this process ends: a journal that nobody holds was left behind.
+        journal_place.lock(args.journal)
     handler_pid = os.fork()
     if handler_pid:
         # The first child ends at once, and the handler has another parent than the server, which waits for that end:
@@ -49,10 +55,14 @@ def main() -> int:
         level=logging.INFO,
         format="[%(asctime)s crash_handler] %(levelname)s %(message)s",
     )
-    place = Place(host_folder=args.host_folder, spool=args.spool, runtime=args.runtime)
+    place = Place(host_folder=args.host_folder, spool=args.spool, runtime=args.runtime, journal=args.journal)
     mailbox = Mailbox(socket.socket(fileno=args.socket_fd))
     try:
-        CrashHandler(args.server_pid, mailbox, place, Settings.from_environ()).run()
+        handler = CrashHandler(args.server_pid, mailbox, place, Settings.from_environ())
+        # Where the crash folder is on a network, its journals are elsewhere.
+        for folder in {args.host_folder, *([args.journal.parent.parent] if args.journal else [])}:
+            take_in_left_behind(folder, args.host_folder / "incidents")
+        handler.run()
     except ProcessLookupError:
         logging.getLogger(__name__).info("server %d was gone before the handler began", args.server_pid)
         place.clean_up()

@@ -22,6 +22,7 @@ from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.last_resort import LastResort
 from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.handler.place import Place
+from sglang_crashkit.handler.request_journals import RequestJournals
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class CurrentIncident:
         self._settings = settings
         self._outlook = outlook
         self._eyes = eyes
+        self._journals = RequestJournals(place.journal)
         self._waiting: list[Message] = []
         self._awaited = _Awaited()
         self._cores: Cores | None = None
@@ -125,7 +127,8 @@ class CurrentIncident:
             else:
                 for dead in self._eyes.unexplained():
                     self.run.add_exit(dead)
-                break
+                return self.run
+        self._journals.keep()
         return self.run
 
     def join(self, kind: str, trigger: str, process: TrackedProcess, seconds: float) -> IncidentRun | None:
@@ -326,6 +329,7 @@ class CurrentIncident:
                 run.note(time.time(), "shared_memory_removed", names=list(removed))
             with contextlib.suppress(OSError):
                 run.save()
+        self._journals.clean_up(run)
 
     def _ask_server_to_end(self, run: IncidentRun) -> None:
         """Tell the server of a death that it may not have noticed, as its own children would, and see to its end."""
@@ -358,11 +362,13 @@ class CurrentIncident:
     def _write(self, run: IncidentRun) -> None:
         if run.finished:
             return
+        self._journals.add_to(run)
         try:
             run.finish()
         except (OSError, CrashkitError) as error:
             logger.error("incident %s could not be finished: %s", run.path, error)
             run.finished = True
+            self._journals.keep()
 
     def _forget(self) -> None:
         self.run = None

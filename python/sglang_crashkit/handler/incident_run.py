@@ -15,6 +15,7 @@ from sglang_crashkit.core.analysis.verdict import FATAL_SIGNALS, FailureEvent, j
 from sglang_crashkit.core.incident import (
     Evidence,
     Incident,
+    JournaledRequests,
     ProcessReport,
     Requests,
     ServerInfo,
@@ -79,7 +80,7 @@ class IncidentRun:
             id=new_id(),
             kind=kind,
             trigger=Trigger(trigger, iso_time(seconds), process.pid, process.title),
-            server=_server_info(tree.root.pid),
+            server=server_info(tree.root.pid),
         )
         self._folder = IncidentFolder(incidents, kind, self.incident.id, seconds)
 
@@ -246,8 +247,17 @@ class IncidentRun:
             unfinished=_count(fields.get("unfinished")),
             path=str(path) if path else None,
             reason=reason,
+            source="pickle" if path else None,
         )
         self.note(time.time(), "requests_saved" if path else "requests_not_saved", reason=reason, path=path)
+
+    def set_journal(self, told: JournaledRequests) -> None:
+        """Take in what the request journals told; they count where the server did not."""
+        requests = self.incident.requests
+        requests.journal = told
+        if requests.source is None and told.path:
+            requests.finished, requests.unfinished, requests.source = told.finished, told.unfinished, "journal"
+        self.note(time.time(), "journal_read", unfinished=told.unfinished, finished=told.finished, reason=told.reason)
 
     def finish(self) -> Path:
         """Judge, write, and give the folder its final name, which is returned.
@@ -296,7 +306,8 @@ class IncidentRun:
         return report
 
 
-def _server_info(pid: int) -> ServerInfo:
+def server_info(pid: int) -> ServerInfo:
+    """Describe the server `pid` of this installation."""
     try:
         sglang_version = metadata.version("sglang")
     except metadata.PackageNotFoundError:

@@ -18,11 +18,13 @@ class Place:
         host_folder: the host's folder in the crash folder; incidents go below it.
         spool: where failing ranks leave their records.
         runtime: the folder of the socket, removed at the end.
+        journal: the folder of the server's request journals; None where it keeps none.
     """
 
     host_folder: Path
     spool: Path
     runtime: Path
+    journal: Path | None = None
 
     def record_of(self, message: Message) -> Path | None:
         """Return the record that a failing rank says it left; None where it is none of the spool's."""

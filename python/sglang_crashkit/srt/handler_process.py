@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from sglang_crashkit.core import channel, procfs, settings
+from sglang_crashkit.core.journal_place import is_safe_to_map, journal_folder
 from sglang_crashkit.core.private_files import make_private_folder
 from sglang_crashkit.errors import CrashkitError
 
@@ -24,7 +25,7 @@ _MAX_LOG_BYTES = 1 << 20
 
 
 def start(crash_folder: str | None) -> None:
-    """Start the handler, and let this process and its children find it by two environment variables.
+    """Start the handler, and let this process and its children find it by environment variables.
 
     Its standard streams are its own, and it holds none of the server's descriptors but the socket: a program that reads
     the server's output sees its end when the server ends.
@@ -46,6 +47,7 @@ def start(crash_folder: str | None) -> None:
     if os.environ.get(settings.SOCKET_VARIABLE) == str(socket_path) and channel.is_reachable(str(socket_path)):
         return
     host_folder, spool = _make_folders(crash_folder, f".spool-{pid}-{stat.start_ticks}")
+    journal = _make_journal_folder(host_folder, pid, stat.start_ticks) if crash_folder else None
     for folder in (runtime.parent.parent, runtime.parent):
         make_private_folder(folder)
     shutil.rmtree(runtime, ignore_errors=True)
@@ -58,7 +60,7 @@ def start(crash_folder: str | None) -> None:
                 "host-folder": host_folder,
                 "spool": spool,
                 "runtime": runtime,
-            }
+            } | ({"journal": journal} if journal else {})
             # The child forks the handler and ends at once: this waits for an interpreter's start, not for the handler.
             subprocess.run(
                 [sys.executable, "-m", "sglang_crashkit.handler", *(f"--{k}={v}" for k, v in options.items())],
@@ -75,11 +77,17 @@ def start(crash_folder: str | None) -> None:
             )
     except BaseException:
         shutil.rmtree(runtime, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            spool.rmdir()
+        for made in (spool, journal):
+            with contextlib.suppress(OSError):
+                if made is not None:
+                    made.rmdir()
         raise
     os.environ[settings.SOCKET_VARIABLE] = str(socket_path)
     os.environ[settings.SPOOL_VARIABLE] = str(spool)
+    # One that is set already is that of the server which started this one.
+    os.environ.pop(settings.JOURNAL_VARIABLE, None)
+    if journal is not None:
+        os.environ[settings.JOURNAL_VARIABLE] = str(journal)
     logger.info("crash kit: incidents of this server go to %s", host_folder / "incidents")
 
 
@@ -104,6 +112,27 @@ def _make_folders(crash_folder: str | None, spool_name: str) -> tuple[Path, Path
             )
             failure = error
     raise failure
+
+
+def _make_journal_folder(host_folder: Path, pid: int, start_ticks: int) -> Path | None:
+    """Return the folder of this server's request journals, on a file system where writing them is no risk."""
+    if not settings.Settings.from_environ().journal:
+        return None
+    for place in (host_folder, settings.fallback_folder() / host_folder.name):
+        try:
+            make_private_folder(place)
+            if is_safe_to_map(place):
+                folder = journal_folder(place, pid, start_ticks)
+                make_private_folder(folder.parent)
+                return make_private_folder(folder)
+        except (OSError, CrashkitError) as error:
+            logger.warning("crash kit: no request journal below %s: %s", place, error)
+    logger.warning(
+        "crash kit: neither %s nor the temporary folder is on a local disk: no request journal; "
+        "next: set TMPDIR to a folder on one",
+        host_folder,
+    )
+    return None
 
 
 def _environment() -> dict[str, str]:

@@ -105,3 +105,15 @@ def test_native_stacks_are_wanted_or_not_or_left_to_the_case(value: str | None, 
 def test_a_number_is_read_or_the_default_is_taken(value: str, expected: int) -> None:
     assert settings.read_number({"N": value}, "N", 7) == expected
     assert settings.read_number({}, "N", 7) == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "megabytes"), [("1", 1.0), ("2.5", 2.5), ("1024", 1024.0), ("0", 64.0), ("1025", 64.0), ("much", 64.0)]
+)
+def test_the_size_of_the_journal_is_read(text: str, megabytes: float) -> None:
+    assert Settings.from_environ({"SGLANG_CRASHKIT_JOURNAL_MB": text}).journal_mb == megabytes
+
+
+def test_the_journal_has_its_flag() -> None:
+    assert Settings.from_environ({}).journal
+    assert not Settings.from_environ({"SGLANG_CRASHKIT_JOURNAL": "0"}).journal

@@ -26,7 +26,12 @@ from sglang_crashkit.srt.arming import on_configure_logger
 from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_launch_phase_sigquit
 from sglang_crashkit.srt.hooks import notify, request
 from sglang_crashkit.srt.managers.scheduler import on_parent_told, on_scheduler_exception
-from sglang_crashkit.srt.managers.tokenizer_manager import on_crash_dump, on_sigterm, open_crash_dump
+from sglang_crashkit.srt.managers.tokenizer_manager import (
+    on_crash_dump,
+    on_request_states,
+    on_sigterm,
+    open_crash_dump,
+)
 from sglang_crashkit.srt.utils.common import on_kill_process_tree
 from sglang_crashkit.srt.utils.cudacore_pyspy_dump_utils import on_pyspy_dump
 from sglang_crashkit.srt.utils.watchdog import on_watchdog_timeout
@@ -250,6 +255,15 @@ def obey(line: str, options: dict[str, Any]) -> None:
         answer("done")
     elif verb == "dump_ended":
         answer((request("crash_dump_ended", 20.0, workers=2) or {}).get("path"))
+    elif verb == "ask":
+        rid, text = argument.split(" ", 1)
+        request_state = SimpleNamespace(finished=False, obj=SimpleNamespace(rid=rid, text=text))
+        options["manager"].rid_to_state[rid] = request_state
+        answer("done")
+    elif verb == "answer":
+        options["manager"].rid_to_state[argument].finished = True
+        del options["manager"].rid_to_state[argument]
+        answer("done")
     elif verb == "join":
         os.waitpid(children[argument][0], 0)
     elif verb == "leave":
@@ -284,6 +298,10 @@ def main(options: dict[str, Any]) -> None:
     if options.get("catches_sigterm", True):
         signal.signal(signal.SIGTERM, sigterm)
     on_engine_launch(SimpleNamespace(crash_dump_folder=options["crash_folder"]))
+    if options.get("journals"):
+        manager.rid_to_state = {}
+        on_request_states(manager)
+    options["manager"] = manager
     for title in ("sglang::scheduler_TP0", "sglang::scheduler_TP1", "sglang::detokenizer"):
         start_child(title)
     if options.get("started", not options.get("launching")):

@@ -83,6 +83,8 @@ def test_a_killed_rank_makes_one_whole_incident(start_server: Start) -> None:
         "unfinished": 1,
         "path": str(server.crash_folder / HOST / "crash_dump.pkl"),
         "reason": None,
+        "source": "pickle",
+        "journal": None,
     }
     assert Path(document["requests"]["path"]).read_bytes() == b"requests"
     verdict = document["verdict"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.settings import LAUNCH_VARIABLE, SOCKET_VARIABLE, SPOOL_VARIABLE
+from sglang_crashkit.core.settings import JOURNAL_VARIABLE, LAUNCH_VARIABLE, SOCKET_VARIABLE, SPOOL_VARIABLE
 from sglang_crashkit.srt import crash_exit
 from unit.waiting import LONG
 
@@ -67,7 +67,7 @@ def short_folder() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def without_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (SOCKET_VARIABLE, SPOOL_VARIABLE, LAUNCH_VARIABLE):
+    for name in (SOCKET_VARIABLE, SPOOL_VARIABLE, LAUNCH_VARIABLE, JOURNAL_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
 

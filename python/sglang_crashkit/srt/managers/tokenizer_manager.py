@@ -22,6 +22,7 @@ from sglang_crashkit.srt.hooks import never_raises, notify, request
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 from sglang_crashkit.srt.on_traceback import prompts_of
 from sglang_crashkit.srt.redaction import redact, redact_dump
+from sglang_crashkit.srt.request_journal import JournaledStates, open_journal
 from sglang_crashkit.srt.utils.common import end_after_crash
 from sglang_crashkit.srt.utils.cudacore_pyspy_dump_utils import diagnose_schedulers
 
@@ -62,6 +63,20 @@ def on_crash_dump_without_diagnostics(dump: Method) -> Method:
     The diagnostics follow it here, also where there is no crash handler and no crash folder.
     """
     return _wrap(dump, has_diagnostics=False)
+
+
+@never_raises
+def on_request_states(manager: Any) -> None:
+    """Note from now on in the request journal what enters and leaves ``TokenizerManager.rid_to_state``.
+
+    Without ``--crash-dump-folder``, or where ``SGLANG_CRASHKIT_JOURNAL`` is false, there is no journal.
+
+    Args:
+        manager: the ``TokenizerManager`` with its dictionary.
+    """
+    journal = open_journal() if getattr(manager, "crash_dump_folder", None) else None
+    if journal is not None:
+        manager.rid_to_state = JournaledStates(manager.rid_to_state, journal)
 
 
 @never_raises

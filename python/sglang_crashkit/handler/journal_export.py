@@ -1,0 +1,103 @@
+"""Put what request journals hold into an incident, readable without SGLang: one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
+
+from sglang_crashkit.core.incident import JournaledRequests, iso_time
+from sglang_crashkit.core.journal import JournaledRequest, JournalReader
+from sglang_crashkit.core.journal_place import writer_of
+from sglang_crashkit.core.private_files import create_private, make_private_folder
+from sglang_crashkit.core.ring import RingError
+from sglang_crashkit.errors import CrashkitError
+
+logger = logging.getLogger(__name__)
+
+FILE = "requests/requests.jsonl"
+
+
+def export_requests(rings: Sequence[Path], folder: Path, timeout_secs: float) -> JournaledRequests:
+    """Write the requests of `rings` to ``requests/requests.jsonl`` in `folder`, the unfinished ones first.
+
+    Each line has ``rid``, ``state`` (``unfinished``, ``finished``, or ``dropped``: it ended without an answer),
+    ``arrived`` and ``ended`` (UTC), ``pid`` of the process that took it in, ``text`` or ``input_ids``,
+    ``sampling_params``, and what else the request asked for; ``omitted`` describes what was not kept.
+
+    Args:
+        rings: the journals.
+        folder: the incident's folder.
+        timeout_secs: what is not written within this time, in seconds, is left out and counted.
+    """
+    deadline = time.monotonic() + timeout_secs
+    result = JournaledRequests()
+    with ExitStack() as opened:
+        readers: list[tuple[int, JournalReader]] = []
+        problems = []
+        for ring in rings:
+            try:
+                readers.append((writer_of(ring), opened.enter_context(JournalReader(ring))))
+            except RingError as error:
+                problems.append(error.message)
+        result.lost = sum(reader.lost for _pid, reader in readers)
+        result.torn = sum(reader.torn for _pid, reader in readers)
+        try:
+            make_private_folder((folder / FILE).parent)
+            (folder / FILE).unlink(missing_ok=True)
+            with create_private(folder / FILE) as file:
+                _write_all(readers, file, result, deadline)
+                file.flush()
+                os.fsync(file.fileno())
+            result.path = FILE
+        except (OSError, CrashkitError) as error:
+            problems.append(f"{FILE}: {error}")
+        if result.left_out:
+            problems.append(f"{result.left_out} requests could not be read, or not within {timeout_secs:g} s")
+    result.reason = "; ".join(problems) or None
+    return result
+
+
+def _write_all(
+    readers: Sequence[tuple[int, JournalReader]], file: BinaryIO, result: JournaledRequests, deadline: float
+) -> None:
+    for pid, reader, request in _in_order(readers):
+        if time.monotonic() > deadline:
+            result.left_out += 1
+            continue
+        state = "finished" if request.finished else "unfinished" if request.ended is None else "dropped"
+        try:
+            line = _line_of(reader, request, state, pid)
+        except (ValueError, RecursionError):
+            # What a user sent may be nested as deep as its writer could just follow.
+            result.left_out += 1
+            continue
+        if line is not None:
+            file.write(line)
+            result.finished += state == "finished"
+            result.unfinished += state == "unfinished"
+
+
+def _line_of(reader: JournalReader, request: JournaledRequest, state: str, pid: int) -> bytes | None:
+    fields = reader.load(request)
+    # A server that lives may have overwritten it meanwhile; a health check that was answered is of no account.
+    if fields is None or (request.ended is not None and fields.get("log_metrics") is False):
+        return None
+    ended = None if request.ended is None else iso_time(request.ended)
+    head = {"rid": fields.pop("rid", None), "state": state, "arrived": iso_time(request.arrived), "ended": ended}
+    return json.dumps({**head, "pid": pid, **fields}).encode() + b"\n"
+
+
+def _in_order(
+    readers: Sequence[tuple[int, JournalReader]],
+) -> Iterator[tuple[int, JournalReader, JournaledRequest]]:
+    for has_ended in (False, True):
+        for pid, reader in readers:
+            for request in reader.requests:
+                if (request.ended is not None) == has_ended:
+                    yield pid, reader, request

@@ -1,0 +1,131 @@
+"""The request journals of a server: read for an incident, removed with the server, found when left behind."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_crashkit.core import journal_place
+from sglang_crashkit.core.incident import Incident, Requests, Trigger, Verdict, iso_time
+from sglang_crashkit.core.incident_store import IncidentFolder, new_id
+from sglang_crashkit.core.private_files import create_private, make_private_folder
+from sglang_crashkit.core.summary import format_summary
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.incident_run import IncidentRun, server_info
+from sglang_crashkit.handler.journal_export import export_requests
+
+logger = logging.getLogger(__name__)
+
+#: The longest that an incident waits for its journal, in seconds: a full ring of 64 MiB takes about two.
+_EXPORT_SECS = 3.0
+
+
+class RequestJournals:
+    """The journals of the server at hand.
+
+    Args:
+        folder: the server's folder of journals; None where it keeps none.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._is_incomplete = False
+        self._stays = False
+
+    def add_to(self, run: IncidentRun) -> None:
+        """Put what the journals hold now into an incident that is about to be finished."""
+        rings = journal_place.rings_in(self._folder) if self._folder else []
+        if not rings:
+            return
+        told = export_requests(rings, run.path, _EXPORT_SECS)
+        run.set_journal(told)
+        self._is_incomplete = told.reason is not None
+
+    def keep(self) -> None:
+        """Leave the journals where they are: the incident could not be written, and the next start may."""
+        self._stays = True
+
+    def clean_up(self, run: IncidentRun | None) -> None:
+        """Remove the journals of a server that is gone; what an incident could not take in goes to it as it is."""
+        if self._folder is None or self._stays:
+            return
+        is_needed = run is not None and self._is_incomplete
+        if run is None or not is_needed or _move(journal_place.rings_in(self._folder), run.path):
+            journal_place.remove(self._folder)
+
+
+def take_in_left_behind(host_folder: Path, incidents: Path | None = None) -> list[Path]:
+    """Make an incident of the journals that a server left whose crash handler was killed, too.
+
+    Args:
+        host_folder: the host's folder that the journals are in.
+        incidents: where the incidents go; those of `host_folder` by default.
+
+    Returns:
+        The incidents' folders; a journal without requests is removed and gives none.
+    """
+    made = []
+    for folder in journal_place.left_behind(host_folder):
+        held = journal_place.lock(folder)
+        try:
+            incident = _make_incident(folder, incidents or host_folder / "incidents")
+        except (OSError, CrashkitError) as error:
+            logger.error("the request journal %s was left behind and stays: %s", folder, error)
+        else:
+            made += [incident] if incident else []
+        finally:
+            journal_place.unlock(held)
+    return made
+
+
+def _make_incident(folder: Path, incidents: Path) -> Path | None:
+    rings = journal_place.rings_in(folder)
+    seconds = max((ring.stat().st_mtime for ring in rings), default=time.time())
+    pid = int(folder.name.split("-")[0])
+    incident = Incident(
+        id=new_id(),
+        kind="left_behind",
+        trigger=Trigger("journal_found", iso_time(time.time()), pid, "server"),
+        server=server_info(pid),
+    )
+    target = IncidentFolder(incidents, incident.kind, incident.id, seconds)
+    told = export_requests(rings, target.path, _EXPORT_SECS)
+    if told.reason is None and not told.finished + told.unfinished:
+        target.discard()
+        journal_place.remove(folder)
+        return None
+    incident.requests = Requests(
+        finished=told.finished,
+        unfinished=told.unfinished,
+        source="journal",
+        reason="the server and its crash handler ended before they were saved",
+        journal=told,
+    )
+    text = f"server {pid} and its crash handler ended without a word; its requests were in its journal"
+    incident.verdict = Verdict("unknown", None, "unknown", text)
+    incident.complete = True
+    target.save(incident, format_summary(incident))
+    is_moved = told.reason is None or _move(rings, target.path)
+    path = target.publish()
+    if is_moved:
+        journal_place.remove(folder)
+    logger.warning("%s: %s", text, path)
+    return path
+
+
+def _move(rings: Sequence[Path], incident: Path) -> bool:
+    """Move rings into an incident, also from another file system; say whether all of them are there."""
+    for ring in rings:
+        target = incident / "requests" / ring.name
+        try:
+            make_private_folder(target.parent)
+            with ring.open("rb") as source, create_private(target) as copy:
+                shutil.copyfileobj(source, copy)
+            ring.unlink()
+        except (OSError, CrashkitError) as error:
+            logger.error("the request journal %s could not be moved to %s: %s", ring, target, error)
+            return False
+    return True

@@ -1,0 +1,191 @@
+"""What a two-rank server was asked to do is in the incident, also where its main process was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.scenario import EXIT_TIMEOUT_S, Wreck, wreck
+from lanelib.lanes import Lane, ensure_lane
+from lanelib.servers import Server
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
+
+SECRET = "sk-canary-4f1c7a90"
+PROMPT = "the canary prompt of the journal"
+IDS = list(range(5, 105))
+SAMPLING = {"temperature": 0.25, "top_p": 0.5, "max_new_tokens": 3500, "stop": ["</never>"], "ignore_eos": True}
+
+
+#: Loads the dump as upstream's scripts/playground/replay_request_dump.py does, and says what that would send.
+READ_PICKLE = """
+import json, pickle, sys
+from dataclasses import asdict
+data = pickle.load(open(sys.argv[1], "rb"))
+records = data["requests"]
+records.sort(key=lambda record: record[-2])
+replayed = []
+for request, output, start_time, end_time in records:
+    body = asdict(request)
+    replayed.append({name: body[name] for name in ("text", "stream", "sampling_params", "rid")})
+print(json.dumps({"keys": sorted(data), "shapes": [len(record) for record in records], "requests": replayed}))
+"""
+
+
+@dataclass(frozen=True)
+class Left:
+    """What was left of a server, and the requests of the incident by id."""
+
+    lane: Lane
+    wreck: Wreck
+    requests: dict[str, dict[str, Any]]
+    rings_before: list[Path]
+    pid: int
+
+
+@pytest.fixture(scope="module", params=["0.5.9", "0.5.12.post1", "0.5.23"])
+def lane(request: pytest.FixtureRequest) -> Lane:
+    return ensure_lane(request.param)
+
+
+@pytest.fixture(scope="module")
+def killed(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
+    """The main process was killed."""
+    folder = tmp_path_factory.mktemp("crash")
+    with serve(lane, folder) as server:
+        yield break_it(lane, server, folder, lambda: os.kill(server.pid, signal.SIGKILL))
+
+
+@pytest.fixture(scope="module")
+def crashed(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
+    """A rank was killed, and the server saved its requests itself."""
+    folder = tmp_path_factory.mktemp("crash")
+    with serve(lane, folder) as server:
+        yield break_it(lane, server, folder, lambda: os.kill(server.pid_of("sglang::scheduler_TP1"), signal.SIGKILL))
+
+
+@contextlib.contextmanager
+def serve(lane: Lane, folder: Path) -> Iterator[Server]:
+    arguments = ["--crash-dump-folder", str(folder), "--api-key", SECRET]
+    with Server.start(lane, tp=2, extra_args=arguments) as server:
+        server.wait_ready()
+        yield server
+
+
+def break_it(lane: Lane, server: Server, folder: Path, fault: Callable[[], None]) -> Left:
+    post(server, {"rid": "answered", "input_ids": IDS, "sampling_params": SAMPLING | {"max_new_tokens": 4}})
+    bodies = [
+        {"rid": "text", "text": PROMPT, "sampling_params": SAMPLING, "return_logprob": True},
+        {"rid": "ids", "input_ids": IDS, "sampling_params": SAMPLING, "stream": True},
+        {"rid": ["one", "two"], "text": [PROMPT, PROMPT], "sampling_params": SAMPLING},
+    ]
+    for body in bodies:
+        threading.Thread(target=post, args=(server, body), daemon=True).start()
+    rings: list[Path] = []
+
+    def break_now(_server: Server) -> None:
+        rings.extend(folder.glob("*/journal/*/*.ring"))
+        fault()
+
+    left = wreck(server, folder, break_now, requests=0)
+    told = left.incident["requests"]["journal"]
+    assert told, left.incident["requests"]
+    lines = [json.loads(line) for line in (left.folder / told["path"]).read_text().splitlines()]
+    return Left(lane, left, {line["rid"]: line for line in lines}, rings, server.pid)
+
+
+def post(server: Server, body: dict[str, Any]) -> None:
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {SECRET}"}
+    call = urllib.request.Request(f"{server.url}/generate", json.dumps(body).encode(), headers)
+    # That it is cut off is the point.
+    cut_off = contextlib.suppress(urllib.error.URLError, OSError, ValueError, http.client.HTTPException)
+    with cut_off, urllib.request.urlopen(call, timeout=EXIT_TIMEOUT_S) as answer:
+        answer.read()
+
+
+def test_the_requests_in_flight_have_their_inputs_and_parameters(killed: Left) -> None:
+    found = killed.requests
+    assert {rid for rid, request in found.items() if request["state"] == "unfinished"} == {"text", "ids", "one", "two"}
+    for rid in ("text", "one", "two"):
+        assert found[rid]["text"] == PROMPT
+        assert found[rid]["sampling_params"].items() >= SAMPLING.items()
+    assert found["text"]["return_logprob"] is True
+    assert found["ids"]["input_ids"] == IDS
+    assert found["ids"]["stream"] is True
+    assert {request["pid"] for request in found.values()} == {killed.pid}
+    assert all(request["ended"] is None for request in found.values() if request["state"] == "unfinished")
+
+
+def test_the_requests_that_were_answered_lately_are_there_too(killed: Left) -> None:
+    answered = killed.requests["answered"]
+    assert (answered["state"], answered["input_ids"]) == ("finished", IDS)
+    assert answered["arrived"] < answered["ended"]
+
+
+def test_the_incident_says_where_the_requests_come_from(killed: Left) -> None:
+    requests = killed.wreck.incident["requests"]
+    assert (requests["source"], requests["finished"], requests["unfinished"], requests["path"]) == (
+        "journal",
+        1,
+        4,
+        None,
+    )
+    journal = requests["journal"]
+    assert (journal["lost"], journal["left_out"], journal["reason"]) == (0, 0, None)
+    assert "1 finished and 4 unfinished, from the journal" in (killed.wreck.folder / "summary.md").read_text()
+
+
+def test_the_ring_goes_with_the_server(killed: Left) -> None:
+    assert [ring.name.split("-")[0] for ring in killed.rings_before] == [str(killed.pid)]
+    assert not list(killed.wreck.crash_folder.glob("*/journal/*"))
+    assert killed.wreck.left == []
+
+
+def test_prompts_are_below_requests_only_and_the_key_is_nowhere(killed: Left) -> None:
+    for path in killed.wreck.crash_folder.rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
+        if path.is_file():
+            content = path.read_bytes()
+            assert SECRET.encode() not in content, path
+            assert PROMPT.encode() not in content or path.parent.name == "requests", path
+
+
+def test_the_server_counts_what_the_journal_counts(crashed: Left) -> None:
+    requests = crashed.wreck.incident["requests"]
+    assert requests["source"] == "pickle"
+    assert (requests["finished"], requests["unfinished"]) == (1, 4)
+    assert (requests["journal"]["finished"], requests["journal"]["unfinished"]) == (1, 4)
+
+
+def test_the_dump_is_what_upstreams_replay_script_reads(crashed: Left) -> None:
+    path = crashed.wreck.incident["requests"]["path"]
+    read = subprocess.run(
+        [crashed.lane.python, "-c", READ_PICKLE, path],
+        env=crashed.lane.serve_env(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    content = json.loads(read.stdout.splitlines()[-1])
+    assert {"server_args", "requests", "launch_command"} <= set(content["keys"])
+    assert content["shapes"] == [4] * 5
+    # What the journal keeps is what upstream would send again.
+    for request in content["requests"]:
+        ours = crashed.requests[request["rid"]]
+        assert ours.get("text") == request["text"]
+        assert ours.get("stream", False) == request["stream"]
+        assert ours["sampling_params"] == request["sampling_params"]

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit.core.journal import JournalWriter
+from sglang_crashkit.handler.journal_export import FILE, export_requests
+
+
+def ring(folder: Path, pid: int) -> JournalWriter:
+    return JournalWriter(folder / f"{pid}-1.ring", 2**20)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+
+
+def test_the_unfinished_requests_of_all_processes_come_first(tmp_path: Path) -> None:
+    for pid in (7, 8):
+        writer = ring(tmp_path, pid)
+        done = writer.begin({"rid": f"done-{pid}"})
+        writer.begin({"rid": f"under-way-{pid}"}, input_ids=[1, 2])
+        dropped = writer.begin({"rid": f"dropped-{pid}"})
+        writer.end(done, finished=True)
+        writer.end(dropped, finished=False)
+        writer.close()
+    told = export_requests(sorted(tmp_path.glob("*.ring")), tmp_path, 30)
+    assert (told.path, told.finished, told.unfinished, told.reason) == (FILE, 2, 2, None)
+    found = lines(tmp_path)
+    assert [(line["rid"], line["pid"], line["state"]) for line in found[:2]] == [
+        ("under-way-7", 7, "unfinished"),
+        ("under-way-8", 8, "unfinished"),
+    ]
+    assert {(line["rid"], line["state"]) for line in found[2:]} == {
+        (f"{rid}-{pid}", state) for rid, state in (("done", "finished"), ("dropped", "dropped")) for pid in (7, 8)
+    }
+    assert found[0]["input_ids"] == [1, 2]
+    assert found[0]["arrived"].endswith("Z")
+
+
+def test_an_answered_health_check_is_left_out_and_one_under_way_is_not(tmp_path: Path) -> None:
+    writer = ring(tmp_path, 7)
+    writer.end(writer.begin({"rid": "answered", "log_metrics": False}), finished=True)
+    writer.begin({"rid": "under way", "log_metrics": False})
+    writer.close()
+    told = export_requests([writer.path], tmp_path, 30)
+    assert (told.finished, told.unfinished) == (0, 1)
+    assert [line["rid"] for line in lines(tmp_path)] == ["under way"]
+
+
+def test_what_does_not_fit_in_the_time_is_counted(tmp_path: Path) -> None:
+    writer = ring(tmp_path, 7)
+    for number in range(5):
+        writer.begin({"rid": str(number)})
+    writer.close()
+    told = export_requests([writer.path], tmp_path, -1)
+    assert (told.left_out, told.unfinished, told.path) == (5, 0, FILE)
+    assert told.reason == "5 requests could not be read, or not within -1 s"
+
+
+def test_a_request_that_is_nested_too_deep_does_not_hide_the_others(tmp_path: Path) -> None:
+    writer = ring(tmp_path, 7)
+    deep: list[Any] = []
+    for _ in range(900):
+        deep = [deep]
+    writer.begin({"rid": "deep", "sampling_params": {"custom_params": deep}})
+    writer.begin({"rid": "flat"})
+    writer.close()
+    limit = sys.getrecursionlimit()
+    # The writer had more room than the reader has.
+    sys.setrecursionlimit(600)
+    try:
+        told = export_requests([writer.path], tmp_path, 30)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert [line["rid"] for line in lines(tmp_path)] == ["flat"]
+    assert (told.left_out, told.unfinished) == (1, 1)
+
+
+def test_a_ring_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+    writer = ring(tmp_path, 7)
+    writer.begin({"rid": "a"})
+    writer.close()
+    (tmp_path / "8-1.ring").write_bytes(b"rubbish")
+    told = export_requests(sorted(tmp_path.glob("*.ring")), tmp_path, 30)
+    assert told.unfinished == 1
+    assert told.reason is not None
+    assert "8-1.ring is no ring" in told.reason
+
+
+def test_a_folder_that_somebody_else_prepared_is_named_and_not_used(tmp_path: Path) -> None:
+    writer = ring(tmp_path, 7)
+    writer.begin({"rid": "a"})
+    writer.close()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "requests").symlink_to(tmp_path / "elsewhere")
+    told = export_requests([writer.path], tmp_path, 30)
+    assert told.path is None
+    assert told.reason is not None
+    assert "is not a folder" in told.reason
+    assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.core.journal import JournalReader, JournalWriter
+from sglang_crashkit.core.settings import JOURNAL_VARIABLE
+from sglang_crashkit.srt.managers.tokenizer_manager import on_request_states
+from sglang_crashkit.srt.request_journal import JournaledStates, open_journal, read_request
+
+
+@dataclass
+class GenerateReqInput:
+    """Fields of SGLang's own that tell the cases apart."""
+
+    rid: str | None = None
+    text: str | None = None
+    input_ids: list[int] | None = None
+    image_data: Any = None
+    sampling_params: dict[str, Any] | None = None
+    stream: bool = False
+    log_metrics: bool = True
+    no_logs: bool = False
+    routed_experts_start_len: int = 0
+    external_trace_header: dict[str, str] | None = None
+    watermark: Any = None
+    brand_new: Any = field(default=None)
+
+
+def state(rid: str, **fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(finished=False, obj=GenerateReqInput(rid=rid, **fields))
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[JournalWriter]:
+    writer = JournalWriter(tmp_path / "7-1.ring", 2**20)
+    yield writer
+    writer.close()
+
+
+@pytest.fixture
+def states(journal: JournalWriter) -> JournaledStates:
+    return JournaledStates({}, journal)
+
+
+def told(journal: JournalWriter) -> dict[str, str]:
+    with JournalReader(journal.path) as reader:
+        return {
+            str((reader.load(request) or {})["rid"]): "finished"
+            if request.finished
+            else "unfinished"
+            if request.ended is None
+            else "dropped"
+            for request in reader.requests
+        }
+
+
+def test_what_enters_has_begun_and_what_leaves_has_ended(states: JournaledStates, journal: JournalWriter) -> None:
+    for rid in "abcdefg":
+        states[rid] = state(rid)
+    states["a"].finished = True
+    del states["a"]
+    assert states.pop("b").obj.rid == "b"
+    assert states.pop("nobody", None) is None
+    with pytest.raises(KeyError):
+        states.pop("nobody")
+    with pytest.raises(KeyError):
+        del states["nobody"]
+    assert states.popitem()[0] == "g"
+    states.update({"h": state("h")})
+    states |= {"i": state("i")}
+    assert states.setdefault("j", state("j")) is states["j"]
+    assert states.setdefault("j", state("k")).obj.rid == "j"
+    assert list(states) == ["c", "d", "e", "f", "h", "i", "j"]
+    ended = {"a": "finished", "b": "dropped", "g": "dropped"}
+    assert told(journal) == dict.fromkeys("cdefhij", "unfinished") | ended
+    states.clear()
+    assert states == {}
+    assert set(told(journal).values()) == {"finished", "dropped"}
+
+
+def test_a_request_id_may_come_back(states: JournaledStates, journal: JournalWriter) -> None:
+    states["a"] = state("a", text="first")
+    states["a"].finished = True
+    states["a"] = state("a", text="second")
+    states["a"] = states["a"]
+    with JournalReader(journal.path) as reader:
+        found = [(reader.load(request) or {}, request.finished) for request in reader.requests]
+    assert [(request["text"], finished) for request, finished in found] == [("second", False), ("first", True)]
+
+
+def test_those_that_were_there_before_are_noted_too(journal: JournalWriter) -> None:
+    assert JournaledStates({"a": state("a")}, journal).keys() == {"a"}
+    assert told(journal) == {"a": "unfinished"}
+
+
+def test_a_journal_that_breaks_is_switched_off_with_one_warning(
+    states: JournaledStates, journal: JournalWriter, caplog: pytest.LogCaptureFixture
+) -> None:
+    states["a"] = state("a")
+    journal.close()
+    for rid in "bcd":
+        states[rid] = state(rid)
+    del states["a"]
+    assert list(states) == ["b", "c", "d"]
+    assert caplog.text.count("the request journal is switched off") == 1
+
+
+def test_a_request_of_another_shape_does_not_hide_the_others(states: JournaledStates, journal: JournalWriter) -> None:
+    states["a"] = object()
+    states["b"] = state("b")
+    assert told(journal) == {"a": "unfinished", "b": "unfinished"}
+
+
+def test_requests_without_room_are_warned_of_once(
+    states: JournaledStates, journal: JournalWriter, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(200):
+        states[str(number)] = state(str(number), text="x" * 10_000)
+    assert journal.lost > 1
+    assert caplog.text.count("SGLANG_CRASHKIT_JOURNAL_MB") == 1
+
+
+def test_defaults_are_left_out_and_the_rest_is_kept() -> None:
+    request = GenerateReqInput(
+        rid="a", text="prompt", sampling_params={"temperature": 0.5}, stream=True, routed_experts_start_len=3
+    )
+    request.is_single, request.batch_size = True, 1  # type: ignore[attr-defined]
+    fields, text, input_ids = read_request(request)
+    assert (text, input_ids) == ("prompt", None)
+    assert fields == {
+        "kind": "GenerateReqInput",
+        "rid": "a",
+        "sampling_params": {"temperature": 0.5},
+        "stream": True,
+        "routed_experts_start_len": 3,
+    }
+    assert read_request(GenerateReqInput(log_metrics=False))[0] == {"kind": "GenerateReqInput", "log_metrics": False}
+
+
+def test_large_inputs_and_unknown_fields_are_described() -> None:
+    request = GenerateReqInput(rid="a", image_data=["x" * 50_000, "y" * 50_000], brand_new={"a": 1})
+    assert read_request(request)[0]["omitted"] == {"image_data": "list of 2, 100000 characters", "brand_new": "dict"}
+
+
+def test_secrets_are_taken_out() -> None:
+    params = {"max_new_tokens": 3, "watermark_key": "s3cret", "custom_params": {"api_key": "s3cret", "seed": 1}}
+    request = GenerateReqInput(
+        sampling_params=params, external_trace_header={"x": "s3cret"}, watermark={"key": "s3cret"}
+    )
+    fields = read_request(request)[0]
+    assert "s3cret" not in json.dumps(fields)
+    assert fields["sampling_params"]["custom_params"] == {"api_key": "<redacted>", "seed": 1}
+    assert params["watermark_key"] == "s3cret"
+
+
+def test_a_request_that_asks_for_no_logs_keeps_its_prompt_to_itself() -> None:
+    fields, text, input_ids = read_request(GenerateReqInput(rid="a", text="private", input_ids=[1], no_logs=True))
+    assert (text, input_ids) == (None, None)
+    assert fields["omitted"] == dict.fromkeys(("text", "input_ids"), "withheld: the request asks for no logs")
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder", "is_on"),
+    [
+        ({}, True, True),
+        ({"SGLANG_CRASHKIT_JOURNAL": "0"}, True, False),
+        ({"SGLANG_CRASHKIT_ENABLED": "0"}, True, False),
+        ({}, False, False),
+    ],
+)
+def test_the_manager_keeps_a_journal_where_one_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], folder: bool, is_on: bool
+) -> None:
+    monkeypatch.setenv("SGLANG_CRASHKIT_JOURNAL_MB", "2")
+    monkeypatch.setenv(JOURNAL_VARIABLE, str(tmp_path))
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    before: dict[str, Any] = {"a": state("a")}
+    manager = SimpleNamespace(crash_dump_folder="/crash" if folder else None, rid_to_state=before)
+    on_request_states(manager)
+    assert manager.rid_to_state == before
+    assert isinstance(manager.rid_to_state, JournaledStates) == is_on
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == ([2 * 2**20] if is_on else [])
+
+
+def test_two_managers_in_one_process_have_a_ring_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CRASHKIT_JOURNAL_MB", "1")
+    monkeypatch.setenv(JOURNAL_VARIABLE, str(tmp_path))
+    opened = [open_journal(), open_journal()]
+    assert len(list(tmp_path.iterdir())) == 2
+    for journal in opened:
+        assert journal is not None
+        journal.close()
+
+
+def test_a_journal_that_cannot_be_made_leaves_the_server_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(JOURNAL_VARIABLE, str(tmp_path / "gone"))
+    states: dict[str, Any] = {}
+    manager = SimpleNamespace(crash_dump_folder="/crash", rid_to_state=states)
+    on_request_states(manager)
+    assert manager.rid_to_state is states
+    assert caplog.text.count("cannot be reserved") >= 1
