@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import setproctitle
 
-from sglang_crashkit.core import oom
+from sglang_crashkit.core import oom, procfs
 from sglang_crashkit.core.readiness import Readiness, StartupError
 from sglang_crashkit.core.startup_report import Member
 from unit.waiting import LONG, descriptors, wait_until
@@ -257,6 +257,8 @@ def test_a_rank_that_reports_failure_is_told(start):
 def test_silence_is_reported_while_waiting_and_then_less_often(start):
     ranks = start()
     ranks.ready(0)
+    silent = ranks.processes[1].pid
+    wait_until(lambda: procfs.read_title(silent) == "sglang::scheduler_TP1", "the silent rank has its title")
     heard: list[tuple[float, str]] = []
 
     def note(text: str) -> None:
@@ -264,11 +266,11 @@ def test_silence_is_reported_while_waiting_and_then_less_often(start):
         if len(heard) == 3:
             ranks.ready(1)
 
-    ranks.wait(on_silence=note, first_report_secs=0.2)
+    ranks.wait(on_silence=note, first_report_secs=0.4)
     assert len(heard) == 3
     text = heard[0][1]
     assert "1 of 2" in text
-    assert f"Rank 1 scheduler (sglang::scheduler_TP1, pid {ranks.processes[1].pid}): S (sleeping)" in text
+    assert f"Rank 1 scheduler (sglang::scheduler_TP1, pid {silent}): S (sleeping)" in text
     assert text.endswith("ready: Rank 0 scheduler")
     assert heard[2][0] - heard[1][0] > heard[1][0] - heard[0][0]
 
