@@ -82,6 +82,9 @@ def title_of(cmdline: Iterable[str], comm: str) -> str:
         return comm
     if "::" in arguments[0]:
         return redact_text(arguments[0].strip()[:_MAX_TITLE])
+    if len(arguments) == 1:
+        # setproctitle, once it was asked anything, may leave the whole command line as one argument.
+        arguments = arguments[0].split() or [comm]
     kept = [Path(arguments[0]).name]
     if not kept[0].startswith(_INTERPRETERS):
         return kept[0][:_MAX_TITLE]

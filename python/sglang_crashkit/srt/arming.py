@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import setproctitle
-
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.armed import DEFAULT_SIGNAL, Armed, ArmedFiles, describe, is_usable, read_handler_pid
 from sglang_crashkit.core.settings import SOCKET_VARIABLE, Settings, read_number, runtime_folder
@@ -89,7 +87,8 @@ def on_tokenizer_worker(worker: type) -> type:
 @never_raises
 def arm_worker() -> None:
     """Arm this process where it is one of SGLang's own workers, by its title, and has a crash handler."""
-    if setproctitle.getproctitle().startswith(_WORKER):
+    # Not setproctitle's own answer: to give it, it rewrites the process's command line.
+    if procfs.read_title(os.getpid()).startswith(_WORKER):
         _arm(takes_over=True)
 
 

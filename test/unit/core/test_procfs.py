@@ -82,6 +82,12 @@ def test_a_stopped_process_is_told_from_a_running_one() -> None:
         (["login", "secret"], "login"),
         (["git", "commit", "-m", "secret"], "git"),
         (["tool", "-m", "secret"], "tool"),
+        (
+            ["python3 -m sglang.launch_server --crash-dump-folder /a/b --api-key secret"],
+            "python3 -m sglang.launch_server",
+        ),
+        (["/opt/tool --key /secret"], "tool"),
+        (["  "], "comm"),
         ([], "comm"),
         ([""], "comm"),
     ],
