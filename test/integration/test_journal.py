@@ -56,7 +56,14 @@ class Left:
     pid: int
 
 
-@pytest.fixture(scope="module", params=["0.5.9", "0.5.12.post1", "0.5.23"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("0.5.9", marks=pytest.mark.matrix),
+        pytest.param("0.5.12.post1", marks=pytest.mark.matrix),
+        "0.5.23",
+    ],
+)
 def lane(request: pytest.FixtureRequest) -> Lane:
     return ensure_lane(request.param)
 
