@@ -196,8 +196,13 @@ def test_two_ranks_killed_at_once_are_one_incident(start_server: Start) -> None:
 
 def test_a_rank_killed_while_another_one_raises_is_one_incident(start_server: Start) -> None:
     server = start_server()
+    assert server.handler is not None
+    # Else the server may have ended before the other rank comes to raise.
+    os.kill(server.handler.pid, signal.SIGSTOP)
     server.kill("scheduler_TP1")
     server.say("tell scheduler_TP0 raise Connection closed by peer")
+    wait_until(lambda: list(server.spool.glob("*")), "the rank has left its record")
+    os.kill(server.handler.pid, signal.SIGCONT)
     document = document_of(server)
     assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
     assert "Connection closed by peer" in document["verdict"]["text"]
