@@ -34,8 +34,11 @@ def run(pipe: str, core: str, seconds: float, *, fraction: float = 1.0, then: st
         fraction: how much of the core is written.
         then: ``hang`` keeps the file open, ``die`` ends the process, when that much is written.
     """
-    os.mkfifo(pipe, 0o600)
-    with Path(pipe).open("rb") as trigger:
+    # It has its reader before it has its name: whoever sees the pipe may write to it.
+    unnamed = Path(f"{pipe}.unnamed")
+    os.mkfifo(unnamed, 0o600)
+    with os.fdopen(os.open(unnamed, os.O_RDWR), "rb", buffering=0) as trigger:
+        unnamed.rename(pipe)
         trigger.read(1)
     data = core_bytes()
     data = data[: int(len(data) * fraction)]

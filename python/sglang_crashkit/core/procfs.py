@@ -93,7 +93,7 @@ def title_of(cmdline: Iterable[str], comm: str) -> str:
             kept += ["-m", arguments[position + 1]]
             break
         if argument == "-c":
-            kept += ["-c", _module_of("".join(arguments[position + 1 : position + 2]))]
+            kept += ["-c", _module_of(" ".join(arguments[position + 1 :]))]
             break
         if not argument.startswith("-"):
             if position == 1 and Path(argument).suffix in {".py", ""} and "=" not in argument:
@@ -104,7 +104,7 @@ def title_of(cmdline: Iterable[str], comm: str) -> str:
 
 def _module_of(code: str) -> str:
     """Return which part of multiprocessing runs this code, or dots."""
-    found = re.match(r"from (multiprocessing\.\w+) import ", code)
+    found = re.match(r"(?:from )?(multiprocessing\.\w+)(?: import |$)", code)
     return found.group(1) if found else "..."
 
 

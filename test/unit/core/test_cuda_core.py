@@ -38,7 +38,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         processes.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        wait_until(lambda: list(tmp_path.glob("corepipe*")), "the driver made its pipe")
+        wait_until(
+            lambda: [p for p in tmp_path.glob("corepipe*") if p.suffix != ".unnamed"], "the driver made its pipe"
+        )
         environ = ENABLED | {"CUDA_COREDUMP_PIPE": pipe or str(written), "CUDA_COREDUMP_FILE": template}
         return CoreRequest(process.pid, environ)
 

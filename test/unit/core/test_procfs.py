@@ -87,6 +87,8 @@ def test_a_stopped_process_is_told_from_a_running_one() -> None:
             "python3 -m sglang.launch_server",
         ),
         (["/opt/tool --key /secret"], "tool"),
+        (["python -c from multiprocessing.spawn import spawn_main; spawn_main()"], "python -c multiprocessing.spawn"),
+        (["python -c multiprocessing.spawn"], "python -c multiprocessing.spawn"),
         (["  "], "comm"),
         ([], "comm"),
         ([""], "comm"),
