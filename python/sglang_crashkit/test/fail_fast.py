@@ -99,7 +99,10 @@ class Watcher:
         """Return the watcher under which all of `processes` are already, None when there is none."""
         wanted = {id(process) for process in processes}
         for watcher in list(cls._active):
-            if wanted and not watcher.stopped.is_set() and wanted <= {id(process) for _, process in watcher._named()}:
+            if not wanted or watcher.stopped.is_set():
+                continue
+            named = watcher._named()
+            if named is not None and wanted <= {id(process) for _, process in named}:
                 return watcher
         return None
 
@@ -153,9 +156,14 @@ class Watcher:
             time.sleep(0.005)
         return self.death
 
-    def _named(self) -> list[tuple[str, Process]]:
-        source = self._source() if callable(self._source) else self._source
-        return [(name, process) for name, process in source if process is not None]
+    def _named(self) -> list[tuple[str, Process]] | None:
+        """Return the processes that are there now; None where the caller's code that lists them raised."""
+        try:
+            source = self._source() if callable(self._source) else self._source
+            return [(name, process) for name, process in source if process is not None]
+        except Exception as error:  # noqa: BLE001 - the caller's code; the processes known so far are watched on
+            logger.warning("crash kit: the watched processes could not be listed: %s", error)
+            return None
 
     def _is_expected(self, held: Held) -> bool:
         return held.ignored or held.name in self._expected
@@ -177,10 +185,8 @@ class Watcher:
                 held.close()
 
     def _refresh(self) -> None:
-        try:
-            named = self._named()
-        except Exception as error:  # noqa: BLE001 - the caller's code; the processes known so far are watched on
-            logger.warning("crash kit: the watched processes could not be listed: %s", error)
+        named = self._named()
+        if named is None:
             return
         present = {id(process) for _, process in named}
         for key in self._held.keys() - present:

@@ -158,6 +158,8 @@ def test_a_list_that_cannot_be_made_ends_no_watch(tmp_path, start):
     wait_until(lambda: watch.watcher._held, "the process is watched")
     broken.set()
     time.sleep(0.2)
+    # Nor does it keep others from being watched.
+    assert Watcher.covering([process]) is None
     process.kill()
     assert watch.death().name == "server"
 
