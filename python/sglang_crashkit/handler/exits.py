@@ -153,4 +153,5 @@ def _has_ended(root: TrackedProcess) -> bool:
     if root.handle.has_exited():
         return True
     stat = procfs.read_stat(root.pid)
-    return stat is not None and stat.state in "ZX" and root.handle.has_exited(_LAST_THREAD_SECS)
+    # Without one it was reaped since the line above.
+    return (stat is None or stat.state in "ZX") and root.handle.has_exited(_LAST_THREAD_SECS)
