@@ -59,9 +59,9 @@ def test_py_spy_is_first_and_asks_nothing_of_the_process(runtime: Path) -> None:
     [
         ("echo Error: Permission denied >&2; exit 1", "Permission denied"),
         ("echo rubbish", "py-spy's output: Expecting value"),
-        ("exec sleep 600", "py-spy did not end within 0.75 s"),
-        ("sleep 600 & sleep 600", "py-spy did not end within 0.75 s"),
-        ("trap '' TERM INT; exec >&- 2>&-; while :; do sleep 1; done", "py-spy did not end within 0.75 s"),
+        ("exec sleep 600", "py-spy did not end within 5 s"),
+        ("sleep 600 & sleep 600", "py-spy did not end within 5 s"),
+        ("trap '' TERM INT; exec >&- 2>&-; while :; do sleep 1; done", "py-spy did not end within 5 s"),
     ],
     ids=["refused", "rubbish", "hangs", "hangs with a child", "hangs and is deaf"],
 )
@@ -73,14 +73,14 @@ def test_whatever_py_spy_does_every_process_gets_its_stack_within_the_time(
         settle_in_lock(held.pid)
         settle(free.pid, "S")
         started = time.monotonic()
-        first, second = capture_all({one.pid: one.start_ticks for one in (free, held)}, runtime, 1.5)
+        first, second = capture_all({one.pid: one.start_ticks for one in (free, held)}, runtime, 10.0)
         # Five times the budget is what a loaded machine may take.
-        assert time.monotonic() - started < 7.5
+        assert time.monotonic() - started < 50.0
     assert (first.source, first.reason.startswith(reason)) == ("in-process", True), first.reason
     assert functions_of(first.threads)[:2] == ["inner_function", "outer_function"]
     assert second.source == "faulthandler"
     assert second.reason.startswith(reason)
-    assert "in-process: no answer within 0.3 s: its interpreter lock is not to be had" in second.reason
+    assert "in-process: no answer within 2 s: its interpreter lock is not to be had" in second.reason
     assert "hold_the_lock" in functions_of(second.threads)
 
 
