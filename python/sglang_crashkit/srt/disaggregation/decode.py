@@ -7,14 +7,13 @@ once and kept in ``connection_pool``. That is so with every transfer backend.
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 from sglang_crashkit.core.peers import Role, WaitingRequest
 from sglang_crashkit.srt.disaggregation.peer_watch import replace_watch
-from sglang_crashkit.srt.disaggregation.view import MOST_REQUESTS, Endpoint, Look
+from sglang_crashkit.srt.disaggregation.view import MOST_REQUESTS, Endpoint, Look, QueueView
 from sglang_crashkit.srt.hooks import never_raises
 
 
@@ -28,7 +27,7 @@ def watch_prefill_servers(queue: Any) -> None:
     replace_watch(PrefillServers(queue))
 
 
-class PrefillServers:
+class PrefillServers(QueueView):
     """The prefill servers as a decode scheduler knows them: by bootstrap address, with the ranks it speaks to.
 
     Args:
@@ -37,14 +36,8 @@ class PrefillServers:
 
     role: Role = "prefill"
 
-    def __init__(self, queue: Any) -> None:
-        self._queue = weakref.ref(queue)
-
-    def look(self) -> Look | None:
-        """See `View.look`."""
-        queue = self._queue()
-        if queue is None:
-            return None
+    def look_at(self, queue: Any) -> Look:
+        """See `QueueView.look_at`."""
         manager = queue.kv_manager
         waiting: dict[str | None, list[WaitingRequest]] = defaultdict(list)
         for entry in _entries(queue):

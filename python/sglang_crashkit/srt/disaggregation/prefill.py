@@ -7,14 +7,13 @@ listens. That is so with every transfer backend.
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 from sglang_crashkit.core.peers import Role, WaitingRequest
 from sglang_crashkit.srt.disaggregation.peer_watch import replace_watch
-from sglang_crashkit.srt.disaggregation.view import MOST_REQUESTS, Endpoint, Look, name_of
+from sglang_crashkit.srt.disaggregation.view import MOST_REQUESTS, Endpoint, Look, QueueView, name_of
 from sglang_crashkit.srt.hooks import never_raises
 
 
@@ -28,7 +27,7 @@ def watch_decode_servers(queue: Any) -> None:
     replace_watch(DecodeServers(queue))
 
 
-class DecodeServers:
+class DecodeServers(QueueView):
     """The decode servers as a prefill scheduler knows them: each rank that registered, by its address.
 
     Args:
@@ -37,14 +36,8 @@ class DecodeServers:
 
     role: Role = "decode"
 
-    def __init__(self, queue: Any) -> None:
-        self._queue = weakref.ref(queue)
-
-    def look(self) -> Look | None:
-        """See `View.look`."""
-        queue = self._queue()
-        if queue is None:
-            return None
+    def look_at(self, queue: Any) -> Look:
+        """See `QueueView.look_at`."""
         manager = queue.kv_manager
         # Copied in one step each: SGLang's own threads add to them.
         registered = dict(getattr(manager, "decode_kv_args_table", {}))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from sglang_crashkit.core.peers import Role, WaitingRequest
 
@@ -41,6 +43,28 @@ class View(Protocol):
 
     def look(self) -> Look | None:
         """Return what is there now; None once there is no such table any more."""
+
+
+class QueueView(ABC):
+    """A `View` of one of SGLang's queues.
+
+    Args:
+        queue: the queue; it is not kept alive.
+    """
+
+    role: Role
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = weakref.ref(queue)
+
+    def look(self) -> Look | None:
+        """See `View.look`."""
+        queue = self._queue()
+        return None if queue is None else self.look_at(queue)
+
+    @abstractmethod
+    def look_at(self, queue: Any) -> Look:
+        """Return what the queue and its ``kv_manager`` know now."""
 
 
 def name_of(endpoint: Endpoint) -> str:
