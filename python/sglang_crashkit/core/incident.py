@@ -145,6 +145,14 @@ class JournaledRequests:
 
 
 @dataclass
+class HandlerInfo:
+    """The crash handler that gathered an incident; pid and start time (clock ticks since boot) identify it."""
+
+    pid: int
+    start_ticks: int
+
+
+@dataclass
 class Requests:
     """The requests that were saved.
 
@@ -205,6 +213,7 @@ class Incident:
     peers: list[LostPeer] = field(default_factory=list)
     timeline: list[dict[str, Any]] = field(default_factory=list)
     verdict: Verdict | None = None
+    handler: HandlerInfo | None = None
     complete: bool = False
     schema_version: int = SCHEMA_VERSION
 

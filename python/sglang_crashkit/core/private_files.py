@@ -81,7 +81,12 @@ def write_private(path: Path, data: bytes, *, sync: bool = False) -> None:
 
 def write_json(path: Path, value: Any, *, sync: bool = False) -> None:
     """Write `value` as indented JSON; see `write_private`."""
-    write_private(path, json.dumps(value, indent=2, default=str).encode() + b"\n", sync=sync)
+    write_private(path, encode_json(value), sync=sync)
+
+
+def encode_json(value: Any) -> bytes:
+    """Return `value` as indented JSON; what has no form in it stands as its text."""
+    return json.dumps(value, indent=2, default=str).encode() + b"\n"
 
 
 def sync_folder(folder: Path) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from sglang_crashkit.core.disk import DiskLimits
 
 SOCKET_VARIABLE = "SGLANG_CRASHKIT_SOCKET"
 SPOOL_VARIABLE = "SGLANG_CRASHKIT_SPOOL"
@@ -80,6 +82,7 @@ class Settings:
             where it is not set: of a server that hangs and will be ended for it.
         journal: ``SGLANG_CRASHKIT_JOURNAL``; no request is written down before a crash when false.
         journal_mb: ``SGLANG_CRASHKIT_JOURNAL_MB``; how long the journal of one process is, in mebibytes, 1 to 1024.
+        disk: what incidents may take of the disk.
     """
 
     enabled: bool
@@ -95,6 +98,7 @@ class Settings:
     native: bool | None = None
     journal: bool = True
     journal_mb: float = 64.0
+    disk: DiskLimits = field(default_factory=DiskLimits)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -115,6 +119,7 @@ class Settings:
             peer_watch=read_bool(environ, "SGLANG_CRASHKIT_PEER_WATCH", True),
             end_secs=read_seconds(environ, "SGLANG_CRASHKIT_END_SECS", 15.0),
             native=_read_native(environ),
+            disk=DiskLimits.from_environ(environ),
         )
 
 

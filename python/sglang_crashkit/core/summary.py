@@ -1,89 +1,122 @@
-"""An incident in words, as Markdown."""
+"""An incident in words, as Markdown, from what its ``incident.json`` holds.
+
+Any kit version may have written that: what is missing, or has another form, is passed over.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from sglang_crashkit.core.incident import Incident, ProcessReport
 
-
-def format_summary(incident: Incident) -> str:
+def format_summary(document: Mapping[str, Any]) -> str:
     """Return ``summary.md``."""
-    return "\n".join(_lines(incident)) + "\n"
+    return "\n".join(_lines(document)) + "\n"
 
 
-def format_termination_message(incident: Incident, path: str) -> str:
+def format_termination_message(document: Mapping[str, Any], path: str) -> str:
     """Return the little that a pod's status shows of a container that ended; see `core.termination_log`.
 
     Args:
-        incident: finished.
+        document: of a finished incident.
         path: its folder.
     """
-    verdict = incident.verdict
-    text = f"{verdict.text} ({verdict.level})" if verdict is not None else f"{incident.kind}: {incident.trigger.title}"
-    return f"{text}\nincident {path}, {incident.trigger.time}, requests: {_requests(incident)}\n"
+    trigger, verdict = mapping_of(document.get("trigger")), mapping_of(document.get("verdict"))
+    text = f"{document.get('kind')}: {trigger.get('title')}"
+    if verdict:
+        text = f"{verdict.get('text')} ({verdict.get('level')})"
+    requests = requests_in_words(mapping_of(document.get("requests")))
+    return f"{text}\nincident {path}, {trigger.get('time')}, requests: {requests}\n"
 
 
-def _lines(incident: Incident) -> Iterator[str]:
-    server = incident.server
-    yield f"# {incident.kind}: {incident.trigger.title}"
+def _lines(document: Mapping[str, Any]) -> Iterator[str]:
+    server, trigger, verdict = (mapping_of(document.get(name)) for name in ("server", "trigger", "verdict"))
+    yield f"# {document.get('kind', 'incident')}: {trigger.get('title', 'unknown')}"
     yield ""
-    if incident.verdict is not None:
-        yield f"**{incident.verdict.text}** ({incident.verdict.level})"
+    if verdict:
+        yield f"**{verdict.get('text', 'no verdict')}** ({verdict.get('level', 'unknown')})"
         yield ""
-    yield f"- incident {incident.id} on {server.hostname}, {incident.trigger.time}"
-    yield f"- SGLang {server.sglang_version}, server pid {server.pid}, crash kit {server.kit_version}"
-    yield f"- requests: {_requests(incident)}"
+    yield f"- incident {document.get('id')} on {server.get('hostname')}, {trigger.get('time')}"
+    kit = server.get("kit_version")
+    yield f"- SGLang {server.get('sglang_version')}, server pid {server.get('pid')}, crash kit {kit}"
+    yield f"- requests: {requests_in_words(mapping_of(document.get('requests')))}"
+    if not document.get("complete"):
+        yield "- not complete: what is missing is listed as failed or skipped"
     yield ""
-    yield from _peers(incident)
+    yield from _peers(document)
     yield "## Processes"
-    for process in incident.processes:
+    for process in mappings_of(document.get("processes")):
         yield ""
-        yield f"### {process.title} (pid {process.pid}): {_state(process)}"
-        yield from (f"- {frame}" for frame in process.doing)
-        for piece in process.evidence:
-            took = "" if piece.seconds is None else f", {piece.seconds:.3f} s"
-            where = "; ".join(part for part in (piece.path, piece.reason) if part) or "in incident.json"
-            by = f" by {piece.source}" if piece.source else ""
-            yield f"- {piece.kind}: {piece.status}{by} ({where}{took})"
+        yield f"### {process.get('title')} (pid {process.get('pid')}): {state_in_words(process)}"
+        yield from (f"- {frame}" for frame in process.get("doing") or ())
+        yield from (f"- {piece_in_words(piece)}" for piece in mappings_of(process.get("evidence")))
     yield ""
     yield "## Timeline"
     yield ""
-    for entry in sorted(incident.timeline, key=lambda entry: str(entry["time"])):
+    for entry in timeline_of(document):
         details = ", ".join(f"{k} {v}" for k, v in entry.items() if k not in ("time", "event"))
-        yield f"- {entry['time']} {entry['event']}{': ' if details else ''}{details}"
+        yield f"- {entry.get('time')} {entry.get('event')}{': ' if details else ''}{details}"
 
 
-def _peers(incident: Incident) -> Iterator[str]:
-    if not incident.peers:
+def _peers(document: Mapping[str, Any]) -> Iterator[str]:
+    peers = mappings_of(document.get("peers"))
+    if not peers:
         return
     yield "## Lost servers of the pair"
-    for peer in incident.peers:
+    for peer in peers:
+        role = peer.get("role")
         yield ""
-        yield f"### {peer.role} server {peer.address}: {peer.sign}, since {peer.since}"
-        for what, requests, count in (
-            ("waits for it", peer.requests, peer.count),
-            (f"waits for a {peer.role} server", peer.unassigned, peer.unassigned_count),
-        ):
-            yield from (f"- {what}: {request.rid} (room {request.room})" for request in requests)
-            if count > len(requests):
+        yield f"### {role} server {peer.get('address')}: {peer.get('sign')}, since {peer.get('since')}"
+        for what, name in (("waits for it", "requests"), (f"waits for a {role} server", "unassigned")):
+            requests = mappings_of(peer.get(name))
+            yield from (f"- {what}: {request.get('rid')} (room {request.get('room')})" for request in requests)
+            count = peer.get("count" if name == "requests" else "unassigned_count")
+            if isinstance(count, int) and count > len(requests):
                 yield f"- {what}: {count - len(requests)} more"
     yield ""
 
 
-def _requests(incident: Incident) -> str:
-    requests, journal = incident.requests, incident.requests.journal
-    counts = f"{requests.finished} finished and {requests.unfinished} unfinished"
-    if requests.path is not None:
-        return f"{counts} in {requests.path}"
-    if requests.source != "journal" or journal is None:
-        return f"not saved: {requests.reason}"
-    lost = f", {journal.lost} more found no room in it" if journal.lost else ""
-    return f"{counts}, from the journal, in {journal.path}{lost} (the server saved none: {requests.reason})"
+def timeline_of(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the events in order of time."""
+    return sorted(mappings_of(document.get("timeline")), key=lambda entry: str(entry.get("time")))
 
 
-def _state(process: ProcessReport) -> str:
-    if process.exit is None:
+def requests_in_words(requests: Mapping[str, Any]) -> str:
+    """Say what became of the requests."""
+    counts = f"{requests.get('finished')} finished and {requests.get('unfinished')} unfinished"
+    if requests.get("path") is not None:
+        return f"{counts} in {requests['path']}"
+    reason, journal = requests.get("reason", "unknown"), mapping_of(requests.get("journal"))
+    if requests.get("source") != "journal" or not journal:
+        return f"not saved: {reason}"
+    lost = f", {journal['lost']} more found no room in it" if journal.get("lost") else ""
+    return f"{counts}, from the journal, in {journal.get('path')}{lost} (the server saved none: {reason})"
+
+
+def piece_in_words(piece: Mapping[str, Any]) -> str:
+    """Say of a piece of evidence what it is, whether it is there, and where or why not."""
+    seconds = piece.get("seconds")
+    took = f", {seconds:.3f} s" if isinstance(seconds, (int, float)) else ""
+    parts = (piece.get("path"), piece.get("reason"))
+    where = "; ".join(str(part) for part in parts if part) or "in incident.json"
+    by = f" by {piece['source']}" if piece.get("source") else ""
+    return f"{piece.get('kind')}: {piece.get('status')}{by} ({where}{took})"
+
+
+def state_in_words(process: Mapping[str, Any]) -> str:
+    """Say whether a process was alive, and how it ended otherwise."""
+    end = mapping_of(process.get("exit"))
+    if not end:
         return "alive"
-    how = process.exit.signal or f"exit status {process.exit.code}"
-    return f"dead, {how} ({process.exit.cause}: {process.exit.detail})"
+    how = end.get("signal") or f"exit status {end.get('code')}"
+    return f"dead, {how} ({end.get('cause')}: {end.get('detail')})"
+
+
+def mapping_of(value: object) -> Mapping[str, Any]:
+    """Return `value` where it is a JSON object, an empty one otherwise."""
+    return value if isinstance(value, dict) else {}
+
+
+def mappings_of(value: object) -> list[Mapping[str, Any]]:
+    """Return the JSON objects in `value` where it is a list."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

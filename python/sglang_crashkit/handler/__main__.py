@@ -20,7 +20,8 @@ from sglang_crashkit.core import journal_place
 from sglang_crashkit.core.armed import HANDLER_PID
 from sglang_crashkit.core.channel import Mailbox
 from sglang_crashkit.core.private_files import write_private
-from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.core.recovery import finish_abandoned
+from sglang_crashkit.core.settings import Settings, fallback_folder
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
 from sglang_crashkit.handler.request_journals import take_in_left_behind
@@ -62,6 +63,9 @@ def main() -> int:
         # Where the crash folder is on a network, its journals are elsewhere.
         for folder in {args.host_folder, *([args.journal.parent.parent] if args.journal else [])}:
             take_in_left_behind(folder, args.host_folder / "incidents")
+        for folder in (args.host_folder, fallback_folder()):
+            for path in finish_abandoned(folder / "incidents"):
+                logging.getLogger(__name__).info("incident %s of a killed crash handler is finished", path)
         handler.run()
     except ProcessLookupError:
         logging.getLogger(__name__).info("server %d was gone before the handler began", args.server_pid)

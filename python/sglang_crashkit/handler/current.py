@@ -313,7 +313,7 @@ class CurrentIncident:
             if self._awaited.told:
                 self._last_resort.arm()
             if not self._awaited.observed:
-                write_termination_message(format_termination_message(run.incident, str(run.path)))
+                write_termination_message(format_termination_message(run.incident.to_json(), str(run.path)))
         for message in self._waiting:
             self.answer(message)
         self._waiting.clear()

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.core import procfs, titles
+from sglang_crashkit.core.disk import status_of
 from sglang_crashkit.core.incident import Evidence, Exit, ProcessReport, iso_time
-from sglang_crashkit.core.incident_store import IncidentFolder
+from sglang_crashkit.core.incident_folder import IncidentFolder
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.tree import TrackedProcess
 
@@ -93,7 +94,7 @@ def adopt_record(source: Path, report: ProcessReport, folder: IncidentFolder) ->
     try:
         report.evidence.append(Evidence("exception", "captured", path=folder.adopt(source, name)))
     except (OSError, CrashkitError) as error:
-        report.evidence.append(Evidence("exception", "failed", reason=f"{source}: {error}"))
+        report.evidence.append(Evidence("exception", status_of(error), reason=f"{source}: {error}"))
 
 
 def _read_state(pid: int) -> dict[str, Any] | None:

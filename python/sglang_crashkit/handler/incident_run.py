@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import time
 from importlib import metadata
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit import __version__
+from sglang_crashkit.core import procfs
 from sglang_crashkit.core.analysis.verdict import FATAL_SIGNALS, FailureEvent, judge
 from sglang_crashkit.core.incident import (
     Evidence,
+    HandlerInfo,
     Incident,
     JournaledRequests,
     ProcessReport,
@@ -22,7 +25,7 @@ from sglang_crashkit.core.incident import (
     Trigger,
     iso_time,
 )
-from sglang_crashkit.core.incident_store import IncidentFolder, new_id
+from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
 from sglang_crashkit.core.peers import LostPeer
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.core.summary import format_summary
@@ -81,8 +84,10 @@ class IncidentRun:
             kind=kind,
             trigger=Trigger(trigger, iso_time(seconds), process.pid, process.title),
             server=server_info(tree.root.pid),
+            handler=_handler_info(),
         )
-        self._folder = IncidentFolder(incidents, kind, self.incident.id, seconds)
+        self._folder = IncidentFolder(incidents, kind, self.incident.id, seconds, settings.disk)
+        self._checkpoint()
 
     @property
     def path(self) -> Path:
@@ -110,6 +115,7 @@ class IncidentRun:
             processes=len(living),
             seconds=round(time.time() - started, 4),
         )
+        self._checkpoint()
 
     def capture_native(self) -> None:
         """Take the native stacks of the server's own processes that still live, where they are asked for.
@@ -153,6 +159,8 @@ class IncidentRun:
                     before_photograph=not self.photographed,
                 )
             )
+        if self.photographed:
+            self._checkpoint()
 
     def add_exception(self, process: TrackedProcess, seconds: float, message: str, record: Path | None) -> None:
         """Take in an exception that a process of the server reported.
@@ -171,10 +179,12 @@ class IncidentRun:
         self.note(seconds, "exception", pid=process.pid, title=process.title, message=message)
         if record is None:
             report.evidence.append(Evidence("exception", "failed", reason="the process could not write its record"))
-            return
-        content = _read_record(record)
-        evidence.adopt_record(record, report, self._folder)
-        report.doing = evidence.exception_frames(content) or report.doing
+        else:
+            content = _read_record(record)
+            evidence.adopt_record(record, report, self._folder)
+            report.doing = evidence.exception_frames(content) or report.doing
+        if self.photographed:
+            self._checkpoint()
 
     def add_hang(self, process: TrackedProcess, seconds: float, fields: dict[str, Any]) -> None:
         """Take in that a process's watchdog saw no progress.
@@ -250,6 +260,7 @@ class IncidentRun:
             source="pickle" if path else None,
         )
         self.note(time.time(), "requests_saved" if path else "requests_not_saved", reason=reason, path=path)
+        self._checkpoint()
 
     def set_journal(self, told: JournaledRequests) -> None:
         """Take in what the request journals told; they count where the server did not."""
@@ -272,7 +283,7 @@ class IncidentRun:
         self.incident.verdict = judge(self.incident, self._failures)
         self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.incident.complete = True
-        self.save()
+        self.save(sync=True)
         path = self._folder.publish()
         self.finished = True
         logger.info("incident %s: %s", path, self.incident.verdict.text)
@@ -282,9 +293,18 @@ class IncidentRun:
         """Return the report on a process, to which evidence may be added."""
         return self._report(process)
 
-    def save(self) -> None:
+    def save(self, *, sync: bool = False) -> None:
         """Write the incident as it is now; see `IncidentFolder.save`."""
-        self._folder.save(self.incident, format_summary(self.incident))
+        document = self.incident.to_json()
+        self._folder.save(document, format_summary(document), sync=sync)
+
+    def _checkpoint(self) -> None:
+        """Write what is known by now: whatever kills this process next, it is on disk."""
+        self.incident.verdict = judge(self.incident, self._failures)
+        try:
+            self.save()
+        except OSError as error:
+            logger.warning("incident %s cannot be written for now: %s", self.path, error)
 
     def discard(self) -> None:
         """Remove what was written: the event was no incident after all."""
@@ -304,6 +324,12 @@ class IncidentRun:
         elif report.title != process.title:
             report.title, report.role, report.rank = process.title, process.role, process.rank
         return report
+
+
+def _handler_info() -> HandlerInfo:
+    stat = procfs.read_stat(os.getpid())
+    assert stat is not None
+    return HandlerInfo(stat.pid, stat.start_ticks)
 
 
 def server_info(pid: int) -> ServerInfo:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sglang_crashkit.core import journal_place
 from sglang_crashkit.core.incident import Incident, Requests, Trigger, Verdict, iso_time
-from sglang_crashkit.core.incident_store import IncidentFolder, new_id
+from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
 from sglang_crashkit.core.private_files import create_private, make_private_folder
 from sglang_crashkit.core.summary import format_summary
 from sglang_crashkit.errors import CrashkitError
@@ -107,7 +107,8 @@ def _make_incident(folder: Path, incidents: Path) -> Path | None:
     text = f"server {pid} and its crash handler ended without a word; its requests were in its journal"
     incident.verdict = Verdict("unknown", None, "unknown", text)
     incident.complete = True
-    target.save(incident, format_summary(incident))
+    document = incident.to_json()
+    target.save(document, format_summary(document), sync=True)
     is_moved = told.reason is None or _move(rings, target.path)
     path = target.publish()
     if is_moved:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from sglang_crashkit.core import titles
 from sglang_crashkit.core.armed import ArmedFiles, read_armed
+from sglang_crashkit.core.disk import status_of
 from sglang_crashkit.core.faulthandler_output import parse_faulthandler
 from sglang_crashkit.core.incident import Evidence, EvidenceKind, ProcessReport
-from sglang_crashkit.core.incident_store import IncidentFolder
+from sglang_crashkit.core.incident_folder import IncidentFolder
 from sglang_crashkit.core.ladder import capture_all
 from sglang_crashkit.core.native_stacks import capture_native
 from sglang_crashkit.core.photograph import Photograph
@@ -50,10 +51,11 @@ def capture_stacks(
     start_ticks = {pid: process.handle.start_ticks for pid, process in wanted.items()}
     for photograph in capture_all(start_ticks, runtime, deadline_secs):
         process, report = wanted[photograph.pid], reports[photograph.pid]
-        captured = _keep("stack", photograph, process, report, folder)
+        _keep("stack", photograph, process, report, folder)
         raised = any(piece.kind == "exception" and piece.status == "captured" for piece in report.evidence)
-        if captured and photograph.threads is not None and not raised:
-            # One that raised has left what it was doing; its own record says what that was.
+        if photograph.threads is not None and not raised:
+            # One that raised has left what it was doing; its own record says what that was. What was seen is told even
+            # where there was no room to write all of it.
             report.doing = innermost(photograph.threads, report.pid)
 
 
@@ -97,7 +99,7 @@ def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentF
         # Its own words say more than its threads: which error it was, and which modules were loaded.
         path = folder.write_text(f"{name}.txt", text)
     except (OSError, CrashkitError) as error:
-        report.evidence.append(Evidence("fault_stack", "failed", reason=f"{name}: {error}"))
+        report.evidence.append(Evidence("fault_stack", status_of(error), reason=f"{name}: {error}"))
         return
     cut_off = None if output.is_whole else "what it wrote is not whole"
     report.evidence.append(Evidence("fault_stack", "captured", path=path, reason=cut_off, source="faulthandler"))
@@ -120,23 +122,22 @@ def _of_interest(frames: Sequence[Frame]) -> list[str]:
 
 def _keep(
     kind: EvidenceKind, photograph: Photograph, process: TrackedProcess, report: ProcessReport, folder: IncidentFolder
-) -> bool:
-    """Write the stacks of a process, or why there are none; say whether they are written."""
+) -> None:
+    """Write the stacks of a process, or why there are none."""
     seconds, source = photograph.seconds, photograph.source
     if photograph.threads is None:
         reason = photograph.reason
         if process.handle.has_exited():
             reason = f"it ended while it was photographed ({reason})"
         report.evidence.append(Evidence(kind, "failed", reason=reason, seconds=seconds))
-        return False
+        return
     name = f"stacks/{titles.label_of(report.title, report.pid)}" + (".native" if kind == "native_stack" else "")
     try:
         path = _write(name, [thread for thread in photograph.threads if not _is_responder(thread)], report, folder)
     except (OSError, CrashkitError) as error:
-        report.evidence.append(Evidence(kind, "failed", reason=f"{name}: {error}", seconds=seconds))
-        return False
-    report.evidence.append(Evidence(kind, "captured", path, photograph.reason or None, seconds, source))
-    return True
+        report.evidence.append(Evidence(kind, status_of(error), reason=f"{name}: {error}", seconds=seconds))
+    else:
+        report.evidence.append(Evidence(kind, "captured", path, photograph.reason or None, seconds, source))
 
 
 def _write(name: str, threads: Sequence[Thread], report: ProcessReport, folder: IncidentFolder) -> str:

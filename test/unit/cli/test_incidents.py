@@ -11,7 +11,7 @@ import pytest
 
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.core.incident import Incident, ServerInfo, Trigger, Verdict
-from sglang_crashkit.core.incident_store import IncidentFolder, new_id
+from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
 
 
 def make_incident(folder: Path, seconds: float, text: str, *, publish: bool = True) -> Path:
@@ -19,7 +19,7 @@ def make_incident(folder: Path, seconds: float, text: str, *, publish: bool = Tr
     incident = Incident(new_id(), "killed", trigger, server)
     incident.verdict = Verdict("signal", None, "established", text)
     written = IncidentFolder(folder / "host" / "incidents", "killed", incident.id, seconds)
-    written.save(incident, "")
+    written.save(incident.to_json(), "")
     return written.publish() if publish else written.path
 
 

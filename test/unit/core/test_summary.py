@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from sglang_crashkit.core.incident import (
     Evidence,
     Exit,
@@ -36,10 +40,11 @@ def make_incident() -> Incident:
 
 def test_a_summary_says_everything_once() -> None:
     incident = make_incident()
+    incident.complete = True
     incident.verdict = Verdict("oom_kill", None, "established", "It was killed.")
     incident.requests = Requests(3, 1, "/crash/x.pkl", None)
     assert (
-        format_summary(incident)
+        format_summary(incident.to_json())
         == """\
 # killed: sglang::scheduler_TP1
 
@@ -73,7 +78,7 @@ def test_a_summary_names_lost_servers_and_those_who_wait_for_them() -> None:
     incident = make_incident()
     waiting = [WaitingRequest(str(number), number) for number in range(MOST_NAMED + 5)]
     incident.peers = [LostPeer.of("10.0.0.2:41", "decode", "refused", "yesterday", waiting, [WaitingRequest("x")])]
-    lines = format_summary(incident).splitlines()
+    lines = format_summary(incident.to_json()).splitlines()
     assert "### decode server 10.0.0.2:41: refused, since yesterday" in lines
     assert "- waits for it: 63 (room 63)" in lines
     assert "- waits for it: 64 (room 64)" not in lines
@@ -82,6 +87,19 @@ def test_a_summary_names_lost_servers_and_those_who_wait_for_them() -> None:
 
 
 def test_an_incident_without_a_verdict_and_requests_has_a_summary() -> None:
-    text = format_summary(make_incident())
+    text = format_summary(make_incident().to_json())
     assert "requests: not saved: the server did not report its requests" in text
     assert "**" not in text
+    assert "- not complete: what is missing" in text
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        {"processes": 5, "timeline": "x", "verdict": [], "requests": None, "server": "y"},
+        {"processes": [None, {}, {"doing": None, "evidence": [1, {}], "exit": {}}], "timeline": [{}, 1]},
+    ],
+)
+def test_a_document_of_another_shape_has_a_summary(document: dict[str, Any]) -> None:
+    assert format_summary(document).startswith("# ")

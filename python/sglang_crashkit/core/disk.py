@@ -1,0 +1,219 @@
+"""How much of the disk incidents may take, kept before a byte is written.
+
+The oldest finished incidents make room for a new one. What others filled the disk with is none of their business: then
+an incident takes no more than older ones gave up for it. journald keeps its journals in the same way (journald.conf(5),
+``SystemMaxUse=``, ``SystemKeepFree=``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_crashkit.core.folder_lock import FolderLock
+from sglang_crashkit.core.incident import EvidenceStatus
+from sglang_crashkit.core.incident_name import PARTIAL, REMOVING, is_finished
+
+MB = 1 << 20
+MAX_USE, KEEP_FREE, MAX_INCIDENT = (f"SGLANG_CRASHKIT_{name}_MB" for name in ("MAX_USE", "KEEP_FREE", "MAX_INCIDENT"))
+_DEFAULT_MAX_USE = _DEFAULT_KEEP_FREE = 1024 * MB
+_DEFAULT_MAX_INCIDENT = 256 * MB
+#: Of a small file system the defaults take these shares at most.
+_USE_SHARE, _FREE_SHARE = 0.10, 0.05
+#: Room is made for at least this much at a time, so that not every file of an incident needs some of its own.
+_AT_A_TIME = 256 * 1024
+_BLOCK = 4096
+_LOCK_SECS = 0.5
+FULL = "the disk is full"
+
+
+class NoRoomError(OSError):
+    """A piece of evidence was not written because there is no room for it; the message is the reason."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+@dataclass(frozen=True)
+class DiskLimits:
+    """What the user allows, in bytes; None is the default.
+
+    Attributes:
+        max_use: ``SGLANG_CRASHKIT_MAX_USE_MB``; all incidents of a host together. By default 1024 MB, and at most a
+            tenth of the file system.
+        keep_free: ``SGLANG_CRASHKIT_KEEP_FREE_MB``; what incidents leave free on the file system. By default 1024 MB,
+            and at most a twentieth of it.
+        max_incident: ``SGLANG_CRASHKIT_MAX_INCIDENT_MB``; one incident. 256 MB by default.
+    """
+
+    max_use: int | None = None
+    keep_free: int | None = None
+    max_incident: int = _DEFAULT_MAX_INCIDENT
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> DiskLimits:
+        """Read them from `environ`; a value that cannot be read counts as unset."""
+        max_incident = _read_megabytes(environ, MAX_INCIDENT)
+        return cls(
+            max_use=_read_megabytes(environ, MAX_USE),
+            keep_free=_read_megabytes(environ, KEEP_FREE),
+            max_incident=_DEFAULT_MAX_INCIDENT if max_incident is None else max_incident,
+        )
+
+
+def _read_megabytes(environ: Mapping[str, str], name: str) -> int | None:
+    try:
+        megabytes = float(environ[name])
+    except (KeyError, ValueError):
+        return None
+    return int(megabytes * MB) if 0 <= megabytes < float("inf") else None
+
+
+def status_of(error: Exception) -> EvidenceStatus:
+    """Return the status of a piece of evidence that could not be written for `error`."""
+    return "skipped" if isinstance(error, NoRoomError) else "failed"
+
+
+class Ledger:
+    """What one incident has taken of the disk, and may take still.
+
+    Args:
+        incidents: the folder of all incidents of this host.
+        name: what this incident's folder is called when it is finished; it is never removed.
+        limits: what the user allows.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+
+    def __init__(self, incidents: Path, name: str, limits: DiskLimits) -> None:
+        self._incidents = incidents
+        self._name = name
+        total, free = _space_of(incidents)
+        default_use = min(_DEFAULT_MAX_USE, int(total * _USE_SHARE))
+        default_free = min(_DEFAULT_KEEP_FREE, int(total * _FREE_SHARE))
+        self._max_use = default_use if limits.max_use is None else limits.max_use
+        keep_free = default_free if limits.keep_free is None else limits.keep_free
+        # What others have filled already is not emptied again at the expense of evidence.
+        self._floor = min(keep_free, free)
+        self._max_incident = limits.max_incident
+        self._own: dict[str, int] = {}
+        self._others: dict[str, int] | None = None
+
+    @property
+    def own(self) -> int:
+        """How many bytes this incident takes."""
+        return sum(self._own.values())
+
+    @property
+    def share(self) -> int:
+        """How many bytes may be kept for the essential files, so that there is room for the others."""
+        return min(self._max_use, self._max_incident) // 4
+
+    def charge(self, name: str, size: int, *, essential: bool = False) -> None:
+        """Count a file that is about to be written, and make room for it.
+
+        Args:
+            name: the file; one of the same name is replaced.
+            size: its length in bytes.
+            essential: it is written whatever the limits say.
+
+        Raises:
+            NoRoomError: the limits do not allow it; it is not counted.
+        """
+        size = -(-size // _BLOCK) * _BLOCK
+        growth = size - self._own.get(name, 0)
+        reason = None if essential else self._reason_against(growth)
+        if reason is not None:
+            raise NoRoomError(errno.ENOSPC, reason)
+        self._own[name] = size
+
+    def forget(self, name: str) -> None:
+        """Count a file no longer: it was not written after all."""
+        self._own.pop(name, None)
+
+    def settle(self) -> None:
+        """Make room for what the essential files took beyond the limits."""
+        if not self._fits_use(0) or not self._fits_disk(0):
+            self._make_room(0)
+
+    def _reason_against(self, growth: int) -> str | None:
+        if self.own + growth > self._max_incident:
+            return f"the incident would take more than {MAX_INCIDENT} ({self._max_incident / MB:g} MB)"
+        if not self._fits_use(growth) or not self._fits_disk(growth):
+            self._make_room(max(growth, _AT_A_TIME))
+        if not self._fits_use(growth):
+            return f"incidents would take more than {MAX_USE} ({self._max_use / MB:g} MB)"
+        if not self._fits_disk(growth):
+            if _space_of(self._incidents)[1] < growth:
+                return FULL
+            return f"less than {KEEP_FREE} ({self._floor / MB:.3g} MB) would stay free on the disk"
+        return None
+
+    def _fits_use(self, growth: int) -> bool:
+        if self._others is None:
+            # Not before the first stacks: nothing may delay the photograph.
+            self._others = self._measure()
+        return sum(self._others.values()) + self.own + growth <= self._max_use
+
+    def _fits_disk(self, growth: int) -> bool:
+        return _space_of(self._incidents)[1] - growth >= self._floor
+
+    def _make_room(self, growth: int) -> None:
+        """Remove the oldest finished incidents until `growth` more bytes fit, or none is left."""
+        lock = FolderLock(self._incidents)
+        # Two at a time would remove twice as much as they need.
+        if lock.acquire(_LOCK_SECS) == "taken":
+            return
+        try:
+            self._others = others = self._measure()
+            for name in sorted(filter(is_finished, others)):
+                if self._fits_use(growth) and self._fits_disk(growth):
+                    break
+                if remove_incident(self._incidents / name):
+                    del others[name]
+        finally:
+            lock.release()
+
+    def _measure(self) -> dict[str, int]:
+        """Return what everything in the folder but this incident takes, by name."""
+        names = {self._name, f"{PARTIAL}{self._name}"}
+        return {path.name: size_of(path) for path in self._incidents.iterdir() if path.name not in names}
+
+
+def remove_incident(folder: Path) -> bool:
+    """Remove a finished incident of this user; say whether it is gone.
+
+    It loses its name first, so that one that is removed in part is never taken for a whole one.
+    """
+    removing = folder.with_name(f"{REMOVING}{folder.name}")
+    with contextlib.suppress(OSError):
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            return False
+        folder.rename(removing)
+        shutil.rmtree(removing)
+        return True
+    return False
+
+
+def size_of(folder: Path) -> int:
+    """Return how many bytes the files below `folder` take on disk; links are not followed."""
+    size = 0
+    for path, _folders, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(OSError):
+                size += (Path(path) / name).lstat().st_blocks * 512
+    return size
+
+
+def _space_of(folder: Path) -> tuple[int, int]:
+    """Return the size of the file system that `folder` is on and what is free of it for this user, in bytes."""
+    status = os.statvfs(folder)
+    return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize

@@ -1,0 +1,201 @@
+"""The crash handler is killed at every stage of its work: what is on disk stays readable and is finished later."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.core import recovery
+from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
+from sglang_crashkit.core.recovery import REASON, finish_abandoned
+from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.handler.incident_run import IncidentRun
+from sglang_crashkit.handler.tree import ProcessTree
+from unit.handler.driver import Server
+from unit.killing import kill_at_file_operation
+from unit.waiting import LONG, child, wait_until
+
+#: At least as many file operations as one incident takes.
+MOST_STEPS = 1000
+TIMES = ("before anything", "opened", "photographed", "told of an exception", "told of the requests", "finished")
+
+
+def gather(root_pid: int, incidents: Path, record: Path, reached: Callable[[str], object]) -> None:
+    """Do what the crash handler does in one incident."""
+    tree = ProcessTree(root_pid)
+    reached("before anything")
+    run = IncidentRun(
+        "exception", "exception", tree.root, time.time(), tree, incidents, incidents, Settings.from_environ({})
+    )
+    reached("opened")
+    run.photograph()
+    reached("photographed")
+    run.add_exception(tree.root, time.time(), "ValueError: x", record)
+    reached("told of an exception")
+    run.set_requests({"path": "/crash.pkl", "finished": 1, "unfinished": 2})
+    reached("told of the requests")
+    run.finish()
+    reached("finished")
+    run.save()
+
+
+def gather_and_kill(root_pid: int, folder: Path, step: int) -> tuple[bool, str]:
+    """Gather an incident in a child that is killed before its file operation number `step`.
+
+    Returns:
+        Whether it was killed, and how far it got.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            kill_at_file_operation(folder / "incidents", step)
+            record = folder / "incidents" / f".spool-{root_pid}-1" / f"exception-{root_pid}.json"
+            gather(root_pid, folder / "incidents", record, lambda text: (folder / "reached").write_text(text))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(pid, 0)[1]
+    assert os.WIFSIGNALED(status) or os.waitstatus_to_exitcode(status) == 0
+    return os.WIFSIGNALED(status), (folder / "reached").read_text()
+
+
+def check(folder: Path, pid: int, reached: str) -> None:
+    """Check what a killed crash handler left, before and after it is finished."""
+    incidents = folder / "incidents"
+    for found in find_incidents(incidents):
+        assert found.document is not None or found.problem == "has no incident.json"
+        assert found.document is not None or reached == "before anything"
+    left = find_incidents(incidents)
+    before = left[0].document if left else None
+    finish_abandoned(incidents)
+    records = [*incidents.glob(".spool-*/*"), *incidents.glob("*/ranks/*")]
+    assert len(records) == 1, "a rank's own record is lost, or there twice"
+    assert json.loads(records[0].read_text()) == {"traceback": ["forward (model.py:7)"]}
+    if not left:
+        return
+    (after,) = find_incidents(incidents)
+    assert after.finished
+    assert finish_abandoned(incidents) == []
+    document = after.document
+    assert document is not None
+    check_pieces(after, document, pid)
+    is_whole = before is not None and before["complete"]
+    # A kill while the server's end is added to a finished one leaves a copy that nobody reads.
+    hidden = [path.name for path in after.path.rglob("*") if path.name.startswith(".")]
+    assert hidden == [] or reached == "finished"
+    assert document["complete"] is is_whole
+    assert is_whole or REASON in json.dumps(document).lower()
+    stages = TIMES.index(reached)
+    if stages >= TIMES.index("photographed"):
+        (process,) = document["processes"]
+        assert "stack" in {piece["kind"] for piece in process["evidence"] if piece["status"] == "captured"}
+    if stages >= TIMES.index("told of an exception"):
+        assert document["verdict"]["first_failure"]["pid"] == pid
+        assert "ValueError: x" in document["verdict"]["text"]
+    if stages >= TIMES.index("told of the requests"):
+        assert document["requests"]["path"] == "/crash.pkl"
+
+
+def check_pieces(found: StoredIncident, document: dict[str, Any], pid: int) -> None:
+    for process in document["processes"]:
+        assert process["pid"] == pid
+        kinds = [piece["kind"] for piece in process["evidence"]]
+        assert kinds.count("stack") == 1
+        for piece in process["evidence"]:
+            assert piece["reason"] or piece["status"] == "captured"
+            assert piece["path"] is None or (found.path / piece["path"]).is_file()
+
+
+def test_a_kill_at_any_file_operation_leaves_what_can_be_read_and_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "_AGE_SECS", 0.0)
+    reached = ""
+    with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
+        for step in range(MOST_STEPS):
+            folder = tmp_path / str(step)
+            spool = folder / "incidents" / f".spool-{process.pid}-1"
+            spool.mkdir(parents=True)
+            record = spool / f"exception-{process.pid}.json"
+            record.write_text('{"traceback": ["forward (model.py:7)"]}')
+            was_killed, reached = gather_and_kill(process.pid, folder, step)
+            check(folder, process.pid, reached)
+            if not was_killed:
+                break
+            shutil.rmtree(folder)
+    assert reached == "finished"
+    assert step > 40
+
+
+def test_the_next_server_finishes_what_a_killed_handler_left(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    server = start_server(dump_secs=LONG)
+    server.kill("scheduler_TP1")
+    assert server.line() == "sigquit"
+
+    def stacks() -> list[Path]:
+        return list((tmp_path / "crash").glob("*/incidents/.partial-*/stacks/*.txt"))
+
+    wait_until(lambda: len(stacks()) == 3, "three processes are photographed")
+    assert server.handler is not None
+    server.handler.send_signal(signal.SIGKILL)
+    server.wait_for_handler()
+    (partial,) = server.incidents()
+    assert not partial.finished
+    assert partial.document is not None
+
+    start_server()
+    (found,) = wait_until(lambda: [each for each in server.incidents() if each.finished], "it is finished")
+    assert found.name == partial.name
+    document = found.document
+    assert document is not None
+    assert document["complete"] is False
+    assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
+    assert document["verdict"]["level"] == "established"
+    assert document["requests"]["reason"] == REASON
+    captured = {
+        process["title"]: piece["status"]
+        for process in document["processes"]
+        for piece in process["evidence"]
+        if piece["kind"] == "stack"
+    }
+    assert captured.pop("sglang::scheduler_TP1") == "skipped"
+    assert set(captured.values()) == {"captured"}
+    assert len(captured) == 3
+    assert "is finished" in next((tmp_path / "crash").glob("*/crash_handler.log")).read_text()
+
+
+def test_the_essential_evidence_is_there_long_before_the_grace_period_ends(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    """A pod is ended in the middle of a dump that takes long; nobody, the handler included, outlives that."""
+    server = start_server(dump_secs=LONG)
+    server.kill("scheduler_TP1")
+    assert server.line() == "sigquit"
+    os.kill(server.pid, signal.SIGTERM)
+    time.sleep(1.0)
+    assert server.handler is not None
+    for pid in (server.pid, server.handler.pid):
+        os.kill(pid, signal.SIGKILL)
+    server.wait_for_handler()
+    (partial,) = server.incidents()
+    document = partial.document
+    assert document is not None
+    assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
+    assert document["verdict"]["kind"] == "signal"
+    for process in document["processes"]:
+        assert process["exit"] is not None or (partial.path / f"stacks/{stack_of(process)}").is_file()
+
+
+def stack_of(process: dict[str, Any]) -> str:
+    (piece,) = (piece for piece in process["evidence"] if piece["kind"] == "stack")
+    return str(Path(piece["path"]).name)

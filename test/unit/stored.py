@@ -1,0 +1,46 @@
+"""Incidents on disk as a crash handler leaves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit.core.disk import DiskLimits
+from sglang_crashkit.core.incident import Incident, ServerInfo, Trigger
+from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
+
+NOON = 1_700_000_000.25
+
+
+def make_incident(
+    incidents: Path,
+    *,
+    seconds: float = NOON,
+    kind: str = "killed",
+    publish: bool = True,
+    pieces: dict[str, str] | None = None,
+    limits: DiskLimits | None = None,
+    **fields: Any,
+) -> Path:
+    """Write an incident into folder `incidents` and return its folder.
+
+    Args:
+        incidents: the folder of all incidents of a host.
+        seconds: when it was opened.
+        kind: its kind.
+        publish: give it its final name.
+        pieces: files in it by name.
+        limits: see `IncidentFolder`.
+        fields: what the document has beside the usual.
+    """
+    trigger, server = Trigger("process_exited", "2023", 7, "sglang::x"), ServerInfo(1, "0.5.23", "0.1", "h")
+    incident = Incident(new_id(), kind, trigger, server)
+    folder = IncidentFolder(incidents, kind, incident.id, seconds, limits)
+    for name, text in (pieces or {}).items():
+        folder.write_text(name, text)
+    folder.save(incident.to_json() | fields, "words \udcff\n")
+    if publish:
+        return folder.publish()
+    # As if its writer had died.
+    folder._ownership.release()
+    return folder.path
