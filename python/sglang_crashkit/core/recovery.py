@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import shutil
 import stat
 import time
@@ -23,6 +22,7 @@ from sglang_crashkit.core.incident import SCHEMA_VERSION, iso_time
 from sglang_crashkit.core.incident_folder import RESERVE
 from sglang_crashkit.core.incident_name import PARTIAL, REMOVING, IncidentName, parse_name
 from sglang_crashkit.core.private_files import sync_folder, write_json, write_private
+from sglang_crashkit.core.remains import journal_remains, unlisted_pieces
 from sglang_crashkit.core.summary import format_summary
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ _AGE_SECS = 10.0
 #: Where there are no locks, a writer may be on another machine; it is done after this long, in seconds.
 _AGE_WITHOUT_LOCKS_SECS = 300.0
 _MOST = 100
-_PID = re.compile(r"-(\d+)(?:\.exception\.json|\.txt|\.json)$")
 
 
 def finish_abandoned(incidents: Path) -> list[Path]:
@@ -145,12 +144,11 @@ def _complete(document: dict[str, Any], folder: Path) -> dict[str, Any]:
     _adopt_records(document, folder)
     for process in processes:
         evidence = process.setdefault("evidence", [])
-        evidence += _unlisted(folder, process, {piece.get("path") for piece in evidence})
+        found = unlisted_pieces(folder, process.get("pid", 0), {piece.get("path") for piece in evidence})
+        evidence += [_piece(kind, "captured", path=name) for kind, name in found]
         if not any(piece.get("kind") == "stack" for piece in evidence):
             evidence.append(_piece("stack", "failed", reason=REASON))
-    requests = document.get("requests") or {}
-    if requests.get("path") is None:
-        document["requests"] = requests | {"reason": REASON}
+    document["requests"] = _requests_of(document.get("requests") or {}, folder)
     words = "The crash handler was killed before it was done."
     verdict = document.get("verdict") or {"kind": "unknown", "first_failure": None, "level": "unknown"}
     verdict["text"] = f"{verdict.get('text') or ''} {words}".strip()
@@ -158,6 +156,18 @@ def _complete(document: dict[str, Any], folder: Path) -> dict[str, Any]:
     document["verdict"] = verdict
     document.setdefault("timeline", []).append({"time": iso_time(time.time()), "event": "finished_by_another_handler"})
     return document
+
+
+def _requests_of(requests: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return what is known of the requests, with those of the journal where nobody had counted them yet."""
+    if requests.get("path") is None:
+        requests = requests | {"reason": REASON}
+    if requests.get("journal") is None and (journal := journal_remains(folder, REASON)):
+        requests = requests | {"journal": journal}
+        if requests.get("source") is None:
+            counts = {name: journal[name] for name in ("finished", "unfinished")}
+            requests = requests | counts | {"source": "journal"}
+    return requests
 
 
 def _adopt_records(document: dict[str, Any], folder: Path) -> None:
@@ -176,22 +186,6 @@ def _adopt_records(document: dict[str, Any], folder: Path) -> None:
         else:
             (folder / "ranks").mkdir(mode=0o700, exist_ok=True)
             record.replace(folder / "ranks" / f"rank-{pid}.exception.json")
-
-
-def _unlisted(folder: Path, process: dict[str, Any], listed: set[str | None]) -> Iterator[dict[str, Any]]:
-    """Yield the pieces that were written of a process after the last time that ``incident.json`` was."""
-    for kind, pattern in (("stack", "stacks/*"), ("exception", "ranks/*")):
-        # A text stands before the JSON of the same name.
-        for path in sorted(folder.glob(pattern), key=lambda path: (path.suffix != ".txt", path.name)):
-            found = _PID.search(path.name)
-            name = str(path.relative_to(folder))
-            if (
-                found
-                and int(found[1]) == process.get("pid")
-                and not {name, str(Path(name).with_suffix(".txt"))} & listed
-            ):
-                listed.add(name)
-                yield _piece(kind, "captured", path=name)
 
 
 def _piece(kind: str, status: str, *, path: str | None = None, reason: str | None = None) -> dict[str, Any]:

@@ -15,12 +15,11 @@ from sglang_crashkit.core.incident import JournaledRequests, iso_time
 from sglang_crashkit.core.journal import JournaledRequest, JournalReader
 from sglang_crashkit.core.journal_place import writer_of
 from sglang_crashkit.core.private_files import create_private, make_private_folder
+from sglang_crashkit.core.remains import REQUESTS
 from sglang_crashkit.core.ring import RingError
 from sglang_crashkit.errors import CrashkitError
 
 logger = logging.getLogger(__name__)
-
-FILE = "requests/requests.jsonl"
 
 
 def export_requests(rings: Sequence[Path], folder: Path, timeout_secs: float) -> JournaledRequests:
@@ -48,15 +47,15 @@ def export_requests(rings: Sequence[Path], folder: Path, timeout_secs: float) ->
         result.lost = sum(reader.lost for _pid, reader in readers)
         result.torn = sum(reader.torn for _pid, reader in readers)
         try:
-            make_private_folder((folder / FILE).parent)
-            (folder / FILE).unlink(missing_ok=True)
-            with create_private(folder / FILE) as file:
+            make_private_folder((folder / REQUESTS).parent)
+            (folder / REQUESTS).unlink(missing_ok=True)
+            with create_private(folder / REQUESTS) as file:
                 _write_all(readers, file, result, deadline)
                 file.flush()
                 os.fsync(file.fileno())
-            result.path = FILE
+            result.path = REQUESTS
         except (OSError, CrashkitError) as error:
-            problems.append(f"{FILE}: {error}")
+            problems.append(f"{REQUESTS}: {error}")
         if result.left_out:
             problems.append(f"{result.left_out} requests could not be read, or not within {timeout_secs:g} s")
     result.reason = "; ".join(problems) or None

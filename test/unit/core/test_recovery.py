@@ -99,6 +99,25 @@ def test_pieces_that_nobody_had_listed_yet_are(tmp_path: Path) -> None:
     assert [piece["path"] for piece in second["evidence"]] == ["stacks/scheduler_TP0-9.json"]
 
 
+def test_the_requests_that_were_written_last_are_counted(tmp_path: Path) -> None:
+    lines = b'{"state": "unfinished"}\n{"state": "finished"}\n{"sta'
+    abandon(tmp_path, pieces={"requests/requests.jsonl": lines.decode()})
+    (path,) = finish_abandoned(tmp_path)
+    requests = document_of(path)["requests"]
+    assert (requests["finished"], requests["unfinished"], requests["source"]) == (1, 1, "journal")
+    assert (requests["reason"], requests["journal"]["reason"]) == (REASON, REASON)
+    assert "1 finished and 1 unfinished, from the journal, in requests/" in (path / "summary.md").read_text()
+
+
+def test_what_the_server_said_of_its_requests_counts_before_the_journal(tmp_path: Path) -> None:
+    told = {"path": "/x.pkl", "reason": None, "finished": 5, "unfinished": 2, "source": "pickle", "journal": None}
+    abandon(tmp_path, requests=told, pieces={"requests/requests.jsonl": '{"state": "unfinished"}\n'})
+    (path,) = finish_abandoned(tmp_path)
+    requests = document_of(path)["requests"]
+    assert requests.pop("journal")["unfinished"] == 1
+    assert requests == {name: value for name, value in told.items() if name != "journal"}
+
+
 def test_a_failing_ranks_own_record_is_taken_in(tmp_path: Path) -> None:
     server = {"pid": 77, "sglang_version": "0.5.23", "kit_version": "0.1", "hostname": "h"}
     for name in (".spool-77-1/exception-8.json", ".spool-77-1/exception-99.json", ".spool-78-1/exception-8.json"):

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.core.journal import JournalWriter
-from sglang_crashkit.handler.journal_export import FILE, export_requests
+from sglang_crashkit.core.remains import REQUESTS
+from sglang_crashkit.handler.journal_export import export_requests
 
 
 def ring(folder: Path, pid: int) -> JournalWriter:
@@ -14,7 +15,7 @@ def ring(folder: Path, pid: int) -> JournalWriter:
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / REQUESTS).read_text().splitlines()]
 
 
 def test_the_unfinished_requests_of_all_processes_come_first(tmp_path: Path) -> None:
@@ -27,7 +28,7 @@ def test_the_unfinished_requests_of_all_processes_come_first(tmp_path: Path) -> 
         writer.end(dropped, finished=False)
         writer.close()
     told = export_requests(sorted(tmp_path.glob("*.ring")), tmp_path, 30)
-    assert (told.path, told.finished, told.unfinished, told.reason) == (FILE, 2, 2, None)
+    assert (told.path, told.finished, told.unfinished, told.reason) == (REQUESTS, 2, 2, None)
     found = lines(tmp_path)
     assert [(line["rid"], line["pid"], line["state"]) for line in found[:2]] == [
         ("under-way-7", 7, "unfinished"),
@@ -56,7 +57,7 @@ def test_what_does_not_fit_in_the_time_is_counted(tmp_path: Path) -> None:
         writer.begin({"rid": str(number)})
     writer.close()
     told = export_requests([writer.path], tmp_path, -1)
-    assert (told.left_out, told.unfinished, told.path) == (5, 0, FILE)
+    assert (told.left_out, told.unfinished, told.path) == (5, 0, REQUESTS)
     assert told.reason == "5 requests could not be read, or not within -1 s"
 
 
