@@ -13,9 +13,10 @@ from sglang_crashkit.core.incident import EvidenceKind, JournaledRequests
 
 REQUESTS = "requests/requests.jsonl"
 
-_STACKS = re.compile(r"-(?P<pid>\d+)(?P<mark>|\.native|\.fault)\.(?:txt|json)")
+_STACKS = re.compile(r"-(?P<pid>\d+)(?P<mark>|\.\d+|\.native|\.fault)\.(?:txt|json)")
 _RECORD = re.compile(r"-(?P<pid>\d+)\.exception\.json")
-_KINDS: Mapping[str, EvidenceKind] = {"": "stack", ".native": "native_stack", ".fault": "fault_stack"}
+#: All others are stacks; of a hang, those of the later snapshots have the number of the snapshot.
+_KINDS: Mapping[str, EvidenceKind] = {".native": "native_stack", ".fault": "fault_stack"}
 
 
 def unlisted_pieces(folder: Path, pid: int, listed: Collection[str | None]) -> Iterator[tuple[EvidenceKind, str]]:
@@ -32,7 +33,7 @@ def unlisted_pieces(folder: Path, pid: int, listed: Collection[str | None]) -> I
         match, name = _STACKS.search(path.name), path.relative_to(folder)
         if match and path.name.endswith(match[0]) and int(match["pid"]) == pid and name.with_suffix("") not in known:
             known.add(name.with_suffix(""))
-            yield _KINDS[match["mark"]], str(name)
+            yield _KINDS.get(match["mark"], "stack"), str(name)
     for path in sorted(folder.glob("ranks/*")):
         match, name = _RECORD.search(path.name), path.relative_to(folder)
         if match and int(match["pid"]) == pid and name.with_suffix("") not in known:

@@ -29,7 +29,7 @@ from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
 from sglang_crashkit.core.peers import LostPeer
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.core.summary import format_summary
-from sglang_crashkit.handler import evidence, stack_evidence
+from sglang_crashkit.handler import evidence, requests_told, stack_evidence
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
 
 logger = logging.getLogger(__name__)
@@ -232,42 +232,31 @@ class IncidentRun:
         """Take in what one process says of the requests that it saved; with several tokenizers, each says so.
 
         Args:
-            fields: as for `set_requests`; one that knows of no requests itself has no ``finished``.
+            fields: as for `set_requests`; one that knows of no requests itself has ``workers``, how many others do.
         """
         before = self.incident.requests
         if "workers" in fields:
             if before.finished is None:
                 self.set_requests({"reason": f"none of {fields['workers']} tokenizer workers said that it saved any"})
             return
-        self.set_requests(fields)
-        if before.finished is not None or before.unfinished is not None:
-            now = self.incident.requests
-            now.finished = (now.finished or 0) + (before.finished or 0)
-            now.unfinished = (now.unfinished or 0) + (before.unfinished or 0)
-            now.path = before.path or now.path
-            now.reason = None if now.path else now.reason
+        self.set_requests(fields, before)
 
-    def set_requests(self, fields: dict[str, Any]) -> None:
-        """Take in what the server says of the requests that it saved."""
-        path = fields.get("path")
-        error = fields.get("error")
-        reason = None if path else str(error or fields.get("reason") or "there were no requests to save")
-        self.incident.requests = Requests(
-            finished=_count(fields.get("finished")),
-            unfinished=_count(fields.get("unfinished")),
-            path=str(path) if path else None,
-            reason=reason,
-            source="pickle" if path else None,
-        )
-        self.note(time.time(), "requests_saved" if path else "requests_not_saved", reason=reason, path=path)
+    def set_requests(self, fields: dict[str, Any], before: Requests | None = None) -> None:
+        """Take in what the server says of the requests that it saved.
+
+        Args:
+            fields: see `requests_told.requests_of`.
+            before: what others have saved.
+        """
+        told = requests_told.requests_of(fields)
+        self.incident.requests = told if before is None else requests_told.add(before, told)
+        event = "requests_saved" if told.path else "requests_not_saved"
+        self.note(time.time(), event, reason=told.reason, path=told.path)
         self._checkpoint()
 
     def set_journal(self, told: JournaledRequests) -> None:
         """Take in what the request journals told; they count where the server did not."""
-        requests = self.incident.requests
-        requests.journal = told
-        if requests.source is None and told.path:
-            requests.finished, requests.unfinished, requests.source = told.finished, told.unfinished, "journal"
+        requests_told.add_journal(self.incident.requests, told)
         self.note(time.time(), "journal_read", unfinished=told.unfinished, finished=told.finished, reason=told.reason)
 
     def finish(self) -> Path:
@@ -351,7 +340,3 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: fields.get(name) for name in ("name", "silent_secs", "soft")}
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

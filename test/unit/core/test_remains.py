@@ -13,11 +13,12 @@ def write(folder: Path, name: str, text: str = "") -> None:
 
 
 def test_each_kind_of_piece_is_known_by_its_name(tmp_path: Path) -> None:
-    for mark in ("", ".native", ".fault"):
+    for mark in ("", ".2", ".native", ".fault"):
         for suffix in (".txt", ".json"):
             write(tmp_path, f"stacks/scheduler_TP1-8{mark}{suffix}")
     write(tmp_path, "ranks/scheduler_TP1-8.exception.json")
     assert list(unlisted_pieces(tmp_path, 8, set())) == [
+        ("stack", "stacks/scheduler_TP1-8.2.txt"),
         ("fault_stack", "stacks/scheduler_TP1-8.fault.txt"),
         ("native_stack", "stacks/scheduler_TP1-8.native.txt"),
         ("stack", "stacks/scheduler_TP1-8.txt"),
