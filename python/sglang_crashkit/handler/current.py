@@ -141,12 +141,14 @@ class CurrentIncident:
 
     def photograph(self) -> None:
         """Capture what the living processes are doing, of those that are there now."""
-        assert self.run is not None
+        run = self.run
+        assert run is not None
         self._eyes.look()
         # An exit that was not told of yet would be photographed in vain.
         self._eyes.collect_exits()
-        if self.run is not None:
-            self.run.photograph()
+        # With the exits it may be no incident any more, or another one.
+        if self.run is run:
+            run.photograph()
 
     def make_room(self) -> None:
         """Let what comes be an incident of its own, where the one at hand tells of a server that went on."""

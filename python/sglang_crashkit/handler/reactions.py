@@ -162,17 +162,21 @@ class Reactions:
             # It ends the server, which is another matter than what a soft one saw before.
             current.make_room()
         is_new = current.run is None
-        run = current.join("hang", message.event, sender, seconds)
+        run = current.run or current.open("hang", message.event, sender, seconds)
         if run is not None:
             run.add_hang(sender, seconds, message.fields)
-        if is_new and is_soft:
-            current.observe()
+            # Before the photograph, for which exits are taken in: one of them is an incident of its own.
+            if is_new and is_soft:
+                current.observe()
+            if not run.photographed:
+                current.photograph()
         self._tell_of_stacks(message)
 
     def _on_stacks_wanted(self, message: Message, sender: TrackedProcess) -> None:
-        if self._current.run is None:
-            self._current.join("snapshot", message.event, sender, _time_of(message))
-            self._current.observe()
+        current = self._current
+        if current.run is None and current.open("snapshot", message.event, sender, _time_of(message)) is not None:
+            current.observe()
+            current.photograph()
         self._tell_of_stacks(message)
 
     def _on_peer_lost(self, message: Message, sender: TrackedProcess) -> None:
@@ -187,15 +191,18 @@ class Reactions:
         if run is not None and run.finished and not _is_late_word(run, peer):
             current.make_room()
         is_new = current.run is None
-        run = current.join("peer_lost", message.event, sender, seconds)
+        run = current.run or current.open("peer_lost", message.event, sender, seconds)
         if run is None:
             return
         try:
             run.add_peer(seconds, peer)
         except OSError as error:
             logger.error("incident %s could not be written anew: %s", run.path, error)
+        # Before the photograph, as above.
         if is_new:
             current.observe(_RANKS_SECS)
+        if not run.photographed:
+            current.photograph()
 
     def _tell_of_stacks(self, message: Message) -> None:
         run = self._current.run

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.core.channel import Mailbox, Message
+from sglang_crashkit.core.incident_store import find_incidents
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
@@ -106,3 +107,46 @@ def test_what_is_no_title_is_passed_over(case: Case, names: Callable[[int], Any]
 
 def test_a_title_is_cut_and_can_be_written(case: Case) -> None:
     assert case.fail({str(case.starting): "\udcff" + "x" * 500})[str(case.starting)] == "\\udcff" + "x" * 119
+
+
+#: A main process that ends with status 7 when it is told of a death, and a rank.
+SERVING = LAUNCHER.replace("import ctypes", "signal.signal(signal.SIGQUIT, lambda *_: os._exit(7))\nimport ctypes")
+PEER = {"role": "prefill", "address": "10.0.0.1:8998", "sign": "refused", "waiting": [], "count": 0}
+
+
+@pytest.mark.parametrize(
+    ("event", "fields", "kind"),
+    [
+        ("peer_lost", PEER, "peer_lost"),
+        ("watchdog_timeout", {"name": "Scheduler", "soft": True}, "hang"),
+        ("stacks_wanted", {}, "snapshot"),
+    ],
+)
+def test_a_death_while_an_incident_of_a_server_that_goes_on_is_opened_ends_the_server(
+    tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch, event: str, fields: dict[str, Any], kind: str
+) -> None:
+    settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
+    place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
+    with child(SERVING) as process, Mailbox.bind(short_folder / "sock") as receiver:
+        handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
+        handler.look()
+        (rank,) = (one for one in handler._tree if one.title == "sglang::scheduler_TP0")
+
+        def look_and_kill() -> None:
+            if not rank.handle.has_exited():
+                os.kill(rank.pid, signal.SIGKILL)
+                wait_until(rank.handle.has_exited, "the rank is dead")
+
+        monkeypatch.setattr(handler, "look", look_and_kill)
+        message = Message(event, fields, process.pid, os.getuid(), None)
+        handler._reactions.take(message, handler._tree.root)
+        found = {stored.document["kind"]: stored.document for stored in find_incidents(tmp_path) if stored.document}
+        assert set(found) == {kind, "killed"}
+        assert found["killed"]["verdict"]["first_failure"]["pid"] == rank.pid
+        assert found["killed"]["peers"] == []
+        assert found[kind]["complete"] is True
+        wait_until(lambda: handler._current.act_on_time() or process.poll() is not None, "the server is told")
+        assert process.poll() == 7
+        for one in handler._tree:
+            one.handle.close()
+        handler._selector.close()
