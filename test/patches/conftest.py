@@ -10,6 +10,8 @@ from sglang_crashkit.installer.resolver import PatchTree, find_patch_root
 from sglang_crashkit.installer.wheelcache import find_wheel
 
 RELEASES = list(load_lock().releases)
+#: The first, the last, and one from where most of the patches change; the rest is left out by ``scripts/test --fast``.
+NARROW = ("0.5.9", "0.5.12.post1", "0.5.23")
 
 
 @pytest.fixture(scope="session")
@@ -49,4 +51,6 @@ def wheels(lock: Lock) -> Wheels:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "release" in metafunc.fixturenames:
-        metafunc.parametrize("release", RELEASES)
+        releases = [pytest.param(one, marks=() if one in NARROW else pytest.mark.wide) for one in RELEASES]
+        # One release after the other, so that what was read of it serves all tests of a file.
+        metafunc.parametrize("release", releases, scope="module")

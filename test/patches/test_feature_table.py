@@ -10,7 +10,7 @@ from featurelib.probes import FEATURES
 from featurelib.table import Column, probe_release, put_into, render
 from lanelib.paths import PYPROJECT, ROOT
 
-pytestmark = pytest.mark.wheels
+pytestmark = [pytest.mark.wheels, pytest.mark.wide]
 
 
 @pytest.fixture(scope="module")

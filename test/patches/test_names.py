@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import zipfile
 from collections.abc import Callable, Iterator
 
@@ -28,12 +29,13 @@ DIAGNOSTICS = {
 Parse = Callable[[str], ast.Module]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def parse(wheels, patches, release) -> Iterator[Parse]:
     """Parse a file of the release as it is once patched."""
     with zipfile.ZipFile(wheels[release]) as archive:
         files = ReleaseFiles(archive, patches.resolve(release))
 
+        @functools.cache
         def parse_file(path: str) -> ast.Module:
             patched = files.patched(path)
             assert patched is not None, path
