@@ -211,7 +211,7 @@ def test_descriptors_sent_along_are_not_kept(path: str, mailbox: Mailbox) -> Non
         rights = array.array("i", [0, 1, 2])
         sender.sendmsg([b'{"event": "x"}'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], 0, path)
     assert [message.event for message in mailbox.receive()] == ["x"]
-    assert descriptors() == before
+    assert descriptors().items() <= before.items()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -250,7 +250,7 @@ def test_sending_leaves_no_descriptor(path: str, mailbox: Mailbox) -> None:
     channel.notify(path, "event")
     channel.request(path, "event", 0.0)
     channel.is_reachable(path)
-    assert descriptors() == before
+    assert descriptors().items() <= before.items()
 
 
 def test_a_path_that_is_taken_or_too_long_leaves_no_descriptor(path: str, mailbox: Mailbox, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_path_that_is_taken_or_too_long_leaves_no_descriptor(path: str, mailbo
     for impossible in (Path(path), tmp_path / ("x" * 107), tmp_path / "absent" / "s"):
         with pytest.raises(OSError, match=r".+"):
             Mailbox.bind(impossible)
-    assert descriptors() == before
+    assert descriptors().items() <= before.items()
 
 
 def test_a_stopped_handler_is_still_reachable(path: str) -> None:

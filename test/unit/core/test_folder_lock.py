@@ -69,4 +69,4 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
     before = len(descriptors())
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert FolderLock(tmp_path).acquire(LONG) == "unsupported"
-    assert len(descriptors()) == before
+    assert len(descriptors()) <= before

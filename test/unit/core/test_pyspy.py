@@ -92,6 +92,12 @@ def test_what_a_hanging_one_started_is_killed_with_it(tmp_path: Path) -> None:
     wait_until(lambda: (stat := procfs.read_stat(pid)) is None or stat.state == "Z", "its child is gone")
 
 
+def leaves_nothing(before: set[int]) -> bool:
+    """Say whether no child is there that was not there before; what is slow to die is reaped by a later round."""
+    photograph_all([], LONG)
+    return children() <= before
+
+
 def test_many_that_hang_cost_no_more_time_than_one(tmp_path: Path) -> None:
     started = time.monotonic()
     photographs = photograph_all(range(1, 33), 0.5, make_tool(tmp_path, "trap '' TERM; exec sleep 600"))
@@ -105,7 +111,7 @@ def test_one_that_prints_for_ever_is_given_up_early(tmp_path: Path) -> None:
     (photograph,) = photograph_all([1], LONG, make_tool(tmp_path, "exec yes"))
     assert photograph.reason == "py-spy printed more than 16 MiB"
     assert time.monotonic() - started < LONG
-    assert children() == before
+    wait_until(lambda: leaves_nothing(before), "it is reaped")
 
 
 def test_one_that_hangs_is_killed_at_the_deadline_and_leaves_nothing(tmp_path: Path) -> None:
@@ -114,7 +120,8 @@ def test_one_that_hangs_is_killed_at_the_deadline_and_leaves_nothing(tmp_path: P
     photographs = photograph_all([1, 2], 0.4, make_tool(tmp_path, "exec sleep 600"))
     assert time.monotonic() - started < LONG
     assert [photograph.reason for photograph in photographs] == ["py-spy did not end within 0.4 s"] * 2
-    assert (children(), descriptors()) == (before, fds)
+    wait_until(lambda: leaves_nothing(before), "they are reaped")
+    assert descriptors().items() <= fds.items()
 
 
 def test_one_that_is_slow_to_die_is_reaped_later_and_is_no_warning(
@@ -131,17 +138,12 @@ def test_one_that_is_slow_to_die_is_reaped_later_and_is_no_warning(
         warnings.simplefilter("always")
         gc.collect()
     assert caught == []
-
-    def reaped() -> bool:
-        photograph_all([], LONG)
-        return children() == before
-
-    wait_until(reaped, "the next round reaps it")
+    wait_until(lambda: leaves_nothing(before), "the next round reaps it")
 
 
 def test_one_that_hangs_does_not_cost_the_others_their_result(tmp_path: Path) -> None:
     tool = make_tool(tmp_path, f"[ $5 = 1 ] && exec sleep 600; echo '{GOOD}'")
-    first, second = photograph_all([1, 2], 1.5, tool)
+    first, second = photograph_all([1, 2], 5.0, tool)
     assert first.threads is None
     assert second.threads is not None
     assert second.threads[0].frames[0].function == "f"
@@ -151,7 +153,7 @@ def test_one_that_closes_its_pipes_and_stays_is_killed(tmp_path: Path) -> None:
     before = children()
     (photograph,) = photograph_all([1], 0.3, make_tool(tmp_path, "exec >&- 2>&-; exec sleep 600"))
     assert photograph.reason == "py-spy did not end within 0.3 s"
-    assert children() == before
+    wait_until(lambda: leaves_nothing(before), "it is reaped")
 
 
 @pytest.mark.parametrize("script", ["echo rubbish", "echo '{}'", "echo '[{\"frames\": []}]'", "exit 1", "kill -9 $$"])

@@ -73,7 +73,7 @@ def test_a_recycled_pid_is_not_watched():
         with mock.patch.object(psutil.Process, "is_running", return_value=False):
             before = descriptors()
             alarm.sleep([known], 0.1, naps.append)
-            assert descriptors() == before
+            assert descriptors().items() <= before.items()
         alarm.sleep([known], 0.1, naps.append)
     assert naps == [0.1]
 
@@ -113,5 +113,5 @@ def test_no_descriptor_is_left_open():
         with DeathAlarm() as alarm:
             alarm.sleep([psutil.Process(process.pid)], 0.0, no_nap)
             assert set(descriptors()) != during
-        assert set(descriptors()) == during
-    assert set(descriptors()) == set(before)
+        assert set(descriptors()) <= during
+    assert set(descriptors()) <= set(before)

@@ -70,7 +70,7 @@ def test_it_can_be_asked_again_and_again(runtime: Path) -> None:
             assert functions_of(photograph.threads).count("hold_the_lock") == 1
         # What it wrote before is gone: the file does not grow.
         assert ArmedFiles.of(runtime, target.pid, target.start_ticks).stack.stat().st_size < 4096
-    assert descriptors() == fds
+    assert descriptors().items() <= fds.items()
 
 
 def test_a_deep_stack_is_cut_off_and_whole(runtime: Path) -> None:

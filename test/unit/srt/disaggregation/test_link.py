@@ -184,7 +184,7 @@ def test_no_descriptor_is_left(made: list[Link], monkeypatch: pytest.MonkeyPatch
         run(link, 1.0)
         link.close()
         link.close()
-        assert descriptors().keys() == before.keys()
+        assert descriptors().items() <= before.items()
 
 
 #: One network namespace with this program in it, another with a listener, a cable between them; then the address goes.
