@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from featurelib import crash_probes
-from featurelib.crash_probes import polls
+from featurelib.crash_probes import handler_is_started, polls
 from featurelib.finding import ABSENT, Finding, kit, upstream
 from featurelib.kitsource import KitSource
 from featurelib.sglangsource import SglangTree, arguments_of, called, calls_in, keyword
@@ -128,6 +128,16 @@ def pytest_fails_by_name(tree: SglangTree) -> Finding:
     return upstream() if "[pytest11]" in tree.entry_points else ABSENT
 
 
+def hang_noticed(tree: SglangTree) -> Finding:
+    """A scheduler that stands still in its event loop is noticed."""
+    scheduler = tree.file("srt/managers/scheduler.py")
+    hooks = scheduler.kit_calls(scheduler.find("Scheduler.process_input_requests"))
+    if hooks and tree.kit and "os.memfd_create" in tree.kit.reach(*hooks).names and handler_is_started(tree):
+        return kit("idle ones too")
+    # Upstream's watchdog looks at a scheduler that has a batch, and ends the server.
+    return upstream("in a batch only") if tree.file("srt/utils/watchdog.py").find("WatchdogRaw") else ABSENT
+
+
 def hang_collected(tree: SglangTree) -> Finding:
     """A command takes the stacks of a server that hangs."""
     if tree.kit is None:
@@ -182,5 +192,6 @@ FEATURES = (
     Feature("tests: `start_subprocess_fail_fast_watcher`", watcher_there),
     Feature("tests: prefill, decode and router are watched", pd_fixture_watched),
     Feature("tests: pytest fails the running test by name", pytest_fails_by_name),
+    Feature("a scheduler that hangs is noticed", hang_noticed),
     Feature("stacks of a hung server on demand", hang_collected),
 )

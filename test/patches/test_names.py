@@ -197,3 +197,63 @@ def test_every_worker_is_armed_once_it_has_its_title_and_upstreams_faulthandler(
         assert "faulthandler.enable" not in calls[at:], module
     tree = parse("srt/managers/multi_tokenizer_mixin.py")
     assert decorators(find(tree, "TokenizerWorker")) == ["on_tokenizer_worker"]
+
+
+#: The event loops of the scheduler, by the files that upstream has them in.
+EVENT_LOOPS = {
+    "srt/managers/scheduler.py": {"event_loop_normal", "event_loop_overlap"},
+    "srt/managers/scheduler_pp_mixin.py": {
+        "event_loop_pp",
+        "event_loop_pp_disagg_prefill",
+        "event_loop_pp_disagg_decode",
+    },
+    "srt/disaggregation/prefill.py": {"event_loop_normal_disagg_prefill", "event_loop_overlap_disagg_prefill"},
+    "srt/disaggregation/decode.py": {"event_loop_normal_disagg_decode", "event_loop_overlap_disagg_decode"},
+    "srt/multiplex/multiplexing_mixin.py": {"event_loop_pdmux"},
+}
+
+
+def test_every_event_loop_beats_in_every_round(parse: Parse) -> None:
+    scheduler = find(parse("srt/managers/scheduler.py"), "Scheduler")
+    first = find(scheduler, "process_input_requests").body[0]
+    assert ast.unparse(first) == "on_iteration(self, recv_reqs)"
+    if "def ingest_requests" in ast.unparse(scheduler):
+        assert [node for node in find(scheduler, "ingest_requests").body if takes_in_requests(node)]
+    for path, loops in EVENT_LOOPS.items():
+        tree = parse(path)
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and "event_loop_" in node.name]
+        assert {node.name for node in found if any(isinstance(child, ast.While) for child in ast.walk(node))} == loops
+        for name in loops:
+            (forever,) = [node for node in find(tree, name).body if isinstance(node, ast.While)]
+            # Not behind a condition: the round that receives nothing, and that of a paused engine, beat too.
+            assert [node for node in unconditional(forever.body) if takes_in_requests(node)], (path, name)
+
+
+def test_every_batch_is_counted(parse: Parse) -> None:
+    calls = [ast.unparse(node) for node in find(parse("srt/managers/scheduler.py"), "run_batch").body]
+    assert calls[calls.index("self.forward_ct += 1") + 1] == "on_batch(self, batch)"
+
+
+def test_an_idle_scheduler_sleeps_for_a_second_at_most(parse: Parse) -> None:
+    scheduler = module = parse("srt/managers/scheduler.py")
+    assert "self.idle_sleeper.maybe_sleep()" in calls_in(find(scheduler, "Scheduler"))
+    if "class IdleSleeper" not in ast.unparse(scheduler):
+        module = parse("srt/managers/scheduler_components/idle_sleeper.py")
+    assert "self.poller.poll(1000)" in calls_in(find(module, "IdleSleeper"))
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef) and node.name == "RustServerIdleSleeper":
+            (init,) = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+            assert next(ast.unparse(default) for default in init.args.defaults) == "1000"
+
+
+def unconditional(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements that are reached in every round, those within ``with`` and ``for`` too."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.With | ast.For):
+            yield from unconditional(node.body)
+
+
+def takes_in_requests(node: ast.stmt) -> bool:
+    own = node.value if isinstance(node, ast.Expr | ast.Assign) else None
+    return own is not None and ast.unparse(own).startswith(("self.process_input_requests(", "self.ingest_requests("))

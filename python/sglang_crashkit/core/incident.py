@@ -77,6 +77,23 @@ class Exit:
 
 
 @dataclass
+class Look:
+    """What a process was seen doing at one of several moments.
+
+    Attributes:
+        time: when.
+        state: the letter that ``/proc`` has for the state of its main thread; empty where it was gone.
+        cpu_secs: CPU time that it had used since its start, in seconds.
+        doing: as in `ProcessReport`; empty where its stack could not be taken.
+    """
+
+    time: str
+    state: str
+    cpu_secs: float
+    doing: list[str] = field(default_factory=list)
+
+
+@dataclass
 class ProcessReport:
     """One process of the server.
 
@@ -88,6 +105,7 @@ class ProcessReport:
         exit: None while it lived when the incident was written.
         state: what ``/proc`` said of it, None where it was gone.
         doing: the innermost Python frames that tell what it was doing, innermost first.
+        looks: where it was looked at several times, each time, the first one too.
         evidence: every expected piece.
     """
 
@@ -98,6 +116,7 @@ class ProcessReport:
     exit: Exit | None = None
     state: dict[str, Any] | None = None
     doing: list[str] = field(default_factory=list)
+    looks: list[Look] = field(default_factory=list)
     evidence: list[Evidence] = field(default_factory=list)
 
 

@@ -30,6 +30,7 @@ class ProcStat:
         ppid: parent's process id.
         start_ticks: start time in clock ticks since boot; with the pid it identifies a process.
         threads: number of threads.
+        cpu_ticks: CPU time of all its threads since its start, in clock ticks.
         wait_status: status as waitpid(2) would return it; meaningful for a zombie only, 0 where it may not be read.
     """
 
@@ -40,6 +41,7 @@ class ProcStat:
     start_ticks: int
     threads: int
     wait_status: int
+    cpu_ticks: int = 0
 
 
 def read_stat(pid: int) -> ProcStat | None:
@@ -59,6 +61,7 @@ def read_stat(pid: int) -> ProcStat | None:
         threads=int(fields[17]),
         start_ticks=int(fields[19]),
         wait_status=int(fields[49]) if len(fields) > 49 else 0,
+        cpu_ticks=int(fields[11]) + int(fields[12]),
     )
 
 

@@ -78,6 +78,8 @@ class Settings:
             false.
         end_secs: ``SGLANG_CRASHKIT_END_SECS``; the longest that the server's end may take once the evidence of a crash
             is whole, in seconds.
+        hang_secs: ``SGLANG_CRASHKIT_HANG_SECS``; how long a scheduler that makes no progress is taken to be at work, in
+            seconds; 0 where hangs are not looked for.
         native: ``SGLANG_CRASHKIT_NATIVE``; whether native stacks are taken, which stops each process for a moment. None
             where it is not set: of a server that hangs and will be ended for it.
         journal: ``SGLANG_CRASHKIT_JOURNAL``; no request is written down before a crash when false.
@@ -95,6 +97,7 @@ class Settings:
     startup_timeout_secs: float = 0.0
     peer_watch: bool = True
     end_secs: float = 15.0
+    hang_secs: float = 60.0
     native: bool | None = None
     journal: bool = True
     journal_mb: float = 64.0
@@ -118,6 +121,7 @@ class Settings:
             journal_mb=read_megabytes(environ, "SGLANG_CRASHKIT_JOURNAL_MB", 64.0),
             peer_watch=read_bool(environ, "SGLANG_CRASHKIT_PEER_WATCH", True),
             end_secs=read_seconds(environ, "SGLANG_CRASHKIT_END_SECS", 15.0),
+            hang_secs=read_seconds(environ, "SGLANG_CRASHKIT_HANG_SECS", 60.0),
             native=_read_native(environ),
             disk=DiskLimits.from_environ(environ),
         )

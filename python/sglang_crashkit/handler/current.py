@@ -88,12 +88,14 @@ class CurrentIncident:
 
     Attributes:
         run: what it gathered; None where nothing happened yet. It stays when it is finished, until another may come.
+        hang: the incident of a hang that is not over; other incidents meanwhile say so.
     """
 
     def __init__(
         self, tree: ProcessTree, mailbox: Mailbox, place: Place, settings: Settings, outlook: Outlook, eyes: Eyes
     ) -> None:
         self.run: IncidentRun | None = None
+        self.hang: IncidentRun | None = None
         self._tree = tree
         self._mailbox = mailbox
         self._place = place
@@ -127,8 +129,24 @@ class CurrentIncident:
             else:
                 for dead in self._eyes.unexplained():
                     self.run.add_exit(dead)
+                if self.hang is not None:
+                    self.run.note(time.time(), "hang_not_over", incident=self.hang.incident.id)
+                    self.run.add_afterword(f"The server made no progress before: incident {self.hang.incident.id}.")
                 return self.run
         self._journals.keep()
+        return self.run
+
+    def open_observed(self, kind: str, trigger: str, process: TrackedProcess, seconds: float) -> IncidentRun | None:
+        """Begin an incident of a server that goes on, to be photographed; whoever begins it finishes it.
+
+        Returns:
+            None where another one is at hand, or it cannot be written anywhere; see `open`.
+        """
+        self._eyes.collect_exits()
+        self.make_room()
+        if self.run is not None or self.open(kind, trigger, process, seconds) is None:
+            return None
+        self.observe(self._settings.budget_secs)
         return self.run
 
     def join(self, kind: str, trigger: str, process: TrackedProcess, seconds: float) -> IncidentRun | None:
@@ -214,6 +232,12 @@ class CurrentIncident:
         self._awaited.observed = self.run is not None
         self._awaited.observed_due = time.monotonic() + seconds if self._awaited.observed else None
 
+    def finish_observed(self) -> None:
+        """Write the incident of a server that goes on."""
+        if self.run is not None:
+            self.run.set_requests({"reason": "the server went on"})
+            self.finish()
+
     def let_go_on(self, *, goes_on: bool) -> None:
         """Say whether the server goes on after this incident, so that what comes next is another one."""
         self._awaited.observed = goes_on
@@ -287,8 +311,7 @@ class CurrentIncident:
             if not self._tree.alive() or now >= gone_at + _LAST_EXITS_SECS:
                 self.finish()
         elif self._awaited.observed_due is not None and now >= self._awaited.observed_due:
-            run.set_requests({"reason": "the server went on"})
-            self.finish()
+            self.finish_observed()
         elif self._awaited.answer_due is not None and now >= self._awaited.answer_due:
             run.set_requests({"reason": f"the server did not begin to save them within {_ANSWER_SECS:g} s"})
             self.finish()

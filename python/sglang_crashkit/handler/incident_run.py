@@ -23,6 +23,7 @@ from sglang_crashkit.core.incident import (
     Requests,
     ServerInfo,
     Trigger,
+    Verdict,
     iso_time,
 )
 from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
@@ -76,6 +77,8 @@ class IncidentRun:
         self._failures: list[FailureEvent] = []
         self._raised: set[int] = set()
         self._is_fatal_hang = False
+        self._afterwords: list[str] = []
+        self._snapshots = 0
         self.opened = time.monotonic()
         self.photographed = False
         self.finished = False
@@ -95,16 +98,24 @@ class IncidentRun:
         return self._folder.path
 
     def photograph(self) -> None:
-        """Capture what the living processes are doing; the dead ones are told from them first."""
+        """Capture what the living processes are doing; the dead ones are told from them first.
+
+        May be called again: of a hang, each time is a snapshot of its own, for comparison.
+        """
         started = time.time()
         for process in self._tree:
             self._report(process)
         living = self._tree.alive()
         reports = {process.pid: self._report(process) for process in living}
-        evidence.capture_states(living, reports)
+        if self._snapshots == 0:
+            evidence.capture_states(living, reports)
+        self._snapshots += 1
         if self._settings.stacks:
-            stack_evidence.capture_stacks(living, reports, self._folder, self._runtime, self._settings.photograph_secs)
-        else:
+            number = self._snapshots if self.incident.kind == "hang" else None
+            stack_evidence.capture_stacks(
+                living, reports, self._folder, self._runtime, self._settings.photograph_secs, number
+            )
+        elif self._snapshots == 1:
             for report in reports.values():
                 reason = "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH"
                 report.evidence.append(Evidence("stack", "skipped", reason=reason))
@@ -215,18 +226,41 @@ class IncidentRun:
             self.incident.peers.append(peer)
         self.note(seconds, "peer_lost", pid=peer.reported_by[0], role=peer.role, address=peer.address, sign=peer.sign)
         if self.finished:
-            self.incident.verdict = judge(self.incident, self._failures)
+            self.incident.verdict = self._judge()
             self.save()
 
     def knows_peer(self, peer: LostPeer) -> bool:
         """Say whether that server was lost already, be it in the words of another rank, which has another address."""
         return any((its.role, its.host) == (peer.role, peer.host) for its in self.incident.peers)
 
+    def add_failure(self, event: FailureEvent) -> None:
+        """Take in a failure for the verdict; once the incident is finished, it is only written anew."""
+        if self.finished:
+            self._save_again()
+        else:
+            self._failures.append(event)
+
+    def add_afterword(self, sentence: str) -> None:
+        """Add a sentence to the verdict, also once the incident is finished."""
+        self._afterwords.append(sentence)
+        if self.finished:
+            self.incident.verdict = self._judge()
+            self._save_again()
+
+    def _save_again(self) -> None:
+        try:
+            self.save()
+        except OSError as error:
+            # It may have been removed by now.
+            logger.warning("incident %s could not be brought up to date: %s", self.path, error)
+
     @property
     def stacks(self) -> int:
         """Of how many processes there are stacks."""
-        pieces = [piece for report in self.incident.processes for piece in report.evidence]
-        return sum(piece.kind == "stack" and piece.status == "captured" for piece in pieces)
+        return sum(
+            any(piece.kind == "stack" and piece.status == "captured" for piece in report.evidence)
+            for report in self.incident.processes
+        )
 
     def add_requests(self, fields: dict[str, Any]) -> None:
         """Take in what one process says of the requests that it saved; with several tokenizers, each says so.
@@ -269,13 +303,13 @@ class IncidentRun:
             if process.exited_at is not None:
                 self._note_exit(process)
         self.incident.processes.sort(key=lambda report: (report.role == "helper", report.role, report.pid))
-        self.incident.verdict = judge(self.incident, self._failures)
+        self.incident.verdict = verdict = self._judge()
         self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.incident.complete = True
         self.save(sync=True)
         path = self._folder.publish()
         self.finished = True
-        logger.info("incident %s: %s", path, self.incident.verdict.text)
+        logger.info("incident %s: %s", path, verdict.text)
         return path
 
     def report(self, process: TrackedProcess) -> ProcessReport:
@@ -289,7 +323,7 @@ class IncidentRun:
 
     def _checkpoint(self) -> None:
         """Write what is known by now: whatever kills this process next, it is on disk."""
-        self.incident.verdict = judge(self.incident, self._failures)
+        self.incident.verdict = self._judge()
         try:
             self.save()
         except OSError as error:
@@ -304,6 +338,12 @@ class IncidentRun:
         evidence.note_exit(report, process, raised=process.pid in self._raised)
         if self._settings.stacks:
             stack_evidence.take_fault(process, report, self._folder, self._runtime)
+
+    def _judge(self) -> Verdict:
+        verdict = judge(self.incident, self._failures)
+        verdict.basis += self._afterwords
+        verdict.text = " ".join([verdict.text, *self._afterwords])
+        return verdict
 
     def _report(self, process: TrackedProcess) -> ProcessReport:
         report = self.incident.process(process.pid)

@@ -11,6 +11,7 @@ from sglang_crashkit.core.channel import Mailbox
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.exits import Exits
+from sglang_crashkit.handler.hang_watch import HangWatch
 from sglang_crashkit.handler.leftovers import Leftovers
 from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.handler.place import Place
@@ -40,7 +41,10 @@ class CrashHandler:
         self._outlook = Outlook()
         self._current = CurrentIncident(self._tree, mailbox, place, settings, self._outlook, self)
         self._exits = Exits(self._tree, self._outlook, self._current, self._unwatch)
-        self._reactions = Reactions(self._tree, mailbox, place, self._outlook, self._current, self._exits.reconsider)
+        self._hangs = HangWatch(self._tree, self._outlook, self._current, settings)
+        self._reactions = Reactions(
+            self._tree, mailbox, place, self._outlook, self._current, self._hangs, self._exits.reconsider
+        )
         self._leftovers = Leftovers(self._tree)
         self._selector = selectors.DefaultSelector()
         self._selector.register(mailbox, selectors.EVENT_READ)
@@ -65,6 +69,7 @@ class CrashHandler:
                 self._take_messages()
                 self._current.act_on_time()
                 self._leftovers.note_on_time()
+                self._hangs.act_on_time()
         finally:
             self._current.close(removed=self._leftovers.remove())
             self._place.clean_up()
@@ -106,7 +111,7 @@ class CrashHandler:
     def _next_due(self) -> float:
         if not self._current.is_open and self._outlook.gone_at is not None:
             return self._outlook.gone_at + _LINGER_SECS
-        return self._current.next_due()
+        return min(self._current.next_due(), self._hangs.next_due())
 
     def _done(self) -> bool:
         if self._outlook.gone_at is None or self._current.is_open:

@@ -10,6 +10,7 @@ from sglang_crashkit.core import procfs
 from sglang_crashkit.core.channel import Mailbox, Message
 from sglang_crashkit.core.peers import LostPeer
 from sglang_crashkit.handler.current import CurrentIncident
+from sglang_crashkit.handler.hang_watch import HangWatch
 from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.handler.place import Place
@@ -32,6 +33,7 @@ class Reactions:
         place: where failing ranks leave their records.
         outlook: where announcements are noted.
         current: the incident at hand.
+        hangs: who follows heartbeats.
         reconsider: called when the exits seen so far may be a shutdown after all.
     """
 
@@ -42,6 +44,7 @@ class Reactions:
         place: Place,
         outlook: Outlook,
         current: CurrentIncident,
+        hangs: HangWatch,
         reconsider: Callable[[], None],
     ) -> None:
         self._tree = tree
@@ -62,6 +65,7 @@ class Reactions:
             "stacks_wanted": self._on_stacks_wanted,
             "peer_lost": self._on_peer_lost,
             "draining": self._on_draining,
+            "beat": lambda message, sender: hangs.follow(sender, message.fields.get("fd")),
         }
 
     def take(self, message: Message, sender: TrackedProcess | None) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from sglang_crashkit.core import titles
+from sglang_crashkit.core import procfs, titles
 from sglang_crashkit.core.armed import ArmedFiles, read_armed
 from sglang_crashkit.core.disk import status_of
 from sglang_crashkit.core.faulthandler_output import parse_faulthandler
-from sglang_crashkit.core.incident import Evidence, EvidenceKind, ProcessReport
+from sglang_crashkit.core.incident import Evidence, EvidenceKind, Look, ProcessReport, iso_time
 from sglang_crashkit.core.incident_folder import IncidentFolder
 from sglang_crashkit.core.ladder import capture_all
 from sglang_crashkit.core.native_stacks import capture_native
@@ -26,6 +28,7 @@ _RESPONDER = "sglang_crashkit/srt/responder.py"
 _FAULTS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
 _MOST_FAULT_BYTES = 4 << 20
 _MOST_DOING = 4
+_TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
 
 
 def capture_stacks(
@@ -34,6 +37,7 @@ def capture_stacks(
     folder: IncidentFolder,
     runtime: Path,
     deadline_secs: float,
+    snapshot: int | None = None,
 ) -> None:
     """Photograph the living processes side by side and write their stacks.
 
@@ -43,7 +47,11 @@ def capture_stacks(
         folder: where the stacks go.
         runtime: where the processes say what they armed.
         deadline_secs: the longest that it may take, in seconds.
+        snapshot: the number of this one, from 1, where several are taken.
     """
+    if snapshot is not None:
+        for process in processes:
+            reports[process.pid].looks.append(_look_at(process.pid))
     for process in processes:
         if not process.is_python:
             reports[process.pid].evidence.append(Evidence("stack", "skipped", reason="not a Python process"))
@@ -51,12 +59,17 @@ def capture_stacks(
     start_ticks = {pid: process.handle.start_ticks for pid, process in wanted.items()}
     for photograph in capture_all(start_ticks, runtime, deadline_secs):
         process, report = wanted[photograph.pid], reports[photograph.pid]
-        _keep("stack", photograph, process, report, folder)
+        _keep("stack", photograph, process, report, folder, snapshot)
+        if photograph.threads is None:
+            continue
+        doing = innermost(photograph.threads, report.pid)
+        if snapshot is not None:
+            report.looks[-1].doing = doing
         raised = any(piece.kind == "exception" and piece.status == "captured" for piece in report.evidence)
-        if photograph.threads is not None and not raised:
+        if _is_first(snapshot) and not raised:
             # One that raised has left what it was doing; its own record says what that was. What was seen is told even
             # where there was no room to write all of it.
-            report.doing = innermost(photograph.threads, report.pid)
+            report.doing = doing
 
 
 def capture_native_stacks(
@@ -121,7 +134,12 @@ def _of_interest(frames: Sequence[Frame]) -> list[str]:
 
 
 def _keep(
-    kind: EvidenceKind, photograph: Photograph, process: TrackedProcess, report: ProcessReport, folder: IncidentFolder
+    kind: EvidenceKind,
+    photograph: Photograph,
+    process: TrackedProcess,
+    report: ProcessReport,
+    folder: IncidentFolder,
+    snapshot: int | None = None,
 ) -> None:
     """Write the stacks of a process, or why there are none."""
     seconds, source = photograph.seconds, photograph.source
@@ -131,7 +149,8 @@ def _keep(
             reason = f"it ended while it was photographed ({reason})"
         report.evidence.append(Evidence(kind, "failed", reason=reason, seconds=seconds))
         return
-    name = f"stacks/{titles.label_of(report.title, report.pid)}" + (".native" if kind == "native_stack" else "")
+    suffix = ".native" if kind == "native_stack" else "" if _is_first(snapshot) else f".{snapshot}"
+    name = f"stacks/{titles.label_of(report.title, report.pid)}{suffix}"
     try:
         path = _write(name, [thread for thread in photograph.threads if not _is_responder(thread)], report, folder)
     except (OSError, CrashkitError) as error:
@@ -144,6 +163,16 @@ def _write(name: str, threads: Sequence[Thread], report: ProcessReport, folder: 
     document = {"pid": report.pid, "title": report.title, "threads": [asdict(thread) for thread in threads]}
     folder.write_json(f"{name}.json", document)
     return folder.write_text(f"{name}.txt", "\n".join(format_threads(report.title, report.pid, threads)) + "\n")
+
+
+def _is_first(snapshot: int | None) -> bool:
+    return snapshot is None or snapshot == 1
+
+
+def _look_at(pid: int) -> Look:
+    stat = procfs.read_stat(pid)
+    now = iso_time(time.time())
+    return Look(now, "", 0.0) if stat is None else Look(now, stat.state, stat.cpu_ticks / _TICKS_PER_SEC)
 
 
 def _is_responder(thread: Thread) -> bool:

@@ -85,6 +85,8 @@ def test_pieces_that_nobody_had_listed_yet_are(tmp_path: Path) -> None:
     pieces = {
         "stacks/scheduler_TP1-8.json": "{}",
         "stacks/scheduler_TP1-8.txt": "x",
+        "stacks/scheduler_TP1-8.2.json": "{}",
+        "stacks/scheduler_TP1-8.2.txt": "x",
         "stacks/scheduler_TP0-9.json": "{}",
         "stacks/scheduler_TP2-88.txt": "of another",
         "ranks/scheduler_TP1-8.exception.json": "{}",
@@ -93,6 +95,7 @@ def test_pieces_that_nobody_had_listed_yet_are(tmp_path: Path) -> None:
     (path,) = finish_abandoned(tmp_path)
     first, second = document_of(path)["processes"]
     assert [(piece["kind"], piece["status"], piece["path"]) for piece in first["evidence"]] == [
+        ("stack", "captured", "stacks/scheduler_TP1-8.2.txt"),
         ("stack", "captured", "stacks/scheduler_TP1-8.txt"),
         ("exception", "captured", "ranks/scheduler_TP1-8.exception.json"),
     ]

@@ -63,8 +63,10 @@ def test_every_setting_has_its_variable() -> None:
         "SGLANG_CRASHKIT_BUDGET_SECS": "3",
         "SGLANG_CRASHKIT_PHOTOGRAPH_SECS": "0.5",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "7",
+        "SGLANG_CRASHKIT_HANG_SECS": "8.5",
     }
     read = Settings.from_environ(environ)
+    assert (read.hang_secs, Settings.from_environ({}).hang_secs) == (8.5, 60.0)
     assert (read.peer_watch, Settings.from_environ({}).peer_watch) == (False, True)
     assert (read.enabled, read.budget_secs, read.photograph_secs, read.core_wait_secs) == (False, 3.0, 0.5, 7.0)
 

@@ -50,6 +50,7 @@ HOOKS = """
     def limit(settings): settings.startup_timeout_secs
     def wait(arguments): arguments.pop("wait_timeout")
     def tell(): notify("peer_lost")
+    def beat(scheduler, requests): os.memfd_create("beat")
     def idle(): ...
 
     def _resolve_cuda_coredump_pipe_path(): ...
@@ -63,6 +64,11 @@ KIT = {"hooks.py": HOOKS, "handler/__main__.py": HANDLER}
 IMPORT = "from sglang_crashkit.hooks import {}\n"
 STARTED = {ENGINE: IMPORT.format("start") + "def launch():\n    start()\n"}
 
+ROUND = """
+class Scheduler:
+    def process_input_requests(self, recv_reqs):
+        {}
+"""
 WAYS = """
 class SignalHandler:
     def running_phase_sigquit_handler(self):
@@ -397,6 +403,17 @@ CASES = [
         {},
     ),
     Case(probes.reap_survives_einval, kit("at once"), {COMMON: hooked("wake", "_wait_for_reap_or_raise = wake\n")}, {}),
+    # Hangs.
+    Case(probes.hang_noticed, ABSENT),
+    Case(probes.hang_noticed, upstream("in a batch only"), {WATCHDOG: textwrap.dedent(WATCHES).format("pass")}),
+    Case(
+        probes.hang_noticed,
+        kit("idle ones too"),
+        {SCHEDULER: hooked("beat", ROUND.format("beat(self, recv_reqs)")), **STARTED},
+        {},
+    ),
+    Case(probes.hang_noticed, ABSENT, {SCHEDULER: hooked("beat", ROUND.format("beat(self, recv_reqs)"))}, {}),
+    Case(probes.hang_noticed, ABSENT, {SCHEDULER: hooked("idle", ROUND.format("idle()")), **STARTED}, {}),
     # Tests.
     Case(probes.watcher_there, ABSENT),
     Case(

@@ -26,6 +26,7 @@ from sglang_crashkit.srt.arming import on_configure_logger
 from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_launch_phase_sigquit
 from sglang_crashkit.srt.hooks import notify, request
 from sglang_crashkit.srt.managers.scheduler import on_parent_told, on_scheduler_exception
+from sglang_crashkit.srt.managers.scheduler_beat import on_iteration
 from sglang_crashkit.srt.managers.tokenizer_manager import (
     on_crash_dump,
     on_request_states,
@@ -41,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from unit import cuda_driver
 
 PR_SET_PDEATHSIG = 1
+SCHEDULER = SimpleNamespace(_engine_paused=False)
 children: dict[str, tuple[int, int]] = {}  # by title: pid, write end of the pipe of its commands
 
 
@@ -125,6 +127,21 @@ def hold_the_lock() -> None:
     library.pthread_mutex_lock(mutex)
 
 
+def go_round(stop: threading.Event) -> None:
+    """Be an event loop with nothing to do."""
+    while not stop.wait(0.02):
+        on_iteration(SCHEDULER, [])
+
+
+def sleep_in_the_kernel(fifo: str) -> None:
+    """Be in uninterruptible sleep until somebody writes to `fifo`.
+
+    posix_spawn(3) waits like vfork(2), and its child waits for the other end of the pipe.
+    """
+    actions = [(os.POSIX_SPAWN_OPEN, 0, fifo, os.O_RDONLY, 0)]
+    os.waitpid(os.posix_spawn("/bin/true", ["true"], {}, file_actions=actions), 0)
+
+
 def become_controller(title: str) -> int:
     """Take the data-parallel controller's title and fork a rank below it."""
     pid = start_copy(title)
@@ -149,6 +166,7 @@ def start_cuda(seconds: str, fraction: str, then: str = "") -> None:
 
 def wait_for_a_command(commands: int, answers: int) -> None:
     """Stand for a rank at work."""
+    stop = threading.Event()
     with os.fdopen(commands, "r") as lines:
         for line in lines:
             verb, _, argument = line.strip().partition(" ")
@@ -177,6 +195,16 @@ def wait_for_a_command(commands: int, answers: int) -> None:
             elif verb == "cuda":
                 start_cuda(*argument.split())
                 os.write(answers, b"listening\n")
+            elif verb == "beat":
+                stop.clear()
+                on_iteration(SCHEDULER, [])
+                threading.Thread(target=go_round, args=(stop,), daemon=True).start()
+                os.write(answers, b"beating\n")
+            elif verb == "hush":
+                stop.set()
+                os.write(answers, b"silent\n")
+            elif verb == "sleep":
+                sleep_in_the_kernel(argument)
             elif verb == "copy":
                 os.write(answers, f"{start_copy()}\n".encode())
             elif verb == "hold_the_lock":

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from sglang_crashkit.core.analysis.hang import find_suspect, name_some
 from sglang_crashkit.core.incident import Failure, Incident, Level, ProcessReport, Verdict
 from sglang_crashkit.core.peers import describe
 
@@ -92,6 +93,8 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
             basis=[],
         )
     first = ordered[0]
+    if first.kind == "hang":
+        return _judge_hang(incident, ordered, lost)
     process = incident.process(first.pid)
     title = process.title if process else incident.trigger.title
     statement, kind, level = _statement(first, process, title)
@@ -100,15 +103,69 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
         other = incident.process(event.pid)
         if other is not None:
             basis.append(_consequence(event, other))
-    basis += [
-        f"{other.title} (pid {other.pid}) was in {other.doing[0]}."
-        for other in incident.processes
-        if other.pid != first.pid and other.role == "scheduler" and other.doing
-    ]
+    basis += _doings(incident, without=first.pid)
     basis += lost
     if len(ordered) > 1 and level == "established" and not _clearly_first(ordered):
         level = "supported"
     return Verdict(kind, Failure(first.pid, title), level, " ".join(basis), basis)
+
+
+def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Sequence[str]) -> Verdict:
+    """Return the verdict where the first that was seen is that a rank made no progress.
+
+    Args:
+        incident: as for `judge`.
+        ordered: the failures, the first one first.
+        lost: what is known of the other servers of a pair.
+    """
+    hung = list(dict.fromkeys(event.pid for event in ordered if event.kind == "hang"))
+    # A watchdog speaks of its own rank only, and that of a stopped rank is stopped with it.
+    groups = [_group(process) for pid in hung if (process := incident.process(pid)) is not None]
+    peers = [p for p in incident.processes if p.pid in hung or (p.role == "scheduler" and _group(p) in groups)]
+    peers.sort(key=lambda process: (hung.index(process.pid) if process.pid in hung else -1, process.pid))
+    suspect = find_suspect(peers)
+    silences = _silences(incident, ordered)
+    if suspect is not None:
+        named, basis = suspect.process.pid, [suspect.statement, *silences]
+    elif len(hung) == 1:
+        named, basis = hung[0], silences
+    else:
+        text = f"{len(hung)} processes made no progress, and none of them stands out."
+        basis = [text, *silences, *_doings(incident), *lost]
+        return Verdict("hang", None, "unknown", " ".join(basis), basis)
+    basis += [*_doings(incident, without=named), *lost]
+    process = incident.process(named)
+    title = process.title if process else incident.trigger.title
+    # Who waits is not necessarily whom the others wait for.
+    return Verdict("hang", Failure(named, title), "supported", " ".join(basis), basis)
+
+
+def _silences(incident: Incident, ordered: Sequence[FailureEvent]) -> list[str]:
+    """Return what is known of who made no progress, those with the same words together, and of what came after."""
+    said: dict[str, list[str]] = {}
+    after = []
+    for event in ordered:
+        process = incident.process(event.pid)
+        if process is None:
+            continue
+        if event.kind == "hang":
+            said.setdefault(event.message, []).append(f"{process.title} (pid {process.pid})")
+        else:
+            after.append(_consequence(event, process))
+    return [f"{name_some(names)} {message}." for message, names in said.items()] + after
+
+
+def _group(process: ProcessReport) -> tuple[int | None, int | None]:
+    """Return what the ranks of one tensor-parallel group have in common."""
+    return process.rank.get("dp"), process.rank.get("pp")
+
+
+def _doings(incident: Incident, without: int | None = None) -> list[str]:
+    return [
+        f"{other.title} (pid {other.pid}) was in {other.doing[0]}."
+        for other in incident.processes
+        if other.pid != without and other.role == "scheduler" and other.doing
+    ]
 
 
 def _clearly_first(ordered: Sequence[FailureEvent]) -> bool:
@@ -128,9 +185,6 @@ def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -
             # Nothing of this server was seen to fail before: with several nodes, it was another node's.
             return f"{name} lost the connection to a peer: it raised {event.message}.", "lost_peer", "supported"
         return f"{name} raised {event.message}.", "exception", "established"
-    if event.kind == "hang":
-        # Who waits is not necessarily whom the others wait for.
-        return f"{name} {event.message}.", "hang", "supported"
     end = process.exit if process else None
     if end is None or end.cause == "unknown":
         return f"{name} ended; nobody could tell how.", "unknown", "supported"

@@ -1,0 +1,177 @@
+"""A scheduler's heartbeat: a page of memory that the scheduler writes to and its crash handler reads.
+
+The page belongs to no file system (memfd_create(2)). Stores to a mapped file stall while the kernel writes the page to
+a slow disk, which an event loop cannot afford; a segment of ``/dev/shm`` is left behind by a kill. It is sealed against
+shrinking, so that reading it never ends in SIGBUS.
+
+::
+
+    word 0   magic number and version of this layout
+    word 1   PAUSED, BUSY and OFF
+    word 2   when the scheduler last began a round of its event loop, in seconds
+    word 3   when it last began a batch, in seconds, 0 before the first one
+    word 4   how many batches it began
+    word 5   how many requests the last one holds
+
+Words from 1 on are floating-point numbers of 64 bits, which Python makes and stores faster than integers of that size.
+Each is stored and loaded by a single instruction and means something by itself, so a reader needs no lock and never
+sees half of a value. Times are of ``CLOCK_MONOTONIC``: all processes of a machine share it, nobody sets it, and it
+stands still while the machine is suspended, as the scheduler does (``CLOCK_BOOTTIME`` goes on; see clock_gettime(2)).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import sys
+import time
+from dataclasses import dataclass
+
+NAME = "sglang-crashkit-beat"
+
+FLAGS, LOOP_TIME, BATCH_TIME, BATCHES, REQUESTS = 1, 2, 3, 4, 5
+#: The engine was paused by a request.
+PAUSED = 1
+#: The round handles a request that may take any time, such as an update of the weights.
+BUSY = 2
+#: The scheduler beats no more.
+OFF = 4
+
+_VERSION = 1
+_MAGIC = (0x5347_4B49_5442_0000 | _VERSION).to_bytes(8, sys.byteorder)
+_BYTES = 48
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class NotABeatError(Exception):
+    """What was opened is no heartbeat of this layout, or may be cut off while it is read."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a heartbeat says.
+
+    Attributes:
+        loop_at: when the last round of the event loop began, in seconds of the monotonic clock.
+        batch_at: when the last batch began, in seconds of the monotonic clock; 0 before the first one.
+        batches: how many batches began.
+        requests: how many requests the last batch holds.
+        paused: the engine was paused by a request.
+        is_busy: the round handles a request that may take any time, such as an update of the weights.
+        is_off: the scheduler beats no more, which says nothing of how it is.
+    """
+
+    loop_at: float
+    batch_at: float
+    batches: int
+    requests: int
+    paused: bool
+    is_busy: bool
+    is_off: bool
+
+    @property
+    def in_batch(self) -> bool:
+        """Whether a batch began in the last round; the round may be waiting for something else by now."""
+        return self.batch_at > self.loop_at
+
+    @property
+    def at(self) -> float:
+        """When it last gave a sign, in seconds of the monotonic clock."""
+        return max(self.loop_at, self.batch_at)
+
+    @property
+    def doing(self) -> str:
+        """What the scheduler was about when it gave its last sign, in words."""
+        if self.in_batch:
+            return f"batch {self.batches}, of {self.requests} request{'' if self.requests == 1 else 's'}"
+        if self.is_busy:
+            return "a control request"
+        return "the event loop, paused" if self.paused else "the event loop, without a batch"
+
+
+class BeatWriter:
+    """The scheduler's end.
+
+    Attributes:
+        words: to be stored to, one word at a time.
+        fd: the descriptor that a reader of the same user opens below ``/proc/PID/fd``.
+
+    Raises:
+        OSError: the kernel gives no memory or no descriptor.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(self.fd, 0o600)
+            # Written, not only sized: memory that is not there is missed now and not at the first beat.
+            os.write(self.fd, _MAGIC.ljust(_BYTES, b"\0"))
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._map = mmap.mmap(self.fd, _BYTES)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.words = memoryview(self._map).cast("d")
+        self.words[LOOP_TIME] = time.monotonic()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.words.release()
+        self._map.close()
+        os.close(self.fd)
+
+
+class BeatReader:
+    """The crash handler's end.
+
+    Args:
+        pid: the scheduler.
+        fd: its descriptor of the heartbeat.
+
+    Raises:
+        NotABeatError: there is something else, or a heartbeat of another layout.
+        OSError: there is nothing, or it may not be opened.
+    """
+
+    def __init__(self, pid: int, fd: int) -> None:
+        path = f"/proc/{pid}/fd/{fd}"
+        # What else may be there must not be opened: a terminal, a pipe, a device.
+        if not os.readlink(path).startswith(f"/memfd:{NAME}"):  # noqa: PTH115 - the link leads to no path
+            raise NotABeatError(f"{path} is no heartbeat")
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            self._map = _map_of(opened, path)
+        finally:
+            os.close(opened)
+        self._words = memoryview(self._map).cast("d")
+
+    def read(self) -> Beat:
+        """Return what the heartbeat says now; whatever it holds, it says something."""
+        words = self._words
+        flags = _whole(words[FLAGS])
+        return Beat(
+            loop_at=words[LOOP_TIME],
+            batch_at=words[BATCH_TIME],
+            batches=_whole(words[BATCHES]),
+            requests=_whole(words[REQUESTS]),
+            paused=bool(flags & PAUSED),
+            is_busy=bool(flags & BUSY),
+            is_off=bool(flags & OFF),
+        )
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._words.release()
+        self._map.close()
+
+
+def _map_of(descriptor: int, path: str) -> mmap.mmap:
+    is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    if not is_sealed or os.fstat(descriptor).st_size != _BYTES or os.pread(descriptor, 8, 0) != _MAGIC:
+        raise NotABeatError(f"{path} is a heartbeat of another layout")
+    return mmap.mmap(descriptor, _BYTES, prot=mmap.PROT_READ)
+
+
+def _whole(number: float) -> int:
+    return int(number) if 0 <= number < 2**53 else 0

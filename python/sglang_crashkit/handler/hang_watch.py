@@ -1,0 +1,177 @@
+"""Notice a hang by itself: every scheduler beats in each round of its event loop, idle, busy or paused.
+
+A scheduler that is silent for ``SGLANG_CRASHKIT_HANG_SECS`` hangs, and so do those that wait for it. That becomes one
+incident of kind ``hang`` with several snapshots; nothing is killed, and the incident says when the server goes on.
+
+An idle server beats at least once a second in all supported releases (``--sleep-on-idle`` waits for 1000 ms at most), a
+long prompt with every chunk. Silence is no hang, and is not counted,
+
+* until every scheduler has begun its event loop: it loads the model, captures graphs;
+* while one is held by a debugger, or the whole server is stopped;
+* while the server is being ended.
+
+More patience is had with the first batches, which compile kernels, and with control requests, such as an update of the
+weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.beat import BeatReader, NotABeatError
+from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.handler.current import CurrentIncident
+from sglang_crashkit.handler.hang import Hang
+from sglang_crashkit.handler.outlook import Outlook
+from sglang_crashkit.handler.pulse import Pulse
+from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_INTERVAL_SECS = 2.0
+#: Rounds of an idle server take up to one second; no silence that is shorter than this is a hang.
+_SHORTEST_SECS = 2.0
+#: The first batches compile kernels, and control requests move all the weights: so many times as long they may take.
+_FIRST_BATCHES, _FIRST_FACTOR, _BUSY_FACTOR = 8, 5, 10
+#: Where no incident could be begun, it is tried again after this time, in seconds.
+_RETRY_SECS = 10.0
+#: Whoever is silent for this share of the time that one was, hangs with it.
+_TOGETHER = 0.5
+
+
+class HangWatch:
+    """Follows the heartbeats of one server.
+
+    Args:
+        tree: the server's processes.
+        outlook: what was announced of the server's end.
+        current: the incident at hand.
+        settings: how long a silence is a hang.
+        clock: the time in seconds, from wherever.
+    """
+
+    def __init__(
+        self,
+        tree: ProcessTree,
+        outlook: Outlook,
+        current: CurrentIncident,
+        settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._tree = tree
+        self._outlook = outlook
+        self._current = current
+        self._hang_secs = max(settings.hang_secs, _SHORTEST_SECS) if settings.hang_secs else 0.0
+        self._interval_secs = min(_LONGEST_INTERVAL_SECS, self._hang_secs / 10)
+        self._pulses: dict[int, Pulse] = {}
+        self._hang: Hang | None = None
+        self._looked_at = self._not_before = 0.0
+
+    def follow(self, process: TrackedProcess, descriptor: object) -> None:
+        """Follow the heartbeat that a scheduler holds as `descriptor`."""
+        if not isinstance(descriptor, int) or process.role != "scheduler" or not self._hang_secs:
+            return
+        try:
+            reader = BeatReader(process.pid, descriptor)
+        except (OSError, NotABeatError) as error:
+            logger.warning(
+                "hangs are not noticed, %s (pid %d) cannot be followed: %s", process.title, process.pid, error
+            )
+            return
+        if not self._pulses:
+            self._looked_at = self._clock()
+        if process.pid in self._pulses:
+            self._pulses[process.pid].close()
+        self._pulses[process.pid] = Pulse(process, reader)
+
+    def next_due(self) -> float:
+        """Return when `act_on_time` has something to do, by the monotonic clock."""
+        if not self._pulses:
+            return float("inf")
+        look = self._looked_at + self._interval_secs
+        return look if self._hang is None else min(look, self._hang.next_snapshot)
+
+    def act_on_time(self) -> None:
+        """Do what is due by now."""
+        now = self._clock()
+        if self._pulses and now >= self._looked_at + self._interval_secs:
+            # A look that comes late saw nothing of what it missed.
+            seen_secs = min(now - self._looked_at, 2 * self._interval_secs)
+            self._looked_at = now
+            self._look(seen_secs)
+        if self._hang is not None and self._clock() >= self._hang.next_snapshot:
+            if self._hang.run.finished or self._current.run is not self._hang.run:
+                self._hang.end_snapshots()
+            elif self._hang.take_snapshot():
+                self._current.finish_observed()
+
+    def _look(self, seen_secs: float) -> None:
+        for pid, pulse in list(self._pulses.items()):
+            if pulse.process.exited_at is not None:
+                del self._pulses[pid]
+                pulse.close()
+            else:
+                pulse.look(seen_secs)
+        longest = max((pulse.silent_secs for pulse in self._pulses.values()), default=0.0)
+        if longest > 2 * self._interval_secs:
+            states = {pid: _state_of(pulse.process) for pid, pulse in self._pulses.items()}
+            if self._is_excused(states):
+                for pulse in self._pulses.values():
+                    pulse.hold(seen_secs)
+                return
+            limit = self._hang_secs * self._patience(states)
+            silent = [pulse for pulse in self._pulses.values() if pulse.silent_secs >= limit]
+            if silent and self._hang is None and self._looked_at >= self._not_before:
+                self._begin(longest)
+            elif silent and self._hang is not None:
+                self._hang.spread(silent)
+        if self._hang is not None and self._hang.is_over():
+            self._hang = self._current.hang = None
+
+    def _is_excused(self, states: Mapping[int, str]) -> bool:
+        """Say whether there is a reason for silence that is none of the schedulers'.
+
+        Args:
+            states: state letter of each scheduler's main thread.
+        """
+        root, expected = self._tree.root, self._outlook.expected
+        if self._outlook.gone_at is not None or root.pid in expected or expected & states.keys():
+            return True
+        if any(process.role == "scheduler" and process.pid not in states for process in self._tree.alive()):
+            return True
+        if any(pulse.beat.is_off for pulse in self._pulses.values()):
+            return True
+        stopped_as_a_whole = set(states.values()) <= {"T"} and _state_of(root) in "Tt"
+        return stopped_as_a_whole or "t" in states.values()
+
+    def _patience(self, states: Mapping[int, str]) -> int:
+        """Return by what the time is multiplied after which a silence is a hang."""
+        # Whatever one that is stopped has to do, it does not do it.
+        beats = [pulse.beat for pid, pulse in self._pulses.items() if states[pid] != "T"]
+        if any(beat.is_busy and not beat.in_batch for beat in beats):
+            return _BUSY_FACTOR
+        return _FIRST_FACTOR if any(beat.in_batch and beat.batches <= _FIRST_BATCHES for beat in beats) else 1
+
+    def _begin(self, longest: float) -> None:
+        silent = [pulse for pulse in self._pulses.values() if pulse.silent_secs >= _TOGETHER * longest]
+        silent.sort(key=lambda pulse: (pulse.beat.at, pulse.process.pid))
+        run = self._current.open_observed("hang", "no_progress", silent[0].process, time.time())
+        if run is None:
+            # Something worse is under way, or there is no room for it.
+            self._not_before = self._looked_at + _RETRY_SECS
+            return
+        self._hang = Hang(run, longest, self._clock)
+        self._hang.spread(silent)
+        self._current.hang = run
+        # Only now: for it exits are taken in, and one of them is an incident of its own, which refers to this one.
+        self._current.photograph()
+        logger.info("%d scheduler(s) made no progress for %.1f s", len(silent), longest)
+
+
+def _state_of(process: TrackedProcess) -> str:
+    stat = procfs.read_stat(process.pid)
+    return stat.state if stat is not None else "X"

@@ -1,0 +1,106 @@
+"""Hooks of ``sglang/srt/managers/scheduler.py``: a scheduler beats, where a crash handler listens.
+
+The two functions are called in every round of the event loop and take well under a microsecond together. Whatever goes
+wrong in them switches the beat off and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from time import monotonic
+from typing import Any
+
+from sglang_crashkit.core import channel
+from sglang_crashkit.core.beat import BATCH_TIME, BATCHES, BUSY, FLAGS, LOOP_TIME, OFF, PAUSED, REQUESTS, BeatWriter
+from sglang_crashkit.core.settings import SOCKET_VARIABLE, Settings
+
+logger = logging.getLogger(__name__)
+
+#: Requests whose classes (``sglang/srt/managers/io_struct.py``) begin like this are handled at once: work to be queued,
+#: and questions. Any other, such as an update of the weights, may take minutes.
+_QUICK = ("Tokenized", "BatchTokenized", "Abort", "Get", "OpenSession", "CloseSession")
+
+_OFF_WARNING = "crash kit: hangs of this scheduler are not noticed any more"
+
+_writer: BeatWriter | None = None
+_words: memoryview[float] | None = None
+_is_off = False
+
+
+def on_iteration(scheduler: Any, requests: Sequence[Any]) -> None:
+    """Note that the scheduler begins a round of its event loop.
+
+    To be called when the round's new requests are there, before they are handled: every event loop comes by in every
+    round, idle and paused ones too.
+
+    Args:
+        scheduler: SGLang's ``Scheduler``.
+        requests: the new requests.
+    """
+    if _is_off:
+        return
+    try:
+        words = _words
+        if words is None:
+            words = _begin()
+            if words is None:
+                return
+        flags = PAUSED if scheduler._engine_paused else 0
+        if requests:
+            for request in requests:
+                if not type(request).__name__.startswith(_QUICK):
+                    flags |= BUSY
+        words[FLAGS] = flags
+        words[LOOP_TIME] = monotonic()
+    except Exception:
+        logger.warning(_OFF_WARNING, exc_info=True)
+        _switch_off()
+
+
+def on_batch(scheduler: Any, batch: Any) -> None:
+    """Note that the scheduler begins a batch.
+
+    To be called once ``Scheduler.forward_ct`` counts it.
+
+    Args:
+        scheduler: SGLang's ``Scheduler``.
+        batch: SGLang's ``ScheduleBatch``.
+    """
+    words = _words
+    if words is None:
+        return
+    try:
+        words[BATCHES] = scheduler.forward_ct
+        words[REQUESTS] = len(batch.reqs)
+        words[BATCH_TIME] = monotonic()
+    except Exception:
+        logger.warning(_OFF_WARNING, exc_info=True)
+        _switch_off()
+
+
+def _begin() -> memoryview[float] | None:
+    """Tell the crash handler where the beat is; None where nobody wants to know."""
+    global _writer, _words, _is_off
+    _is_off = True
+    settings, socket_path = Settings.from_environ(), os.environ.get(SOCKET_VARIABLE)
+    if not settings.enabled or not settings.hang_secs or not socket_path:
+        return None
+    writer = BeatWriter()
+    try:
+        channel.notify(socket_path, "beat", fd=writer.fd)
+    except channel.HandlerUnreachableError as error:
+        logger.warning("crash kit: hangs of this scheduler are not noticed: %s", error)
+        writer.close()
+        return None
+    _writer, _words, _is_off = writer, writer.words, False
+    return _words
+
+
+def _switch_off() -> None:
+    global _words, _is_off
+    words, _words, _is_off = _words, None, True
+    if words is not None:
+        # It stands still from now on, and that is no hang.
+        words[FLAGS] = OFF

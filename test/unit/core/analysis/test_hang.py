@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_crashkit.core.analysis.hang import Suspect, find_suspect, name_some
+from sglang_crashkit.core.analysis.verdict import FailureEvent, judge
+from sglang_crashkit.core.incident import Incident, Look, ProcessReport, ServerInfo, Trigger
+
+BROADCAST = "broadcast (torch/distributed/distributed_c10d.py:3787)"
+ALL_REDUCE = "all_reduce (torch/distributed/distributed_c10d.py:3913)"
+SHARED_MEMORY = "all_reduce (sglang/srt/distributed/parallel_state.py:699)"
+GPU = "synchronize (torch/cuda/streams.py:231)"
+SPIN = "match (managers/schedule_batch.py:100)"
+
+
+def rank(number: int, *frames: str, states: str = "", cpu_secs: float = 0.0, **ranks: int) -> ProcessReport:
+    """Return a rank as it was seen at several looks; a frame or a state for each."""
+    report = ProcessReport(10 + number, f"sglang::scheduler_TP{number}", "scheduler", {"tp": number} | ranks)
+    states = states or "S" * max(len(frames), 1)
+    for position, state in enumerate(states):
+        frame = frames[position % len(frames)] if frames else ""
+        report.looks.append(Look(f"t{position}", state, cpu_secs * position, [frame, "main (x.py:1)"] if frame else []))
+    report.doing = report.looks[0].doing
+    return report
+
+
+def named(*ranks: ProcessReport) -> tuple[int, str] | None:
+    suspect: Suspect | None = find_suspect(ranks)
+    return (suspect.process.rank["tp"], suspect.statement) if suspect else None
+
+
+def test_a_rank_that_is_stopped_is_named_whatever_the_others_do() -> None:
+    found = named(rank(0, BROADCAST, states="SSS"), rank(1, BROADCAST, states="TTT"), rank(2, SPIN, states="RRR"))
+    assert found == (1, "sglang::scheduler_TP1 (pid 11) is stopped (state T) until somebody sends SIGCONT.")
+
+
+def test_of_several_that_are_stopped_the_one_that_was_silent_first_is_named() -> None:
+    found = named(rank(2, BROADCAST, states="T"), rank(0, BROADCAST, states="T"))
+    assert found is not None
+    assert found[0] == 2
+    assert "TP2 (pid 12) and sglang::scheduler_TP0 (pid 10) are stopped" in found[1]
+
+
+def test_a_rank_that_was_stopped_for_a_moment_only_is_not_named() -> None:
+    assert named(rank(0, BROADCAST, states="SSS"), rank(1, BROADCAST, states="STS")) is None
+
+
+def test_a_rank_in_uninterruptible_sleep_is_named_with_where_it_sleeps() -> None:
+    sleeper = rank(1, BROADCAST, states="DDD")
+    sleeper.state = {"wchan": "rpc_wait_bit_killable"}
+    found = named(rank(0, BROADCAST, states="SSS"), sleeper)
+    assert found is not None
+    assert found[1] == (
+        "sglang::scheduler_TP1 (pid 11) is in uninterruptible sleep (state D) in the kernel's rpc_wait_bit_killable."
+    )
+
+
+@pytest.mark.parametrize("states", ["D", "DSD"])
+def test_a_moment_of_uninterruptible_sleep_says_nothing(states: str) -> None:
+    assert named(rank(0, BROADCAST, states="S" * len(states)), rank(1, BROADCAST, states=states)) is None
+
+
+@pytest.mark.parametrize("waiting", [BROADCAST, ALL_REDUCE, SHARED_MEMORY, GPU])
+def test_the_one_that_is_elsewhere_while_the_others_wait_is_named(waiting: str) -> None:
+    found = named(rank(0, waiting, waiting), rank(1, SPIN, SPIN, states="RR", cpu_secs=2.0))
+    assert found is not None
+    assert found[0] == 1
+    assert f"was in {SPIN} at 2 looks and used 2.0 s of CPU time meanwhile" in found[1]
+    assert f"while sglang::scheduler_TP0 (pid 10) waited in {waiting}." in found[1]
+
+
+def test_one_that_moves_about_is_named_with_the_places_where_it_was_seen() -> None:
+    found = named(rank(0, BROADCAST, BROADCAST), rank(1, SPIN, BROADCAST))
+    assert found is not None
+    assert f"was in {SPIN} and {BROADCAST}" in found[1]
+
+
+def test_nobody_is_named_where_all_wait_or_several_are_elsewhere() -> None:
+    assert named(rank(0, BROADCAST), rank(1, ALL_REDUCE)) is None
+    assert named(rank(0, BROADCAST), rank(1, ALL_REDUCE), rank(2, BROADCAST)) is None
+    assert named(rank(0, BROADCAST), rank(1, SPIN), rank(2, "f (y.py:1)")) is None
+    assert named(rank(0, "f (x.py:1)"), rank(1, "g (y.py:2)")) is None
+    assert named(rank(0, BROADCAST)) is None
+    assert named() is None
+
+
+def test_nobody_is_named_where_a_stack_is_missing() -> None:
+    # The one without a stack may be the one.
+    assert named(rank(0, BROADCAST), rank(1, SPIN), rank(2)) is None
+
+
+def test_the_odd_one_of_three_is_named_where_nobody_waits_in_a_known_place() -> None:
+    same = [rank(number, f"forward (model.py:{number})") for number in (0, 2, 3)]
+    found = named(*same, rank(1, "load (cache.py:9)"))
+    assert found is not None
+    assert found[0] == 1
+    assert "were all in forward (model.py:0)" in found[1]
+    assert named(*same, rank(1, "load (cache.py:9)"), rank(4, "store (cache.py:9)")) is None
+
+
+@given(
+    st.lists(st.sampled_from([BROADCAST, ALL_REDUCE, SPIN, "f (x.py:1)", ""]), max_size=6),
+    st.text(alphabet="SRDTt", min_size=3, max_size=3),
+)
+def test_whoever_is_named_is_one_of_them_and_not_one_that_waits(frames: list[str], states: str) -> None:
+    ranks = [rank(number, *([frame] * 3 if frame else []), states=states) for number, frame in enumerate(frames)]
+    suspect = find_suspect(ranks)
+    if suspect is not None:
+        assert suspect.process in ranks
+        assert suspect.process.title in suspect.statement
+        if states not in ("TTT", "DDD"):
+            assert not suspect.process.looks[0].doing[0].startswith(("broadcast", "all_reduce"))
+
+
+def test_many_names_are_not_all_listed() -> None:
+    assert name_some(["a"]) == "a"
+    assert name_some(["a", "b", "c"]) == "a, b and c"
+    assert name_some([str(n) for n in range(100)]) == "0, 1, 2, 3, 4, 5, 6, 7 and 92 more"
+
+
+# -- the verdict
+
+
+def silent(pid: int, seconds: float, message: str = "made no progress for 5.0 s") -> FailureEvent:
+    return FailureEvent(pid, seconds, "hang", message)
+
+
+def incident_of(*ranks: ProcessReport) -> Incident:
+    trigger = Trigger("no_progress", "t", ranks[0].pid, ranks[0].title)
+    return Incident("id", "hang", trigger, ServerInfo(1, "0", "0", "h"), processes=list(ranks))
+
+
+def test_the_verdict_names_the_rank_to_look_at_and_not_the_one_that_waits() -> None:
+    ranks = rank(0, BROADCAST, states="SS"), rank(1, BROADCAST, states="TT")
+    verdict = judge(incident_of(*ranks), [silent(10, 1.0), silent(11, 2.0)])
+    assert verdict.first_failure is not None
+    assert (verdict.kind, verdict.first_failure.pid, verdict.level) == ("hang", 11, "supported")
+    assert verdict.basis == [
+        "sglang::scheduler_TP1 (pid 11) is stopped (state T) until somebody sends SIGCONT.",
+        "sglang::scheduler_TP0 (pid 10) and sglang::scheduler_TP1 (pid 11) made no progress for 5.0 s.",
+        f"sglang::scheduler_TP0 (pid 10) was in {BROADCAST}.",
+    ]
+
+
+def test_a_watchdog_of_the_waiting_rank_does_not_make_it_the_cause() -> None:
+    ranks = rank(0, ALL_REDUCE, states="S"), rank(1, ALL_REDUCE, states="T")
+    verdict = judge(incident_of(*ranks), [silent(10, 1.0, "made no progress: its watchdog timed out")])
+    assert verdict.first_failure is not None
+    assert verdict.first_failure.pid == 11
+
+
+def test_the_verdict_is_unknown_where_all_wait() -> None:
+    ranks = rank(0, BROADCAST), rank(1, BROADCAST)
+    verdict = judge(incident_of(*ranks), [silent(10, 1.0), silent(11, 1.0)])
+    assert (verdict.kind, verdict.first_failure, verdict.level) == ("hang", None, "unknown")
+    assert verdict.text.startswith("2 processes made no progress, and none of them stands out. ")
+    assert BROADCAST in verdict.text
+
+
+def test_the_only_one_that_makes_no_progress_is_named() -> None:
+    verdict = judge(incident_of(rank(0, SPIN)), [silent(10, 1.0)])
+    assert verdict.first_failure is not None
+    assert (verdict.first_failure.pid, verdict.level) == (10, "supported")
+
+
+def test_ranks_of_another_group_are_not_compared_with() -> None:
+    # The replica that is idle stands out, and has nothing to do with it.
+    ranks = rank(0, BROADCAST, dp=0), rank(1, BROADCAST, dp=0), rank(2, SPIN, dp=1)
+    assert judge(incident_of(*ranks), [silent(10, 1.0), silent(11, 1.0)]).first_failure is None
+
+
+def test_what_came_after_the_hang_is_told_after_it() -> None:
+    ranks = rank(0, BROADCAST, states="SS"), rank(1, BROADCAST, states="TT")
+    events = [silent(10, 1.0), FailureEvent(10, 9.0, "exception", "RuntimeError: Connection closed by peer")]
+    verdict = judge(incident_of(*ranks), events)
+    assert verdict.first_failure is not None
+    assert verdict.first_failure.pid == 11
+    assert "sglang::scheduler_TP0 (pid 10) then raised RuntimeError" in verdict.text

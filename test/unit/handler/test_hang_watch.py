@@ -1,0 +1,453 @@
+"""What the watch makes of heartbeats that a test invents, by a clock that it sets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_crashkit.core.analysis.verdict import FailureEvent
+from sglang_crashkit.core.beat import Beat, NotABeatError
+from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.handler import hang_watch
+from sglang_crashkit.handler.hang_watch import HangWatch
+from sglang_crashkit.handler.outlook import Outlook
+
+ROOT = 1
+
+
+class Process:
+    """A scheduler, or the server itself."""
+
+    def __init__(self, pid: int, role: str = "scheduler") -> None:
+        self.pid = pid
+        self.role = role
+        self.title = f"sglang::{role}_TP{pid - 10}"
+        self.exited_at: float | None = None
+
+
+class Run:
+    """What the watch uses of an incident."""
+
+    def __init__(self) -> None:
+        self.finished = False
+        self.silent: list[int] = []
+        self.photographs = 0
+        self.progress: list[float] = []
+
+    def note(self, seconds: float, event: str, /, **fields: Any) -> None:
+        if event == "progress_returned":
+            self.progress.append(fields["hung_secs"])
+
+    def add_failure(self, event: FailureEvent) -> None:
+        assert event.kind == "hang"
+        self.silent.append(event.pid)
+
+    def photograph(self) -> None:
+        self.photographs += 1
+
+    def add_afterword(self, sentence: str) -> None:
+        assert sentence.startswith("Progress returned after ")
+
+
+class Current:
+    """What the watch uses of the incident at hand."""
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self.hang: Run | None = None
+        self.runs: list[Run] = []
+        self.triggers: list[int] = []
+        self.is_free = True
+        self.dies = False
+
+    def open_observed(self, kind: str, trigger: str, process: Any, seconds: float) -> Run | None:
+        assert (kind, trigger) == ("hang", "no_progress")
+        self.triggers.append(process.pid)
+        if not self.is_free:
+            return None
+        self.run = Run()
+        self.runs.append(self.run)
+        return self.run
+
+    def photograph(self) -> None:
+        assert self.run is not None
+        # The incident knows who is silent before anything else can happen to it.
+        assert self.run.silent
+        assert self.hang is self.run
+        if self.dies:
+            self.run.finished = True
+            self.run = Run()
+            return
+        self.run.photograph()
+
+    def finish_observed(self) -> None:
+        assert self.run is not None
+        self.run.finished = True
+
+
+class World:
+    """Two schedulers, their clock and the watch; nothing of it is real but the watch."""
+
+    def __init__(self, hang_secs: float = 5.0, pids: tuple[int, ...] = (10, 11)) -> None:
+        self.now = 1000.0
+        self.beats: dict[int, Beat] = {}
+        self.states = dict.fromkeys((ROOT, *pids), "S")
+        self.root = Process(ROOT, "server")
+        self.processes = [Process(pid) for pid in pids]
+        self.outlook = Outlook()
+        self.current = Current()
+        settings = Settings.from_environ({"SGLANG_CRASHKIT_HANG_SECS": str(hang_secs)})
+        tree: Any = SimpleNamespace(root=self.root, alive=lambda: [p for p in self.processes if p.exited_at is None])
+        current: Any = self.current
+        self.watch = HangWatch(tree, self.outlook, current, settings, lambda: self.now)
+        for process in self.processes:
+            self.beat(process.pid)
+
+    def follow(self, *pids: int) -> World:
+        for process in self.processes:
+            if not pids or process.pid in pids:
+                self.watch.follow(process, process.pid)  # type: ignore[arg-type]
+        return self
+
+    def beat(self, *pids: int, **fields: Any) -> None:
+        """Let schedulers begin a round now, and in it do what `fields` say."""
+        for pid in pids or [process.pid for process in self.processes]:
+            made = {"loop_at": self.now, "batch_at": 0.0, "batches": 100, "requests": 0}
+            flags = {"paused": False, "is_busy": False, "is_off": False}
+            self.beats[pid] = Beat(**(made | flags | fields))  # type: ignore[arg-type]
+
+    def batch(self, *pids: int, number: int = 100) -> None:
+        self.beat(*pids, batch_at=self.now + 0.001, batches=number, requests=3)
+
+    def stop(self, *pids: int, state: str = "T") -> None:
+        for pid in pids:
+            self.states[pid] = state
+
+    def pass_time(self, secs: float, meanwhile: Callable[[], None] | None = None) -> World:
+        """Let the handler's loop run for so long; `meanwhile` happens before each of its turns."""
+        end = self.now + secs
+        while self.now < end:
+            self.now = min(end, max(self.now + 0.01, self.watch.next_due()))
+            if meanwhile is not None:
+                meanwhile()
+            self.watch.act_on_time()
+        return self
+
+    @property
+    def hangs(self) -> list[Run]:
+        return self.current.runs
+
+
+@pytest.fixture(autouse=True)
+def world_of(monkeypatch: pytest.MonkeyPatch) -> list[World]:
+    """Let the watch read the beats and states of the last world made."""
+    worlds: list[World] = []
+    made = World.__init__
+
+    def make(self: World, *args: Any, **options: Any) -> None:
+        worlds.append(self)
+        made(self, *args, **options)
+
+    class Reader:
+        def __init__(self, pid: int, fd: int) -> None:
+            if fd < 0:
+                raise NotABeatError("no heartbeat")
+            self.pid = pid
+
+        def read(self) -> Beat:
+            return worlds[-1].beats[self.pid]
+
+        def close(self) -> None:
+            self.pid = -1
+
+    monkeypatch.setattr(World, "__init__", make)
+    monkeypatch.setattr(hang_watch, "BeatReader", Reader)
+    monkeypatch.setattr(hang_watch, "_state_of", lambda process: worlds[-1].states[process.pid])
+    return worlds
+
+
+# -- a hang is noticed, once
+
+
+def test_a_silent_server_is_one_hang_with_three_snapshots() -> None:
+    world = World().follow()
+    world.stop(11)
+    world.pass_time(4.5)
+    assert world.hangs == []
+    world.pass_time(1.6)
+    (run,) = world.hangs
+    assert run.silent == [10, 11]
+    assert world.current.hang is run
+    world.pass_time(4.5)
+    assert run.photographs == 3
+    assert run.finished
+    world.pass_time(10_000)
+    assert len(world.hangs) == 1
+    assert run.photographs == 3
+
+
+def test_a_loop_that_stands_still_in_a_batch_is_a_hang() -> None:
+    world = World().follow()
+    world.batch()
+    world.pass_time(6.1)
+    assert len(world.hangs) == 1
+
+
+def test_the_one_that_was_silent_first_is_the_trigger() -> None:
+    world = World().follow()
+    world.now += 0.2
+    world.beat(10)
+    world.pass_time(6.5)
+    assert world.current.triggers == [11]
+
+
+def test_one_that_goes_round_does_not_hang_with_the_other() -> None:
+    world = World().follow()
+    world.pass_time(6.5, lambda: world.beat(10))
+    assert [run.silent for run in world.hangs] == [[11]]
+
+
+def test_progress_is_noted_when_all_that_hung_go_on_and_then_another_hang_is_another_incident() -> None:
+    world = World().follow()
+    world.pass_time(20)
+    (first,) = world.hangs
+    world.pass_time(5, lambda: world.beat(10))
+    assert first.progress == []
+    world.pass_time(2, world.beat)
+    (hung_secs,) = first.progress
+    assert 24 < hung_secs < 28
+    assert world.current.hang is None
+    world.pass_time(20)
+    assert [run.progress for run in world.hangs] == [first.progress, []]
+    assert world.hangs[1].silent == [10, 11]
+
+
+def test_one_sign_is_no_progress() -> None:
+    world = World().follow()
+    world.pass_time(7)
+    world.beat()
+    world.pass_time(7)
+    assert [run.progress for run in world.hangs] == [[]]
+
+
+def test_whoever_falls_silent_later_joins_the_hang() -> None:
+    world = World().follow()
+    world.pass_time(7, lambda: world.beat(10))
+    assert world.hangs[0].silent == [11]
+    world.pass_time(7)
+    assert [run.silent for run in world.hangs] == [[11, 10]]
+
+
+def test_snapshots_end_with_the_incident() -> None:
+    world = World().follow()
+    world.pass_time(6.1)
+    world.hangs[0].finished = True
+    world.pass_time(10)
+    assert world.hangs[0].photographs == 1
+
+
+def test_a_death_that_comes_before_the_first_snapshot_ends_the_snapshots() -> None:
+    world = World().follow()
+    world.current.dies = True
+    world.pass_time(10)
+    (run,) = world.hangs
+    assert (run.silent, run.photographs) == ([10, 11], 0)
+
+
+def test_a_hang_whose_schedulers_all_died_is_over() -> None:
+    world = World().follow()
+    world.pass_time(7)
+    for process in world.processes:
+        process.exited_at = 1.0
+    world.pass_time(2)
+    assert world.current.hang is None
+    assert world.hangs[0].progress == []
+    assert world.watch.next_due() == float("inf")
+
+
+def test_where_no_incident_can_be_begun_it_is_tried_again_now_and_then() -> None:
+    world = World().follow()
+    world.current.is_free = False
+    world.pass_time(30)
+    assert 2 <= len(world.current.triggers) <= 4
+    world.current.is_free = True
+    world.pass_time(11)
+    assert len(world.hangs) == 1
+
+
+# -- what is no hang
+
+
+def test_it_can_be_switched_off() -> None:
+    world = World(hang_secs=0.0).follow()
+    assert world.watch.next_due() == float("inf")
+
+
+def test_a_limit_below_the_rounds_of_an_idle_server_is_raised() -> None:
+    world = World(hang_secs=0.1).follow()
+    since = world.now
+
+    def sleep_on_idle() -> None:
+        if world.now - since - int(world.now - since) < 0.2:
+            world.beat()
+
+    world.pass_time(60, sleep_on_idle)
+    assert world.hangs == []
+    world.pass_time(3)
+    assert len(world.hangs) == 1
+
+
+@given(st.lists(st.floats(0.001, 900.0), min_size=1, max_size=60), st.sampled_from([2.0, 5.0, 60.0]))
+def test_a_server_that_beats_between_the_looks_never_hangs_however_late_they_come(
+    gaps: list[float], hang_secs: float
+) -> None:
+    world = World(hang_secs).follow()
+    for gap in gaps:
+        world.now += gap
+        world.beat()
+        world.watch.act_on_time()
+    assert world.hangs == []
+
+
+@given(st.lists(st.floats(0.001, 900.0), min_size=1, max_size=60), st.sampled_from([2.0, 5.0, 60.0]))
+def test_only_time_that_was_seen_to_pass_counts(gaps: list[float], hang_secs: float) -> None:
+    # A machine that was suspended, a handler that got no CPU: it looks after an hour, and saw nothing of it.
+    world = World(hang_secs).follow()
+    interval = min(2.0, hang_secs / 10)
+    world.watch.act_on_time()
+    for gap in gaps:
+        world.now += gap
+        world.watch.act_on_time()
+    assert world.hangs == [] or sum(min(gap, 2 * interval) for gap in gaps) >= hang_secs - 2 * interval
+
+
+def test_a_server_that_still_starts_does_not_hang() -> None:
+    world = World().follow(10)
+    world.pass_time(600)
+    assert world.hangs == []
+    world.follow(11)
+    world.pass_time(6.5)
+    assert len(world.hangs) == 1
+
+
+def test_a_server_that_is_stopped_as_a_whole_does_not_hang() -> None:
+    world = World().follow()
+    world.stop(ROOT, 10, 11)
+    world.pass_time(600)
+    world.stop(ROOT, 10, 11, state="S")
+    world.pass_time(60, world.beat)
+    assert world.hangs == []
+
+
+def test_schedulers_that_are_all_stopped_in_a_server_that_is_not_hang() -> None:
+    world = World().follow()
+    world.stop(10, 11)
+    world.pass_time(6.5)
+    assert len(world.hangs) == 1
+
+
+@pytest.mark.parametrize("pid", [10, 11])
+def test_a_scheduler_that_is_held_by_a_debugger_excuses_all(pid: int) -> None:
+    world = World().follow()
+    world.stop(pid, state="t")
+    world.pass_time(600)
+    assert world.hangs == []
+    world.stop(pid, state="S")
+    world.pass_time(6.5)
+    assert len(world.hangs) == 1
+
+
+@pytest.mark.parametrize("what", ["gone", "root", "rank"])
+def test_a_server_that_is_being_ended_does_not_hang(what: str) -> None:
+    world = World().follow()
+    if what == "gone":
+        world.outlook.gone_at = world.now
+    else:
+        world.outlook.expected.add(ROOT if what == "root" else 11)
+    world.pass_time(600)
+    assert world.hangs == []
+
+
+def test_a_server_that_drains_may_hang() -> None:
+    world = World().follow()
+    world.outlook.draining = True
+    world.pass_time(6.5)
+    assert len(world.hangs) == 1
+
+
+def test_a_paused_server_goes_round() -> None:
+    world = World().follow()
+    world.pass_time(600, lambda: world.beat(paused=True))
+    assert world.hangs == []
+
+
+def test_a_heartbeat_that_was_switched_off_is_no_hang() -> None:
+    world = World().follow()
+    world.beat(11, is_off=True)
+    world.pass_time(600)
+    assert world.hangs == []
+
+
+@pytest.mark.parametrize("number", [1, 8])
+def test_the_first_batches_may_take_five_times_as_long(number: int) -> None:
+    world = World().follow()
+    world.batch(number=number)
+    world.pass_time(24)
+    assert world.hangs == []
+    world.pass_time(3)
+    assert len(world.hangs) == 1
+
+
+def test_a_control_request_of_one_may_take_all_of_them_ten_times_as_long() -> None:
+    world = World().follow()
+    world.beat(11, is_busy=True)
+    world.pass_time(48)
+    assert world.hangs == []
+    world.pass_time(4)
+    assert len(world.hangs) == 1
+
+
+def test_whatever_a_stopped_one_had_to_do_it_does_not_do_it() -> None:
+    for fields in ({"is_busy": True}, {"batch_at": 2000.0, "batches": 1}):
+        world = World().follow()
+        world.beat(11, **fields)
+        world.stop(11)
+        world.pass_time(6.5)
+        assert len(world.hangs) == 1
+
+
+def test_a_long_prompt_that_advances_in_chunks_is_no_hang() -> None:
+    world = World().follow()
+    for chunk in range(50):
+        world.batch(number=1 + chunk)
+        world.pass_time(4.0)
+    assert world.hangs == []
+
+
+# -- whom it follows
+
+
+def test_only_schedulers_are_followed_and_what_is_no_heartbeat_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    helper: Any = Process(12, "helper")
+    world.watch.follow(helper, 12)
+    scheduler: Any = world.processes[0]
+    for descriptor in (None, "7", 7.0, [7]):
+        world.watch.follow(scheduler, descriptor)
+    assert world.watch.next_due() == float("inf")
+    assert caplog.records == []
+    world.watch.follow(scheduler, -1)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert world.watch.next_due() == float("inf")
+
+
+def test_one_that_announces_itself_again_is_followed_there() -> None:
+    world = World().follow().follow()
+    world.pass_time(60, world.beat)
+    assert world.hangs == []

@@ -1,0 +1,196 @@
+"""The whole handler process beside a stand-in server whose ranks really beat, and really stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.incident_store import StoredIncident
+from unit.handler.driver import Server
+from unit.waiting import LONG, wait_until
+
+Start = Callable[..., Server]
+#: The shortest that there is.
+HANG = {"SGLANG_CRASHKIT_HANG_SECS": "2"}
+RANKS = ("scheduler_TP0", "scheduler_TP1")
+
+
+def start_beating(start_server: Start, **options: Any) -> Server:
+    server = start_server(**({"environ": HANG} | options))
+    for name in RANKS:
+        assert server.ask(f"tell {name} beat") == "beating"
+    return server
+
+
+def finished(server: Server, count: int) -> list[StoredIncident]:
+    """Wait for so many incidents and return them, oldest first."""
+
+    def whole() -> list[StoredIncident]:
+        found = [stored for stored in server.incidents() if stored.finished and stored.document]
+        return found if len(found) >= count else []
+
+    wait_until(whole, f"{count} incidents are finished")
+    found = server.incidents()
+    assert len(found) == count, found
+    return found[::-1]
+
+
+def document_of(stored: StoredIncident) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((stored.path / "incident.json").read_text())
+    return document
+
+
+def process_of(document: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = [process for process in document["processes"] if process["title"] == f"sglang::{name}"]
+    process: dict[str, Any] = found
+    return process
+
+
+def is_over(stored: StoredIncident) -> bool:
+    return any(entry["event"] == "progress_returned" for entry in document_of(stored)["timeline"])
+
+
+def state_of(pid: int) -> str:
+    stat = procfs.read_stat(pid)
+    return stat.state if stat else ""
+
+
+def test_a_stopped_rank_is_a_hang_that_may_end_and_come_again_and_end_in_a_crash(start_server: Start) -> None:
+    server = start_beating(start_server)
+
+    # WHEN one rank is stopped and the other waits for it
+    server.kill("scheduler_TP1", signal.SIGSTOP)
+    assert server.ask("tell scheduler_TP0 hush") == "silent"
+    # THEN that is an incident, which names the one that is stopped, and leaves it stopped
+    (stored,) = finished(server, 1)
+    document = document_of(stored)
+    assert (document["kind"], document["trigger"]["event"], document["complete"]) == ("hang", "no_progress", True)
+    verdict = document["verdict"]
+    assert (verdict["kind"], verdict["level"]) == ("hang", "supported")
+    assert verdict["first_failure"]["pid"] == server.ranks["scheduler_TP1"]
+    assert "sglang::scheduler_TP1" in verdict["basis"][0]
+    assert "is stopped (state T)" in verdict["basis"][0]
+    assert state_of(server.ranks["scheduler_TP1"]) == "T"
+    silent = [entry for entry in document["timeline"] if entry["event"] == "no_progress"]
+    assert {entry["pid"] for entry in silent} == {server.ranks[name] for name in RANKS}
+    assert all(entry["doing"] == "the event loop, without a batch" for entry in silent)
+    # Three snapshots of each, each in files of its own.
+    for name in (*RANKS, "detokenizer"):
+        process = process_of(document, name)
+        paths = [piece["path"] for piece in process["evidence"] if piece["kind"] == "stack"]
+        assert [Path(path).suffixes[-2:] for path in paths] == [[".txt"], [".2", ".txt"], [".3", ".txt"]]
+        assert all((stored.path / path).read_text().startswith("Process ") for path in paths)
+        assert len(process["looks"]) == 3
+        assert process["looks"][0]["doing"] == process["doing"]
+    assert {look["state"] for look in process_of(document, "scheduler_TP1")["looks"]} == {"T"}
+
+    # WHEN they go on THEN the incident, finished as it is, says so
+    server.kill("scheduler_TP1", signal.SIGCONT)
+    assert server.ask("tell scheduler_TP0 beat") == "beating"
+    wait_until(lambda: is_over(stored), "the incident says that the hang is over")
+    document = document_of(stored)
+    assert document["verdict"]["basis"][-1].startswith("Progress returned after ")
+    assert "Progress returned after " in (stored.path / "summary.md").read_text()
+    assert server.process.poll() is None
+
+    # WHEN one hangs in the kernel THEN that is another incident
+    fifo = server.temp / "fifo"
+    os.mkfifo(fifo)
+    server.say(f"tell scheduler_TP1 sleep {fifo}")
+    wait_until(lambda: state_of(server.ranks["scheduler_TP1"]) == "D", "the rank sleeps")
+    assert server.ask("tell scheduler_TP0 hush") == "silent"
+    second = finished(server, 2)[1]
+    verdict = document_of(second)["verdict"]
+    assert verdict["first_failure"]["pid"] == server.ranks["scheduler_TP1"]
+    assert "is in uninterruptible sleep (state D)" in verdict["basis"][0]
+
+    # WHEN a rank dies before the hang is over THEN that is an incident of its own, which names the dead one
+    server.kill("scheduler_TP0")
+    assert server.line() == "sigquit"
+    fifo.open("w").close()
+    server.process.wait(LONG)
+    server.wait_for_handler()
+    third = document_of(finished(server, 3)[2])
+    assert third["kind"] == "killed"
+    assert third["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP0"]
+    assert third["verdict"]["kind"] == "signal"
+    assert f"incident {document_of(second)['id']}" in third["verdict"]["text"]
+    assert not is_over(second)
+
+
+def test_a_watchdog_that_ends_a_hung_server_is_another_incident_and_blames_the_same_rank(start_server: Start) -> None:
+    server = start_beating(start_server)
+    server.kill("scheduler_TP1", signal.SIGSTOP)
+    assert server.ask("tell scheduler_TP0 hush") == "silent"
+    wait_until(server.incidents, "the hang is noticed")
+    # WHEN the watchdog of the one that waits times out in the middle of it
+    assert server.ask("tell scheduler_TP0 watchdog hard") == "the handler"
+    assert server.line() == "sigquit"
+    server.process.wait(LONG)
+    server.wait_for_handler()
+    first, second = (document_of(stored) for stored in finished(server, 2))
+    assert (first["trigger"]["event"], second["trigger"]["event"]) == ("no_progress", "watchdog_timeout")
+    for document in (first, second):
+        assert document["complete"]
+        assert document["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP1"]
+    assert second["requests"]["unfinished"] == 1
+    assert first["id"] in second["verdict"]["text"]
+
+
+def test_the_end_of_a_hung_server_is_no_other_incident(start_server: Start) -> None:
+    server = start_beating(start_server)
+    for name in RANKS:
+        assert server.ask(f"tell {name} hush") == "silent"
+    (stored,) = finished(server, 1)
+    os.kill(server.pid, signal.SIGTERM)
+    assert server.wait_for_the_end() is not None
+    document = document_of(stored)
+    # Nobody stands out of two that do the same.
+    assert (document["verdict"]["first_failure"], document["verdict"]["level"]) == (None, "unknown")
+    assert "server_exited" in [entry["event"] for entry in document["timeline"]]
+
+
+def test_a_server_that_is_stopped_as_a_whole_for_a_while_does_not_hang(start_server: Start) -> None:
+    server = start_beating(start_server)
+    everybody = [server.pid, *server.ranks.values()]
+    for signum in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in everybody:
+            os.kill(pid, signum)
+        if signum == signal.SIGSTOP:
+            threading.Event().wait(5.0)
+    server.settle()
+    assert server.incidents() == []
+
+
+def test_a_handler_that_was_stopped_for_a_while_sees_no_hang_in_that(start_server: Start) -> None:
+    server = start_beating(start_server)
+    assert server.handler is not None
+    server.handler.send_signal(signal.SIGSTOP)
+    threading.Event().wait(5.0)
+    server.handler.send_signal(signal.SIGCONT)
+    server.settle()
+    assert server.incidents() == []
+
+
+def test_a_server_that_has_not_begun_all_its_loops_does_not_hang(start_server: Start) -> None:
+    server = start_server(environ=HANG)
+    assert server.ask("tell scheduler_TP0 beat") == "beating"
+    assert server.ask("tell scheduler_TP0 hush") == "silent"
+    threading.Event().wait(5.0)
+    server.settle()
+    assert server.incidents() == []
+
+
+def test_hangs_are_not_looked_for_where_that_is_switched_off(start_server: Start) -> None:
+    server = start_beating(start_server, environ={"SGLANG_CRASHKIT_HANG_SECS": "0"})
+    for name in RANKS:
+        assert server.ask(f"tell {name} hush") == "silent"
+    threading.Event().wait(4.0)
+    server.settle()
+    assert server.incidents() == []

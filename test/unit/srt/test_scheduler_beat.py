@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.core.beat import Beat, BeatReader
+from sglang_crashkit.core.settings import SOCKET_VARIABLE
+from sglang_crashkit.srt.managers import scheduler_beat
+from sglang_crashkit.srt.managers.scheduler_beat import on_batch, on_iteration
+from unit.srt.conftest import Listener
+from unit.waiting import LONG, descriptors
+
+
+class Scheduler:
+    def __init__(self) -> None:
+        self._engine_paused = False
+        self.forward_ct = 0
+
+    def process_input_requests(self, recv_reqs: list[Any]) -> None:
+        on_iteration(self, recv_reqs)
+
+    def run_batch(self, batch: Any) -> None:
+        self.forward_ct += 1
+        on_batch(self, batch)
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in (("_writer", None), ("_words", None), ("_is_off", False)):
+        monkeypatch.setattr(scheduler_beat, name, value)
+    yield
+    if scheduler_beat._writer is not None:
+        scheduler_beat._writer.close()
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    return Scheduler()
+
+
+def heard_beat(listener: Listener) -> BeatReader:
+    message = listener.heard()
+    assert (message["event"], message["pid"]) == ("beat", os.getpid())
+    return BeatReader(os.getpid(), message["fd"])
+
+
+def beating(listener: Listener, scheduler: Scheduler) -> BeatReader:
+    scheduler.process_input_requests([])
+    return heard_beat(listener)
+
+
+def read(reader: BeatReader) -> Beat:
+    found = reader.read()
+    reader.close()
+    return found
+
+
+def test_the_first_round_tells_the_handler_where_the_beat_is(listener: Listener, scheduler: Scheduler) -> None:
+    reader = beating(listener, scheduler)
+    first = reader.read()
+    assert abs(first.loop_at - time.monotonic()) < LONG
+    assert not first.in_batch
+    scheduler.process_input_requests([])
+    assert reader.read().loop_at > first.loop_at
+    reader.close()
+
+
+def test_a_batch_is_counted_with_its_requests(listener: Listener, scheduler: Scheduler) -> None:
+    reader = beating(listener, scheduler)
+    scheduler.run_batch(SimpleNamespace(reqs=["a", "b", "c"]))
+    found = reader.read()
+    assert (found.in_batch, found.batches, found.requests) == (True, 1, 3)
+    assert found.doing == "batch 1, of 3 requests"
+    scheduler.process_input_requests([])
+    found = read(reader)
+    assert (found.in_batch, found.batches) == (False, 1)
+
+
+def test_a_pause_is_told_and_its_end(listener: Listener, scheduler: Scheduler) -> None:
+    reader = beating(listener, scheduler)
+    scheduler._engine_paused = True
+    scheduler.process_input_requests([])
+    assert reader.read().paused
+    scheduler._engine_paused = False
+    scheduler.process_input_requests([])
+    assert not read(reader).paused
+
+
+def request_of(name: str) -> Any:
+    return type(name, (), {})()
+
+
+@pytest.mark.parametrize(
+    ("names", "is_busy"),
+    [
+        ([], False),
+        (["TokenizedGenerateReqInput", "AbortReq", "BatchTokenizedEmbeddingReqInput"], False),
+        (["GetInternalStateReq", "OpenSessionReqInput"], False),
+        (["UpdateWeightFromDiskReqInput"], True),
+        (["TokenizedGenerateReqInput", "FlushCacheReqInput", "TokenizedGenerateReqInput"], True),
+        (["ProfileReq"], True),
+        (["SomethingNewReqInput"], True),
+    ],
+)
+def test_a_request_that_may_take_any_time_is_told(
+    listener: Listener, scheduler: Scheduler, names: list[str], is_busy: bool
+) -> None:
+    reader = beating(listener, scheduler)
+    scheduler.process_input_requests([request_of(name) for name in names])
+    assert reader.read().is_busy is is_busy
+    scheduler.process_input_requests([])
+    assert not read(reader).is_busy
+
+
+def test_without_a_handler_nothing_beats_and_it_is_asked_for_once(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = descriptors()
+    scheduler.process_input_requests([])
+    monkeypatch.setenv(SOCKET_VARIABLE, "/nowhere")
+    scheduler.process_input_requests([])
+    scheduler.run_batch(SimpleNamespace(reqs=[]))
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize(("name", "value"), [("SGLANG_CRASHKIT_HANG_SECS", "0"), ("SGLANG_CRASHKIT_ENABLED", "0")])
+def test_it_can_be_switched_off(
+    listener: Listener, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    scheduler.process_input_requests([])
+    scheduler.run_batch(SimpleNamespace(reqs=[]))
+    assert scheduler_beat._writer is None
+
+
+def test_a_handler_that_is_gone_leaves_a_warning_and_no_descriptor(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "sock"))
+    before = descriptors()
+    for _ in range(3):
+        scheduler.process_input_requests([])
+        scheduler.run_batch(SimpleNamespace(reqs=[]))
+    assert descriptors() == before
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_without_memory_the_scheduler_goes_on(
+    listener: Listener, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_memory(*_: Any) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", no_memory)
+    for _ in range(3):
+        scheduler.process_input_requests([])
+        scheduler.run_batch(SimpleNamespace(reqs=[]))
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("broken", ["round", "batch"])
+def test_a_scheduler_of_another_make_is_not_stopped_and_its_silence_is_no_hang(
+    listener: Listener, scheduler: Scheduler, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    reader = beating(listener, scheduler)
+    if broken == "round":
+        del scheduler._engine_paused
+        scheduler.process_input_requests([])
+    else:
+        scheduler.run_batch(object())
+    scheduler.process_input_requests([])
+    scheduler.run_batch(object())
+    assert read(reader).is_off
+    assert len(caplog.records) == 1
