@@ -234,6 +234,13 @@ def test_every_batch_is_counted(parse: Parse) -> None:
     assert calls[calls.index("self.forward_ct += 1") + 1] == "on_batch(self, batch)"
 
 
+def test_the_batch_at_work_is_where_it_is_looked_for(parse: Parse) -> None:
+    scheduler = find(parse("srt/managers/scheduler.py"), "Scheduler")
+    for name in ("event_loop_normal", "event_loop_overlap"):
+        lines = ast.unparse(find(scheduler, name)).splitlines()
+        assert {"self.cur_batch = batch", "self.cur_batch_for_debug = batch"} & {line.strip() for line in lines}, name
+
+
 def test_an_idle_scheduler_sleeps_for_a_second_at_most(parse: Parse) -> None:
     scheduler = module = parse("srt/managers/scheduler.py")
     assert "self.idle_sleeper.maybe_sleep()" in calls_in(find(scheduler, "Scheduler"))

@@ -73,8 +73,13 @@ class HangWatch:
 
     def follow(self, process: TrackedProcess, descriptor: object) -> None:
         """Follow the heartbeat that a scheduler holds as `descriptor`."""
-        if not isinstance(descriptor, int) or process.role != "scheduler" or not self._hang_secs:
+        if not isinstance(descriptor, int) or not self._hang_secs:
             return
+        if process.role != "scheduler":
+            # The tree looks for titles every few seconds only, and this one may be newer.
+            self._tree.reread_title(process)
+            if process.role != "scheduler":
+                return
         try:
             reader = BeatReader(process.pid, descriptor)
         except (OSError, NotABeatError) as error:

@@ -120,11 +120,21 @@ class ProcessTree:
         for process in self.alive():
             # SGLang sets its titles once; a process that has none yet is about to set it.
             if process.is_workers_child or not process.title.startswith("sglang::"):
-                self._reread_title(process)
+                self.reread_title(process)
         self._age_oom_counters()
         if new:
             self._changed_at = time.monotonic()
         return new
+
+    def reread_title(self, process: TrackedProcess) -> None:
+        """Take in the title that a process has now: between two scans it may have become what it is."""
+        cmdline = procfs.read_cmdline(process.pid)
+        title = procfs.title_of(cmdline, process.title)
+        if title != process.title:
+            process.title = title
+            process.is_python = procfs.is_python(process.pid)
+            process.is_workers_child = self._is_workers_child(process)
+            self._changed_at = time.monotonic()
 
     def forget(self, process: TrackedProcess) -> None:
         """Drop a process that does not matter any more and close its pidfd."""
@@ -169,15 +179,6 @@ class ProcessTree:
         process.is_workers_child = self._is_workers_child(process)
         self._processes[pid] = process
         return process
-
-    def _reread_title(self, process: TrackedProcess) -> None:
-        cmdline = procfs.read_cmdline(process.pid)
-        title = procfs.title_of(cmdline, process.title)
-        if title != process.title:
-            process.title = title
-            process.is_python = procfs.is_python(process.pid)
-            process.is_workers_child = self._is_workers_child(process)
-            self._changed_at = time.monotonic()
 
     def _is_workers_child(self, process: TrackedProcess) -> bool:
         # SGLang's workers run helpers (a compiler, ldconfig), which have the worker's own title between fork and exec.

@@ -10,11 +10,14 @@ from typing import Any
 #: As many prompts as are compared with a message; see `core.redact.redact_prompts`.
 _MAX_PROMPTS = 64
 
+#: Where a ``Scheduler`` has the batch that it works on: up to 0.5.15.post1, from 0.5.16 on, and between two batches.
+_BATCHES = ("cur_batch", "cur_batch_for_debug", "running_batch")
+
 
 def find_batch(trace: TracebackType | None) -> tuple[Any, Any]:
     """Return the first object that has a batch and that batch, twice None where there is none."""
     for owner in _owners(trace):
-        batch = getattr(owner, "cur_batch", None) or getattr(owner, "running_batch", None)
+        batch = _batch_of(owner)
         if batch is not None:
             return owner, batch
     return None, None
@@ -36,11 +39,16 @@ def find_prompts(trace: TracebackType | None) -> list[str]:
 
 def prompts_of(owner: Any) -> Iterator[str]:
     """Yield the texts of the requests that a ``Scheduler`` or a ``TokenizerManager`` works on."""
-    batch = getattr(owner, "cur_batch", None) or getattr(owner, "running_batch", None)
+    batch = _batch_of(owner)
     for request in [*(getattr(batch, "reqs", None) or ()), *(getattr(owner, "waiting_queue", None) or ())]:
         yield from _texts(getattr(request, "origin_input_text", None))
     for state in list((getattr(owner, "rid_to_state", None) or {}).values()):
         yield from _texts(getattr(getattr(state, "obj", None), "text", None))
+
+
+def _batch_of(owner: Any) -> Any:
+    batches = (getattr(owner, name, None) for name in _BATCHES)
+    return next((batch for batch in batches if batch is not None), None)
 
 
 def _texts(value: Any) -> Iterator[str]:

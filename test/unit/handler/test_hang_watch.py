@@ -103,9 +103,14 @@ class World:
         self.outlook = Outlook()
         self.current = Current()
         settings = Settings.from_environ({"SGLANG_CRASHKIT_HANG_SECS": str(hang_secs)})
-        tree: Any = SimpleNamespace(root=self.root, alive=lambda: [p for p in self.processes if p.exited_at is None])
+        tree: Any = SimpleNamespace(
+            root=self.root,
+            alive=lambda: [p for p in self.processes if p.exited_at is None],
+            reread_title=lambda process: self.titled(process),
+        )
         current: Any = self.current
         self.watch = HangWatch(tree, self.outlook, current, settings, lambda: self.now)
+        self.titled: Callable[[Process], None] = lambda _process: None
         for process in self.processes:
             self.beat(process.pid)
 
@@ -445,6 +450,15 @@ def test_only_schedulers_are_followed_and_what_is_no_heartbeat_is_named(caplog: 
     world.watch.follow(scheduler, -1)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert world.watch.next_due() == float("inf")
+
+
+def test_a_scheduler_whose_title_is_newer_than_the_last_scan_is_followed() -> None:
+    world = World()
+    world.titled = lambda process: setattr(process, "role", "scheduler")
+    for process in world.processes:
+        process.role = "starting"
+    world.follow().pass_time(6.5)
+    assert len(world.hangs) == 1
 
 
 def test_one_that_announces_itself_again_is_followed_there() -> None:

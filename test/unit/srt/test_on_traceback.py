@@ -5,6 +5,8 @@ from collections.abc import Callable
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
+import pytest
+
 from sglang_crashkit.srt.on_traceback import find_batch, find_configuration, find_prompts
 
 
@@ -36,6 +38,16 @@ def test_the_batch_is_the_first_one_on_the_traceback() -> None:
     assert find_batch(trace_of(lambda: outer.work())) == (inner, batch)
     assert find_batch(trace_of(Worker().work)) == (None, None)
     assert find_batch(None) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["cur_batch", "cur_batch_for_debug"])
+def test_the_batch_at_work_comes_before_the_one_that_is_decoded_by_turns(name: str) -> None:
+    prefill, decode = SimpleNamespace(reqs=[request("new")]), SimpleNamespace(reqs=[request("old")])
+    scheduler = Worker(**{"running_batch": decode, name: prefill})
+    assert find_batch(trace_of(scheduler.work)) == (scheduler, prefill)
+    assert find_prompts(trace_of(scheduler.work)) == ["new"]
+    idle = Worker(**{"running_batch": decode, name: None})
+    assert find_batch(trace_of(idle.work)) == (idle, decode)
 
 
 def test_the_configuration_is_an_argument_or_an_objects() -> None:
