@@ -1,0 +1,267 @@
+"""What happens to one real two-rank server: much that only looks like a hang, then hangs of several kinds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from integration.scenario import answers_of, handler_pid
+from integration.stuck_rank import StuckRank
+from lanelib.servers import Server
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
+from unit.waiting import wait_until
+
+VICTIM, WAITING = "sglang::scheduler_TP1", "sglang::scheduler_TP0"
+HANG_SECS = 5.0
+#: A hang would be noticed in this time, in seconds.
+QUIET_SECS = HANG_SECS + 2.5
+#: A busy machine takes its time for everything.
+LONG = 120.0
+#: So many tokens are a batch of a prompt.
+CHUNK = 64
+WAYS = ("spin", "hold_gil", "sleep_in_kernel")
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass
+class Hung:
+    """One hang that ended well.
+
+    Attributes:
+        document: the incident, as it was when it was finished.
+        folder: its folder.
+        secs: from when the rank was made to hang to the whole incident, in seconds.
+        state: state of the rank when the incident was whole.
+        late_answer: what the request that waited was answered in the end.
+        over: the incident as it was when the rank had gone on.
+    """
+
+    document: dict[str, Any]
+    folder: Path
+    secs: float
+    state: str
+    late_answer: list[int] = field(default_factory=list)
+    over: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Story:
+    """What happened to one server, in order.
+
+    Attributes:
+        folder: its crash folder.
+        pids: of the ranks, by title.
+        quiet: incidents after each of the things that are no hang.
+        answers: what the server answered before and after.
+        hung: what came of each way to hang.
+        second: the incident of the rank stopped in the middle of a batch.
+        killed: the incident of that rank killed then.
+    """
+
+    folder: Path
+    pids: dict[str, int] = field(default_factory=dict)
+    quiet: dict[str, list[StoredIncident]] = field(default_factory=dict)
+    answers: list[list[list[int]]] = field(default_factory=list)
+    hung: dict[str, Hung] = field(default_factory=dict)
+    second: dict[str, Any] = field(default_factory=dict)
+    killed: dict[str, Any] = field(default_factory=dict)
+
+    def report_on(self, title: str, document: dict[str, Any]) -> dict[str, Any]:
+        """Return what an incident reports of a rank."""
+        (found,) = [process for process in document["processes"] if process["pid"] == self.pids[title]]
+        report: dict[str, Any] = found
+        return report
+
+
+def load_slowly(server: Server, told: Story) -> None:
+    """Let one rank take longer to get ready than a hang would."""
+
+    def starting_rank() -> int:
+        time.sleep(0.1)
+        return next((pid for pid, title in server.processes() if title.startswith(VICTIM)), 0)
+
+    pid = wait_until(starting_rank, "a rank with its title", 2 * LONG)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(QUIET_SECS)
+    os.kill(pid, signal.SIGCONT)
+    server.wait_ready()
+    told.quiet["loading"] = find_incidents(told.folder)
+
+
+def be_idle(told: Story) -> None:
+    """Ask nothing for longer than a hang would take."""
+    time.sleep(QUIET_SECS)
+    told.quiet["idle"] = find_incidents(told.folder)
+
+
+def prefill_slowly(server: Server, told: Story) -> None:
+    """Take in a prompt whose chunks together, but not one by one, take longer than a hang would."""
+    post(server, "/slow_down", forward_sleep_time=HANG_SECS / 2)
+    began = time.monotonic()
+    answer = server.generate("1 " * (2 * CHUNK), max_new_tokens=1, timeout_s=LONG)
+    secs = time.monotonic() - began
+    post(server, "/slow_down", forward_sleep_time=0)
+    assert answer["meta_info"]["prompt_tokens"] > 3 * CHUNK
+    assert secs > 1.5 * HANG_SECS
+    told.quiet["long prefill"] = find_incidents(told.folder)
+
+
+def pause(server: Server, told: Story) -> None:
+    """Pause the server in the middle of a request, and let it go on."""
+    answer = ask_later(server, max_new_tokens=50)
+    post(server, "/pause_generation", mode="in_place")
+    time.sleep(QUIET_SECS)
+    post(server, "/continue_generation")
+    assert len(answer()) == 50
+    told.quiet["paused"] = find_incidents(told.folder)
+
+
+def stop_as_a_whole(server: Server, told: Story) -> None:
+    """Stop all processes, and the handler too for the first half, to which it is as if the clock had jumped."""
+    stopped, handler = [pid for pid, _title in server.processes()], handler_pid(server)
+    for pid in {handler, *stopped}:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(QUIET_SECS)
+    os.kill(handler, signal.SIGCONT)
+    time.sleep(QUIET_SECS)
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    server.generate("Hello", max_new_tokens=4, timeout_s=LONG)
+    told.quiet["stopped as a whole"] = find_incidents(told.folder)
+
+
+def hang_while_idle(server: Server, told: Story) -> None:
+    """Stop one rank of an idle server, send a request, and let the rank go on when the hang was noticed."""
+    pid = told.pids[VICTIM]
+    began = time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    answer = ask_later(server, max_new_tokens=16)
+    hung = told.hung["stop"] = await_hang(told, began)
+    os.kill(pid, signal.SIGCONT)
+    await_progress(hung, answer)
+
+
+def hang_by(server: Server, told: Story, stuck: StuckRank, way: str) -> None:
+    """Let one rank be stuck while it works at a request, and let it go on when the hang was noticed."""
+    pid = told.pids[VICTIM]
+    answer = ask_later(server, max_new_tokens=100)
+    time.sleep(1.0)
+    began = time.monotonic()
+    stuck.stick(pid, way)
+    hung = told.hung[way] = await_hang(told, began)
+    stuck.release(pid, way)
+    await_progress(hung, answer)
+
+
+def hang_in_a_batch_and_die(server: Server, told: Story) -> None:
+    """Stop the rank while it works at a request, and kill it when that was noticed."""
+    ask_later(server, max_new_tokens=4000)
+    time.sleep(1.5)
+    os.kill(told.pids[VICTIM], signal.SIGSTOP)
+    _path, told.second = next_incident(told.folder, len(told.hung) + 1)
+    os.kill(told.pids[VICTIM], signal.SIGKILL)
+    server.popen.wait(timeout=LONG)
+    _path, told.killed = next_incident(told.folder, len(told.hung) + 2)
+
+
+def tell(server: Server, told: Story, stuck: StuckRank, *, full: bool, idle: bool) -> None:
+    """Let everything happen to a server that starts.
+
+    Args:
+        server: started with the environment of `stuck`.
+        told: where it is told.
+        stuck: what makes a rank stuck.
+        full: do what is no hang, and is the same in all releases.
+        idle: let the server be idle for a while, which `full` does too.
+    """
+    if full:
+        load_slowly(server, told)
+    server.wait_ready()
+    told.pids = {title: server.pid_of(title) for title in (VICTIM, WAITING)}
+    told.answers.append(answers_of(server))
+    if idle or full:
+        be_idle(told)
+    if full:
+        prefill_slowly(server, told)
+        pause(server, told)
+        stop_as_a_whole(server, told)
+    hang_while_idle(server, told)
+    for way in WAYS:
+        hang_by(server, told, stuck, way)
+    told.answers.append(answers_of(server))
+    hang_in_a_batch_and_die(server, told)
+
+
+def await_hang(told: Story, began: float) -> Hung:
+    """Return the next hang when its incident is whole."""
+    path, document = next_incident(told.folder, len(told.hung) + 1)
+    stat = procfs.read_stat(told.pids[VICTIM])
+    return Hung(document, path, time.monotonic() - began, stat.state if stat else "")
+
+
+def await_progress(hung: Hung, answer: Callable[[], list[int]]) -> None:
+    """Wait until the request is answered and the incident says that the hang is over."""
+    hung.late_answer = answer()
+
+    def is_over() -> bool:
+        hung.over = json.loads((hung.folder / "incident.json").read_text())
+        return "progress_returned" in events_of(hung.over)
+
+    wait_until(is_over, "the incident says that the hang is over", LONG)
+
+
+def next_incident(folder: Path, count: int) -> tuple[Path, dict[str, Any]]:
+    """Wait until there are so many incidents, and return the newest."""
+
+    def newest() -> list[StoredIncident]:
+        found = [stored for stored in find_incidents(folder) if stored.finished and stored.document]
+        assert len(found) <= count, found
+        return found if len(found) == count else []
+
+    stored = wait_until(newest, f"incident {count}", LONG)[0]
+    return stored.path, stored.document or {}
+
+
+def ask_later(server: Server, max_new_tokens: int) -> Callable[[], list[int]]:
+    """Send a request, and return what waits for its answer."""
+    got: list[list[int]] = []
+
+    def ask() -> None:
+        try:
+            got.append(server.generate("Hello", max_new_tokens=max_new_tokens, timeout_s=LONG)["output_ids"])
+        except (OSError, ValueError):
+            # The server that ends meanwhile answers nothing.
+            got.append([])
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+
+    def answer() -> list[int]:
+        thread.join(LONG)
+        assert got, "no answer"
+        return got[0]
+
+    return answer
+
+
+def post(server: Server, path: str, **body: Any) -> None:
+    """Ask the server to do something else than to answer a prompt."""
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server.url}{path}", json.dumps(body).encode(), headers)
+    with _opener.open(request, timeout=LONG) as response:
+        response.read()
+
+
+def events_of(document: dict[str, Any]) -> list[str]:
+    """Return the events of an incident, in order of time."""
+    return [entry["event"] for entry in document["timeline"]]
