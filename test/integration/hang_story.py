@@ -23,7 +23,7 @@ from unit.waiting import wait_until
 VICTIM, WAITING = "sglang::scheduler_TP1", "sglang::scheduler_TP0"
 HANG_SECS = 5.0
 #: A hang would be noticed in this time, in seconds.
-QUIET_SECS = HANG_SECS + 2.5
+QUIET_SECS = HANG_SECS + 1.5
 #: A busy machine takes its time for everything.
 LONG = 120.0
 #: So many tokens are a batch of a prompt.

@@ -45,7 +45,7 @@ class Hang:
             self._pulses.append(pulse)
             process, beat, secs = pulse.process, pulse.beat, pulse.silent_secs
             details = {"silent_secs": round(secs, 3), "doing": beat.doing, "batches": beat.batches}
-            message = f"made no progress for {secs:.1f} s; its last sign was of {beat.doing}"
+            message = f"made no progress for {secs:.1f} s; the last sign was of {beat.doing}"
             self.run.note(now, "no_progress", pid=process.pid, title=process.title, **details)
             self.run.add_failure(FailureEvent(process.pid, now - secs, "hang", message))
 
