@@ -91,13 +91,14 @@ def test_a_process_that_was_dead_before_the_watch_is_told(tmp_path, start):
     assert Watch([("server", process)], tmp_path).death().returncode == -9
 
 
-def test_an_exit_is_noticed_at_once(tmp_path, start):
+def test_an_exit_is_noticed_without_polling(tmp_path, start, monkeypatch):
+    # Longer than the test would wait.
+    monkeypatch.setattr("sglang_crashkit.test.fail_fast._LIST_REFRESH_SECS", 100 * LONG)
     process = start()
     watch = Watch([("server", process)], tmp_path)
-    time.sleep(0.3)
+    wait_until(lambda: watch.watcher._held, "the process is watched")
     process.kill()
-    killed = time.time()
-    assert watch.death().noticed - killed < 0.09, "slower than polling every 0.1 s would be on average"
+    assert watch.death().name == "server"
 
 
 def test_status_0_can_be_left_alone(tmp_path, start):
@@ -218,7 +219,7 @@ def test_the_survivors_are_photographed_and_then_killed_with_their_children(tmp_
     texts = [path.read_text() for path in death.folder.glob("*.txt")]
     assert len(texts) == 2
     assert any("serve_requests" in text for text in texts)
-    assert death.seconds < 2.5
+    assert death.seconds < LONG
     lines = list(death.lines())
     assert lines[0] == f"victim (pid={victim.pid}) exited rc=-9"
     assert any(
@@ -244,7 +245,7 @@ def test_a_tool_that_hangs_does_not_hold_the_message_up(tmp_path, start, monkeyp
     watch = Watch([("victim", victim), ("survivor", survivor)], tmp_path / "evidence")
     victim.kill()
     death = watch.death()
-    assert death.seconds < 2.5
+    assert death.seconds < LONG
     assert "did not end within" in death.survivors[0].reason
 
 
@@ -342,7 +343,7 @@ def test_the_run_ends_with_the_status_of_the_dead_process(code, rc, status):
     sibling = int(done.stdout.split()[0])
     assert procfs.read_stat(sibling) is None or procfs.read_stat(sibling).state == "Z"
     assert "the end" not in done.stdout
-    assert seconds < 5
+    assert seconds < 60
 
 
 def test_the_run_goes_on_after_status_0_and_after_the_event_is_set():

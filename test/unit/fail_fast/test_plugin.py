@@ -99,7 +99,7 @@ def test_the_running_test_fails_by_name_and_everything_else_goes_on(run):
     assert "teardown ran" in result.output
     assert "processes that ended unexpectedly" in result.output
     assert "Timeout" not in result.output
-    assert result.seconds < 10
+    assert result.seconds < 60
 
 
 UNITTEST = """
@@ -146,7 +146,7 @@ def test_a_unittest_class_fails_by_name(run):
     }
     assert "server (pid=" in result.messages["test_2_victim"]
     assert "teardown ran" in result.output
-    assert result.seconds < 10
+    assert result.seconds < 60
 
 
 def test_a_broken_connection_is_explained_by_the_death_behind_it(run):

@@ -175,7 +175,7 @@ def test_all_together_have_a_deadline(two: list[Process], monkeypatch: pytest.Mo
     monkeypatch.setattr(subprocess, "run", hang)
     started = time.monotonic()
     dump_utils.pyspy_dump_schedulers(scheduler_only=True)
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 20
     assert len(slept) == 1
 
 
