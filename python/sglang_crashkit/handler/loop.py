@@ -72,7 +72,7 @@ class CrashHandler:
                 self._hangs.act_on_time()
         finally:
             self._current.close(removed=self._leftovers.remove())
-            self._place.clean_up()
+            self._place.clean_up([process.pid for process in self._tree])
             logger.info("server %d is gone, so is its crash handler %d", self._tree.root.pid, os.getpid())
 
     def look(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,8 +39,17 @@ class Place:
             return None
         return path if is_record else None
 
-    def clean_up(self) -> None:
-        """Remove what is of no use without the server; a record that nobody took in stays."""
+    def clean_up(self, pids: Collection[int] = ()) -> None:
+        """Remove what is of no use without the server; a record that nobody took in stays.
+
+        Args:
+            pids: the server's processes; a request dump that one of them could not finish is torn, and no pickle.
+        """
         shutil.rmtree(self.runtime, ignore_errors=True)
+        for torn in self.host_folder.glob(".crash_dump_*.partial"):
+            writer = torn.name.split(".")[-2]
+            if writer.isdecimal() and int(writer) in pids:
+                with contextlib.suppress(OSError):
+                    torn.unlink()
         with contextlib.suppress(OSError):
             self.spool.rmdir()

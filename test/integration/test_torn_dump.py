@@ -1,0 +1,153 @@
+"""A real server's main process is killed while it saves its requests: they are whole, and its output has its end."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.scenario import EXIT_TIMEOUT_S, answers_of
+from lanelib.lanes import ensure_lane
+from lanelib.procs import title_of, tree_of, watchers_of
+from lanelib.servers import Server
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.incident_store import wait_for_incident
+from sglang_crashkit.core.journal import JournalReader
+from unit.waiting import wait_until
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+SCHEDULER = "sglang::scheduler"
+REQUESTS = 3
+#: On a loaded machine, in seconds.
+LONG = 120.0
+#: Saving the requests takes for ever in the middle, as it would with thousands of long ones on a slow disk.
+SITE = """
+import os, pickle, time
+real_dump = pickle.dump
+def dump(value, file, *arguments, **options):
+    if not (isinstance(value, dict) and "requests" in value):
+        return real_dump(value, file, *arguments, **options)
+    data = pickle.dumps(value)
+    file.write(data[: len(data) // 2])
+    file.flush()
+    open(os.environ["CRASHKIT_TEST_MARKER"], "w").close()
+    time.sleep(600)
+pickle.dump = dump
+"""
+#: A program that starts the server and reads its output to the end.
+CAPTURE = """
+import shutil, subprocess, sys
+server = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+while chunk := server.stdout.read1(65536):
+    sys.stdout.buffer.write(chunk)
+    sys.stdout.buffer.flush()
+sys.exit(0 if server.wait() == -9 else 1)
+"""
+
+
+@dataclass(frozen=True)
+class Left:
+    """What was left of a server.
+
+    Attributes:
+        status: of the program that captured the output: 0 when that had its end and the server was killed.
+        handler_state: of the crash handler when the output had its end.
+        folder: the crash folder.
+        incident_folder: the incident's.
+        incident: what it holds.
+        answered: how many requests were answered before.
+    """
+
+    status: int
+    handler_state: str
+    folder: Path
+    incident_folder: Path
+    incident: dict[str, Any]
+    answered: int
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("0.5.9", marks=pytest.mark.matrix),
+        pytest.param("0.5.12.post1", marks=pytest.mark.matrix),
+        "0.5.23",
+    ],
+)
+def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
+    folder, site = tmp_path_factory.mktemp("crash"), tmp_path_factory.mktemp("site")
+    (site / "sitecustomize.py").write_text(SITE)
+    env = {"PYTHONPATH": str(site), "CRASHKIT_TEST_MARKER": str(site / "marker")}
+    options, capture = ["--crash-dump-folder", str(folder)], (sys.executable, "-c", CAPTURE)
+    with Server.start(ensure_lane(request.param), extra_args=options, env=env, prefix=capture) as server:
+        server.wait_ready()
+        answered = len(answers_of(server))
+        (main,) = [one.pid for one in tree_of(server.pid) if one.parent == server.pid]
+        (handler,) = [one.pid for one in watchers_of([main]) if title_of(one.pid) == "sglang::crash_handler"]
+        for _ in range(REQUESTS):
+            threading.Thread(target=ask, args=(server,), daemon=True).start()
+        wait_until(lambda: under_way(folder) == REQUESTS, "the requests are under way", LONG)
+        os.kill(server.pid_of(SCHEDULER), signal.SIGKILL)
+        wait_until((site / "marker").exists, "the server saves its requests", LONG)
+        # Whatever it holds open is held open until the output has had its end.
+        os.kill(handler, signal.SIGSTOP)
+        try:
+            os.kill(main, signal.SIGKILL)
+            status = server.popen.wait(EXIT_TIMEOUT_S)
+            state = procfs.read_stat(handler)
+        finally:
+            os.kill(handler, signal.SIGCONT)
+        stored = wait_for_incident(folder, LONG)
+        wait_until(lambda: procfs.read_stat(handler) is None, "the handler leaves", LONG)
+        assert stored is not None
+        assert stored.document is not None
+        yield Left(status, state.state if state else "", folder, stored.path, stored.document, answered)
+
+
+def ask(server: Server) -> None:
+    # That it is cut off is the point.
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        server.generate("Once upon a time", max_new_tokens=4000, timeout_s=EXIT_TIMEOUT_S)
+
+
+def under_way(folder: Path) -> int:
+    """Return how many requests the server's journal knows that were not answered yet."""
+    (ring,) = folder.glob("*/journal/*/*.ring")
+    with JournalReader(ring) as journal:
+        return sum(request.ended is None for request in journal.requests)
+
+
+def test_the_incident_is_whole_and_has_the_requests(left: Left) -> None:
+    assert left.incident["complete"] is True
+    assert left.incident["verdict"]["first_failure"]["title"] == SCHEDULER
+    requests = left.incident["requests"]
+    assert (requests["source"], requests["unfinished"], requests["finished"]) == ("journal", REQUESTS, left.answered)
+    lines = (left.incident_folder / requests["journal"]["path"]).read_text().splitlines()
+    assert [json.loads(line)["state"] for line in lines].count("unfinished") == REQUESTS
+
+
+def test_every_process_that_lived_has_a_stack(left: Left) -> None:
+    for process in left.incident["processes"]:
+        if process["title"] != SCHEDULER and process["role"] != "helper":
+            (stack,) = [piece["status"] for piece in process["evidence"] if piece["kind"] == "stack"]
+            assert stack == "captured", process
+
+
+def test_nothing_torn_is_left(left: Left) -> None:
+    assert [path for path in left.folder.rglob("*crash_dump_*") if path.is_file()] == []
+
+
+def test_whoever_reads_the_servers_output_sees_its_end(left: Left) -> None:
+    assert left.status == 0
+    assert left.handler_state == "T"
