@@ -1,4 +1,4 @@
-"""A rank is killed while the server loads: the server ends soon, says who died of what, and leaves an incident."""
+"""A rank ends before the first request: the server ends soon, says who died of what, and leaves an incident."""
 
 from __future__ import annotations
 
@@ -27,6 +27,21 @@ TITLE_TIMEOUT_S = 400.0
 EXIT_TIMEOUT_S = 60.0
 #: From the death to the whole incident; the photograph of processes that import takes most of it.
 INCIDENT_S = 5.0
+
+
+SCHEDULER = "sglang::scheduler"
+#: What each Python of a server runs first: on SIGUSR2 a scheduler raises in its loop, where nobody is to catch it.
+RAISE = """
+import signal
+def fail(_signum, frame):
+    if frame.f_code.co_name.startswith("event_loop"):
+        raise RuntimeError("before the first request")
+    signal.setitimer(signal.ITIMER_REAL, 0.001)
+signal.signal(signal.SIGUSR2, fail)
+signal.signal(signal.SIGALRM, fail)
+"""
+#: Whoever asks for its health sends it no request.
+NO_REQUEST = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
 
 @dataclass(frozen=True)
@@ -61,6 +76,18 @@ CASES = [
     Case("0.5.23", "sglang::scheduler_TP1", "Rank 1 scheduler", {"tp": 2}),
     Case("0.5.23", "sglang::scheduler_DP1", "DP1 Rank 0 scheduler", {"dp": 2}),
 ]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("0.5.9", marks=pytest.mark.matrix),
+        pytest.param("0.5.12.post1", marks=pytest.mark.matrix),
+        "0.5.23",
+    ]
+)
+def release(request: pytest.FixtureRequest) -> str:
+    found: str = request.param
+    return found
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.release}-{case.victim[-3:]}")
@@ -133,3 +160,48 @@ def test_the_incident_is_whole_soon_after_the_death(death: Death) -> None:
     }
     assert (times["incident_finished"] - times["process_exited"]).total_seconds() < INCIDENT_S
     assert death.incident["requests"]["reason"] == "the server had not started to serve"
+
+
+@pytest.mark.matrix
+def test_a_rank_that_raises_while_it_loads_is_named_with_its_exception(release: str, tmp_path: Path) -> None:
+    # The tiny model has no weights but those that the test's servers make up.
+    options = ["--crash-dump-folder", str(tmp_path), "--load-format", "auto"]
+    with Server.start(ensure_lane(release), extra_args=options) as server:
+        assert server.popen.wait(timeout=TITLE_TIMEOUT_S) == ServerExit.FAILED_START
+        incident = only_incident(tmp_path)
+    assert incident["kind"] in ("exception", "failed_start")
+    (text,) = exceptions_of(incident, tmp_path, SCHEDULER)
+    assert "Cannot find any model weights" in text
+
+
+def test_a_rank_that_raises_before_the_first_request_is_named_with_its_exception(release: str, tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(RAISE)
+    options = ["--crash-dump-folder", str(tmp_path / "crash")]
+    env = NO_REQUEST | {"PYTHONPATH": str(tmp_path / "site")}
+    with Server.start(ensure_lane(release), extra_args=options, env=env) as server:
+        server.wait_ready()
+        os.kill(server.pid_of(SCHEDULER), signal.SIGUSR2)
+        assert server.popen.wait(timeout=EXIT_TIMEOUT_S) == ServerExit.RAISED
+        incident = only_incident(tmp_path / "crash")
+    (text,) = exceptions_of(incident, tmp_path / "crash", SCHEDULER)
+    assert "before the first request" in text
+    for process in incident["processes"]:
+        if process["role"] not in ("helper", "scheduler"):
+            assert {"kind": "stack", "status": "captured"}.items() <= stack_of(process).items(), process
+
+
+def exceptions_of(incident: dict[str, Any], folder: Path, title: str) -> list[str]:
+    """Return what the exceptions of the process with this title say, which the verdict must name."""
+    assert incident["verdict"]["first_failure"]["title"] == title
+    assert incident["verdict"]["kind"] == "exception"
+    (stored,) = find_incidents(folder)
+    pieces = [piece for process in incident["processes"] if process["title"] == title for piece in process["evidence"]]
+    assert {piece["status"] for piece in pieces if piece["kind"] == "exception"} == {"captured"}
+    return [(stored.path / piece["path"]).read_text() for piece in pieces if piece["kind"] == "exception"]
+
+
+def stack_of(process: dict[str, Any]) -> dict[str, Any]:
+    (piece,) = [piece for piece in process["evidence"] if piece["kind"] == "stack"]
+    found: dict[str, Any] = piece
+    return found
