@@ -54,6 +54,7 @@ _BY_KIND = {
     "exception": ServerExit.RAISED,
     "lost_peer": ServerExit.LOST_PEER,
     "exit_status": ServerExit.EXITED,
+    "parent_ended": ServerExit.EXITED,
     "hang": ServerExit.HUNG,
 }
 #: What says no more than that the server did not start, where it had not.

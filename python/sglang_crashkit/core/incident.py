@@ -28,7 +28,7 @@ EvidenceKind = Literal[
 ]
 EvidenceStatus = Literal["captured", "failed", "skipped"]
 Level = Literal["established", "supported", "unknown"]
-Cause = Literal["oom_kill", "signal", "exception", "exit_status", "unknown"]
+Cause = Literal["oom_kill", "signal", "exception", "exit_status", "parent_ended", "unknown"]
 
 
 def iso_time(seconds: float) -> str:

@@ -12,10 +12,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.analysis.verdict import FATAL_SIGNALS
 from sglang_crashkit.handler.current import CurrentIncident
+from sglang_crashkit.handler.orphans import ended_with_parent
 from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
 
@@ -27,6 +29,8 @@ _ORDERLY_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 _UNEXPLAINED_SECS = 60.0
 #: Once its main thread is gone, the rest of a process follows within this time, in seconds.
 _LAST_THREAD_SECS = 0.2
+#: Once the thread is gone that started a child, which is told of it, the rest of the process follows within this time.
+_PARENT_SECS = 1.0
 
 
 class Exits:
@@ -37,6 +41,7 @@ class Exits:
         outlook: what was announced; the server's own end is noted there.
         current: the incident at hand.
         unwatch: called with a process whose exit was taken in.
+        runtime: where the server's processes say what they armed.
     """
 
     def __init__(
@@ -45,22 +50,24 @@ class Exits:
         outlook: Outlook,
         current: CurrentIncident,
         unwatch: Callable[[TrackedProcess], None],
+        runtime: Path,
     ) -> None:
         self._tree = tree
         self._outlook = outlook
         self._current = current
         self._unwatch = unwatch
+        self._runtime = runtime
 
     def take(self, process: TrackedProcess) -> None:
         """Take in the exit of a process, once."""
         if process.exited_at is not None:
             return
-        root = self._tree.root
-        if not process.is_root and root.exited_at is None and _has_ended(root):
-            # Its ranks ask the kernel for SIGKILL when it ends, so theirs is a consequence.
-            self.take(root)
-            if process.exited_at is not None:
-                return
+        for earlier in (process.parent, self._tree.root):
+            if earlier is not None and earlier.exited_at is None and self._ended_before(earlier, process):
+                # The ranks ask the kernel for a signal when it ends, so their end is a consequence.
+                self.take(earlier)
+                if process.exited_at is not None:
+                    return
         expected = process.pid in self._outlook.expected
         if process.matters and not expected:
             self._current.make_room()
@@ -107,9 +114,26 @@ class Exits:
     def _is_clean(self, process: TrackedProcess) -> bool:
         status, outlook = process.exit_status(), self._outlook
         if process.is_root or outlook.ended_well:
-            # What outlives the main process, the kernel kills.
-            return _is_orderly(process) or (outlook.ended_well and status.signal == "SIGKILL")
+            # What outlives the main process, the kernel ends.
+            by_kernel = status.signal == "SIGKILL" or ended_with_parent(process, self._runtime)
+            return _is_orderly(process) or (outlook.ended_well and by_kernel)
         return status.code == 0 and outlook.draining
+
+    def _ended_before(self, earlier: TrackedProcess, process: TrackedProcess) -> bool:
+        """Say whether a process that may have started another has ended, if that has.
+
+        The kernel may tell of it later: a child is sent its signal when the thread that started it is gone, a process
+        has ended when its last thread is.
+        """
+        if earlier is process:
+            return False
+        if earlier.handle.has_exited():
+            return True
+        if earlier is process.parent and ended_with_parent(process, self._runtime):
+            return earlier.handle.has_exited(_PARENT_SECS)
+        stat = procfs.read_stat(earlier.pid)
+        # Without one it was reaped since the lines above.
+        return (stat is None or stat.state in "ZX") and earlier.handle.has_exited(_LAST_THREAD_SECS)
 
     def _begin(self, process: TrackedProcess, seconds: float) -> None:
         hard = process.exit_status().signal in FATAL_SIGNALS
@@ -143,15 +167,3 @@ class Exits:
 def _is_orderly(process: TrackedProcess) -> bool:
     status = process.exit_status()
     return status.code == 0 or status.signal in _ORDERLY_SIGNALS
-
-
-def _has_ended(root: TrackedProcess) -> bool:
-    """Say whether the server has ended, which with several threads the kernel may tell after its ranks' end.
-
-    A rank is sent SIGKILL when the thread that started it is gone, a process has ended when its last thread is.
-    """
-    if root.handle.has_exited():
-        return True
-    stat = procfs.read_stat(root.pid)
-    # Without one it was reaped since the line above.
-    return (stat is None or stat.state in "ZX") and root.handle.has_exited(_LAST_THREAD_SECS)

@@ -31,6 +31,7 @@ from sglang_crashkit.core.peers import LostPeer
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.core.summary import format_summary
 from sglang_crashkit.handler import evidence, requests_told, stack_evidence
+from sglang_crashkit.handler.orphans import ended_with_parent
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
 
 logger = logging.getLogger(__name__)
@@ -168,6 +169,7 @@ class IncidentRun:
                     kind="exit",
                     fatal_signal=status.signal in FATAL_SIGNALS,
                     before_photograph=not self.photographed,
+                    with_parent=ended_with_parent(process, self._runtime),
                 )
             )
         if self.photographed:
@@ -335,8 +337,11 @@ class IncidentRun:
 
     def _note_exit(self, process: TrackedProcess) -> None:
         report = self._report(process)
-        evidence.note_exit(report, process, raised=process.pid in self._raised)
-        if self._settings.stacks:
+        with_parent = ended_with_parent(process, self._runtime)
+        evidence.note_exit(report, process, raised=process.pid in self._raised, with_parent=with_parent)
+        if self._settings.stacks and with_parent:
+            stack_evidence.take_last_words(process, report, self._folder, self._runtime)
+        elif self._settings.stacks:
             stack_evidence.take_fault(process, report, self._folder, self._runtime)
 
     def _judge(self) -> Verdict:

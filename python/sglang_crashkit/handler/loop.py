@@ -13,6 +13,7 @@ from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.exits import Exits
 from sglang_crashkit.handler.hang_watch import HangWatch
 from sglang_crashkit.handler.leftovers import Leftovers
+from sglang_crashkit.handler.orphans import Outliving
 from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.handler.place import Place
 from sglang_crashkit.handler.reactions import Reactions
@@ -40,12 +41,13 @@ class CrashHandler:
         self._place = place
         self._outlook = Outlook()
         self._current = CurrentIncident(self._tree, mailbox, place, settings, self._outlook, self)
-        self._exits = Exits(self._tree, self._outlook, self._current, self._unwatch)
+        self._exits = Exits(self._tree, self._outlook, self._current, self._unwatch, place.runtime)
         self._hangs = HangWatch(self._tree, self._outlook, self._current, settings)
         self._reactions = Reactions(
             self._tree, mailbox, place, self._outlook, self._current, self._hangs, self._exits.reconsider
         )
         self._leftovers = Leftovers(self._tree)
+        self._outliving = Outliving(self._tree)
         self._selector = selectors.DefaultSelector()
         self._selector.register(mailbox, selectors.EVENT_READ)
         self._watch(self._tree.root)
@@ -68,6 +70,7 @@ class CrashHandler:
                 # What a process said before it ended is there by now, and counts before its end does.
                 self._take_messages()
                 self._current.act_on_time()
+                self._outliving.act_on_time()
                 self._leftovers.note_on_time()
                 self._hangs.act_on_time()
         finally:
@@ -110,8 +113,8 @@ class CrashHandler:
 
     def _next_due(self) -> float:
         if not self._current.is_open and self._outlook.gone_at is not None:
-            return self._outlook.gone_at + _LINGER_SECS
-        return min(self._current.next_due(), self._hangs.next_due())
+            return min(self._outlook.gone_at + _LINGER_SECS, self._outliving.next_due())
+        return min(self._current.next_due(), self._hangs.next_due(), self._outliving.next_due())
 
     def _done(self) -> bool:
         if self._outlook.gone_at is None or self._current.is_open:

@@ -19,6 +19,7 @@ from sglang_crashkit.core.native_stacks import capture_native
 from sglang_crashkit.core.photograph import Photograph
 from sglang_crashkit.core.stacks import Frame, Thread, format_threads, main_thread
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.orphans import orphan_file
 from sglang_crashkit.handler.tree import TrackedProcess
 
 _KIT = "sglang_crashkit"
@@ -95,11 +96,7 @@ def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentF
         return
     start_ticks = process.handle.start_ticks
     armed = read_armed(runtime, process.pid, start_ticks)
-    try:
-        with ArmedFiles.of(runtime, process.pid, start_ticks).fault.open("rb") as file:
-            text = file.read(_MOST_FAULT_BYTES).decode(errors="replace")
-    except OSError:
-        text = ""
+    text = _read(ArmedFiles.of(runtime, process.pid, start_ticks).fault)
     if armed is None or not text:
         if status.known:
             reason = "it wrote none" if armed else "it had not armed faulthandler"
@@ -119,6 +116,27 @@ def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentF
     faulty = next((thread for thread in output.threads if thread.active), None)
     # It was photographed alive, if at all; what the fault interrupted is what it did last.
     report.doing = _of_interest(faulty.frames) if faulty else innermost(output.threads, report.pid)
+
+
+def take_last_words(process: TrackedProcess, report: ProcessReport, folder: IncidentFolder, runtime: Path) -> None:
+    """Take in the stacks that a dead process wrote when its parent ended, where it was not photographed before."""
+    armed = read_armed(runtime, process.pid, process.handle.start_ticks)
+    text = _read(orphan_file(process, runtime))
+    if armed is None or not text or any(_is_stack(piece) and piece.status == "captured" for piece in report.evidence):
+        return
+    output = parse_faulthandler(text, process.pid, armed.main_thread, armed.roots)
+    threads = [thread for thread in output.threads if not _is_responder(thread)]
+    name = f"stacks/{titles.label_of(report.title, report.pid)}"
+    try:
+        path = _write(name, threads, report, folder)
+    except (OSError, CrashkitError) as error:
+        report.evidence.append(Evidence("stack", status_of(error), reason=f"{name}: {error}"))
+        return
+    reasons = [piece.reason for piece in report.evidence if _is_stack(piece) and piece.reason]
+    reasons += [] if output.is_whole else ["what it wrote is not whole"]
+    report.evidence = [piece for piece in report.evidence if not _is_stack(piece)]
+    report.evidence.append(Evidence("stack", "captured", path, "; ".join(reasons) or None, source="faulthandler"))
+    report.doing = innermost(threads, report.pid) or report.doing
 
 
 def innermost(threads: Sequence[Thread], pid: int) -> list[str]:
@@ -173,6 +191,18 @@ def _look_at(pid: int) -> Look:
     stat = procfs.read_stat(pid)
     now = iso_time(time.time())
     return Look(now, "", 0.0) if stat is None else Look(now, stat.state, stat.cpu_ticks / _TICKS_PER_SEC)
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(_MOST_FAULT_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _is_stack(piece: Evidence) -> bool:
+    return piece.kind == "stack"
 
 
 def _is_responder(thread: Thread) -> bool:

@@ -26,6 +26,8 @@ class TrackedProcess:
         is_root: it is the process that launched the server.
         is_python: it runs a Python interpreter, so it has a stack to photograph.
         is_workers_child: a worker started it; whatever its title says, it is no worker itself.
+        parent: the process of the server that started it; None for the root, and where that was gone already.
+        outlived_parent: its parent ended, it did not, and the crash handler killed it.
         oom_counter: the OOM counter of its memory cgroup as it stood a while ago.
         newer_oom_counter: the same as it stood lately; it takes the other's place in time.
         exited_at: when its exit was noticed, in seconds since the epoch; None while it lives.
@@ -38,6 +40,8 @@ class TrackedProcess:
     oom_counter: oom.OomCounter | None
     newer_oom_counter: oom.OomCounter | None = None
     is_workers_child: bool = False
+    parent: TrackedProcess | None = None
+    outlived_parent: bool = False
     exited_at: float | None = field(default=None)
 
     @property
@@ -117,6 +121,9 @@ class ProcessTree:
                     continue
                 except OSError as error:
                     logger.warning("process %d cannot be watched: %s", pid, error)
+        for process in new:
+            # Only now, because a child may have been found before its parent.
+            process.parent = self._parent_of(process)
         for process in self.alive():
             # SGLang sets its titles once; a process that has none yet is about to set it.
             if process.is_workers_child or not process.title.startswith("sglang::"):
@@ -179,6 +186,10 @@ class ProcessTree:
         process.is_workers_child = self._is_workers_child(process)
         self._processes[pid] = process
         return process
+
+    def _parent_of(self, process: TrackedProcess) -> TrackedProcess | None:
+        stat = procfs.read_stat(process.pid)
+        return self._processes.get(stat.ppid) if stat is not None else None
 
     def _is_workers_child(self, process: TrackedProcess) -> bool:
         # SGLang's workers run helpers (a compiler, ldconfig), which have the worker's own title between fork and exec.

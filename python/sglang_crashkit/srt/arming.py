@@ -25,9 +25,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang_crashkit.core import procfs
-from sglang_crashkit.core.armed import DEFAULT_SIGNAL, Armed, ArmedFiles, describe, is_usable, read_handler_pid
+from sglang_crashkit.core.armed import (
+    DEFAULT_PARENT_SIGNAL,
+    DEFAULT_SIGNAL,
+    Armed,
+    ArmedFiles,
+    describe,
+    is_usable,
+    read_handler_pid,
+)
 from sglang_crashkit.core.settings import SOCKET_VARIABLE, Settings, read_number, runtime_folder
-from sglang_crashkit.srt import responder
+from sglang_crashkit.srt import parent_death, responder
 from sglang_crashkit.srt.hooks import never_raises
 
 logger = logging.getLogger(__name__)
@@ -35,6 +43,7 @@ logger = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 SIGNAL_VARIABLE = "SGLANG_CRASHKIT_STACK_SIGNAL"
+PARENT_SIGNAL_VARIABLE = "SGLANG_CRASHKIT_PARENT_SIGNAL"
 
 _WORKER = "sglang::"
 _PR_SET_PTRACER = 0x59616D61  # linux/prctl.h; the Yama module's
@@ -49,6 +58,7 @@ class _State:
 
     files: ArmedFiles
     signal: int
+    parent_signal: int
     descriptors: list[int]
     listener: socket.socket | None
     had_faulthandler: bool
@@ -142,34 +152,58 @@ def _arm(*, takes_over: bool) -> None:
         return
     _allow_tracing(folder)
     if _state is not None and _state.listener is not None:
-        # Its thread sleeps in accept(2), which no other way wakes.
-        with contextlib.suppress(OSError):
-            _state.listener.shutdown(socket.SHUT_RDWR)
+        responder.stop(_state.listener)
+        _state.listener = None
     _disarm()
-    state = _state = _State(files, 0, [], None, faulthandler.is_enabled(), enabled_faulthandler=False)
+    state = _state = _State(files, 0, 0, [], None, faulthandler.is_enabled(), enabled_faulthandler=False)
     _care_for_children()
     if takes_over or not state.had_faulthandler:
         faulthandler.enable(file=_open(state, files.fault))
         state.enabled_faulthandler = True
-    state.listener = responder.start(files.socket)
-    state.signal = _register(state)
+    handler = _open_handler(state, folder) if takes_over else None
+    state.listener = responder.start(files.socket, handler, parent_death.ask_for_sigkill)
+    state.signal = _signal_of(SIGNAL_VARIABLE, DEFAULT_SIGNAL)
+    if state.signal:
+        faulthandler.register(state.signal, file=_open(state, files.stack), all_threads=True, chain=False)
+    if handler is not None:
+        state.parent_signal = _arm_for_parents_end(state)
     main_thread = threading.main_thread().ident or 0
-    describe(folder, Armed(stat.pid, stat.start_ticks, main_thread, state.signal, tuple(sys.path)))
+    armed = Armed(stat.pid, stat.start_ticks, main_thread, state.signal, tuple(sys.path), state.parent_signal)
+    describe(folder, armed)
 
 
-def _register(state: _State) -> int:
-    """Let faulthandler write the stacks on a signal that nobody uses; return the signal, 0 where there is none."""
-    signum = read_number(os.environ, SIGNAL_VARIABLE, DEFAULT_SIGNAL)
+def _arm_for_parents_end(state: _State) -> int:
+    """Return the signal that the parent's end sends from now on, 0 where it sends what it did."""
+    signum = read_number(os.environ, PARENT_SIGNAL_VARIABLE, DEFAULT_PARENT_SIGNAL)
+    if signum == 0 or not parent_death.is_wanted(signum) or not _signal_of(PARENT_SIGNAL_VARIABLE, signum):
+        return 0
+    return signum if parent_death.arm(signum, _open(state, state.files.orphan)) else 0
+
+
+def _signal_of(variable: str, default: int) -> int:
+    """Return the signal that `variable` names, 0 where it names none or one that is in use."""
+    signum = read_number(os.environ, variable, default)
     if signum == 0:
         return 0
     if not is_usable(signum):
-        logger.warning("crash kit: %s=%d is not a real-time signal; next: unset it", SIGNAL_VARIABLE, signum)
+        logger.warning("crash kit: %s=%d is not a real-time signal; next: unset it", variable, signum)
         return 0
     if procfs.catches_signal(os.getpid(), signum) or signal.getsignal(signum) != signal.SIG_DFL:
-        logger.warning("crash kit: signal %d is in use here; next: name another in %s", signum, SIGNAL_VARIABLE)
+        logger.warning("crash kit: signal %d is in use here; next: name another in %s", signum, variable)
         return 0
-    faulthandler.register(signum, file=_open(state, state.files.stack), all_threads=True, chain=False)
     return signum
+
+
+def _open_handler(state: _State, folder: Path) -> int | None:
+    """Return a pidfd of the crash handler, None where there is none or nothing is known of it."""
+    pid = read_handler_pid(folder)
+    if pid is None:
+        return None
+    try:
+        state.descriptors.append(os.pidfd_open(pid))
+    except OSError:
+        return None
+    return state.descriptors[-1]
 
 
 def _open(state: _State, path: Path) -> int:
@@ -206,6 +240,8 @@ def _disarm() -> None:
         return
     if state.signal:
         faulthandler.unregister(state.signal)
+    if state.parent_signal:
+        parent_death.disarm(state.parent_signal)
     if state.enabled_faulthandler:
         faulthandler.disable()
         if state.had_faulthandler:

@@ -1,18 +1,22 @@
 """A thread of this process that answers the crash handler with the stacks of all others.
 
-It sleeps in accept(2) until it is asked, and needs the interpreter lock for as long as it answers. See `core.responder`
-for the other end.
+It sleeps until it is asked, and needs the interpreter lock for as long as it answers. See `core.responder` for the
+other end. It notices as well that the crash handler is gone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import select
 import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,8 +30,13 @@ _BACKLOG = 8
 _NAME = "crashkit-stacks"
 
 
-def start(path: Path) -> socket.socket:
-    """Listen at `path` and answer in a thread of its own; return the socket, which the caller keeps.
+def start(path: Path, handler: int | None = None, on_handlers_end: Callable[[], None] = lambda: None) -> socket.socket:
+    """Listen at `path` and answer in a thread of its own, until `stop`; return the socket, which is the thread's.
+
+    Args:
+        path: where to listen.
+        handler: a pidfd of the crash handler, open until `stop`; None where nobody is to be watched.
+        on_handlers_end: called in the thread when the crash handler has ended; the thread lives on.
 
     Raises:
         OSError: the path is taken or too long.
@@ -37,11 +46,17 @@ def start(path: Path) -> socket.socket:
     try:
         listener.bind(str(path))
         listener.listen(_BACKLOG)
-        threading.Thread(target=_answer_all, args=(listener,), name=_NAME, daemon=True).start()
+        threading.Thread(target=_answer_all, args=(listener, handler, on_handlers_end), name=_NAME, daemon=True).start()
     except BaseException:
         listener.close()
         raise
     return listener
+
+
+def stop(listener: socket.socket) -> None:
+    """End the thread, which closes the socket."""
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def describe_threads() -> list[dict[str, Any]]:
@@ -64,18 +79,35 @@ def describe_threads() -> list[dict[str, Any]]:
     return threads
 
 
-def _answer_all(listener: socket.socket) -> None:
-    while True:
-        try:
-            connection, _address = listener.accept()
-        except OSError:
-            if listener.fileno() < 0:
+def _answer_all(listener: socket.socket, handler: int | None, on_handlers_end: Callable[[], None]) -> None:
+    poller, own = select.poll(), listener.fileno()
+    poller.register(own, select.POLLIN)
+    if handler is not None:
+        poller.register(handler, select.POLLIN)
+    with listener:
+        while True:
+            ready = {descriptor for descriptor, _events in poller.poll()}
+            if handler is not None and handler in ready:
+                poller.unregister(handler)
+                on_handlers_end()
+            if own in ready and not _answer_one(listener):
                 return
-            # No descriptor was left; there may be one again.
-            time.sleep(_PAUSE_SECS)
-            continue
-        with connection:
-            _answer(connection)
+
+
+def _answer_one(listener: socket.socket) -> bool:
+    """Answer who asks; say whether others may ask."""
+    try:
+        connection, _address = listener.accept()
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EBADF):
+            # It was shut down or closed.
+            return False
+        # No descriptor was left; there may be one again.
+        time.sleep(_PAUSE_SECS)
+        return True
+    with connection:
+        _answer(connection)
+    return True
 
 
 def _answer(connection: socket.socket) -> None:

@@ -107,16 +107,23 @@ def time_out(kind: str) -> str:
     return pyspy_dump_schedulers() or "the handler"
 
 
-def start_copy(title: str = "") -> int:
+def start_copy(title: str = "", *, is_worker: bool = False) -> int:
     """Fork a copy that has this process's title, unless it gets one, and ends with status 5 on SIGUSR1."""
+    ready, done = os.pipe()
     pid = os.fork()
     if pid == 0:
         if title:
             setproctitle.setproctitle(title)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if is_worker:
+            configure_logger()
+        os.write(done, b".")
         signal.signal(signal.SIGUSR1, lambda *_: os._exit(5))
         while True:
             signal.pause()
+    os.read(ready, 1)
+    os.close(ready)
+    os.close(done)
     return pid
 
 
@@ -142,11 +149,10 @@ def sleep_in_the_kernel(fifo: str) -> None:
     os.waitpid(os.posix_spawn("/bin/true", ["true"], {}, file_actions=actions), 0)
 
 
-def become_controller(title: str) -> int:
-    """Take the data-parallel controller's title and fork a rank below it."""
-    pid = start_copy(title)
+def become_controller(title: str, *, is_worker: bool) -> int:
+    """Take the data-parallel controller's title and fork a rank below it, which may be a worker with all it arms."""
     setproctitle.setproctitle("sglang::data_parallel_controller")
-    return pid
+    return start_copy(title, is_worker=is_worker)
 
 
 def start_cuda(seconds: str, fraction: str, then: str = "") -> None:
@@ -190,8 +196,8 @@ def wait_for_a_command(commands: int, answers: int) -> None:
             elif verb == "exit_later":
                 time.sleep(0.5)
                 os._exit(int(argument))
-            elif verb == "become_controller":
-                os.write(answers, f"{become_controller(argument)}\n".encode())
+            elif verb in ("become_controller", "become_armed_controller"):
+                os.write(answers, f"{become_controller(argument, is_worker='armed' in verb)}\n".encode())
             elif verb == "cuda":
                 start_cuda(*argument.split())
                 os.write(answers, b"listening\n")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from sglang_crashkit.core.stacks import parse_pyspy
 from sglang_crashkit.srt import responder
 from sglang_crashkit.srt.paths import shorten
-from unit.waiting import LONG
+from unit.waiting import LONG, child, wait_until
 
 
 def ask(path: Path) -> bytes:
@@ -26,8 +27,7 @@ def ask(path: Path) -> bytes:
 def path(short_folder: Path):
     listener = responder.start(short_folder / "sock")
     yield short_folder / "sock"
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
+    responder.stop(listener)
 
 
 def test_all_threads_but_the_asked_one_are_described(path: Path) -> None:
@@ -73,10 +73,29 @@ def test_its_thread_ends_with_its_socket(short_folder: Path) -> None:
     before = set(threading.enumerate())
     listener = responder.start(short_folder / "another")
     (thread,) = set(threading.enumerate()) - before
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
+    responder.stop(listener)
     thread.join(LONG)
     assert not thread.is_alive()
+    assert listener.fileno() < 0
+
+
+def test_it_says_once_that_the_handler_is_gone_and_answers_on(short_folder: Path) -> None:
+    told: list[str] = []
+    with child("ready(); pause()") as handler:
+        pidfd = os.pidfd_open(handler.pid)
+        listener = responder.start(
+            short_folder / "watching", pidfd, lambda: told.append(threading.current_thread().name)
+        )
+        try:
+            assert parse_pyspy(ask(short_folder / "watching").decode())
+            assert told == []
+            handler.kill()
+            wait_until(lambda: told, "it notices")
+            assert parse_pyspy(ask(short_folder / "watching").decode())
+        finally:
+            responder.stop(listener)
+            os.close(pidfd)
+    assert told == ["crashkit-stacks"]
 
 
 def test_paths_are_those_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:

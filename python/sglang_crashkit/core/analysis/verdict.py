@@ -41,6 +41,7 @@ class FailureEvent:
         message: the exception, or what the watchdog saw, in one line; empty for an exit.
         fatal_signal: the exit was by a signal of `FATAL_SIGNALS`.
         before_photograph: it was seen before the server's own clean-up could begin.
+        with_parent: the exit came of the end of the process that had started it.
     """
 
     pid: int
@@ -49,6 +50,7 @@ class FailureEvent:
     message: str = ""
     fatal_signal: bool = False
     before_photograph: bool = True
+    with_parent: bool = False
 
 
 def order_failures(events: Sequence[FailureEvent]) -> list[FailureEvent]:
@@ -59,11 +61,13 @@ def order_failures(events: Sequence[FailureEvent]) -> list[FailureEvent]:
             return (0 if event.fatal_signal and event.before_photograph else 1, *_by_time(event))
         return (2 if _LOST_PEER.search(event.message) else 1, *_by_time(event))
 
+    orphans = sorted((event for event in events if event.with_parent), key=_by_time)
+    events = [event for event in events if not event.with_parent]
     deaths = [event for event in events if event.kind == "exit" and event.fatal_signal and event.before_photograph]
     consequences = [event for event in events if _LOST_PEER.search(event.message)]
     if deaths and consequences:
-        return sorted(events, key=rank)
-    return sorted(events, key=_by_time)
+        return sorted(events, key=rank) + orphans
+    return sorted(events, key=_by_time) + orphans
 
 
 def _by_time(event: FailureEvent) -> tuple[float, str, int, str]:
@@ -172,7 +176,8 @@ def _clearly_first(ordered: Sequence[FailureEvent]) -> bool:
     first = ordered[0]
     is_death = first.kind == "exit" and first.fatal_signal and first.before_photograph
     return all(
-        event.seconds - first.seconds > (0.0 if is_death and event.kind == "exception" else _SAME_MOMENT_SECS)
+        event.with_parent
+        or event.seconds - first.seconds > (0.0 if is_death and event.kind == "exception" else _SAME_MOMENT_SECS)
         or (is_death and _LOST_PEER.search(event.message) is not None)
         for event in ordered[1:]
     )
@@ -188,6 +193,8 @@ def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -
     end = process.exit if process else None
     if end is None or end.cause == "unknown":
         return f"{name} ended; nobody could tell how.", "unknown", "supported"
+    if end.cause == "parent_ended":
+        return f"{name} ended: {end.detail}.", "parent_ended", "established"
     if end.cause == "oom_kill":
         return (
             f"{name} was killed by the kernel for lack of memory: {end.detail}.",
@@ -204,5 +211,7 @@ def _consequence(event: FailureEvent, process: ProcessReport) -> str:
         return f"{process.title} (pid {process.pid}) then raised {event.message}."
     if event.kind == "hang":
         return f"{process.title} (pid {process.pid}) then {event.message}."
+    if event.with_parent:
+        return f"{process.title} (pid {process.pid}) then ended with the process that had started it."
     how = (process.exit.signal or f"exit status {process.exit.code}") if process.exit else "an unknown cause"
     return f"{process.title} (pid {process.pid}) then ended by {how}."

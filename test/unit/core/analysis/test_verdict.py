@@ -15,6 +15,7 @@ ENDS: dict[str, Exit] = {
     "oom": Exit(None, "SIGKILL", "oom_kill", "1 more", "t"),
     "status": Exit(3, None, "exit_status", "no exception", "t"),
     "unknown": Exit(None, None, "unknown", "reaped", "t"),
+    "orphaned": Exit(None, "SIG46", "parent_ended", "its parent ended", "t"),
 }
 LOST = "RuntimeError: [../gloo/pair.cc] Connection closed by peer [127.0.0.1]:4711"
 
@@ -71,6 +72,20 @@ def test_another_exception_that_came_first_is_the_cause(message: str) -> None:
 def test_a_death_after_the_photograph_is_the_clean_up() -> None:
     events = [raised(10, 1.0, LOST), death(11, 2.0, before_photograph=False)]
     assert order_failures(events)[0].pid == 10
+
+
+@pytest.mark.parametrize("at", [0.999, 1.0, 1.001])
+def test_who_ended_with_its_parent_is_never_the_first_whenever_that_was_noticed(at: float) -> None:
+    verdict = judge(make_incident(tp0="orphaned", tp1="killed"), [death(10, at, with_parent=True), death(11, 1.0)])
+    assert verdict.first_failure is not None
+    assert (verdict.first_failure.pid, verdict.kind, verdict.level) == (11, "signal", "established")
+    assert "sglang::scheduler_TP0 (pid 10) then ended with the process that had started it." in verdict.basis
+
+
+def test_where_nobody_else_ended_that_a_parent_did_is_the_cause() -> None:
+    verdict = judge(make_incident(tp0="orphaned"), [death(10, 1.0, fatal_signal=False, with_parent=True)])
+    assert (verdict.kind, verdict.level) == ("parent_ended", "established")
+    assert verdict.text == "sglang::scheduler_TP0 (pid 10) ended: its parent ended."
 
 
 def test_without_a_death_the_earliest_exception_is_the_cause() -> None:
@@ -153,6 +168,7 @@ events_of_three = st.lists(
         message=st.sampled_from(["ValueError: x", LOST]),
         fatal_signal=st.booleans(),
         before_photograph=st.booleans(),
+        with_parent=st.booleans(),
     ),
     max_size=5,
     unique_by=lambda event: (event.pid, event.kind, event.message),
@@ -182,6 +198,7 @@ def test_the_first_failure_is_one_of_the_failures_and_each_is_ordered_once(event
 def test_a_lost_connection_is_never_first_where_a_rank_was_killed_before_the_photograph(
     events: list[FailureEvent],
 ) -> None:
-    if any(event.kind == "exit" and event.fatal_signal and event.before_photograph for event in events):
+    deaths = [event for event in events if event.kind == "exit" and event.fatal_signal and event.before_photograph]
+    if any(not event.with_parent for event in deaths):
         first = order_failures(events)[0]
         assert not (first.kind == "exception" and first.message == LOST)

@@ -1,0 +1,68 @@
+"""Have a worker write its stacks before it ends because its parent did.
+
+Upstream asks the kernel for SIGKILL at the parent's end (``PR_SET_PDEATHSIG``), which leaves no time for a stack: of a
+server whose main process, or data-parallel controller, is killed nobody could say what its ranks were doing. Here the
+kernel sends a real-time signal instead. faulthandler writes the stacks, without the interpreter, and then lets the
+signal do what it does by default: end the process.
+
+What SIGKILL ends and this does not (a stopped process, one that blocks the signal) the crash handler ends a moment
+later. The request belongs to a thread, and the kernel honours those of all threads: where the crash handler itself is
+gone, another thread asks for SIGKILL as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import threading
+
+from sglang_crashkit.core import procfs
+
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
+
+
+def is_wanted(signum: int) -> bool:
+    """Say whether this thread is the main one and asked for SIGKILL, or for `signum` already, at its parent's end.
+
+    The request of another thread would be gone with it, and what came of the parent's end would be another matter.
+    """
+    return threading.get_native_id() == os.getpid() and _asked_for() in (signal.SIGKILL, signum)
+
+
+def arm(signum: int, descriptor: int) -> bool:
+    """Have the stacks written to `descriptor` when the parent of this thread ends; say whether they will be.
+
+    Args:
+        signum: a real-time signal that nobody uses.
+        descriptor: stays open until `disarm`.
+    """
+    if signum in signal.pthread_sigmask(signal.SIG_BLOCK, []):
+        return False
+    faulthandler.register(signum, file=descriptor, all_threads=True, chain=True)
+    # By default the signal ends a process as well, so that nothing is lost if it is no longer caught some day.
+    if procfs.catches_signal(os.getpid(), signum) and _ask_for(signum):
+        return True
+    faulthandler.unregister(signum)
+    return False
+
+
+def disarm(signum: int) -> None:
+    """Write no stacks any more; where the parent's end still sends the signal, it ends the process at once."""
+    faulthandler.unregister(signum)
+
+
+def ask_for_sigkill() -> None:
+    """Have SIGKILL sent as well when the parent ends, for as long as the calling thread lives."""
+    _ask_for(signal.SIGKILL)
+
+
+def _ask_for(signum: int) -> bool:
+    return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signum), 0, 0, 0) == 0)
+
+
+def _asked_for() -> int:
+    signum = ctypes.c_int(0)
+    answer = ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(signum), 0, 0, 0)
+    return signum.value if answer == 0 else 0

@@ -1,0 +1,131 @@
+"""What becomes of the ranks of a stand-in server whose main process, or data-parallel controller, is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.core.armed import ArmedFiles
+from sglang_crashkit.core.exit_status import ServerExit
+from sglang_crashkit.core.pidfd import ProcessHandle
+from unit.handler.driver import Server
+from unit.targets import make_tool, settle
+from unit.waiting import wait_until
+
+Start = Callable[..., Server]
+RANKS = ("scheduler_TP0", "scheduler_TP1", "detokenizer")
+
+
+def document_of(server: Server) -> dict[str, Any]:
+    stored = server.wait_for_the_end()
+    assert stored is not None, "there is no incident"
+    assert stored.document is not None
+    return stored.document | {"folder": str(stored.path)}
+
+
+def report_of(document: dict[str, Any], title: str) -> dict[str, Any]:
+    (found,) = [process for process in document["processes"] if process["title"] == f"sglang::{title}"]
+    assert isinstance(found, dict)
+    return found
+
+
+def stack_of(document: dict[str, Any], title: str) -> dict[str, Any]:
+    (found,) = [piece for piece in report_of(document, title)["evidence"] if piece["kind"] == "stack"]
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.fixture
+def without_pyspy(tmp_path: Path) -> dict[str, str]:
+    """Else it may be quicker than the end of those whose parent is killed."""
+    return {"SGLANG_CRASHKIT_PYSPY": make_tool(tmp_path, "exit 1")}
+
+
+def test_of_a_killed_server_every_rank_left_its_stacks(start_server: Start, without_pyspy: dict[str, str]) -> None:
+    server = start_server(environ=without_pyspy)
+    os.kill(server.pid, signal.SIGKILL)
+    document = document_of(server)
+    assert document["verdict"]["first_failure"]["pid"] == server.pid
+    assert (document["verdict"]["kind"], document["verdict"]["level"]) == ("signal", "established")
+    for title in RANKS:
+        piece = stack_of(document, title)
+        assert (piece["status"], piece["source"]) == ("captured", "faulthandler"), piece
+        text = (Path(document["folder"]) / piece["path"]).read_text()
+        assert "wait_for_a_command" in text
+        assert "responder.py" not in text
+        report = report_of(document, title)
+        assert report["doing"][0].startswith("wait_for_a_command (")
+        assert report["exit"]["cause"] == "parent_ended"
+        assert f"sglang::{title} (pid {report['pid']}) then ended with the process" in document["verdict"]["text"]
+
+
+def test_a_rank_that_is_stopped_is_gone_with_the_killed_server(start_server: Start) -> None:
+    server = start_server()
+    server.kill("scheduler_TP1", signal.SIGSTOP)
+    settle(server.ranks["scheduler_TP1"], "T")
+    rank = ProcessHandle(server.ranks["scheduler_TP1"])
+    try:
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until(rank.has_exited, "the stopped rank is gone")
+    finally:
+        rank.close()
+    document = document_of(server)
+    assert document["verdict"]["first_failure"]["pid"] == server.pid
+    assert stack_of(document, "scheduler_TP1")["status"] == "captured"
+
+
+def controller_of(server: Server) -> int:
+    """Make a rank the data-parallel controller, and return the pid of the rank below it."""
+    pid = int(server.ask("tell scheduler_TP1 become_armed_controller sglang::scheduler_DP1_TP0"))
+    server.settle()
+    return pid
+
+
+def test_ranks_that_end_with_their_controller_are_not_the_first_failure(
+    start_server: Start, without_pyspy: dict[str, str]
+) -> None:
+    server = start_server(environ=without_pyspy)
+    pid = controller_of(server)
+    server.kill("scheduler_TP1")
+    document = document_of(server)
+    assert document["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP1"]
+    assert server.process.returncode == ServerExit.KILLED
+    assert report_of(document, "scheduler_DP1_TP0")["pid"] == pid
+    assert report_of(document, "scheduler_DP1_TP0")["exit"]["cause"] == "parent_ended"
+    assert stack_of(document, "scheduler_DP1_TP0")["status"] == "captured"
+
+
+def test_a_stopped_rank_is_gone_with_its_controller_although_nobody_else_ends(start_server: Start) -> None:
+    server = start_server(answers_sigquit=False)
+    pid = controller_of(server)
+    os.kill(pid, signal.SIGSTOP)
+    settle(pid, "T")
+    rank = ProcessHandle(pid)
+    try:
+        server.kill("scheduler_TP1")
+        wait_until(rank.has_exited, "the stopped rank is gone")
+    finally:
+        rank.close()
+    assert server.process.poll() is None
+    os.kill(server.pid, signal.SIGKILL)
+    document = document_of(server)
+    assert report_of(document, "scheduler_DP1_TP0")["exit"]["cause"] == "parent_ended"
+    assert document["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP1"]
+
+
+@pytest.mark.parametrize("end", ["leave 0", "SIGTERM"])
+def test_a_server_that_ends_well_leaves_its_ranks_to_the_kernel_and_no_incident(start_server: Start, end: str) -> None:
+    server = start_server(catches_sigterm=False)
+    files = [ArmedFiles.of(server.runtime, one.pid, one.start_ticks) for one in server._handles[1:]]
+    assert all(one.orphan.stat().st_size == 0 for one in files)
+    if end == "SIGTERM":
+        os.kill(server.pid, signal.SIGTERM)
+    else:
+        server.say(end)
+    assert server.wait_for_the_end() is None
+    assert not server.runtime.exists()
