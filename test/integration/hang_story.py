@@ -215,7 +215,9 @@ def await_progress(hung: Hung, answer: Callable[[], list[int]]) -> None:
 
     def is_over() -> bool:
         hung.over = json.loads((hung.folder / "incident.json").read_text())
-        return "progress_returned" in events_of(hung.over)
+        # It is written after the document.
+        summary = (hung.folder / "summary.md").read_text()
+        return "progress_returned" in events_of(hung.over) and "Progress returned after " in summary
 
     wait_until(is_over, "the incident says that the hang is over", LONG)
 

@@ -16,8 +16,12 @@ from unit.handler.driver import Server
 from unit.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
-#: The shortest that there is.
-HANG = {"SGLANG_CRASHKIT_HANG_SECS": "2"}
+#: The shortest that there is, and time for stacks on a loaded machine.
+HANG = {
+    "SGLANG_CRASHKIT_HANG_SECS": "2",
+    "SGLANG_CRASHKIT_PHOTOGRAPH_SECS": "10",
+    "SGLANG_CRASHKIT_BUDGET_SECS": "60",
+}
 RANKS = ("scheduler_TP0", "scheduler_TP1")
 
 
@@ -53,7 +57,9 @@ def process_of(document: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def is_over(stored: StoredIncident) -> bool:
-    return any(entry["event"] == "progress_returned" for entry in document_of(stored)["timeline"])
+    # The summary is written after the document.
+    told = "Progress returned after " in (stored.path / "summary.md").read_text()
+    return told and any(entry["event"] == "progress_returned" for entry in document_of(stored)["timeline"])
 
 
 def state_of(pid: int) -> str:
@@ -96,7 +102,6 @@ def test_a_stopped_rank_is_a_hang_that_may_end_and_come_again_and_end_in_a_crash
     wait_until(lambda: is_over(stored), "the incident says that the hang is over")
     document = document_of(stored)
     assert document["verdict"]["basis"][-1].startswith("Progress returned after ")
-    assert "Progress returned after " in (stored.path / "summary.md").read_text()
     assert server.process.poll() is None
 
     # WHEN one hangs in the kernel THEN that is another incident
