@@ -141,13 +141,29 @@ class Ledger:
     def settle(self) -> None:
         """Make room for what the essential files took beyond the limits."""
         if not self._fits_use(0) or not self._fits_disk(0):
-            self._make_room(0)
+            self.make_room(0)
+
+    def make_room(self, growth: int) -> None:
+        """Remove the oldest finished incidents until `growth` more bytes fit, or none is left."""
+        lock = FolderLock(self._incidents)
+        # Two at a time would remove twice as much as they need.
+        if lock.acquire(_LOCK_SECS) == "taken":
+            return
+        try:
+            self._others = others = self._measure()
+            for name in sorted(filter(is_finished, others)):
+                if self._fits_use(growth) and self._fits_disk(growth):
+                    break
+                if remove_incident(self._incidents / name):
+                    del others[name]
+        finally:
+            lock.release()
 
     def _reason_against(self, growth: int) -> str | None:
         if self.own + growth > self._max_incident:
             return f"the incident would take more than {MAX_INCIDENT} ({self._max_incident / MB:g} MB)"
         if not self._fits_use(growth) or not self._fits_disk(growth):
-            self._make_room(max(growth, _AT_A_TIME))
+            self.make_room(max(growth, _AT_A_TIME))
         if not self._fits_use(growth):
             return f"incidents would take more than {MAX_USE} ({self._max_use / MB:g} MB)"
         if not self._fits_disk(growth):
@@ -164,22 +180,6 @@ class Ledger:
 
     def _fits_disk(self, growth: int) -> bool:
         return _space_of(self._incidents)[1] - growth >= self._floor
-
-    def _make_room(self, growth: int) -> None:
-        """Remove the oldest finished incidents until `growth` more bytes fit, or none is left."""
-        lock = FolderLock(self._incidents)
-        # Two at a time would remove twice as much as they need.
-        if lock.acquire(_LOCK_SECS) == "taken":
-            return
-        try:
-            self._others = others = self._measure()
-            for name in sorted(filter(is_finished, others)):
-                if self._fits_use(growth) and self._fits_disk(growth):
-                    break
-                if remove_incident(self._incidents / name):
-                    del others[name]
-        finally:
-            lock.release()
 
     def _measure(self) -> dict[str, int]:
         """Return what everything in the folder but this incident takes, by name."""

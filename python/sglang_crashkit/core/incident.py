@@ -132,12 +132,13 @@ class Trigger:
 
 @dataclass
 class ServerInfo:
-    """The server that the incident happened to."""
+    """The server that the incident happened to; pid and start time (clock ticks since boot) identify it on its host."""
 
     pid: int
     sglang_version: str
     kit_version: str
     hostname: str
+    start_ticks: int | None = None
 
 
 @dataclass

@@ -50,22 +50,40 @@ class IncidentFolder:
         seconds: when it was opened, since the epoch.
         limits: what it may take of the disk; the oldest incidents make room for it.
 
+    Attributes:
+        id: its id.
+        path: where it is now.
+        problem: why what is written to it goes nowhere; empty where it does not.
+
     Raises:
+        NoRoomError: there is no room even for what is essential.
         OSError: it cannot be created.
         CrashkitError: a folder on the way is not this user's.
     """
+
+    problem = ""
 
     def __init__(
         self, incidents: Path, kind: str, incident_id: str, seconds: float, limits: DiskLimits | None = None
     ) -> None:
         name = str(IncidentName(seconds, kind, incident_id))
+        self.id = incident_id
         self._final = incidents / name
         make_private_folder(incidents)
         self._ledger = Ledger(incidents, name, limits or DiskLimits())
         self.path = make_private_folder(incidents / f"{PARTIAL}{name}")
         self._ownership = FolderLock(self.path)
         self._ownership.acquire()
-        self._hold_reserve()
+        if not self._hold_reserve():
+            self._ledger.make_room(_LEAST_RESERVE_BYTES)
+            if not self._hold_reserve():
+                self.discard()
+                raise NoRoomError(errno.ENOSPC, FULL)
+
+    @property
+    def name(self) -> str:
+        """What it is called when it is finished."""
+        return self._final.name
 
     def write_text(self, name: str, text: str) -> str:
         """Write a file below the folder and return its name relative to it.
@@ -82,11 +100,32 @@ class IncidentFolder:
         self._write(name, json.dumps(value, indent=1, default=str).encode())
         return name
 
+    def remove(self, name: str) -> None:
+        """Remove a file below the folder where it is there.
+
+        Raises:
+            OSError: the folder may not be written any more.
+        """
+        (self.path / name).unlink(missing_ok=True)
+        self._ledger.forget(name)
+
     def adopt(self, source: Path, name: str) -> str:
         """Move a file of this user's into the folder and return its name relative to it; see `write_text`."""
         self._write(name, source.read_bytes())
         source.unlink()
         return name
+
+    def charge(self, name: str, size: int) -> None:
+        """Count a file that is written by somebody else, and make room for it; see `Ledger.charge`.
+
+        Args:
+            name: the file, relative to the folder.
+            size: how long it will be, in bytes.
+
+        Raises:
+            NoRoomError: there is no room for it.
+        """
+        self._ledger.charge(name, size)
 
     def save(self, document: Mapping[str, Any], summary: str, *, sync: bool = False) -> None:
         """Write ``incident.json`` and ``summary.md`` as they are now, for which room is kept.
@@ -143,17 +182,24 @@ class IncidentFolder:
             write_private(self.path / name, data, sync=sync)
             self._hold_reserve()
 
-    def _hold_reserve(self) -> None:
-        """Take disk space that the essential files get when there is no other; less where there is not as much."""
+    def _hold_reserve(self) -> bool:
+        """Take disk space that the essential files get when there is no other, and say whether there is as much.
+
+        It is less where there is not enough for all of it, and none where the limits do not allow it.
+        """
+        size = min(_RESERVE_BYTES, self._ledger.share)
+        if size < _LEAST_RESERVE_BYTES:
+            return True
+        self._release_reserve()
         with contextlib.suppress(OSError), create_private(self.path / RESERVE) as file:
-            size = min(_RESERVE_BYTES, self._ledger.share)
             while size >= _LEAST_RESERVE_BYTES:
                 with contextlib.suppress(OSError):
                     os.posix_fallocate(file.fileno(), 0, size)
                     self._ledger.charge(RESERVE, size, essential=True)
-                    break
+                    return True
                 os.ftruncate(file.fileno(), 0)
                 size //= 2
+        return False
 
     def _release_reserve(self) -> bool:
         try:

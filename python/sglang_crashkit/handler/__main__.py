@@ -24,7 +24,7 @@ from sglang_crashkit.core.recovery import finish_abandoned
 from sglang_crashkit.core.settings import Settings, fallback_folder
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
-from sglang_crashkit.handler.request_journals import take_in_left_behind
+from sglang_crashkit.handler.request_journals import take_for_incident, take_in_left_behind
 
 
 def main() -> int:
@@ -61,11 +61,12 @@ def main() -> int:
     try:
         handler = CrashHandler(args.server_pid, mailbox, place, Settings.from_environ())
         # Where the crash folder is on a network, its journals are elsewhere.
-        for folder in {args.host_folder, *([args.journal.parent.parent] if args.journal else [])}:
-            take_in_left_behind(folder, args.host_folder / "incidents")
+        with_journals = {args.host_folder, *([args.journal.parent.parent] if args.journal else [])}
         for folder in (args.host_folder, fallback_folder()):
-            for path in finish_abandoned(folder / "incidents"):
+            for path in finish_abandoned(folder / "incidents", take_for_incident(with_journals)):
                 logging.getLogger(__name__).info("incident %s of a killed crash handler is finished", path)
+        for folder in with_journals:
+            take_in_left_behind(folder, args.host_folder / "incidents")
         handler.run()
     except ProcessLookupError:
         logging.getLogger(__name__).info("server %d was gone before the handler began", args.server_pid)

@@ -13,6 +13,8 @@ from typing import Protocol
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.channel import WAIT_FIELD, Mailbox, Message
 from sglang_crashkit.core.exit_status import exit_status_of
+from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
+from sglang_crashkit.core.nowhere import NowhereFolder
 from sglang_crashkit.core.settings import Settings, fallback_folder
 from sglang_crashkit.core.summary import format_termination_message
 from sglang_crashkit.core.termination_log import write_termination_message
@@ -110,47 +112,50 @@ class CurrentIncident:
 
     # -- what comes in
 
-    def open(self, kind: str, trigger: str, process: TrackedProcess, seconds: float) -> IncidentRun | None:
-        """Begin an incident; see `IncidentRun`. Returns None where it cannot be written anywhere."""
+    def open(self, kind: str, trigger: str, process: TrackedProcess, seconds: float) -> IncidentRun:
+        """Begin an incident; see `IncidentRun`. It is gathered, too, where it cannot be written anywhere."""
+        folder = self._make_folder(kind, seconds)
+        self.run = run = IncidentRun(
+            kind, trigger, process, seconds, self._tree, folder, self._place.runtime, self._settings
+        )
+        for dead in self._eyes.unexplained():
+            run.add_exit(dead)
+        if self.hang is not None:
+            run.note(time.time(), "hang_not_over", incident=self.hang.incident.id)
+            run.add_afterword(f"The server made no progress before: incident {self.hang.incident.id}.")
+        return run
+
+    def _make_folder(self, kind: str, seconds: float) -> IncidentFolder:
+        problems = []
         for folder in (self._place.host_folder, fallback_folder()):
             try:
-                self.run = IncidentRun(
-                    kind,
-                    trigger,
-                    process,
-                    seconds,
-                    self._tree,
-                    folder / "incidents",
-                    self._place.runtime,
-                    self._settings,
-                )
+                return IncidentFolder(folder / "incidents", kind, new_id(), seconds, self._settings.disk)
             except (OSError, CrashkitError) as error:
-                logger.error("no incident can be written below %s: %s", folder, error)
-            else:
-                for dead in self._eyes.unexplained():
-                    self.run.add_exit(dead)
-                if self.hang is not None:
-                    self.run.note(time.time(), "hang_not_over", incident=self.hang.incident.id)
-                    self.run.add_afterword(f"The server made no progress before: incident {self.hang.incident.id}.")
-                return self.run
+                problems.append(f"no incident can be written below {folder}: {error}")
+                logger.error("%s", problems[-1])
         self._journals.keep()
-        return self.run
+        return NowhereFolder("; ".join(problems))
 
     def open_observed(self, kind: str, trigger: str, process: TrackedProcess, seconds: float) -> IncidentRun | None:
         """Begin an incident of a server that goes on, to be photographed; whoever begins it finishes it.
 
         Returns:
-            None where another one is at hand, or it cannot be written anywhere; see `open`.
+            None where another one is at hand.
         """
         self._eyes.collect_exits()
         self.make_room()
-        if self.run is not None or self.open(kind, trigger, process, seconds) is None:
+        if self.run is not None:
             return None
+        run = self.open(kind, trigger, process, seconds)
         self.observe(self._settings.budget_secs)
-        return self.run
+        return run
 
     def join(self, kind: str, trigger: str, process: TrackedProcess, seconds: float) -> IncidentRun | None:
-        """Return the incident at hand, photographed; begin one of `kind` where there is none."""
+        """Return the incident at hand, photographed; begin one of `kind` where there is none.
+
+        Returns:
+            None where it turned out to be none.
+        """
         if self.run is None:
             self.open(kind, trigger, process, seconds)
         if self.run is not None and not self.run.photographed:
@@ -250,7 +255,8 @@ class CurrentIncident:
             return
         # That of a server which goes on says nothing of its end.
         status = None if self._awaited.observed else exit_status_of(run.incident)
-        self._mailbox.acknowledge(message, ack="finished", path=str(run.path), exit_status=status)
+        path = None if run.problem else str(run.path)
+        self._mailbox.acknowledge(message, ack="finished", path=path, problem=run.problem or None, exit_status=status)
 
     def answer_when_finished(self, message: Message) -> None:
         """Acknowledge a message when the incident is whole."""
@@ -338,7 +344,8 @@ class CurrentIncident:
             if self._awaited.told:
                 self._last_resort.arm()
             if not self._awaited.observed:
-                write_termination_message(format_termination_message(run.incident.to_json(), str(run.path)))
+                path = "not written" if run.problem else str(run.path)
+                write_termination_message(format_termination_message(run.incident.to_json(), path))
         for message in self._waiting:
             self.answer(message)
         self._waiting.clear()
@@ -387,7 +394,8 @@ class CurrentIncident:
     def _write(self, run: IncidentRun) -> None:
         if run.finished:
             return
-        self._journals.add_to(run)
+        if not run.problem:
+            self._journals.add_to(run)
         try:
             run.finish()
         except (OSError, CrashkitError) as error:

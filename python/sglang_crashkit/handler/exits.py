@@ -139,8 +139,6 @@ class Exits:
         hard = process.exit_status().signal in FATAL_SIGNALS
         current = self._current
         run = current.open("killed" if hard else "exited", "process_exited", process, seconds)
-        if run is None:
-            return
         run.add_exit(process)
         if hard:
             current.harden()

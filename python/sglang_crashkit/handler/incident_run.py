@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import socket
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit import __version__
-from sglang_crashkit.core import procfs
 from sglang_crashkit.core.analysis.verdict import FATAL_SIGNALS, FailureEvent, judge
 from sglang_crashkit.core.incident import (
     Evidence,
-    HandlerInfo,
     Incident,
     JournaledRequests,
     ProcessReport,
     Requests,
-    ServerInfo,
     Trigger,
     Verdict,
     iso_time,
 )
-from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
+from sglang_crashkit.core.incident_folder import IncidentFolder
 from sglang_crashkit.core.peers import LostPeer
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.core.summary import format_summary
 from sglang_crashkit.handler import evidence, requests_told, stack_evidence
+from sglang_crashkit.handler.identity import handler_info, server_info
 from sglang_crashkit.handler.orphans import ended_with_parent
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
 
@@ -52,13 +46,9 @@ class IncidentRun:
         process: whom the event came from.
         seconds: when, since the epoch.
         tree: the server's processes.
-        incidents: the folder that the incident's own folder goes into.
+        folder: the incident's own folder.
         runtime: where the server's processes say what they armed.
         settings: the deadlines.
-
-    Raises:
-        OSError: the incident's folder cannot be created.
-        CrashkitError: a folder on the way is not this user's.
     """
 
     def __init__(
@@ -68,7 +58,7 @@ class IncidentRun:
         process: TrackedProcess,
         seconds: float,
         tree: ProcessTree,
-        incidents: Path,
+        folder: IncidentFolder,
         runtime: Path,
         settings: Settings,
     ) -> None:
@@ -84,19 +74,24 @@ class IncidentRun:
         self.photographed = False
         self.finished = False
         self.incident = Incident(
-            id=new_id(),
+            id=folder.id,
             kind=kind,
             trigger=Trigger(trigger, iso_time(seconds), process.pid, process.title),
-            server=server_info(tree.root.pid),
-            handler=_handler_info(),
+            server=server_info(tree.root.pid, tree.root.handle.start_ticks),
+            handler=handler_info(),
         )
-        self._folder = IncidentFolder(incidents, kind, self.incident.id, seconds, settings.disk)
+        self._folder = folder
         self._checkpoint()
 
     @property
     def path(self) -> Path:
         """The incident's folder as it is named now."""
         return self._folder.path
+
+    @property
+    def problem(self) -> str:
+        """Why it does not lie on disk, so that nothing but answers and logs tell of it; empty where it does."""
+        return self._folder.problem
 
     def photograph(self) -> None:
         """Capture what the living processes are doing; the dead ones are told from them first.
@@ -314,6 +309,10 @@ class IncidentRun:
         logger.info("incident %s: %s", path, verdict.text)
         return path
 
+    def charge(self, name: str, size: int) -> None:
+        """Count a file that is written into the incident's folder; see `IncidentFolder.charge`."""
+        self._folder.charge(name, size)
+
     def report(self, process: TrackedProcess) -> ProcessReport:
         """Return the report on a process, to which evidence may be added."""
         return self._report(process)
@@ -358,21 +357,6 @@ class IncidentRun:
         elif report.title != process.title:
             report.title, report.role, report.rank = process.title, process.role, process.rank
         return report
-
-
-def _handler_info() -> HandlerInfo:
-    stat = procfs.read_stat(os.getpid())
-    assert stat is not None
-    return HandlerInfo(stat.pid, stat.start_ticks)
-
-
-def server_info(pid: int) -> ServerInfo:
-    """Describe the server `pid` of this installation."""
-    try:
-        sglang_version = metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        sglang_version = "unknown"
-    return ServerInfo(pid, sglang_version, __version__, socket.gethostname())
 
 
 def _read_record(path: Path) -> dict[str, Any]:

@@ -6,11 +6,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
+from sglang_crashkit.core.disk import NoRoomError
 from sglang_crashkit.core.incident import JournaledRequests, iso_time
 from sglang_crashkit.core.journal import JournaledRequest, JournalReader
 from sglang_crashkit.core.journal_place import writer_of
@@ -19,10 +20,22 @@ from sglang_crashkit.core.remains import REQUESTS
 from sglang_crashkit.core.ring import RingError
 from sglang_crashkit.errors import CrashkitError
 
+#: See `IncidentFolder.charge`.
+Charge = Callable[[str, int], None]
+
+#: The file is counted in steps of this many bytes.
+_AT_A_TIME = 256 * 1024
+
 logger = logging.getLogger(__name__)
 
 
-def export_requests(rings: Sequence[Path], folder: Path, timeout_secs: float) -> JournaledRequests:
+def _free(_name: str, _size: int) -> None:
+    return
+
+
+def export_requests(
+    rings: Sequence[Path], folder: Path, timeout_secs: float, charge: Charge = _free
+) -> JournaledRequests:
     """Write the requests of `rings` to ``requests/requests.jsonl`` in `folder`, the unfinished ones first.
 
     Each line has ``rid``, ``state`` (``unfinished``, ``finished``, or ``dropped``: it ended without an answer),
@@ -33,6 +46,8 @@ def export_requests(rings: Sequence[Path], folder: Path, timeout_secs: float) ->
         rings: the journals.
         folder: the incident's folder.
         timeout_secs: what is not written within this time, in seconds, is left out and counted.
+        charge: is told the file's name and how long it will be, in bytes, before it grows; what it raises `NoRoomError`
+            for is left out and counted.
     """
     deadline = time.monotonic() + timeout_secs
     result = JournaledRequests()
@@ -50,20 +65,51 @@ def export_requests(rings: Sequence[Path], folder: Path, timeout_secs: float) ->
             make_private_folder((folder / REQUESTS).parent)
             (folder / REQUESTS).unlink(missing_ok=True)
             with create_private(folder / REQUESTS) as file:
-                _write_all(readers, file, result, deadline)
+                _write_all(readers, _Metered(file, charge), result, deadline)
                 file.flush()
                 os.fsync(file.fileno())
             result.path = REQUESTS
         except (OSError, CrashkitError) as error:
             problems.append(f"{REQUESTS}: {error}")
         if result.left_out:
-            problems.append(f"{result.left_out} requests could not be read, or not within {timeout_secs:g} s")
+            problems.append(
+                f"{result.left_out} requests could not be read, found no room, or not within {timeout_secs:g} s"
+            )
     result.reason = "; ".join(problems) or None
     return result
 
 
+class _Metered:
+    """A file that takes no more than it is allowed to."""
+
+    def __init__(self, file: BinaryIO, charge: Charge) -> None:
+        self._file = file
+        self._charge = charge
+        self._size = self._charged = 0
+        self._is_full = False
+
+    def write(self, line: bytes) -> bool:
+        """Write a line and say whether there was room for it."""
+        size = self._size + len(line)
+        if size > self._charged and not self._is_full:
+            self._is_full = not (self._may_take(size + _AT_A_TIME) or self._may_take(size))
+        if self._is_full:
+            return False
+        self._file.write(line)
+        self._size = size
+        return True
+
+    def _may_take(self, size: int) -> bool:
+        try:
+            self._charge(REQUESTS, size)
+        except NoRoomError:
+            return False
+        self._charged = size
+        return True
+
+
 def _write_all(
-    readers: Sequence[tuple[int, JournalReader]], file: BinaryIO, result: JournaledRequests, deadline: float
+    readers: Sequence[tuple[int, JournalReader]], file: _Metered, result: JournaledRequests, deadline: float
 ) -> None:
     for pid, reader, request in _in_order(readers):
         if time.monotonic() > deadline:
@@ -76,8 +122,9 @@ def _write_all(
             # What a user sent may be nested as deep as its writer could just follow.
             result.left_out += 1
             continue
-        if line is not None:
-            file.write(line)
+        if line is not None and not file.write(line):
+            result.left_out += 1
+        elif line is not None:
             result.finished += state == "finished"
             result.unfinished += state == "unfinished"
 

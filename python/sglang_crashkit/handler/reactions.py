@@ -86,9 +86,6 @@ class Reactions:
         current, seconds = self._current, _time_of(message)
         current.make_room()
         run = current.run or current.open("exception", "exception", sender, seconds)
-        if run is None:
-            self._mailbox.acknowledge(message)
-            return
         current.harden()
         run.add_exception(sender, seconds, str(message.fields.get("message", "")), self._place.record_of(message))
         if not run.photographed:
@@ -167,18 +164,18 @@ class Reactions:
             current.make_room()
         is_new = current.run is None
         run = current.run or current.open("hang", message.event, sender, seconds)
-        if run is not None:
-            run.add_hang(sender, seconds, message.fields)
-            # Before the photograph, for which exits are taken in: one of them is an incident of its own.
-            if is_new and is_soft:
-                current.observe()
-            if not run.photographed:
-                current.photograph()
+        run.add_hang(sender, seconds, message.fields)
+        # Before the photograph, for which exits are taken in: one of them is an incident of its own.
+        if is_new and is_soft:
+            current.observe()
+        if not run.photographed:
+            current.photograph()
         self._tell_of_stacks(message)
 
     def _on_stacks_wanted(self, message: Message, sender: TrackedProcess) -> None:
         current = self._current
-        if current.run is None and current.open("snapshot", message.event, sender, _time_of(message)) is not None:
+        if current.run is None:
+            current.open("snapshot", message.event, sender, _time_of(message))
             current.observe()
             current.photograph()
         self._tell_of_stacks(message)
@@ -196,8 +193,6 @@ class Reactions:
             current.make_room()
         is_new = current.run is None
         run = current.run or current.open("peer_lost", message.event, sender, seconds)
-        if run is None:
-            return
         try:
             run.add_peer(seconds, peer)
         except OSError as error:

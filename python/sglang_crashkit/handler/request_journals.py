@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from sglang_crashkit.core import journal_place
 from sglang_crashkit.core.incident import Incident, Requests, Trigger, Verdict, iso_time
 from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
 from sglang_crashkit.core.private_files import create_private, make_private_folder
+from sglang_crashkit.core.recovery import TakeJournals
+from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.core.summary import format_summary
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.incident_run import IncidentRun, server_info
+from sglang_crashkit.handler.identity import server_info
+from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.journal_export import export_requests
 
 logger = logging.getLogger(__name__)
@@ -40,7 +45,7 @@ class RequestJournals:
         rings = journal_place.rings_in(self._folder) if self._folder else []
         if not rings:
             return
-        told = export_requests(rings, run.path, _EXPORT_SECS)
+        told = export_requests(rings, run.path, _EXPORT_SECS, run.charge)
         run.set_journal(told)
         self._is_incomplete = told.reason is not None
 
@@ -55,6 +60,32 @@ class RequestJournals:
         is_needed = run is not None and self._is_incomplete
         if run is None or not is_needed or _move(journal_place.rings_in(self._folder), run.path):
             journal_place.remove(self._folder)
+
+
+def take_for_incident(host_folders: Iterable[Path]) -> TakeJournals:
+    """Return what puts the journals that a server left into the incident that its crash handler did not finish.
+
+    Args:
+        host_folders: the host's folders that journals are in.
+    """
+
+    def take(pid: int, start_ticks: int, incident: Path) -> dict[str, Any] | None:
+        for host_folder in host_folders:
+            folder = journal_place.journal_folder(host_folder, pid, start_ticks)
+            if folder not in journal_place.left_behind(host_folder):
+                continue
+            held = journal_place.lock(folder)
+            try:
+                rings = journal_place.rings_in(folder)
+                told = export_requests(rings, incident, _EXPORT_SECS)
+                if told.reason is None or _move(rings, incident):
+                    journal_place.remove(folder)
+            finally:
+                journal_place.unlock(held)
+            return asdict(told)
+        return None
+
+    return take
 
 
 def take_in_left_behind(host_folder: Path, incidents: Path | None = None) -> list[Path]:
@@ -84,15 +115,15 @@ def take_in_left_behind(host_folder: Path, incidents: Path | None = None) -> lis
 def _make_incident(folder: Path, incidents: Path) -> Path | None:
     rings = journal_place.rings_in(folder)
     seconds = max((ring.stat().st_mtime for ring in rings), default=time.time())
-    pid = int(folder.name.split("-")[0])
+    pid, start_ticks = map(int, folder.name.split("-"))
     incident = Incident(
         id=new_id(),
         kind="left_behind",
         trigger=Trigger("journal_found", iso_time(time.time()), pid, "server"),
-        server=server_info(pid),
+        server=server_info(pid, start_ticks),
     )
-    target = IncidentFolder(incidents, incident.kind, incident.id, seconds)
-    told = export_requests(rings, target.path, _EXPORT_SECS)
+    target = IncidentFolder(incidents, incident.kind, incident.id, seconds, Settings.from_environ().disk)
+    told = export_requests(rings, target.path, _EXPORT_SECS, target.charge)
     if told.reason is None and not told.finished + told.unfinished:
         target.discard()
         journal_place.remove(folder)

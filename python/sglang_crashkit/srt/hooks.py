@@ -74,3 +74,14 @@ def request(
     except channel.HandlerUnreachableError as error:
         logger.warning("crash kit: no crash handler: %s", error)
         return None
+
+
+def log_incident(answer: dict[str, Any] | None) -> None:
+    """Say in the server's log where the incident is, or why it is nowhere, from what the crash handler answered."""
+    if answer and answer.get("path"):
+        logger.error("crash kit: incident %s", answer["path"])
+    elif answer and answer.get("problem"):
+        logger.error(
+            "crash kit: the incident is not written: %s; next: make room in the --crash-dump-folder, or name another",
+            answer["problem"],
+        )

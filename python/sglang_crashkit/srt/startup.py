@@ -13,7 +13,7 @@ from sglang_crashkit.core.pidfd import ProcessHandle
 from sglang_crashkit.core.readiness import Readiness, StartupError, no_more_to_come
 from sglang_crashkit.core.settings import LAUNCH_VARIABLE, Settings
 from sglang_crashkit.core.startup_report import Member
-from sglang_crashkit.srt.hooks import never_raises, request
+from sglang_crashkit.srt.hooks import log_incident, never_raises, request
 from sglang_crashkit.srt.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -88,8 +88,7 @@ def report(error: StartupError) -> dict[str, Any] | None:
     titles = {str(member.process.pid): member.title or member.name for member in named}
     words = redact(str(error)[:_MOST_MESSAGE])
     answer = request(event, Settings.from_environ().budget_secs, message=words, titles=titles)
-    if answer and answer.get("path"):
-        logger.error("crash kit: incident %s", answer["path"])
+    log_incident(answer)
     return answer
 
 

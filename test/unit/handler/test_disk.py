@@ -79,11 +79,15 @@ def make_way(folder: Path, size: int) -> None:
         file.truncate(filling.stat().st_size - size)
 
 
-def test_on_a_disk_without_any_room_the_incident_goes_elsewhere(start_server: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("use_up", ["inodes", "blocks"])
+def test_on_a_disk_without_any_room_the_incident_goes_elsewhere(
+    start_server: Start, tmp_path: Path, use_up: str
+) -> None:
     with mounted(tmp_path / "crash", "size=2m,mode=700,nr_inodes=64") as folder:
         server = start_server(crash_folder=folder)
-        use_up_inodes(folder)
+        (use_up_inodes if use_up == "inodes" else fill)(folder)
         end(server)
+        assert server.incidents() == []
     stored = server.incident(server.fallback)
     assert stored.document is not None
     assert stored.document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.exit_status import ServerExit
 from sglang_crashkit.core.termination_log import VARIABLE
-from unit.handler.driver import Server
+from unit.handler.driver import HOST, Server
 from unit.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
@@ -85,6 +86,36 @@ def test_the_containers_status_has_the_verdict(start_server: Start, tmp_path: Pa
     assert str(stored.path) in where
     assert "3 finished and 1 unfinished" in where
     assert rest == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"), [("kill", ServerExit.KILLED), ("raise ValueError", ServerExit.RAISED), ("exit 0", 84)]
+)
+def test_a_crash_that_cannot_be_written_anywhere_ends_the_server_with_its_status(
+    start_server: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: str, status: int
+) -> None:
+    message = tmp_path / "message"
+    message.touch()
+    server = start_server(environ={VARIABLE: str(message)})
+    assert server.crash_folder is not None
+    for folder in (server.crash_folder / HOST, server.fallback):
+        shutil.rmtree(folder / "incidents", ignore_errors=True)
+        (folder / "incidents").write_text("a file")
+    if fault == "kill":
+        server.kill("scheduler_TP1")
+    else:
+        server.say(f"tell scheduler_TP1 {fault}")
+    assert server.process.wait(LONG) == status
+    server.wait_for_handler()
+    said = capfd.readouterr().err
+    assert f"the incident is not written: no incident can be written below {server.crash_folder / HOST}: " in said
+    assert server.incidents() == server.incidents(server.fallback) == []
+    verdict, where = message.read_text().splitlines()
+    assert "sglang::scheduler_TP1" in verdict
+    assert where.startswith("incident not written, ")
+    log = (server.crash_folder / HOST / "crash_handler.log").read_text()
+    assert f"no incident can be written below {server.crash_folder / HOST}: " in log
+    assert "incident nowhere: " + verdict.partition(" (")[0] in log
 
 
 def test_what_went_on_is_not_in_the_containers_status(start_server: Start, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sglang_crashkit.core.disk import NoRoomError
 from sglang_crashkit.core.journal import JournalWriter
 from sglang_crashkit.core.remains import REQUESTS
 from sglang_crashkit.handler.journal_export import export_requests
@@ -58,7 +59,29 @@ def test_what_does_not_fit_in_the_time_is_counted(tmp_path: Path) -> None:
     writer.close()
     told = export_requests([writer.path], tmp_path, -1)
     assert (told.left_out, told.unfinished, told.path) == (5, 0, REQUESTS)
-    assert told.reason == "5 requests could not be read, or not within -1 s"
+    assert told.reason == "5 requests could not be read, found no room, or not within -1 s"
+
+
+def test_what_there_is_no_room_for_is_counted_and_those_in_flight_come_first(tmp_path: Path) -> None:
+    writer = ring(tmp_path, 7)
+    for number in range(5):
+        writer.end(writer.begin({"rid": f"done-{number}", "text": "x" * 1000}), finished=True)
+    for number in range(3):
+        writer.begin({"rid": f"under-way-{number}", "text": "x" * 1000})
+    writer.close()
+    asked: list[int] = []
+
+    def charge(name: str, size: int) -> None:
+        asked.append(size)
+        if size > 5000:
+            raise NoRoomError(28, "full")
+
+    told = export_requests([writer.path], tmp_path, 30, charge)
+    assert (told.unfinished, told.finished, told.left_out, told.path) == (3, 1, 4, REQUESTS)
+    assert (tmp_path / REQUESTS).stat().st_size <= max(size for size in asked if size <= 5000)
+    assert len(lines(tmp_path)) == 4
+    # Whoever is asked may have to look at the whole disk.
+    assert len(asked) <= 10
 
 
 def test_a_request_that_is_nested_too_deep_does_not_hide_the_others(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core import recovery
+from sglang_crashkit.core import procfs, recovery
+from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
 from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
 from sglang_crashkit.core.recovery import REASON, finish_abandoned
 from sglang_crashkit.core.settings import Settings
@@ -32,8 +33,9 @@ def gather(root_pid: int, incidents: Path, record: Path, reached: Callable[[str]
     """Do what the crash handler does in one incident."""
     tree = ProcessTree(root_pid)
     reached("before anything")
+    folder = IncidentFolder(incidents, "exception", new_id(), time.time())
     run = IncidentRun(
-        "exception", "exception", tree.root, time.time(), tree, incidents, incidents, Settings.from_environ({})
+        "exception", "exception", tree.root, time.time(), tree, folder, incidents, Settings.from_environ({})
     )
     reached("opened")
     run.photograph()
@@ -57,7 +59,7 @@ def gather_and_kill(root_pid: int, folder: Path, step: int) -> tuple[bool, str]:
     if pid == 0:
         try:
             kill_at_file_operation(folder / "incidents", step)
-            record = folder / "incidents" / f".spool-{root_pid}-1" / f"exception-{root_pid}.json"
+            record = folder / "incidents" / spool_of(root_pid) / f"exception-{root_pid}.json"
             gather(root_pid, folder / "incidents", record, lambda text: (folder / "reached").write_text(text))
             os._exit(0)
         finally:
@@ -65,6 +67,12 @@ def gather_and_kill(root_pid: int, folder: Path, step: int) -> tuple[bool, str]:
     status = os.waitpid(pid, 0)[1]
     assert os.WIFSIGNALED(status) or os.waitstatus_to_exitcode(status) == 0
     return os.WIFSIGNALED(status), (folder / "reached").read_text()
+
+
+def spool_of(pid: int) -> str:
+    stat = procfs.read_stat(pid)
+    assert stat is not None
+    return f".spool-{pid}-{stat.start_ticks}"
 
 
 def check(folder: Path, pid: int, reached: str) -> None:
@@ -122,7 +130,7 @@ def test_a_kill_at_any_file_operation_leaves_what_can_be_read_and_finished(
     with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
         for step in range(MOST_STEPS):
             folder = tmp_path / str(step)
-            spool = folder / "incidents" / f".spool-{process.pid}-1"
+            spool = folder / "incidents" / spool_of(process.pid)
             spool.mkdir(parents=True)
             record = spool / f"exception-{process.pid}.json"
             record.write_text('{"traceback": ["forward (model.py:7)"]}')
@@ -172,6 +180,31 @@ def test_the_next_server_finishes_what_a_killed_handler_left(
     assert set(captured.values()) == {"captured"}
     assert len(captured) == 3
     assert "is finished" in next((tmp_path / "crash").glob("*/crash_handler.log")).read_text()
+
+
+def test_the_requests_of_a_server_that_was_killed_with_its_handler_are_in_the_one_incident(
+    start_server: Callable[..., Server],
+) -> None:
+    server = start_server(journals=True, dump_secs=LONG)
+    server.ask("ask only hello")
+    server.kill("scheduler_TP1")
+    assert server.line() == "sigquit"
+    wait_until(lambda: [found for found in server.incidents() if found.document], "the incident is begun")
+    assert server.handler is not None
+    for pid in (server.handler.pid, server.pid):
+        os.kill(pid, signal.SIGKILL)
+    server.wait_for_handler()
+    server.process.wait()
+
+    start_server(journals=True)
+    found = server.incident()
+    assert found.document is not None
+    requests = found.document["requests"]
+    assert (requests["unfinished"], requests["source"], requests["reason"]) == (1, "journal", REASON)
+    (line,) = (found.path / requests["journal"]["path"]).read_text().splitlines()
+    assert json.loads(line)["text"] == "hello"
+    assert "1 unfinished, from the journal" in (found.path / "summary.md").read_text()
+    assert found.document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
 
 
 def test_the_essential_evidence_is_there_long_before_the_grace_period_ends(

@@ -76,7 +76,7 @@ def test_a_killed_rank_makes_one_whole_incident(start_server: Start) -> None:
     assert document["id"] in stored.path.name
     killed = {"pid": server.ranks["scheduler_TP1"], "title": "sglang::scheduler_TP1"}
     assert {"event": "process_exited"} | killed == {k: v for k, v in document["trigger"].items() if k != "time"}
-    assert {"pid", "sglang_version", "kit_version", "hostname"} == document["server"].keys()
+    assert {"pid", "start_ticks", "sglang_version", "kit_version", "hostname"} == document["server"].keys()
     assert document["server"]["pid"] == server.pid
     assert document["requests"] == {
         "finished": 3,

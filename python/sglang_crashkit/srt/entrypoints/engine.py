@@ -13,7 +13,7 @@ from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.core.startup_report import Member
 from sglang_crashkit.srt import crash_exit, follower, handler_process, startup
 from sglang_crashkit.srt.arming import arm_server
-from sglang_crashkit.srt.hooks import never_raises, request
+from sglang_crashkit.srt.hooks import log_incident, never_raises, request
 
 logger = logging.getLogger(__name__)
 
@@ -108,5 +108,4 @@ def _report_failed_child() -> None:
     event = "child_failed" if crash_exit.has_started() else "launch_failed"
     answer = request(event, settings.budget_secs, on_wait=crash_exit.await_evidence)
     crash_exit.learn(answer)
-    if answer and answer.get("path"):
-        logger.error("crash kit: incident %s", answer["path"])
+    log_incident(answer)

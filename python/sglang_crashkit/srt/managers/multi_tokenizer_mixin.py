@@ -24,7 +24,7 @@ from sglang_crashkit.core.exit_status import ServerExit
 from sglang_crashkit.core.pidfd import ProcessHandle
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.srt import crash_exit
-from sglang_crashkit.srt.hooks import never_raises, notify, request
+from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, request
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 
 logger = logging.getLogger(__name__)
@@ -90,8 +90,7 @@ def _end_workers(settings: Settings) -> None:
         wait = crash_exit.await_evidence
         answer = request("crash_dump_ended", settings.budget_secs, on_wait=wait, workers=len(handles))
         crash_exit.learn(answer)
-        if answer and answer.get("path"):
-            logger.error("crash kit: incident %s", answer["path"])
+        log_incident(answer)
 
 
 @never_raises

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from sglang_crashkit.core.exit_status import ServerExit
-from sglang_crashkit.core.private_files import create_private, make_private_folder
-from sglang_crashkit.core.settings import Settings, fallback_folder
-from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.core.private_files import create_private
+from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.srt import crash_exit
-from sglang_crashkit.srt.hooks import never_raises, notify, request
+from sglang_crashkit.srt.dump_folder import give_name, safe_folder
+from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, request
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 from sglang_crashkit.srt.on_traceback import prompts_of
 from sglang_crashkit.srt.redaction import redact, redact_dump
@@ -206,7 +206,7 @@ def open_crash_dump(manager: Any, filename: str, data: dict[str, Any]) -> Iterat
         OSError: it cannot be written; nothing is left behind.
     """
     redact_dump(data)
-    path = _safe_folder(Path(filename).parent) / Path(filename).name
+    path = safe_folder(Path(filename).parent) / Path(filename).name
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     temporary.unlink(missing_ok=True)
     try:
@@ -214,7 +214,7 @@ def open_crash_dump(manager: Any, filename: str, data: dict[str, Any]) -> Iterat
             yield file
             file.flush()
             os.fsync(file.fileno())
-        final = _give_name(temporary, path)
+        final = give_name(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     setattr(manager, _SAVED, str(final))
@@ -230,22 +230,6 @@ def on_sigterm(handler: Method) -> Method:
         return handler(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
-
-
-def _give_name(temporary: Path, path: Path) -> Path:
-    candidate, number = path, 1
-    while True:
-        try:
-            os.link(temporary, candidate)
-        except FileExistsError:
-            candidate, number = path.with_name(f"{path.stem}.{number}{path.suffix}"), number + 1
-        except OSError:
-            # A file system without hard links, which each says in its own way (EPERM, ENOTSUP, ENOSYS). Without them a
-            # second crash within a second replaces the first one's file.
-            temporary.replace(candidate)
-            return candidate
-        else:
-            return candidate
 
 
 @never_raises
@@ -267,22 +251,7 @@ def _settle_folder(manager: Any) -> None:
     """
     if getattr(manager, "crash_dump_folder", None):
         hostname = os.getenv("HOSTNAME", os.uname().nodename)
-        manager.crash_dump_folder = str(_safe_folder(Path(manager.crash_dump_folder) / hostname).parent)
-
-
-def _safe_folder(folder: Path) -> Path:
-    """Return `folder`, private; one of the same name below the fallback folder where that cannot be.
-
-    Raises:
-        OSError: neither can be created.
-        CrashkitError: the fallback folder is somebody else's, too.
-    """
-    try:
-        return make_private_folder(folder)
-    except (OSError, CrashkitError) as error:
-        safe = make_private_folder(fallback_folder()) / folder.name
-        logger.error("crash kit: %s: the requests go to %s", error, safe)
-        return make_private_folder(safe)
+        manager.crash_dump_folder = str(safe_folder(Path(manager.crash_dump_folder) / hostname).parent)
 
 
 @never_raises
@@ -313,5 +282,4 @@ def _await_incident(outcome: dict[str, Any]) -> None:
     budget_secs = Settings.from_environ().budget_secs
     answer = request("crash_dump_ended", budget_secs, on_wait=crash_exit.await_evidence, **outcome)
     crash_exit.learn(answer)
-    if answer and answer.get("path"):
-        logger.error("crash kit: incident %s", answer["path"])
+    log_incident(answer)

@@ -1,0 +1,145 @@
+"""The crash folder of a real server takes no more: on a tmpfs that fills up, on one that is full, and read-only."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.scenario import Wreck, wreck
+from lanelib.lanes import Lane, ensure_lane
+from lanelib.servers import Server
+from sglang_crashkit.core.exit_status import ServerExit
+from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
+from unit.small_disk import fill, mounted
+from unit.waiting import LONG, wait_until
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
+
+SCHEDULER = "sglang::scheduler"
+#: The small disk is for incidents; the journal, whose blocks are reserved at the start, has 1 of its 8 MiB.
+ENVIRONMENT = {"SGLANG_CRASHKIT_JOURNAL_MB": "1", "SGLANG_CRASHKIT_KEEP_FREE_MB": "0"}
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a server left, whose crash folder took no more.
+
+    Attributes:
+        wreck: the server.
+        inside: the incidents in its crash folder.
+        outside: those in the temporary folder.
+    """
+
+    wreck: Wreck
+    inside: list[StoredIncident]
+    outside: list[StoredIncident]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("0.5.9", marks=pytest.mark.matrix),
+        pytest.param("0.5.12.post1", marks=pytest.mark.matrix),
+        "0.5.23",
+    ],
+)
+def lane(request: pytest.FixtureRequest) -> Lane:
+    return ensure_lane(request.param)
+
+
+@pytest.fixture
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    # SGLang puts its sockets there, whose paths must be short.
+    return tmp_path_factory.mktemp("t")
+
+
+def break_it(lane: Lane, folder: Path, temporary: Path, fault: Callable[[Server], None]) -> Left:
+    environment = ENVIRONMENT | {"TMPDIR": str(temporary)}
+    with Server.start(lane, extra_args=["--crash-dump-folder", str(folder)], env=environment) as server:
+        server.wait_ready()
+        left = wreck(server, folder, fault, requests=2)
+    (fallback,) = temporary.glob("sglang-crashkit-*")
+    return Left(left, find_incidents(folder), find_incidents(fallback))
+
+
+def kill_scheduler(server: Server) -> None:
+    os.kill(server.pid_of(SCHEDULER), signal.SIGKILL)
+
+
+def check_the_essential(left: Left, found: StoredIncident) -> dict[str, Any]:
+    """Check that the server ended with a telling status, and that the incident says who died and what was asked."""
+    assert left.wreck.status == ServerExit.KILLED
+    assert left.wreck.left == []
+    assert left.wreck.seconds_to_exit < 60
+    assert f"crash kit: incident {found.path}" in left.wreck.log
+    document = found.document
+    assert document is not None
+    assert document["complete"] is True
+    assert document["verdict"]["first_failure"]["title"] == SCHEDULER
+    assert document["verdict"]["level"] == "established"
+    assert document["requests"]["unfinished"] == 2
+    living = [process for process in document["processes"] if process["exit"] is None]
+    assert {"sglang::detokenizer", SCHEDULER} <= {process["title"] for process in document["processes"]}
+    pieces = [piece for process in living for piece in process["evidence"] if piece["kind"] == "stack"]
+    assert pieces
+    assert all(piece["status"] == "captured" or piece["reason"] for piece in pieces)
+    assert (found.path / "summary.md").read_text().startswith("# killed: ")
+    return document
+
+
+def test_a_disk_that_fills_up_in_the_middle_has_what_is_essential(lane: Lane, temporary: Path, tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "size=8m,mode=700") as folder:
+
+        def fill_up() -> None:
+            wait_until(lambda: list(folder.glob("*/incidents/.partial-*/incident.json")), "an incident is begun")
+            fill(folder)
+
+        filling = threading.Thread(target=fill_up)
+
+        def fault(server: Server) -> None:
+            filling.start()
+            kill_scheduler(server)
+
+        left = break_it(lane, folder, temporary, fault)
+        filling.join(LONG)
+        (found,) = left.inside
+        check_the_essential(left, found)
+        assert left.outside == []
+        # Nothing half-written, and what was kept for this case is given back.
+        assert [path.name for path in found.path.rglob(".*")] == []
+
+
+@pytest.mark.matrix
+def test_of_a_disk_that_is_full_by_then_the_incident_is_elsewhere(lane: Lane, temporary: Path, tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "size=8m,mode=700") as folder:
+
+        def fault(server: Server) -> None:
+            fill(folder)
+            kill_scheduler(server)
+
+        left = break_it(lane, folder, temporary, fault)
+        (found,) = left.outside
+        document = check_the_essential(left, found)
+        assert left.inside == []
+        # So is the server's own file; the journal has had its blocks since the start.
+        assert Path(document["requests"]["path"]).is_relative_to(found.path.parents[2])
+        lines = (found.path / document["requests"]["journal"]["path"]).read_text().splitlines()
+        assert {json.loads(line)["text"] for line in lines if '"unfinished"' in line} == {"Once upon a time"}
+
+
+def test_instead_of_a_read_only_folder_the_temporary_one_is_used(lane: Lane, temporary: Path, tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "size=8m,mode=700,ro") as folder:
+        left = break_it(lane, folder, temporary, kill_scheduler)
+        (found,) = left.outside
+        document = check_the_essential(left, found)
+        assert list(folder.iterdir()) == []
+        assert Path(document["requests"]["path"]).is_relative_to(found.path.parents[2])
+        assert f"crash folder {folder}" in left.wreck.log
+        assert "Read-only file system" in left.wreck.log
