@@ -221,6 +221,24 @@ class Verdict:
 
 
 @dataclass
+class Occurrence:
+    """One more time that a fault was seen on this host; see `core.faults`.
+
+    Attributes:
+        key: names the fault.
+        count: the how-manieth time it is, from 1.
+        first: when it was seen for the first time.
+        repeats: the id of an earlier incident of the same fault, which is kept in full while this one is kept in short;
+            None where this one is kept in full, too.
+    """
+
+    key: str
+    count: int
+    first: str
+    repeats: str | None = None
+
+
+@dataclass
 class Incident:
     """Everything the kit knows of one crash, hang or loss of the other server of a pair."""
 
@@ -234,6 +252,7 @@ class Incident:
     timeline: list[dict[str, Any]] = field(default_factory=list)
     verdict: Verdict | None = None
     handler: HandlerInfo | None = None
+    fault: Occurrence | None = None
     complete: bool = False
     schema_version: int = SCHEMA_VERSION
 

@@ -84,6 +84,8 @@ class Settings:
             where it is not set: of a server that hangs and will be ended for it.
         journal: ``SGLANG_CRASHKIT_JOURNAL``; no request is written down before a crash when false.
         journal_mb: ``SGLANG_CRASHKIT_JOURNAL_MB``; how long the journal of one process is, in mebibytes, 1 to 1024.
+        full_per_fault: ``SGLANG_CRASHKIT_FULL_PER_FAULT``; how many incidents of the same fault a day are kept with all
+            stacks; 0 for all.
         disk: what incidents may take of the disk.
     """
 
@@ -101,6 +103,7 @@ class Settings:
     native: bool | None = None
     journal: bool = True
     journal_mb: float = 64.0
+    full_per_fault: int = 3
     disk: DiskLimits = field(default_factory=DiskLimits)
 
     @classmethod
@@ -123,6 +126,7 @@ class Settings:
             end_secs=read_seconds(environ, "SGLANG_CRASHKIT_END_SECS", 15.0),
             hang_secs=read_seconds(environ, "SGLANG_CRASHKIT_HANG_SECS", 60.0),
             native=_read_native(environ),
+            full_per_fault=read_number(environ, "SGLANG_CRASHKIT_FULL_PER_FAULT", 3),
             disk=DiskLimits.from_environ(environ),
         )
 

@@ -40,6 +40,9 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     kit = server.get("kit_version")
     yield f"- SGLang {server.get('sglang_version')}, server pid {server.get('pid')}, crash kit {kit}"
     yield f"- requests: {requests_in_words(mapping_of(document.get('requests')))}"
+    fault = mapping_of(document.get("fault"))
+    if fault and fault.get("count") != 1:
+        yield f"- {occurrence_in_words(fault)}"
     if not document.get("complete"):
         yield "- not complete: what is missing is listed as failed or skipped"
     yield ""
@@ -91,6 +94,12 @@ def requests_in_words(requests: Mapping[str, Any]) -> str:
         return f"not saved: {reason}"
     lost = f", {journal['lost']} more found no room in it" if journal.get("lost") else ""
     return f"{counts}, from the journal, in {journal.get('path')}{lost} (the server saved none: {reason})"
+
+
+def occurrence_in_words(fault: Mapping[str, Any]) -> str:
+    """Say how often a fault had been seen by then, and where the stacks are of an incident that is kept in short."""
+    short = f"; in short: incident {fault['repeats']} has the stacks of all processes" if fault.get("repeats") else ""
+    return f"the same fault {fault.get('count')} times since {fault.get('first')}{short}"
 
 
 def piece_in_words(piece: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -23,7 +24,7 @@ from sglang_crashkit.core.incident_folder import IncidentFolder
 from sglang_crashkit.core.peers import LostPeer
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.core.summary import format_summary
-from sglang_crashkit.handler import evidence, requests_told, stack_evidence
+from sglang_crashkit.handler import evidence, repeats, requests_told, stack_evidence
 from sglang_crashkit.handler.identity import handler_info, server_info
 from sglang_crashkit.handler.orphans import ended_with_parent
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
@@ -303,7 +304,11 @@ class IncidentRun:
         self.incident.verdict = verdict = self._judge()
         self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.incident.complete = True
+        spare = repeats.count(self.incident, self._folder, self._settings.full_per_fault)
         self.save(sync=True)
+        with contextlib.suppress(OSError):
+            for name in spare:
+                self._folder.remove(name)
         path = self._folder.publish()
         self.finished = True
         logger.info("incident %s: %s", path, verdict.text)

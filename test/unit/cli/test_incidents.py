@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_crashkit.cli.main import main
+from sglang_crashkit.core.faults import Fault, count_fault, read_faults
 from sglang_crashkit.core.incident import Incident, ServerInfo, Trigger, Verdict
 from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
 
@@ -43,8 +45,40 @@ def test_a_program_reads_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (found["path"], found["finished"], found["problem"]) == (str(path), True, None)
     assert found["verdict"]["text"] == "TP1 was killed."
     assert found.keys() == {
-        *("path", "finished", "problem", "id", "kind", "trigger", "server", "requests", "peers", "verdict")
+        *("path", "finished", "problem", "id", "kind", "trigger", "server", "requests", "peers", "verdict"),
+        "fault",
     }
+
+
+def test_how_often_a_fault_was_seen_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    incidents, fault = tmp_path / "host" / "incidents", Fault("0.5.23", "signal", "scheduler tp=1", "SIGKILL", ())
+    paths = []
+    for number in range(3):
+        path = make_incident(tmp_path, float(number), "TP1 was killed.")
+        document = json.loads((path / "incident.json").read_text())
+        occurrence = count_fault(incidents, fault, document["id"], path.name, keep=2)
+        assert occurrence is not None
+        (path / "incident.json").write_text(json.dumps(document | {"fault": asdict(occurrence)}))
+        paths.append(path)
+    other = make_incident(tmp_path, 9.0, "Another.")
+    assert main(["incidents", str(tmp_path)]) == 0
+    verdict, entry = "    TP1 was killed. [established]", read_faults(incidents)[fault.key]
+    assert capsys.readouterr().out.splitlines() == [
+        *(f"{other}", "    Another. [established]"),
+        *(f"{paths[2]}", verdict, f"    the same fault 3 times, first {entry['first']}, last {entry['last']}"),
+        f"    in short: incident {paths[0].name[-8:]} has the stacks of all processes",
+        *(f"{paths[1]}", verdict),
+        *(f"{paths[0]}", verdict),
+    ]
+    assert main(["incidents", str(tmp_path), "--json"]) == 0
+    faults = [found["fault"] for found in json.loads(capsys.readouterr().out)]
+    assert faults[0] is None
+    assert [(each["count"], each["total"], each["last"]) for each in faults[1:]] == [
+        (number, 3, entry["last"]) for number in (3, 2, 1)
+    ]
+    (incidents / "faults.json").unlink()
+    assert main(["incidents", str(tmp_path)]) == 0
+    assert "the same fault 3 times, " in capsys.readouterr().out
 
 
 def test_without_an_incident_the_status_is_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,43 @@
+"""Keep an incident short whose fault was seen before: counted, with what is its own, and without everybody's stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from sglang_crashkit.core.faults import count_fault, fault_of
+from sglang_crashkit.core.incident import Incident
+from sglang_crashkit.core.incident_folder import IncidentFolder
+
+_STACKS = "stacks/"
+
+
+def count(incident: Incident, folder: IncidentFolder, keep: int) -> list[str]:
+    """Count the fault of an incident that is about to be written for the last time.
+
+    Args:
+        incident: with its verdict; it says afterwards what is not kept.
+        folder: where it is written.
+        keep: how many incidents of a fault are kept in full a day; 0 for all.
+
+    Returns:
+        The files that are of no use any more, relative to the folder, to be removed when the incident is written.
+    """
+    fault = fault_of(incident.to_json()) if not folder.problem else None
+    if fault is None:
+        return []
+    incident.fault = count_fault(folder.path.parent, fault, incident.id, folder.name, keep)
+    return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
+
+
+def _give_up_stacks(incident: Incident) -> Iterator[str]:
+    """Take the stacks out of the incident, except those of the process that failed first, and yield their files."""
+    assert incident.fault is not None
+    assert incident.verdict is not None
+    first = incident.verdict.first_failure
+    for report in incident.processes:
+        for piece in report.evidence:
+            if piece.path and piece.path.startswith(_STACKS) and (first is None or report.pid != first.pid):
+                yield from (str(Path(piece.path).with_suffix(suffix)) for suffix in (".txt", ".json"))
+                piece.status, piece.path, piece.source = "skipped", None, None
+                piece.reason = f"the same fault as in incident {incident.fault.repeats}, which has its stacks"
