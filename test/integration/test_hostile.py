@@ -1,0 +1,322 @@
+"""A real two-rank server in hostile surroundings: strangers on its socket, ranks asleep in the kernel or traced.
+
+One server goes through it all, and ends by a hang with a py-spy that never returns. Its crash folder is one that
+somebody else has prepared, and its umask takes nothing away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import stat
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.scenario import Wreck, answers_of, handler_pid, wreck
+from lanelib.lanes import ensure_lane
+from lanelib.servers import Server
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.exit_status import ServerExit
+from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
+from sglang_crashkit.core.pyspy import find_pyspy
+from sglang_crashkit.core.settings import socket_path
+from unit.targets import make_tool, traced
+from unit.waiting import child, wait_until
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+FIRST, SECOND, DETOKENIZER = "sglang::scheduler_TP0", "sglang::scheduler_TP1", "sglang::detokenizer"
+HOST = "hostile-host"
+NOBODY = 65534
+HANG_SECS = 20
+#: What anybody does on a loaded machine, in seconds.
+LONG = 120.0
+#: On SIGUSR2 a process waits in vfork(2) for a child that opens a pipe which nobody writes to: it is in uninterruptible
+#: sleep, and holds its interpreter lock. On SIGUSR1 one asks for the stacks as upstream's own functions do.
+SITE = """
+import os, signal, threading
+def sleep_uninterruptibly(*_):
+    pipe = os.environ["CRASHKIT_TEST_PIPE"]
+    os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, pipe, os.O_RDONLY, 0)])
+def ask_for_stacks(*_):
+    from sglang.srt.utils.cudacore_pyspy_dump_utils import pyspy_dump_schedulers
+    threading.Thread(target=pyspy_dump_schedulers).start()
+signal.signal(signal.SIGUSR2, sleep_uninterruptibly)
+signal.signal(signal.SIGUSR1, ask_for_stacks)
+"""
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass
+class Story:
+    """What happened to one server, in order.
+
+    Attributes:
+        theirs: the folder of somebody else's that the crash folder has a link to.
+        fallback: where its incidents went instead.
+        answers: what it answered before, and after the flood.
+        after_flood: incidents after the flood.
+        observed: the incident of the rank that slept in the kernel, while the server went on.
+        tracers: who traced the detokenizer before and after it was photographed.
+        slept: state of the rank when it had been photographed.
+        health: each health check meanwhile: when it was asked and answered, and the status.
+        late_answer: what the request that waited for the rank was answered.
+        open_files: what the crash handler had open, by inode.
+        shared_memory: what the server had in /dev/shm before it ended.
+        left: what was left in the end.
+        decoy: its pid, and whether it lived when all was over.
+    """
+
+    theirs: Path
+    fallback: Path
+    log_inode: int = 0
+    answers: list[list[list[int]]] = field(default_factory=list)
+    after_flood: list[StoredIncident] = field(default_factory=list)
+    observed: dict[str, Any] = field(default_factory=dict)
+    observed_folder: Path = Path()
+    tracers: list[int | None] = field(default_factory=list)
+    slept: str = ""
+    health: list[tuple[float, float, int]] = field(default_factory=list)
+    late_answer: list[int] = field(default_factory=list)
+    open_files: set[int] = field(default_factory=set)
+    shared_memory: list[str] = field(default_factory=list)
+    left: Wreck | None = None
+    decoy: tuple[int, bool] = (0, False)
+
+    @property
+    def end(self) -> Wreck:
+        """What was left in the end, with the last incident only."""
+        assert self.left is not None
+        return self.left
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("0.5.9", marks=pytest.mark.matrix),
+        pytest.param("0.5.12.post1", marks=pytest.mark.matrix),
+        "0.5.23",
+    ],
+)
+def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    folder, temporary = tmp_path_factory.mktemp("crash"), tmp_path_factory.mktemp("t")
+    site = tmp_path_factory.mktemp("site")
+    (site / "sitecustomize.py").write_text(SITE)
+    os.mkfifo(site / "pipe")
+    told = Story(folder / "theirs", temporary / f"sglang-crashkit-{os.geteuid()}")
+    told.theirs.mkdir()
+    (folder / "crash").mkdir()
+    (folder / "crash" / HOST).symlink_to(told.theirs)
+    env = {
+        "PYTHONPATH": str(site),
+        "TMPDIR": str(temporary),
+        "HOSTNAME": HOST,
+        "CRASHKIT_TEST_PIPE": str(site / "pipe"),
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "SGLANG_CRASHKIT_PYSPY": make_tool(site, f'[ -e {site}/hang ] && exec sleep 600\nexec {find_pyspy()} "$@"'),
+    }
+    options = ["--crash-dump-folder", str(folder / "crash"), "--watchdog-timeout", str(HANG_SECS)]
+    umask = ("sh", "-c", 'umask 0; exec "$@"', "sh")
+    with (
+        child("ready()\nwhile True: pause()", title=SECOND) as decoy,
+        Server.start(ensure_lane(request.param), tp=2, extra_args=options, env=env, prefix=umask) as server,
+    ):
+        server.wait_ready()
+        told.answers.append(answers_of(server))
+        told.open_files = open_inodes(handler_pid(server))
+        told.log_inode = server.log_path.stat().st_ino
+        flood(server, temporary)
+        told.answers.append(answers_of(server))
+        told.after_flood = find_incidents(told.fallback)
+        sleep_and_be_traced(server, site / "pipe", told)
+        told.answers.append(answers_of(server))
+        (site / "hang").touch()
+        told.shared_memory = shared_memory_of(server)
+        told.left = wreck(server, told.fallback, lambda s: os.kill(s.pid_of(SECOND), signal.SIGSTOP))
+        told.left.incidents[1:] = []
+        told.decoy = decoy.pid, decoy.poll() is None
+        yield told
+
+
+def flood(server: Server, temporary: Path) -> None:
+    """Send the crash handler what is no event of the server: as its user, and, where that can be, as another one."""
+    start = procfs.read_stat(server.pid)
+    assert start is not None
+    path = str(temporary / socket_path(server.pid, start.start_ticks).relative_to(socket_path(0, 0).parents[3]))
+    teardown = json.dumps({"event": "teardown", "pid": server.pid}).encode()
+    rubbish = [b"", b"\x80rubbish" * 1000, b"[" * 50_000, json.dumps({"event": "scheduler_exception"}).encode()]
+    for words, user in ((rubbish, os.geteuid()), ([teardown], NOBODY)):
+        if user == os.geteuid() or os.geteuid() == 0:
+            pid = os.fork()
+            if pid == 0:
+                with contextlib.suppress(BaseException), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                    # Connected by one who may, and used by one who may not: what counts is who sends.
+                    sender.connect(path)
+                    os.setuid(user)
+                    sender.settimeout(LONG)
+                    for number in range(2000):
+                        sender.send(words[number % len(words)])
+                    os._exit(0)
+                os._exit(1)
+            assert os.waitpid(pid, 0)[1] == 0
+
+
+def sleep_and_be_traced(server: Server, pipe: Path, told: Story) -> None:
+    """Have a rank sleep in the kernel in the middle of a request, with the detokenizer traced, until it was noticed."""
+    rank, detokenizer = server.pid_of(FIRST), server.pid_of(DETOKENIZER)
+    answers: list[list[int]] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(server.generate("Hello", max_new_tokens=400, timeout_s=LONG)["output_ids"])
+    )
+    over = threading.Event()
+    checking = threading.Thread(target=check_health, args=(server, told.health, over))
+    with traced(detokenizer):
+        told.tracers.append(procfs.read_tracer(detokenizer))
+        asking.start()
+        time.sleep(0.5)
+        checking.start()
+        os.kill(rank, signal.SIGUSR2)
+        try:
+            wait_until(lambda: state_of(rank) == "D", "the rank sleeps", LONG)
+            os.kill(server.pid, signal.SIGUSR1)
+            wait_until(lambda: list(told.fallback.glob("*/incidents/*/stacks/scheduler_TP0*")), "a stack", LONG)
+            told.slept = state_of(rank)
+            told.tracers.append(procfs.read_tracer(detokenizer))
+        finally:
+            # The child of the one that sleeps opens the pipe as it is opened here, and ends.
+            os.close(os.open(pipe, os.O_WRONLY))
+    asking.join(LONG)
+    wait_until(lambda: all(one.finished for one in find_incidents(told.fallback)), "it is finished", LONG)
+    over.set()
+    checking.join(LONG)
+    told.late_answer = answers[0] if answers else []
+    (only,) = find_incidents(told.fallback)
+    assert only.document is not None
+    told.observed, told.observed_folder = only.document, only.path
+
+
+def check_health(server: Server, health: list[tuple[float, float, int]], over: threading.Event) -> None:
+    while not over.wait(0.02):
+        begun = time.time()
+        with _opener.open(f"{server.url}/health", timeout=LONG) as answer:
+            health.append((begun, time.time(), answer.status))
+
+
+def open_inodes(pid: int) -> set[int]:
+    found = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.add(entry.stat().st_ino)
+    return found
+
+
+def shared_memory_of(server: Server) -> list[str]:
+    """Return the files in /dev/shm that the server's processes map."""
+    found = set()
+    for pid, _title in server.processes():
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            name = line.partition("/dev/shm/")[2]
+            if name and not name.endswith(" (deleted)"):
+                found.add(name)
+    return sorted(found)
+
+
+def state_of(pid: int) -> str:
+    status = procfs.read_stat(pid)
+    return status.state if status else ""
+
+
+def evidence_of(document: dict[str, Any], title: str, kind: str) -> dict[str, Any]:
+    # The child of the one that sleeps shares its memory, and with that its title.
+    (process,) = [one for one in document["processes"] if one["title"] == title and one["role"] != "helper"]
+    (piece,) = [piece for piece in process["evidence"] if piece["kind"] == kind]
+    found: dict[str, Any] = piece
+    return found
+
+
+def seconds_of(moment: str) -> float:
+    return datetime.fromisoformat(moment.replace("Z", "+00:00")).timestamp()
+
+
+def test_a_flood_on_the_handlers_socket_changes_nothing(story: Story) -> None:
+    assert story.after_flood == []
+    assert story.answers[0] == story.answers[1] == story.answers[2]
+
+
+def test_a_rank_asleep_in_the_kernel_is_photographed_and_sleeps_on(story: Story) -> None:
+    assert story.observed["kind"] == "snapshot"
+    piece = evidence_of(story.observed, FIRST, "stack")
+    assert (piece["status"], piece["source"]) == ("captured", "py-spy"), piece
+    assert "sleep_uninterruptibly" in (story.observed_folder / piece["path"]).read_text()
+    assert story.slept == "D"
+    # It went on when it was let, and the server with it.
+    assert len(story.late_answer) == 400
+
+
+def test_a_process_that_is_traced_is_photographed_beside_its_tracer(story: Story) -> None:
+    piece = evidence_of(story.observed, DETOKENIZER, "stack")
+    assert (piece["status"], piece["source"]) == ("captured", "py-spy"), piece
+    assert story.tracers[0] is not None
+    assert story.tracers[0] == story.tracers[1]
+
+
+def test_the_server_answers_while_it_is_photographed(story: Story) -> None:
+    times = {entry["event"]: seconds_of(entry["time"]) for entry in story.observed["timeline"]}
+    begun, ended = seconds_of(story.observed["trigger"]["time"]), times["incident_finished"]
+    assert {status for _asked, _answered, status in story.health} == {200}
+    assert [1 for asked, answered, _status in story.health if begun < asked and answered < ended]
+
+
+def test_a_hang_ends_the_server_although_py_spy_never_returns(story: Story) -> None:
+    assert story.end.status == ServerExit.HUNG
+    assert story.end.left == []
+    assert story.end.incident["kind"] == "hang"
+    assert story.end.incident["complete"] is True
+    assert story.end.incident["requests"]["unfinished"] == 3
+    free, stopped = (story.end.evidence(title, "stack") for title in (FIRST, SECOND))
+    assert free["status"] == "captured"
+    assert free["source"] in ("in-process", "faulthandler")
+    assert free["reason"].startswith("py-spy did not end within")
+    # Of a stopped one nothing but py-spy can tell.
+    assert stopped["status"] == "failed"
+    assert "stopped" in stopped["reason"]
+
+
+def test_nothing_of_the_servers_is_left_in_shared_memory(story: Story) -> None:
+    assert story.shared_memory
+    assert [name for name in story.shared_memory if (Path("/dev/shm") / name).exists()] == []
+
+
+def test_a_decoy_with_a_ranks_title_is_left_alone(story: Story) -> None:
+    pid, lives = story.decoy
+    assert lives
+    for document in (story.observed, story.end.incident):
+        assert pid not in {process["pid"] for process in document["processes"]}
+
+
+def test_the_handler_holds_none_of_the_servers_output_open(story: Story) -> None:
+    assert story.open_files
+    assert story.log_inode not in story.open_files
+
+
+def test_a_link_in_a_shared_crash_folder_is_not_followed(story: Story) -> None:
+    assert list(story.theirs.iterdir()) == []
+    assert Path(story.end.incident["requests"]["path"]).is_relative_to(story.fallback)
+
+
+def test_all_of_it_is_private_whatever_the_umask(story: Story) -> None:
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in [story.fallback, *story.fallback.rglob("*")]}
+    assert {str(path): oct(mode) for path, mode in modes.items() if path.is_dir() and mode != 0o700} == {}
+    assert {str(path): oct(mode) for path, mode in modes.items() if path.is_file() and mode != 0o600} == {}
