@@ -1,0 +1,208 @@
+"""The ways in which a real server is broken, each with what its incident must say."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lanelib.servers import Server
+from sglang_crashkit.core.exit_status import ServerExit
+
+TP0, TP1, DP1 = "sglang::scheduler_TP0", "sglang::scheduler_TP1", "sglang::scheduler_DP1"
+DETOKENIZER = "sglang::detokenizer"
+CONTROLLER = "sglang::data_parallel_controller"
+MAIN = "python"
+HEALTH_TIMEOUT_S = 60.0
+
+#: What a process does in its main thread, in the middle of its work, when it gets one of these signals.
+SPIN_SIGNAL, HOARD_SIGNAL = signal.SIGRTMIN + 7, signal.SIGRTMIN + 8
+#: Python runs it before anything else.
+SITE_CODE = """
+import signal
+
+hoard = []
+
+
+def spin_in_python(*_):
+    while True:
+        pass
+
+
+def take_memory(*_):
+    for _ in range(64):
+        hoard.append(b"x" * (64 << 20))
+
+
+signal.signal(signal.SIGRTMIN + 7, spin_in_python)
+signal.signal(signal.SIGRTMIN + 8, take_memory)
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One way to break a server.
+
+    Attributes:
+        name: what it is called.
+        strike: breaks the server, which is ready and works on requests.
+        first: how the title of the process begins that the incident must name first; None where nobody failed alone.
+        status: the exit status that the server must end with, negative for a signal.
+        kinds: the kinds of incident that may come of it.
+        end: the cause and the signal of the end of `first`; None where it lives, or may be ended by another.
+        stopped: the titles of those that are stopped and must stay so until they are killed.
+        dp: data-parallel ranks; 1 for two tensor-parallel ranks instead.
+        env: more environment for the server.
+        args: more arguments for the server.
+        requests: how many requests are in flight; 0 for a server that was never asked anything.
+        most_s: from what ends the server to its exit, in seconds, with a margin for a busy machine.
+        rare: whether it belongs to the full matrix on every release.
+    """
+
+    name: str
+    strike: Callable[[Server], None]
+    first: str | None
+    status: int
+    kinds: tuple[str, ...] = ("killed",)
+    end: tuple[str, str] | None = None
+    stopped: tuple[str, ...] = ()
+    dp: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+    args: tuple[str, ...] = ()
+    requests: int = 3
+    most_s: float = 30.0
+    rare: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def send(title: str, signum: int) -> Callable[[Server], None]:
+    """Return what sends a signal to the process of this title."""
+    return lambda server: os.kill(server.pid_of(title), signum)
+
+
+def wait(_server: Server) -> None:
+    """Do nothing: the server breaks by itself."""
+
+
+def then_terminate(*titles: str, signum: int = signal.SIGSTOP) -> Callable[[Server], None]:
+    """Return what sends a signal, waits until the health check fails, and ends the server as an orchestrator would."""
+
+    def strike(server: Server) -> None:
+        for title in titles:
+            os.kill(server.pid_of(title), signum)
+        wait_until_unhealthy(server)
+        os.kill(server.pid, signal.SIGTERM)
+
+    return strike
+
+
+def wait_until_unhealthy(server: Server) -> None:
+    """Ask for the server's health until it answers that it is not well."""
+    deadline = time.monotonic() + HEALTH_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"{server.url}/health_generate", timeout=HEALTH_TIMEOUT_S):
+                time.sleep(0.1)
+        except urllib.error.HTTPError as error:
+            if error.code == 503:
+                return
+            raise
+    raise AssertionError(f"{server.url} is healthy after {HEALTH_TIMEOUT_S:g} s")
+
+
+def write_site(folder: Path) -> dict[str, str]:
+    """Write what makes a process obey `SPIN_SIGNAL` and `HOARD_SIGNAL`; return the environment that brings it in."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(SITE_CODE)
+    return {"PYTHONPATH": str(folder)}
+
+
+UNHEALTHY = {"SGLANG_HEALTH_CHECK_TIMEOUT": "3"}
+CRASH = {"SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS": "50"}
+WATCHDOG = ("--watchdog-timeout", "5")
+#: A server that hangs is gone this soon after SIGTERM, in seconds.
+HANG_S = 10.0
+HANG = ("child_failure", "hang")
+SIGKILLED = ("signal", "SIGKILL")
+
+FAULTS = (
+    Fault("segfault", send(TP0, signal.SIGSEGV), TP0, 128 + signal.SIGSEGV, end=("signal", "SIGSEGV")),
+    Fault("abort", send(TP1, signal.SIGABRT), TP1, 128 + signal.SIGABRT, end=("signal", "SIGABRT"), rare=True),
+    Fault("exception", wait, "sglang::scheduler_TP", ServerExit.RAISED, ("exception",), env=CRASH, rare=True),
+    Fault(
+        "exception-of-a-replica",
+        wait,
+        "sglang::scheduler_DP",
+        ServerExit.RAISED,
+        ("exception",),
+        env=CRASH,
+        dp=2,
+        rare=True,
+    ),
+    Fault("detokenizer", send(DETOKENIZER, signal.SIGKILL), DETOKENIZER, ServerExit.KILLED, end=SIGKILLED),
+    # Of the ranks below it, which end with it, the kernel may tell first.
+    Fault(
+        "controller",
+        send(CONTROLLER, signal.SIGKILL),
+        CONTROLLER,
+        ServerExit.KILLED,
+        ("killed", "exited"),
+        end=SIGKILLED,
+        dp=2,
+        rare=True,
+    ),
+    Fault("replica", send(DP1, signal.SIGKILL), DP1, ServerExit.KILLED, end=SIGKILLED, dp=2, rare=True),
+    Fault("main", lambda server: os.kill(server.pid, signal.SIGKILL), MAIN, -signal.SIGKILL, end=SIGKILLED),
+    Fault(
+        "before-the-first-request",
+        send(TP0, signal.SIGKILL),
+        TP0,
+        ServerExit.KILLED,
+        end=SIGKILLED,
+        requests=0,
+        rare=True,
+    ),
+    # The health check is not asked: the scheduler that waits for the stopped one notices by its own watchdog.
+    Fault(
+        "stopped-in-a-decode",
+        send(TP1, signal.SIGSTOP),
+        "sglang::scheduler_TP",
+        ServerExit.HUNG,
+        ("hang",),
+        stopped=(TP1,),
+        args=WATCHDOG,
+        most_s=60,
+        rare=True,
+    ),
+    Fault(
+        "stopped",
+        then_terminate(TP1),
+        None,
+        ServerExit.HUNG,
+        HANG,
+        stopped=(TP1,),
+        env=UNHEALTHY,
+        most_s=HANG_S,
+        rare=True,
+    ),
+    Fault(
+        "both-stopped",
+        then_terminate(TP0, TP1),
+        None,
+        ServerExit.HUNG,
+        HANG,
+        stopped=(TP0, TP1),
+        env=UNHEALTHY,
+        most_s=HANG_S,
+    ),
+    Fault(
+        "spinning", then_terminate(TP1, signum=SPIN_SIGNAL), None, ServerExit.HUNG, HANG, env=UNHEALTHY, most_s=HANG_S
+    ),
+)

@@ -1,0 +1,179 @@
+"""Every ordinary way to die or hang, on a real server with requests in flight: nobody is left without evidence."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from integration.faults import FAULTS, HANG_S, HOARD_SIGNAL, TP1, Fault, write_site
+from integration.memory_group import MemoryGroup, NoMemoryGroupError, memory_group
+from integration.scenario import Wreck, wreck
+from lanelib.lanes import ensure_lane
+from lanelib.servers import Server
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.exit_status import OUT_OF_MEMORY
+
+REQUESTS = 3
+#: What is known of a server that hangs is on disk this soon after SIGTERM, in seconds.
+EVIDENCE_S = 5.0
+NEWEST, OLDER = "0.5.23", ("0.5.9", "0.5.12.post1")
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+
+def cases() -> list[object]:
+    """Return every fault on every release; the older releases, and rare faults, belong to the full matrix."""
+    return [
+        pytest.param(
+            release,
+            fault,
+            id=f"{release}-{fault}",
+            marks=[pytest.mark.matrix] if fault.rare or release != NEWEST else [],
+        )
+        for release in (NEWEST, *OLDER)
+        for fault in FAULTS
+    ]
+
+
+@pytest.mark.parametrize(("release", "fault"), cases())
+def test_every_process_has_evidence_and_nothing_is_left(release: str, fault: Fault, tmp_path: Path) -> None:
+    folder = tmp_path / "crash"
+    env = write_site(tmp_path / "site") | dict(fault.env)
+    options = ["--crash-dump-folder", str(folder), *fault.args]
+    tp = 2 if fault.dp == 1 else 1
+    watch, struck = StateWatch(), [0.0]
+
+    def strike(server: Server) -> None:
+        watch.start(server.pid_of(title) for title in fault.stopped)
+        fault.strike(server)
+        struck[0] = time.time()
+
+    with Server.start(ensure_lane(release), tp=tp, dp=fault.dp, extra_args=options, env=env) as server:
+        server.wait_ready()
+        left = wreck(server, folder, strike, requests=fault.requests)
+    assert (left.status, left.left) == (fault.status, []), left.incidents
+    assert_whole(left, fault.requests)
+    assert_in_time(left, struck[0], fault.most_s)
+    assert left.incident["kind"] in fault.kinds
+    for states in watch.seen().values():
+        assert_stayed_stopped(states)
+    if fault.first is not None:
+        assert_first(left, fault)
+
+
+def assert_first(left: Wreck, fault: Fault) -> None:
+    """The incident names the right process first, and how it ended."""
+    first = left.incident["verdict"]["first_failure"]
+    assert first["title"].startswith(fault.first), left.incident["verdict"]
+    (report,) = [process for process in left.incident["processes"] if process["pid"] == first["pid"]]
+    if fault.end is not None:
+        assert (report["exit"]["cause"], report["exit"]["signal"]) == fault.end
+    if fault.kinds == ("exception",):
+        assert [piece["status"] for piece in report["evidence"] if piece["kind"] == "exception"] == ["captured"]
+
+
+def assert_in_time(left: Wreck, struck: float, most_s: float) -> None:
+    """The server has ended, and before it did, its incident was on disk."""
+    times = {entry["event"]: seconds_of(entry["time"]) for entry in left.incident["timeline"]}
+    assert times["server_exited"] - struck < most_s
+    if most_s <= HANG_S:
+        # An orchestrator kills 30 s after SIGTERM, some sooner.
+        assert times["incident_finished"] - struck < EVIDENCE_S
+        assert times["incident_finished"] <= times["server_exited"]
+
+
+def assert_stayed_stopped(states: str) -> None:
+    """Somebody else stopped it: it is looked at, and killed at last, but not continued."""
+    # It runs until the signal takes effect, and for a moment when it is killed.
+    seen = states.lstrip("RSD").rstrip("RSDXZ")
+    assert set(seen) == {"T"}, states
+
+
+def assert_whole(left: Wreck, requests_in_flight: int) -> None:
+    """Every process that lived at the trigger has a stack or its exception, and every dead one its exit."""
+    incident = left.incident
+    assert incident["complete"] is True
+    for process in incident["processes"]:
+        if process["role"] == "helper":
+            continue
+        kinds = {piece["kind"]: piece["status"] for piece in process["evidence"]}
+        told = "captured" in (kinds.get("stack"), kinds.get("exception"))
+        if process["exit"] is None or kinds.get("stack") != "skipped":
+            assert told, process
+        if process["exit"] is not None:
+            assert kinds["exit"] == "captured", process
+    requests = incident["requests"]
+    if not requests_in_flight:
+        assert requests["reason"], requests
+        return
+    assert requests["unfinished"] == requests_in_flight, requests
+    saved = requests["path"] or requests["journal"]["path"]
+    assert (left.folder / saved).is_file(), requests
+
+
+def seconds_of(text: str) -> float:
+    """Return a time of the incident in seconds since the epoch."""
+    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc).timestamp()
+
+
+class StateWatch:
+    """Notes the state letters of processes until they are gone."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, list[str]] = {}
+        self._threads: list[threading.Thread] = []
+
+    def start(self, pids: Iterable[int]) -> None:
+        """Begin."""
+        for pid in pids:
+            self._states[pid] = []
+            self._threads.append(threading.Thread(target=self._watch, args=(pid,), daemon=True))
+            self._threads[-1].start()
+
+    def seen(self) -> dict[int, str]:
+        """Return the states of each process, the first one first, once all are gone."""
+        for thread in self._threads:
+            thread.join(30)
+        return {pid: "".join(states) for pid, states in self._states.items()}
+
+    def _watch(self, pid: int) -> None:
+        while (stat := procfs.read_stat(pid)) is not None and stat.state not in "ZX":
+            self._states[pid].append(stat.state)
+            time.sleep(0.005)
+
+
+def test_a_rank_that_the_kernel_kills_for_want_of_memory_is_named_so(tmp_path: Path) -> None:
+    try:
+        with memory_group("sglang-crashkit-test") as group:
+            left = _starve(group, tmp_path)
+    except NoMemoryGroupError as error:
+        pytest.skip(f"a real OOM kill needs a memory cgroup: {error}")
+    assert (left.status, left.left) == (OUT_OF_MEMORY, [])
+    verdict = left.incident["verdict"]
+    assert (verdict["kind"], verdict["first_failure"]["title"]) == ("oom_kill", TP1)
+    end = left.report(TP1)["exit"]
+    assert (end["signal"], end["cause"]) == ("SIGKILL", "oom_kill")
+
+
+def _starve(group: MemoryGroup, folder: Path) -> Wreck:
+    options = ["--crash-dump-folder", str(folder / "crash")]
+    env = write_site(folder / "site")
+    with Server.start(ensure_lane(NEWEST), tp=2, extra_args=options, env=env) as server:
+        # Before it imports anything, so that what its processes take is charged here.
+        group.add(server.pid)
+        server.wait_ready()
+
+        def strike(server: Server) -> None:
+            rank = server.pid_of(TP1)
+            # The kernel takes the largest by itself, which may be any of them when it comes.
+            Path(f"/proc/{rank}/oom_score_adj").write_text("1000")
+            group.leave_room(64 << 20)
+            os.kill(rank, HOARD_SIGNAL)
+
+        return wreck(server, folder / "crash", strike, requests=REQUESTS)
