@@ -34,12 +34,13 @@ from sglang_crashkit.core.settings import socket_path
 from unit.targets import make_tool, traced
 from unit.waiting import child, wait_until
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
 FIRST, SECOND, DETOKENIZER = "sglang::scheduler_TP0", "sglang::scheduler_TP1", "sglang::detokenizer"
 HOST = "hostile-host"
 NOBODY = 65534
-HANG_SECS = 20
+#: A loaded machine takes over 20 s for a server's first batch, which is no hang. It makes the end a long one.
+HANG_SECS = 60
 #: What anybody does on a loaded machine, in seconds.
 LONG = 120.0
 #: On SIGUSR2 a process waits in vfork(2) for a child that opens a pipe which nobody writes to: it is in uninterruptible
@@ -105,8 +106,8 @@ class Story:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param("0.5.9", marks=pytest.mark.matrix),
-        pytest.param("0.5.12.post1", marks=pytest.mark.matrix),
+        "0.5.9",
+        "0.5.12.post1",
         "0.5.23",
     ],
 )
@@ -125,6 +126,8 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         "HOSTNAME": HOST,
         "CRASHKIT_TEST_PIPE": str(site / "pipe"),
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        # The end is to come of upstream's own watchdog.
+        "SGLANG_CRASHKIT_HANG_SECS": "0",
         "SGLANG_CRASHKIT_PYSPY": make_tool(site, f'[ -e {site}/hang ] && exec sleep 600\nexec {find_pyspy()} "$@"'),
     }
     options = ["--crash-dump-folder", str(folder / "crash"), "--watchdog-timeout", str(HANG_SECS)]
