@@ -7,18 +7,16 @@ import logging
 import signal
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.channel import WAIT_FIELD, Mailbox, Message
 from sglang_crashkit.core.exit_status import exit_status_of
-from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
-from sglang_crashkit.core.nowhere import NowhereFolder
-from sglang_crashkit.core.settings import Settings, fallback_folder
+from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.core.summary import format_termination_message
 from sglang_crashkit.core.termination_log import write_termination_message
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.awaited import ANSWER_SECS, Awaited
 from sglang_crashkit.handler.core_evidence import Cores
 from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.last_resort import LastResort
@@ -29,12 +27,6 @@ from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
 
 logger = logging.getLogger(__name__)
 
-#: A soft exit is a shutdown when it is announced within this time, in seconds.
-_SOFT_HOLD_SECS = 1.0
-#: A rank that raised tells the server itself; after this time, in seconds, the handler does.
-_EXCEPTION_GRACE_SECS = 0.5
-#: The server answers SIGQUIT by saving its requests; this long is waited for it to begin, in seconds.
-_ANSWER_SECS = 5.0
 #: A server that lives on this long after an incident, in seconds, may have another one.
 _NEXT_INCIDENT_SECS = 60.0
 #: What a server that goes on reported, such as a soft watchdog, is whole after this time, in seconds.
@@ -45,31 +37,6 @@ _LAST_LOOK_SECS = 5.0
 _WITHOUT_CORES = frozenset({"failed_start", "peer_lost", "snapshot"})
 #: What dies with the server is waited for this long, in seconds.
 _LAST_EXITS_SECS = 0.5
-
-
-@dataclass
-class _Awaited:
-    """What one incident waits for; times are by the monotonic clock.
-
-    Attributes:
-        told: the server was told to end, and did not answer yet.
-        soft_since: since when it is held for an announcement that would make it a shutdown.
-        quit_due: when the server is told of a death.
-        answer_due: until when the server must begin to save its requests.
-        observed_due: when an incident of a server that goes on is whole.
-        observed: the server goes on, so that what comes next is another incident.
-        dump_begun: a process began to save its requests.
-        dumping: those that save their requests now.
-    """
-
-    told: bool = False
-    soft_since: float | None = None
-    quit_due: float | None = None
-    answer_due: float | None = None
-    observed_due: float | None = None
-    observed: bool = False
-    dump_begun: bool = False
-    dumping: set[int] = field(default_factory=set)
 
 
 class Eyes(Protocol):
@@ -91,6 +58,7 @@ class CurrentIncident:
     Attributes:
         run: what it gathered; None where nothing happened yet. It stays when it is finished, until another may come.
         hang: the incident of a hang that is not over; other incidents meanwhile say so.
+        awaited: what `run` waits for.
     """
 
     def __init__(
@@ -106,7 +74,7 @@ class CurrentIncident:
         self._eyes = eyes
         self._journals = RequestJournals(place.journal)
         self._waiting: list[Message] = []
-        self._awaited = _Awaited()
+        self.awaited = Awaited(tree.root.pid)
         self._cores: Cores | None = None
         self._last_resort = LastResort(tree.root, 2 * settings.end_secs)
 
@@ -114,7 +82,9 @@ class CurrentIncident:
 
     def open(self, kind: str, trigger: str, process: TrackedProcess, seconds: float) -> IncidentRun:
         """Begin an incident; see `IncidentRun`. It is gathered, too, where it cannot be written anywhere."""
-        folder = self._make_folder(kind, seconds)
+        folder = self._place.make_folder(kind, seconds, self._settings.disk)
+        if folder.problem:
+            self._journals.keep()
         self.run = run = IncidentRun(
             kind, trigger, process, seconds, self._tree, folder, self._place.runtime, self._settings
         )
@@ -124,17 +94,6 @@ class CurrentIncident:
             run.note(time.time(), "hang_not_over", incident=self.hang.incident.id)
             run.add_afterword(f"The server made no progress before: incident {self.hang.incident.id}.")
         return run
-
-    def _make_folder(self, kind: str, seconds: float) -> IncidentFolder:
-        problems = []
-        for folder in (self._place.host_folder, fallback_folder()):
-            try:
-                return IncidentFolder(folder / "incidents", kind, new_id(), seconds, self._settings.disk)
-            except (OSError, CrashkitError) as error:
-                problems.append(f"no incident can be written below {folder}: {error}")
-                logger.error("%s", problems[-1])
-        self._journals.keep()
-        return NowhereFolder("; ".join(problems))
 
     def open_observed(self, kind: str, trigger: str, process: TrackedProcess, seconds: float) -> IncidentRun | None:
         """Begin an incident of a server that goes on, to be photographed; whoever begins it finishes it.
@@ -175,7 +134,7 @@ class CurrentIncident:
 
     def make_room(self) -> None:
         """Let what comes be an incident of its own, where the one at hand tells of a server that went on."""
-        if self._awaited.observed and self.run is not None:
+        if self.awaited.observed and self.run is not None:
             self._write(self.run)
             self._forget()
 
@@ -190,62 +149,16 @@ class CurrentIncident:
 
     # -- what it waits for
 
-    def hold(self) -> None:
-        """Judge the exits a moment later: they may be a shutdown whose announcement is on its way."""
-        self._awaited.soft_since = time.monotonic()
-
-    def harden(self) -> None:
-        """Take it for what it is: no shutdown would say this."""
-        self._awaited.soft_since = None
-
-    @property
-    def may_be_shutdown(self) -> bool:
-        """Whether nothing but exits that an announcement would explain was seen."""
-        return self._awaited.soft_since is not None and not self._awaited.dump_begun
-
-    def await_server(self, *, soft: bool) -> None:
-        """Expect the server to notice an exit; tell it at once, or where the exit is soft in a moment."""
-        self._awaited.quit_due = time.monotonic() + (_SOFT_HOLD_SECS if soft else 0.0)
-
-    def await_exception(self) -> None:
-        """Expect the rank that raised to tell the server."""
-        self._awaited.quit_due = time.monotonic() + _EXCEPTION_GRACE_SECS
-
-    def hear(self, pid: int) -> None:
-        """Note that process `pid` handles the crash: where it is the server's main process, it sees to its own end."""
-        if pid == self._tree.root.pid:
-            self._awaited.told = False
-
-    def await_dump(self, pid: int) -> None:
-        """Expect process `pid` to say when it has saved its requests."""
-        self.hear(pid)
-        self._awaited.dump_begun = True
-        self._awaited.dumping.add(pid)
-        self._awaited.quit_due = self._awaited.answer_due = self._awaited.soft_since = None
-
-    def end_dump(self, pid: int) -> bool:
-        """Note that process `pid` saves its requests no longer; say whether nobody else does."""
-        self._awaited.dumping.discard(pid)
-        return not self._awaited.dumping
-
-    def is_dumping(self, pid: int) -> bool:
-        """Say whether process `pid` saves its requests."""
-        return pid in self._awaited.dumping
-
     def observe(self, seconds: float = _OBSERVED_SECS) -> None:
         """Note that the incident tells of a server that goes on, unless more comes within so many seconds."""
-        self._awaited.observed = self.run is not None
-        self._awaited.observed_due = time.monotonic() + seconds if self._awaited.observed else None
+        if self.run is not None:
+            self.awaited.observe(seconds)
 
     def finish_observed(self) -> None:
         """Write the incident of a server that goes on."""
         if self.run is not None:
             self.run.set_requests({"reason": "the server went on"})
             self.finish()
-
-    def let_go_on(self, *, goes_on: bool) -> None:
-        """Say whether the server goes on after this incident, so that what comes next is another one."""
-        self._awaited.observed = goes_on
 
     def answer(self, message: Message) -> None:
         """Acknowledge a message with the incident at hand, if there is one that is finished."""
@@ -254,7 +167,7 @@ class CurrentIncident:
             self._mailbox.acknowledge(message, ack="finished", path=None)
             return
         # That of a server which goes on says nothing of its end.
-        status = None if self._awaited.observed else exit_status_of(run.incident)
+        status = None if self.awaited.observed else exit_status_of(run.incident)
         path = None if run.problem else str(run.path)
         self._mailbox.acknowledge(message, ack="finished", path=path, problem=run.problem or None, exit_status=status)
 
@@ -275,15 +188,11 @@ class CurrentIncident:
         run = self.run
         if run is None or run.finished:
             return self._last_resort.next_due()
-        awaited = self._awaited
         if self._cores is not None and not self._cores.are_done:
             return self._cores.next_due()
         dues = [
             run.opened + self._settings.budget_secs,
-            awaited.quit_due,
-            awaited.answer_due,
-            awaited.observed_due,
-            None if awaited.soft_since is None else awaited.soft_since + _SOFT_HOLD_SECS,
+            self.awaited.next_due(),
             None if self._outlook.gone_at is None else self._outlook.gone_at + _LAST_EXITS_SECS,
         ]
         return min(due for due in dues if due is not None)
@@ -307,19 +216,16 @@ class CurrentIncident:
             if self._cores.are_done:
                 self.finish()
             return
-        if self._awaited.soft_since is not None and now >= self._awaited.soft_since + _SOFT_HOLD_SECS:
-            self._awaited.soft_since = None
-        if self._awaited.quit_due is not None and now >= self._awaited.quit_due and self._awaited.soft_since is None:
-            self._awaited.quit_due = None
+        if self.awaited.take_quit():
             self._ask_server_to_end(run)
         if gone_at is not None:
             # Nothing more is to come but the exits of those that die with it.
             if not self._tree.alive() or now >= gone_at + _LAST_EXITS_SECS:
                 self.finish()
-        elif self._awaited.observed_due is not None and now >= self._awaited.observed_due:
+        elif self.awaited.is_observed_long_enough:
             self.finish_observed()
-        elif self._awaited.answer_due is not None and now >= self._awaited.answer_due:
-            run.set_requests({"reason": f"the server did not begin to save them within {_ANSWER_SECS:g} s"})
+        elif self.awaited.has_no_answer:
+            run.set_requests({"reason": f"the server did not begin to save them within {ANSWER_SECS:g} s"})
             self.finish()
         elif now >= run.opened + self._settings.budget_secs:
             run.note(time.time(), "budget_spent", seconds=self._settings.budget_secs)
@@ -341,15 +247,15 @@ class CurrentIncident:
             if not self._cores.are_done:
                 return
             self._write(run)
-            if self._awaited.told:
+            if self.awaited.told:
                 self._last_resort.arm()
-            if not self._awaited.observed:
+            if not self.awaited.observed:
                 path = "not written" if run.problem else str(run.path)
                 write_termination_message(format_termination_message(run.incident.to_json(), path))
         for message in self._waiting:
             self.answer(message)
         self._waiting.clear()
-        self._awaited.quit_due = self._awaited.answer_due = self._awaited.observed_due = None
+        self.awaited.let_go()
 
     def close(self, removed: Sequence[str] = ()) -> None:
         """Add the server's own end, and what it had left that was removed, to an incident that is finished."""
@@ -376,12 +282,12 @@ class CurrentIncident:
         with contextlib.suppress(OSError):
             root.handle.send_signal(signal.SIGQUIT)
             run.note(seconds, "sigquit_sent", pid=root.pid)
-            self._awaited.told = True
-        self._awaited.answer_due = time.monotonic() + _ANSWER_SECS
+            self.awaited.told = True
+        self.awaited.await_answer()
 
     def _cores_wanted_of(self, run: IncidentRun) -> list[TrackedProcess]:
         """Return the schedulers whose GPU is of interest: the living ones of a server that crashed after its start."""
-        if self._awaited.observed or self._outlook.gone_at is not None or run.incident.kind in _WITHOUT_CORES:
+        if self.awaited.observed or self._outlook.gone_at is not None or run.incident.kind in _WITHOUT_CORES:
             return []
         return [process for process in self._tree.alive() if process.role == "scheduler"]
 
@@ -406,5 +312,5 @@ class CurrentIncident:
     def _forget(self) -> None:
         self.run = None
         self._cores = None
-        self._awaited = _Awaited()
+        self.awaited = Awaited(self._tree.root.pid)
         self._tree.forget_dead()

@@ -98,7 +98,7 @@ class Exits:
     def reconsider(self) -> None:
         """Take the exits seen for a shutdown where they are one by what is known now; then there is no incident."""
         dead = [process for process in self._tree if process.exited_at is not None and process.matters]
-        if self._current.may_be_shutdown and all(self._is_clean(process) for process in dead):
+        if self._current.awaited.may_be_shutdown and all(self._is_clean(process) for process in dead):
             logger.info("the exits were a shutdown: the server was asked to end")
             self._current.discard()
 
@@ -141,24 +141,28 @@ class Exits:
         run = current.open("killed" if hard else "exited", "process_exited", process, seconds)
         run.add_exit(process)
         if hard:
-            current.harden()
+            current.awaited.harden()
         else:
-            current.hold()
+            current.awaited.hold()
         current.photograph()
         if current.run is not run:
             # Exits that were seen meanwhile make it a shutdown.
             return
         if not hard:
-            current.hold()
+            current.awaited.hold()
         if process.role == "tokenizer_worker":
             # The HTTP server starts it anew.
             current.observe()
         else:
-            current.await_server(soft=not hard)
+            current.awaited.await_server(soft=not hard)
 
     def _end_dump_of(self, process: TrackedProcess) -> None:
         """Wait no longer for a process that died while it saved its requests."""
-        if not process.is_root and self._current.is_dumping(process.pid) and self._current.end_dump(process.pid):
+        if (
+            not process.is_root
+            and self._current.awaited.is_dumping(process.pid)
+            and self._current.awaited.end_dump(process.pid)
+        ):
             self._current.finish()
 
 

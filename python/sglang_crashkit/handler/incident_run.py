@@ -9,23 +9,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.core.analysis.verdict import FATAL_SIGNALS, FailureEvent, judge
+from sglang_crashkit.core.analysis.verdict import FATAL_SIGNALS, FailureEvent
 from sglang_crashkit.core.incident import (
     Evidence,
-    Incident,
     JournaledRequests,
-    ProcessReport,
     Requests,
-    Trigger,
-    Verdict,
-    iso_time,
 )
 from sglang_crashkit.core.incident_folder import IncidentFolder
 from sglang_crashkit.core.peers import LostPeer
 from sglang_crashkit.core.settings import Settings
-from sglang_crashkit.core.summary import format_summary
 from sglang_crashkit.handler import evidence, repeats, requests_told, stack_evidence
-from sglang_crashkit.handler.identity import handler_info, server_info
+from sglang_crashkit.handler.incident_draft import IncidentDraft
 from sglang_crashkit.handler.orphans import ended_with_parent
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
 
@@ -37,7 +31,7 @@ _MOST_PEERS = 64
 _NATIVE_SECS, _WRITING_SECS = 5.0, 1.0
 
 
-class IncidentRun:
+class IncidentRun(IncidentDraft):
     """Gathers one incident; later events join it.
 
     Args:
@@ -63,36 +57,14 @@ class IncidentRun:
         runtime: Path,
         settings: Settings,
     ) -> None:
+        super().__init__(kind, trigger, process, seconds, tree, folder)
         self._tree = tree
         self._runtime = runtime
         self._settings = settings
-        self._failures: list[FailureEvent] = []
         self._raised: set[int] = set()
         self._is_fatal_hang = False
-        self._afterwords: list[str] = []
         self._snapshots = 0
-        self.opened = time.monotonic()
         self.photographed = False
-        self.finished = False
-        self.incident = Incident(
-            id=folder.id,
-            kind=kind,
-            trigger=Trigger(trigger, iso_time(seconds), process.pid, process.title),
-            server=server_info(tree.root.pid, tree.root.handle.start_ticks),
-            handler=handler_info(),
-        )
-        self._folder = folder
-        self._checkpoint()
-
-    @property
-    def path(self) -> Path:
-        """The incident's folder as it is named now."""
-        return self._folder.path
-
-    @property
-    def problem(self) -> str:
-        """Why it does not lie on disk, so that nothing but answers and logs tell of it; empty where it does."""
-        return self._folder.problem
 
     def photograph(self) -> None:
         """Capture what the living processes are doing; the dead ones are told from them first.
@@ -139,10 +111,6 @@ class IncidentRun:
         reports = {process.pid: self._report(process) for process in living}
         stack_evidence.capture_native_stacks(living, reports, self._folder, seconds)
         self.note(time.time(), "native_stacks", processes=len(living), seconds=round(time.time() - started, 4))
-
-    def note(self, seconds: float, event: str, /, **fields: Any) -> None:
-        """Add an event to the timeline; see `Incident.note`."""
-        self.incident.note(seconds, event, **fields)
 
     def add_exit(self, process: TrackedProcess) -> None:
         """Take in the exit of a process of the server; once the incident is finished it is noted only."""
@@ -231,35 +199,6 @@ class IncidentRun:
         """Say whether that server was lost already, be it in the words of another rank, which has another address."""
         return any((its.role, its.host) == (peer.role, peer.host) for its in self.incident.peers)
 
-    def add_failure(self, event: FailureEvent) -> None:
-        """Take in a failure for the verdict; once the incident is finished, it is only written anew."""
-        if self.finished:
-            self._save_again()
-        else:
-            self._failures.append(event)
-
-    def add_afterword(self, sentence: str) -> None:
-        """Add a sentence to the verdict, also once the incident is finished."""
-        self._afterwords.append(sentence)
-        if self.finished:
-            self.incident.verdict = self._judge()
-            self._save_again()
-
-    def _save_again(self) -> None:
-        try:
-            self.save()
-        except OSError as error:
-            # It may have been removed by now.
-            logger.warning("incident %s could not be brought up to date: %s", self.path, error)
-
-    @property
-    def stacks(self) -> int:
-        """Of how many processes there are stacks."""
-        return sum(
-            any(piece.kind == "stack" and piece.status == "captured" for piece in report.evidence)
-            for report in self.incident.processes
-        )
-
     def add_requests(self, fields: dict[str, Any]) -> None:
         """Take in what one process says of the requests that it saved; with several tokenizers, each says so.
 
@@ -314,31 +253,6 @@ class IncidentRun:
         logger.info("incident %s: %s", path, verdict.text)
         return path
 
-    def charge(self, name: str, size: int) -> None:
-        """Count a file that is written into the incident's folder; see `IncidentFolder.charge`."""
-        self._folder.charge(name, size)
-
-    def report(self, process: TrackedProcess) -> ProcessReport:
-        """Return the report on a process, to which evidence may be added."""
-        return self._report(process)
-
-    def save(self, *, sync: bool = False) -> None:
-        """Write the incident as it is now; see `IncidentFolder.save`."""
-        document = self.incident.to_json()
-        self._folder.save(document, format_summary(document), sync=sync)
-
-    def _checkpoint(self) -> None:
-        """Write what is known by now: whatever kills this process next, it is on disk."""
-        self.incident.verdict = self._judge()
-        try:
-            self.save()
-        except OSError as error:
-            logger.warning("incident %s cannot be written for now: %s", self.path, error)
-
-    def discard(self) -> None:
-        """Remove what was written: the event was no incident after all."""
-        self._folder.discard()
-
     def _note_exit(self, process: TrackedProcess) -> None:
         report = self._report(process)
         with_parent = ended_with_parent(process, self._runtime)
@@ -347,21 +261,6 @@ class IncidentRun:
             stack_evidence.take_last_words(process, report, self._folder, self._runtime)
         elif self._settings.stacks:
             stack_evidence.take_fault(process, report, self._folder, self._runtime)
-
-    def _judge(self) -> Verdict:
-        verdict = judge(self.incident, self._failures)
-        verdict.basis += self._afterwords
-        verdict.text = " ".join([verdict.text, *self._afterwords])
-        return verdict
-
-    def _report(self, process: TrackedProcess) -> ProcessReport:
-        report = self.incident.process(process.pid)
-        if report is None:
-            report = evidence.report_of(process)
-            self.incident.processes.append(report)
-        elif report.title != process.title:
-            report.title, report.role, report.rank = process.title, process.role, process.rank
-        return report
 
 
 def _read_record(path: Path) -> dict[str, Any]:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_crashkit.core.channel import Message
+from sglang_crashkit.core.disk import DiskLimits
+from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
+from sglang_crashkit.core.nowhere import NowhereFolder
+from sglang_crashkit.core.settings import fallback_folder
+from sglang_crashkit.errors import CrashkitError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,26 @@ class Place:
     spool: Path
     runtime: Path
     journal: Path | None = None
+
+    def make_folder(self, kind: str, seconds: float, limits: DiskLimits) -> IncidentFolder:
+        """Make an incident's folder, in another place where the crash folder cannot be used.
+
+        Args:
+            kind: see `IncidentRun`.
+            seconds: when it happened, since the epoch.
+            limits: what it may take of the disk.
+
+        Returns:
+            One that keeps nothing, and says why, where there is no place at all.
+        """
+        problems = []
+        for folder in (self.host_folder, fallback_folder()):
+            try:
+                return IncidentFolder(folder / "incidents", kind, new_id(), seconds, limits)
+            except (OSError, CrashkitError) as error:
+                problems.append(f"no incident can be written below {folder}: {error}")
+                logger.error("%s", problems[-1])
+        return NowhereFolder("; ".join(problems))
 
     def record_of(self, message: Message) -> Path | None:
         """Return the record that a failing rank says it left; None where it is none of the spool's."""

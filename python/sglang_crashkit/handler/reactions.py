@@ -86,16 +86,16 @@ class Reactions:
         current, seconds = self._current, _time_of(message)
         current.make_room()
         run = current.run or current.open("exception", "exception", sender, seconds)
-        current.harden()
+        current.awaited.harden()
         run.add_exception(sender, seconds, str(message.fields.get("message", "")), self._place.record_of(message))
         if not run.photographed:
             current.photograph()
-            current.await_exception()
+            current.awaited.await_exception()
         self._mailbox.acknowledge(message, ack="photographed", incident=run.incident.id)
 
     def _on_dump_begun(self, message: Message, sender: TrackedProcess) -> None:
         self._current.make_room()
-        self._current.await_dump(sender.pid)
+        self._current.awaited.await_dump(sender.pid)
         run = self._current.join("child_failure", "crash_dump", sender, _time_of(message))
         if run is not None:
             run.note(_time_of(message), message.event, pid=message.pid)
@@ -105,20 +105,20 @@ class Reactions:
         run = current.join("child_failure", "crash_dump", sender, _time_of(message))
         if run is not None:
             run.add_requests(message.fields)
-        if not current.end_dump(sender.pid):
+        if not current.awaited.end_dump(sender.pid):
             # Another tokenizer worker, or the server that waits for all of them, is not done.
             self._mailbox.acknowledge(message, ack="saved")
             return
         # The HTTP server starts a worker anew that ended by itself.
-        current.let_go_on(goes_on=sender.role == "tokenizer_worker")
+        current.awaited.observed = sender.role == "tokenizer_worker"
         current.answer_when_finished(message)
         current.finish()
 
     def _on_launch_failed(self, message: Message, sender: TrackedProcess) -> None:
         current = self._current
         current.make_room()
-        current.harden()
-        current.hear(sender.pid)
+        current.awaited.harden()
+        current.awaited.hear(sender.pid)
         run = current.join("failed_start", message.event, sender, _time_of(message))
         self._learn_titles(message)
         if run is not None:
@@ -131,8 +131,8 @@ class Reactions:
         # Unlike a tokenizer manager, which saves its requests, the sender has none to save.
         current = self._current
         current.make_room()
-        current.harden()
-        current.hear(sender.pid)
+        current.awaited.harden()
+        current.awaited.hear(sender.pid)
         run = current.join("child_failure", message.event, sender, _time_of(message))
         if run is not None:
             run.note(_time_of(message), message.event, pid=message.pid, **_words_of(message))
@@ -152,7 +152,7 @@ class Reactions:
 
     def _on_await_incident(self, message: Message, _sender: TrackedProcess) -> None:
         # Whoever is about to end the server waits for what it would cut short.
-        if self._current.is_open and not self._current.may_be_shutdown:
+        if self._current.is_open and not self._current.awaited.may_be_shutdown:
             self._current.answer_when_finished(message)
         else:
             self._current.answer(message)
@@ -224,7 +224,7 @@ class Reactions:
         self._outlook.expected |= members
         if self._current.run is None:
             return
-        if self._current.may_be_shutdown and self._tree.root.pid in members:
+        if self._current.awaited.may_be_shutdown and self._tree.root.pid in members:
             logger.info("the exits were a shutdown: process %d ends the server", message.pid)
             self._current.discard()
             return
