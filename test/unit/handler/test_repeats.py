@@ -37,9 +37,10 @@ from unit.waiting import LONG, child, wait_until
 Start = Callable[..., Server]
 
 FORKS = """
-import os, signal
+import ctypes, os, signal
 for number in range(3):
     if os.fork() == 0:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         setproctitle.setproctitle(f"sglang::scheduler_TP{number}")
         signal.pause()
 ready(); pause()
