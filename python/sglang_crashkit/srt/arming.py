@@ -98,7 +98,8 @@ def on_tokenizer_worker(worker: type) -> type:
 def arm_worker() -> None:
     """Arm this process where it is one of SGLang's own workers, by its title, and has a crash handler."""
     # Not setproctitle's own answer: to give it, it rewrites the process's command line.
-    if procfs.read_title(os.getpid()).startswith(_WORKER):
+    if procfs.read_title(os.getpid()).startswith(_WORKER) and Settings.from_environ().enabled:
+        parent_death.end_if_orphaned()
         _arm(takes_over=True)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import multiprocessing
 import os
 import signal
 import threading
@@ -51,6 +52,17 @@ def arm(signum: int, descriptor: int) -> bool:
 def disarm(signum: int) -> None:
     """Write no stacks any more; where the parent's end still sends the signal, it ends the process at once."""
     faulthandler.unregister(signum)
+
+
+def end_if_orphaned() -> None:
+    """End this process where it asked to be ended with its parent, and asked when that had ended already.
+
+    A worker asks once it is imported, seconds after it was started. What the kernel was not asked for in time it never
+    does: a server that ends while it starts would leave workers that wait for it for ever.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and _asked_for() and not parent.is_alive():
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ask_for_sigkill() -> None:

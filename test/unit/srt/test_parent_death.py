@@ -19,7 +19,7 @@ from sglang_crashkit.core.armed import DEFAULT_PARENT_SIGNAL, HANDLER_PID, Armed
 from sglang_crashkit.core.faulthandler_output import parse_faulthandler
 from unit.targets import ARM, HOLD, TITLE, functions_of, settle, settle_in_lock, start_ticks
 from unit.targets import runtime as runtime
-from unit.waiting import LONG, child
+from unit.waiting import LONG, child, wait_until
 
 #: PR_SET_CHILD_SUBREAPER is 36: whose parent ended becomes this process's child, which says how it ended.
 FAMILY = """
@@ -189,3 +189,59 @@ def test_armed_anew_it_ends_as_before(runtime: Path, handler: object) -> None:
         assert one.orphaned() == DEFAULT_PARENT_SIGNAL
         assert one.files.orphan.read_text() == ""
         assert (runtime / "next" / one.files.orphan.name).stat().st_size > 0
+
+
+#: A server that is killed while its worker is still imported, as Python's multiprocessing starts it.
+STARTING = """
+import multiprocessing
+if __name__ == "__main__":
+    worker = multiprocessing.get_context("spawn").Process(target=exec, args=(sys.argv[1],))
+    worker.start()
+    ready(worker.pid)
+    pause()
+"""
+IMPORTED = """
+import ctypes, multiprocessing, os, time
+while os.getppid() == multiprocessing.parent_process().pid and {waits}:
+    time.sleep(0.01)
+ctypes.CDLL(None).prctl(1, {signum}, 0, 0, 0)
+import setproctitle
+setproctitle.setproctitle("sglang::detokenizer")
+os.environ.update({environ})
+from sglang_crashkit.srt.arming import arm_worker
+arm_worker()
+open({told!r}, "w").close()
+time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize(
+    ("waits", "signum", "environ", "lives"),
+    [
+        (True, 9, {}, False),
+        (True, 9, {"SGLANG_CRASHKIT_ENABLED": "0"}, True),
+        (True, 0, {}, True),
+        (False, 9, {}, True),
+    ],
+    ids=["orphan", "kit off", "one that did not ask", "one with a parent"],
+)
+def test_one_that_asked_when_its_parent_had_ended_ends(
+    tmp_path: Path, waits: bool, signum: int, environ: dict[str, str], lives: bool
+) -> None:
+    told = tmp_path / "told"
+    code = IMPORTED.format(waits=waits, signum=signum, environ=environ, told=str(told))
+    with child(STARTING, code) as server:
+        worker = int(server.first_line)
+        pidfd = os.pidfd_open(worker)
+        try:
+            if waits:
+                server.kill()
+            if lives:
+                wait_until(told.exists, "the worker goes on")
+            else:
+                assert select.select([pidfd], [], [], LONG)[0], "the worker lives on"
+                assert not told.exists()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
