@@ -133,7 +133,7 @@ HANG = ("child_failure", "hang")
 SIGKILLED = ("signal", "SIGKILL")
 
 FAULTS = (
-    Fault("segfault", send(TP0, signal.SIGSEGV), TP0, 128 + signal.SIGSEGV, end=("signal", "SIGSEGV")),
+    Fault("segfault", send(TP0, signal.SIGSEGV), TP0, 128 + signal.SIGSEGV, end=("signal", "SIGSEGV"), rare=True),
     Fault("abort", send(TP1, signal.SIGABRT), TP1, 128 + signal.SIGABRT, end=("signal", "SIGABRT"), rare=True),
     Fault("exception", wait, "sglang::scheduler_TP", ServerExit.RAISED, ("exception",), env=CRASH, rare=True),
     Fault(
@@ -203,6 +203,13 @@ FAULTS = (
         most_s=HANG_S,
     ),
     Fault(
-        "spinning", then_terminate(TP1, signum=SPIN_SIGNAL), None, ServerExit.HUNG, HANG, env=UNHEALTHY, most_s=HANG_S
+        "spinning",
+        then_terminate(TP1, signum=SPIN_SIGNAL),
+        None,
+        ServerExit.HUNG,
+        HANG,
+        env=UNHEALTHY,
+        most_s=HANG_S,
+        rare=True,
     ),
 )
