@@ -45,7 +45,14 @@ def text_of(left: Wreck, title: str, kind: str) -> str:
     return (left.folder / left.evidence(title, kind)["path"]).read_text()
 
 
-@pytest.fixture(scope="module", params=["0.5.9", pytest.param("0.5.12.post1", marks=pytest.mark.matrix), "0.5.23"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("0.5.9", marks=pytest.mark.matrix),
+        pytest.param("0.5.12.post1", marks=pytest.mark.matrix),
+        "0.5.23",
+    ],
+)
 def without_pyspy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wreck]:
     """A server with a py-spy that never returns, of which one rank ends by SIGSEGV."""
     folder = tmp_path_factory.mktemp("crash")
