@@ -48,7 +48,7 @@ def message(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["0.5.9", "0.5.23"])
+@pytest.fixture(scope="module", params=[pytest.param("0.5.9", marks=pytest.mark.matrix), "0.5.23"])
 def contained(request: pytest.FixtureRequest, message: Path, tmp_path_factory: pytest.TempPathFactory) -> Wreck:
     folder = tmp_path_factory.mktemp("crash")
     message.write_text("")
