@@ -89,6 +89,7 @@ class Watcher:
         self._kill_survivors = kill_survivors
         self._held: dict[int, Held] = {}
         self._expected: list[str] = []
+        self._excused: list[Process] = []
         self._ended = threading.Event()
         self.stopped = StopEvent()
         self.death: Death | None = None
@@ -136,6 +137,8 @@ class Watcher:
         finally:
             for held in list(self._held.values()):
                 held.ignored |= held.name in names and held.has_exited()
+            # One that the watcher has not come to hold yet is expected when it does.
+            self._excused += [its for name, its in self._named() or () if name in names and its.poll() is not None]
             for name in names:
                 self._expected.remove(name)
 
@@ -166,7 +169,7 @@ class Watcher:
             return None
 
     def _is_expected(self, held: Held) -> bool:
-        return held.ignored or held.name in self._expected
+        return held.ignored or held.name in self._expected or any(held.process is its for its in self._excused)
 
     def _run(self) -> None:
         try:
