@@ -11,10 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lanelib.servers import Server
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.incident_store import find_incidents
 
+#: For ``params``: a plain run takes the newest release, ``scripts/test --matrix`` the older ones.
+RELEASES = (
+    pytest.param("0.5.9", marks=pytest.mark.matrix),
+    pytest.param("0.5.12.post1", marks=pytest.mark.matrix),
+    "0.5.23",
+)
 EXIT_TIMEOUT_S = 120.0
 PROMPTS = ("Hello", "The quick brown fox", "1 2 3 4 5 6 7 8")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.scenario import Wreck, wreck
+from integration.scenario import RELEASES, Wreck, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.core import procfs
@@ -45,14 +45,7 @@ def text_of(left: Wreck, title: str, kind: str) -> str:
     return (left.folder / left.evidence(title, kind)["path"]).read_text()
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param("0.5.9", marks=pytest.mark.matrix),
-        pytest.param("0.5.12.post1", marks=pytest.mark.matrix),
-        "0.5.23",
-    ],
-)
+@pytest.fixture(scope="module", params=RELEASES)
 def without_pyspy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wreck]:
     """A server with a py-spy that never returns, of which one rank ends by SIGSEGV."""
     folder = tmp_path_factory.mktemp("crash")

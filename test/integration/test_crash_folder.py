@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import Wreck, wreck
+from integration.scenario import RELEASES, Wreck, wreck
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.core.exit_status import ServerExit
@@ -43,13 +43,7 @@ class Left:
     outside: list[StoredIncident]
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("0.5.9", marks=pytest.mark.matrix),
-        pytest.param("0.5.12.post1", marks=pytest.mark.matrix),
-        "0.5.23",
-    ],
-)
+@pytest.fixture(params=RELEASES)
 def lane(request: pytest.FixtureRequest) -> Lane:
     return ensure_lane(request.param)
 

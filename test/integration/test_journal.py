@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import EXIT_TIMEOUT_S, Wreck, wreck
+from integration.scenario import EXIT_TIMEOUT_S, RELEASES, Wreck, wreck
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
 
@@ -56,14 +56,7 @@ class Left:
     pid: int
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param("0.5.9", marks=pytest.mark.matrix),
-        pytest.param("0.5.12.post1", marks=pytest.mark.matrix),
-        "0.5.23",
-    ],
-)
+@pytest.fixture(scope="module", params=RELEASES)
 def lane(request: pytest.FixtureRequest) -> Lane:
     return ensure_lane(request.param)
 

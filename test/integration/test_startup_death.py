@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from integration.scenario import RELEASES
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.core import procfs
@@ -78,13 +79,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("0.5.9", marks=pytest.mark.matrix),
-        pytest.param("0.5.12.post1", marks=pytest.mark.matrix),
-        "0.5.23",
-    ]
-)
+@pytest.fixture(params=RELEASES)
 def release(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import EXIT_TIMEOUT_S, answers_of
+from integration.scenario import EXIT_TIMEOUT_S, RELEASES, answers_of
 from lanelib.lanes import ensure_lane
 from lanelib.procs import title_of, tree_of, watchers_of
 from lanelib.servers import Server
@@ -77,14 +77,7 @@ class Left:
     answered: int
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param("0.5.9", marks=pytest.mark.matrix),
-        pytest.param("0.5.12.post1", marks=pytest.mark.matrix),
-        "0.5.23",
-    ],
-)
+@pytest.fixture(scope="module", params=RELEASES)
 def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
     folder, site = tmp_path_factory.mktemp("crash"), tmp_path_factory.mktemp("site")
     (site / "sitecustomize.py").write_text(SITE)
