@@ -181,3 +181,18 @@ class Server:
             if pid and procfs.read_title(pid) == "sglang::crash_handler" and wanted <= watched_pids(pid):
                 return pid
         return None
+
+
+def document_of(server: Server) -> dict[str, Any]:
+    """Wait for the server's end, and return its one incident's document and ``folder``."""
+    stored = server.wait_for_the_end()
+    assert stored is not None, "there is no incident"
+    assert stored.document is not None
+    return stored.document | {"folder": str(stored.path)}
+
+
+def report_of(document: dict[str, Any], title: str) -> dict[str, Any]:
+    """Return what an incident says of a process of SGLang."""
+    (found,) = [process for process in document["processes"] if process["title"] == f"sglang::{title}"]
+    assert isinstance(found, dict)
+    return found

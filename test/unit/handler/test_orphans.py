@@ -13,25 +13,12 @@ import pytest
 from sglang_crashkit.core.armed import ArmedFiles
 from sglang_crashkit.core.exit_status import ServerExit
 from sglang_crashkit.core.pidfd import ProcessHandle
-from unit.handler.driver import Server
+from unit.handler.driver import Server, document_of, report_of
 from unit.targets import make_tool, settle
 from unit.waiting import wait_until
 
 Start = Callable[..., Server]
 RANKS = ("scheduler_TP0", "scheduler_TP1", "detokenizer")
-
-
-def document_of(server: Server) -> dict[str, Any]:
-    stored = server.wait_for_the_end()
-    assert stored is not None, "there is no incident"
-    assert stored.document is not None
-    return stored.document | {"folder": str(stored.path)}
-
-
-def report_of(document: dict[str, Any], title: str) -> dict[str, Any]:
-    (found,) = [process for process in document["processes"] if process["title"] == f"sglang::{title}"]
-    assert isinstance(found, dict)
-    return found
 
 
 def stack_of(document: dict[str, Any], title: str) -> dict[str, Any]:

@@ -10,25 +10,12 @@ from typing import Any
 
 import pytest
 
-from unit.handler.driver import Server
+from unit.handler.driver import Server, document_of, report_of
 from unit.targets import make_tool, state_of
 from unit.waiting import wait_until
 
 Start = Callable[..., Server]
 HANGS = "exec sleep 600"
-
-
-def document_of(server: Server) -> dict[str, Any]:
-    stored = server.wait_for_the_end()
-    assert stored is not None, "there is no incident"
-    assert stored.document is not None
-    return stored.document | {"folder": str(stored.path)}
-
-
-def report_of(document: dict[str, Any], title: str) -> dict[str, Any]:
-    (found,) = [process for process in document["processes"] if process["title"] == f"sglang::{title}"]
-    assert isinstance(found, dict)
-    return found
 
 
 def pieces_of(document: dict[str, Any], title: str, kind: str) -> list[dict[str, Any]]:
