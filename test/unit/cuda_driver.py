@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import os
-import struct
 import sys
 import time
 from pathlib import Path
 
-_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
-_SECTION = struct.Struct("<IIQQQQIIQQ")
-CUDA_MACHINE = 190
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from unit import synthetic_core
+
+#: What it writes: of a GPU on which a kernel hangs, of one that failed, or an ELF file that no GPU core would be.
+CORES = {
+    "hung": synthetic_core.hung_core,
+    "failed": synthetic_core.failed_core,
+    "foreign": lambda: synthetic_core.elf_bytes([synthetic_core.Part("x", synthetic_core.PROGBITS, bytes(4096))]),
+}
 
 
-def core_bytes(payload: int = 4096, *, many_sections: bool = False) -> bytes:
-    """Return a small GPU core: one section of `payload` bytes, the section table behind it."""
-    names = _HEADER.size + payload
-    count = 2
-    identity = b"\x7fELF\x02\x01\x01\x33".ljust(16, b"\0")
-    numbers = (_HEADER.size, 0, 0, _SECTION.size, 0 if many_sections else count, 0)
-    header = _HEADER.pack(identity, 4, CUDA_MACHINE, 1, 0, 0, names, 0, *numbers)
-    first = _SECTION.pack(0, 0, 0, 0, 0, count if many_sections else 0, 0, 0, 0, 0)
-    return header + b"g" * payload + first + _SECTION.pack(0, 1, 0, 0, _HEADER.size, payload, 0, 0, 1, 0)
-
-
-def run(pipe: str, core: str, seconds: float, *, fraction: float = 1.0, then: str = "") -> None:
+def run(pipe: str, core: str, seconds: float, *, fraction: float = 1.0, then: str = "", what: str = "hung") -> None:
     """Answer one trigger.
 
     Args:
@@ -33,6 +28,7 @@ def run(pipe: str, core: str, seconds: float, *, fraction: float = 1.0, then: st
         seconds: how long the writing takes, in ten steps.
         fraction: how much of the core is written.
         then: ``hang`` keeps the file open, ``die`` ends the process, when that much is written.
+        what: one of `CORES`.
     """
     # It has its reader before it has its name: whoever sees the pipe may write to it.
     unnamed = Path(f"{pipe}.unnamed")
@@ -40,7 +36,7 @@ def run(pipe: str, core: str, seconds: float, *, fraction: float = 1.0, then: st
     with os.fdopen(os.open(unnamed, os.O_RDWR), "rb", buffering=0) as trigger:
         unnamed.rename(pipe)
         trigger.read(1)
-    data = core_bytes()
+    data = CORES[what]()
     data = data[: int(len(data) * fraction)]
     step = len(data) // 10 + 1
     with Path(core).open("wb", buffering=0) as file:

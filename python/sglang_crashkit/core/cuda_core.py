@@ -9,7 +9,6 @@ GPU takes seconds to minutes, and a process that is killed meanwhile leaves half
 from __future__ import annotations
 
 import contextlib
-import errno
 import glob
 import os
 import re
@@ -17,8 +16,11 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO, Literal
+
+from sglang_crashkit.core.fifo import FifoError, WriteOutcome, open_files, owner_of, write_to_fifo
 
 _ENABLED, _PIPE, _FILE = "CUDA_ENABLE_USER_TRIGGERED_COREDUMP", "CUDA_COREDUMP_PIPE", "CUDA_COREDUMP_FILE"
 #: The driver's own names, by the manual and as seen with other drivers.
@@ -27,15 +29,31 @@ _KNOWN_PIPE = re.compile(r"corepipe[._].*")
 _DEFAULT_FILE = "core_%t_%h_%p.nvcudmp"
 #: A file that nobody is seen to hold open and that does not grow for this long, in seconds, is not written any more.
 _STILL_SECS = 1.0
+#: What is written to the pipe. SGLang writes one byte; vLLM writes 1 MB, since a short write was seen to do nothing.
+TRIGGER = b"1"
 _ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
-_SEGMENT = struct.Struct("<IIQQQQQQ")
+#: Of a row of either table, its kind and what it names of the file: where that begins, and how long it is.
+_SECTION_EXTENT, _SEGMENT_EXTENT = struct.Struct("<4xI16xQQ24x"), struct.Struct("<I4xQ16xQ16x")
 _NO_BITS = 8
-_MOST_ROWS = 1_000_000
+#: A core of a busy GPU of 148 SMs has most of a million sections.
+_MOST_ROWS = 4_000_000
+_BYTES_AT_A_TIME = 1 << 20
+
+#: What came of asking: ``sent`` says nothing of the core itself.
+Outcome = Literal["sent", "switched_off"] | WriteOutcome
 
 
 class NoCoreError(Exception):
-    """There will be no core; the message says why, in a few words."""
+    """There will be no core; the message says why, in a few words.
+
+    Attributes:
+        outcome: what came of asking for it; ``sent`` where it was asked for and there is none nonetheless.
+    """
+
+    def __init__(self, message: str, outcome: Outcome = "sent") -> None:
+        super().__init__(message)
+        self.outcome: Outcome = outcome
 
 
 class CoreRequest:
@@ -54,31 +72,60 @@ class CoreRequest:
         self._before: set[Path] = set()
         self._sizes: dict[Path, tuple[int, float]] = {}  # size, and since when, by the monotonic clock
 
-    def send(self) -> None:
+    def find_pipes(self) -> list[Path]:
+        """Return where the driver may listen, the likeliest first: what an earlier process left may have the same name.
+
+        Raises:
+            NoCoreError: there is no pipe, or the driver was not told to make one.
+        """
+        if self._environ.get(_ENABLED) != "1":
+            raise NoCoreError(f"{_ENABLED}=1 was not set when it started", "switched_off")
+        template = self._environ.get(_PIPE, _DEFAULT_PIPE)
+        known, found = self._absolute(template), []
+        # Pipes are told from other things before they are opened: to open a device may do something.
+        if "%t" not in template and _is_fifo(known):
+            found.append(known)
+        wanted = re.compile(_pattern_of(Path(template).name, self.pid))
+        for _link, path in open_files(self.pid):
+            if (wanted.fullmatch(path.name) or _KNOWN_PIPE.fullmatch(path.name)) and _is_fifo(path):
+                found.append(path)
+        if found:
+            return list(dict.fromkeys(found))
+        if os.path.lexists(known):
+            raise NoCoreError(f"{known} is not a pipe of the process's own user", "foreign_pipe")
+        raise NoCoreError(f"there is no pipe {known}: CUDA was not initialised", "no_pipe")
+
+    def send(self, pipes: Sequence[Path] = ()) -> None:
         """Ask for the core; return at once.
+
+        Args:
+            pipes: where the driver may listen, where that was found out before.
 
         Raises:
             NoCoreError: it cannot be asked: there is no pipe, nobody reads it, or it is not the process's own.
         """
-        if self._environ.get(_ENABLED) != "1":
-            raise NoCoreError(f"{_ENABLED}=1 was not set when it started")
+        pipes = pipes or self.find_pipes()
         self._before = set(self._files())
-        path = self._find_pipe()
-        try:
-            # Not blocking: a pipe that nobody reads any more would hold the caller up for ever.
-            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            why = "nobody reads it" if error.errno == errno.ENXIO else error.strerror or str(error)
-            raise NoCoreError(f"pipe {path}: {why}") from error
-        try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISFIFO(found.st_mode) or found.st_uid != _owner_of(self.pid):
-                raise NoCoreError(f"{path} is not a pipe of the process's own user")
-            os.write(descriptor, b"1")
-        except OSError as error:
-            raise NoCoreError(f"pipe {path}: {error.strerror}") from error
-        finally:
-            os.close(descriptor)
+        first_error: FifoError | None = None
+        for path in pipes:
+            try:
+                write_to_fifo(path, TRIGGER, owner_of(self.pid))
+            except FifoError as error:
+                first_error = first_error or error
+            else:
+                return
+        assert first_error is not None
+        raise NoCoreError(str(first_error), first_error.outcome) from first_error
+
+    def join(self) -> bool:
+        """Say whether the driver writes a core by now without being asked, which `look` then returns.
+
+        It does so when the GPU fails.
+        """
+        opened = {path for _link, path in open_files(self.pid)}
+        files = set(self._files())
+        self._before = files - opened
+        return bool(files & opened)
 
     @property
     def is_watchable(self) -> bool:
@@ -86,35 +133,47 @@ class CoreRequest:
         template = self._environ.get(_FILE, _DEFAULT_FILE)
         return not template.startswith("|") and not _is_fifo(Path(template))
 
-    def look(self) -> Path | None:
+    def look(self, *, has_ended: bool = False) -> Path | None:
         """Return the core when it is whole, None while it is not.
+
+        Args:
+            has_ended: the process is gone, and writes no more.
 
         Raises:
             NoCoreError: the driver left a file that is no whole core.
         """
         for path in set(self._files()) - self._before:
-            if self._is_being_written(path):
+            if not self._has_settled(path) and not has_ended:
                 continue
-            if not is_whole_core(path):
+            if is_whole_core(path):
+                return path
+            if has_ended or time.monotonic() - self._sizes[path][1] >= _STILL_SECS:
                 raise NoCoreError(f"{path} is no whole core ({self._size_of(path)} bytes)")
-            return path
         return None
+
+    @property
+    def folder(self) -> Path:
+        """Return where the core will lie; see `is_watchable`."""
+        return self._absolute(self._environ.get(_FILE, _DEFAULT_FILE)).parent
+
+    def written_since(self, seconds: float) -> Path | None:
+        """Return the last core that the driver wrote of the process by itself, as it does when the GPU fails.
+
+        Args:
+            seconds: since when, since the epoch: what is older has another cause, or was of another process.
+        """
+        found = []
+        for path in self._files():
+            with contextlib.suppress(OSError):
+                changed = path.stat().st_mtime
+                if changed >= seconds:
+                    found.append((changed, path))
+        return max(found)[1] if found else None
 
     def leftover(self) -> str:
         """Say what there is of a core that did not become whole."""
         parts = sorted(set(self._files()) - self._before)
         return ", ".join(f"{path} has {self._size_of(path)} bytes so far" for path in parts) or "no file appeared"
-
-    def _find_pipe(self) -> Path:
-        template = self._environ.get(_PIPE, _DEFAULT_PIPE)
-        known = self._absolute(template)
-        if "%t" not in template and known.exists():
-            return known
-        wanted = re.compile(_pattern_of(Path(template).name, self.pid))
-        for path in _open_files(self.pid):
-            if (wanted.fullmatch(path.name) or _KNOWN_PIPE.fullmatch(path.name)) and _is_fifo(path):
-                return path
-        raise NoCoreError(f"there is no pipe {known}: CUDA was not initialised")
 
     def _files(self) -> Iterator[Path]:
         path = self._absolute(self._environ.get(_FILE, _DEFAULT_FILE))
@@ -131,15 +190,14 @@ class CoreRequest:
                 return Path(f"/proc/{self.pid}/cwd").readlink() / path
         return path
 
-    def _is_being_written(self, path: Path) -> bool:
-        size, now = self._size_of(path), time.monotonic()
+    def _has_settled(self, path: Path) -> bool:
+        """Say whether it has not grown since the last look, and the process has closed it."""
+        size = self._size_of(path)
         known = self._sizes.get(path)
         if known is None or known[0] != size:
-            self._sizes[path] = (size, now)
-            return True
-        if path in _open_files(self.pid):
-            return True
-        return now - known[1] < _STILL_SECS and not is_whole_core(path)
+            self._sizes[path] = (size, time.monotonic())
+            return False
+        return not any(path == name for _link, name in open_files(self.pid))
 
     @staticmethod
     def _size_of(path: Path) -> int:
@@ -164,32 +222,41 @@ def is_whole_core(path: Path) -> bool:
                 file.seek(sections)
                 row = file.read(_SECTION.size)
                 section_count = _SECTION.unpack(row)[5] if len(row) == _SECTION.size else 0
-            ends = [0]
+            end = 0
             if sections and section_count:
-                ends += _ends(file, sections, section_count, section_size, _SECTION, (4, 5), _NO_BITS)
+                end = _end_of(file, sections, section_count, section_size, _SECTION_EXTENT, _NO_BITS)
             if segments and segment_count:
-                ends += _ends(file, segments, segment_count, segment_size, _SEGMENT, (2, 5), None)
-            return len(ends) > 1 and max(ends) <= size
-    except (OSError, ValueError, struct.error):
+                end = max(end, _end_of(file, segments, segment_count, segment_size, _SEGMENT_EXTENT, None))
+            return 0 < end <= size
+    except (OSError, OverflowError, ValueError, struct.error):
         return False
 
 
-def _ends(
-    file: object, offset: int, count: int, row_size: int, row: struct.Struct, extent: tuple[int, int], empty: int | None
-) -> list[int]:
-    """Return where the table ends, and where all that its rows name ends, in bytes from the file's beginning."""
-    if row_size < row.size or not 0 < count <= _MOST_ROWS:
+def _end_of(
+    file: BinaryIO, offset: int, count: int, row_size: int, extent: struct.Struct, without_bytes: int | None
+) -> int:
+    """Return where the table and all that its rows name ends, in bytes from the file's beginning.
+
+    It is read in pieces: the handler, which asks for this, is to stay small.
+
+    Raises:
+        ValueError: there is no such table, or it is cut off.
+    """
+    if row_size < extent.size or not 0 < count <= _MOST_ROWS:
         raise ValueError("no table")
-    file.seek(offset)  # type: ignore[attr-defined]
-    table = file.read(count * row_size)  # type: ignore[attr-defined]
-    if len(table) < count * row_size:
-        raise ValueError("the table is cut off")
-    ends = [offset + count * row_size]
-    for start in range(0, count * row_size, row_size):
-        fields = row.unpack_from(table, start)
-        kind = fields[1] if empty is not None else fields[0]
-        ends.append(0 if kind == empty else fields[extent[0]] + fields[extent[1]])
-    return ends
+    row = struct.Struct(f"{extent.format}{row_size - extent.size}x")
+    end = offset + count * row_size
+    file.seek(offset)
+    step = _BYTES_AT_A_TIME // row_size
+    for first in range(0, count, step):
+        rows = min(step, count - first)
+        data = file.read(rows * row_size)
+        if len(data) < rows * row_size:
+            raise ValueError("the table is cut off")
+        for kind, start, length in row.iter_unpack(data):
+            if kind != without_bytes:
+                end = max(end, start + length)
+    return end
 
 
 def _environment_of(pid: int) -> dict[str, str]:
@@ -202,23 +269,8 @@ def _environment_of(pid: int) -> dict[str, str]:
     return found
 
 
-def _open_files(pid: int) -> Iterator[Path]:
-    with contextlib.suppress(OSError):
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            # Between the two it may be closed.
-            with contextlib.suppress(OSError):
-                yield entry.readlink()
-
-
 def _pattern_of(template: str, pid: int) -> str:
     return re.escape(template).replace("%h", ".*").replace("%p", str(pid)).replace("%t", r"\d+")
-
-
-def _owner_of(pid: int) -> int | None:
-    try:
-        return os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116
-    except OSError:
-        return None
 
 
 def _is_fifo(path: Path) -> bool:

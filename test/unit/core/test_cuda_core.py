@@ -11,11 +11,19 @@ import pytest
 
 from sglang_crashkit.core import cuda_core
 from sglang_crashkit.core.cuda_core import CoreRequest, NoCoreError, is_whole_core
+from sglang_crashkit.core.fifo import open_files
 from unit import cuda_driver
-from unit.cuda_driver import core_bytes
+from unit.synthetic_core import PROGBITS, Part, elf_bytes
 from unit.waiting import LONG, wait_until
 
 Start = Callable[..., CoreRequest]
+
+
+def core_bytes(payload: int = 4096, *, many_sections: bool = False) -> bytes:
+    """Return a core that is whole and says nothing."""
+    return elf_bytes([Part("", PROGBITS, b"g" * payload)], many_sections=many_sections)
+
+
 ENABLED = {"CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1"}
 
 
@@ -66,6 +74,73 @@ def test_a_core_is_waited_for_as_long_as_it_grows(start: Start, tmp_path: Path) 
     assert time.monotonic() - began > 1.5
     assert is_whole_core(path)
     assert path.name.endswith(f".{request.pid}")
+
+
+def test_several_processes_write_their_cores_side_by_side(start: Start, tmp_path: Path) -> None:
+    requests = [start(seconds=0.5) for _ in range(3)]
+    for request in requests:
+        wait_until((tmp_path / f"corepipe.{request.pid}").exists, "each driver made its pipe")
+    for request in requests:
+        request.send()
+    paths = {wait_until(request.look, "the core is whole") for request in requests}
+    assert len(paths) == 3
+
+
+@pytest.mark.parametrize("outcome", ["switched_off", "no_pipe", "no_reader", "foreign_pipe"])
+def test_it_says_what_came_of_asking(tmp_path: Path, outcome: str) -> None:
+    pipe = tmp_path / "pipe"
+    if outcome == "no_reader":
+        os.mkfifo(pipe)
+    elif outcome == "foreign_pipe":
+        pipe.touch()
+    environ = {} if outcome == "switched_off" else ENABLED
+    with pytest.raises(NoCoreError) as caught:
+        CoreRequest(os.getpid(), environ | {"CUDA_COREDUMP_PIPE": str(pipe)}).send()
+    assert caught.value.outcome == outcome
+
+
+def test_a_pipe_that_an_earlier_process_left_is_passed_over(start: Start, tmp_path: Path) -> None:
+    # The driver's own has another name, as with some drivers.
+    request = start(name="corepipe_host_%p", pipe=str(tmp_path / "left"))
+    os.mkfifo(tmp_path / "left")
+    wait_until(lambda: "corepipe_host" in str(list(open_files(request.pid))), "the driver opened it")
+    request.send()
+    assert wait_until(request.look, "the core is whole")
+
+
+def test_a_core_that_the_driver_writes_by_itself_is_waited_for(start: Start, tmp_path: Path) -> None:
+    asked = start(seconds=1.0)
+    (tmp_path / f"core.cuda.1.{asked.pid}").write_bytes(core_bytes())
+    assert not asked.join()
+    asked.send()
+    other = CoreRequest(asked.pid, ENABLED | {"CUDA_COREDUMP_FILE": str(tmp_path / "core.cuda.%t.%p")})
+    wait_until(other.join, "the core has begun")
+    path = wait_until(other.look, "the core is whole")
+    assert path.name != f"core.cuda.1.{asked.pid}"
+
+
+def test_of_a_process_that_is_gone_nothing_more_is_waited_for(tmp_path: Path) -> None:
+    template = {"CUDA_COREDUMP_FILE": str(tmp_path / "core.%p")}
+    request, path = CoreRequest(os.getpid(), template), tmp_path / f"core.{os.getpid()}"
+    assert request.look(has_ended=True) is None
+    path.write_bytes(core_bytes())
+    assert CoreRequest(os.getpid(), template).look() is None, "it may grow still"
+    assert request.look(has_ended=True) == path
+    path.write_bytes(core_bytes()[:-1])
+    with pytest.raises(NoCoreError, match="is no whole core"):
+        request.look(has_ended=True)
+
+
+def test_what_the_driver_wrote_by_itself_is_found(tmp_path: Path) -> None:
+    request = CoreRequest(os.getpid(), {"CUDA_COREDUMP_FILE": str(tmp_path / "core.%t.%p")})
+    assert request.written_since(0.0) is None
+    for seconds in (1000, 3000, 2000):
+        path = tmp_path / f"core.{seconds}.{os.getpid()}"
+        path.touch()
+        os.utime(path, (seconds, seconds))
+    (tmp_path / f"core.4000.{os.getpid()}").symlink_to(path)
+    assert request.written_since(1500.0) == tmp_path / f"core.3000.{os.getpid()}"
+    assert request.written_since(5000.0) is None
 
 
 def test_a_core_of_before_is_not_taken_for_the_one_asked_for(start: Start, tmp_path: Path) -> None:
@@ -135,7 +210,7 @@ def test_a_pipe_with_the_time_in_its_name_is_found_among_the_open_files(start: S
     request = start(name="corepipe.%t.%p", pipe=str(tmp_path / "corepipe.%t.%p"))
     descriptor = os.open(next(tmp_path.glob("corepipe*")), os.O_WRONLY)
     try:
-        wait_until(lambda: "corepipe" in str(list(cuda_core._open_files(request.pid))), "the driver opened it")
+        wait_until(lambda: "corepipe" in str([path for _link, path in open_files(request.pid)]), "the driver opened it")
         request.send()
         assert wait_until(request.look, "the core is whole")
     finally:
