@@ -10,19 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from sglang_crashkit.core.analysis.hang import find_suspect, name_some
+from sglang_crashkit.core.analysis.grouping import groups_of, rank_at
+from sglang_crashkit.core.analysis.hang import find_suspect, frame_of
+from sglang_crashkit.core.analysis.member import name_some
+from sglang_crashkit.core.analysis.states import of_frames
 from sglang_crashkit.core.incident import Failure, Incident, Level, ProcessReport, Verdict
 from sglang_crashkit.core.peers import describe
 
 FailureKind = Literal["exit", "exception", "hang"]
 
-#: Signals that a process does not get by an orderly shutdown.
-FATAL_SIGNALS = frozenset({"SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP"})
-
 #: Two failures this close, in seconds, may have been noticed in the wrong order.
 _SAME_MOMENT_SECS = 0.005
+#: Of so many process groups the verdict tells what is seen; of the others, the incident does.
+_MOST_COLLECTIVES = 2
 _LOST_PEER = re.compile(
     r"connection (closed|reset)|closed by peer|broken pipe|socket timeout|timed out waiting|remote (process|peer)"
     r"|nccl.*(abort|remote|unhandled)|store.*(timeout|closed)|recv(?:value)? failed",
@@ -39,9 +41,10 @@ class FailureEvent:
         seconds: when, since the epoch.
         kind: it exited, it reported an exception, or its watchdog saw no progress.
         message: the exception, or what the watchdog saw, in one line; empty for an exit.
-        fatal_signal: the exit was by a signal of `FATAL_SIGNALS`.
+        fatal_signal: the exit was by a signal of `exit_status.FATAL_SIGNALS`.
         before_photograph: it was seen before the server's own clean-up could begin.
         with_parent: the exit came of the end of the process that had started it.
+        is_answer: the main process ended with a status by which it tells of a crash, so of another process's.
     """
 
     pid: int
@@ -51,6 +54,7 @@ class FailureEvent:
     fatal_signal: bool = False
     before_photograph: bool = True
     with_parent: bool = False
+    is_answer: bool = False
 
 
 def order_failures(events: Sequence[FailureEvent]) -> list[FailureEvent]:
@@ -61,13 +65,14 @@ def order_failures(events: Sequence[FailureEvent]) -> list[FailureEvent]:
             return (0 if event.fatal_signal and event.before_photograph else 1, *_by_time(event))
         return (2 if _LOST_PEER.search(event.message) else 1, *_by_time(event))
 
-    orphans = sorted((event for event in events if event.with_parent), key=_by_time)
-    events = [event for event in events if not event.with_parent]
+    last = sorted((event for event in events if event.is_answer), key=_by_time)
+    last += sorted((event for event in events if event.with_parent and not event.is_answer), key=_by_time)
+    events = [event for event in events if not (event.with_parent or event.is_answer)]
     deaths = [event for event in events if event.kind == "exit" and event.fatal_signal and event.before_photograph]
     consequences = [event for event in events if _LOST_PEER.search(event.message)]
     if deaths and consequences:
-        return sorted(events, key=rank) + orphans
-    return sorted(events, key=_by_time) + orphans
+        return sorted(events, key=rank) + last
+    return sorted(events, key=_by_time) + last
 
 
 def _by_time(event: FailureEvent) -> tuple[float, str, int, str]:
@@ -107,7 +112,7 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
         other = incident.process(event.pid)
         if other is not None:
             basis.append(_consequence(event, other))
-    basis += _doings(incident, without=first.pid)
+    basis += [*_doings(incident, without=first.pid), *_collectives(incident), *_on_gpus(incident)]
     basis += lost
     if len(ordered) > 1 and level == "established" and not _clearly_first(ordered):
         level = "supported"
@@ -124,20 +129,23 @@ def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Seque
     """
     hung = list(dict.fromkeys(event.pid for event in ordered if event.kind == "hang"))
     # A watchdog speaks of its own rank only, and that of a stopped rank is stopped with it.
-    groups = [_group(process) for pid in hung if (process := incident.process(pid)) is not None]
-    peers = [p for p in incident.processes if p.pid in hung or (p.role == "scheduler" and _group(p) in groups)]
+    ranks = [(rank_at(process.rank), process.pid) for process in incident.processes if process.role == "scheduler"]
+    pids = {pid for group in groups_of(ranks) if not set(hung).isdisjoint(group) for pid in group}
+    peers = [process for process in incident.processes if process.pid in pids or process.pid in hung]
     peers.sort(key=lambda process: (hung.index(process.pid) if process.pid in hung else -1, process.pid))
     suspect = find_suspect(peers)
-    silences = _silences(incident, ordered)
+    silences, collectives = _silences(incident, ordered), _collectives(incident)
     if suspect is not None:
-        named, basis = suspect.process.pid, [suspect.statement, *silences]
+        named, basis = suspect.process.pid, [suspect.statement, *silences, *collectives]
+    elif (late := _late_in_collectives(incident)) is not None:
+        named, basis = late, [*collectives, *silences]
     elif len(hung) == 1:
-        named, basis = hung[0], silences
+        named, basis = hung[0], [*silences, *collectives]
     else:
         text = f"{len(hung)} processes made no progress, and none of them stands out."
-        basis = [text, *silences, *_doings(incident), *lost]
+        basis = [text, *silences, *collectives, *_doings(incident), *_on_gpus(incident), *lost]
         return Verdict("hang", None, "unknown", " ".join(basis), basis)
-    basis += [*_doings(incident, without=named), *lost]
+    basis += [*_doings(incident, without=named), *_on_gpus(incident), *lost]
     process = incident.process(named)
     title = process.title if process else incident.trigger.title
     # Who waits is not necessarily whom the others wait for.
@@ -159,17 +167,43 @@ def _silences(incident: Incident, ordered: Sequence[FailureEvent]) -> list[str]:
     return [f"{name_some(names)} {message}." for message, names in said.items()] + after
 
 
-def _group(process: ProcessReport) -> tuple[int | None, int | None]:
-    """Return what the ranks of one tensor-parallel group have in common."""
-    return process.rank.get("dp"), process.rank.get("pp")
+def _telling(incident: Incident) -> list[dict[str, Any]]:
+    """Return what the flight recorders show of collectives that go wrong."""
+    findings = incident.collectives.findings if incident.collectives is not None else []
+    return [one for one in findings if one["kind"] != "in_step" and one["level"] != "unknown"]
+
+
+def _collectives(incident: Incident) -> list[str]:
+    return [str(finding["statement"]) for finding in _telling(incident)[:_MOST_COLLECTIVES]]
+
+
+def _late_in_collectives(incident: Incident) -> int | None:
+    """Return the one process for which the others wait in their collectives, None where it is not one."""
+    pids = [pid for finding in _telling(incident)[:1] for pid in finding["pids"]]
+    return pids[0] if len(pids) == 1 else None
 
 
 def _doings(incident: Incident, without: int | None = None) -> list[str]:
     return [
-        f"{other.title} (pid {other.pid}) was in {other.doing[0]}."
+        f"{other.title} (pid {other.pid}) {_doing(other.doing)}."
         for other in incident.processes
         if other.pid != without and other.role == "scheduler" and other.doing
     ]
+
+
+def _doing(frames: Sequence[str]) -> str:
+    activity = of_frames([frame_of(text) for text in frames])
+    return activity.words if activity.kind in ("compiling", "loading") else f"was in {frames[0]}"
+
+
+def _on_gpus(incident: Incident) -> list[str]:
+    """Return what the GPU cores tell: of each the first kernel, or what failed, which comes after the kernels."""
+    told = []
+    for process in incident.processes:
+        failed = next((line for line in process.gpu if line.startswith("exception: ")), None)
+        if process.gpu:
+            told.append(f"{process.title} (pid {process.pid}) had on its GPU: {failed or process.gpu[0]}.")
+    return told
 
 
 def _clearly_first(ordered: Sequence[FailureEvent]) -> bool:
@@ -177,6 +211,7 @@ def _clearly_first(ordered: Sequence[FailureEvent]) -> bool:
     is_death = first.kind == "exit" and first.fatal_signal and first.before_photograph
     return all(
         event.with_parent
+        or event.is_answer
         or event.seconds - first.seconds > (0.0 if is_death and event.kind == "exception" else _SAME_MOMENT_SECS)
         or (is_death and _LOST_PEER.search(event.message) is not None)
         for event in ordered[1:]

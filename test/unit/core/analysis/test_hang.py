@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.core.analysis.hang import Suspect, find_suspect, name_some
+from sglang_crashkit.core.analysis.hang import Suspect, find_suspect
+from sglang_crashkit.core.analysis.member import name_some
 from sglang_crashkit.core.analysis.verdict import FailureEvent, judge
-from sglang_crashkit.core.incident import Incident, Look, ProcessReport, ServerInfo, Trigger
+from sglang_crashkit.core.incident import Collectives, Incident, Look, ProcessReport, ServerInfo, Trigger
 
 BROADCAST = "broadcast (torch/distributed/distributed_c10d.py:3787)"
 ALL_REDUCE = "all_reduce (torch/distributed/distributed_c10d.py:3913)"
@@ -41,6 +42,11 @@ def test_of_several_that_are_stopped_the_one_that_was_silent_first_is_named() ->
     assert found is not None
     assert found[0] == 2
     assert "TP2 (pid 12) and sglang::scheduler_TP0 (pid 10) are stopped" in found[1]
+
+
+def test_a_rank_that_is_held_by_an_unknown_debugger_is_named() -> None:
+    found = named(rank(0, BROADCAST, states="SSS"), rank(1, BROADCAST, states="ttt"))
+    assert found == (1, "sglang::scheduler_TP1 (pid 11) is held by a debugger or tracer (state t).")
 
 
 def test_a_rank_that_was_stopped_for_a_moment_only_is_not_named() -> None:
@@ -110,7 +116,7 @@ def test_whoever_is_named_is_one_of_them_and_not_one_that_waits(frames: list[str
     if suspect is not None:
         assert suspect.process in ranks
         assert suspect.process.title in suspect.statement
-        if states not in ("TTT", "DDD"):
+        if states not in ("TTT", "DDD", "ttt"):
             assert not suspect.process.looks[0].doing[0].startswith(("broadcast", "all_reduce"))
 
 
@@ -171,6 +177,13 @@ def test_ranks_of_another_group_are_not_compared_with() -> None:
     assert judge(incident_of(*ranks), [silent(10, 1.0), silent(11, 1.0)]).first_failure is None
 
 
+def test_ranks_whose_attention_alone_is_replicated_are_compared() -> None:
+    ranks = [rank(number, SPIN if number == 2 else BROADCAST, dp=number) for number in range(4)]
+    failure = judge(incident_of(*ranks), [silent(10, 1.0)]).first_failure
+    assert failure is not None
+    assert failure.pid == 12
+
+
 def test_what_came_after_the_hang_is_told_after_it() -> None:
     ranks = rank(0, BROADCAST, states="SS"), rank(1, BROADCAST, states="TT")
     events = [silent(10, 1.0), FailureEvent(10, 9.0, "exception", "RuntimeError: Connection closed by peer")]
@@ -178,3 +191,40 @@ def test_what_came_after_the_hang_is_told_after_it() -> None:
     assert verdict.first_failure is not None
     assert verdict.first_failure.pid == 11
     assert "sglang::scheduler_TP0 (pid 10) then raised RuntimeError" in verdict.text
+
+
+def test_ranks_that_compile_are_told_to() -> None:
+    ranks = [rank(number, *["_try_wait (subprocess.py:2004)"] * 3, states="SSS") for number in range(2)]
+    for each in ranks:
+        each.doing = [each.doing[0], "compile (torch/_inductor/codecache.py:1)"]
+    verdict = judge(incident_of(*ranks), [FailureEvent(each.pid, 1.0, "hang", "made no progress") for each in ranks])
+    assert "sglang::scheduler_TP1 (pid 11) compiled a kernel in _try_wait (subprocess.py:2004)." in verdict.basis
+
+
+def behind(*pids: int, level: str = "established") -> Collectives:
+    return Collectives([{"kind": "behind", "level": level, "statement": "One is behind.", "pids": list(pids)}])
+
+
+def test_where_all_wait_the_one_that_is_behind_in_its_collectives_is_named() -> None:
+    incident = incident_of(rank(0, GPU), rank(1, GPU))
+    incident.collectives = behind(11)
+    verdict = judge(incident, [silent(10, 1.0), silent(11, 1.0)])
+    assert verdict.first_failure is not None
+    assert (verdict.first_failure.pid, verdict.level) == (11, "supported")
+    assert verdict.basis[0] == "One is behind."
+
+
+@pytest.mark.parametrize("told", [behind(10, 11), behind(), behind(11, level="unknown"), Collectives()])
+def test_collectives_that_name_no_one_rank_name_nobody(told: Collectives) -> None:
+    incident = incident_of(rank(0, GPU), rank(1, GPU))
+    incident.collectives = told
+    assert judge(incident, [silent(10, 1.0), silent(11, 1.0)]).first_failure is None
+
+
+def test_a_rank_that_is_stopped_is_named_whatever_the_collectives_show() -> None:
+    incident = incident_of(rank(0, BROADCAST, states="SS"), rank(1, BROADCAST, states="TT"))
+    incident.collectives = behind(10)
+    verdict = judge(incident, [silent(10, 1.0), silent(11, 2.0)])
+    assert verdict.first_failure is not None
+    assert verdict.first_failure.pid == 11
+    assert "One is behind." in verdict.basis

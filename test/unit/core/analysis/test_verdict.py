@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_crashkit.core.analysis.verdict import FailureEvent, judge, order_failures
-from sglang_crashkit.core.incident import Exit, Incident, ProcessReport, ServerInfo, Trigger
+from sglang_crashkit.core.incident import Collectives, Exit, Incident, ProcessReport, ServerInfo, Trigger
 from sglang_crashkit.core.peers import LostPeer
 
 ENDS: dict[str, Exit] = {
@@ -36,6 +36,18 @@ def death(pid: int, seconds: float, **fields: Any) -> FailureEvent:
 
 def raised(pid: int, seconds: float, message: str = "ValueError: x") -> FailureEvent:
     return FailureEvent(pid, seconds, "exception", message)
+
+
+def test_what_was_on_the_gpu_is_part_of_the_verdict() -> None:
+    incident = make_incident(tp0=None, tp1="killed")
+    incident.processes[0].gpu = ["kernel spin on GPU 0: grid 1x1x1, block 32x1x1, its name inferred"]
+    incident.processes[1].gpu = ["no kernel on the GPU", "exception: warp assert (GPU 1, SM 3)"]
+    verdict = judge(incident, [death(11, 1.0)])
+    assert verdict.basis[-2:] == [
+        "sglang::scheduler_TP0 (pid 10) had on its GPU: "
+        "kernel spin on GPU 0: grid 1x1x1, block 32x1x1, its name inferred.",
+        "sglang::scheduler_TP1 (pid 11) had on its GPU: exception: warp assert (GPU 1, SM 3).",
+    ]
 
 
 def test_a_killed_rank_is_the_first_failure_although_the_survivor_raised_first() -> None:
@@ -145,6 +157,17 @@ def test_a_lost_peer_is_not_the_first_failure_where_a_process_failed() -> None:
     assert verdict.basis[-1].startswith("prefill server h:1 is gone")
 
 
+def test_a_main_process_that_tells_of_a_rank_is_not_first_although_its_end_was_seen_first() -> None:
+    incident = make_incident(tp0="status", tp1="killed")
+    answer = FailureEvent(10, 1.0, "exit", is_answer=True)
+    verdict = judge(incident, [answer, death(11, 1.001)])
+    assert verdict.first_failure is not None
+    assert (verdict.first_failure.pid, verdict.kind, verdict.level) == (11, "signal", "established")
+    alone = judge(incident, [answer])
+    assert alone.first_failure is not None
+    assert alone.first_failure.pid == 10
+
+
 def test_a_failure_of_a_process_that_nobody_knows_is_judged() -> None:
     verdict = judge(make_incident(tp0=None), [death(99, 1.0), raised(98, 2.0)])
     assert verdict.first_failure is not None
@@ -169,6 +192,7 @@ events_of_three = st.lists(
         fatal_signal=st.booleans(),
         before_photograph=st.booleans(),
         with_parent=st.booleans(),
+        is_answer=st.booleans(),
     ),
     max_size=5,
     unique_by=lambda event: (event.pid, event.kind, event.message),
@@ -199,6 +223,31 @@ def test_a_lost_connection_is_never_first_where_a_rank_was_killed_before_the_pho
     events: list[FailureEvent],
 ) -> None:
     deaths = [event for event in events if event.kind == "exit" and event.fatal_signal and event.before_photograph]
-    if any(not event.with_parent for event in deaths):
+    if any(not (event.with_parent or event.is_answer) for event in deaths):
         first = order_failures(events)[0]
         assert not (first.kind == "exception" and first.message == LOST)
+
+
+def finding(statement: str, kind: str = "behind", level: str = "established", *pids: int) -> dict[str, Any]:
+    return {"kind": kind, "level": level, "statement": statement, "pids": list(pids)}
+
+
+def test_what_the_collectives_show_is_told_with_the_first_failure_and_does_not_change_it() -> None:
+    incident = make_incident(tp0=None, tp1="killed")
+    incident.collectives = Collectives(
+        [
+            finding("One is behind.", "behind", "supported", 10),
+            finding("A wait of a moment.", "behind", "unknown", 10),
+            finding("Nobody waits.", "in_step", "supported"),
+        ]
+    )
+    verdict = judge(incident, [death(11, 1.0)])
+    assert verdict.first_failure is not None
+    assert (verdict.first_failure.pid, verdict.level) == (11, "established")
+    assert verdict.basis[1:] == ["One is behind."]
+
+
+def test_of_many_process_groups_the_verdict_tells_the_first() -> None:
+    incident = make_incident(tp0=None, tp1="killed")
+    incident.collectives = Collectives([finding(f"Group {number}.") for number in range(9)])
+    assert judge(incident, [death(11, 1.0)]).text.endswith(". Group 0. Group 1.")
