@@ -23,6 +23,9 @@ class ExitCode(IntEnum):
     NOTHING = 3
     REFUSED = 4
     PARTIAL = 5
+    #: As a shell has it for a program that the signal ended: 128 + SIGINT, 128 + SIGTERM.
+    INTERRUPTED = 130
+    TERMINATED = 143
 
 
 class CrashkitError(Exception):

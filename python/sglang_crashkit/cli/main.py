@@ -14,7 +14,7 @@ from sglang_crashkit import __version__
 from sglang_crashkit.errors import CrashkitError, ExitCode
 
 #: Module of each command, in the order of ``--help``.
-COMMANDS = ("apply", "revert", "status", "wheel", "incidents")
+COMMANDS = ("apply", "revert", "status", "wheel", "incidents", "core", "collect", "watch")
 
 
 class Command(Protocol):
@@ -78,4 +78,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(error.exit_code)
     except KeyboardInterrupt:
         print(f"sglang-crashkit {args.command}: interrupted", file=sys.stderr)
-        return 130
+        return int(ExitCode.INTERRUPTED)

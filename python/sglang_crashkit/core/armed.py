@@ -6,7 +6,8 @@ Its files in the crash handler's runtime folder, which has mode 0700, named afte
 - ``.sock`` is where a thread of the process answers with the stacks of all its threads (see `responder`);
 - ``.stack`` takes what faulthandler writes when the process gets the signal (see `stack_signal`);
 - ``.fault`` takes what faulthandler writes when a fatal signal ends the process;
-- ``.orphan`` takes what faulthandler writes when the process ends because its parent did.
+- ``.orphan`` takes what faulthandler writes when the process ends because its parent did;
+- ``.say`` is where a thread of the server's main process takes lines for the server's log.
 """
 
 from __future__ import annotations
@@ -56,12 +57,14 @@ class ArmedFiles:
     stack: Path
     fault: Path
     orphan: Path
+    say: Path
 
     @classmethod
     def of(cls, folder: Path, pid: int, start_ticks: int) -> ArmedFiles:
         """Return the files of the process `pid` that started at `start_ticks`."""
         name = f"{pid}-{start_ticks}"
-        return cls(*(folder / f"{name}{suffix}" for suffix in (".json", ".sock", ".stack", ".fault", ".orphan")))
+        suffixes = (".json", ".sock", ".stack", ".fault", ".orphan", ".say")
+        return cls(*(folder / f"{name}{suffix}" for suffix in suffixes))
 
 
 def describe(folder: Path, armed: Armed) -> None:

@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +94,7 @@ class Ledger:
 
     def __init__(self, incidents: Path, name: str, limits: DiskLimits) -> None:
         self._incidents = incidents
-        self._name = name
+        self._names = {name, f"{PARTIAL}{name}"}
         total, free = _space_of(incidents)
         default_use = min(_DEFAULT_MAX_USE, int(total * _USE_SHARE))
         default_free = min(_DEFAULT_KEEP_FREE, int(total * _FREE_SHARE))
@@ -138,6 +138,10 @@ class Ledger:
         """Count a file no longer: it was not written after all."""
         self._own.pop(name, None)
 
+    def rename(self, name: str) -> None:
+        """Note that this incident's folder is called something else when it is finished."""
+        self._names.add(name)
+
     def settle(self) -> None:
         """Make room for what the essential files took beyond the limits."""
         if not self._fits_use(0) or not self._fits_disk(0):
@@ -145,6 +149,34 @@ class Ledger:
 
     def make_room(self, growth: int) -> None:
         """Remove the oldest finished incidents until `growth` more bytes fit, or none is left."""
+        self._remove_until(lambda: self._fits_use(growth) and self._fits_disk(growth))
+
+    def make_room_beside(self, folder: Path, size: int) -> str:
+        """Make room for what somebody else is about to write to `folder`, and which is not counted.
+
+        The oldest incidents make room for it where it shares their file system.
+
+        Args:
+            folder: where it will be.
+            size: how long it may become, in bytes.
+
+        Returns:
+            Why there is none; empty where there is room.
+        """
+        try:
+            if folder.stat().st_dev == self._incidents.stat().st_dev:
+                if not self._fits_disk(size):
+                    self._remove_until(lambda: self._fits_disk(size))
+                fits = self._fits_disk(size)
+            else:
+                total, free = _space_of(folder)
+                fits = free - size >= min(_DEFAULT_KEEP_FREE, int(total * _FREE_SHARE))
+        except OSError as error:
+            return f"{folder} cannot be written to: {error.strerror}"
+        return "" if fits else f"there is no room for {size / MB:g} MB in {folder}"
+
+    def _remove_until(self, fits: Callable[[], bool]) -> None:
+        """Remove the oldest finished incidents until it `fits`, or none is left."""
         lock = FolderLock(self._incidents)
         # Two at a time would remove twice as much as they need.
         if lock.acquire(_LOCK_SECS) == "taken":
@@ -152,7 +184,7 @@ class Ledger:
         try:
             self._others = others = self._measure()
             for name in sorted(filter(is_finished, others)):
-                if self._fits_use(growth) and self._fits_disk(growth):
+                if fits():
                     break
                 if remove_incident(self._incidents / name):
                     del others[name]
@@ -183,8 +215,7 @@ class Ledger:
 
     def _measure(self) -> dict[str, int]:
         """Return what everything in the folder but this incident takes, by name."""
-        names = {self._name, f"{PARTIAL}{self._name}"}
-        return {path.name: size_of(path) for path in self._incidents.iterdir() if path.name not in names}
+        return {path.name: size_of(path) for path in self._incidents.iterdir() if path.name not in self._names}
 
 
 def remove_incident(folder: Path) -> bool:

@@ -29,12 +29,13 @@ from __future__ import annotations
 import signal
 from enum import IntEnum
 
-from sglang_crashkit.core.analysis.verdict import FATAL_SIGNALS
 from sglang_crashkit.core.incident import Incident
 from sglang_crashkit.core.pidfd import ExitStatus
 
 #: 128 and SIGKILL, as the kernel's own out-of-memory kill of a container's first process reads.
 OUT_OF_MEMORY = 128 + signal.SIGKILL
+#: Signals that a process does not get by an orderly shutdown.
+FATAL_SIGNALS = frozenset({"SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP"})
 
 
 class ServerExit(IntEnum):
@@ -59,6 +60,14 @@ _BY_KIND = {
 }
 #: What says no more than that the server did not start, where it had not.
 _ANY_START = {ServerExit.CRASHED, ServerExit.RAISED, ServerExit.EXITED, ServerExit.HUNG}
+
+
+def tells_of_a_crash(code: int | None) -> bool:
+    """Say whether a main process ends with this status because of what happened to another process."""
+    if code is None:
+        return False
+    by_signal = {128 + signal.Signals[name] for name in FATAL_SIGNALS}
+    return code in by_signal or code in tuple(ServerExit)
 
 
 def exit_status_of(incident: Incident) -> int | None:

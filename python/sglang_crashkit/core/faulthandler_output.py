@@ -53,12 +53,16 @@ def parse_faulthandler(text: str, pid: int, main_thread: int, roots: Sequence[st
         main_thread: Python's identifier of its main thread.
         roots: folders of modules, by which the paths are shortened.
     """
-    error, sections = "", []
+    error = ""
+    sections: list[_Section] = []
     ordered_roots = sorted((root.rstrip("/") + "/" for root in roots if root), key=len, reverse=True)
     # What has no newline is being written.
     for line in text[: text.rfind("\n") + 1].splitlines():
         if found := _THREAD.fullmatch(line):
             ident = int(found[2], 16)
+            if any(section.ident == ident for section in sections):
+                # It was told to write once more; the first time is that of the event.
+                break
             name = "MainThread" if ident == main_thread else found[3] or ""
             sections.append(_Section(ident, name, found[1] != "Thread", []))
         elif sections and (found := _FRAME.fullmatch(line)):

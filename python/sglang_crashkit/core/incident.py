@@ -23,6 +23,7 @@ EvidenceKind = Literal[
     "fault_stack",
     "exception",
     "cuda_core",
+    "gpu_kernels",
     "gpu_stack",
     "flight_recorder",
 ]
@@ -105,6 +106,7 @@ class ProcessReport:
         exit: None while it lived when the incident was written.
         state: what ``/proc`` said of it, None where it was gone.
         doing: the innermost Python frames that tell what it was doing, innermost first.
+        gpu: what its GPU was doing, in lines: which kernels, and what failed; empty where no core tells of it.
         looks: where it was looked at several times, each time, the first one too.
         evidence: every expected piece.
     """
@@ -116,6 +118,7 @@ class ProcessReport:
     exit: Exit | None = None
     state: dict[str, Any] | None = None
     doing: list[str] = field(default_factory=list)
+    gpu: list[str] = field(default_factory=list)
     looks: list[Look] = field(default_factory=list)
     evidence: list[Evidence] = field(default_factory=list)
 
@@ -221,6 +224,20 @@ class Verdict:
 
 
 @dataclass
+class Collectives:
+    """What PyTorch's flight recorders of the ranks told of their collectives.
+
+    Attributes:
+        findings: what is seen of each process group, what tells most first; see `analysis.collectives`. With ``pids``,
+            those of the processes to be looked at.
+        missing: of whom there is no dump, and why, a sentence each.
+    """
+
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+@dataclass
 class Occurrence:
     """One more time that a fault was seen on this host; see `core.faults`.
 
@@ -249,6 +266,7 @@ class Incident:
     processes: list[ProcessReport] = field(default_factory=list)
     requests: Requests = field(default_factory=Requests)
     peers: list[LostPeer] = field(default_factory=list)
+    collectives: Collectives | None = None
     timeline: list[dict[str, Any]] = field(default_factory=list)
     verdict: Verdict | None = None
     handler: HandlerInfo | None = None

@@ -7,6 +7,8 @@
         summary.md      the same for a person
         stacks/         one file a process, as text and as JSON
         ranks/          what a failing rank wrote of itself
+        gpu/            what the GPU cores say, one file a process; the flight recorders, ``flight_recorder_<rank>``, as
+                        PyTorch's own ``torchfrtrace`` reads them
 
 A folder that begins with ``.partial-`` is not finished. Its writer holds a lock on it for as long as it lives, so that
 one whose writer died is told from one that is still written.
@@ -19,12 +21,13 @@ import errno
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.core.disk import FULL, DiskLimits, Ledger, NoRoomError
 from sglang_crashkit.core.folder_lock import FolderLock
-from sglang_crashkit.core.incident_name import PARTIAL, IncidentName
+from sglang_crashkit.core.incident_name import PARTIAL, IncidentName, parse_name
 from sglang_crashkit.core.private_files import (
     create_private,
     encode_json,
@@ -85,6 +88,13 @@ class IncidentFolder:
         """What it is called when it is finished."""
         return self._final.name
 
+    def rename(self, kind: str) -> None:
+        """Have it called after another kind of incident when it is finished."""
+        name = parse_name(self.name)
+        assert name is not None
+        self._final = self._final.with_name(str(replace(name, kind=kind)))
+        self._ledger.rename(self.name)
+
     def write_text(self, name: str, text: str) -> str:
         """Write a file below the folder and return its name relative to it.
 
@@ -93,6 +103,11 @@ class IncidentFolder:
             OSError: the folder is gone.
         """
         self._write(name, text.encode(errors="backslashreplace"))
+        return name
+
+    def write_bytes(self, name: str, data: bytes) -> str:
+        """Write `data` below the folder and return its name relative to it; see `write_text`."""
+        self._write(name, data)
         return name
 
     def write_json(self, name: str, value: Any) -> str:
@@ -126,6 +141,10 @@ class IncidentFolder:
             NoRoomError: there is no room for it.
         """
         self._ledger.charge(name, size)
+
+    def make_room_beside(self, folder: Path, size: int) -> str:
+        """Make room for what somebody else is about to write to another folder; see `Ledger.make_room_beside`."""
+        return self._ledger.make_room_beside(folder, size)
 
     def save(self, document: Mapping[str, Any], summary: str, *, sync: bool = False) -> None:
         """Write ``incident.json`` and ``summary.md`` as they are now, for which room is kept.

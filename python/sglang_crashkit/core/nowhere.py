@@ -25,6 +25,13 @@ class NowhereFolder(IncidentFolder):
         self.path = Path("nowhere")
         self.problem = reason[:_MOST_REASON]
 
+    def rename(self, kind: str) -> None:
+        """Do nothing."""
+
+    def make_room_beside(self, folder: Path, size: int) -> str:
+        """Return that there is none."""
+        return f"{self.problem} (there would be {size} bytes in {folder})"
+
     def save(self, document: Mapping[str, Any], summary: str, *, sync: bool = False) -> None:
         """Do nothing."""
 

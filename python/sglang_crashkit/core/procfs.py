@@ -6,8 +6,10 @@ a process that is gone: between any two reads a process may go.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +44,12 @@ class ProcStat:
     threads: int
     wait_status: int
     cpu_ticks: int = 0
+
+
+def started_at(start_ticks: int) -> float:
+    """Return when a process began, in seconds since the epoch, from its start time in clock ticks since boot."""
+    since_boot = start_ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
 
 
 def read_stat(pid: int) -> ProcStat | None:
@@ -196,6 +204,26 @@ def read_wchan(pid: int) -> str:
         return (_PROC / str(pid) / "wchan").read_text(errors="replace").strip("\0 \n0")
     except OSError:
         return ""
+
+
+def mapped_files(pid: int) -> set[str]:
+    """Return the paths of the files that `pid` maps, such as its libraries; empty where that may not be read."""
+    try:
+        text = (_PROC / str(pid) / "maps").read_text(errors="replace")
+    except OSError:
+        return set()
+    # Address, permissions, offset, device, inode, path; proc_pid_maps(5).
+    fields = (line.split(None, 5) for line in text.splitlines())
+    return {words[5] for words in fields if len(words) == 6 and words[5].startswith("/")}
+
+
+def available_bytes() -> int | None:
+    """Return how much memory new programs may take before the host swaps, in bytes; None where that is not told."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (_PROC / "meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return None
 
 
 class TreeScanner:

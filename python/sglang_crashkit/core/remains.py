@@ -14,6 +14,7 @@ from sglang_crashkit.core.incident import EvidenceKind, JournaledRequests
 REQUESTS = "requests/requests.jsonl"
 
 _STACKS = re.compile(r"-(?P<pid>\d+)(?P<mark>|\.\d+|\.native|\.fault)\.(?:txt|json)")
+_KERNELS = re.compile(r"-(?P<pid>\d+)\.kernels\.json")
 _RECORD = re.compile(r"-(?P<pid>\d+)\.exception\.json")
 #: All others are stacks; of a hang, those of the later snapshots have the number of the snapshot.
 _KINDS: Mapping[str, EvidenceKind] = {".native": "native_stack", ".fault": "fault_stack"}
@@ -38,6 +39,10 @@ def unlisted_pieces(folder: Path, pid: int, listed: Collection[str | None]) -> I
         match, name = _RECORD.search(path.name), path.relative_to(folder)
         if match and int(match["pid"]) == pid and name.with_suffix("") not in known:
             yield "exception", str(name)
+    for path in sorted(folder.glob("gpu/*")):
+        match, name = _KERNELS.search(path.name), path.relative_to(folder)
+        if match and int(match["pid"]) == pid and name.with_suffix("") not in known:
+            yield "gpu_kernels", str(name)
 
 
 def journal_remains(folder: Path, reason: str) -> dict[str, Any] | None:

@@ -47,11 +47,13 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
         yield "- not complete: what is missing is listed as failed or skipped"
     yield ""
     yield from _peers(document)
+    yield from _collectives(document)
     yield "## Processes"
     for process in mappings_of(document.get("processes")):
         yield ""
         yield f"### {process.get('title')} (pid {process.get('pid')}): {state_in_words(process)}"
         yield from (f"- {frame}" for frame in process.get("doing") or ())
+        yield from (f"- GPU: {line}" for line in process.get("gpu") or ())
         yield from (f"- {piece_in_words(piece)}" for piece in mappings_of(process.get("evidence")))
     yield ""
     yield "## Timeline"
@@ -76,6 +78,25 @@ def _peers(document: Mapping[str, Any]) -> Iterator[str]:
             count = peer.get("count" if name == "requests" else "unassigned_count")
             if isinstance(count, int) and count > len(requests):
                 yield f"- {what}: {count - len(requests)} more"
+    yield ""
+
+
+def _collectives(document: Mapping[str, Any]) -> Iterator[str]:
+    collectives = mapping_of(document.get("collectives"))
+    findings, missing = mappings_of(collectives.get("findings")), collectives.get("missing")
+    if not findings:
+        # Of whom there is no flight recorder, and why, is among the evidence of each process.
+        return
+    yield "## Collectives"
+    for finding in findings:
+        yield ""
+        yield f"### {finding.get('group')}: {finding.get('kind')} ({finding.get('level')})"
+        yield f"- {finding.get('statement')}"
+        yield from (f"- {line}" for line in finding.get("evidence") or ())
+    if isinstance(missing, list) and missing:
+        yield ""
+        yield "No flight recorder:"
+        yield from (f"- {line}" for line in missing)
     yield ""
 
 

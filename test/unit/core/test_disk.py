@@ -122,6 +122,34 @@ def test_on_a_disk_that_others_filled_an_incident_takes_what_older_ones_gave(
         ledger.charge("d", 10 * MB)
 
 
+def test_the_oldest_incidents_make_room_for_what_others_write_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = old_incidents(tmp_path, 6)
+    before = size_of(tmp_path)
+    monkeypatch.setattr(disk, "_space_of", lambda folder: (1000 * MB, 50 * MB + before - size_of(tmp_path)))
+    # What is counted is full: that is none of its business.
+    ledger = Ledger(tmp_path, OWN, DiskLimits(max_use=1, keep_free=10 * MB))
+    assert ledger.make_room_beside(tmp_path, 40 * MB) == ""
+    assert left(old) == [True] * 6
+    assert ledger.make_room_beside(tmp_path, 40 * MB + 150 * KB) == ""
+    assert left(old) == [False, False, True, True, True, True]
+    assert ledger.make_room_beside(tmp_path, 100 * MB) == f"there is no room for 100 MB in {tmp_path}"
+    missing = tmp_path / "none"
+    assert ledger.make_room_beside(missing, 1) == f"{missing} cannot be written to: No such file or directory"
+    assert ledger.own == 0
+
+
+def test_room_on_another_file_system_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = old_incidents(tmp_path, 2)
+    ledger = Ledger(tmp_path, OWN, DiskLimits(keep_free=0))
+    elsewhere = Path("/proc")
+    monkeypatch.setattr(disk, "_space_of", lambda folder: (1000 * MB, 100 * MB if folder == elsewhere else 0))
+    assert ledger.make_room_beside(elsewhere, 50 * MB) == ""
+    assert ledger.make_room_beside(elsewhere, 51 * MB) == "there is no room for 51 MB in /proc"
+    assert left(old) == [True, True]
+
+
 def test_the_defaults_fit_a_small_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_space_of", lambda folder: (100 * MB, 50 * MB))
     ledger = Ledger(tmp_path, OWN, DiskLimits())

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.core import exit_status
-from sglang_crashkit.core.exit_status import OUT_OF_MEMORY, ServerExit, exit_status_of, while_starting
+from sglang_crashkit.core.exit_status import (
+    OUT_OF_MEMORY,
+    ServerExit,
+    exit_status_of,
+    tells_of_a_crash,
+    while_starting,
+)
 from sglang_crashkit.core.incident import Exit, Failure, Incident, ProcessReport, ServerInfo, Trigger, Verdict
 
 README = Path(__file__).parents[3] / "README.md"
@@ -68,3 +74,14 @@ def test_no_status_is_one_that_a_shell_python_or_the_kits_commands_use() -> None
 def test_each_status_is_documented(text: str) -> None:
     rows = set(re.findall(r"^\|? ?(\d{2,3}) ", text, re.MULTILINE))
     assert {str(int(status)) for status in (*ServerExit, OUT_OF_MEMORY, 134)} <= rows
+
+
+@pytest.mark.parametrize(
+    ("code", "tells"), [(82, True), (87, True), (137, True), (139, True), (0, False), (1, False), (143, False)]
+)
+def test_by_some_statuses_a_main_process_tells_of_another(code: int, tells: bool) -> None:
+    assert tells_of_a_crash(code) is tells
+
+
+def test_the_end_by_a_signal_tells_of_nothing() -> None:
+    assert not tells_of_a_crash(None)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_crashkit.core.disk import DiskLimits
 from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
 from sglang_crashkit.errors import CrashkitError
 from unit.stored import NOON, make_incident
@@ -21,6 +22,16 @@ def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "incidents").iterdir()] == [folder.path.name]
     folder.write_text("a/later.txt", "text")
     assert (folder.path / "a" / "later.txt").read_text() == "text"
+
+
+def test_a_folder_that_is_renamed_is_called_so_when_it_is_whole_and_is_not_removed_to_make_room(tmp_path: Path) -> None:
+    folder = IncidentFolder(tmp_path, "exited", "0123abcd", NOON, DiskLimits(max_use=0, keep_free=0))
+    folder.rename("killed")
+    assert folder.name == "20231114T221320.250Z-killed-0123abcd"
+    assert folder.path.name == ".partial-20231114T221320.250Z-exited-0123abcd"
+    folder.save({}, "")
+    assert folder.publish() == tmp_path / folder.name
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
 def test_everything_in_it_is_private(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,15 @@ def dead_pid() -> int:
     process = subprocess.Popen(["true"])
     process.wait(LONG)
     return process.pid
+
+
+def test_a_process_began_when_it_did() -> None:
+    before = time.time()
+    with child("ready()\npause()") as process:
+        stat = procfs.read_stat(process.pid)
+        assert stat is not None
+        # The kernel counts in hundredths of a second, and the clock may be set meanwhile.
+        assert before - 0.1 <= procfs.started_at(stat.start_ticks) <= time.time() + 0.1
 
 
 def test_a_process_that_is_gone_answers_nothing() -> None:
@@ -128,6 +138,7 @@ def test_it_is_known_whether_a_signal_is_caught() -> None:
 
 GRANDCHILD = """
 import subprocess
+import time
 inner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
 ready(inner.pid)
 sys.stdin.readline()
@@ -231,3 +242,16 @@ def test_without_permission_to_trace_it_is_known_for_python_and_not_inspected() 
         said = run_unprivileged(code, str(plain.pid), str(own.pid), str(dead_pid()))
     assert said == "(True, False) (True, False) (False, True)\n"
     assert procfs.may_inspect(os.getpid())
+
+
+def test_the_files_that_a_process_maps_are_its_libraries_among_others() -> None:
+    mapped = procfs.mapped_files(os.getpid())
+    assert any(Path(path).name.startswith("libc.so") for path in mapped)
+    assert all(path.startswith("/") for path in mapped)
+    assert procfs.mapped_files(2**22 + 1) == set()
+
+
+def test_some_memory_is_available() -> None:
+    available = procfs.available_bytes()
+    assert available is not None
+    assert available > 1 << 20

@@ -17,17 +17,19 @@ def test_each_kind_of_piece_is_known_by_its_name(tmp_path: Path) -> None:
         for suffix in (".txt", ".json"):
             write(tmp_path, f"stacks/scheduler_TP1-8{mark}{suffix}")
     write(tmp_path, "ranks/scheduler_TP1-8.exception.json")
+    write(tmp_path, "gpu/scheduler_TP1-8.kernels.json")
     assert list(unlisted_pieces(tmp_path, 8, set())) == [
         ("stack", "stacks/scheduler_TP1-8.2.txt"),
         ("fault_stack", "stacks/scheduler_TP1-8.fault.txt"),
         ("native_stack", "stacks/scheduler_TP1-8.native.txt"),
         ("stack", "stacks/scheduler_TP1-8.txt"),
         ("exception", "ranks/scheduler_TP1-8.exception.json"),
+        ("gpu_kernels", "gpu/scheduler_TP1-8.kernels.json"),
     ]
 
 
 def test_what_is_listed_is_not_told_again(tmp_path: Path) -> None:
-    names = ("stacks/x-8.txt", "stacks/x-8.native.txt", "ranks/x-8.exception.json")
+    names = ("stacks/x-8.txt", "stacks/x-8.native.txt", "ranks/x-8.exception.json", "gpu/x-8.kernels.json")
     for name in (*names, "stacks/x-8.json", "stacks/x-8.native.json"):
         write(tmp_path, name)
     assert list(unlisted_pieces(tmp_path, 8, names)) == []
@@ -35,6 +37,7 @@ def test_what_is_listed_is_not_told_again(tmp_path: Path) -> None:
     assert list(unlisted_pieces(tmp_path, 8, names[:1])) == [
         ("native_stack", "stacks/x-8.native.txt"),
         ("exception", "ranks/x-8.exception.json"),
+        ("gpu_kernels", "gpu/x-8.kernels.json"),
     ]
 
 

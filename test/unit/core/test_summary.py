@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.core.incident import (
+    Collectives,
     Evidence,
     Exit,
     Incident,
@@ -103,3 +104,32 @@ def test_an_incident_without_a_verdict_and_requests_has_a_summary() -> None:
 )
 def test_a_document_of_another_shape_has_a_summary(document: dict[str, Any]) -> None:
     assert format_summary(document).startswith("# ")
+
+
+def test_collectives_are_told_with_what_they_rest_on_and_who_is_missing() -> None:
+    incident = make_incident()
+    told = {"group": "process group 0", "kind": "behind", "level": "established", "named": [1], "pids": [9]}
+    lines = {"statement": "One had not begun it.", "evidence": ["One had begun 3.", "Two had begun 4."]}
+    incident.collectives = Collectives([told | lines], ["sglang::scheduler_TP1 (pid 8): it was dead."])
+    text = format_summary(incident.to_json())
+    expected = """\
+## Collectives
+
+### process group 0: behind (established)
+- One had not begun it.
+- One had begun 3.
+- Two had begun 4.
+
+No flight recorder:
+- sglang::scheduler_TP1 (pid 8): it was dead.
+
+## Processes
+"""
+    assert expected in text
+
+
+def test_where_no_flight_recorder_was_had_the_summary_has_no_place_for_it() -> None:
+    incident = make_incident()
+    before = format_summary(incident.to_json())
+    incident.collectives = Collectives([], ["sglang::scheduler_TP1 (pid 8): it was dead."])
+    assert format_summary(incident.to_json()) == before

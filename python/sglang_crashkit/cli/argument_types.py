@@ -1,0 +1,37 @@
+"""Numbers on the command line, as types for argparse; what is none of them is told in words."""
+
+from __future__ import annotations
+
+import argparse
+
+_LONGEST_SECS = 1e7
+
+
+def positive(text: str) -> int:
+    """Return a whole number of 1 or more.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is none.
+    """
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return number
+
+
+def seconds(text: str) -> float:
+    """Return a time in seconds.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is none, negative, or longer than some months.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < _LONGEST_SECS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to {_LONGEST_SECS:.0f}")
+    return number

@@ -1,0 +1,211 @@
+"""``sglang-crashkit collect``: what the SGLang processes on this host are doing, patched or not."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import pwd
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_crashkit.cli import slurm_collect
+from sglang_crashkit.cli.argument_types import positive, seconds
+from sglang_crashkit.cli.ending import Terminated, terminable
+from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, UsageError
+
+if TYPE_CHECKING:
+    from sglang_crashkit.core.collection import Collection
+    from sglang_crashkit.core.discovery import Discovery
+
+HELP = "take the stacks of the SGLang processes on this host, of a server that hangs"
+
+#: Seconds between two lines of the overview while it waits, on a terminal and elsewhere.
+_REDRAW_SECS, _REPEAT_SECS = 2.0, 60.0
+_MOST_TITLES = 8
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    which = parser.add_argument_group("which processes")
+    which.add_argument("--pid", type=positive, help="of the server that this process belongs to, or is above")
+    which.add_argument("--all", action="store_true", help="also main process, tokenizers, detokenizer, controller")
+    which.add_argument("--routers", action="store_true", help="also what passes requests on to servers")
+    whose = which.add_mutually_exclusive_group()
+    whose.add_argument("--user", metavar="NAME", help="of this user instead of your own")
+    whose.add_argument("--any-user", action="store_true", help="of every user")
+    when = parser.add_argument_group("when, and how often")
+    when.add_argument("--wait-seconds", metavar="N", type=seconds, help="wait before (0)")
+    when.add_argument("--snapshots", metavar="K", type=positive, default=3, help="Python stacks of K moments (3)")
+    when.add_argument("--interval", metavar="S", type=seconds, default=5.0, help="seconds between them (5)")
+    when.add_argument("--no-debugger", action="store_true", help="without cuda-gdb or gdb, which stop each process")
+    where = parser.add_argument_group("where to")
+    where.add_argument("--output-dir", metavar="DIR", help="folder for the files ({log_dir}/backtraces)")
+    where.add_argument("--log-dir", metavar="DIR", type=Path, default=Path(), help="what {log_dir} stands for (.)")
+    where.add_argument("--config", metavar="YAML", type=Path, help="a job's file, with a debug: section")
+    where.add_argument("--json", action="store_true", help="print a JSON object")
+    where.add_argument(
+        "--with-snapshots", action="store_true", help="with the snapshots, and these merged, in the JSON object"
+    )
+    slurm_collect.configure(parser)
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Wait, collect, and print what there is.
+
+    Raises:
+        UsageError: the configuration makes no sense.
+        NothingToDoError: there is no such process, or the configuration says that nothing is to be done.
+        CrashkitError: the output folder cannot be written to.
+    """
+    wait_secs, output = _read_config(args)
+    user = _user_of(args)
+    try:
+        with terminable():
+            return _collect(args, wait_secs, output, user)
+    except Terminated:
+        _say("asked to end before anything was collected")
+        return ExitCode.TERMINATED
+    except OSError as error:
+        raise CrashkitError(
+            f"cannot write to {output}: {error.strerror or error}", next_step="name another: --output-dir DIR"
+        ) from error
+
+
+def _collect(args: argparse.Namespace, wait_secs: float, output: Path, user: int | None) -> ExitCode:
+    # Imported here, so that every command starts without what the others need.
+    from sglang_crashkit.cli import collect_report
+    from sglang_crashkit.core.analysis.explain import explain
+    from sglang_crashkit.core.analysis.sightings import Sightings
+    from sglang_crashkit.core.collection import Collection, Plan
+    from sglang_crashkit.core.discovery import find_processes
+    from sglang_crashkit.core.slurm_place import Place
+
+    if args.slurm_job is not None:
+        wait = functools.partial(_wait, wait_secs, lambda: f"the nodes of job {args.slurm_job}")
+        return slurm_collect.run(args, output, wait, _say)
+    if args.with_snapshots:
+        output = slurm_collect.folder_or_substitute(output)
+
+    # In a step of a Slurm job, those of another job on the same node are not asked for.
+    here = Place.of_environ(os.environ) if args.pid is None else None
+
+    def find() -> Discovery:
+        return find_processes(pid=args.pid, user=user, everything=args.all, routers=args.routers, here=here)
+
+    _wait(wait_secs, lambda: _overview(find()))
+    found = find()
+    for line in _passed_over(found):
+        _say(line)
+    if not found.processes:
+        raise _nothing(args, found)
+    plan = Plan(output, args.snapshots, args.interval, debugger=not args.no_debugger)
+    collection = Collection(found.processes, plan, _say)
+    interrupt: KeyboardInterrupt | None = None
+    try:
+        collection.run()
+    except KeyboardInterrupt as error:
+        interrupt = error
+        _say("interrupted; what was collected until then is kept")
+    status = _status_of(collection, interrupt)
+    explanation = explain(Sightings.of(collection.rounds))
+    if args.json:
+        document = collect_report.as_json(collection, explanation, output, status, found)
+        if args.with_snapshots:
+            document["rounds"] = [one.to_json() for one in collection.rounds]
+            document["sightings"] = slurm_collect.merged_by_node(collection)
+        print(json.dumps(document, indent=None if args.with_snapshots else 2))
+    else:
+        for line in collect_report.as_text(collection, explanation, output):
+            print(line)
+    return status
+
+
+def _read_config(args: argparse.Namespace) -> tuple[float, Path]:
+    """Return how long to wait, in seconds, and the output folder: the command line's, else the file's."""
+    from sglang_crashkit.core.debug_config import DEFAULT_OUTPUT, expand_output, read_debug_config
+
+    wait_secs, template = 0.0, DEFAULT_OUTPUT
+    if args.config is not None:
+        config = read_debug_config(args.config)
+        if not config.enabled:
+            raise NothingToDoError(
+                f"debug.enabled is not true in {args.config}, so nothing is collected",
+                next_step="set it, or leave --config out",
+            )
+        wait_secs, template = config.wait_seconds, config.output_dir
+    if args.wait_seconds is not None:
+        wait_secs = args.wait_seconds
+    return wait_secs, expand_output(args.output_dir or template, args.log_dir)
+
+
+def _user_of(args: argparse.Namespace) -> int | None:
+    if args.any_user:
+        return None
+    if args.user is None:
+        return os.geteuid()
+    try:
+        return int(args.user) if args.user.isdigit() else pwd.getpwnam(args.user).pw_uid
+    except KeyError:
+        raise UsageError(f"there is no user {args.user}", next_step="name one, or a user id") from None
+
+
+def _wait(seconds: float, overview: Callable[[], str]) -> None:
+    """Wait, and say what there is to collect meanwhile."""
+    deadline, said = time.monotonic() + seconds, -_REPEAT_SECS
+    is_terminal = sys.stderr.isatty()
+    while (left := deadline - time.monotonic()) > 0:
+        if is_terminal or time.monotonic() - said >= _REPEAT_SECS:
+            said = time.monotonic()
+            line = f"collecting in {left:.0f} s: {overview()}"
+            print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", file=sys.stderr)
+            sys.stderr.flush()
+        time.sleep(min(left, _REDRAW_SECS))
+    if is_terminal and seconds:
+        print(file=sys.stderr)
+
+
+def _overview(found: Discovery) -> str:
+    titles = [process.title for process in found.processes]
+    more = f" and {len(titles) - _MOST_TITLES} more" if len(titles) > _MOST_TITLES else ""
+    names = f": {', '.join(titles[:_MOST_TITLES])}{more}" if titles else " yet"
+    return f"{len(titles)} process{'' if len(titles) == 1 else 'es'}{names}"
+
+
+def _passed_over(found: Discovery) -> Iterator[str]:
+    from sglang_crashkit.cli import collect_report
+
+    for user, pids in found.others.items():
+        name = collect_report.name_of(user)
+        which = ", ".join(str(pid) for pid in pids[:_MOST_TITLES])
+        yield f"user {name}'s processes were left alone (pid {which}); next: --user {name}, or --any-user"
+
+
+def _nothing(args: argparse.Namespace, found: Discovery) -> NothingToDoError:
+    if found.others:
+        return NothingToDoError("there are only other users' SGLang processes", next_step="--any-user, as root")
+    if args.pid is not None:
+        return NothingToDoError(
+            f"process {args.pid} is no SGLang server, nor is one below it", next_step="leave --pid out to find all"
+        )
+    return NothingToDoError(
+        "there is no SGLang process on this host",
+        next_step="run it where the server runs: on its node, in its container",
+    )
+
+
+def _status_of(collection: Collection, interrupt: KeyboardInterrupt | None) -> ExitCode:
+    if interrupt is not None:
+        return ExitCode.TERMINATED if isinstance(interrupt, Terminated) else ExitCode.INTERRUPTED
+    gave = [one.gave_something for one in collection.collected]
+    if all(gave):
+        return ExitCode.DONE
+    return ExitCode.PARTIAL if any(gave) else ExitCode.FAILED
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

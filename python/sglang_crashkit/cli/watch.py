@@ -1,0 +1,270 @@
+"""``sglang-crashkit watch``: see a server hang from outside, patched or not, and take its snapshots."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_crashkit.cli.ending import Terminated, terminable
+from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, UsageError
+
+if TYPE_CHECKING:
+    from sglang_crashkit.core.collection import Collection
+    from sglang_crashkit.core.health_probe import Address, HealthProbe
+    from sglang_crashkit.core.watched_server import WatchedServer
+    from sglang_crashkit.core.watching import Event, Health, Observation
+
+HELP = "watch a server from outside, patched or not, and take its stacks when it hangs"
+
+_HANG_VARIABLE = "SGLANG_CRASHKIT_HANG_SECS"
+_OUTPUT = Path("sglang-crashkit-watch")
+#: Rounds of an idle server take up to a second; no silence that is shorter than this, in seconds, is a hang.
+_SHORTEST_SECS = 2.0
+_LONGEST_INTERVAL_SECS, _LONGEST_TICK_SECS = 5.0, 1.0
+#: From one search for what is not known yet to the next, in seconds.
+_CONNECT_SECS = 2.0
+#: The server gives up a health check by itself, by default after 20 s.
+_HEALTH_TIMEOUT_SECS = 30.0
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    which = parser.add_argument_group("which server; at least one of them")
+    which.add_argument("--pid", type=int, help="the server that this process belongs to")
+    which.add_argument("--url", help="where it answers, as http://HOST:PORT; of another host there are no stacks")
+    when = parser.add_argument_group("when it hangs")
+    when.add_argument(
+        "--hang-secs", metavar="N", type=float, help=f"after N seconds without an answer ({_HANG_VARIABLE}, or 60)"
+    )
+    when.add_argument(
+        "--start-secs", metavar="N", type=float, default=1800.0, help="after N seconds to get ready (1800); 0: never"
+    )
+    when.add_argument("--once", action="store_true", help="end after the first hang")
+    what = parser.add_argument_group("what is taken then")
+    what.add_argument("--snapshots", metavar="K", type=int, default=3, help="Python stacks of K moments (3)")
+    what.add_argument("--interval", metavar="S", type=float, default=2.0, help="seconds between them (2)")
+    what.add_argument("--debugger", action="store_true", help="also cuda-gdb or gdb, which stop each process for long")
+    what.add_argument(
+        "--output-dir", metavar="DIR", type=Path, default=_OUTPUT, help=f"a folder in it for each hang ({_OUTPUT})"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object a line for each event")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Watch until the server is gone, until the first hang where that is asked for, or until it is interrupted.
+
+    Raises:
+        UsageError: the arguments make no sense.
+        NothingToDoError: there is no such process, or the server has gone.
+    """
+    hang_secs = _check(args)
+    try:
+        with terminable():
+            return _Watch(args, hang_secs).run()
+    except Terminated:
+        return ExitCode.TERMINATED
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+
+
+def _check(args: argparse.Namespace) -> float:
+    """Return after how many seconds without an answer a server hangs."""
+    from sglang_crashkit.core.settings import read_seconds
+
+    if args.pid is None and args.url is None:
+        raise UsageError("neither --pid nor --url says which server", next_step="sglang-crashkit watch --pid PID")
+    seconds = args.hang_secs if args.hang_secs is not None else read_seconds(os.environ, _HANG_VARIABLE, 60.0)
+    if not _SHORTEST_SECS <= seconds < 1e6:
+        raise UsageError(
+            f"a hang of {seconds:g} s cannot be told from a server that is idle", next_step="--hang-secs 60"
+        )
+    if args.snapshots < 1 or not 0 <= args.interval < 1e6 or not 0 <= args.start_secs < 1e9:
+        raise UsageError("--snapshots is at least 1, --interval and --start-secs are at least 0")
+    return float(seconds)
+
+
+class _Watch:
+    """One run of the command."""
+
+    def __init__(self, args: argparse.Namespace, hang_secs: float) -> None:
+        # Imported here, so that every command starts without what the others need.
+        from sglang_crashkit.core.health_probe import Address
+        from sglang_crashkit.core.watched_server import is_here
+        from sglang_crashkit.core.watching import Watching
+
+        self._args, self._hang_secs = args, hang_secs
+        self._tick_secs = min(_LONGEST_TICK_SECS, hang_secs / 10)
+        self._watching = Watching(hang_secs, args.start_secs)
+        self._url: Address | None = Address.parse(args.url) if args.url is not None else None
+        self._is_here = self._url is not None and is_here(self._url)
+        self._server: WatchedServer | None = None
+        self._probe: HealthProbe | None = None
+        self._told_problem = ""
+        self._connected_at = -_CONNECT_SECS
+        self._is_terminal = sys.stderr.isatty() and not args.json
+
+    def run(self) -> ExitCode:
+        if self._args.pid is not None:
+            self._find(self._args.pid)
+        self._connect()
+        self._tell("watching", self._introduction())
+        if self._server is None and self._url is not None and not self._is_here:
+            self._tell("no_stacks", f"{self._url} is not on this host, so no stacks can be taken; next: watch it there")
+        try:
+            return self._follow()
+        finally:
+            self._clear()
+            if self._server is not None:
+                self._server.close()
+
+    def _follow(self) -> ExitCode:
+        while True:
+            seen = self._observe()
+            for event in self._watching.observe(seen):
+                self._tell_event(event)
+                if event.kind == "gone":
+                    return ExitCode.NOTHING
+                if event.kind == "hang":
+                    status = self._capture()
+                    self._watching.skip(time.monotonic())
+                    if self._args.once:
+                        return status
+            self._overview(seen)
+            time.sleep(self._tick_secs)
+
+    def _find(self, pid: int) -> None:
+        from sglang_crashkit.core.watched_server import WatchedServer
+
+        try:
+            self._server = WatchedServer(pid)
+        except ProcessLookupError:
+            raise NothingToDoError(f"there is no process {pid}", next_step="ps -ef | grep sglang") from None
+        except OSError as error:
+            raise CrashkitError(f"process {pid} cannot be watched: {error.strerror or error}") from error
+        if not self._server.is_known:
+            self._server.close()
+            raise NothingToDoError(
+                f"process {pid} is no SGLang server, nor does it belong to one",
+                next_step="name its main process, or --url",
+            )
+
+    def _connect(self) -> None:
+        """Find by the one what of process and address was not given, as soon as it is there."""
+        from sglang_crashkit.core.health_probe import HealthProbe
+        from sglang_crashkit.core.watched_server import WatchedServer, find_listener
+
+        if time.monotonic() < self._connected_at + _CONNECT_SECS:
+            return
+        self._connected_at = time.monotonic()
+        if self._server is None and self._url is not None and self._is_here:
+            pid = find_listener(self._url)
+            found = WatchedServer(pid) if pid is not None else None
+            if found is not None and found.is_known:
+                self._server = found
+            elif found is not None:
+                found.close()
+        if self._probe is None:
+            address = self._url or (self._server.address() if self._server is not None else None)
+            if address is not None:
+                interval_secs = min(_LONGEST_INTERVAL_SECS, self._hang_secs / 10)
+                self._probe = HealthProbe(address, interval_secs, max(_HEALTH_TIMEOUT_SECS, self._hang_secs))
+
+    def _observe(self) -> Observation:
+        from sglang_crashkit.core.watching import Observation
+
+        if self._server is None or self._probe is None:
+            self._connect()
+        health = self._health()
+        answers, asking = None, False
+        if self._probe is not None and self._watching.wants_answer:
+            answers, asking = self._probe.answers(), self._probe.is_asking
+        elif self._probe is not None:
+            self._probe.forget_answer(is_well=health == "ok")
+        if self._server is None:
+            return Observation(time.monotonic(), health, answers=answers, asking=asking)
+        ranks = self._server.look(stacks=self._watching.wants_stacks(time.monotonic()))
+        state, gone = self._server.state, self._server.is_gone
+        return Observation(time.monotonic(), health, ranks, state, answers, asking, gone)
+
+    def _health(self) -> Health:
+        if self._probe is None:
+            # Either it does not listen yet, or it never will.
+            return "refused" if self._server is None or self._server.serves_http else "none"
+        health = self._probe.look()
+        if self._probe.problem and self._probe.problem != self._told_problem:
+            self._told_problem = self._probe.problem
+            self._tell("problem", self._probe.problem)
+        return health
+
+    def _capture(self) -> ExitCode:
+        from sglang_crashkit.core.collection import Collection, Plan
+        from sglang_crashkit.core.discovery import find_processes
+
+        processes = find_processes(pid=self._server.pid, everything=True).processes if self._server is not None else ()
+        if not processes:
+            self._tell("snapshots", "there are no snapshots: its processes are not on this host", files=[])
+            return ExitCode.PARTIAL
+        folder = self._args.output_dir / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        plan = Plan(folder, self._args.snapshots, self._args.interval, debugger=self._args.debugger)
+        try:
+            collection = Collection(processes, plan, lambda _line: None)
+            collection.run()
+        except (OSError, CrashkitError) as error:
+            self._tell("problem", f"no snapshots in {folder}: {error}; next: name another folder with --output-dir")
+            return ExitCode.PARTIAL
+        files = [*collection.snapshot_files, *(name for one in collection.collected for name in one.files)]
+        missing = [one.process.title for one in collection.collected if not one.gave_something]
+        text = f"{len(collection.rounds)} snapshots of {len(processes)} processes in {folder}"
+        text += f"; none of {', '.join(missing)}" if missing else ""
+        self._tell("snapshots", text, output_dir=str(folder.absolute()), files=files, missing=missing)
+        self._explain(collection)
+        return ExitCode.PARTIAL if missing else ExitCode.DONE
+
+    def _explain(self, collection: Collection) -> None:
+        from sglang_crashkit.core.analysis.explain import explain
+        from sglang_crashkit.core.analysis.sightings import Sightings
+
+        explanation = explain(Sightings.of(collection.rounds))
+        details = {"explanation": explanation.to_json()} if self._args.json else {}
+        self._tell("verdict", explanation.statement, level=explanation.level, **details)
+
+    def _introduction(self) -> str:
+        where = f" at {self._probe.address}" if self._probe is not None else ""
+        who = f"server {self._server.pid}" if self._server is not None else "the server"
+        return f"watching {who}{where}; {self._hang_secs:g} s without an answer are a hang"
+
+    def _tell_event(self, event: Event) -> None:
+        more: dict[str, Any] = {"secs": round(event.secs, 1)} if event.secs else {}
+        if event.kind == "hang":
+            more["level"] = event.level
+            more["ranks"] = [
+                {"pid": rank.pid, "title": rank.title, "manner": rank.manner, "seen": rank.words}
+                for rank in event.ranks
+            ]
+        self._tell(event.kind, event.text, **more)
+
+    def _tell(self, kind: str, text: str, **more: Any) -> None:
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self._clear()
+        if self._args.json:
+            print(json.dumps({"time": now, "event": kind, "text": text} | more), flush=True)
+        else:
+            level = f" [{more['level']}]" if "level" in more else ""
+            print(f"{now} {kind}: {text}{level}", flush=True)
+
+    def _overview(self, seen: Observation) -> None:
+        if not self._is_terminal:
+            return
+        ranks = "".join(f", {look.title.removeprefix('sglang::scheduler_')} {look.state}" for look in seen.ranks[:8])
+        silent = f" for {self._watching.silent_secs:.0f} s" if self._watching.silent_secs else ""
+        line = f"{self._watching.phase}: health {seen.health}{silent}{ranks}"
+        print(f"\r\033[K{line[:100]}", end="", file=sys.stderr, flush=True)
+
+    def _clear(self) -> None:
+        if self._is_terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,275 @@
+"""Find the processes of the SGLang servers on this host, without SGLang's help.
+
+SGLang titles its workers (see `titles`). Where no scheduler is titled, because setproctitle is missing or the ranks
+have not got that far, the Python processes that run SGLang are taken, and those that multiprocessing spawned for them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from sglang_crashkit.core import procfs, titles
+from sglang_crashkit.core.slurm_place import Place, is_elsewhere
+
+#: ``python -m MODULE``, ``python FILE`` or the console script that is SGLang's: a file below a folder of that name,
+#: such as a checkout, need not be.
+_MODULE = re.compile(r"sglang(?:\.[\w.]+)?")
+_SCRIPT = re.compile(r"(?:^|/)sglang(?:/(?:launch_server|bench_\w+|srt/.+|cli/.+)\.py)?$")
+#: These have no model: what passes requests on to servers, and clients.
+_ROUTER = re.compile(r"\bsglang(?:_router\b|\b.*\b(?:launch_router|launch_lb|mini_lb)\b)")
+_CLIENT = re.compile(r"\b(?:bench_serving|check_env)\b")
+_PYTHON = re.compile(r"(?:python|pypy)[\d.]*")
+_SPAWNED = ("-c", "multiprocessing.spawn")
+_TITLE = "sglang::"
+#: The kit's own are no part of the server; its handler watches the server from beside it.
+_HANDLER = "crash_handler"
+
+#: How a process was known: by its title, or by its command line where no scheduler has one.
+Way = Literal["title", "command line"]
+
+
+@dataclass(frozen=True)
+class FoundProcess:
+    """A process of a server.
+
+    Attributes:
+        pid: process id.
+        start_ticks: start time; see `procfs.ProcStat`.
+        title: its title; see `procfs.title_of`.
+        role: as `titles.role_of` has it, or ``router``.
+        ranks: as `titles.rank_of` has them.
+        server: pid of the process that launched its server, None where that has ended.
+        server_arguments: the command line of that process, empty where it may not be read.
+        user: the user id that it runs as.
+        way: how it was known.
+    """
+
+    pid: int
+    start_ticks: int
+    title: str
+    role: str
+    ranks: Mapping[str, int]
+    server: int | None
+    server_arguments: tuple[str, ...]
+    user: int
+    way: Way
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """What there is on this host.
+
+    Attributes:
+        processes: those that were asked for, by server and pid.
+        others: pids of processes that would have been, if they were not another user's, by user id.
+        servers: pids of the processes that launched a server, those of other users left out.
+    """
+
+    processes: tuple[FoundProcess, ...] = ()
+    others: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    servers: tuple[int, ...] = ()
+
+
+def find_processes(
+    *,
+    pid: int | None = None,
+    user: int | None = None,
+    everything: bool = False,
+    routers: bool = False,
+    here: Place | None = None,
+) -> Discovery:
+    """Find the schedulers on this host.
+
+    Args:
+        pid: any process of one server, or one that has the server below it; all servers when None.
+        user: of whom; of everybody when None.
+        everything: also the servers' other processes: main process, tokenizers, detokenizer, controller.
+        routers: also what passes requests on to servers.
+        here: leave out what is known to belong to another Slurm job or node.
+    """
+    host = _Host.read()
+    members = host.members_of(pid) if pid is not None else None
+    wanted = [one for one in host.find(everything=everything, within=members) if one.pid != os.getpid()]
+    wanted += host.find_routers(members) if routers else []
+    wanted = [one for one in wanted if not is_elsewhere(one.pid, here)]
+    others: dict[int, tuple[int, ...]] = {}
+    for one in wanted:
+        if user is not None and one.user != user:
+            others[one.user] = (*others.get(one.user, ()), one.pid)
+    mine = [one for one in wanted if user is None or one.user == user]
+    servers = sorted({one.server for one in mine if one.server is not None})
+    return Discovery(tuple(sorted(mine, key=lambda one: (one.server or 0, one.pid))), others, tuple(servers))
+
+
+def runs_sglang(cmdline: list[str]) -> bool:
+    """Say whether a command line is that of a Python process that runs a server of SGLang.
+
+    A ``sglang`` module, script or console script must be what Python runs; the word in another argument says nothing.
+    """
+    program = _program_of(cmdline)
+    if program is None or _ROUTER.search(program) or _CLIENT.search(program):
+        return False
+    return bool(_MODULE.fullmatch(program) or _SCRIPT.search(program))
+
+
+def runs_router(cmdline: list[str]) -> bool:
+    """Say whether a command line is that of a Python process that passes requests on to SGLang's servers."""
+    program = _program_of(cmdline)
+    return program is not None and bool(_ROUTER.search(program))
+
+
+def _program_of(cmdline: list[str]) -> str | None:
+    """Return the module or script that Python runs, None where it is not Python or runs neither."""
+    words = cmdline[0].split() if len(cmdline) == 1 else cmdline
+    if not words or not _PYTHON.fullmatch(Path(words[0]).name):
+        return None
+    takes_value = False
+    for position, word in enumerate(words[1:], start=1):
+        if takes_value:
+            takes_value = False
+        elif word == "-m":
+            return words[position + 1] if position + 1 < len(words) else None
+        elif word.startswith("-c"):
+            return None
+        elif word in {"-W", "-X"}:
+            takes_value = True
+        elif not word.startswith("-"):
+            return word
+    return None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    pid: int
+    ppid: int
+    start_ticks: int
+    comm: str
+    cmdline: list[str]
+
+    @property
+    def is_titled(self) -> bool:
+        return bool(self.cmdline) and self.cmdline[0].startswith(_TITLE)
+
+    @property
+    def title(self) -> str:
+        return procfs.title_of(self.cmdline, self.comm)
+
+    @property
+    def is_spawned(self) -> bool:
+        option, module = _SPAWNED
+        return option in self.cmdline[1:4] and any(module in word for word in self.cmdline[2:5])
+
+
+class _Host:
+    """All processes of this host at one moment."""
+
+    def __init__(self, entries: dict[int, _Entry]) -> None:
+        self._entries = entries
+        self._children: dict[int, list[int]] = {}
+        for entry in entries.values():
+            self._children.setdefault(entry.ppid, []).append(entry.pid)
+
+    @classmethod
+    def read(cls) -> _Host:
+        entries = {}
+        for name in os.listdir("/proc"):  # noqa: PTH208
+            stat = procfs.read_stat(int(name)) if name.isdigit() else None
+            # The main thread of a process may have ended before the rest of it.
+            if stat is not None and (stat.state not in "ZX" or stat.threads > 1):
+                cmdline = procfs.read_cmdline(stat.pid)
+                entries[stat.pid] = _Entry(stat.pid, stat.ppid, stat.start_ticks, stat.comm, cmdline)
+        return cls(entries)
+
+    def find(self, *, everything: bool, within: set[int] | None) -> Iterator[FoundProcess]:
+        candidates = [entry for pid, entry in self._entries.items() if within is None or pid in within]
+        schedulers = [entry for entry in candidates if titles.role_of(entry.title) == "scheduler" and entry.is_titled]
+        roots = [entry for entry in candidates if not entry.is_titled and runs_sglang(entry.cmdline)]
+        if not schedulers:
+            chosen = {pid for root in roots for pid in self._python_tree(root.pid)}
+            yield from self._told(chosen, "command line")
+            return
+        chosen = {entry.pid for entry in schedulers}
+        if everything:
+            chosen |= {entry.pid for entry in candidates if entry.is_titled} | {root.pid for root in roots}
+            chosen |= {root for entry in schedulers if (root := self.server_of(entry.pid)) is not None}
+        yield from self._told(chosen, "title")
+
+    def find_routers(self, within: set[int] | None) -> Iterator[FoundProcess]:
+        candidates = [entry for pid, entry in self._entries.items() if within is None or pid in within]
+        chosen = {entry.pid for entry in candidates if not entry.is_titled and runs_router(entry.cmdline)}
+        for one in self._told(chosen, "command line"):
+            yield replace(one, role="router")
+
+    def server_of(self, pid: int) -> int | None:
+        """Return the process that launched the server of `pid`: the highest above it that SGLang runs in.
+
+        That may be any program that uses SGLang's Engine: then it is the parent of the highest one with a title.
+        """
+        line = [pid, *self._above(pid)]
+        known = [one for one in line if self._is_sglang(self._entries[one])]
+        if not known:
+            return None
+        top = self._entries[known[-1]]
+        if not top.is_titled:
+            return top.pid
+        parent = self._entries.get(top.ppid)
+        return parent.pid if parent is not None and parent.pid != 1 and procfs.is_python(parent.pid) else None
+
+    def members_of(self, pid: int) -> set[int]:
+        """Return the processes of the server that `pid` belongs to, or of those below it; empty without such a pid."""
+        if pid not in self._entries:
+            return set()
+        top = self.server_of(pid)
+        if top is None:
+            known = [one for one in [pid, *self._above(pid)] if self._is_sglang(self._entries[one])]
+            top = known[-1] if known else pid
+        return set(self._tree(top, lambda _entry: True))
+
+    def _is_sglang(self, entry: _Entry) -> bool:
+        return (entry.is_titled and titles.role_of(entry.title) != _HANDLER) or runs_sglang(entry.cmdline)
+
+    def _above(self, pid: int) -> Iterator[int]:
+        seen = {pid}
+        parent = self._entries[pid].ppid
+        # Entries were read one after the other: a recycled pid could close a circle.
+        while parent in self._entries and parent not in seen:
+            seen.add(parent)
+            yield parent
+            parent = self._entries[parent].ppid
+
+    def _python_tree(self, root: int) -> Iterator[int]:
+        return self._tree(root, lambda entry: entry.is_spawned or entry.is_titled or runs_sglang(entry.cmdline))
+
+    def _tree(self, root: int, belongs: Callable[[_Entry], bool]) -> Iterator[int]:
+        waiting, seen = [root], {root}
+        while waiting:
+            pid = waiting.pop()
+            yield pid
+            below = [one for one in self._children.get(pid, []) if one not in seen and belongs(self._entries[one])]
+            seen.update(below)
+            waiting += below
+
+    def _told(self, pids: set[int], way: Way) -> Iterator[FoundProcess]:
+        servers = {pid: self.server_of(pid) for pid in pids}
+        for pid in pids:
+            entry = self._entries[pid]
+            # What uses SGLang's Engine is known by the processes below it only.
+            server = pid if pid in servers.values() else servers[pid]
+            role = titles.role_of(entry.title, is_root=pid == server)
+            user = _user_of(pid)
+            if role == _HANDLER or user is None:
+                continue
+            arguments = procfs.read_cmdline(server) if server is not None else []
+            ranks = titles.rank_of(entry.title)
+            yield FoundProcess(pid, entry.start_ticks, entry.title, role, ranks, server, tuple(arguments), user, way)
+
+
+def _user_of(pid: int) -> int | None:
+    """Return the effective user id of `pid`, None when it is gone."""
+    words = procfs.read_status(pid).get("Uid", "").split()
+    return int(words[1]) if len(words) > 1 else None

@@ -1,0 +1,74 @@
+"""Tell which Slurm job and node a process belongs to.
+
+Several jobs of one user may share a node, and in tests several nodes a machine; a step of one job is then not asked
+about the processes of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_crashkit.core import procfs
+
+_JOB = "SLURM_JOB_ID"
+_NODE = "SLURMD_NODENAME"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where Slurm has put a process.
+
+    Attributes:
+        job_id: the job.
+        node: the node, by Slurm's name for it.
+    """
+
+    job_id: str
+    node: str
+
+    @classmethod
+    def of_environ(cls, environ: Mapping[str, str]) -> Place | None:
+        """Return the place that a step's environment names, None outside of a step."""
+        job_id, node = environ.get(_JOB, ""), environ.get(_NODE, "")
+        return cls(job_id, node) if job_id and node else None
+
+
+def place_of(pid: int) -> Place | None:
+    """Return the place of process `pid`, None where nothing tells.
+
+    A process that has set its title has overwritten the environment that ``/proc`` shows of it; its nearest ancestor
+    that has one is asked then.
+    """
+    seen: set[int] = set()
+    while pid > 1 and pid not in seen:
+        seen.add(pid)
+        place = Place.of_environ(_read_environ(pid))
+        if place is not None:
+            return place
+        stat = procfs.read_stat(pid)
+        pid = stat.ppid if stat is not None else 0
+    return None
+
+
+def is_elsewhere(pid: int, here: Place | None) -> bool:
+    """Say whether process `pid` is known to belong to another job or node than `here`."""
+    if here is None:
+        return False
+    place = place_of(pid)
+    return place is not None and place != here
+
+
+def _read_environ(pid: int) -> dict[str, str]:
+    """Return the two variables as the process got them at its start, as far as they may be read."""
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    found = {}
+    for entry in raw.split(b"\0"):
+        name, _equals, value = entry.decode(errors="replace").partition("=")
+        if name in (_JOB, _NODE):
+            found[name] = value
+    return found

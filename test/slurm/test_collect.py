@@ -1,0 +1,253 @@
+"""One command collects on both nodes of a job of a real Slurm; a node that does not answer is named.
+
+The ranks are no SGLang's, but processes with such a title below a launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.snapshot import parse
+from sglang_crashkit.errors import ExitCode
+from slurm.cluster import LONG_S, NODES, Cluster
+from unit.waiting import wait_until
+
+pytestmark = pytest.mark.live
+
+KIT = (sys.executable, "-m", "sglang_crashkit")
+#: Whose the ranks are, so that what else runs on this machine is not collected.
+USER = 54321
+QUICK = ("--snapshots=2", "--interval=0.2", "--no-debugger", f"--user={USER}")
+#: What launches a rank keeps its environment; the rank's title overwrites it.
+LAUNCHER = """
+import subprocess, sys
+sys.exit(subprocess.call([sys.executable, "-c", sys.argv[2], sys.argv[1]]))
+"""
+RANK = f"""
+import os, sys, time, setproctitle
+number, node = os.environ["SLURM_NODEID"], os.environ["SLURMD_NODENAME"]
+setproctitle.setproctitle(f"sglang::scheduler_TP{{number}}")
+def all_reduce():
+    with open(f"{{sys.argv[1]}}/{{node}}.pid", "w") as file:
+        os.setuid({USER})
+        file.write(f"{{os.getpid()}}\\n")
+    time.sleep(600)
+all_reduce()
+"""
+
+
+def workers(folder: Path) -> str:
+    """Return the line of a job's script that runs a rank on each node."""
+    return shlex.join(["srun", "--ntasks-per-node=1", sys.executable, "-c", LAUNCHER, str(folder), RANK])
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """A job with a rank on each node.
+
+    Attributes:
+        job: its id.
+        ranks: the pid of the rank on each node.
+    """
+
+    job: str
+    ranks: dict[str, int]
+
+
+def wait_for_ranks(cluster: Cluster, job: str, folder: Path) -> Crowd:
+    paths = {node: folder / f"{node}.pid" for node in NODES}
+
+    def told() -> dict[str, int]:
+        return {node: int(path.read_text()) for node, path in paths.items() if path.exists() and path.read_text()}
+
+    return Crowd(job, wait_until(lambda: len(told()) == len(NODES) and told(), "the ranks run", LONG_S))
+
+
+@pytest.fixture(scope="module")
+def crowd(running_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowd]:
+    folder = tmp_path_factory.mktemp("ranks")
+    job = running_cluster.batch(workers(folder))
+    try:
+        yield wait_for_ranks(running_cluster, job, folder)
+    finally:
+        running_cluster.cancel(job)
+
+
+def collect(cluster: Cluster, job: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``sglang-crashkit collect`` for a job."""
+    argv = [*KIT, "collect", f"--slurm-job={job}", *QUICK, *arguments]
+    return subprocess.run(argv, env=cluster.environ, capture_output=True, text=True, timeout=LONG_S, check=False)
+
+
+def result_of(done: subprocess.CompletedProcess[str], status: ExitCode) -> dict[str, Any]:
+    assert done.returncode == status, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def problems_of(document: dict[str, Any], node: str) -> list[dict[str, str]]:
+    (found,) = [one["problems"] for one in document["nodes"] if one["node"] == node]
+    return found
+
+
+def pids_of(document: dict[str, Any]) -> dict[str, list[int]]:
+    return {node["node"]: [process["pid"] for process in node["processes"]] for node in document["nodes"]}
+
+
+def only_on(node: str, command: str, otherwise: str = f'exec {shlex.join(KIT)} "$@"') -> str:
+    """Return a command for the nodes that is `command` on one of them, and the kit on the other."""
+    script = f"if [ $SLURMD_NODENAME = {node} ]; then {command}; else {otherwise}; fi"
+    return shlex.join(["bash", "-c", script, "bash"])
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: getattr(procfs.read_stat(pid), "state", "") == "T", "the rank is stopped")
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_the_ranks_of_both_nodes_are_in_one_result(cluster: Cluster, crowd: Crowd, tmp_path: Path) -> None:
+    with stopped(crowd.ranks["n2"]):
+        document = result_of(collect(cluster, crowd.job, "--json", f"--output-dir={tmp_path}"), ExitCode.DONE)
+    # Both nodes are this machine, and neither has the other's.
+    assert pids_of(document) == {node: [pid] for node, pid in crowd.ranks.items()}
+    ranks = {node["node"]: node["processes"][0] for node in document["nodes"]}
+    assert [ranks[node]["ranks"] for node in NODES] == [{"tp": 0}, {"tp": 1}]
+    assert [ranks[node]["states"] for node in NODES] == [["S", "S"], ["T", "T"]]
+    for node, pid in crowd.ranks.items():
+        (text,) = (tmp_path / node).glob(f"pyspy_*_{pid}.txt")
+        assert "all_reduce" in text.read_text()
+        rounds = [parse(path.read_text()) for path in (tmp_path / node).glob("snapshot_*.json")]
+        assert [[process.pid for process in one.processes] for one in rounds] == [[pid], [pid]]
+
+
+def test_a_person_sees_each_rank_with_its_node_and_where_it_is(cluster: Cluster, crowd: Crowd, tmp_path: Path) -> None:
+    with stopped(crowd.ranks["n2"]):
+        done = collect(cluster, crowd.job, f"--output-dir={tmp_path}")
+    lines = [line.split()[:6] for line in done.stdout.splitlines() if line.startswith(("n1 ", "n2 "))]
+    assert lines == [
+        ["n1", "TP0", "pid", str(crowd.ranks["n1"]), "S", "all_reduce"],
+        ["n2", "TP1", "pid", str(crowd.ranks["n2"]), "T", "all_reduce"],
+    ]
+    assert f"sglang::scheduler_TP1 (pid {crowd.ranks['n2']} on n2) is stopped (state T)" in done.stdout
+    assert "n2: 1 process (" in done.stderr
+    explanation = (tmp_path / "explanation.txt").read_text().splitlines()
+    assert explanation[: len(NODES)] == [line for line in done.stdout.splitlines() if line.startswith(("n1 ", "n2 "))]
+    # The stacks of both nodes' ranks are merged.
+    assert any(re.search(r"n1:\d+ TP0; n2:\d+ TP1: .*all_reduce", line) for line in explanation)
+
+
+def test_a_node_without_the_tool_is_named_and_the_other_ones_result_is_there(
+    cluster: Cluster, crowd: Crowd, tmp_path: Path
+) -> None:
+    command = only_on("n2", "exec python3 -I -S -m sglang_crashkit")
+    done = collect(cluster, crowd.job, "--json", f"--output-dir={tmp_path}", f"--remote-command={command}")
+    document = result_of(done, ExitCode.PARTIAL)
+    assert pids_of(document) == {"n1": [crowd.ranks["n1"]], "n2": []}
+    (problem,) = problems_of(document, "n2")
+    assert "the collector cannot be run there" in problem["why"]
+    assert "No module named sglang_crashkit" in problem["why"]
+    assert "install sglang-crashkit" in problem["next"]
+
+
+def test_a_node_whose_slurmd_is_gone_is_named_and_the_other_ones_result_is_there(
+    cluster: Cluster, crowd: Crowd, tmp_path: Path
+) -> None:
+    cluster.stop_node("n2")
+    try:
+        done = collect(cluster, crowd.job, "--json", f"--output-dir={tmp_path}")
+    finally:
+        cluster.start_node("n2")
+    document = result_of(done, ExitCode.PARTIAL)
+    assert pids_of(document) == {"n1": [crowd.ranks["n1"]], "n2": []}
+    (problem,) = problems_of(document, "n2")
+    assert problem["why"].startswith("it does not answer Slurm: ")
+    assert problem["next"] == "scontrol show node n2"
+
+
+@pytest.mark.matrix
+def test_a_node_that_does_not_end_is_given_up(cluster: Cluster, crowd: Crowd, tmp_path: Path) -> None:
+    command = only_on("n2", "exec sleep 600")
+    arguments = ["--json", f"--output-dir={tmp_path}", f"--remote-command={command}", "--node-timeout=15"]
+    document = result_of(collect(cluster, crowd.job, *arguments), ExitCode.PARTIAL)
+    assert pids_of(document) == {"n1": [crowd.ranks["n1"]], "n2": []}
+    (problem,) = problems_of(document, "n2")
+    assert problem["why"].startswith("no answer within 15 s")
+    # Only the workers' own step is left.
+    wait_until(lambda: len(cluster.steps(crowd.job)) == 1, "the step is gone", LONG_S)
+
+
+def test_where_a_nodes_files_cannot_be_seen_its_snapshots_are_here_nevertheless(
+    cluster: Cluster, crowd: Crowd, tmp_path: Path
+) -> None:
+    probe = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True, timeout=LONG_S, check=False)
+    if probe.returncode != 0:
+        pytest.skip(f"no file system of its own can be given to a node here: {probe.stderr.strip()}")
+    output = tmp_path / "output"
+    own = f'exec unshare --mount bash -c \'mount -t tmpfs own {tmp_path} && exec {shlex.join(KIT)} "$@"\' bash "$@"'
+    arguments = ["--json", f"--output-dir={output}", f"--remote-command={only_on('n2', own)}"]
+    document = result_of(collect(cluster, crowd.job, *arguments), ExitCode.PARTIAL)
+    assert pids_of(document) == {node: [pid] for node, pid in crowd.ranks.items()}
+    (problem,) = problems_of(document, "n2")
+    assert "cannot be seen here" in problem["why"]
+    rounds = [parse(path.read_text()) for path in sorted((output / "n2").glob("snapshot.*.json"))]
+    assert [[process.pid for process in one.processes] for one in rounds] == [[crowd.ranks["n2"]]] * 2
+
+
+def test_a_job_without_sglang_is_nothing_to_do(cluster: Cluster, job: str, tmp_path: Path) -> None:
+    done = collect(cluster, job, f"--output-dir={tmp_path}")
+    assert done.returncode == ExitCode.NOTHING, done.stderr
+    assert done.stdout.splitlines()[1:3] == ["n1  no process of SGLang", "n2  no process of SGLang"]
+
+
+def test_a_job_that_there_is_not_is_nothing_to_do(cluster: Cluster, tmp_path: Path) -> None:
+    done = collect(cluster, "99999", f"--output-dir={tmp_path}")
+    assert done.returncode == ExitCode.NOTHING
+    assert "Slurm knows no job 99999" in done.stderr
+
+
+def test_the_collector_beside_the_workers_of_a_job_script_collects_on_both_nodes(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    log_dir, ranks = tmp_path / "logs", tmp_path / "ranks"
+    ranks.mkdir()
+    config = tmp_path / "job.yaml"
+    config.write_text("name: some-job\ndebug:\n  enabled: true\n  wait_seconds: 1\n")
+    collector = ["collect", f"--config={config}", f"--log-dir={log_dir}", *QUICK]
+    beside = shlex.join(["srun", "--overlap", "--ntasks-per-node=1", *KIT, *collector])
+    until = f"until [ -s {ranks}/n1.pid ] && [ -s {ranks}/n2.pid ]; do sleep 0.1; done"
+    script = textwrap.dedent(f"""
+        {workers(ranks)} &
+        {until}
+        {beside} &
+        wait %2
+        touch {tmp_path}/collected
+        wait
+    """)
+    job = cluster.batch(script)
+    try:
+        crowd = wait_for_ranks(cluster, job, ranks)
+        wait_until((tmp_path / "collected").exists, f"it has collected\n{cluster.logs()}", LONG_S)
+        found = {path.name.rpartition("_")[2] for path in (log_dir / "backtraces").glob("pyspy_*.txt")}
+        assert found == {f"{pid}.txt" for pid in crowd.ranks.values()}, cluster.logs()
+    finally:
+        cluster.cancel(job)

@@ -1,0 +1,129 @@
+"""On a real Slurm with two nodes: a job's nodes are found, and what they are asked ends in time, or is ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.core.slurm import Job, find_job, find_steps, step_command, step_name
+from sglang_crashkit.core.slurm_steps import ERRORS, NodeRun, Steps
+from sglang_crashkit.errors import NothingToDoError
+from slurm.cluster import LONG_S, NODES, Cluster
+from unit.waiting import wait_until
+
+pytestmark = pytest.mark.live
+
+STEP = "crashkit-test"
+#: Long enough for a node that answers, on a loaded machine.
+ENOUGH_SECS = 60.0
+
+
+def steps_for(job: Job, folder: Path, *, deadline_secs: float = ENOUGH_SECS, at_once: int = 8) -> Steps:
+    folders = {node: folder / node for node in job.nodes}
+    return Steps(job, step=STEP, folders=folders, deadline_secs=deadline_secs, at_once=at_once)
+
+
+def commands_for(job: Job, script: str) -> dict[str, list[str]]:
+    return {node: step_command(job, node, ["bash", "-c", script], step=STEP) for node in job.nodes}
+
+
+def run_all(steps: Steps, commands: dict[str, list[str]]) -> dict[str, NodeRun]:
+    """Return what became of each node, in the order in which they ended."""
+    runs: list[NodeRun] = []
+    steps.run(commands, runs.append)
+    assert sorted(run.node for run in runs) == sorted(commands)
+    return {run.node: run for run in runs}
+
+
+def test_the_nodes_of_a_job_are_found(job: str) -> None:
+    assert find_job(job) == Job(job, job, NODES)
+
+
+def test_a_job_that_there_is_not_or_that_is_over_is_nothing_to_do(cluster: Cluster) -> None:
+    with pytest.raises(NothingToDoError, match="Slurm knows no job 99999, or no longer"):
+        find_job("99999")
+    job = cluster.allocate()
+    cluster.cancel(job)
+    with pytest.raises(NothingToDoError, match=f"job {job} does not run: CANCELLED") as error:
+        find_job(job)
+    assert error.value.next_step == f"scontrol show job {job}"
+
+
+def test_every_node_is_asked_beside_a_step_that_has_all_of_its_cores_and_memory(
+    cluster: Cluster, job: str, tmp_path: Path
+) -> None:
+    ready = [tmp_path / f"{node}.ready" for node in NODES]
+    work = f"touch {tmp_path}/$SLURMD_NODENAME.ready; sleep 600"
+    everything = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=4", "--mem=0", "--exclusive"]
+    with cluster.start(["srun", f"--jobid={job}", *everything, "bash", "-c", work]):
+        wait_until(lambda: all(path.exists() for path in ready), "the workers run", LONG_S)
+        found = find_job(job)
+        script = "echo $SLURMD_NODENAME; echo to the log >&2; exit $SLURM_NTASKS"
+        runs = run_all(steps_for(found, tmp_path), commands_for(found, script))
+    assert {node: (run.status, run.output.decode().split()) for node, run in runs.items()} == {
+        node: (1, [node]) for node in NODES
+    }
+    for node in NODES:
+        assert "to the log" in (tmp_path / node / ERRORS).read_text()
+
+
+def test_no_more_than_asked_for_run_at_once(job: str, tmp_path: Path) -> None:
+    found = find_job(job)
+    script = f"mkdir {tmp_path}/alone && sleep 0.5 && rmdir {tmp_path}/alone"
+    runs = run_all(steps_for(found, tmp_path, at_once=1), commands_for(found, script))
+    assert [run.status for run in runs.values()] == [0, 0]
+
+
+def test_what_does_not_end_in_time_is_ended_on_the_node_too(cluster: Cluster, job: str, tmp_path: Path) -> None:
+    found = find_job(job)
+    # One ends and the other never does, whatever it is asked.
+    script = "trap '' TERM INT; echo $$ >$0/$SLURMD_NODENAME.pid; [ $SLURMD_NODENAME = n1 ] || sleep 600"
+    commands = {node: [*argv, str(tmp_path)] for node, argv in commands_for(found, script).items()}
+    runs = run_all(steps_for(found, tmp_path, deadline_secs=10), commands)
+    assert (runs["n1"].status, runs["n1"].late) == (0, False)
+    assert (runs["n2"].status, runs["n2"].late, runs["n2"].problem) == (None, True, "no answer within 10 s")
+    pid = int((tmp_path / "n2.pid").read_text())
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the process on n2 is gone", LONG_S)
+    wait_until(lambda: find_steps(found, step_name(STEP, "n2")) == [], "its step is gone", LONG_S)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_node_whose_slurmd_is_gone_or_silent_holds_up_no_other(
+    cluster: Cluster, job: str, tmp_path: Path, number: signal.Signals
+) -> None:
+    found = find_job(job)
+    cluster.stop_node("n2", number)
+    try:
+        runs = run_all(steps_for(found, tmp_path, deadline_secs=15), commands_for(found, "echo here"))
+    finally:
+        cluster.start_node("n2")
+    assert (runs["n1"].status, runs["n1"].output) == (0, b"here\n")
+    assert list(runs) == ["n1", "n2"]
+    # srun may give up by itself before.
+    assert runs["n2"].late or "Application launch failed" in runs["n2"].errors
+    assert runs["n2"].status != 0
+
+
+def test_an_interruption_ends_what_runs_and_keeps_what_was_had(cluster: Cluster, job: str, tmp_path: Path) -> None:
+    found = find_job(job)
+    script = f"echo $SLURMD_NODENAME; touch {tmp_path}/$SLURMD_NODENAME.ready; [ $SLURMD_NODENAME = n1 ] || sleep 600"
+
+    def interrupt() -> None:
+        wait_until(lambda: had and (tmp_path / "n2.ready").exists(), "one has ended, the other runs", LONG_S)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    had: dict[str, NodeRun] = {}
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    steps = steps_for(found, tmp_path)
+    steps.run(commands_for(found, script), lambda run: had.update({run.node: run}))
+    thread.join(LONG_S)
+    assert steps.interrupt is not None
+    assert (had["n1"].status, had["n1"].output) == (0, b"n1\n")
+    assert (had["n2"].status, had["n2"].problem) == (None, "interrupted")
+    wait_until(lambda: find_steps(found, step_name(STEP, "n2")) == [], "its step is gone", LONG_S)

@@ -1,0 +1,162 @@
+"""Real SGLang on two nodes of a real Slurm, one rank on each: one hangs, and one command sees both."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lanelib.lanes import ensure_lane
+from lanelib.managed import free_port, wait_all_ready
+from lanelib.servers import Server
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.slurm_place import Place, place_of
+from sglang_crashkit.core.snapshot import ProcessSnapshot, parse
+from sglang_crashkit.core.stacks import main_thread
+from sglang_crashkit.errors import ExitCode
+from slurm.cluster import NODES, Cluster
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(1500)]
+
+#: As published: nothing in the server knows of the kit.
+RELEASE = "0.5.23"
+RANKS = ("sglang::scheduler_TP0", "sglang::scheduler_TP1")
+READY_TIMEOUT_S = 900.0
+ANSWER_TIMEOUT_S = 240.0
+COLLECT_TIMEOUT_S = 300.0
+
+
+@dataclass
+class Story:
+    """A server whose rank on the second node was stopped with a request in flight.
+
+    Attributes:
+        output: what was given as ``--output-dir``.
+        pids: the pid of the rank on each node.
+        status: the command's exit status.
+        document: what it printed.
+        answer: the tokens of the request, once the rank went on.
+    """
+
+    output: Path
+    pids: dict[str, int] = field(default_factory=dict)
+    status: int = -1
+    document: dict[str, Any] = field(default_factory=dict)
+    answer: list[int] = field(default_factory=list)
+
+    def node(self, name: str) -> dict[str, Any]:
+        (found,) = [node for node in self.document["nodes"] if node["node"] == name]
+        return found
+
+    def last(self, name: str) -> ProcessSnapshot:
+        """What the last round saw of the rank on a node."""
+        path = max((self.output / name).glob("snapshot_*.json"))
+        (found,) = [one for one in parse(path.read_text()).processes if one.pid == self.pids[name]]
+        return found
+
+
+@contextlib.contextmanager
+def server_on(cluster: Cluster, job: str) -> Iterator[tuple[Server, Server]]:
+    """Run a server with one rank on each node of a job."""
+    lane, address = ensure_lane(RELEASE, pristine=True), f"127.0.0.1:{free_port()}"
+
+    def start(number: int) -> Server:
+        step = ["srun", "--overlap", f"--jobid={job}", f"--nodelist={NODES[number]}", "--nodes=1", "--ntasks=1"]
+        arguments = ["--nnodes", "2", "--node-rank", str(number), "--dist-init-addr", address]
+        environ = {name: cluster.environ[name] for name in ("PATH", "SLURM_CONF")}
+        name = f"slurm-{NODES[number]}"
+        return Server.start(lane, tp=2, extra_args=arguments, env=environ, name=name, prefix=step)
+
+    with start(0) as first, start(1) as second:
+        yield first, second
+
+
+def rank_on(place: Place, title: str) -> int:
+    """Return the pid of the rank with that title in a step."""
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    (pid,) = [pid for pid in pids if procfs.read_title(pid) == title and place_of(pid) == place]
+    return pid
+
+
+@pytest.fixture(scope="module")
+def story(running_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    cluster, told = running_cluster, Story(tmp_path_factory.mktemp("slurm") / "output")
+    job = cluster.allocate()
+    try:
+        with server_on(cluster, job) as servers:
+            wait_all_ready(servers, READY_TIMEOUT_S)
+            told.pids = {node: rank_on(Place(job, node), title) for node, title in zip(NODES, RANKS, strict=True)}
+            tell(told, cluster, job, servers[0])
+        yield told
+    finally:
+        cluster.cancel(job)
+
+
+def tell(told: Story, cluster: Cluster, job: str, server: Server) -> None:
+    def ask() -> None:
+        told.answer = server.generate("Hello", max_new_tokens=8, timeout_s=ANSWER_TIMEOUT_S)["output_ids"]
+
+    asking = threading.Thread(target=ask, daemon=True)
+    os.kill(told.pids["n2"], signal.SIGSTOP)
+    try:
+        asking.start()
+        # Every round of the event loop hands on what came in, so the other rank waits within milliseconds.
+        argv = [sys.executable, "-m", "sglang_crashkit", "collect", f"--slurm-job={job}", "--json", "--snapshots=2"]
+        argv += ["--interval=1", "--no-debugger", f"--output-dir={told.output}"]
+        done = subprocess.run(
+            argv, env=cluster.environ, capture_output=True, text=True, timeout=COLLECT_TIMEOUT_S, check=False
+        )
+    finally:
+        os.kill(told.pids["n2"], signal.SIGCONT)
+    assert done.stdout, done.stderr
+    told.status, told.document = done.returncode, json.loads(done.stdout)
+    asking.join(ANSWER_TIMEOUT_S)
+
+
+def test_the_ranks_of_both_nodes_are_in_one_result(story: Story) -> None:
+    assert story.status == ExitCode.DONE, story.document
+    for node, title in zip(NODES, RANKS, strict=True):
+        found = {process["pid"]: process["title"] for process in story.node(node)["processes"]}
+        assert found[story.pids[node]] == title
+        # Both nodes are this machine, and neither has the other's.
+        assert not {pid for its, pid in story.pids.items() if its != node} & found.keys()
+
+
+def test_the_one_that_is_stopped_is_seen_so_and_the_other_waits_for_it(story: Story) -> None:
+    states = {one["pid"]: one["states"] for one in story.node("n2")["processes"]}
+    assert states[story.pids["n2"]] == ["T", "T"]
+    first, second = story.last("n1"), story.last("n2")
+    assert (first.ranks, second.ranks) == ({"tp": 0}, {"tp": 1})
+    # They are one server's: both name the address at which its nodes meet.
+    assert first.rendezvous == second.rendezvous is not None
+    thread = main_thread(first.threads, first.pid)
+    assert thread is not None
+    assert any("distributed_c10d.py" in frame.file for frame in thread.frames)
+
+
+def test_the_verdict_names_the_rank_and_its_node(story: Story) -> None:
+    verdict = story.document["verdict"]
+    named = [(one["host"], one["pid"], one["title"]) for one in verdict["named"]]
+    assert ("n2", story.pids["n2"], RANKS[1]) in named, verdict
+    assert f"{RANKS[1]} (pid {story.pids['n2']} on n2)" in verdict["statement"]
+    assert "is stopped" in verdict["statement"]
+
+
+def test_the_stacks_are_in_the_folder_of_each_node(story: Story) -> None:
+    for node, pid in story.pids.items():
+        (path,) = (story.output / node).glob(f"pyspy_*_{pid}.txt")
+        assert "run_scheduler_process" in path.read_text()
+
+
+def test_the_server_goes_on_afterwards(story: Story) -> None:
+    assert len(story.answer) == 8

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.cli.main import main
+from sglang_crashkit.core.discovery import find_processes
+from sglang_crashkit.core.procfs import TreeScanner, read_title
+from sglang_crashkit.core.snapshot import parse
+from unit.targets import SLEEPER, functions_of, settle, settle_in_sleep, state_of
+from unit.waiting import LONG, child, wait_until
+
+TITLE = "sglang::scheduler_TP0"
+QUICK = ("--snapshots", "2", "--interval", "0", "--no-debugger")
+#: A stand-in for gdb: it says which process it was asked for, at once or never.
+GDB = '#!/bin/sh\nwhile [ "$1" != -p ]; do shift; done\necho "asked for $2"\n'
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "sglang_crashkit", "collect", *arguments]
+
+
+def collect(pid: int, output: Path, *arguments: str) -> int:
+    return main(["collect", "--pid", str(pid), "--output-dir", str(output), *arguments])
+
+
+@pytest.fixture
+def gdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a stand-in for gdb that is first on PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "cuda-gdb").write_text(GDB)
+    (folder / "cuda-gdb").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder / "cuda-gdb"
+
+
+def test_every_process_has_its_two_files_and_every_moment_its_snapshot(
+    tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "deep" / "out"
+    with child(SLEEPER, title=TITLE) as process:
+        settle_in_sleep(process.pid)
+        status = collect(process.pid, output, "--snapshots", "2", "--interval", "0.2")
+    host = os.uname().nodename
+    python, native = output / f"pyspy_{host}_{process.pid}.txt", output / f"cudagdb_{host}_{process.pid}.txt"
+    snapshots = sorted(output.glob(f"snapshot_{host}_*.json"))
+    assert sorted(output.iterdir()) == sorted([python, native, *snapshots])
+    assert python.read_text().startswith(f"# {TITLE} (pid {process.pid}) on {host}")
+    assert python.read_text().count("    inner_function (") == 2
+    assert native.read_text().startswith(f"# {TITLE} (pid {process.pid}) on {host}")
+    assert f"asked for {process.pid}\n" in native.read_text()
+    assert "cuda-gdb printed no stack" in native.read_text()
+    for path in snapshots:
+        (seen,) = parse(path.read_bytes()).processes
+        assert (seen.pid, seen.title, seen.role, seen.ranks, seen.state) == (
+            *(process.pid, TITLE, "scheduler", {"tp": 0}),
+            "S",
+        )
+        assert "inner_function" in functions_of(seen.threads)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (output, python, native, snapshots[0])] == [
+        *(0o700, 0o600, 0o600, 0o600),
+    ]
+    printed = capsys.readouterr().out.splitlines()
+    assert status == 0
+    assert printed[0] == f"{TITLE} (pid {process.pid})"
+    assert printed[1].startswith("    1-2 S  inner_function (")
+    assert printed[2:4] == ["    cuda-gdb: cuda-gdb printed no stack", f"files: {output}"]
+    assert printed[4].startswith("verdict (")
+
+
+def test_a_program_reads_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with child(SLEEPER, title=TITLE) as process:
+        settle_in_sleep(process.pid)
+        assert collect(process.pid, tmp_path, *QUICK, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    (one,) = document["processes"]
+    assert (one["pid"], one["title"], one["ranks"], one["states"]) == (process.pid, TITLE, {"tp": 0}, ["S", "S"])
+    assert [Path(document["output_dir"], name).is_file() for name in (*document["snapshots"], *one["files"])] == (
+        [True] * 3
+    )
+    assert (document["exit_code"], document["verdict"]["named"]) == (0, [])
+
+
+def test_a_stopped_process_is_photographed_and_left_stopped(
+    tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with child(SLEEPER, title=TITLE) as process:
+        settle_in_sleep(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        settle(process.pid, "T")
+        assert collect(process.pid, tmp_path / "out", "--snapshots", "1") == 0
+        assert state_of(process.pid) == "T"
+    printed = capsys.readouterr().out
+    assert "    1   T  inner_function (" in printed
+    assert "    cuda-gdb: not run: it is stopped, and must stay as it was found\n" in printed
+    verdict = f"{TITLE} (pid {process.pid}) is stopped (state T) until somebody sends SIGCONT."
+    assert f"verdict (established): {verdict}\n" in printed
+
+
+def test_a_process_that_gives_nothing_makes_it_a_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # GIVEN a scheduler that is no Python process, and one that is
+    code = f"import subprocess; subprocess.Popen(['bash', '-c', 'exec -a {TITLE}-none sleep 120']); {SLEEPER}"
+    with child(code, title="sglang::scheduler_TP1") as process:
+        wait_until(lambda: "none" in "".join(_titles(process.pid)), "the other one is there")
+        try:
+            status = collect(process.pid, tmp_path, *QUICK)
+        finally:
+            for pid in TreeScanner(process.pid).scan() - {process.pid}:
+                os.kill(pid, signal.SIGKILL)
+    assert status == 5
+    assert "it is no Python process" in capsys.readouterr().out
+
+
+def _titles(pid: int) -> list[str]:
+    return [process.title for process in find_processes(pid=pid).processes]
+
+
+def test_without_a_process_the_status_is_3_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with child(SLEEPER) as process:
+        assert collect(process.pid, tmp_path / "out", *QUICK) == 3
+        assert f"process {process.pid} is no SGLang server, nor is one below it" in capsys.readouterr().err
+        assert collect(process.pid, tmp_path / "out", *QUICK, "--json") == 3
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 3
+    assert not (tmp_path / "out").exists()
+
+
+def job(folder: Path, text: str) -> str:
+    (folder / "job.yaml").write_text(text)
+    return str(folder / "job.yaml")
+
+
+def test_a_jobs_file_says_where_to_and_how_long_to_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = job(tmp_path, "name: x\ndebug:\n  enabled: true\n  wait_seconds: 1\n")
+    with child(SLEEPER, title=TITLE) as process:
+        arguments = ["collect", "--pid", str(process.pid), "--config", config, "--log-dir", str(tmp_path / "logs")]
+        assert main([*arguments, *QUICK]) == 0
+    assert f"collecting in 1 s: 1 process: {TITLE}\n" in capsys.readouterr().err
+    assert list((tmp_path / "logs" / "backtraces").glob("pyspy_*.txt"))
+
+
+def test_the_command_line_is_stronger_than_the_file(tmp_path: Path) -> None:
+    config = job(tmp_path, "debug: {enabled: true, output_dir: /nonexistent/x}\n")
+    with child(SLEEPER, title=TITLE) as process:
+        assert collect(process.pid, tmp_path / "out", *QUICK, "--config", config, "--wait-seconds", "0") == 0
+    assert list((tmp_path / "out").glob("pyspy_*.txt"))
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        ("debug: {enabled: false}", 3, "debug.enabled is not true in"),
+        ("name: x", 3, "debug.enabled is not true in"),
+        ("debug: {wait_second: 5}", 2, "debug.wait_second is unknown"),
+    ],
+)
+def test_a_file_that_asks_for_nothing_or_nonsense_is_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, status: int, said: str
+) -> None:
+    assert main(["collect", "--config", job(tmp_path, text)]) == status
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--snapshots", "0"], ["--interval", "-1"], ["--wait-seconds", "nan"]])
+def test_numbers_that_make_no_sense_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["collect", *arguments])
+
+
+def test_a_user_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["collect", "--user", "no-such-user"]) == 2
+    assert "there is no user no-such-user" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    with child(SLEEPER, title=TITLE) as process:
+        assert collect(process.pid, tmp_path / "file", *QUICK) == 1
+        assert f"{tmp_path}/file is not a folder" in capsys.readouterr().err
+        assert collect(process.pid, tmp_path / "file" / "below", *QUICK) == 1
+    assert f"cannot write to {tmp_path}/file/below: Not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_was_collected_before_an_interrupt_is_kept_whole(tmp_path: Path, signum: int, status: int) -> None:
+    output = tmp_path / "out"
+    with child(SLEEPER, title=TITLE) as process:
+        arguments = ["--pid", str(process.pid), "--output-dir", str(output), "--json", "--interval", "600"]
+        with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, text=True) as collector:
+            wait_until(lambda: list(output.glob("pyspy_*.txt")), "the first moment is there")
+            collector.send_signal(signum)
+            printed, _nothing = collector.communicate(timeout=LONG)
+    document: dict[str, Any] = json.loads(printed)
+    assert (collector.returncode, document["exit_code"]) == (status, status)
+    (name,) = document["snapshots"]
+    assert parse((output / name).read_bytes()).processes[0].pid == process.pid
+    assert "inner_function" in next(output.glob("pyspy_*.txt")).read_text()
+
+
+def test_an_interrupt_ends_the_debugger_and_keeps_what_it_printed(tmp_path: Path, gdb: Path) -> None:
+    gdb.write_text(f"{GDB}exec sleep 600\n")
+    output = tmp_path / "out"
+    with child(SLEEPER, title=TITLE) as process:
+        arguments = ["--pid", str(process.pid), "--output-dir", str(output), "--snapshots", "1"]
+        with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) as collector:
+            assert collector.stderr is not None
+            for line in collector.stderr:
+                if line.startswith("cuda-gdb of"):
+                    break
+            wait_until(lambda: "sleep" in _titles_below(collector.pid), "the debugger sleeps")
+            collector.send_signal(signal.SIGINT)
+            assert collector.wait(LONG) == 130
+    text = next(output.glob("cudagdb_*.txt")).read_text()
+    assert f"asked for {process.pid}\n" in text
+    assert "cuda-gdb was called off" in text
+
+
+def _titles_below(pid: int) -> set[str]:
+    return {read_title(one) for one in TreeScanner(pid).scan()}
+
+
+def test_an_interrupt_while_it_waits_ends_it_at_once(tmp_path: Path) -> None:
+    with child(SLEEPER, title=TITLE) as process:
+        arguments = ["--pid", str(process.pid), "--output-dir", str(tmp_path / "out"), "--wait-seconds", "600"]
+        with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) as collector:
+            assert collector.stderr is not None
+            assert collector.stderr.readline() == f"collecting in 600 s: 1 process: {TITLE}\n"
+            collector.terminate()
+            assert collector.wait(LONG) == 143
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.cli.main import main
+from sglang_crashkit.core.snapshot import parse
+from unit.http_server import answering
+from unit.served import RANKS, Served, served
+from unit.targets import settle, state_of
+from unit.waiting import LONG, child, wait_until
+
+# Each waits for a hang, which takes its time.
+pytestmark = pytest.mark.wide
+
+HANG_SECS = "2"
+#: Of no interface, so that it is taken for another host's: this process and its children are no server.
+ELSEWHERE = "127.0.0.2"
+
+
+class Watch:
+    """The command while it runs, with its output in a file."""
+
+    def __init__(self, said: Path, popen: subprocess.Popen[bytes]) -> None:
+        self.said, self.popen = said, popen
+
+    def events(self) -> list[dict[str, Any]]:
+        whole, _newline, _rest = self.said.read_text().rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def await_event(self, kind: str, count: int = 1) -> dict[str, Any]:
+        """Wait for that many events of that kind, and return the last."""
+
+        def found() -> list[dict[str, Any]]:
+            events = [event for event in self.events() if event["event"] == kind]
+            return events if len(events) >= count else []
+
+        try:
+            return wait_until(found, f"it tells {count} times of {kind}", 3 * LONG)[-1]
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it told {self.events()}") from None
+
+    def end(self) -> int:
+        return self.popen.wait(LONG)
+
+
+@contextlib.contextmanager
+def watching(folder: Path, *arguments: str) -> Iterator[Watch]:
+    said = folder / "said"
+    command = [sys.executable, "-m", "sglang_crashkit", "watch", "--json", "--hang-secs", HANG_SECS]
+    command += ["--interval", "0.1", "--output-dir", str(folder / "stacks"), *arguments]
+    with said.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE) as popen:
+        try:
+            yield Watch(said, popen)
+        finally:
+            popen.kill()
+
+
+def hang(server: Served) -> None:
+    """Stop the second rank, and answer no more health checks."""
+    os.kill(server.ranks[RANKS[1]], signal.SIGSTOP)
+    server.mode.write_text("hang")
+
+
+def test_a_hang_is_seen_the_stacks_are_taken_and_progress_is_told(tmp_path: Path) -> None:
+    with served(tmp_path) as server, watching(tmp_path, "--pid", str(server.ranks[RANKS[0]])) as watch:
+        assert f"server {server.popen.pid} at {server.url}" in watch.await_event("watching")["text"]
+        watch.await_event("serving")
+        hang(server)
+        text = watch.await_event("hang")["text"]
+        assert f"{RANKS[1]} (pid {server.ranks[RANKS[1]]}) was stopped (state T)" in text
+        snapshots = watch.await_event("snapshots")
+        assert snapshots["missing"] == []
+        watch.await_event("verdict")
+        assert state_of(server.ranks[RANKS[1]]) == "T"
+        paths = sorted(Path(snapshots["output_dir"]).glob("snapshot_*.json"))
+        rounds = [parse(path.read_bytes()) for path in paths]
+        assert len(rounds) == 3
+        assert all({process.title for process in one.processes} >= set(RANKS) for one in rounds)
+
+        os.kill(server.ranks[RANKS[1]], signal.SIGCONT)
+        server.mode.write_text("200")
+        assert watch.await_event("progress")["secs"] >= float(HANG_SECS)
+        server.end()
+        assert watch.end() == 3
+        assert watch.events()[-1]["event"] == "gone"
+
+
+def test_once_ends_after_the_first_hang(tmp_path: Path) -> None:
+    with served(tmp_path) as server, watching(tmp_path, "--url", server.url, "--once") as watch:
+        watch.await_event("serving")
+        hang(server)
+        assert watch.end() == 0
+        assert [event["event"] for event in watch.events()][-3:] == ["hang", "snapshots", "verdict"]
+
+
+def test_a_paused_server_that_hangs_then_is_seen(tmp_path: Path) -> None:
+    with answering(ELSEWHERE) as server, watching(tmp_path, "--url", server.url) as watch:
+        watch.await_event("serving")
+        server.statuses["/health_generate"] = 0
+        assert "its schedulers answer other questions" in watch.await_event("excused")["text"]
+        server.statuses["/server_info"] = 0
+        watch.await_event("hang")
+
+
+def test_a_server_whose_ranks_go_on_is_not_said_to_hang_at_once(tmp_path: Path) -> None:
+    with served(tmp_path) as server, watching(tmp_path, "--pid", str(server.popen.pid)) as watch:
+        watch.await_event("serving")
+        server.mode.write_text("hang")
+        assert "whether they get on with the batch cannot be seen" in watch.await_event("excused")["text"]
+        assert "hang" not in [event["event"] for event in watch.events()]
+        server.mode.write_text("200")
+        watch.await_event("serving", count=2)
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_it_ends_in_order_when_it_is_asked_to(tmp_path: Path, signum: int, status: int) -> None:
+    with served(tmp_path) as server, watching(tmp_path, "--pid", str(server.popen.pid)) as watch:
+        watch.await_event("serving")
+        watch.popen.send_signal(signum)
+        assert watch.end() == status
+        assert watch.popen.stderr is not None
+        assert watch.popen.stderr.read() == b""
+
+
+def test_of_a_server_that_is_no_process_here_the_health_check_alone_tells(tmp_path: Path) -> None:
+    with answering(ELSEWHERE) as server, watching(tmp_path, "--url", server.url) as watch:
+        watch.await_event("serving")
+        server.statuses |= {"/health_generate": 0, "/server_info": 0}
+        told = watch.await_event("hang")
+        assert (told["level"], told["ranks"]) == ("unknown", [])
+        assert watch.await_event("snapshots")["files"] == []
+        server.release()
+        watch.await_event("progress")
+        assert server.most_open == 2  # the health check, and the question whether the schedulers answer that
+
+
+def test_without_json_each_event_is_a_line(tmp_path: Path) -> None:
+    with served(tmp_path) as server:
+        hang(server)
+        command = [sys.executable, "-m", "sglang_crashkit", "watch", "--pid", str(server.popen.pid), "--once"]
+        command += [
+            "--hang-secs",
+            HANG_SECS,
+            "--start-secs",
+            "2",
+            "--interval",
+            "0",
+            "--output-dir",
+            str(tmp_path / "o"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=3 * LONG, check=False)
+    assert done.returncode == 0
+    kinds = [line.split()[1] for line in done.stdout.splitlines()]
+    assert kinds == ["watching:", "hang:", "snapshots:", "verdict:"]
+    assert done.stderr == ""
+
+
+def test_stacks_that_cannot_be_written_are_told_and_the_watch_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "stacks").write_text("no folder")
+    with served(tmp_path) as server, watching(tmp_path, "--pid", str(server.popen.pid)) as watch:
+        watch.await_event("serving")
+        hang(server)
+        assert "next: name another folder with --output-dir" in watch.await_event("problem")["text"]
+        os.kill(server.ranks[RANKS[1]], signal.SIGCONT)
+        server.mode.write_text("200")
+        watch.await_event("progress")
+
+
+def test_one_of_two_ways_to_name_the_server_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch"]) == 2
+    assert "neither --pid nor --url" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("--hang-secs", "0.5"), ("--hang-secs", "nan"), ("--snapshots", "0")])
+def test_numbers_that_make_no_sense_are_refused(arguments: tuple[str, ...]) -> None:
+    assert main(["watch", "--url", "http://127.0.0.1:1", *arguments]) == 2
+
+
+def test_a_process_that_is_no_server_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with child("ready(); pause()") as process:
+        assert main(["watch", "--pid", str(process.pid)]) == 3
+        settle(process.pid, "S")
+    assert f"process {process.pid} is no SGLang server" in capsys.readouterr().err
+    assert main(["watch", "--pid", str(process.pid)]) == 3
+    assert f"there is no process {process.pid}" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.core.collection import Collection, Plan
+from sglang_crashkit.core.debugger import MAY_TRACE
+from sglang_crashkit.core.discovery import FoundProcess
+from sglang_crashkit.core.pyspy import EXECUTABLE_VARIABLE
+from sglang_crashkit.core.snapshot import NodeSnapshot, parse
+from unit.targets import (
+    SLEEPER,
+    TITLE,
+    armed,
+    asleep,
+    functions_of,
+    make_tool,
+    settle,
+    settle_in_sleep,
+    start_ticks,
+    state_of,
+)
+from unit.waiting import LONG, child
+
+ARGUMENTS = ("python", "-m", "sglang.launch_server", "--dist-init-addr", "10.0.0.1:5000")
+ARGUMENTS += ("--disaggregation-mode", "decode")
+
+
+def found(pid: int, title: str = TITLE) -> FoundProcess:
+    return FoundProcess(pid, start_ticks(pid), title, "scheduler", {"tp": 0}, 1, ARGUMENTS, 0, "title")
+
+
+def collect(output: Path, *processes: FoundProcess, **plan) -> tuple[Collection, list[NodeSnapshot]]:
+    """Collect; gives the collection, and the snapshots as they are in the files."""
+    options = {"snapshots": 1, "interval_secs": 0.0, "debugger": False, "tool_secs": LONG} | plan
+    collection = Collection(processes, Plan(output, **options), lambda _line: None)
+    collection.run()
+    rounds = [parse((output / name).read_bytes()) for name in collection.snapshot_files]
+    assert rounds == collection.rounds
+    return collection, rounds
+
+
+@pytest.fixture
+def no_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = "neither is installed; next: apt-get install gdb"
+    monkeypatch.setattr("sglang_crashkit.core.collection.find_debugger", lambda: (None, missing))
+
+
+def test_a_round_is_a_snapshot_with_what_the_server_is(tmp_path: Path) -> None:
+    with child(SLEEPER) as process:
+        settle_in_sleep(process.pid)
+        _collection, (seen,) = collect(tmp_path, found(process.pid))
+    (one,) = seen.processes
+    assert (one.title, one.server, one.rendezvous, one.side) == (TITLE, 1, "10.0.0.1:5000", "decode")
+    assert (one.state, one.problem, seen.problems) == ("S", "", ())
+    assert "nanosleep" in one.wchan
+    assert "inner_function" in functions_of(one.threads)
+
+
+def test_several_rounds_tell_a_process_that_spins_from_one_that_stands(tmp_path: Path) -> None:
+    with child(SLEEPER) as still, child("ready()\nwhile True: pass") as spinning:
+        settle_in_sleep(still.pid)
+        plan = {"snapshots": 3, "interval_secs": 0.3}
+        _collection, rounds = collect(tmp_path, found(still.pid), found(spinning.pid), **plan)
+    used = [
+        [later.cpu_secs - earlier.cpu_secs for earlier, later in zip(one.processes, two.processes, strict=True)]
+        for one, two in [(rounds[0], rounds[2])]
+    ]
+    assert len(rounds) == 3
+    assert used[0][0] == 0.0
+    assert used[0][1] > 0.0
+
+
+def test_a_process_in_uninterruptible_sleep_is_photographed_and_not_waited_for(
+    tmp_path: Path, runtime: Path, no_debugger: None
+) -> None:
+    with asleep(runtime) as target:
+        collection, (seen,) = collect(tmp_path, found(target.pid), debugger=True)
+    assert seen.processes[0].state == "D"
+    assert "sleep_uninterruptibly" in functions_of(seen.processes[0].threads)
+    debugged = collection.collected[0].debugged
+    assert debugged is not None
+    assert "is in uninterruptible sleep" in debugged.problem
+
+
+def test_one_that_has_ended_is_told_of_and_the_others_are_collected(tmp_path: Path) -> None:
+    with child(SLEEPER) as process, child(SLEEPER) as gone:
+        processes = found(process.pid), found(gone.pid)
+        gone.kill()
+        gone.wait(LONG)
+        collection, (seen,) = collect(tmp_path, *processes)
+    assert [one.gave_something for one in collection.collected] == [True, False]
+    assert seen.problems[0].why == "it has ended"
+    assert "it had ended" in (tmp_path / collection.collected[1].files[0]).read_text()
+
+
+def test_without_permission_the_next_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, "echo Error: Permission denied >&2; exit 1"))
+    with child(SLEEPER) as process:
+        _collection, (seen,) = collect(tmp_path / "out", found(process.pid))
+    assert (seen.problems[0].why, seen.problems[0].next) == ("Permission denied", MAY_TRACE)
+
+
+def test_a_process_of_a_patched_server_tells_its_own_stacks_where_py_spy_cannot(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_crashkit.core.collection.runtime_folder", lambda _pid, _ticks: runtime)
+    monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, "exit 1"))
+    with armed(runtime, SLEEPER) as target:
+        _collection, (seen,) = collect(tmp_path / "out", found(target.pid))
+    assert "inner_function" in functions_of(seen.processes[0].threads)
+
+
+def test_the_limit_of_a_tool_is_for_all_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, "sleep 600"))
+    with child(SLEEPER) as process:
+        _collection, rounds = collect(tmp_path / "out", found(process.pid), snapshots=2, tool_secs=2.0)
+    assert [one.problems[0].why for one in rounds] == [
+        *("py-spy did not end within 2 s", "py-spy did not end within 1 s"),
+    ]
+
+
+def test_without_a_debugger_py_spy_takes_native_stacks_and_the_file_says_what_is_missing(
+    tmp_path: Path, no_debugger: None
+) -> None:
+    with child(SLEEPER) as running, child(SLEEPER) as stopped:
+        settle_in_sleep(running.pid)
+        settle_in_sleep(stopped.pid)
+        stopped.send_signal(signal.SIGSTOP)
+        settle(stopped.pid, "T")
+        collection, (seen,) = collect(tmp_path, found(running.pid), found(stopped.pid), debugger=True)
+        assert state_of(stopped.pid) == "T"
+    assert [bool(one.native) for one in seen.processes] == [True, False]
+    assert [problem.what for problem in seen.problems] == [f"py-spy --native of {TITLE} (pid {stopped.pid})"]
+    texts = [(tmp_path / one.files[1]).read_text() for one in collection.collected]
+    for text in texts:
+        assert "# neither is installed; next: apt-get install gdb\n" in text
+    assert "    inner_function (" in texts[0]
+    assert "# py-spy --native: not run: it is stopped, and must stay as it was found\n" in texts[1]
