@@ -88,6 +88,11 @@ def settle_in_lock(pid: int) -> None:
     wait_until(lambda: "futex" in procfs.read_wchan(pid), f"process {pid} waits for a mutex")
 
 
+def settle_in_sleep(pid: int) -> None:
+    """Wait until a `SLEEPER` is in its sleep."""
+    wait_until(lambda: "nanosleep" in procfs.read_wchan(pid), f"process {pid} sleeps")
+
+
 @contextlib.contextmanager
 def armed(folder: Path, code: str, *, before: str = "", arguments: tuple[str, ...] = ()) -> Iterator[Armed]:
     """Run `code` in a worker that is armed in the runtime folder `folder`; see `waiting.child`."""

@@ -67,10 +67,11 @@ def main() -> int:
                 logging.getLogger(__name__).info("incident %s of a killed crash handler is finished", path)
         for folder in with_journals:
             take_in_left_behind(folder, args.host_folder / "incidents")
-        handler.run()
     except ProcessLookupError:
         logging.getLogger(__name__).info("server %d was gone before the handler began", args.server_pid)
         place.clean_up()
+        return 0
+    handler.run()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""GPU cores of the living schedulers: asked for once the cheaper evidence is there, and waited for as they grow."""
+"""GPU cores of the schedulers: asked for once the cheaper evidence is there, waited for as they grow, and read."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from sglang_crashkit.core import procfs
-from sglang_crashkit.core.cuda_core import CoreRequest, NoCoreError
+from sglang_crashkit.core.cuda_core import CoreRequest, NoCoreError, is_whole_core
 from sglang_crashkit.core.incident import Evidence, ProcessReport
 from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.handler.core_reading import READ_SECS, CoreReadings
+from sglang_crashkit.handler.gpu_stack_evidence import GpuStacks
 from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.tree import TrackedProcess
 
@@ -18,71 +21,118 @@ logger = logging.getLogger(__name__)
 
 #: A core under way is looked at this often, in seconds.
 _LOOK_SECS = 0.1
+#: There is to be room for so many bytes of a core; without memory in it, one of 255 MB was seen.
+_CORE_BYTES = 256 << 20
+#: When its core is written, the driver ends the process whose GPU failed; so long may it take to, in seconds.
+_LAST_CORE_SECS = 60.0
+
+
+#: What is left of the incident's time for writing it, in seconds.
+_WRITING_SECS = 1.0
+#: Incidents of a server that hangs, as long as no rank of it is dead.
+_HANGS = frozenset({"child_failure", "hang"})
 
 
 class Cores:
-    """The cores of one incident.
+    """The cores of one incident; of a server that hangs, after them what cuda-gdb says of who wrote one.
 
     While one is written, whoever waits for the incident is told to wait on: the end of the server would cut it short.
 
     Args:
         run: the incident; evidence goes into its reports.
-        processes: the living schedulers.
+        living: the schedulers that are asked for a core.
+        dead: those that may have left one, as the driver writes by itself when the GPU fails.
         settings: whether cores are wanted, and how long they may take.
     """
 
-    def __init__(self, run: IncidentRun, processes: Sequence[TrackedProcess], settings: Settings) -> None:
+    def __init__(
+        self,
+        run: IncidentRun,
+        living: Sequence[TrackedProcess],
+        dead: Sequence[TrackedProcess],
+        settings: Settings,
+    ) -> None:
         self._run = run
         self._began = time.monotonic()
         self._deadline = self._began + settings.core_wait_secs
+        self._readings = CoreReadings(run)
         self._under_way: dict[int, tuple[TrackedProcess, CoreRequest, ProcessReport]] = {}
-        for process in processes:
+        self._expected_bytes = 0
+        self._stacks: GpuStacks | None = None
+        self._to_debug: list[TrackedProcess] = []
+        self._wants_stacks = run.incident.kind in _HANGS and not dead and settings.stacks
+        # Who set it so wants no process stopped.
+        self._wants_stacks &= settings.native is not False
+        self._stacks_end = run.opened + settings.budget_secs - _WRITING_SECS
+        for process in living:
             self._ask(process, run.report(process), settings)
         if self._under_way:
             run.note(time.time(), "cuda_cores_asked", pids=sorted(self._under_way))
+        for process in dead:
+            self._take_left_behind(process, CoreRequest(process.pid), run.report(process))
 
     @property
     def are_done(self) -> bool:
         """Whether nothing is waited for."""
-        return not self._under_way
+        is_debugged = not self._to_debug if self._stacks is None else self._stacks.are_done
+        return not self._under_way and self._readings.are_done and is_debugged
+
+    @property
+    def writing(self) -> frozenset[int]:
+        """The processes of which a core is written now, or that a debugger holds: a signal may spoil it."""
+        return frozenset(self._under_way) | (self._stacks.attached if self._stacks is not None else frozenset())
 
     @property
     def deadline(self) -> float:
         """When the wait ends at the latest, by the monotonic clock."""
-        return self._deadline
+        end = self._deadline + READ_SECS
+        return max(end, self._stacks_end) if self._wants_stacks else end
 
     def next_due(self) -> float:
         """Return when `look` has something to do, by the monotonic clock."""
-        return float("inf") if self.are_done else min(self._deadline, time.monotonic() + _LOOK_SECS)
+        return float("inf") if self.are_done else time.monotonic() + _LOOK_SECS
 
     def look(self) -> None:
-        """See which cores are whole by now, and give up those whose time is over."""
+        """See which cores are whole by now, give up those whose time is over, and take in what was read."""
         for pid, (process, request, report) in list(self._under_way.items()):
-            reason = ""
+            # Asked before the look: the driver ends the process whose GPU failed as soon as its core is whole.
+            reason, has_ended = "", process.handle.has_exited()
             try:
-                path = request.look()
+                path = request.look(has_ended=has_ended)
                 if path is not None:
-                    os.chmod(path, 0o600)  # noqa: PTH101
-                    relative = os.path.relpath(path, self._run.path)
-                    self._end(pid, report, Evidence("cuda_core", "captured", path=relative))
+                    self._keep(path, report, round(time.monotonic() - self._began, 3))
+                    del self._under_way[pid]
+                    if self._wants_stacks:
+                        self._to_debug.append(process)
                     continue
             except (NoCoreError, OSError) as error:
                 reason = str(error)
-            if not reason and process.handle.has_exited():
-                reason = f"it ended while its core was written: {request.leftover()}"
+            if has_ended:
+                reason = f"it ended while its core was written: {reason or request.leftover()}"
             if not reason and time.monotonic() >= self._deadline:
                 secs = self._deadline - self._began
                 reason = f"not whole within {secs:g} s: {request.leftover()}"
             if reason:
                 self._end(pid, report, Evidence("cuda_core", "failed", reason=reason))
+        self._readings.look()
+        if self._to_debug and not self._under_way and self._readings.are_done and self._stacks is None:
+            self._stacks = GpuStacks(self._run, self._to_debug, self._stacks_end - time.monotonic())
+        if self._stacks is not None:
+            self._stacks.look()
 
     def give_up(self, reason: str) -> None:
-        """Wait no longer, for a reason that is noted."""
+        """Wait no longer for what is not whole yet, for a reason that is noted."""
         for pid, (_process, request, report) in list(self._under_way.items()):
             self._end(pid, report, Evidence("cuda_core", "failed", reason=f"{reason}: {request.leftover()}"))
+        if self._stacks is None:
+            self._to_debug.clear()
+        else:
+            self._stacks.call_off()
 
     def _ask(self, process: TrackedProcess, report: ProcessReport, settings: Settings) -> None:
-        stat = procfs.read_stat(process.pid)
+        stat, request = procfs.read_stat(process.pid), CoreRequest(process.pid)
+        if self._expects_own(process, request, report):
+            return
         if not settings.cores:
             reason = "switched off by SGLANG_CUDA_COREDUMP_BEFORE_CRASH"
         elif any(piece.kind == "exception" for piece in report.evidence):
@@ -92,18 +142,61 @@ class Cores:
         elif settings.core_wait_secs <= 0:
             reason = "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS leaves no time for it"
         else:
-            request = CoreRequest(process.pid)
-            try:
-                request.send()
-            except NoCoreError as error:
-                reason = str(error)
-            else:
-                logger.info("GPU core of process %d asked for", process.pid)
+            reason = self._trigger(request)
+            if not reason:
                 if request.is_watchable:
                     self._under_way[process.pid] = (process, request, report)
                     return
                 reason = "asked for, but CUDA_COREDUMP_FILE is no file that could be watched"
         report.evidence.append(Evidence("cuda_core", "skipped", reason=reason))
+
+    def _expects_own(self, process: TrackedProcess, request: CoreRequest, report: ProcessReport) -> bool:
+        """Say whether the driver has written a core unasked, or writes one, which is taken in then."""
+        if request.is_watchable and request.join():
+            logger.info("process %d writes a GPU core by itself", process.pid)
+            self._under_way[process.pid] = (process, request, report)
+            return True
+        # After that of a GPU that failed there is no other; one that raised would not be asked for any.
+        has_raised = any(piece.kind == "exception" for piece in report.evidence)
+        return has_raised and self._take_left_behind(process, request, report)
+
+    def _trigger(self, request: CoreRequest) -> str:
+        """Ask for a core, and return why there will be none; empty where there may be one."""
+        try:
+            pipes = request.find_pipes()
+            if request.is_watchable and "%" not in str(request.folder):
+                # Once it is asked for, the driver writes whatever there is room for.
+                problem = self._run.make_room_beside(request.folder, self._expected_bytes + _CORE_BYTES)
+                if problem:
+                    return problem
+                self._expected_bytes += _CORE_BYTES
+            request.send(pipes)
+        except NoCoreError as error:
+            return str(error)
+        logger.info("GPU core of process %d asked for", request.pid)
+        return ""
+
+    def _take_left_behind(self, process: TrackedProcess, request: CoreRequest, report: ProcessReport) -> bool:
+        """Take in the core that the driver wrote unasked, and say whether there is one."""
+        began, ended = procfs.started_at(process.handle.start_ticks), process.exited_at or time.time()
+        path = request.written_since(max(began, ended - _LAST_CORE_SECS))
+        if path is None:
+            return False
+        try:
+            if is_whole_core(path):
+                self._keep(path, report)
+                return True
+            reason = f"{path} is no whole core"
+        except OSError as error:
+            reason = f"{path}: {error.strerror}"
+        report.evidence.append(Evidence("cuda_core", "failed", reason=reason))
+        return True
+
+    def _keep(self, path: Path, report: ProcessReport, seconds: float | None = None) -> None:
+        os.chmod(path, 0o600)  # noqa: PTH101
+        relative = os.path.relpath(path, self._run.path)
+        report.evidence.append(Evidence("cuda_core", "captured", path=relative, seconds=seconds))
+        self._readings.start(path, report)
 
     def _end(self, pid: int, report: ProcessReport, piece: Evidence) -> None:
         piece.seconds = round(time.monotonic() - self._began, 3)

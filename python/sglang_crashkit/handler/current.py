@@ -18,6 +18,7 @@ from sglang_crashkit.core.termination_log import write_termination_message
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.awaited import ANSWER_SECS, Awaited
 from sglang_crashkit.handler.core_evidence import Cores
+from sglang_crashkit.handler.flight_evidence import FlightRecorders, ask_flight_recorders
 from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.last_resort import LastResort
 from sglang_crashkit.handler.outlook import Outlook
@@ -35,8 +36,9 @@ _OBSERVED_SECS = 5.0
 _LAST_LOOK_SECS = 5.0
 #: Incidents of a server that goes on, or that had not got so far as to use its GPUs.
 _WITHOUT_CORES = frozenset({"failed_start", "peer_lost", "snapshot"})
-#: What dies with the server is waited for this long, in seconds.
-_LAST_EXITS_SECS = 0.5
+#: What dies with the server is waited for this long, in seconds; its own workers, which write their stacks then and on
+#: a busy machine take seconds to give their memory back, until those that live on were killed.
+_LAST_EXITS_SECS, _LAST_WORKERS_SECS = 0.5, 4.0
 
 
 class Eyes(Protocol):
@@ -75,6 +77,9 @@ class CurrentIncident:
         self._journals = RequestJournals(place.journal)
         self._waiting: list[Message] = []
         self.awaited = Awaited(tree.root.pid)
+        self._flight: FlightRecorders | None = None
+        self._late_flight: set[int] = set()
+        self._is_finishing = False
         self._cores: Cores | None = None
         self._last_resort = LastResort(tree.root, 2 * settings.end_secs)
 
@@ -131,6 +136,8 @@ class CurrentIncident:
         # With the exits it may be no incident any more, or another one.
         if self.run is run:
             run.photograph()
+            if not self.awaited.may_be_shutdown:
+                self._ask_flight_recorders(run)
 
     def make_room(self) -> None:
         """Let what comes be an incident of its own, where the one at hand tells of a server that went on."""
@@ -183,6 +190,16 @@ class CurrentIncident:
         """Whether there is an incident that is not finished."""
         return self.run is not None and not self.run.finished
 
+    @property
+    def writing_cores(self) -> frozenset[int]:
+        """The processes that write a GPU core now, and are neither signalled nor stopped meanwhile."""
+        return self._cores.writing if self._cores is not None else frozenset()
+
+    @property
+    def answering(self) -> frozenset[int]:
+        """The processes that write a GPU core or the dump of a flight recorder now, and are not killed meanwhile."""
+        return self.writing_cores | (self._flight.under_way if self._flight is not None else frozenset())
+
     def next_due(self) -> float:
         """Return when `act_on_time` has something to do, by the monotonic clock."""
         run = self.run
@@ -190,10 +207,13 @@ class CurrentIncident:
             return self._last_resort.next_due()
         if self._cores is not None and not self._cores.are_done:
             return self._cores.next_due()
+        if self._is_finishing and self._flight is not None and not self._flight.are_done:
+            return self._flight.next_due()
         dues = [
             run.opened + self._settings.budget_secs,
+            None if self._flight is None else self._flight.next_due(),
             self.awaited.next_due(),
-            None if self._outlook.gone_at is None else self._outlook.gone_at + _LAST_EXITS_SECS,
+            self._last_exits_due(),
         ]
         return min(due for due in dues if due is not None)
 
@@ -216,11 +236,17 @@ class CurrentIncident:
             if self._cores.are_done:
                 self.finish()
             return
+        if self._flight is not None and not self._flight.are_done:
+            self._flight.look()
+            if self._is_finishing:
+                if self._flight.are_done:
+                    self.finish()
+                return
         if self.awaited.take_quit():
             self._ask_server_to_end(run)
         if gone_at is not None:
             # Nothing more is to come but the exits of those that die with it.
-            if not self._tree.alive() or now >= gone_at + _LAST_EXITS_SECS:
+            if not self._tree.alive() or now >= (self._last_exits_due() or 0.0):
                 self.finish()
         elif self.awaited.is_observed_long_enough:
             self.finish_observed()
@@ -231,18 +257,31 @@ class CurrentIncident:
             run.note(time.time(), "budget_spent", seconds=self._settings.budget_secs)
             self.finish()
 
+    def _last_exits_due(self) -> float | None:
+        """Return until when exits are waited for, by the monotonic clock; None while the server lives."""
+        if self._outlook.gone_at is None:
+            return None
+        is_worker_left = any(process.matters for process in self._tree.alive())
+        return self._outlook.gone_at + (_LAST_WORKERS_SECS if is_worker_left else _LAST_EXITS_SECS)
+
     def finish(self) -> None:
         """Write the incident and answer those that wait for it."""
         run = self.run
         if run is not None and not run.finished:
-            # Least perishable of all that is taken from the living: whoever waits for the end waits for it.
-            run.capture_native()
+            # Before what stops a process for a moment, and before its GPU is busy with a core.
+            self._is_finishing = True
+            if not self._ask_flight_recorders(run).are_done:
+                return
+            if self._cores is None:
+                # Least perishable of all that is taken from the living: whoever waits for the end waits for it. It
+                # stops them, so not while they write their cores.
+                run.capture_native()
             self._eyes.collect_exits()
             if self.run is not run:
                 # One of the exits was an incident of its own.
                 return
             if self._cores is None:
-                self._cores = Cores(run, self._cores_wanted_of(run), self._settings)
+                self._cores = Cores(run, self._cores_wanted_of(run), self._dead_schedulers(), self._settings)
                 self._ask_to_wait(self._waiting)
             if not self._cores.are_done:
                 return
@@ -285,11 +324,23 @@ class CurrentIncident:
             self.awaited.told = True
         self.awaited.await_answer()
 
+    def _ask_flight_recorders(self, run: IncidentRun) -> FlightRecorders:
+        if self._flight is None:
+            budget_secs = self._settings.budget_secs
+            self._flight = ask_flight_recorders(run, self._tree, self._place.runtime, budget_secs, self._late_flight)
+        return self._flight
+
     def _cores_wanted_of(self, run: IncidentRun) -> list[TrackedProcess]:
         """Return the schedulers whose GPU is of interest: the living ones of a server that crashed after its start."""
         if self.awaited.observed or self._outlook.gone_at is not None or run.incident.kind in _WITHOUT_CORES:
             return []
         return [process for process in self._tree.alive() if process.role == "scheduler"]
+
+    def _dead_schedulers(self) -> list[TrackedProcess]:
+        """Return the schedulers of which the driver may have written a core before they ended."""
+        if self.awaited.observed:
+            return []
+        return [process for process in self._tree if process.role == "scheduler" and process.exited_at is not None]
 
     def _ask_to_wait(self, messages: Iterable[Message]) -> None:
         if self._cores is not None and not self._cores.are_done:
@@ -300,6 +351,8 @@ class CurrentIncident:
     def _write(self, run: IncidentRun) -> None:
         if run.finished:
             return
+        if self._flight is not None:
+            self._flight.give_up("the incident was finished before")
         if not run.problem:
             self._journals.add_to(run)
         try:
@@ -311,6 +364,7 @@ class CurrentIncident:
 
     def _forget(self) -> None:
         self.run = None
-        self._cores = None
+        self._flight = self._cores = None
+        self._is_finishing = False
         self.awaited = Awaited(self._tree.root.pid)
         self._tree.forget_dead()

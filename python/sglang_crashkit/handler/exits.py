@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_crashkit.core import procfs
-from sglang_crashkit.core.analysis.verdict import FATAL_SIGNALS
+from sglang_crashkit.core.exit_status import FATAL_SIGNALS
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.orphans import ended_with_parent
 from sglang_crashkit.handler.outlook import Outlook

@@ -63,6 +63,12 @@ class Hang:
         """Take no more snapshots."""
         self.next_snapshot = float("inf")
 
+    def told(self) -> str:
+        """Return in one line what is known of it and where."""
+        run = self.run
+        words = run.incident.verdict.text if run.incident.verdict is not None else "no progress."
+        return f"{words} Incident: {run.problem or run.path}"
+
     def is_over(self) -> bool:
         """Say whether all that hung go on or are dead; those that go on are noted in the incident, finished or not."""
         living = [pulse for pulse in self._pulses if pulse.process.exited_at is None]

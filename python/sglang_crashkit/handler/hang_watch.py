@@ -10,8 +10,8 @@ long prompt with every chunk. Silence is no hang, and is not counted,
 * while one is held by a debugger, or the whole server is stopped;
 * while the server is being ended.
 
-More patience is had with the first batches, which compile kernels, and with control requests, such as an update of the
-weights.
+More patience is had with the first batches, which compile kernels, with later ones while a compiler runs for them, and
+with control requests, such as an update of the weights.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.beat import BeatReader, NotABeatError
+from sglang_crashkit.core.compilers import has_compiler
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.hang import Hang
@@ -36,6 +37,10 @@ _LONGEST_INTERVAL_SECS = 2.0
 _SHORTEST_SECS = 2.0
 #: The first batches compile kernels, and control requests move all the weights: so many times as long they may take.
 _FIRST_BATCHES, _FIRST_FACTOR, _BUSY_FACTOR = 8, 5, 10
+#: FlashInfer's and DeepGEMM's larger kernels take nvcc minutes each.
+_COMPILING_FACTOR = 20
+#: Share of the time from which on compilers are looked for; between two of them there may be none for a moment.
+_LOOK_FOR_COMPILERS = 0.5
 #: Where no incident could be begun, it is tried again after this time, in seconds.
 _RETRY_SECS = 10.0
 #: Whoever is silent for this share of the time that one was, hangs with it.
@@ -50,6 +55,7 @@ class HangWatch:
         outlook: what was announced of the server's end.
         current: the incident at hand.
         settings: how long a silence is a hang.
+        say: writes a line to the server's own log.
         clock: the time in seconds, from wherever.
     """
 
@@ -59,9 +65,11 @@ class HangWatch:
         outlook: Outlook,
         current: CurrentIncident,
         settings: Settings,
+        say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
+        self._say = say
         self._tree = tree
         self._outlook = outlook
         self._current = current
@@ -70,6 +78,7 @@ class HangWatch:
         self._pulses: dict[int, Pulse] = {}
         self._hang: Hang | None = None
         self._looked_at = self._not_before = 0.0
+        self._compiled_at = float("-inf")
 
     def follow(self, process: TrackedProcess, descriptor: object) -> None:
         """Follow the heartbeat that a scheduler holds as `descriptor`."""
@@ -109,10 +118,15 @@ class HangWatch:
             self._looked_at = now
             self._look(seen_secs)
         if self._hang is not None and self._clock() >= self._hang.next_snapshot:
-            if self._hang.run.finished or self._current.run is not self._hang.run:
+            if self._current.writing_cores:
+                # A snapshot may signal the processes.
+                self._hang.next_snapshot = self._clock() + self._interval_secs
+            elif self._hang.run.finished or self._current.run is not self._hang.run:
                 self._hang.end_snapshots()
             elif self._hang.take_snapshot():
                 self._current.finish_observed()
+                if self._hang.run.finished:
+                    self._say(self._hang.told())
 
     def _look(self, seen_secs: float) -> None:
         for pid, pulse in list(self._pulses.items()):
@@ -130,7 +144,8 @@ class HangWatch:
                 return
             limit = self._hang_secs * self._patience(states)
             silent = [pulse for pulse in self._pulses.values() if pulse.silent_secs >= limit]
-            if silent and self._hang is None and self._looked_at >= self._not_before:
+            is_compiling = self._hang is None and self._is_compiling(longest, limit)
+            if silent and self._hang is None and not is_compiling and self._looked_at >= self._not_before:
                 self._begin(longest)
             elif silent and self._hang is not None:
                 self._hang.spread(silent)
@@ -160,6 +175,15 @@ class HangWatch:
         if any(beat.is_busy and not beat.in_batch for beat in beats):
             return _BUSY_FACTOR
         return _FIRST_FACTOR if any(beat.in_batch and beat.batches <= _FIRST_BATCHES for beat in beats) else 1
+
+    def _is_compiling(self, longest: float, limit: float) -> bool:
+        """Say whether a compiler ran lately for a silent scheduler, as long as that may take."""
+        if longest < _LOOK_FOR_COMPILERS * limit or longest >= _COMPILING_FACTOR * self._hang_secs:
+            return False
+        silent = [pulse.process.pid for pulse in self._pulses.values() if pulse.silent_secs >= _TOGETHER * longest]
+        if any(has_compiler(pid) for pid in silent):
+            self._compiled_at = self._looked_at
+        return self._looked_at - self._compiled_at < limit
 
     def _begin(self, longest: float) -> None:
         silent = [pulse for pulse in self._pulses.values() if pulse.silent_secs >= _TOGETHER * longest]

@@ -101,9 +101,25 @@ class IncidentDraft:
             for report in self.incident.processes
         )
 
+    def keep(self, name: str, data: bytes) -> str:
+        """Write a file into the incident's folder, and return its name; see `IncidentFolder.write_bytes`."""
+        return self._folder.write_bytes(name, data)
+
     def charge(self, name: str, size: int) -> None:
         """Count a file that is written into the incident's folder; see `IncidentFolder.charge`."""
         self._folder.charge(name, size)
+
+    def write_json(self, name: str, value: Any) -> str:
+        """Write a file into the incident's folder, and return its name; see `IncidentFolder.write_json`."""
+        return self._folder.write_json(name, value)
+
+    def write_text(self, name: str, text: str) -> str:
+        """Write a file into the incident's folder, and return its name; see `IncidentFolder.write_text`."""
+        return self._folder.write_text(name, text)
+
+    def make_room_beside(self, folder: Path, size: int) -> str:
+        """Make room for what somebody else writes; see `IncidentFolder.make_room_beside`."""
+        return self._folder.make_room_beside(folder, size)
 
     def report(self, process: TrackedProcess) -> ProcessReport:
         """Return the report on a process, to which evidence may be added."""

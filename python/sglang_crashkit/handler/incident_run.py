@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.core.analysis.verdict import FATAL_SIGNALS, FailureEvent
+from sglang_crashkit.core.analysis.verdict import FailureEvent, order_failures
+from sglang_crashkit.core.exit_status import FATAL_SIGNALS, tells_of_a_crash
 from sglang_crashkit.core.incident import (
+    Collectives,
     Evidence,
     JournaledRequests,
     Requests,
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 #: An incident names at most this many lost peers; more are in the timeline only.
 _MOST_PEERS = 64
+_KINDS_OF_CRASHES = frozenset({"killed", "exited", "exception"})
 #: The longest that native stacks may take, and what is left of the budget for writing after them, in seconds.
 _NATIVE_SECS, _WRITING_SECS = 5.0, 1.0
 
@@ -36,7 +39,7 @@ class IncidentRun(IncidentDraft):
 
     Args:
         kind: ``killed``, ``exited``, ``exception``, ``failed_start``, ``child_failure``, ``hang``, ``peer_lost`` or
-            ``snapshot``.
+            ``snapshot``. The first three are that of the event, and in the end that of the first failure.
         trigger: the event that opened it.
         process: whom the event came from.
         seconds: when, since the epoch.
@@ -134,6 +137,7 @@ class IncidentRun(IncidentDraft):
                     fatal_signal=status.signal in FATAL_SIGNALS,
                     before_photograph=not self.photographed,
                     with_parent=ended_with_parent(process, self._runtime),
+                    is_answer=process.is_root and tells_of_a_crash(status.code),
                 )
             )
         if self.photographed:
@@ -230,6 +234,11 @@ class IncidentRun(IncidentDraft):
         requests_told.add_journal(self.incident.requests, told)
         self.note(time.time(), "journal_read", unfinished=told.unfinished, finished=told.finished, reason=told.reason)
 
+    def set_collectives(self, told: Collectives) -> None:
+        """Take in what the flight recorders told."""
+        self.incident.collectives = told
+        self._checkpoint()
+
     def finish(self) -> Path:
         """Judge, write, and give the folder its final name, which is returned.
 
@@ -241,6 +250,7 @@ class IncidentRun(IncidentDraft):
                 self._note_exit(process)
         self.incident.processes.sort(key=lambda report: (report.role == "helper", report.role, report.pid))
         self.incident.verdict = verdict = self._judge()
+        self._take_kind()
         self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.incident.complete = True
         spare = repeats.count(self.incident, self._folder, self._settings.full_per_fault)
@@ -252,6 +262,16 @@ class IncidentRun(IncidentDraft):
         self.finished = True
         logger.info("incident %s: %s", path, verdict.text)
         return path
+
+    def _take_kind(self) -> None:
+        """Have the incident of a crash be of the kind of its first failure: a consequence may be told first."""
+        if self.incident.kind not in _KINDS_OF_CRASHES or not self._failures:
+            return
+        first = order_failures(self._failures)[0]
+        kind = first.kind if first.kind == "exception" else "killed" if first.fatal_signal else "exited"
+        if first.kind != "hang" and kind != self.incident.kind:
+            self.incident.kind = kind
+            self._folder.rename(kind)
 
     def _note_exit(self, process: TrackedProcess) -> None:
         report = self._report(process)

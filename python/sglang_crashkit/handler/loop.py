@@ -17,6 +17,7 @@ from sglang_crashkit.handler.orphans import Outliving
 from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.handler.place import Place
 from sglang_crashkit.handler.reactions import Reactions
+from sglang_crashkit.handler.server_log import ServerLog
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
 
 logger = logging.getLogger(__name__)
@@ -42,12 +43,13 @@ class CrashHandler:
         self._outlook = Outlook()
         self._current = CurrentIncident(self._tree, mailbox, place, settings, self._outlook, self)
         self._exits = Exits(self._tree, self._outlook, self._current, self._unwatch, place.runtime)
-        self._hangs = HangWatch(self._tree, self._outlook, self._current, settings)
+        log = ServerLog(self._tree.root, place.runtime)
+        self._hangs = HangWatch(self._tree, self._outlook, self._current, settings, log.say)
         self._reactions = Reactions(
             self._tree, mailbox, place, self._outlook, self._current, self._hangs, self._exits.reconsider
         )
         self._leftovers = Leftovers(self._tree)
-        self._outliving = Outliving(self._tree)
+        self._outliving = Outliving(self._tree, lambda: self._current.answering, self._needs_orphans)
         self._selector = selectors.DefaultSelector()
         self._selector.register(mailbox, selectors.EVENT_READ)
         self._watch(self._tree.root)
@@ -75,7 +77,9 @@ class CrashHandler:
                 self._hangs.act_on_time()
         finally:
             self._current.close(removed=self._leftovers.remove())
-            self._place.clean_up([process.pid for process in self._tree])
+            if self._outlook.gone_at is not None:
+                # While the server lives, its ranks may still make pipes in there, without which PyTorch ends them.
+                self._place.clean_up([process.pid for process in self._tree])
             logger.info("server %d is gone, so is its crash handler %d", self._tree.root.pid, os.getpid())
 
     def look(self) -> None:
@@ -95,6 +99,10 @@ class CrashHandler:
             # The ranks are ready by then; it is a tokenizer, which the HTTP server starts anew.
             return []
         return self._exits.recent_unexplained()
+
+    def _needs_orphans(self) -> bool:
+        run = self._current.run
+        return run is not None and not run.photographed
 
     def _take_messages(self) -> None:
         for message in self._mailbox.receive():

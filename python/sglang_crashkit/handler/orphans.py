@@ -9,9 +9,9 @@ import contextlib
 import logging
 import signal
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 
-from sglang_crashkit.core.analysis.verdict import FATAL_SIGNALS
 from sglang_crashkit.core.armed import DEFAULT_PARENT_SIGNAL, ArmedFiles, read_armed
 from sglang_crashkit.core.pidfd import signal_name
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
@@ -41,19 +41,30 @@ def ended_with_parent(process: TrackedProcess, runtime: Path) -> bool:
     signum = armed.parent_signal if armed is not None else DEFAULT_PARENT_SIGNAL
     if status.signal == signal_name(signum):
         return True
-    if status.known and status.signal not in FATAL_SIGNALS:
-        return False
-    # Nobody can tell how it ended, or the stacks were its end: they are read while other threads may run.
+    # Whatever its end was in the end, it wrote its stacks because its parent had ended.
     with contextlib.suppress(OSError):
         return orphan_file(process, runtime).stat().st_size > 0
     return False
 
 
 class Outliving:
-    """Ends those of the server's own processes that live on without their parent, as upstream has the kernel do."""
+    """Ends those of the server's own processes that live on without their parent, as upstream has the kernel do.
 
-    def __init__(self, tree: ProcessTree) -> None:
+    Args:
+        tree: the server's processes.
+        spared: those that are not to be killed at the moment.
+        is_needed: says whether they are still to be looked at.
+    """
+
+    def __init__(
+        self,
+        tree: ProcessTree,
+        spared: Callable[[], Collection[int]] = tuple,
+        is_needed: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._tree = tree
+        self._spared = spared
+        self._is_needed = is_needed
         self._due: dict[TrackedProcess, float] = {}
 
     def next_due(self) -> float:
@@ -64,20 +75,23 @@ class Outliving:
         """Kill those whose time has come."""
         now = time.monotonic()
         for process in self._orphans():
-            due = self._due.setdefault(process, now + _OUTLIVE_SECS)
+            due = self._due.setdefault(process, now + (_OUTLIVE_SECS if self._is_needed() else 0.0))
             if now >= due:
                 self._due[process] = now + _OUTLIVE_SECS
                 process.outlived_parent = True
-                logger.warning("%s (pid %d) outlives its parent: SIGKILL sent", process.title, process.pid)
+                logger.info("%s (pid %d) outlives its parent: SIGKILL sent", process.title, process.pid)
                 with contextlib.suppress(OSError):
                     process.handle.send_signal(signal.SIGKILL)
 
     def _orphans(self) -> list[TrackedProcess]:
-        root = self._tree.root
+        root, spared = self._tree.root, self._spared()
         return [
             process
             for process in self._tree.alive()
-            if process.matters and not process.is_root and (_is_gone(process.parent) or _is_gone(root))
+            if process.pid not in spared
+            and process.matters
+            and not process.is_root
+            and (_is_gone(process.parent) or _is_gone(root))
         ]
 
 

@@ -79,5 +79,11 @@ class Place:
             if writer.isdecimal() and int(writer) in pids:
                 with contextlib.suppress(OSError):
                     torn.unlink()
+        known = {str(pid) for pid in pids}
+        for dump in (self.host_folder / "flight_recorder").glob("*-*-rank*"):
+            # Nobody took it in, as one that came when the incident was finished.
+            if dump.name.partition("-")[0] in known:
+                with contextlib.suppress(OSError):
+                    dump.unlink()
         with contextlib.suppress(OSError):
             self.spool.rmdir()

@@ -53,6 +53,7 @@ class Reactions:
         self._outlook = outlook
         self._current = current
         self._reconsider = reconsider
+        self._ignored = 0
         self._by_event: dict[str, Callable[[Message, TrackedProcess], None]] = {
             "scheduler_exception": self._on_exception,
             "crash_dump_begun": self._on_dump_begun,
@@ -78,9 +79,16 @@ class Reactions:
         if message.event == "teardown":
             self._on_teardown(message, sender)
         elif sender is None:
-            logger.warning("message %r of process %d, not the server's, ignored", message.event, message.pid)
+            self._ignore(message)
         elif message.event in self._by_event:
             self._by_event[message.event](message, sender)
+
+    def _ignore(self, message: Message) -> None:
+        """Say so of the 1st, the 10th, the 100th and so on: whoever sends them may never end."""
+        self._ignored += 1
+        if str(self._ignored).strip("0") == "1":
+            words = "message %.100r of process %d, not the server's, ignored (%d so far)"
+            logger.warning(words, message.event, message.pid, self._ignored)
 
     def _on_exception(self, message: Message, sender: TrackedProcess) -> None:
         current, seconds = self._current, _time_of(message)
@@ -211,11 +219,16 @@ class Reactions:
             # Those of an incident that is over are not what the sender wants to know.
             self._mailbox.acknowledge(message, captured=0, incident=None)
 
-    def _on_draining(self, message: Message, _sender: TrackedProcess) -> None:
+    def _on_draining(self, message: Message, sender: TrackedProcess) -> None:
+        current = self._current
         self._outlook.draining = True
         self._reconsider()
-        if self._current.run is not None:
-            self._current.run.note(_time_of(message), "draining", pid=message.pid)
+        if message.fields.get("unhealthy") is True:
+            # It hangs. Seconds may pass before it says so itself, and it may be killed before.
+            current.make_room()
+            current.join("child_failure", "unhealthy_at_sigterm", sender, _time_of(message))
+        if current.run is not None:
+            current.run.note(_time_of(message), "draining", pid=message.pid)
 
     def _on_teardown(self, message: Message, sender: TrackedProcess | None) -> None:
         pid = message.fields.get("pid")

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sglang_crashkit.core import procfs, titles
+from sglang_crashkit.core.analysis.states import caller_that_tells
 from sglang_crashkit.core.armed import ArmedFiles, read_armed
 from sglang_crashkit.core.disk import status_of
 from sglang_crashkit.core.faulthandler_output import parse_faulthandler
@@ -148,7 +149,12 @@ def innermost(threads: Sequence[Thread], pid: int) -> list[str]:
 def _of_interest(frames: Sequence[Frame]) -> list[str]:
     own = [position for position, frame in enumerate(frames) if _KIT in frame.file]
     # A process in a hook of the kit: what it did is below the hook.
-    return [str(frame) for frame in frames[own[-1] + 1 if own else 0 :][:_MOST_DOING]]
+    frames = frames[own[-1] + 1 if own else 0 :]
+    shown, telling = list(frames[:_MOST_DOING]), caller_that_tells(frames)
+    if telling is not None and telling not in shown:
+        # Who compiles waits for a compiler, which says nothing without what started it.
+        shown[-1] = telling
+    return [str(frame) for frame in shown]
 
 
 def _keep(

@@ -34,8 +34,10 @@ from sglang_crashkit.core.armed import (
     is_usable,
     read_handler_pid,
 )
+from sglang_crashkit.core.channel import Mailbox
 from sglang_crashkit.core.settings import SOCKET_VARIABLE, Settings, read_number, runtime_folder
 from sglang_crashkit.srt import parent_death, responder
+from sglang_crashkit.srt.flight_recorder import prepare_flight_recorder
 from sglang_crashkit.srt.hooks import never_raises
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ _PR_SET_PTRACER = 0x59616D61  # linux/prctl.h; the Yama module's
 _STDERR = 2
 _SAY_SECS = 1.0
 _MOST_BYTES = 1 << 18
+_MOST_LINE_BYTES = 4000
 
 
 @dataclass
@@ -61,6 +64,7 @@ class _State:
     parent_signal: int
     descriptors: list[int]
     listener: socket.socket | None
+    mailbox: socket.socket | None
     had_faulthandler: bool
     enabled_faulthandler: bool
 
@@ -100,6 +104,7 @@ def arm_worker() -> None:
     # Not setproctitle's own answer: to give it, it rewrites the process's command line.
     if procfs.read_title(os.getpid()).startswith(_WORKER) and Settings.from_environ().enabled:
         parent_death.end_if_orphaned()
+        prepare_flight_recorder()
         _arm(takes_over=True)
 
 
@@ -156,13 +161,13 @@ def _arm(*, takes_over: bool) -> None:
         responder.stop(_state.listener)
         _state.listener = None
     _disarm()
-    state = _state = _State(files, 0, 0, [], None, faulthandler.is_enabled(), enabled_faulthandler=False)
+    state = _state = _State(files, 0, 0, [], None, None, faulthandler.is_enabled(), enabled_faulthandler=False)
     _care_for_children()
     if takes_over or not state.had_faulthandler:
         faulthandler.enable(file=_open(state, files.fault))
         state.enabled_faulthandler = True
     handler = _open_handler(state, folder) if takes_over else None
-    state.listener = responder.start(files.socket, handler, parent_death.ask_for_sigkill)
+    state.listener = responder.start(files.socket, _watched(state, handler, is_server=not takes_over))
     state.signal = _signal_of(SIGNAL_VARIABLE, DEFAULT_SIGNAL)
     if state.signal:
         faulthandler.register(state.signal, file=_open(state, files.stack), all_threads=True, chain=False)
@@ -171,6 +176,40 @@ def _arm(*, takes_over: bool) -> None:
     main_thread = threading.main_thread().ident or 0
     armed = Armed(stat.pid, stat.start_ticks, main_thread, state.signal, tuple(sys.path), state.parent_signal)
     describe(folder, armed)
+
+
+def _watched(state: _State, handler: int | None, *, is_server: bool) -> dict[int, Callable[[], bool]]:
+    """Return what else the thread that answers waits for.
+
+    Args:
+        state: gets the socket at which the main process takes what belongs in its log.
+        handler: a pidfd of the crash handler, of whose end a worker is told.
+        is_server: this is the server's main process.
+    """
+    if not is_server:
+        return {handler: _on_handlers_end} if handler is not None else {}
+    try:
+        state.mailbox = Mailbox.bind(state.files.say)
+    except OSError as error:
+        logger.warning("crash kit: hangs are not told of in this log: %s", error)
+        return {}
+    return {state.mailbox.fileno(): functools.partial(_say_all, Mailbox(state.mailbox))}
+
+
+def _on_handlers_end() -> bool:
+    parent_death.ask_for_sigkill()
+    return False
+
+
+def _say_all(mailbox: Mailbox) -> bool:
+    for message in mailbox.receive():
+        text = message.fields.get("text")
+        if isinstance(text, str):
+            # Not by a logger, whose lock this thread would hold while nobody reads the server's output.
+            line = "".join(char if char.isprintable() else " " for char in f"crash kit: {text}")
+            with contextlib.suppress(OSError):
+                _say(line.encode(errors="backslashreplace")[:_MOST_LINE_BYTES] + b"\n")
+    return True
 
 
 def _arm_for_parents_end(state: _State) -> int:
@@ -248,8 +287,9 @@ def _disarm() -> None:
         if state.had_faulthandler:
             with contextlib.suppress(RuntimeError, ValueError, OSError):
                 faulthandler.enable()
-    if state.listener is not None:
-        state.listener.close()
+    for its in (state.listener, state.mailbox):
+        if its is not None:
+            its.close()
     for descriptor in state.descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)

@@ -1,7 +1,7 @@
 """A thread of this process that answers the crash handler with the stacks of all others.
 
 It sleeps until it is asked, and needs the interpreter lock for as long as it answers. See `core.responder` for the
-other end. It notices as well that the crash handler is gone.
+other end. Meanwhile it waits for whatever else it is given, such as the end of the crash handler.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,13 +30,13 @@ _BACKLOG = 8
 _NAME = "crashkit-stacks"
 
 
-def start(path: Path, handler: int | None = None, on_handlers_end: Callable[[], None] = lambda: None) -> socket.socket:
+def start(path: Path, watched: Mapping[int, Callable[[], bool]] | None = None) -> socket.socket:
     """Listen at `path` and answer in a thread of its own, until `stop`; return the socket, which is the thread's.
 
     Args:
         path: where to listen.
-        handler: a pidfd of the crash handler, open until `stop`; None where nobody is to be watched.
-        on_handlers_end: called in the thread when the crash handler has ended; the thread lives on.
+        watched: more descriptors, open until `stop`, and what is called in the thread, which lives on, when one has
+            something to read; one for which that returns False is watched no longer.
 
     Raises:
         OSError: the path is taken or too long.
@@ -46,7 +46,7 @@ def start(path: Path, handler: int | None = None, on_handlers_end: Callable[[], 
     try:
         listener.bind(str(path))
         listener.listen(_BACKLOG)
-        threading.Thread(target=_answer_all, args=(listener, handler, on_handlers_end), name=_NAME, daemon=True).start()
+        threading.Thread(target=_answer_all, args=(listener, dict(watched or {})), name=_NAME, daemon=True).start()
     except BaseException:
         listener.close()
         raise
@@ -79,17 +79,16 @@ def describe_threads() -> list[dict[str, Any]]:
     return threads
 
 
-def _answer_all(listener: socket.socket, handler: int | None, on_handlers_end: Callable[[], None]) -> None:
+def _answer_all(listener: socket.socket, watched: Mapping[int, Callable[[], bool]]) -> None:
     poller, own = select.poll(), listener.fileno()
-    poller.register(own, select.POLLIN)
-    if handler is not None:
-        poller.register(handler, select.POLLIN)
+    for descriptor in (own, *watched):
+        poller.register(descriptor, select.POLLIN)
     with listener:
         while True:
             ready = {descriptor for descriptor, _events in poller.poll()}
-            if handler is not None and handler in ready:
-                poller.unregister(handler)
-                on_handlers_end()
+            for descriptor in ready - {own}:
+                if not watched[descriptor]():
+                    poller.unregister(descriptor)
             if own in ready and not _answer_one(listener):
                 return
 

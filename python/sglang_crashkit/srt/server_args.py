@@ -1,7 +1,8 @@
-"""Hook of ``sglang/srt/server_args.py``: ``--crash-dump-folder`` switches GPU core dumps on.
+"""Hook of ``sglang/srt/server_args.py``: ``--crash-dump-folder`` switches GPU core dumps and the flight recorder on.
 
-The driver reads its variables when a process initialises CUDA, so they are set while the arguments are resolved, before
-the first child process starts.
+The driver reads its variables when a process initialises CUDA, and PyTorch those of its flight recorder when it makes
+its first process group, so they are set while the arguments are resolved, before the first child process starts. What
+differs between the processes is set in each of them; see `srt.flight_recorder`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sglang_crashkit.core.flight_request import BUFFER_SIZE, OTHER_BUFFER_SIZE
 from sglang_crashkit.core.private_files import make_private_folder
-from sglang_crashkit.core.settings import Settings, fallback_folder
+from sglang_crashkit.core.settings import FLIGHT_VARIABLE, Settings, fallback_folder
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.srt.hooks import never_raises
 
@@ -30,7 +32,7 @@ _SKIPPED = ("nonrelocated_elf_images", "global_memory", "shared_memory", "local_
 
 @never_raises
 def set_crash_dump_env(server_args: Any) -> None:
-    """Set the CUDA driver's core dump variables that the user did not set, and create the folder of the cores.
+    """Set the variables of GPU cores and of the flight recorder that the user did not set; create the folder of cores.
 
     Nothing happens without ``--crash-dump-folder``. ``%h`` stays in the values, as upstream has them: the driver
     expands it, by gethostname(2), in each process that uses CUDA. The folder created is therefore named by
@@ -41,13 +43,13 @@ def set_crash_dump_env(server_args: Any) -> None:
         server_args: SGLang's ``ServerArgs``.
     """
     crash_folder = server_args.crash_dump_folder
+    # That of another server of this program, or of the one that started it.
+    os.environ.pop(FLIGHT_VARIABLE, None)
     if not crash_folder or not Settings.from_environ().enabled:
         return
-    for name, value in _core_dump_variables(crash_folder).items():
-        if name not in os.environ:
-            os.environ[name] = value
-            logger.info("Auto-set %s=%s (from --crash-dump-folder)", name, value)
+    _set_defaults(_core_dump_variables(crash_folder))
     _make_core_folder(os.environ["CUDA_COREDUMP_FILE"])
+    _set_flight_variables(crash_folder)
 
 
 def in_place_of_crash_dump_env(handle: Function) -> Function:
@@ -71,6 +73,25 @@ def _core_dump_variables(crash_folder: str) -> dict[str, str]:
         "CUDA_COREDUMP_FILE": f"{_core_base(crash_folder)}/%h/core.cuda.%t.%p",
         "CUDA_COREDUMP_PIPE": "/tmp/corepipe.cuda.%h.%p",  # noqa: S108 - upstream's name for it
     }
+
+
+@never_raises
+def _set_flight_variables(crash_folder: str) -> None:
+    """Switch PyTorch's flight recorder on where there will be a crash handler to ask it."""
+    if not Settings.from_environ().diagnostics:
+        return
+    if OTHER_BUFFER_SIZE not in os.environ:
+        # So many collectives as PyTorch keeps from 2.11 on where nothing is set; before, it keeps none then.
+        _set_defaults({BUFFER_SIZE: "2000"})
+    folder = Path(_core_base(crash_folder)).absolute() / socket.gethostname() / "flight_recorder"
+    os.environ[FLIGHT_VARIABLE] = str(folder)
+
+
+def _set_defaults(variables: Mapping[str, str]) -> None:
+    for name, value in variables.items():
+        if name not in os.environ:
+            os.environ[name] = value
+            logger.info("Auto-set %s=%s (from --crash-dump-folder)", name, value)
 
 
 def _core_base(crash_folder: str) -> str:

@@ -39,7 +39,7 @@ from sglang_crashkit.srt.utils.watchdog import on_watchdog_timeout
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from unit import cuda_driver
+from unit import cuda_driver, torch_recorder
 
 PR_SET_PDEATHSIG = 1
 SCHEDULER = SimpleNamespace(_engine_paused=False)
@@ -155,19 +155,28 @@ def become_controller(title: str, *, is_worker: bool) -> int:
     return start_copy(title, is_worker=is_worker)
 
 
-def start_cuda(seconds: str, fraction: str, then: str = "") -> None:
+def start_cuda(seconds: str, fraction: str, then: str = "", what: str = "hung") -> None:
     """Have this process answer a trigger as the CUDA driver does, with a core that takes `seconds`."""
     pipe = os.environ["CUDA_COREDUMP_PIPE"].replace("%p", str(os.getpid()))
     core = os.environ["CUDA_COREDUMP_FILE"].replace("%p", str(os.getpid())).replace("%t", str(int(time.time())))
     driver = threading.Thread(
         target=cuda_driver.run,
         args=(pipe, core, float(seconds)),
-        kwargs={"fraction": float(fraction), "then": then},
+        kwargs={"fraction": float(fraction), "then": then, "what": what},
         daemon=True,
     )
     driver.start()
     while not Path(pipe).exists():
         time.sleep(0.01)
+
+
+def start_nccl(rank: str, content: str, seconds: str, how: str = "") -> None:
+    """Have this process answer as PyTorch's flight recorder does, with what is in the file `content`."""
+    pipe = torch_recorder.open_pipe(os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"], int(rank))
+    dump = os.environ["TORCH_FR_DUMP_TEMP_FILE"] + rank
+    threading.Thread(
+        target=torch_recorder.answer, args=(pipe, dump, Path(content).read_bytes(), float(seconds), how), daemon=True
+    ).start()
 
 
 def wait_for_a_command(commands: int, answers: int) -> None:
@@ -201,6 +210,9 @@ def wait_for_a_command(commands: int, answers: int) -> None:
             elif verb == "cuda":
                 start_cuda(*argument.split())
                 os.write(answers, b"listening\n")
+            elif verb == "nccl":
+                start_nccl(*argument.split())
+                os.write(answers, b"listening\n")
             elif verb == "beat":
                 stop.clear()
                 on_iteration(SCHEDULER, [])
@@ -218,8 +230,9 @@ def wait_for_a_command(commands: int, answers: int) -> None:
             elif verb == "retitle":
                 setproctitle.setproctitle(argument)
                 os.write(answers, b"done\n")
-    # As a real rank it does not mind that its parent is gone; the kernel ends it.
-    signal.pause()
+    # As a real rank it does not mind that its parent is gone, and has told of its stacks; somebody else ends it.
+    while True:
+        signal.pause()
 
 
 def start_child(title: str) -> None:
@@ -285,7 +298,7 @@ def obey(line: str, options: dict[str, Any]) -> None:
         notify("crash_dump_begun")
         answer("done")
     elif verb == "draining":
-        notify("draining")
+        notify("draining", unhealthy=argument == "unhealthy")
         answer("done")
     elif verb == "dump_ended":
         answer((request("crash_dump_ended", 20.0, workers=2) or {}).get("path"))
@@ -332,12 +345,13 @@ def main(options: dict[str, Any]) -> None:
     if options.get("catches_sigterm", True):
         signal.signal(signal.SIGTERM, sigterm)
     on_engine_launch(SimpleNamespace(crash_dump_folder=options["crash_folder"]))
+    for title in ("sglang::scheduler_TP0", "sglang::scheduler_TP1", "sglang::detokenizer"):
+        start_child(title)
+    # After the children, as upstream's tokenizer manager: what is forked later would hold the journal's lock, too.
     if options.get("journals"):
         manager.rid_to_state = {}
         on_request_states(manager)
     options["manager"] = manager
-    for title in ("sglang::scheduler_TP0", "sglang::scheduler_TP1", "sglang::detokenizer"):
-        start_child(title)
     if options.get("started", not options.get("launching")):
         crash_exit.note_started()
     answer("ready " + " ".join(f"{name}={pid}" for name, (pid, _pipe) in children.items()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 from collections.abc import Callable
 from datetime import datetime
@@ -13,7 +15,8 @@ import pytest
 from sglang_crashkit.core.cuda_core import is_whole_core
 from sglang_crashkit.core.exit_status import ServerExit
 from sglang_crashkit.core.incident_store import StoredIncident
-from unit.handler.driver import HOST, Server
+from unit.handler.driver import HOST, Server, report_of
+from unit.synthetic_core import COPY_NAME, SPIN_NAME, failed_core
 from unit.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
@@ -51,6 +54,12 @@ def core_of(server: Server, stored: StoredIncident, title: str) -> dict[str, Any
     return found[0] if found else {}
 
 
+def piece_of(report: dict[str, Any], kind: str) -> dict[str, Any]:
+    (found,) = [piece for piece in report["evidence"] if piece["kind"] == kind]
+    assert isinstance(found, dict)
+    return found
+
+
 def test_the_servers_end_waits_while_a_core_is_written(start_gpu_server: Start) -> None:
     # Longer than the whole budget of the incident, and than what the server waits for by itself.
     server = start_gpu_server(SGLANG_CRASHKIT_BUDGET_SECS="1", SGLANG_CRASHKIT_END_SECS="1")
@@ -62,6 +71,15 @@ def test_the_servers_end_waits_while_a_core_is_written(start_gpu_server: Start) 
     path = (stored.path / piece["path"]).resolve()
     assert is_whole_core(path)
     assert path.stat().st_mode & 0o077 == 0
+    report = report_of(stored.document or {}, "scheduler_TP0")
+    assert report["gpu"] == [
+        f"kernel {SPIN_NAME} on GPU 0: grid 2x1x1, block 32x1x1, active, its name inferred",
+    ]
+    kernels = json.loads((stored.path / piece_of(report, "gpu_kernels")["path"]).read_text())
+    assert kernels["kernels"][0]["grid_id"] == 7
+    assert f"- GPU: kernel {SPIN_NAME} on GPU 0" in (stored.path / "summary.md").read_text()
+    assert stored.document is not None
+    assert f"sglang::scheduler_TP0 (pid {report['pid']}) had on its GPU: kernel" in stored.document["verdict"]["text"]
     assert stored.document is not None
     assert stored.document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
     events = [entry["event"] for entry in stored.document["timeline"]]
@@ -69,6 +87,87 @@ def test_the_servers_end_waits_while_a_core_is_written(start_gpu_server: Start) 
     assert events.index("requests_saved") < events.index("cuda_cores_asked") < events.index("teardown")
     # The dead rank has none to give.
     assert core_of(server, stored, "scheduler_TP1") == {}
+
+
+def test_a_core_that_cannot_be_read_is_kept_nonetheless(start_gpu_server: Start) -> None:
+    server = start_gpu_server()
+    assert server.ask("tell scheduler_TP0 cuda 0.1 1 - foreign") == "listening"
+    stored = crash(server)
+    assert core_of(server, stored, "scheduler_TP0")["status"] == "captured"
+    assert stored.document is not None
+    report = report_of(stored.document, "scheduler_TP0")
+    piece = piece_of(report, "gpu_kernels")
+    assert piece["status"] == "failed"
+    assert "it has 0 tables of devices" in piece["reason"]
+    assert report["gpu"] == []
+    assert stored.document["complete"]
+
+
+def test_the_core_of_a_rank_whose_gpu_failed_is_read(start_gpu_server: Start, tmp_path: Path) -> None:
+    server = start_gpu_server()
+    pid = server.ranks["scheduler_TP1"]
+    # The driver writes it, and then ends the process by SIGABRT.
+    (tmp_path / "crash" / HOST / f"core.cuda.1795000000.{pid}").write_bytes(failed_core())
+    server.kill("scheduler_TP1", signal.SIGABRT)
+    assert server.process.wait(2 * LONG) == 128 + signal.SIGABRT
+    stored = server.wait_for_the_end()
+    assert stored is not None
+    assert core_of(server, stored, "scheduler_TP1")["status"] == "captured"
+    assert stored.document is not None
+    failure = f"exception: device illegal address at {COPY_NAME}+0x40 (GPU 0, SM 17), the name inferred"
+    assert report_of(stored.document, "scheduler_TP1")["gpu"][:2] == ["no kernel on the GPU", failure]
+    assert f"had on its GPU: {failure}." in stored.document["verdict"]["text"]
+
+
+def test_a_core_that_the_driver_writes_by_itself_is_waited_for(start_gpu_server: Start, tmp_path: Path) -> None:
+    server = start_gpu_server()
+    assert server.ask("tell scheduler_TP0 cuda 5 1 - failed") == "listening"
+    # As where the GPU of one rank failed, and the end of another one is noticed before it has written its core.
+    (tmp_path / f"corepipe.cuda.{server.ranks['scheduler_TP0']}").write_bytes(b"1")
+    folder = tmp_path / "crash" / HOST
+    wait_until(lambda: list(folder.glob("core.cuda.*")), "the core has begun")
+    stored = crash(server)
+    assert core_of(server, stored, "scheduler_TP0")["status"] == "captured"
+    assert len(list(folder.glob("core.cuda.*"))) == 1
+    assert "device illegal address" in str(report_of(stored.document or {}, "scheduler_TP0")["gpu"])
+
+
+def test_a_core_of_an_earlier_process_is_not_taken(start_gpu_server: Start, tmp_path: Path) -> None:
+    server = start_gpu_server()
+    path = tmp_path / "crash" / HOST / f"core.cuda.1.{server.ranks['scheduler_TP1']}"
+    path.write_bytes(failed_core())
+    os.utime(path, (1.0, 1.0))
+    assert core_of(server, crash(server), "scheduler_TP1") == {}
+
+
+def test_the_core_of_a_rank_that_raised_when_its_gpu_failed_is_read(start_gpu_server: Start, tmp_path: Path) -> None:
+    server = start_gpu_server()
+    folder, pid = tmp_path / "crash" / HOST, server.ranks["scheduler_TP1"]
+    (folder / f"core.cuda.1795000000.{pid}").write_bytes(failed_core())
+    server.say("tell scheduler_TP1 raise CUDA error: an illegal memory access was encountered")
+    assert server.process.wait(2 * LONG) is not None
+    stored = server.wait_for_the_end()
+    assert stored is not None
+    assert core_of(server, stored, "scheduler_TP1")["status"] == "captured"
+    assert "device illegal address" in str(report_of(stored.document or {}, "scheduler_TP1")["gpu"])
+
+
+def test_half_a_core_of_a_rank_whose_gpu_failed_is_told_of(start_gpu_server: Start, tmp_path: Path) -> None:
+    server = start_gpu_server()
+    path = tmp_path / "crash" / HOST / f"core.cuda.2.{server.ranks['scheduler_TP1']}"
+    path.write_bytes(failed_core()[:500])
+    piece = core_of(server, crash(server), "scheduler_TP1")
+    assert piece["status"] == "failed"
+    assert "is no whole core" in piece["reason"]
+
+
+def test_without_room_for_a_core_none_is_asked_for(start_gpu_server: Start, tmp_path: Path) -> None:
+    server = start_gpu_server(SGLANG_CRASHKIT_KEEP_FREE_MB="1e12")
+    assert server.ask("tell scheduler_TP0 cuda 60 1") == "listening"
+    piece = core_of(server, crash(server), "scheduler_TP0")
+    assert piece["status"] == "skipped"
+    assert piece["reason"].startswith("there is no room for 256 MB in ")
+    assert list((tmp_path / "crash" / HOST).glob("core.cuda.*")) == []
 
 
 def test_without_a_pipe_nothing_is_waited_for(start_gpu_server: Start) -> None:
@@ -81,6 +180,18 @@ def test_without_a_pipe_nothing_is_waited_for(start_gpu_server: Start) -> None:
     times = {entry["event"]: datetime.fromisoformat(entry["time"][:-1]) for entry in stored.document["timeline"]}
     assert (times["incident_finished"] - times["requests_saved"]).total_seconds() < 20.0
     assert "cuda_cores_asked" not in times
+
+
+def test_native_stacks_are_taken_before_the_cores_and_never_again(start_gpu_server: Start) -> None:
+    server = start_gpu_server(SGLANG_CRASHKIT_NATIVE="1")
+    assert server.ask("tell scheduler_TP0 cuda 1 1") == "listening"
+    stored = crash(server)
+    assert core_of(server, stored, "scheduler_TP0")["status"] == "captured"
+    assert stored.document is not None
+    events = [entry["event"] for entry in stored.document["timeline"]]
+    assert events.count("native_stacks") == 1
+    # Both are noted when they are done.
+    assert events.index("native_stacks") < events.index("cuda_cores_asked")
 
 
 def test_a_core_that_takes_too_long_is_given_up(start_gpu_server: Start) -> None:

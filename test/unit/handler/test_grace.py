@@ -26,6 +26,34 @@ def stacks_of(stored: StoredIncident) -> set[str]:
     }
 
 
+def test_of_a_server_that_hangs_they_are_on_disk_before_it_says_that_it_ends(start_server: Start) -> None:
+    server = start_server()
+    server.ask("draining unhealthy")
+    own = {"sglang::scheduler_TP0", "sglang::scheduler_TP1", "sglang::detokenizer"}
+
+    def with_stacks() -> list[StoredIncident]:
+        return [one for one in server.incidents() if one.document is not None and own <= stacks_of(one)]
+
+    (stored,) = wait_until(with_stacks, "the stacks are on disk")
+    assert not stored.finished
+    server.ask("dump_begun")
+    server.ask("dump_ended")
+    (stored,) = server.incidents()
+    assert stored.finished
+    assert stored.document is not None
+    events = [entry["event"] for entry in stored.document["timeline"]]
+    assert events.index("photographed") < events.index("crash_dump_begun")
+    assert (stored.document["kind"], events.count("photographed")) == ("child_failure", 1)
+
+
+def test_a_healthy_server_that_is_asked_to_end_is_not_photographed(start_server: Start) -> None:
+    server = start_server()
+    server.ask("draining healthy")
+    os.kill(server.pid, signal.SIGTERM)
+    server.wait_for_handler()
+    assert server.incidents() == []
+
+
 def test_stacks_and_exits_are_on_disk_while_the_server_still_saves_its_requests(start_server: Start) -> None:
     server = start_server(dump_secs=ENDLESS_SECS)
     server.kill("scheduler_TP1")

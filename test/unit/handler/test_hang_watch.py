@@ -34,6 +34,9 @@ class Process:
 class Run:
     """What the watch uses of an incident."""
 
+    problem, path = "", "/incidents/one"
+    incident = SimpleNamespace(verdict=SimpleNamespace(text="TP1 hangs."))
+
     def __init__(self) -> None:
         self.finished = False
         self.silent: list[int] = []
@@ -64,6 +67,7 @@ class Current:
         self.runs: list[Run] = []
         self.triggers: list[int] = []
         self.is_free = True
+        self.writing_cores: frozenset[int] = frozenset()
         self.dies = False
 
     def open_observed(self, kind: str, trigger: str, process: Any, seconds: float) -> Run | None:
@@ -98,6 +102,7 @@ class World:
         self.now = 1000.0
         self.beats: dict[int, Beat] = {}
         self.states = dict.fromkeys((ROOT, *pids), "S")
+        self.compiling: set[int] = set()
         self.root = Process(ROOT, "server")
         self.processes = [Process(pid) for pid in pids]
         self.outlook = Outlook()
@@ -109,7 +114,8 @@ class World:
             reread_title=lambda process: self.titled(process),
         )
         current: Any = self.current
-        self.watch = HangWatch(tree, self.outlook, current, settings, lambda: self.now)
+        self.said: list[str] = []
+        self.watch = HangWatch(tree, self.outlook, current, settings, self.said.append, lambda: self.now)
         self.titled: Callable[[Process], None] = lambda _process: None
         for process in self.processes:
             self.beat(process.pid)
@@ -173,6 +179,7 @@ def world_of(monkeypatch: pytest.MonkeyPatch) -> list[World]:
 
     monkeypatch.setattr(World, "__init__", make)
     monkeypatch.setattr(hang_watch, "BeatReader", Reader)
+    monkeypatch.setattr(hang_watch, "has_compiler", lambda pid: pid in worlds[-1].compiling)
     monkeypatch.setattr(hang_watch, "_state_of", lambda process: worlds[-1].states[process.pid])
     return worlds
 
@@ -195,6 +202,7 @@ def test_a_silent_server_is_one_hang_with_three_snapshots() -> None:
     world.pass_time(10_000)
     assert len(world.hangs) == 1
     assert run.photographs == 3
+    assert world.said == ["TP1 hangs. Incident: /incidents/one"]
 
 
 def test_a_loop_that_stands_still_in_a_batch_is_a_hang() -> None:
@@ -255,6 +263,17 @@ def test_snapshots_end_with_the_incident() -> None:
     world.hangs[0].finished = True
     world.pass_time(10)
     assert world.hangs[0].photographs == 1
+
+
+def test_no_snapshot_is_taken_while_a_gpu_core_is_written() -> None:
+    world = World().follow()
+    world.pass_time(6.1)
+    world.current.writing_cores = frozenset({10})
+    world.pass_time(10)
+    assert world.hangs[0].photographs == 1
+    world.current.writing_cores = frozenset()
+    world.pass_time(10)
+    assert world.hangs[0].photographs == 3
 
 
 def test_a_death_that_comes_before_the_first_snapshot_ends_the_snapshots() -> None:
@@ -404,6 +423,28 @@ def test_the_first_batches_may_take_five_times_as_long(number: int) -> None:
     world = World().follow()
     world.batch(number=number)
     world.pass_time(24)
+    assert world.hangs == []
+    world.pass_time(3)
+    assert len(world.hangs) == 1
+
+
+def test_one_that_waits_for_its_compiler_may_take_twenty_times_as_long() -> None:
+    world = World().follow()
+    world.batch()
+    world.compiling = {11}
+    world.pass_time(98)
+    assert world.hangs == []
+    world.pass_time(4)
+    assert len(world.hangs) == 1
+
+
+def test_between_two_compilers_there_may_be_none_for_as_long_as_a_silence_is_no_hang() -> None:
+    world = World().follow()
+    world.batch()
+    world.compiling = {10}
+    world.pass_time(20)
+    world.compiling = set()
+    world.pass_time(4)
     assert world.hangs == []
     world.pass_time(3)
     assert len(world.hangs) == 1

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.incident_store import StoredIncident
 from unit.handler.driver import Server
@@ -148,11 +150,22 @@ def test_a_watchdog_that_ends_a_hung_server_is_another_incident_and_blames_the_s
     assert first["id"] in second["verdict"]["text"]
 
 
-def test_the_end_of_a_hung_server_is_no_other_incident(start_server: Start) -> None:
+def test_a_hang_is_told_in_the_servers_own_log_and_its_end_is_no_other_incident(
+    start_server: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
     server = start_beating(start_server)
     for name in RANKS:
         assert server.ask(f"tell {name} hush") == "silent"
     (stored,) = finished(server, 1)
+    said: list[str] = []
+
+    def told() -> list[str]:
+        said.append(capfd.readouterr().err)
+        return [line for line in "".join(said).splitlines() if line.endswith(f"Incident: {stored.path}")]
+
+    (line,) = wait_until(told, "the server says so itself")
+    assert line.startswith("crash kit: ")
+    assert "made no progress" in line
     os.kill(server.pid, signal.SIGTERM)
     assert server.wait_for_the_end() is not None
     document = document_of(stored)

@@ -109,6 +109,17 @@ def test_a_title_is_cut_and_can_be_written(case: Case) -> None:
     assert case.fail({str(case.starting): "\udcff" + "x" * 500})[str(case.starting)] == "\\udcff" + "x" * 119
 
 
+def test_what_strangers_say_is_ignored_and_told_ever_more_rarely(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    message = Message("x" * 500, {}, os.getpid(), os.getuid(), None)
+    for _ in range(1234):
+        case.handler._reactions.take(message, None)
+    told = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
+    assert [text[text.index("ignored") :] for text in told] == [
+        f"ignored ({count} so far)" for count in (1, 10, 100, 1000)
+    ]
+    assert max(map(len, told)) < 300
+
+
 #: A main process that ends with status 7 when it is told of a death, and a rank.
 SERVING = LAUNCHER.replace("import ctypes", "signal.signal(signal.SIGQUIT, lambda *_: os._exit(7))\nimport ctypes")
 PEER = {"role": "prefill", "address": "10.0.0.1:8998", "sign": "refused", "waiting": [], "count": 0}

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit.core.stacks import Frame, Thread
+from sglang_crashkit.handler.stack_evidence import innermost
 from unit.handler.driver import Server, document_of, report_of
 from unit.targets import make_tool, state_of
 from unit.waiting import wait_until
@@ -25,6 +27,14 @@ def pieces_of(document: dict[str, Any], title: str, kind: str) -> list[dict[str,
 def piece_of(document: dict[str, Any], title: str, kind: str) -> dict[str, Any]:
     (found,) = pieces_of(document, title, kind)
     return found
+
+
+def test_of_one_that_compiles_it_is_kept_what_started_the_compiler() -> None:
+    waits = [Frame(name, "subprocess.py", 1) for name in ("_try_wait", "_wait", "wait", "call", "run")]
+    compiles = Frame("compile", "torch/_inductor/codecache.py", 5)
+    batch = Frame("run_batch", "sglang/srt/managers/scheduler.py", 7)
+    thread = Thread("MainThread", 7, active=False, owns_gil=False, frames=(*waits, compiles, compiles, batch))
+    assert innermost([thread], 7) == [*map(str, waits[:3]), str(compiles)]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -282,3 +283,71 @@ def test_an_oom_kill_of_long_ago_is_not_counted(
     tree.refresh()
     assert tree.root.oom_counter is not None
     assert tree.root.oom_counter.grown_by() == 0
+
+
+#: In a PID namespace of its own, where it says which process id is the next one.
+RECYCLED = """
+import os, signal, time
+from pathlib import Path
+from sglang_crashkit.core import procfs
+from sglang_crashkit.handler.tree import ProcessTree
+
+def start():
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    return pid
+
+def end(pid):
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+def start_as(pid):
+    os.waitpid(pid, 0)
+    # The kernel tells start times in clock ticks.
+    time.sleep(2 / os.sysconf("SC_CLK_TCK"))
+    Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+    assert start() == pid
+
+pid = start()
+tree = ProcessTree(os.getpid())
+# A handler leaves itself and what it runs out; here it is the server, too.
+tree._scanner = procfs.TreeScanner(os.getpid())
+(first,) = tree.refresh()
+
+# One that was let go of: its successor is a new process.
+end(pid)
+tree.forget(first)
+assert tree.refresh() == []
+start_as(pid)
+(second,) = tree.refresh()
+assert (second.pid, second.exited_at) == (pid, None)
+assert second.handle.start_ticks > first.handle.start_ticks
+
+# One that an incident still tells of: what is done to it never reaches its successor, which is found after that.
+end(pid)
+assert second.handle.has_exited()
+second.exited_at = time.time()
+start_as(pid)
+assert tree.refresh() == []
+assert second not in tree.alive()
+try:
+    second.handle.send_signal(signal.SIGKILL)
+    raise AssertionError("the successor got a signal")
+except ProcessLookupError:
+    pass
+tree.forget_dead()
+(third,) = tree.refresh()
+assert third.pid == pid
+assert not third.handle.has_exited()
+end(pid)
+print("all of it")
+"""
+
+
+def test_a_process_id_that_is_given_again_is_another_process() -> None:
+    container = ["unshare", "-Urpf", "--mount-proc", "--kill-child"]
+    if subprocess.run([*container, "true"], capture_output=True, timeout=LONG).returncode != 0:
+        pytest.skip("a process id cannot be chosen: no PID namespace is to be had")
+    done = subprocess.run([*container, sys.executable, "-c", RECYCLED], capture_output=True, text=True, timeout=LONG)
+    assert done.stdout == "all of it\n", done.stderr

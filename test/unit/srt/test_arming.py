@@ -10,6 +10,7 @@ import pytest
 
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.armed import DEFAULT_SIGNAL, HANDLER_PID, ArmedFiles, read_armed
+from sglang_crashkit.core.channel import notify
 from sglang_crashkit.core.faulthandler_output import parse_faulthandler
 from sglang_crashkit.core.settings import SOCKET_VARIABLE, runtime_folder
 from sglang_crashkit.srt import arming
@@ -240,6 +241,42 @@ def test_a_users_own_faulthandler_stays(runtime: Path, tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in (runtime / "own").read_text()
     assert [path.name for path in runtime.glob("*.fault")] == []
+
+
+SERVER = ARM.replace("arm_worker", "arm_server")
+
+
+def test_the_server_writes_what_the_crash_handler_has_to_say_line_by_line(
+    runtime: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with child(SERVER + SLEEPER, str(runtime)) as server:
+        path = files_of(runtime, server.pid).say
+        for fields in ({}, {"text": 7}, {"text": "a\nb\x1b[31m\udcff"}, {"text": "x" * 10_000}):
+            notify(str(path), "say", **fields)
+        said = ""
+
+        def lines() -> list[str]:
+            nonlocal said
+            said += capfd.readouterr().err
+            return found if len(found := said.splitlines()) > 1 and said.endswith("\n") else []
+
+        first, second = wait_until(lines, "it says both")
+    assert first == "crash kit: a b [31m "
+    assert second.startswith("crash kit: xxx")
+    assert len(second) == 4000
+
+
+def test_a_worker_takes_nothing_for_the_log(runtime: Path) -> None:
+    with armed(runtime, SLEEPER) as target:
+        assert not files_of(runtime, target.pid).say.exists()
+
+
+def test_a_server_that_cannot_be_told_is_armed_all_the_same(runtime: Path) -> None:
+    taken = "from pathlib import Path\nfrom sglang_crashkit.core import procfs\n"
+    taken += "stat = procfs.read_stat(os.getpid())\n"
+    taken += "Path(sys.argv[1], f'{stat.pid}-{stat.start_ticks}.say').touch()\n"
+    with child(taken + SERVER + SLEEPER, str(runtime)) as server:
+        assert read_armed(runtime, server.pid, start_ticks(server.pid)) is not None
 
 
 def test_the_hooks_arm_after_what_they_wrap(runtime: Path) -> None:

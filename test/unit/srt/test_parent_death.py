@@ -16,7 +16,7 @@ import pytest
 
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.armed import DEFAULT_PARENT_SIGNAL, HANDLER_PID, ArmedFiles, read_armed
-from sglang_crashkit.core.faulthandler_output import parse_faulthandler
+from sglang_crashkit.core.faulthandler_output import FaulthandlerOutput, parse_faulthandler
 from unit.targets import ARM, HOLD, TITLE, functions_of, settle, settle_in_lock, start_ticks
 from unit.targets import runtime as runtime
 from unit.waiting import LONG, child, wait_until
@@ -62,17 +62,19 @@ class Family:
         os.kill(self.parent, signal.SIGKILL)
         return self.status()
 
-    def status(self) -> int:
+    def await_written(self) -> list[str]:
+        """Return the functions on the stacks that it wrote, once they are whole."""
+        wait_until(lambda: self._output().is_whole, "the stacks are whole")
+        return functions_of(self._output().threads)
+
+    def _output(self) -> FaulthandlerOutput:
+        return parse_faulthandler(self.files.orphan.read_text(), self.worker, self.main_thread)
+
+    def status(self, secs: float = LONG) -> int:
         """Return the signal that ended the worker."""
         assert self.reaper.stdout is not None
-        assert select.select([self.reaper.stdout], [], [], LONG)[0], "the worker lives on"
+        assert select.select([self.reaper.stdout], [], [], secs)[0], "the worker lives on"
         return int(self.reaper.stdout.readline())
-
-    def written(self) -> list[str]:
-        """Return the functions on the stacks that it wrote."""
-        output = parse_faulthandler(self.files.orphan.read_text(), self.worker, self.main_thread)
-        assert output.is_whole
-        return functions_of(output.threads)
 
 
 @contextlib.contextmanager
@@ -103,36 +105,57 @@ def handler(runtime: Path) -> Iterator[subprocess.Popen[bytes]]:
         yield process
 
 
-def test_it_writes_its_stacks_and_ends(runtime: Path, handler: object) -> None:
+def test_it_writes_its_stacks_and_lives_until_it_was_looked_at(runtime: Path, handler: object) -> None:
     with family(runtime) as one:
         assert one.asked == DEFAULT_PARENT_SIGNAL
         assert one.files.orphan.stat().st_mode & 0o777 == 0o600
-        assert one.orphaned() == DEFAULT_PARENT_SIGNAL
-        assert {"inner_function", "outer_function"} <= set(one.written())
+        os.kill(one.parent, signal.SIGKILL)
+        assert {"inner_function", "outer_function"} <= set(one.await_written())
+        os.kill(one.worker, signal.SIGKILL)
+        assert one.status() == signal.SIGKILL
         assert one.files.fault.read_text() == one.files.stack.read_text() == ""
 
 
 def test_so_does_one_whose_interpreter_lock_is_not_to_be_had(runtime: Path, handler: object) -> None:
     with family(runtime, work="hold_the_lock()") as one:
         settle_in_lock(one.worker)
-        assert one.orphaned() == DEFAULT_PARENT_SIGNAL
-        assert "hold_the_lock" in one.written()
+        os.kill(one.parent, signal.SIGKILL)
+        assert "hold_the_lock" in one.await_written()
 
 
 @pytest.mark.parametrize("work", ["[None for _ in iter(int, 1)]", "[time.sleep(0) for _ in iter(int, 1)]"])
 def test_so_does_one_that_never_rests(runtime: Path, handler: object, work: str) -> None:
     with family(runtime, work=work) as one:
-        assert one.orphaned() == DEFAULT_PARENT_SIGNAL
-        assert "inner_function" in one.written()
+        os.kill(one.parent, signal.SIGKILL)
+        assert "inner_function" in one.await_written()
 
 
-def test_one_that_is_stopped_ends_when_it_goes_on(runtime: Path, handler: object) -> None:
+def test_it_writes_all_of_them_although_it_is_told_again_and_again(runtime: Path, handler: object) -> None:
+    # So many calls take a while to write.
+    deep = "(lambda f: f(f, 90))(lambda f, n: f(f, n - 1) if n else time.sleep(120))"
+    with family(runtime, work=deep) as one:
+        for _ in range(10):
+            os.kill(one.worker, DEFAULT_PARENT_SIGNAL)
+        os.kill(one.parent, signal.SIGKILL)
+        assert one.await_written().count("inner_function") == 1
+
+
+@pytest.mark.wide
+def test_the_kernel_ends_it_where_nobody_else_does(runtime: Path, handler: object) -> None:
+    # The smallest that can be had, for it is also a number of seconds.
+    with family(runtime, before=f"os.environ['SGLANG_CRASHKIT_PARENT_SIGNAL'] = '{int(signal.SIGRTMIN)}'") as one:
+        os.kill(one.parent, signal.SIGKILL)
+        assert "inner_function" in one.await_written()
+        assert one.status(2 * LONG) == signal.SIGALRM
+
+
+def test_one_that_is_stopped_writes_when_it_goes_on(runtime: Path, handler: object) -> None:
     with family(runtime) as one:
         os.kill(one.worker, signal.SIGSTOP)
         settle(one.worker, "T")
         os.kill(one.parent, signal.SIGKILL)
         os.kill(one.worker, signal.SIGCONT)
-        assert one.status() == DEFAULT_PARENT_SIGNAL
+        assert "inner_function" in one.await_written()
 
 
 def test_without_its_crash_handler_even_a_stopped_one_ends_at_once(
@@ -177,8 +200,8 @@ def test_one_that_asked_for_nothing_outlives_its_parent(runtime: Path, handler: 
 
 def test_another_signal_can_be_named(runtime: Path, handler: object) -> None:
     with family(runtime, before="os.environ['SGLANG_CRASHKIT_PARENT_SIGNAL'] = '50'") as one:
-        assert one.orphaned() == 50
-        assert "inner_function" in one.written()
+        os.kill(one.parent, signal.SIGKILL)
+        assert "inner_function" in one.await_written()
 
 
 def test_armed_anew_it_ends_as_before(runtime: Path, handler: object) -> None:
@@ -186,9 +209,9 @@ def test_armed_anew_it_ends_as_before(runtime: Path, handler: object) -> None:
     (runtime / "next" / HANDLER_PID).write_text((runtime / HANDLER_PID).read_text())
     again = "arm_worker()\nos.environ['SGLANG_CRASHKIT_SOCKET'] = sys.argv[1] + '/next/handler.sock'\narm_worker()"
     with family(runtime, arm=again) as one:
-        assert one.orphaned() == DEFAULT_PARENT_SIGNAL
+        os.kill(one.parent, signal.SIGKILL)
+        wait_until((runtime / "next" / one.files.orphan.name).read_text, "the stacks are there")
         assert one.files.orphan.read_text() == ""
-        assert (runtime / "next" / one.files.orphan.name).stat().st_size > 0
 
 
 #: A server that is killed while its worker is still imported, as Python's multiprocessing starts it.

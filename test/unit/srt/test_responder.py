@@ -83,9 +83,8 @@ def test_it_says_once_that_the_handler_is_gone_and_answers_on(short_folder: Path
     told: list[str] = []
     with child("ready(); pause()") as handler:
         pidfd = os.pidfd_open(handler.pid)
-        listener = responder.start(
-            short_folder / "watching", pidfd, lambda: told.append(threading.current_thread().name)
-        )
+        watched = {pidfd: lambda: told.append(threading.current_thread().name) is not None}
+        listener = responder.start(short_folder / "watching", watched)
         try:
             assert parse_pyspy(ask(short_folder / "watching").decode())
             assert told == []

@@ -21,7 +21,9 @@ NAMES = {
     "CUDA_COREDUMP_GENERATION_FLAGS",
     "CUDA_COREDUMP_FILE",
     "CUDA_COREDUMP_PIPE",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE",
 }
+OWN = "SGLANG_CRASHKIT_FLIGHT_FOLDER"
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +36,30 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[MutableMapping[str, str
 
 def args(folder: object) -> SimpleNamespace:
     return SimpleNamespace(crash_dump_folder=str(folder) if folder else None)
+
+
+@pytest.mark.parametrize("folder", ["crash", None])
+def test_another_servers_folder_of_dumps_is_not_taken_over(
+    environ: MutableMapping[str, str], tmp_path: Path, folder: str | None
+) -> None:
+    environ[OWN] = "/theirs"
+    set_crash_dump_env(args(folder and tmp_path / folder))
+    assert environ.get(OWN) == (folder and f"{tmp_path}/crash/what-the-kernel-says/flight_recorder")
+
+
+def test_pytorchs_other_name_for_the_recorders_size_is_the_users_word(
+    environ: MutableMapping[str, str], tmp_path: Path
+) -> None:
+    environ["TORCH_FR_BUFFER_SIZE"] = "0"
+    set_crash_dump_env(args(tmp_path))
+    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ
+
+
+def test_without_a_crash_handler_the_recorder_is_left_alone(environ: MutableMapping[str, str], tmp_path: Path) -> None:
+    environ |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false"}
+    set_crash_dump_env(args(tmp_path))
+    assert environ.keys() & {"TORCH_NCCL_TRACE_BUFFER_SIZE", OWN} == set()
+    assert "CUDA_COREDUMP_FILE" in environ
 
 
 @pytest.mark.parametrize("folder", [None, ""])
@@ -58,6 +84,8 @@ def test_each_variable_is_set_and_said(
         "skip_local_memory",
         "skip_constbank_memory",
     ]
+    assert environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+    assert environ["SGLANG_CRASHKIT_FLIGHT_FOLDER"] == f"{tmp_path}/what-the-kernel-says/flight_recorder"
     for name in NAMES:
         assert f"Auto-set {name}={environ[name]} (from --crash-dump-folder)" in caplog.messages
 
@@ -138,6 +166,7 @@ def test_a_link_in_a_shared_crash_folder_gets_no_cores(
     set_crash_dump_env(args(tmp_path))
     safe = tmp_path / "temp" / f"sglang-crashkit-{os.geteuid()}"
     assert environ["CUDA_COREDUMP_FILE"] == f"{safe}/%h/core.cuda.%t.%p"
+    assert environ["SGLANG_CRASHKIT_FLIGHT_FOLDER"] == f"{safe}/what-the-kernel-says/flight_recorder"
     assert (safe / "what-the-kernel-says").is_dir()
     assert "is not a folder of this user" in caplog.text
 

@@ -434,5 +434,14 @@ def test_sigterm_is_announced_and_handled_as_before(listener: Listener) -> None:
     assert listener.heard()["event"] == "draining"
 
 
+@pytest.mark.parametrize(("status", "unhealthy"), [("UnHealthy", True), ("Up", False)])
+def test_with_sigterm_it_is_told_whether_the_health_check_failed(
+    listener: Listener, status: str, unhealthy: bool
+) -> None:
+    manager = SimpleNamespace(server_status=SimpleNamespace(name=status))
+    on_sigterm(lambda _self: None)(SimpleNamespace(tokenizer_manager=manager))
+    assert listener.heard()["unhealthy"] is unhealthy
+
+
 def test_sigterm_without_a_handler_is_handled_as_before() -> None:
     assert on_sigterm(lambda: "handled")() == "handled"

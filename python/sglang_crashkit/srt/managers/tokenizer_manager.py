@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -221,15 +221,25 @@ def open_crash_dump(manager: Any, filename: str, data: dict[str, Any]) -> Iterat
 
 
 def on_sigterm(handler: Method) -> Method:
-    """Wrap ``SignalHandler.sigterm_handler``: from now on an exit with status 0 is no crash."""
+    """Wrap ``SignalHandler.sigterm_handler``: from now on an exit with status 0 is no crash.
+
+    Of a server whose health check failed, which upstream ends up to 5 s later without waiting for its requests, the
+    crash handler takes the evidence at once: whoever sent SIGTERM sends SIGKILL some time after.
+    """
 
     @functools.wraps(handler)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         crash_exit.note_draining()
-        notify("draining")
+        notify("draining", unhealthy=_is_unhealthy(args))
         return handler(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
+
+
+def _is_unhealthy(arguments: Sequence[Any]) -> bool:
+    """Say whether the last health check of the signal handler's server failed."""
+    manager = getattr(arguments[0], "tokenizer_manager", None) if arguments else None
+    return getattr(getattr(manager, "server_status", None), "name", "") == "UnHealthy"
 
 
 @never_raises

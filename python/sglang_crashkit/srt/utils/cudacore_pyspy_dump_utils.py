@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import psutil
 
 from sglang_crashkit.core import procfs
+from sglang_crashkit.core.cuda_core import TRIGGER
 from sglang_crashkit.core.pyspy import find_pyspy
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.srt.hooks import PHOTOGRAPH_WAIT_SECS, never_raises, request
@@ -223,7 +224,7 @@ def _trigger(process: psutil.Process) -> bool:
         # Not blocking: a pipe that nobody reads any more would hold this process up for ever.
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
         try:
-            os.write(descriptor, b"1")
+            os.write(descriptor, TRIGGER)
         finally:
             os.close(descriptor)
     except FileNotFoundError:

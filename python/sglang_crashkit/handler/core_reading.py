@@ -1,0 +1,66 @@
+"""What whole GPU cores say, taken into the incident: each is read by a process of its own while the handler goes on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from sglang_crashkit.core import titles
+from sglang_crashkit.core.cudacore.child import CoreReader, Reading
+from sglang_crashkit.core.disk import status_of
+from sglang_crashkit.core.incident import Evidence, ProcessReport
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.incident_run import IncidentRun
+
+logger = logging.getLogger(__name__)
+
+#: The longest that reading a core may take, in seconds; one of a whole GPU takes about 5.
+READ_SECS = 15.0
+
+
+class CoreReadings:
+    """The readings of one incident.
+
+    Args:
+        run: the incident; evidence goes into its reports.
+    """
+
+    def __init__(self, run: IncidentRun) -> None:
+        self._run = run
+        self._under_way: list[tuple[CoreReader, ProcessReport, float]] = []
+
+    @property
+    def are_done(self) -> bool:
+        """Whether no core is being read."""
+        return not self._under_way
+
+    def start(self, path: Path, report: ProcessReport) -> None:
+        """Begin to read the core of a process."""
+        try:
+            self._under_way.append((CoreReader(path, READ_SECS), report, time.monotonic()))
+        except OSError as error:
+            report.evidence.append(Evidence("gpu_kernels", "failed", reason=f"no reader could be started: {error}"))
+
+    def look(self) -> None:
+        """Take in what was read by now."""
+        for entry in list(self._under_way):
+            reader, report, began = entry
+            reading = reader.look()
+            if reading is not None:
+                self._under_way.remove(entry)
+                self._take(reading, report, round(time.monotonic() - began, 3))
+
+    def _take(self, reading: Reading, report: ProcessReport, seconds: float) -> None:
+        report.gpu = reading.brief
+        if reading.core is None:
+            report.evidence.append(Evidence("gpu_kernels", "failed", reason=reading.reason, seconds=seconds))
+            return
+        name = f"gpu/{titles.label_of(report.title, report.pid)}.kernels.json"
+        try:
+            path = self._run.write_json(name, reading.core)
+        except (OSError, CrashkitError) as error:
+            # What it says in short is in the incident nonetheless.
+            report.evidence.append(Evidence("gpu_kernels", status_of(error), reason=f"{name}: {error}"))
+        else:
+            report.evidence.append(Evidence("gpu_kernels", "captured", path=path, seconds=seconds))

@@ -1,0 +1,33 @@
+"""Say something in the server's own log, which its main process writes: the crash handler holds none of it open."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from sglang_crashkit.core.armed import ArmedFiles
+from sglang_crashkit.core.channel import HandlerUnreachableError, notify
+from sglang_crashkit.handler.tree import TrackedProcess
+
+logger = logging.getLogger(__name__)
+
+_MOST_CHARACTERS = 3000
+
+
+class ServerLog:
+    """The log of one server; see `srt.arming` for the other end.
+
+    Args:
+        root: the server's main process.
+        runtime: where the server's processes say what they armed.
+    """
+
+    def __init__(self, root: TrackedProcess, runtime: Path) -> None:
+        self._socket = ArmedFiles.of(runtime, root.pid, root.handle.start_ticks).say
+
+    def say(self, text: str) -> None:
+        """Have the main process write one line, when it gets to it; it may be the one that hangs."""
+        try:
+            notify(str(self._socket), "say", text=text[:_MOST_CHARACTERS])
+        except HandlerUnreachableError as error:
+            logger.warning("the server's own log does not tell of it: %s", error)

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.core.armed import ArmedFiles
+from sglang_crashkit.core.channel import Mailbox
+from sglang_crashkit.handler.server_log import ServerLog
+from sglang_crashkit.handler.tree import ProcessTree
+from unit.targets import start_ticks
+
+
+def test_a_line_goes_to_the_servers_main_process_cut_to_what_a_log_bears(short_folder: Path) -> None:
+    tree = ProcessTree(os.getpid())
+    path = ArmedFiles.of(short_folder, os.getpid(), start_ticks(os.getpid())).say
+    with Mailbox.bind(path) as receiver:
+        mailbox = Mailbox(receiver)
+        ServerLog(tree.root, short_folder).say("x" * 100_000)
+        (message,) = mailbox.receive()
+    tree.root.handle.close()
+    assert (message.event, message.fields["text"]) == ("say", "x" * 3000)
+
+
+def test_one_that_does_not_listen_costs_a_line_in_the_handlers_log(
+    short_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = ProcessTree(os.getpid())
+    with caplog.at_level(logging.WARNING):
+        ServerLog(tree.root, short_folder).say("it hangs")
+    tree.root.handle.close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the server's own log does not tell of it: ")

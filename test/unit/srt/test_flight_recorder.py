@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.core.flight_request import FlightPlace
+from unit.waiting import LONG
+
+_SCRIPT = """
+import json, os, sys, setproctitle
+from sglang_crashkit.core import procfs
+from sglang_crashkit.srt.flight_recorder import prepare_flight_recorder
+setproctitle.setproctitle(sys.argv[1])
+for _ in range(int(sys.argv[2])):
+    prepare_flight_recorder()
+stat = procfs.read_stat(os.getpid())
+names = {name: value for name, value in os.environ.items() if name.startswith("TORCH_")}
+print(json.dumps({"pid": stat.pid, "start_ticks": stat.start_ticks, "environ": names}))
+"""
+PIPE, DUMP, OLD_DUMP = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+SIZE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run the hook in a process of that title, and return what it set and said."""
+    runtime = tmp_path / "runtime"
+    runtime.mkdir()
+
+    def prepare(title: str = "sglang::scheduler_TP1", times: int = 1, **environ: str | None) -> dict[str, Any]:
+        defaults = {
+            SIZE: "2000",
+            "SGLANG_CRASHKIT_FLIGHT_FOLDER": str(tmp_path / "crash" / "flight_recorder"),
+            "SGLANG_CRASHKIT_SOCKET": str(runtime / "handler.sock"),
+        }
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_", "SGLANG_"))}
+        given = {name: value for name, value in (defaults | environ).items() if value is not None}
+        done = subprocess.run(
+            [sys.executable, "-c", _SCRIPT, title, str(times)],
+            env=inherited | given,
+            capture_output=True,
+            text=True,
+            timeout=LONG,
+            check=True,
+        )
+        told: dict[str, Any] = json.loads(done.stdout)
+        place = FlightPlace.read(runtime, told["pid"], told["start_ticks"])
+        return told | {"place": place, "stderr": done.stderr}
+
+    return prepare
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_each_scheduler_gets_names_of_its_own_that_nobody_else_can_use(run: Run, tmp_path: Path, times: int) -> None:
+    told = run(times=times)
+    name = f"{told['pid']}-{told['start_ticks']}"
+    pipe, dump = f"{tmp_path}/runtime/{name}.nccl-", f"{tmp_path}/crash/flight_recorder/{name}-rank"
+    assert told["environ"] == {SIZE: "2000", PIPE: pipe, DUMP: dump}
+    assert told["place"] == FlightPlace(pipe, dump, is_own=True)
+    assert stat.S_IMODE((tmp_path / "crash" / "flight_recorder").stat().st_mode) == 0o700
+    assert sorted(path.name for path in (tmp_path / "runtime").iterdir()) == [f"{name}.flight"]
+    assert told["stderr"] == ""
+
+
+@pytest.mark.parametrize("name", [DUMP, OLD_DUMP])
+def test_what_the_user_set_stays(run: Run, tmp_path: Path, name: str) -> None:
+    told = run(**{name: "/theirs/dump", PIPE: "/theirs/pipe", SIZE: "7"})
+    assert told["environ"] == {SIZE: "7", PIPE: "/theirs/pipe", name: "/theirs/dump"}
+    assert told["place"] == FlightPlace("/theirs/pipe", "/theirs/dump", is_own=False)
+    assert not (tmp_path / "crash").exists()
+
+
+def test_of_two_names_for_the_dump_the_one_that_pytorch_prefers_counts(run: Run) -> None:
+    told = run(**{DUMP: "/theirs/new", OLD_DUMP: "/theirs/old"})
+    assert told["place"].dump_stem == "/theirs/new"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"title": "sglang::detokenizer"},
+        {"title": "python"},
+        {"SGLANG_CRASHKIT_FLIGHT_FOLDER": None},
+        {"SGLANG_CRASHKIT_SOCKET": None},
+        {SIZE: "0"},
+        {SIZE: None},
+        {SIZE: "many"},
+    ],
+)
+def test_nothing_is_set_where_it_would_be_of_no_use_or_is_not_wanted(
+    run: Run, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    told = run(**changed)
+    assert not {PIPE, DUMP} & told["environ"].keys()
+    assert told["place"] is None
+    assert list((tmp_path / "runtime").iterdir()) == []
+    assert not (tmp_path / "crash").exists()
+
+
+def test_where_no_pipe_can_be_made_pytorch_is_not_told_to_make_one(run: Run, tmp_path: Path) -> None:
+    told = run(SGLANG_CRASHKIT_SOCKET=str(tmp_path / "missing" / "handler.sock"))
+    assert told["environ"] == {SIZE: "2000"}
+    assert "prepare_flight_recorder failed" in told["stderr"]
+
+
+def test_a_link_in_place_of_the_folder_gets_no_dumps(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "theirs")
+    told = run(SGLANG_CRASHKIT_FLIGHT_FOLDER=str(tmp_path / "link"))
+    assert DUMP not in told["environ"]
+    assert told["place"] is None
