@@ -1,0 +1,139 @@
+"""A real SGLang on a GPU that hangs, fails, is killed or stopped: its incident says which kernel it was at.
+
+Not run on a GPU so far: what is asserted of the driver is what its manual and its headers say, and no finding is
+claimed. The first run that has one writes what it saw here, with the version of the driver; ``scripts/gpu_lane run``
+prints it below "what the driver does".
+
+A process that was killed has nothing on the GPU any more, and one that is stopped does not read its pipe, so that their
+incidents name no kernel but say why.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu.gpu_server import SCHEDULER, account_of, break_server, cuda_gdb
+from gpu.kernels import ILLEGAL, ILLEGAL_SIGNAL, SPIN, SPIN_SIGNAL, write_site
+from integration.faults import HANG, UNHEALTHY, send, then_terminate
+from integration.scenario import Wreck
+from sglang_crashkit.core.cudacore.reading import read_cuda_core
+
+pytestmark = [pytest.mark.gpu, pytest.mark.live, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def hung(lane: Any, tmp_path_factory: pytest.TempPathFactory) -> Wreck:
+    """Return what is left of a server with a kernel that never ends, ended as an orchestrator would."""
+    folder = tmp_path_factory.mktemp("hung")
+    env = write_site(folder / "site") | UNHEALTHY
+    return break_server(lane, folder / "crash", then_terminate(SCHEDULER, signum=SPIN_SIGNAL), env)
+
+
+def core_of(left: Wreck) -> Path:
+    """Return the core of the scheduler that its incident names."""
+    piece = left.evidence(SCHEDULER, "cuda_core")
+    assert piece["status"] == "captured", piece
+    return left.folder / piece["path"]
+
+
+def test_the_incident_of_a_hung_kernel_names_it(hung, findings, keep_core):
+    core = core_of(hung)
+    keep_core(core, "hung")
+    findings["name of a core on demand"] = core.name
+    findings["seconds that a core on demand took"] = hung.evidence(SCHEDULER, "cuda_core")["seconds"]
+    findings["GPU of the hung scheduler"] = hung.report(SCHEDULER)["gpu"]
+    findings["timeline of the hung server"] = [
+        f"{one['time'][11:23]} {one['event']}" for one in hung.incident["timeline"]
+    ]
+    pieces = hung.report(SCHEDULER)["evidence"]
+    findings["flight recorder of a rank alone"] = [piece for piece in pieces if piece["kind"] == "flight_recorder"]
+
+    assert hung.incident["kind"] in HANG
+    assert hung.left == []
+    assert hung.evidence(SCHEDULER, "gpu_kernels")["status"] == "captured"
+    assert any(SPIN in line for line in hung.report(SCHEDULER)["gpu"])
+    assert SPIN in (hung.folder / "summary.md").read_text()
+
+
+def test_the_core_is_for_its_owner_alone_and_without_the_memory_of_the_gpu(hung):
+    core = core_of(hung)
+
+    assert core.stat().st_mode & 0o777 == 0o600
+    assert core.stat().st_size < 1 << 30
+
+
+def test_cuda_gdb_sees_the_same_kernels_in_a_core(hung, findings):
+    program = cuda_gdb()
+    if program is None:
+        pytest.skip("cuda-gdb is not installed; it comes with the CUDA toolkit")
+    core = core_of(hung)
+
+    read = read_cuda_core(core)
+    listed = account_of(program, core)
+
+    findings["kernels by cuda-gdb"] = listed
+    findings["kernels by the kit"] = [kernel.name for kernel in read.kernels]
+    assert len(listed) == len({kernel.name for kernel in read.kernels}) > 0
+    for kernel in read.kernels:
+        assert any(str(kernel.name) in name or name in str(kernel.name) for name in listed), (kernel, listed)
+
+
+def test_cuda_gdb_is_given_what_time_the_incident_has_after_the_core(hung, findings):
+    piece = hung.evidence(SCHEDULER, "gpu_stack")
+    findings["cuda-gdb on a hung scheduler"] = piece
+    if cuda_gdb() is None:
+        assert piece["status"] == "skipped"
+        return
+    # How long it takes to read the symbols of torch is not known; what it printed by its deadline is kept.
+    assert piece["source"] == "cuda-gdb"
+    assert piece["status"] == "captured" or "did not end within" in piece["reason"]
+    events = [entry["event"] for entry in hung.incident["timeline"]]
+    assert events.index("cuda_cores_asked") < events.index("gpu_stacks")
+
+
+def test_the_incident_of_an_illegal_access_names_the_kernel_and_what_it_did(lane, tmp_path, findings, keep_core):
+    env = write_site(tmp_path / "site")
+
+    left = break_server(lane, tmp_path / "crash", send(SCHEDULER, ILLEGAL_SIGNAL), env)
+
+    report = left.report(SCHEDULER)
+    findings["end of a process after an illegal access"] = report["exit"]
+    findings["GPU of the scheduler with an illegal access"] = report["gpu"]
+    keep_core(core_of(left), "illegal")
+    assert left.incident["kind"] in ("killed", "exited", "exception")
+    assert left.incident["verdict"]["first_failure"]["pid"] == left.pids[SCHEDULER]
+    assert any(ILLEGAL in line for line in report["gpu"])
+    assert any(line.startswith("exception:") for line in report["gpu"])
+
+
+def test_the_incident_of_a_killed_scheduler_names_its_end(lane, tmp_path):
+    left = break_server(lane, tmp_path / "crash", send(SCHEDULER, signal.SIGKILL))
+
+    report = left.report(SCHEDULER)
+    assert left.incident["kind"] == "killed"
+    assert left.incident["verdict"]["first_failure"]["pid"] == left.pids[SCHEDULER]
+    assert (report["exit"]["signal"], report["gpu"], left.left) == ("SIGKILL", [], [])
+    assert not any(piece["kind"] == "cuda_core" and piece["status"] == "captured" for piece in report["evidence"])
+
+
+def test_the_incident_of_a_stopped_scheduler_says_why_there_is_no_core(lane, tmp_path):
+    left = break_server(lane, tmp_path / "crash", then_terminate(SCHEDULER), UNHEALTHY)
+
+    piece = left.evidence(SCHEDULER, "cuda_core")
+    assert left.incident["kind"] in HANG
+    assert (piece["status"], left.left) == ("skipped", [])
+    assert "stopped" in piece["reason"]
+
+
+def test_the_flight_recorder_of_a_rank_that_waits_is_read(lane, device, tmp_path):
+    if device.count < 2:
+        pytest.skip("NCCL takes one rank per GPU, and there is one: no rank can wait for another")
+    options = ["--tp", "2"]
+    left = break_server(lane, tmp_path / "crash", then_terminate(f"{SCHEDULER}_TP1"), UNHEALTHY, options)
+
+    piece = left.evidence(f"{SCHEDULER}_TP0", "flight_recorder")
+    assert piece["status"] == "captured", piece
