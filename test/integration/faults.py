@@ -147,16 +147,8 @@ FAULTS = (
         rare=True,
     ),
     Fault("detokenizer", send(DETOKENIZER, signal.SIGKILL), DETOKENIZER, ServerExit.KILLED, end=SIGKILLED),
-    # Of the ranks below it, which end with it, the kernel may tell first.
     Fault(
-        "controller",
-        send(CONTROLLER, signal.SIGKILL),
-        CONTROLLER,
-        ServerExit.KILLED,
-        ("killed", "exited"),
-        end=SIGKILLED,
-        dp=2,
-        rare=True,
+        "controller", send(CONTROLLER, signal.SIGKILL), CONTROLLER, ServerExit.KILLED, end=SIGKILLED, dp=2, rare=True
     ),
     Fault("replica", send(DP1, signal.SIGKILL), DP1, ServerExit.KILLED, end=SIGKILLED, dp=2, rare=True),
     Fault("main", lambda server: os.kill(server.pid, signal.SIGKILL), MAIN, -signal.SIGKILL, end=SIGKILLED),

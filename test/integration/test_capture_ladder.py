@@ -97,8 +97,8 @@ def test_a_rank_that_was_stopped_stays_stopped_and_has_a_stack(tmp_path: Path) -
         stopped = server.pid_of(FIRST)
         os.kill(stopped, signal.SIGSTOP)
         os.kill(server.pid_of(SECOND), signal.SIGKILL)
-        while state_of(stopped) not in ("", "Z", "X"):
-            states.append(state_of(stopped))
+        while (state := state_of(stopped)) not in ("", "Z", "X"):
+            states.append(state)
             time.sleep(0.01)
 
     args = ["--crash-dump-folder", str(tmp_path)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.scenario import Wreck, wreck
+from integration.scenario import RELEASES, Wreck, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.procs import send, tree_of
 from lanelib.servers import Server
@@ -48,7 +48,7 @@ def message(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=[pytest.param("0.5.9", marks=pytest.mark.matrix), "0.5.23"])
+@pytest.fixture(scope="module", params=RELEASES)
 def contained(request: pytest.FixtureRequest, message: Path, tmp_path_factory: pytest.TempPathFactory) -> Wreck:
     folder = tmp_path_factory.mktemp("crash")
     message.write_text("")

@@ -37,7 +37,7 @@ class Crash:
     wreck: Wreck
 
 
-@pytest.fixture(scope="module", params=["0.5.9", "0.5.12.post1", "0.5.23"])
+@pytest.fixture(scope="module", params=["0.5.9", pytest.param("0.5.12.post1", marks=pytest.mark.matrix), "0.5.23"])
 def crash(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crash]:
     lane = ensure_lane(request.param)
     folder = tmp_path_factory.mktemp("crash")
@@ -85,6 +85,15 @@ def test_every_process_that_lived_has_a_stack(crash: Crash) -> None:
             kinds = {piece["kind"]: piece["status"] for piece in process["evidence"]}
             assert kinds["stack"] == "captured", process
             assert kinds["proc_state"] == "captured", process
+
+
+def test_without_a_gpu_the_flight_recorder_is_not_waited_for(crash: Crash) -> None:
+    piece = crash.wreck.evidence(SURVIVOR, "flight_recorder")
+    assert (piece["status"], piece["seconds"]) == ("skipped", None)
+    # It was told where to listen, and there was nobody to do so.
+    assert piece["reason"].startswith("there is no pipe ")
+    assert piece["reason"].endswith(".nccl-<rank>.pipe: NCCL was not initialised")
+    assert crash.wreck.incident["collectives"] is None
 
 
 def test_the_requests_in_flight_were_saved_where_upstream_saves_them(crash: Crash) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.scenario import wreck
+from integration.scenario import RELEASES, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.core import procfs
@@ -17,6 +17,17 @@ from sglang_crashkit.core.exit_status import ServerExit
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 ENV = {"SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION": "1", "SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS": "50"}
+
+#: How a job's script runs a server: in its own process group, with other work in it, and with something to do after it.
+SCRIPT = """
+sleep 900 &
+neighbour=$!
+"$@"
+status=$?
+kill -0 $neighbour && echo "server $status, neighbour alive" > "$FATE"
+kill $neighbour
+exit $status
+"""
 
 
 def members_of(group: int) -> list[str]:
@@ -30,8 +41,8 @@ def members_of(group: int) -> list[str]:
     return found
 
 
-# The first release has no such branch of its own, the last one has, and would kill while the requests are written.
-@pytest.mark.parametrize("release", ["0.5.9", "0.5.23"])
+# The older releases have no such branch of their own, the newest has, and would kill while the requests are written.
+@pytest.mark.parametrize("release", RELEASES)
 def test_the_group_dies_after_the_dump_and_the_incident(release: str, tmp_path: Path) -> None:
     lane = ensure_lane(release)
     options = ["--crash-dump-folder", str(tmp_path)]
@@ -49,3 +60,17 @@ def test_the_group_dies_after_the_dump_and_the_incident(release: str, tmp_path: 
     requests = incident["requests"]
     assert requests["unfinished"] == 3
     assert Path(requests["path"]).stat().st_size > 0
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_script_that_started_the_server_in_its_own_group_goes_on(release: str, tmp_path: Path) -> None:
+    lane, crash, fate = ensure_lane(release), tmp_path / "crash", tmp_path / "fate"
+    env = ENV | {"FATE": str(fate)}
+    options = ["--crash-dump-folder", str(crash)]
+    with Server.start(lane, tp=2, extra_args=options, env=env, prefix=("sh", "-c", SCRIPT, "sh")) as server:
+        server.wait_ready()
+        left = wreck(server, crash, lambda _server: None)
+    assert (left.status, left.left) == (ServerExit.RAISED, [])
+    assert fate.read_text() == f"server {int(ServerExit.RAISED)}, neighbour alive\n"
+    assert left.incident["complete"] is True
+    assert left.incident["requests"]["unfinished"] == 3

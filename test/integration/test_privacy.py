@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import EXIT_TIMEOUT_S
+from integration.scenario import EXIT_TIMEOUT_S, RELEASES
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.core.incident_store import wait_for_incident
@@ -75,7 +75,7 @@ def ask(server: Server) -> None:
         response.read()
 
 
-@pytest.fixture(scope="module", params=["0.5.9", "0.5.23"])
+@pytest.fixture(scope="module", params=RELEASES)
 def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Left:
     lane = ensure_lane(request.param)
     folder = tmp_path_factory.mktemp("crash")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -38,6 +40,7 @@ GOAL_S = 5.0
 QUIET_S = 33.0
 #: SGLang's heartbeat gives a prefill server up within 10 s; that is no second loss.
 AFTER_S = 12.0
+COLLECT_S = 120.0
 RIDS = ["waits-1", "waits-2", "waits-3"]
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -51,8 +54,11 @@ class Parting:
         lost: the incidents in which the other one tells of it.
         other: all other incidents.
         killed: when it was killed, in seconds since the epoch.
+        dead_rank: the scheduler of the lost server.
         addresses: where the lost server was reached.
         serves: whether the other server still answered after it.
+        stopped: what ``collect`` said of both while the lost server's scheduler was stopped.
+        gone: what it said where the server was killed between its looks.
     """
 
     victim: str
@@ -60,9 +66,12 @@ class Parting:
     other: list[dict[str, Any]]
     killed: float
     dead_pid: int
+    dead_rank: int
     survivor_pid: int
     addresses: set[str]
     serves: bool
+    stopped: dict[str, Any]
+    gone: dict[str, Any]
 
 
 def ask(pair: PDServers, rid: str) -> None:
@@ -98,7 +107,20 @@ def kill(victim: str, server: Server) -> float:
     return moment
 
 
-def part(victim: str, pair: PDServers, folder: Path) -> Parting:
+def start_collect(folder: Path) -> subprocess.Popen[bytes]:
+    """Collect from the servers below this process."""
+    argv = [sys.executable, "-m", "sglang_crashkit", "collect", "--json", f"--pid={os.getpid()}", "--no-debugger"]
+    argv += ["--snapshots=2", "--interval=3", f"--output-dir={folder}"]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE)
+
+
+def verdict_of(collector: subprocess.Popen[bytes]) -> dict[str, Any]:
+    output, _none = collector.communicate(timeout=COLLECT_S)
+    verdict: dict[str, Any] = json.loads(output)["verdict"]
+    return verdict
+
+
+def part(victim: str, pair: PDServers, folder: Path, collected: Path) -> Parting:
     dead, survivor = (pair.prefill, pair.decode) if victim == "prefill" else (pair.decode, pair.prefill)
     pair.generate("Hello", max_new_tokens=4, timeout_s=120)
     if victim == "prefill":
@@ -109,12 +131,17 @@ def part(victim: str, pair: PDServers, folder: Path) -> Parting:
         addresses = addresses_of(dead)
     assert incidents_below(folder) == []
     # The other side waits for what a stopped scheduler does not do.
-    os.kill(dead.pid_of("sglang::scheduler"), signal.SIGSTOP)
+    dead_rank = dead.pid_of("sglang::scheduler")
+    os.kill(dead_rank, signal.SIGSTOP)
     threads = [threading.Thread(target=ask, args=(pair, rid), daemon=True) for rid in RIDS]
     for thread in threads:
         thread.start()
     time.sleep(2.0)
-    killed = kill(victim, dead)
+    stopped = verdict_of(start_collect(collected / "stopped"))
+    with start_collect(collected / "gone") as collector:
+        wait_until(lambda: list((collected / "gone").glob("snapshot_*_1.json")), "there is a first look", COLLECT_S)
+        killed = kill(victim, dead)
+        gone = verdict_of(collector)
 
     def told() -> list[dict[str, Any]]:
         return [found for found in incidents_below(folder) if found["kind"] == "peer_lost"]
@@ -129,7 +156,9 @@ def part(victim: str, pair: PDServers, folder: Path) -> Parting:
     found = incidents_below(folder)
     lost = [document for document in found if document["kind"] == "peer_lost"]
     other = [document for document in found if document["kind"] != "peer_lost"]
-    return Parting(victim, lost, other, killed, dead.pid, survivor.pid, addresses, serves)
+    return Parting(
+        victim, lost, other, killed, dead.pid, dead_rank, survivor.pid, addresses, serves, stopped=stopped, gone=gone
+    )
 
 
 @pytest.fixture(scope="module", params=["prefill", "decode"])
@@ -140,7 +169,7 @@ def parting(
     options = ["--crash-dump-folder", str(folder)]
     with PDServers.start(ensure_lane(pd_release), device=pd_device, extra_args=options) as pair:
         pair.wait_ready()
-        yield part(request.param, pair, folder)
+        yield part(request.param, pair, folder, tmp_path_factory.mktemp("collected"))
 
 
 def test_the_survivor_says_at_once_who_is_gone(parting: Parting, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,3 +219,17 @@ def test_the_dead_server_has_an_incident_of_its_own(parting: Parting) -> None:
     assert document["verdict"]["kind"] == "signal"
     if parting.victim == "decode":
         assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler"
+
+
+def test_what_the_other_server_waits_for_is_named_from_outside_too(parting: Parting) -> None:
+    told = {
+        "is stopped (state T) until somebody sends SIGCONT.": parting.stopped,
+        "is gone: there before, and not at the last look.": parting.gone,
+    }
+    for words, verdict in told.items():
+        assert (verdict["kind"], verdict["level"]) == ("odd", "established")
+        (named,) = verdict["named"]
+        assert (named["pid"], named["side"]) == (parting.dead_rank, parting.victim)
+        name = f"sglang::scheduler (pid {parting.dead_rank}) of the {parting.victim} side"
+        assert verdict["statement"].startswith(f"{parting.victim} ")
+        assert f": {name} {words}" in verdict["statement"]

@@ -1,0 +1,117 @@
+"""What PyTorch's own flight recorder writes is read and compared, and the names by which it is asked are its own.
+
+Without a GPU there is no NCCL and no pipe; gloo's recorder writes the same form.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lanelib.lanes import Lane, ensure_lane
+from sglang_crashkit.core.analysis.collectives import RankRecord, judge_collectives
+from sglang_crashkit.core.flight_dump import FlightDump, read_dump
+from sglang_crashkit.core.flight_request import BUFFER_SIZE, DUMP_STEMS, PIPE_STEM
+from sglang_crashkit.core.plain_pickle import load_plain
+from unit.waiting import wait_until
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+PROGRAM = Path(__file__).with_name("gloo_rank.py")
+RANKS = (0, 1)
+#: Collectives of their own group that both do, see the program.
+COMMON = 3
+START_SECS = 240.0
+
+
+@pytest.fixture(scope="module", params=["0.5.9", "0.5.12.post1", "0.5.23"])
+def lane(request: pytest.FixtureRequest) -> Lane:
+    """A release with PyTorch 2.9, 2.11 or 2.14."""
+    return ensure_lane(request.param)
+
+
+@pytest.fixture(scope="module")
+def dumps(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
+    """The dumps of two ranks of which the first waits for the second."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environ = lane.serve_env() | {BUFFER_SIZE: "100"}
+    log = folder / "log"
+    with log.open("wb") as output:
+        ranks = [
+            subprocess.Popen(
+                [lane.python, PROGRAM, folder, str(rank), str(COMMON)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=environ,
+                cwd=folder,
+            )
+            for rank in RANKS
+        ]
+    try:
+        paths = [folder / f"dump{rank}" for rank in RANKS]
+        wait_until(
+            lambda: all(path.exists() for path in paths) or any(rank.poll() is not None for rank in ranks),
+            "both ranks wrote their dumps",
+            START_SECS,
+        )
+        assert all(path.exists() for path in paths), log.read_text()[-4000:]
+        yield paths
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait(60)
+            assert rank.stdin is not None
+            rank.stdin.close()
+
+
+def read(paths: list[Path]) -> list[FlightDump]:
+    return [read_dump(path, os.geteuid()) for path in paths]
+
+
+def test_a_real_dump_holds_nothing_but_plain_data_and_is_read_whole(dumps: list[Path]) -> None:
+    for path in dumps:
+        data = path.read_bytes()
+        assert repr(load_plain(data)) == repr(pickle.loads(data))
+
+
+def test_its_entries_are_what_the_rank_did(dumps: list[Path]) -> None:
+    for rank, dump in enumerate(read(dumps)):
+        assert dump.is_from_the_start
+        group = [entry for entry in dump.entries if entry.group == "1"]
+        assert [entry.operation for entry in group] == ["all_reduce"] * (COMMON + 1 - rank)
+        assert [entry.sequence for entry in group] == list(range(1, len(group) + 1))
+        assert [entry.is_done for entry in group] == [True] * COMMON + [False] * (1 - rank)
+        assert {(entry.input_sizes, entry.dtypes) for entry in group} == {(((4, 3),), ("Float",))}
+        assert all(any(frame.function == "main" for frame in entry.frames) for entry in group)
+        assert abs(group[0].created - time.time()) < 2 * START_SECS
+
+
+def test_the_rank_that_has_not_begun_what_the_other_waits_in_is_named(dumps: list[Path]) -> None:
+    later = time.time() + 10
+    records = [RankRecord(rank, f"rank {rank}", "", dump, later) for rank, dump in enumerate(read(dumps))]
+    first, *others = judge_collectives(records)
+    assert (first.kind, first.named, first.level) == ("behind", (1,), "established")
+    assert f"all_reduce of 4x3 of process group 1 (ranks 0-1), number {COMMON + 1}" in first.statement
+    assert f"begun in main ({PROGRAM}:" in first.statement
+    assert [finding.kind for finding in others] == ["in_step"]
+
+
+@pytest.mark.parametrize(
+    ("library", "names"),
+    [
+        ("libtorch_cuda.so", (BUFFER_SIZE, PIPE_STEM, ".pipe")),
+        ("libtorch_cpu.so", DUMP_STEMS),
+    ],
+)
+def test_pytorch_reads_the_variables_that_are_set_for_it(lane: Lane, library: str, names: tuple[str, ...]) -> None:
+    (path,) = lane.python.parent.parent.glob(f"lib/python*/site-packages/torch/lib/{library}")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        assert [name for name in names if content.find(name.encode()) < 0] == []

@@ -1,0 +1,149 @@
+"""A real server that knows nothing of the kit hangs while its ranks look for each other: ``collect`` says who waits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lanelib.lanes import ensure_lane
+from lanelib.servers import Server
+from sglang_crashkit.core.pyspy import photograph_all
+from sglang_crashkit.core.stacks import main_thread
+from unit.waiting import wait_until
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+RANKS = ("sglang::scheduler_TP0", "sglang::scheduler_TP1")
+#: Until the ranks are where they stay, on a busy machine.
+START_S = 300.0
+COLLECT_S = 120.0
+#: Runs in every Python process of the server and changes what the second rank does with torch's groups.
+SITECUSTOMIZE = """
+import importlib.machinery
+import os
+import sys
+import time
+
+NAME = "torch.distributed.distributed_c10d"
+
+
+def hold():
+    held = os.path.join(os.path.dirname(__file__), "held")
+    with open(held, "w"):
+        pass
+    while os.path.exists(held):
+        time.sleep(0.1)
+
+
+def change(c10d):
+    init = c10d.init_process_group
+
+    def init_process_group(*args, **kwargs):
+        if kwargs["rank"] == 1:
+            hold()
+        init(*args, **kwargs)
+        if kwargs["rank"] == 1:
+            # Groups are found in the store by their number: it waits for the other one in another place.
+            c10d._world.group_count += 1
+
+    c10d.init_process_group = init_process_group
+
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name != NAME:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            change(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@dataclass(frozen=True)
+class Story:
+    """A server that does not get ready.
+
+    Attributes:
+        pids: of the ranks, by title.
+        held: what ``collect`` says while the second rank has not come to the store.
+        apart: what it says when both are there and look for each other in different places.
+    """
+
+    pids: dict[str, int]
+    held: dict[str, Any]
+    apart: dict[str, Any]
+
+
+def pid_of(server: Server, rank: str) -> int:
+    time.sleep(0.1)
+    return next((pid for pid, title in server.processes() if title.startswith(rank)), 0)
+
+
+def is_in(pid: int, function: str) -> bool:
+    """Say whether a process is in a function of torch's groups."""
+    time.sleep(0.1)
+    (photograph,) = photograph_all([pid], COLLECT_S)
+    thread = main_thread(photograph.threads or (), pid)
+    leaf = thread.frames[0] if thread is not None and thread.frames else None
+    return leaf is not None and "torch/distributed" in leaf.file and leaf.function == function
+
+
+def verdict_on(server: Server, folder: Path) -> dict[str, Any]:
+    argv = [sys.executable, "-m", "sglang_crashkit", "collect", "--json", f"--pid={server.pid}", "--no-debugger"]
+    argv += ["--interval=1", f"--output-dir={folder}"]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, timeout=COLLECT_S, check=True)
+    verdict: dict[str, Any] = json.loads(done.stdout)["verdict"]
+    return verdict
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    folder, output = tmp_path_factory.mktemp("hook"), tmp_path_factory.mktemp("collected")
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    lane = ensure_lane("0.5.23", pristine=True)
+    with Server.start(lane, tp=2, env={"PYTHONPATH": str(folder)}) as server:
+        first, second = (wait_until(lambda rank=rank: pid_of(server, rank), rank, START_S) for rank in RANKS)
+        wait_until((folder / "held").exists, "the second rank is held", START_S)
+        wait_until(lambda: is_in(first, "_create_c10d_store"), "the first one waits in the store", START_S)
+        held = verdict_on(server, output)
+        (folder / "held").unlink()
+        for pid in (first, second):
+            wait_until(lambda pid=pid: is_in(pid, "_create_gloo_process_group"), "both wait in the store", START_S)
+        return Story({RANKS[0]: first, RANKS[1]: second}, held, verdict_on(server, output))
+
+
+def test_the_rank_that_the_other_one_waits_for_in_the_store_is_named(story: Story) -> None:
+    assert (story.held["kind"], story.held["level"]) == ("odd", "supported")
+    (named,) = story.held["named"]
+    assert (named["title"], named["pid"]) == (RANKS[1], story.pids[RANKS[1]])
+    assert named["doing"].startswith("was in hold (sitecustomize.py:")
+    (group,) = story.held["groups"]
+    waits = f"{RANKS[0]} (pid {story.pids[RANKS[0]]}) waited for the others through the store, as at startup in "
+    assert any(line.startswith(f"{waits}_create_c10d_store (") for line in group["evidence"])
+    assert f"while {RANKS[0]} (pid {story.pids[RANKS[0]]}) waited in _create_c10d_store (" in story.held["statement"]
+
+
+def test_of_ranks_that_wait_for_each_other_in_the_store_that_is_told_and_nobody_is_blamed(story: Story) -> None:
+    assert (story.apart["kind"], story.apart["level"], story.apart["named"]) == ("waiting", "unknown", [])
+    first, second = (f"{rank} (pid {story.pids[rank]})" for rank in RANKS)
+    assert story.apart["statement"].startswith(
+        f"{first} and {second} waited for the others through the store, as at startup in _create_gloo_process_group ("
+    )
+    assert "all wait, for one another or for somebody who is not seen" in story.apart["statement"]
