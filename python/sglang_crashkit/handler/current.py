@@ -17,8 +17,7 @@ from sglang_crashkit.core.summary import format_termination_message
 from sglang_crashkit.core.termination_log import write_termination_message
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.awaited import ANSWER_SECS, Awaited
-from sglang_crashkit.handler.core_evidence import Cores
-from sglang_crashkit.handler.flight_evidence import FlightRecorders, ask_flight_recorders
+from sglang_crashkit.handler.gpu_evidence import GpuEvidence
 from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.last_resort import LastResort
 from sglang_crashkit.handler.outlook import Outlook
@@ -34,8 +33,6 @@ _NEXT_INCIDENT_SECS = 60.0
 _OBSERVED_SECS = 5.0
 #: What comes after the last GPU core, up to the answer, takes no longer than this, in seconds.
 _LAST_LOOK_SECS = 5.0
-#: Incidents of a server that goes on, or that had not got so far as to use its GPUs.
-_WITHOUT_CORES = frozenset({"failed_start", "peer_lost", "snapshot"})
 #: What dies with the server is waited for this long, in seconds; its own workers, which write their stacks then and on
 #: a busy machine take seconds to give their memory back, until those that live on were killed.
 _LAST_EXITS_SECS, _LAST_WORKERS_SECS = 0.5, 4.0
@@ -61,6 +58,7 @@ class CurrentIncident:
         run: what it gathered; None where nothing happened yet. It stays when it is finished, until another may come.
         hang: the incident of a hang that is not over; other incidents meanwhile say so.
         awaited: what `run` waits for.
+        gpus: what `run` asks of the GPUs.
     """
 
     def __init__(
@@ -77,10 +75,7 @@ class CurrentIncident:
         self._journals = RequestJournals(place.journal)
         self._waiting: list[Message] = []
         self.awaited = Awaited(tree.root.pid)
-        self._flight: FlightRecorders | None = None
-        self._late_flight: set[int] = set()
-        self._is_finishing = False
-        self._cores: Cores | None = None
+        self.gpus = GpuEvidence(tree, place, settings)
         self._last_resort = LastResort(tree.root, 2 * settings.end_secs)
 
     # -- what comes in
@@ -137,7 +132,7 @@ class CurrentIncident:
         if self.run is run:
             run.photograph()
             if not self.awaited.may_be_shutdown:
-                self._ask_flight_recorders(run)
+                self.gpus.ask_flight_recorders(run)
 
     def make_room(self) -> None:
         """Let what comes be an incident of its own, where the one at hand tells of a server that went on."""
@@ -190,28 +185,16 @@ class CurrentIncident:
         """Whether there is an incident that is not finished."""
         return self.run is not None and not self.run.finished
 
-    @property
-    def writing_cores(self) -> frozenset[int]:
-        """The processes that write a GPU core now, and are neither signalled nor stopped meanwhile."""
-        return self._cores.writing if self._cores is not None else frozenset()
-
-    @property
-    def answering(self) -> frozenset[int]:
-        """The processes that write a GPU core or the dump of a flight recorder now, and are not killed meanwhile."""
-        return self.writing_cores | (self._flight.under_way if self._flight is not None else frozenset())
-
     def next_due(self) -> float:
         """Return when `act_on_time` has something to do, by the monotonic clock."""
         run = self.run
         if run is None or run.finished:
             return self._last_resort.next_due()
-        if self._cores is not None and not self._cores.are_done:
-            return self._cores.next_due()
-        if self._is_finishing and self._flight is not None and not self._flight.are_done:
-            return self._flight.next_due()
+        if self.gpus.are_awaited:
+            return self.gpus.next_due()
         dues = [
             run.opened + self._settings.budget_secs,
-            None if self._flight is None else self._flight.next_due(),
+            self.gpus.next_due(),
             self.awaited.next_due(),
             self._last_exits_due(),
         ]
@@ -228,20 +211,15 @@ class CurrentIncident:
             if gone_at is None and now >= run.opened + self._settings.budget_secs + _NEXT_INCIDENT_SECS:
                 self._forget()
             return
-        if self._cores is not None and not self._cores.are_done:
+        if self.gpus.are_awaited:
             # Until then nobody is told to end: a process that is killed leaves half a core.
             if gone_at is not None and now >= gone_at + _LAST_EXITS_SECS:
-                self._cores.give_up("the server ended")
-            self._cores.look()
-            if self._cores.are_done:
+                self.gpus.give_up_cores("the server ended")
+            self.gpus.look()
+            if not self.gpus.are_awaited:
                 self.finish()
             return
-        if self._flight is not None and not self._flight.are_done:
-            self._flight.look()
-            if self._is_finishing:
-                if self._flight.are_done:
-                    self.finish()
-                return
+        self.gpus.look()
         if self.awaited.take_quit():
             self._ask_server_to_end(run)
         if gone_at is not None:
@@ -269,10 +247,9 @@ class CurrentIncident:
         run = self.run
         if run is not None and not run.finished:
             # Before what stops a process for a moment, and before its GPU is busy with a core.
-            self._is_finishing = True
-            if not self._ask_flight_recorders(run).are_done:
+            if not self.gpus.are_flight_recorders_done(run):
                 return
-            if self._cores is None:
+            if not self.gpus.are_cores_asked:
                 # Least perishable of all that is taken from the living: whoever waits for the end waits for it. It
                 # stops them, so not while they write their cores.
                 run.capture_native()
@@ -280,10 +257,12 @@ class CurrentIncident:
             if self.run is not run:
                 # One of the exits was an incident of its own.
                 return
-            if self._cores is None:
-                self._cores = Cores(run, self._cores_wanted_of(run), self._dead_schedulers(), self._settings)
-                self._ask_to_wait(self._waiting)
-            if not self._cores.are_done:
+            are_asked = self.gpus.are_cores_asked
+            is_ending = not self.awaited.observed
+            of_living = is_ending and self._outlook.gone_at is None
+            if not self.gpus.are_cores_done(run, of_living=of_living, of_dead=is_ending):
+                if not are_asked:
+                    self._ask_to_wait(self._waiting)
                 return
             self._write(run)
             if self.awaited.told:
@@ -324,35 +303,16 @@ class CurrentIncident:
             self.awaited.told = True
         self.awaited.await_answer()
 
-    def _ask_flight_recorders(self, run: IncidentRun) -> FlightRecorders:
-        if self._flight is None:
-            budget_secs = self._settings.budget_secs
-            self._flight = ask_flight_recorders(run, self._tree, self._place.runtime, budget_secs, self._late_flight)
-        return self._flight
-
-    def _cores_wanted_of(self, run: IncidentRun) -> list[TrackedProcess]:
-        """Return the schedulers whose GPU is of interest: the living ones of a server that crashed after its start."""
-        if self.awaited.observed or self._outlook.gone_at is not None or run.incident.kind in _WITHOUT_CORES:
-            return []
-        return [process for process in self._tree.alive() if process.role == "scheduler"]
-
-    def _dead_schedulers(self) -> list[TrackedProcess]:
-        """Return the schedulers of which the driver may have written a core before they ended."""
-        if self.awaited.observed:
-            return []
-        return [process for process in self._tree if process.role == "scheduler" and process.exited_at is not None]
-
     def _ask_to_wait(self, messages: Iterable[Message]) -> None:
-        if self._cores is not None and not self._cores.are_done:
-            seconds = max(0.0, self._cores.deadline - time.monotonic()) + _LAST_LOOK_SECS
+        secs_left = self.gpus.cores_secs_left
+        if secs_left is not None:
             for message in messages:
-                self._mailbox.acknowledge(message, ack="wait", **{WAIT_FIELD: seconds})
+                self._mailbox.acknowledge(message, ack="wait", **{WAIT_FIELD: secs_left + _LAST_LOOK_SECS})
 
     def _write(self, run: IncidentRun) -> None:
         if run.finished:
             return
-        if self._flight is not None:
-            self._flight.give_up("the incident was finished before")
+        self.gpus.give_up_flight_recorders("the incident was finished before")
         if not run.problem:
             self._journals.add_to(run)
         try:
@@ -364,7 +324,6 @@ class CurrentIncident:
 
     def _forget(self) -> None:
         self.run = None
-        self._flight = self._cores = None
-        self._is_finishing = False
+        self.gpus.forget()
         self.awaited = Awaited(self._tree.root.pid)
         self._tree.forget_dead()

@@ -118,7 +118,7 @@ class HangWatch:
             self._looked_at = now
             self._look(seen_secs)
         if self._hang is not None and self._clock() >= self._hang.next_snapshot:
-            if self._current.writing_cores:
+            if self._current.gpus.writing_cores:
                 # A snapshot may signal the processes.
                 self._hang.next_snapshot = self._clock() + self._interval_secs
             elif self._hang.run.finished or self._current.run is not self._hang.run:

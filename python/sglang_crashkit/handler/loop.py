@@ -49,7 +49,7 @@ class CrashHandler:
             self._tree, mailbox, place, self._outlook, self._current, self._hangs, self._exits.reconsider
         )
         self._leftovers = Leftovers(self._tree)
-        self._outliving = Outliving(self._tree, lambda: self._current.answering, self._needs_orphans)
+        self._outliving = Outliving(self._tree, lambda: self._current.gpus.answering, self._needs_orphans)
         self._selector = selectors.DefaultSelector()
         self._selector.register(mailbox, selectors.EVENT_READ)
         self._watch(self._tree.root)

@@ -67,7 +67,7 @@ class Current:
         self.runs: list[Run] = []
         self.triggers: list[int] = []
         self.is_free = True
-        self.writing_cores: frozenset[int] = frozenset()
+        self.gpus = SimpleNamespace(writing_cores=frozenset())
         self.dies = False
 
     def open_observed(self, kind: str, trigger: str, process: Any, seconds: float) -> Run | None:
@@ -268,10 +268,10 @@ def test_snapshots_end_with_the_incident() -> None:
 def test_no_snapshot_is_taken_while_a_gpu_core_is_written() -> None:
     world = World().follow()
     world.pass_time(6.1)
-    world.current.writing_cores = frozenset({10})
+    world.current.gpus.writing_cores = frozenset({10})
     world.pass_time(10)
     assert world.hangs[0].photographs == 1
-    world.current.writing_cores = frozenset()
+    world.current.gpus.writing_cores = frozenset()
     world.pass_time(10)
     assert world.hangs[0].photographs == 3
 
