@@ -99,6 +99,11 @@ class ProcessHandle:
             self._exit = self._from_zombie() or self._from_kernel() or ExitStatus()
         return self._exit
 
+    def take_exit_status(self, status: ExitStatus) -> None:
+        """Take in how it ended from somebody who knows, where the kernel does not tell this process."""
+        if not self.exit_status().known:
+            self._exit = status
+
     def send_signal(self, signum: int) -> None:
         """Send a signal to this very process.
 

@@ -1,8 +1,9 @@
-"""Ask processes for their own stacks: each has a thread that answers at a socket in the runtime folder.
+"""Ask processes what only they can tell: each has a thread that answers at a socket in the runtime folder.
 
-The answer has the form of ``py-spy dump --json``. It needs no permission to trace, and it names every thread. A process
-whose interpreter lock is held, by C code or by a thread that is stuck, takes the connection and never answers; so does
-one that is stopped.
+Asked for its stacks, a process answers in the form of ``py-spy dump --json``. It needs no permission to trace, and it
+names every thread. Asked how a child of its own ended, which the kernel tells to a parent and to whoever may trace, it
+answers with a status as waitpid(2) has it. A process whose interpreter lock is held, by C code or by a thread that is
+stuck, takes the connection and never answers; so does one that is stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_crashkit.core.photograph import Photograph
+from sglang_crashkit.core.pidfd import ExitStatus
 from sglang_crashkit.core.stacks import parse_pyspy
+
+#: What is asked, followed by the end of the line; the latter with a child's pid before that.
+STACKS, EXIT = b"stacks", b"exit"
 
 _MOST_BYTES = 16 << 20
 _PEER = struct.Struct("3i")  # pid, uid, gid
@@ -59,7 +64,7 @@ def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Ph
     with selectors.DefaultSelector() as selector:
         for pid, path in sockets.items():
             try:
-                connection = _connect(path, pid)
+                connection = _connect(path, pid, STACKS)
             except OSError as error:
                 finish(pid, None, f"{path.name}: {error.strerror or error}")
             else:
@@ -78,6 +83,26 @@ def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Ph
     return [results[pid] for pid in sockets]
 
 
+def ask_exit(path: Path, pid: int, child: int, deadline_secs: float) -> ExitStatus | None:
+    """Ask process `pid` how its child ended, which has exited.
+
+    Args:
+        path: the socket of `pid`.
+        pid: who is asked.
+        child: of whom.
+        deadline_secs: the longest that it may take, in seconds.
+
+    Returns:
+        None where it has no answer: it cannot be reached, is stuck, or has reaped the child.
+    """
+    try:
+        with _connect(path, pid, EXIT + b" %d" % child) as connection:
+            connection.settimeout(deadline_secs)
+            return ExitStatus.from_wait_status(int(connection.recv(16)))
+    except (OSError, ValueError):
+        return None
+
+
 def peer_of(connection: socket.socket) -> tuple[int, int]:
     """Return pid and uid of whoever is at the other end, by the kernel's word."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
@@ -85,13 +110,14 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def _connect(path: Path, pid: int) -> socket.socket:
+def _connect(path: Path, pid: int, question: bytes) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         connection.connect(str(path))
         # The kernel remembers who listened: one that was forked since is not asked in the process's place.
         if peer_of(connection)[0] != pid:
             raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
+        connection.sendall(question + b"\n")
     except OSError:
         connection.close()
         raise

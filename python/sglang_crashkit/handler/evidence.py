@@ -40,13 +40,10 @@ def describe_exit(process: TrackedProcess, *, raised: bool, with_parent: bool = 
             detail = "the process, or the thread of it, that had started it ended"
         return Exit(status.code, status.signal, "parent_ended", detail, noticed)
     if not status.known:
-        return Exit(
-            None,
-            None,
-            "unknown",
-            "its parent reaped it, and this kernel does not tell others",
-            noticed,
-        )
+        detail = "its parent reaped it, and this kernel does not tell others"
+        if procfs.read_stat(process.pid) is not None and not procfs.may_inspect(process.pid):
+            detail = "the kernel tells it to whoever may trace the process, and its parent did not answer"
+        return Exit(None, None, "unknown", detail, noticed)
     kills = process.oom_counter.grown_by() if process.oom_counter else None
     if status.signal == "SIGKILL" and kills:
         detail = (

@@ -15,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_crashkit.core import procfs
+from sglang_crashkit.core.armed import ArmedFiles
 from sglang_crashkit.core.exit_status import FATAL_SIGNALS
+from sglang_crashkit.core.responder import ask_exit
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.orphans import ended_with_parent
 from sglang_crashkit.handler.outlook import Outlook
@@ -31,6 +33,8 @@ _UNEXPLAINED_SECS = 60.0
 _LAST_THREAD_SECS = 0.2
 #: Once the thread is gone that started a child, which is told of it, the rest of the process follows within this time.
 _PARENT_SECS = 1.0
+#: A process that can tell at all how its child ended does it within this time, in seconds.
+_ASK_SECS = 0.3
 
 
 class Exits:
@@ -57,6 +61,7 @@ class Exits:
         self._current = current
         self._unwatch = unwatch
         self._runtime = runtime
+        self._silent: set[TrackedProcess] = set()
 
     def take(self, process: TrackedProcess) -> None:
         """Take in the exit of a process, once."""
@@ -71,6 +76,7 @@ class Exits:
         expected = process.pid in self._outlook.expected
         if process.matters and not expected:
             self._current.make_room()
+            self._ask_parent_of(process)
         self._unwatch(process)
         process.exited_at = time.time()
         if process.is_root:
@@ -134,6 +140,20 @@ class Exits:
         stat = procfs.read_stat(earlier.pid)
         # Without one it was reaped since the lines above.
         return (stat is None or stat.state in "ZX") and earlier.handle.has_exited(_LAST_THREAD_SECS)
+
+    def _ask_parent_of(self, process: TrackedProcess) -> None:
+        """Learn from its parent how a process ended, where this one may not know: that takes the right to trace it."""
+        parent = process.parent
+        if parent is None or parent.exited_at is not None or parent in self._silent or process.exit_status().known:
+            return
+        socket = ArmedFiles.of(self._runtime, parent.pid, parent.handle.start_ticks).socket
+        began = time.monotonic()
+        status = ask_exit(socket, parent.pid, process.pid, _ASK_SECS)
+        if status is not None:
+            process.handle.take_exit_status(status)
+        elif time.monotonic() >= began + _ASK_SECS:
+            # The exits of a hundred ranks are not each to wait for a parent that is stuck.
+            self._silent.add(parent)
 
     def _begin(self, process: TrackedProcess, seconds: float) -> None:
         hard = process.exit_status().signal in FATAL_SIGNALS

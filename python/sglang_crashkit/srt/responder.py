@@ -1,4 +1,4 @@
-"""A thread of this process that answers the crash handler with the stacks of all others.
+"""A thread of this process that tells the crash handler the stacks of all others, and how its children ended.
 
 It sleeps until it is asked, and needs the interpreter lock for as long as it answers. See `core.responder` for the
 other end. Meanwhile it waits for whatever else it is given, such as the end of the crash handler.
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sglang_crashkit.core.responder import peer_of
+from sglang_crashkit.core.responder import EXIT, STACKS, peer_of
 from sglang_crashkit.srt.paths import shorten
 
 _ANSWER_SECS = 2.0
@@ -113,6 +113,26 @@ def _answer(connection: socket.socket) -> None:
     try:
         if peer_of(connection)[1] in (os.geteuid(), 0):
             connection.settimeout(_ANSWER_SECS)
-            connection.sendall(json.dumps(describe_threads()).encode())
+            # As short as it is, it comes as a whole.
+            question, _, argument = connection.recv(64).strip().partition(b" ")
+            if question == STACKS:
+                connection.sendall(json.dumps(describe_threads()).encode())
+            elif question == EXIT:
+                connection.sendall(b"%d" % _wait_status_of(int(argument)))
     except Exception:  # noqa: BLE001, S110 - whatever goes wrong, the next one is answered, and the log is the server's
         pass
+
+
+def _wait_status_of(child: int) -> int:
+    """Return how a child ended, which stays to be reaped by whoever started it.
+
+    Raises:
+        ChildProcessError: it is none, or was reaped.
+        ValueError: it lives.
+    """
+    result = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if result is None:
+        raise ValueError(child)
+    if result.si_code == os.CLD_EXITED:
+        return result.si_status << 8
+    return result.si_status | (0x80 if result.si_code == os.CLD_DUMPED else 0)

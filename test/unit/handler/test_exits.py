@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from sglang_crashkit.core import procfs
 from sglang_crashkit.core.armed import DEFAULT_PARENT_SIGNAL
 from sglang_crashkit.core.channel import Mailbox
 from sglang_crashkit.core.incident_store import find_incidents
+from sglang_crashkit.core.responder import ask_exit
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler import exits
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
+from unit.targets import ARM
 from unit.waiting import LONG, child, wait_until
 
 #: A main process with a rank that the kernel ends with it; it leaves with status 0 when it is told to.
@@ -107,3 +110,74 @@ def test_an_incident_is_of_the_kind_of_its_first_failure_although_a_consequence_
         for one in handler._tree:
             one.handle.close()
         handler._selector.close()
+
+
+#: An armed main process with two ranks that die with it, and that it never reaps.
+ARMED_SERVER = (
+    ARM
+    + """
+import ctypes, subprocess
+die_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+def start(rank):
+    code = f"import setproctitle; setproctitle.setproctitle('sglang::scheduler_TP{rank}'); "
+    code += "import signal; print(flush=True); signal.pause()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, preexec_fn=die_with_parent)
+    process.stdout.readline()
+    return process
+ranks = [start(0), start(1)]
+ready(f"{ranks[0].pid} {ranks[1].pid}")
+pause()
+"""
+)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_of_whom_it_may_not_trace_the_parent_says_how_it_ended(
+    tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
+    place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
+    asked = []
+    monkeypatch.setattr(exits, "ask_exit", lambda *arguments: asked.append(arguments[2]) or ask_exit(*arguments))
+    with (
+        child(ARMED_SERVER, str(short_folder), title="sglang::server") as process,
+        Mailbox.bind(short_folder / "sock") as receiver,
+    ):
+        handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
+        handler.look()
+        ranks = [handler._tree.get(int(pid)) for pid in process.first_line.split()]
+        if not answers:
+            os.kill(process.pid, signal.SIGSTOP)
+        for rank in ranks:
+            assert rank is not None
+            os.kill(rank.pid, signal.SIGKILL)
+            wait_until(rank.handle.has_exited, "the rank has ended")
+        # As of a process of other credentials, or one that is not dumpable: proc_pid_stat(5) has 0 for its status.
+        monkeypatch.setattr(procfs, "may_inspect", lambda _pid: False)
+        monkeypatch.setattr(procfs, "read_stat", without_status(procfs.read_stat))
+        handler.collect_exits()
+        assert handler._current.run is not None
+        incident = handler._current.run.incident
+        reports = [incident.process(rank.pid) for rank in ranks if rank is not None]
+        ends = [report.exit for report in reports if report is not None]
+        assert len(ends) == 2
+        if answers:
+            assert incident.kind == "killed"
+            assert [end and end.signal for end in ends] == ["SIGKILL", "SIGKILL"]
+            assert len(asked) == 2
+        else:
+            assert [end and end.cause for end in ends] == ["unknown", "unknown"]
+            assert "its parent did not answer" in str(ends[0])
+            # One that is stuck is waited for once.
+            assert len(asked) == 1
+        for one in handler._tree:
+            one.handle.close()
+        handler._selector.close()
+
+
+def without_status(read_stat: Callable[[int], procfs.ProcStat | None]) -> Callable[[int], procfs.ProcStat | None]:
+    def read(pid: int) -> procfs.ProcStat | None:
+        stat = read_stat(pid)
+        return None if stat is None else dataclasses.replace(stat, wait_status=0)
+
+    return read

@@ -2,21 +2,25 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 
+from sglang_crashkit.core.pidfd import ExitStatus
+from sglang_crashkit.core.responder import ask_exit
 from sglang_crashkit.core.stacks import parse_pyspy
 from sglang_crashkit.srt import responder
 from sglang_crashkit.srt.paths import shorten
 from unit.waiting import LONG, child, wait_until
 
 
-def ask(path: Path) -> bytes:
+def ask(path: Path, question: bytes = b"stacks") -> bytes:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(LONG)
         connection.connect(str(path))
+        connection.sendall(question + b"\n")
         answer = b""
         while chunk := connection.recv(1 << 16):
             answer += chunk
@@ -51,6 +55,7 @@ def test_it_answers_again_and_others_at_once(path: Path) -> None:
     # One that asks and never reads is given up; those after it have their answer.
     with socket.socket(socket.AF_UNIX) as idle:
         idle.connect(str(path))
+        idle.sendall(b"stacks\n")
         for _ in range(5):
             assert parse_pyspy(ask(path).decode())
 
@@ -59,6 +64,27 @@ def test_whatever_goes_wrong_it_answers_the_next_one(path: Path, monkeypatch: py
     with monkeypatch.context() as broken:
         broken.setattr(responder, "describe_threads", lambda: 1 / 0)
         assert ask(path) == b""
+    assert parse_pyspy(ask(path).decode())
+
+
+@pytest.mark.parametrize(("code", "status"), [("exit 3", 3 << 8), ("kill -9 $$", 9), ("kill -37 $$", 37)])
+def test_it_says_how_a_child_ended_and_leaves_it_to_be_reaped(path: Path, code: str, status: int) -> None:
+    with subprocess.Popen(["sh", "-c", f"read line; {code}"], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        # That it lives, or is no child, is no answer.
+        assert ask(path, b"exit %d" % process.pid) == b""
+        assert ask(path, b"exit 1") == b""
+        process.stdin.close()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert ask(path, b"exit %d" % process.pid) == b"%d" % status
+        assert ask_exit(path, os.getpid(), process.pid, LONG) == ExitStatus.from_wait_status(status)
+        assert process.wait(LONG) == (status >> 8 or -status)
+    assert ask_exit(path, os.getpid(), process.pid, LONG) is None
+
+
+@pytest.mark.parametrize("question", [b"", b"exit", b"exit x", b"other", b"\xff" * 60])
+def test_what_it_does_not_understand_it_does_not_answer(path: Path, question: bytes) -> None:
+    assert ask(path, question) == b""
     assert parse_pyspy(ask(path).decode())
 
 
