@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sglang_crashkit.core.analysis.member import Member, Sight, describe, name_members
-from sglang_crashkit.core.analysis.odd_one import Odd, find_odd
+from sglang_crashkit.core.analysis.member import Member, Sight, describe, describe_several, name_members
+from sglang_crashkit.core.analysis.odd_one import Odd, find_astray, find_odd
 from sglang_crashkit.core.incident import Level
 
 #: ``odd``: somebody stands out; ``waiting``: all wait, and nobody does; ``idle``: they wait for requests; ``moving``:
@@ -50,7 +50,7 @@ def judge_group(name: str, members: Sequence[Member]) -> Finding:
     """
     evidence = _evidence(members)
     all_wait = all(member.waits() for member in members)
-    odd = find_odd(members)
+    odd = find_odd(members) or find_astray(members)
     if odd is not None and odd.level == "established":
         return Finding(name, "odd", odd.members, odd.statement, evidence, odd.level)
     if _are_idle(members):
@@ -64,7 +64,7 @@ def judge_group(name: str, members: Sequence[Member]) -> Finding:
     if moving:
         text = f"{name_members(moving)} did different things at different looks: no hang is seen."
         return Finding(name, "moving", (), text, evidence, "supported")
-    text = f"{name_members(members)}: nobody stands out." if len(members) > 1 else f"{_sentence(members[0])}"
+    text = _unclear_text(members) if len(members) > 1 else _sentence(members[0])
     return Finding(name, "unclear", (), text, evidence, "unknown")
 
 
@@ -73,7 +73,8 @@ def _is_convincing(odd: Odd, members: Sequence[Member]) -> bool:
 
     One that goes on does not, unless the others rest meanwhile; and one look at a loop for requests shows nothing.
     """
-    others = [member for member in members if member not in odd.members]
+    named = {id(member) for member in odd.members}
+    others = [member for member in members if member.seen and id(member) not in named]
     if all(len(member.sights) == 1 for member in members):
         sights = [sight for member in members for sight in member.sights]
         return any(s.activity.batch for s in sights) or not any(map(_is_for_requests, sights))
@@ -123,6 +124,17 @@ def _waiting_text(members: Sequence[Member]) -> str:
     return f"{told}: {ending}, and nobody stands out."
 
 
+def _unclear_text(members: Sequence[Member]) -> str:
+    seen = [member for member in members if member.seen]
+    unseen = [member for member in members if not member.seen]
+    if not unseen:
+        return f"{name_members(members)}: nobody stands out."
+    missing = f"Of {name_members(unseen)} no stack was seen"
+    if seen and all(member.waits() for member in seen):
+        return f"{_waiting_text(seen)} {missing}: for {'it' if len(unseen) == 1 else 'them'} the others may wait."
+    return f"{name_members(members)}: nobody stands out. {missing}."
+
+
 def _evidence(members: Sequence[Member]) -> tuple[str, ...]:
     """Return what the members did, those alike together, the rarest first."""
     alike: dict[tuple[str, str], list[Member]] = {}
@@ -130,7 +142,7 @@ def _evidence(members: Sequence[Member]) -> tuple[str, ...]:
         last = member.sights[-1].activity.words if member.sights else "is known from before only"
         alike.setdefault((last, member.motion()), []).append(member)
     groups = sorted(alike.values(), key=len)
-    lines = [_sentence(some[0]) if len(some) == 1 else _of_several(some) for some in groups[:_MOST_EVIDENCE]]
+    lines = [_sentence(some[0]) if len(some) == 1 else f"{describe_several(some)}." for some in groups[:_MOST_EVIDENCE]]
     if len(groups) > _MOST_EVIDENCE:
         lines.append(f"{sum(len(some) for some in groups[_MOST_EVIDENCE:])} more did other things.")
     return tuple(lines)
@@ -151,15 +163,6 @@ def _motion_words(member: Member) -> str:
     if motion == "unknown" or member.waits():
         return ""
     return "; it was stuck there" if motion == "still" else "; it spun there, busy all the time"
-
-
-def _of_several(members: Sequence[Member]) -> str:
-    words = members[0].sights[-1].activity.words if members[0].sights else "are known from before only"
-    words = f"were {words[4:]}" if words.startswith("was ") else words
-    used = [member.cpu_used() for member in members]
-    looks = len(members[0].sights)
-    cpu = f" at the last of {looks} looks and used {min(used):.1f} to {max(used):.1f} s of CPU time meanwhile"
-    return f"{name_members(members)} {words}{cpu if looks > 1 else ''}."
 
 
 def _level(members: Iterable[Member]) -> Level:

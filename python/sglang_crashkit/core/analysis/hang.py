@@ -35,8 +35,12 @@ def find_suspect(ranks: Sequence[ProcessReport]) -> Suspect | None:
     Args:
         ranks: those that make no progress, in the order of their last signs of life.
     """
-    odd = find_odd([member_of(rank) for rank in ranks])
-    return Suspect(odd.members[0].source, odd.statement) if odd else None
+    members = [member_of(rank) for rank in ranks]
+    odd = find_odd(members)
+    # One without a stack may be the one, and whoever is named here is named without a level that says so.
+    if odd is None or (odd.level != "established" and not all(member.seen for member in members)):
+        return None
+    return Suspect(odd.members[0].source, odd.statement)
 
 
 def member_of(report: ProcessReport) -> Member:

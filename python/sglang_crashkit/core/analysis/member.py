@@ -17,6 +17,8 @@ Motion = Literal["still", "spinning", "moving", "unknown"]
 #: Shares of one CPU above which a process is busy, and below which it rests.
 _BUSY, _RESTING = 0.5, 0.05
 _MOST_NAMES = 8
+#: Of several that did different things, so many are told.
+_MOST_TOLD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,32 @@ def describe(member: Member) -> str:
     looks = f" at {len(member.sights)} looks" if len(member.sights) > 1 else ""
     cpu = f" and used {member.cpu_used():.1f} s of CPU time meanwhile" if len(member.sights) > 1 else ""
     return f"{words[0] if words else 'was not seen'}{looks}{cpu}"
+
+
+def describe_several(members: Sequence[Member]) -> str:
+    """Return who they are and what they were seen doing, which is the same for all, without a full stop."""
+    words = members[0].sights[-1].activity.words if members[0].sights else "are known from before only"
+    words = f"were {words[4:]}" if words.startswith("was ") else words
+    used = [member.cpu_used() for member in members]
+    looks = len(members[0].sights)
+    cpu = f" at the last of {looks} looks and used {min(used):.1f} to {max(used):.1f} s of CPU time meanwhile"
+    return f"{name_members(members)} {words}{cpu if looks > 1 else ''}"
+
+
+def describe_some(members: Sequence[Member]) -> str:
+    """Return who they are and what they were seen doing, those alike together, without a full stop.
+
+    Args:
+        members: at least one; each has been looked at.
+    """
+    alike: dict[str, list[Member]] = {}
+    for member in members:
+        alike.setdefault(member.sights[-1].activity.words, []).append(member)
+    groups = list(alike.values())
+    told = [f"{some[0].name} {describe(some[0])}" if len(some) == 1 else describe_several(some) for some in groups]
+    if len(told) > _MOST_TOLD:
+        told[_MOST_TOLD:] = [f"{sum(len(some) for some in groups[_MOST_TOLD:])} more did other things"]
+    return "; ".join(told)
 
 
 def _some(functions: Sequence[str]) -> list[str]:

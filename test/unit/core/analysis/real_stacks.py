@@ -58,6 +58,7 @@ BROADCAST = (
     "broadcast_pyobj (utils/common.py:1358)",
     *INGEST,
 )
+SYNCHRONIZE = ("synchronize (torch/cuda/streams.py:231)", *BATCH)
 RECEIVE = ("Socket.recv_pyobj (zmq/sugar/socket.py:989)", *INGEST)
 ON_IDLE = ("Scheduler.on_idle (scheduler.py:5250)", *LOOP)
 CHECK = (

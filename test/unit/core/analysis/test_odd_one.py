@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 from sglang_crashkit.core.analysis.member import Member, Sight
-from sglang_crashkit.core.analysis.odd_one import Odd, find_odd
+from sglang_crashkit.core.analysis.odd_one import Odd, find_astray, find_odd
 from sglang_crashkit.core.analysis.states import of_frames, of_state
-from unit.core.analysis.real_stacks import ALL_REDUCE, MATMUL, SPIN, stack
+from unit.core.analysis.real_stacks import ALL_REDUCE, BROADCAST, MATMUL, SPIN, stack
 
 
 def member(name: str, *looks: tuple[str, ...], state: str = "S", is_gone: bool = False) -> Member:
@@ -56,3 +56,20 @@ def test_nobody_is_named_where_nobody_stands_out() -> None:
     assert told(member("a", SPIN), member("b", MATMUL)) is None
     assert told(member("a", SPIN), member("b", MATMUL), member("c", ALL_REDUCE)) is None
     assert told(member("a"), member("b")) is None
+
+
+def astray(*members: Member) -> list[str]:
+    odd = find_astray(members)
+    return [one.name for one in odd.members] if odd else []
+
+
+def test_who_waits_elsewhere_than_most_is_astray() -> None:
+    most = [member(name, *[ALL_REDUCE] * 2) for name in "abc"]
+    few = [member(name, *[BROADCAST] * 2) for name in "xyz"]
+    assert astray(*most, few[0]) == ["x"]
+    assert astray(*most, *few[:2]) == ["x", "y"]
+    assert astray(*most, *few) == []
+    assert astray(most[0], few[0]) == []
+    assert astray(*most, few[0], member("unseen")) == ["x"]
+    assert astray(*most, member("x", *[SPIN] * 2)) == []
+    assert astray() == []
