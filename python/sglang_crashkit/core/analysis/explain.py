@@ -10,8 +10,9 @@ from sglang_crashkit.core.analysis.grouping import group_of, split_replicas
 from sglang_crashkit.core.analysis.groups import Finding, judge_group
 from sglang_crashkit.core.analysis.member import Member, describe
 from sglang_crashkit.core.analysis.odd_one import find_odd
-from sglang_crashkit.core.analysis.rank_set import Rank, Scope
+from sglang_crashkit.core.analysis.rank_set import Rank, Scope, scope_of
 from sglang_crashkit.core.analysis.sightings import Seen, Sightings
+from sglang_crashkit.core.analysis.untitled import ROLE, judge_untitled, name_untitled, untitled_role
 from sglang_crashkit.core.incident import Level
 from sglang_crashkit.core.snapshot import Problem, ProcessSnapshot
 
@@ -92,13 +93,19 @@ def explain(sightings: Sightings) -> Explanation:
 
 def _findings(sightings: Sightings) -> list[Finding]:
     groups: dict[Scope, dict[Rank, list[Member]]] = {}
+    untitled: dict[Scope, list[Member]] = {}
     findings = []
     judged: list[tuple[Scope, Finding, list[Member]]] = []
     for seen in sightings.processes():
         member = _member(seen, sightings.rounds)
-        if seen.process.role == "scheduler":
+        role = seen.process.role
+        untitled_as = untitled_role(member) if role == ROLE else None
+        if role == "scheduler":
             groups.setdefault(group_of(seen.rank), {}).setdefault(seen.rank, []).append(member)
-        elif seen.process.role in _NEEDED and (odd := find_odd([member])) is not None:
+        elif untitled_as == "rank":
+            server = scope_of({name: place for name, place in seen.rank.scope if name != "role"})
+            untitled.setdefault(server, []).append(name_untitled(member))
+        elif _is_needed(role, untitled_as, member) and (odd := find_odd([member])) is not None:
             findings.append(Finding("", "odd", (member,), odd.statement, (), odd.level))
     common = set.intersection(*(set(scope) for scope in groups)) if groups else set()
     common = {place for place in common if place[0] != "side"}
@@ -108,9 +115,17 @@ def _findings(sightings: Sightings) -> list[Finding]:
         for dp, lists in replicas:
             name = " ".join([*words, *([] if dp is None else [f"DP{dp}"])])
             members = [member for some in lists for member in some]
-            alone = len(groups) == 1 and len(replicas) == 1 and "side" not in dict(scope)
+            alone = len(groups) == 1 and len(replicas) == 1 and not untitled and "side" not in dict(scope)
             judged.append((scope, judge_group("" if alone else name, members), members))
+    for scope, members in untitled.items():
+        name = " ".join([*(str(place) for _name, place in scope), "untitled"])
+        alone = len(untitled) == 1 and not groups and "side" not in dict(scope)
+        findings.append(judge_untitled("" if alone else name, members))
     return findings + _judge_stages(judged)
+
+
+def _is_needed(role: str, untitled_as: str | None, member: Member) -> bool:
+    return role in _NEEDED or untitled_as == "worker" or (untitled_as == "helper" and not member.has_ended())
 
 
 def _member(seen: Seen, rounds: Mapping[str, float]) -> Member:

@@ -77,7 +77,7 @@ def _is_convincing(odd: Odd, members: Sequence[Member]) -> bool:
     others = [member for member in members if member.seen and id(member) not in named]
     if all(len(member.sights) == 1 for member in members):
         sights = [sight for member in members for sight in member.sights]
-        return any(s.activity.batch for s in sights) or not any(map(_is_for_requests, sights))
+        return any(s.activity.batch for s in sights) or not any(map(is_for_requests, sights))
     return not any(member.motion() == "moving" for member in odd.members) or all(member.rests() for member in others)
 
 
@@ -89,7 +89,7 @@ def _are_idle(members: Sequence[Member]) -> bool:
         return False
     # One that never left a function of the loop may be stuck in it, and those that wait for each other as well: what
     # tells is a sign of life of one that is not itself in doubt.
-    clear = [member for member in members if member.motion() == "moving" or all(map(_is_for_requests, member.sights))]
+    clear = [member for member in members if member.motion() == "moving" or all(map(is_for_requests, member.sights))]
     return any(
         member.always("idle") or member.motion() == "moving" or len(member.sights) == 1 or not member.rests()
         for member in clear
@@ -103,11 +103,12 @@ def _awaited(members: Sequence[Member]) -> str:
 
 
 def _takes_requests(member: Member) -> bool:
-    requests = [sight.activity.requests or _is_for_requests(sight) for sight in member.sights]
+    requests = [sight.activity.requests or is_for_requests(sight) for sight in member.sights]
     return all(requests) or (member.motion() == "moving" and any(requests))
 
 
-def _is_for_requests(sight: Sight) -> bool:
+def is_for_requests(sight: Sight) -> bool:
+    """Say whether a process waited for, or passed on, new requests at this look."""
     activity = sight.activity
     return activity.kind == "idle" or (activity.kind in ("collective", "socket", "gil_wait") and activity.requests)
 

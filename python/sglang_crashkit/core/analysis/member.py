@@ -70,6 +70,10 @@ class Member:
         """What it did last, None where no look tells."""
         return self.sights[-1].activity if self.sights else None
 
+    def has_ended(self) -> bool:
+        """Say whether it was there before and no more, or only as a zombie, at the last look."""
+        return self.is_gone or (self.last is not None and self.last.kind == "gone")
+
     def always(self, *kinds: str) -> bool:
         """Say whether it was in one of these states at each look."""
         return bool(self.sights) and all(sight.activity.kind in kinds for sight in self.sights)

@@ -48,7 +48,7 @@ def find_odd(members: Sequence[Member]) -> Odd | None:
 
 
 def _find_gone(members: Sequence[Member]) -> Odd | None:
-    gone = tuple(member for member in members if member.is_gone or (member.last and member.last.kind == "gone"))
+    gone = _all_that(members, Member.has_ended)
     if not gone:
         return None
     return Odd(gone, f"{name_members(gone)} {be(gone)} gone: there before, and not at the last look.", "established")

@@ -86,6 +86,19 @@ COMPILE = ("Popen._try_wait (subprocess.py:2004)", "VecISA.check_build (torch/_i
 DECODE = ("Scheduler.event_loop_overlap_disagg_decode (disaggregation/decode.py:3170)", *LOOP[1:])
 
 
+DETOKENIZE = (
+    "Socket.recv_pyobj (zmq/sugar/socket.py:989)",
+    "DetokenizerManager.event_loop (managers/detokenizer_manager.py:150)",
+    "run_detokenizer_process (managers/detokenizer_manager.py:440)",
+    *LOOP[5:],
+)
+IMPORT = (
+    "exec_module (<frozen importlib._bootstrap_external>:940)",
+    "prepare (multiprocessing/spawn.py:246)",
+    *LOOP[7:],
+)
+
+
 def process(pid: int, frames: Sequence[str] = (), **fields: Any) -> ProcessSnapshot:
     """Return a scheduler whose main thread is in `frames`; ranks as ``tp=0``, other fields by their names."""
     ranks = {name: fields.pop(name) for name in ("dp", "pp", "tp", "ep") if name in fields}

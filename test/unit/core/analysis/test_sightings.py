@@ -22,7 +22,7 @@ PROCESSES = st.builds(
     st.sampled_from([(), ALL_REDUCE, BROADCAST, RECEIVE, SPIN, STORE, LOAD]),
     tp=st.integers(0, 2),
     title=st.sampled_from(["sglang::scheduler_TP1", "python3 -m sglang.launch_server"]),
-    role=st.sampled_from(["scheduler", "scheduler", "server"]),
+    role=st.sampled_from(["scheduler", "scheduler", "server", "starting"]),
     state=st.sampled_from(["S", "R", "T", "D", ""]),
     cpu_secs=st.sampled_from([0.0, 1.0, 9.5]),
     time=st.sampled_from([5.0, 10.0, 10.5]),
