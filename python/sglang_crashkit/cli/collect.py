@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import pwd
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from sglang_crashkit.cli import slurm_collect
 from sglang_crashkit.cli.argument_types import positive, seconds
@@ -27,6 +26,20 @@ HELP = "take the stacks of the SGLang processes on this host, of a server that h
 #: Seconds between two lines of the overview while it waits, on a terminal and elsewhere.
 _REDRAW_SECS, _REPEAT_SECS = 2.0, 60.0
 _MOST_TITLES = 8
+
+
+class Report(Protocol):
+    """What is printed, when."""
+
+    def snapshots_taken(self, status: ExitCode) -> None:
+        """Print what is to be known before the debuggers run.
+
+        Args:
+            status: what the exit status would be.
+        """
+
+    def ended(self, status: ExitCode) -> None:
+        """Print the rest, or all of it where it was interrupted before."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -78,9 +91,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def _collect(args: argparse.Namespace, wait_secs: float, output: Path, user: int | None) -> ExitCode:
     # Imported here, so that every command starts without what the others need.
-    from sglang_crashkit.cli import collect_report
-    from sglang_crashkit.core.analysis.explain import explain
-    from sglang_crashkit.core.analysis.sightings import Sightings
+    from sglang_crashkit.cli import collect_report, node_answer
     from sglang_crashkit.core.collection import Collection, Plan
     from sglang_crashkit.core.discovery import find_processes
     from sglang_crashkit.core.slurm_place import Place
@@ -88,8 +99,11 @@ def _collect(args: argparse.Namespace, wait_secs: float, output: Path, user: int
     if args.slurm_job is not None:
         wait = functools.partial(_wait, wait_secs, lambda: f"the nodes of job {args.slurm_job}")
         return slurm_collect.run(args, output, wait, _say)
-    if args.with_snapshots:
-        output = slurm_collect.folder_or_substitute(output)
+    began, node_secs = time.monotonic(), args.gathered_within
+    if node_secs is not None:
+        node_answer.greet()
+    if args.with_snapshots or node_secs is not None:
+        output = node_answer.folder_or_substitute(output)
 
     # In a step of a Slurm job, those of another job on the same node are not asked for.
     here = Place.of_environ(os.environ) if args.pid is None else None
@@ -105,23 +119,25 @@ def _collect(args: argparse.Namespace, wait_secs: float, output: Path, user: int
         raise _nothing(args, found)
     plan = Plan(output, args.snapshots, args.interval, debugger=not args.no_debugger)
     collection = Collection(found.processes, plan, _say)
+    report: Report
+    if node_secs is not None:
+        report = node_answer.NodeReport(collection, output)
+    elif args.json:
+        report = collect_report.JsonReport(collection, output, found, with_snapshots=args.with_snapshots)
+    else:
+        report = collect_report.TextReport(collection, output)
     interrupt: KeyboardInterrupt | None = None
     try:
-        collection.run()
+        collection.take_snapshots()
+        if plan.debugger:
+            report.snapshots_taken(_status_of(collection, None))
+            used = time.monotonic() - began
+            collection.debug(node_answer.debugger_secs(node_secs, used) if node_secs is not None else None)
     except KeyboardInterrupt as error:
         interrupt = error
         _say("interrupted; what was collected until then is kept")
     status = _status_of(collection, interrupt)
-    explanation = explain(Sightings.of(collection.rounds))
-    if args.json:
-        document = collect_report.as_json(collection, explanation, output, status, found)
-        if args.with_snapshots:
-            document["rounds"] = [one.to_json() for one in collection.rounds]
-            document["sightings"] = slurm_collect.merged_by_node(collection)
-        print(json.dumps(document, indent=None if args.with_snapshots else 2))
-    else:
-        for line in collect_report.as_text(collection, explanation, output):
-            print(line)
+    report.ended(status)
     return status
 
 

@@ -2,33 +2,94 @@
 
 from __future__ import annotations
 
+import json
 import pwd
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.core.analysis.explain import Explanation
+from sglang_crashkit.cli import node_answer
+from sglang_crashkit.core.analysis.explain import Explanation, explain
+from sglang_crashkit.core.analysis.sightings import Sightings
 from sglang_crashkit.core.collection import Collected, Collection
+from sglang_crashkit.core.debugger import Debugged
 from sglang_crashkit.core.discovery import Discovery
 from sglang_crashkit.core.stacks import main_thread
 from sglang_crashkit.errors import ExitCode
 
 
-def as_text(collection: Collection, explanation: Explanation, output: Path) -> Iterator[str]:
-    """Yield the lines for a person: process by process, then the verdict."""
-    for one in collection.collected:
-        yield f"{one.process.title} (pid {one.process.pid})"
-        yield from (f"    {line}" for line in _moments(one))
-        if one.debugged is not None:
-            tool = one.debugged.tool
-            stacks = f"{len(one.debugged.threads)} native stacks in {one.debugged.seconds:.1f} s"
-            kernels = f", CUDA kernels: {', '.join(one.debugged.kernels)}" if one.debugged.kernels else ""
-            yield f"    {tool}: {one.debugged.problem or stacks + kernels}"
-    if collection.missing:
-        yield collection.missing
-    yield f"files: {output}"
-    if collection.rounds:
-        yield f"verdict ({explanation.level}): {explanation.statement}"
+class TextReport:
+    """The lines for a person: the snapshots and the verdict, and later what the debuggers added.
+
+    Args:
+        collection: what is collected.
+        output: the folder for the files.
+    """
+
+    def __init__(self, collection: Collection, output: Path) -> None:
+        self._collection, self._output = collection, output
+        self._verdict = ""
+
+    def snapshots_taken(self, _status: ExitCode) -> None:
+        """Print what the processes did, and the verdict, before the debuggers, which take minutes."""
+        for one in self._collection.collected:
+            print(f"{one.process.title} (pid {one.process.pid})")
+            for line in _moments(one):
+                print(f"    {line}")
+        self._tell_verdict("verdict")
+
+    def ended(self, status: ExitCode) -> None:
+        """Print the rest."""
+        if not self._verdict:
+            self.snapshots_taken(status)
+        for one in self._collection.collected:
+            if one.debugged is not None:
+                print(f"{one.process.title} (pid {one.process.pid}): {_debugged(one.debugged)}")
+        if self._collection.missing:
+            print(self._collection.missing)
+        print(f"files: {self._output}")
+        self._tell_verdict("verdict with native stacks")
+
+    def _tell_verdict(self, what: str) -> None:
+        explanation = explain(Sightings.of(self._collection.rounds))
+        verdict = f"({explanation.level}): {explanation.statement}"
+        if self._collection.rounds and verdict != self._verdict:
+            self._verdict = verdict
+            print(f"{what} {verdict}", flush=True)
+
+
+class JsonReport:
+    """The same for a program: one JSON object at the end.
+
+    Args:
+        collection: what is collected.
+        output: the folder for the files.
+        found: what there was to collect.
+        with_snapshots: whether the snapshots, and these merged, are in it.
+    """
+
+    def __init__(self, collection: Collection, output: Path, found: Discovery, *, with_snapshots: bool) -> None:
+        self._collection, self._output, self._found = collection, output, found
+        self._with_snapshots = with_snapshots
+
+    def snapshots_taken(self, _status: ExitCode) -> None:
+        """Print nothing yet."""
+
+    def ended(self, status: ExitCode) -> None:
+        """Print the object."""
+        collection = self._collection
+        explanation = explain(Sightings.of(collection.rounds))
+        document = as_json(collection, explanation, self._output, status, self._found)
+        if self._with_snapshots:
+            document["rounds"] = [one.to_json() for one in collection.rounds]
+            document["sightings"] = node_answer.merged_by_node(collection)
+        print(json.dumps(document, indent=None if self._with_snapshots else 2))
+
+
+def _debugged(it: Debugged) -> str:
+    stacks = f"{len(it.threads)} native stacks in {it.seconds:.1f} s"
+    kernels = f", CUDA kernels: {', '.join(it.kernels)}" if it.kernels else ""
+    return f"{it.tool}: {it.problem or stacks + kernels}"
 
 
 def _moments(one: Collected) -> Iterator[str]:

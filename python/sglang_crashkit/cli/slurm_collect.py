@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.cli.argument_types import positive
 from sglang_crashkit.cli.ending import Terminated
-from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
+from sglang_crashkit.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from sglang_crashkit.core.analysis.explain import Explanation
     from sglang_crashkit.core.analysis.sightings import Seen
-    from sglang_crashkit.core.collection import Collection
     from sglang_crashkit.core.slurm_gather import JobResult
     from sglang_crashkit.core.snapshot import ProcessSnapshot
 
@@ -58,6 +55,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="one more option of srun, as --srun-option=...",
     )
+
+    # What such a command runs on each node; see `node_answer`.
+    group.add_argument("--gathered-within", metavar="S", type=positive, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace, output: Path, wait: Callable[[], None], say: Callable[[str], None]) -> ExitCode:
@@ -107,27 +107,6 @@ def run(args: argparse.Namespace, output: Path, wait: Callable[[], None], say: C
     return status
 
 
-def folder_or_substitute(output: Path) -> Path:
-    """Return `output`; where it cannot be made, as in a container, a temporary folder, for the snapshots are sent."""
-    from sglang_crashkit.core.private_files import make_private_folder
-
-    try:
-        return make_private_folder(output.absolute())
-    except (CrashkitError, OSError):
-        return Path(tempfile.mkdtemp(prefix="sglang-crashkit-collect-"))
-
-
-def merged_by_node(collection: Collection) -> dict[str, Any]:
-    """Return what this host's snapshots show as JSON values, under Slurm's name of it in a step of a job."""
-    from sglang_crashkit.core.analysis.sightings import Sightings
-    from sglang_crashkit.core.analysis.sightings_json import to_json
-    from sglang_crashkit.core.slurm_gather import renamed
-    from sglang_crashkit.core.slurm_place import Place
-
-    here = Place.of_environ(os.environ)
-    return to_json(Sightings.of(renamed(one, here.node) if here else one for one in collection.rounds))
-
-
 def _remote_command(args: argparse.Namespace) -> list[str]:
     if args.remote_command is not None:
         try:
@@ -144,7 +123,7 @@ def _remote_command(args: argparse.Namespace) -> list[str]:
     command += [
         "collect",
         "--json",
-        "--with-snapshots",
+        f"--gathered-within={args.node_timeout}",
         f"--snapshots={args.snapshots}",
         f"--interval={args.interval:g}",
     ]

@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,10 +20,8 @@ from sglang_crashkit.core.debugger import (
     MAY_TRACE,
     SUBSTITUTE,
     Debugged,
-    Debugger,
-    debug,
+    debug_all,
     find_debugger,
-    most_at_once,
     substitute,
 )
 from sglang_crashkit.core.discovery import FoundProcess
@@ -122,14 +119,41 @@ class Collection:
         Raises:
             OSError: the disk is full, or the folder is gone.
         """
+        self.take_snapshots()
+        self.debug()
+
+    def take_snapshots(self) -> None:
+        """Collect what stops no process; see `run`."""
         due = time.monotonic()
         for number in range(1, self._plan.snapshots + 1):
             time.sleep(max(0.0, due - time.monotonic()))
             due = time.monotonic() + self._plan.interval_secs
             self._tell(f"snapshot {number} of {self._plan.snapshots}")
             self._take_snapshot()
-        if self._plan.debugger:
-            self._debug_all()
+
+    def debug(self, within_secs: float | None = None) -> None:
+        """Run the debugger on each process, if that is planned, once there are snapshots; see `run`.
+
+        Args:
+            within_secs: how long that may take for all processes together, in seconds; no limit when None.
+        """
+        if not self._plan.debugger:
+            return
+        self._tell(f"{self.tool or SUBSTITUTE} of {len(self.collected)} processes")
+        limit = threading.TIMEOUT_MAX if within_secs is None else within_secs
+        by_pid = {one.process.pid: one for one in self.collected}
+        if self._debugger is not None:
+            processes = {pid: one.process.start_ticks for pid, one in by_pid.items()}
+
+            def take(pid: int, debugged: Debugged) -> None:
+                self._take_in(by_pid[pid], debugged)
+
+            debug_all(self._debugger, processes, self._plan.tool_secs, take, limit)
+            return
+        python = {pid: one.process.start_ticks for pid, one in by_pid.items() if _is_python(one.process)}
+        found = substitute(python, min(self._plan.tool_secs, limit))
+        for pid, one in by_pid.items():
+            self._take_in(one, found.get(pid) or Debugged(SUBSTITUTE, problem="it is no Python process"))
 
     def _take_snapshot(self) -> None:
         began = time.time()
@@ -192,39 +216,6 @@ class Collection:
             threads=(photograph.threads if photograph else None) or (),
             problem=problem,
         )
-
-    def _debug_all(self) -> None:
-        self._tell(f"{self.tool or SUBSTITUTE} of {len(self.collected)} processes")
-        if self._debugger is not None:
-            self._run_debugger(self._debugger)
-            return
-        python = {one.process.pid: one.process.start_ticks for one in self.collected if _is_python(one.process)}
-        found = substitute(python, self._plan.tool_secs)
-        for one in self.collected:
-            self._take_in(one, found.get(one.process.pid) or Debugged(SUBSTITUTE, problem="it is no Python process"))
-
-    def _run_debugger(self, debugger: Debugger) -> None:
-        stop = threading.Event()
-        # The time of each counts from its own start.
-        pool = ThreadPoolExecutor(most_at_once())
-        futures: dict[Future[Debugged], Collected] = {}
-        try:
-            for one in self.collected:
-                process = one.process
-                future = pool.submit(debug, debugger, process.pid, process.start_ticks, self._plan.tool_secs, stop)
-                futures[future] = one
-            for future in as_completed(futures):
-                self._take_in(futures[future], future.result())
-        except BaseException:
-            # What they have printed by now is worth keeping.
-            stop.set()
-            for future, one in futures.items():
-                if one.debugged is None and not future.cancel():
-                    self._take_in(one, future.result())
-            raise
-        finally:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
 
     def _take_in(self, one: Collected, debugged: Debugged) -> None:
         """Put what came of the debugger into the process's file and into the last round."""

@@ -15,7 +15,9 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,6 +56,7 @@ _OFTEN = frozenset(
 #: py-spy takes 1 to 2 s with native frames, of a scheduler on a busy machine 6.
 _SPY_SECS = 15.0
 _REFUSED = "ptrace: Operation not permitted"
+_NO_TURN = "not run: called off before its turn"
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,8 @@ def debug(
         deadline_secs: the longest that it may take, in seconds.
         stop: calls it off when it is set.
     """
+    if stop is not None and stop.is_set():
+        return Debugged(debugger.name, problem=_NO_TURN)
     obstacle = obstacle_of(pid, start_ticks)
     if obstacle:
         return Debugged(debugger.name, problem=f"not run: {obstacle}")
@@ -129,6 +134,42 @@ def debug(
     if not threads and not problem:
         problem = f"{debugger.name} printed no stack"
     return Debugged(debugger.name, run.text, problem, run.seconds, threads or spied, parse_kernels(run.text))
+
+
+def debug_all(
+    debugger: Debugger,
+    processes: Mapping[int, int],
+    deadline_secs: float,
+    take: Callable[[int, Debugged], None],
+    within_secs: float = threading.TIMEOUT_MAX,
+) -> None:
+    """Debug processes, as many at a time as this host has room for.
+
+    Args:
+        debugger: see `find_debugger`.
+        processes: start time of each process by its pid; see `procfs.ProcStat`.
+        deadline_secs: the longest that one may take from its own start, in seconds.
+        take: called with each pid and what came of it, as it ends. When this is interrupted, with what each has printed
+            by then.
+        within_secs: when all are called off, in seconds; py-spy's part of one may take some seconds longer.
+    """
+    stop = threading.Event()
+    until = time.monotonic() + within_secs
+    pool = ThreadPoolExecutor(most_at_once())
+    left: dict[Future[Debugged], int] = {}
+    try:
+        for pid, start_ticks in processes.items():
+            left[pool.submit(debug, debugger, pid, start_ticks, deadline_secs, stop)] = pid
+        while left and (secs := until - time.monotonic()) > 0:
+            for future in wait(left, secs, FIRST_COMPLETED).done:
+                take(left.pop(future), future.result())
+    finally:
+        stop.set()
+        try:
+            for future, pid in left.items():
+                take(pid, future.result())
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def most_at_once() -> int:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_crashkit.core.slurm_steps import ERRORS, NodeRun
 from sglang_crashkit.core.snapshot import Problem
+
+#: The name that says in an answer whether debuggers were still to be run.
+PENDING = "debuggers_pending"
 
 #: What stands in the place of the reason where Slurm only says that something ended.
 _EMPTY_WORDS = (
@@ -65,7 +69,7 @@ class Answer:
     Attributes:
         node: the node's name.
         document: the JSON object that the collector printed there, None where it printed none.
-        problem: why there is none.
+        problem: why there is none, or not all.
     """
 
     node: str
@@ -81,27 +85,36 @@ def read_answer(run: NodeRun, job_id: str, *, needed: str) -> Answer:
         job_id: the job, for the next step.
         needed: a name that the answer's JSON object has; a container may print other things before it.
     """
-    document = find_document(run.output.decode(errors="replace"), needed)
-    if document is not None:
-        return Answer(run.node, document)
-    return Answer(run.node, None, why_silent(run, job_id))
+    answers = find_documents(run.output.decode(errors="replace"), needed)
+    last = next(answers, None)
+    if last is None:
+        return Answer(run.node, None, why_silent(run, job_id))
+    what = f"native stacks of node {run.node}"
+    if "error" in last and (earlier := next(answers, None)) is not None:
+        return Answer(run.node, earlier, Problem(what, str(last["error"]), str(last.get("next") or "")))
+    if last.get(PENDING) is True:
+        why = run.problem or f"the collector ended there with status {run.status}"
+        following = "raise --node-timeout, or leave the debuggers out: --no-debugger" if run.late else ""
+        return Answer(run.node, last, Problem(what, f"the debuggers had not ended: {why}", following))
+    return Answer(run.node, last)
 
 
-def find_document(text: str, needed: str) -> dict[str, Any] | None:
-    """Return the last JSON object in `text` that begins a line and has the name `needed`."""
+def find_documents(text: str, needed: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in `text` that begin a line and have the name `needed`, the last one first."""
     decoder = json.JSONDecoder()
-    found, position = None, 0
-    while (opened := text.find("{", position)) >= 0:
-        position = opened + 1
-        if opened and text[opened - 1] != "\n":
+    end = len(text)
+    while end > 0:
+        # One that is indented has no other brace at the beginning of a line.
+        line = text.rfind("\n{", 0, end)
+        opened, end = line + 1, line
+        if not text.startswith("{", opened):
             continue
         try:
-            value, end = decoder.raw_decode(text, opened)
+            value, _end = decoder.raw_decode(text, opened)
         except (ValueError, RecursionError):
             continue
-        position = end
-        found = value if needed in value else found
-    return found
+        if needed in value:
+            yield value
 
 
 def why_silent(run: NodeRun, job_id: str) -> Problem:

@@ -1,8 +1,9 @@
 """Run the collector on every node of a Slurm job, and gather what the nodes answer.
 
 The answer, with the snapshots in it, comes through srun's standard output, so that nothing depends on a file system
-that all nodes and containers share. Where the node's files cannot be seen here, the snapshots are written again. Each
-node has merged what its snapshots show; of all nodes that is merged here as the answers come, and no snapshot is kept.
+that all nodes and containers share; of two, the last that came whole counts (see `slurm_answer`). Where the node's
+files cannot be seen here, the snapshots are written again. Each node has merged what its snapshots show; of all nodes
+that is merged here as the answers come, and no snapshot is kept.
 """
 
 from __future__ import annotations
@@ -134,10 +135,17 @@ def _command(job: Job, request: Request, node: str, step: str) -> list[str]:
 
 def _result_of(run: NodeRun, job: Job, folder: Path) -> tuple[NodeResult, Sightings]:
     answer = read_answer(run, job.job_id, needed="exit_code")
+    problems = (answer.problem,) if answer.problem else ()
     if answer.document is None:
-        problems = (answer.problem,) if answer.problem else ()
         return NodeResult(run.node, None, folder=folder, problems=problems), Sightings()
-    return read_document(run.node, answer.document, folder)
+    result, sightings = read_document(run.node, answer.document, folder)
+    if problems:
+        result = replace(result, status=_not_all(result.status), problems=(*result.problems, *problems))
+    return result, sightings
+
+
+def _not_all(status: int | None) -> int | None:
+    return ExitCode.PARTIAL if status == ExitCode.DONE else status
 
 
 def read_document(node: str, document: Mapping[str, Any], folder: Path) -> tuple[NodeResult, Sightings]:
@@ -176,7 +184,8 @@ def _read_rounds(node: str, document: Mapping[str, Any]) -> tuple[list[NodeSnaps
     rounds, problems = [], []
     for entry in document.get("rounds") or []:
         try:
-            rounds.append(renamed(snapshot.from_json(entry), node))
+            one = snapshot.parse(entry) if isinstance(entry, str) else snapshot.from_json(entry)
+            rounds.append(renamed(one, node))
         except ValueError as error:
             problems.append(Problem(f"a snapshot of node {node}", str(error), "install the same release of the kit"))
     return rounds, problems

@@ -73,8 +73,41 @@ def test_every_process_has_its_two_files_and_every_moment_its_snapshot(
     assert status == 0
     assert printed[0] == f"{TITLE} (pid {process.pid})"
     assert printed[1].startswith("    1-2 S  inner_function (")
-    assert printed[2:4] == ["    cuda-gdb: cuda-gdb printed no stack", f"files: {output}"]
-    assert printed[4].startswith("verdict (")
+    assert printed[2].startswith("verdict (")
+    assert printed[3:] == [f"{printed[0]}: cuda-gdb: cuda-gdb printed no stack", f"files: {output}"]
+
+
+def test_the_verdict_is_there_before_the_debuggers_end(tmp_path: Path, gdb: Path) -> None:
+    gdb.write_text(f"{GDB}exec sleep 600\n")
+    output = tmp_path / "out"
+    with child(SLEEPER, title=TITLE) as process:
+        arguments = ["--pid", str(process.pid), "--output-dir", str(output), "--snapshots", "1"]
+        with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, text=True) as collector:
+            assert collector.stdout is not None
+            assert any(line.startswith("verdict (") for line in collector.stdout)
+            wait_until(lambda: "sleep" in _titles_below(collector.pid), "the debugger sleeps")
+            assert not list(output.glob("cudagdb_*.txt"))
+            collector.send_signal(signal.SIGINT)
+            rest, _nothing = collector.communicate(timeout=LONG)
+    assert rest.splitlines() == [f"{TITLE} (pid {process.pid}): cuda-gdb: cuda-gdb was called off", f"files: {output}"]
+
+
+def test_what_native_stacks_add_to_the_verdict_is_told_after_them(
+    tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with child(SLEEPER, title=TITLE) as process:
+        settle_in_sleep(process.pid)
+        gdb.write_text(f"{GDB}cat {tmp_path}/listing\n")
+        listing = f'Thread 1 (Thread 0x7f (LWP {process.pid}) "python"):\n#0  0x01 in poll () from /lib/libc.so.6\n'
+        listing += "#1  0x02 in ncclCommInitRank () from /lib/libnccl.so.2\n#2  0x03 in main ()\n"
+        (tmp_path / "listing").write_text(listing)
+        assert collect(process.pid, tmp_path / "out", "--snapshots", "1") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" (")[0] for line in lines if line.startswith("verdict")] == [
+        "verdict",
+        "verdict with native stacks",
+    ]
+    assert lines[-1].startswith("verdict with native stacks (")
 
 
 def test_a_program_reads_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +134,7 @@ def test_a_stopped_process_is_photographed_and_left_stopped(
         assert state_of(process.pid) == "T"
     printed = capsys.readouterr().out
     assert "    1   T  inner_function (" in printed
-    assert "    cuda-gdb: not run: it is stopped, and must stay as it was found\n" in printed
+    assert f"{TITLE} (pid {process.pid}): cuda-gdb: not run: it is stopped, and must stay as it was found\n" in printed
     verdict = f"{TITLE} (pid {process.pid}) is stopped (state T) until somebody sends SIGCONT."
     assert f"verdict (established): {verdict}\n" in printed
 

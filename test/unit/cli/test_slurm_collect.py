@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sglang_crashkit.cli import main
-from sglang_crashkit.core.analysis.explain import explain
 from sglang_crashkit.core.analysis.sightings import Sightings
 from sglang_crashkit.core.analysis.sightings_json import to_json
-from sglang_crashkit.core.slurm_gather import read_document
-from sglang_crashkit.core.snapshot import NodeSnapshot, Problem, ProcessSnapshot
+from sglang_crashkit.core.slurm_answer import PENDING
+from sglang_crashkit.core.snapshot import NodeSnapshot, Problem, ProcessSnapshot, parse
 from sglang_crashkit.errors import ExitCode
-from unit.waiting import child
 
 RANK = ProcessSnapshot("host", 4711, 1, "sglang::scheduler_TP0", "scheduler", {"tp": 0}, 1.0, state="S")
 ROUND = NodeSnapshot("host", 1.0, (RANK,))
@@ -49,6 +46,11 @@ class Slurm:
         find_node = "for a; do case $a in --nodelist=*) n=${a#*=};; esac; done"
         note = 'printf "%s\\n" "$@" >$n.asked; env >$n.environ'
         self._write("srun", f"cd {self._folder}; {find_node}; {note}; cat $n.json")
+
+    def answer_and_hang(self, node: str, document: object) -> None:
+        path = self._folder / "srun"
+        self.answer(**{node: document})
+        self._write("srun", f"{path.read_text()}[ $n != {node} ] || exec sleep 600")
 
     def asked(self, node: str) -> list[str]:
         return (self._folder / f"{node}.asked").read_text().splitlines()
@@ -90,7 +92,7 @@ def test_each_node_runs_the_collector_in_its_container_with_its_own_folder(slurm
             "--ntasks=1",
             f"--container-name=sglang_12_{node}",
             "--mem=0",
-            *("python3", "-m", "sglang_crashkit", "collect", "--json", "--with-snapshots"),
+            *("python3", "-m", "sglang_crashkit", "collect", "--json", "--gathered-within=300"),
             *("--snapshots=2", "--interval=0.5", "--all"),
             *("--output-dir", f"{tmp_path}/out/{node}"),
         ]
@@ -158,6 +160,36 @@ def test_what_a_node_could_not_do_is_told_with_its_name(
     assert lines[3:5] == ["node n2: cannot write to /x", "  next: name another"]
 
 
+def test_of_a_node_that_is_given_up_while_its_debuggers_run_there_is_all_else(
+    slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.answer_and_hang("n2", merged_on("n2", ranks={"tp": 1}, state="T") | {PENDING: True})
+    assert collect(tmp_path, "--node-timeout=2") == ExitCode.PARTIAL
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2:5] == [
+        "n2  TP1          pid 4711     T  no Python frame",
+        "native stacks of node n2: the debuggers had not ended: no answer within 2 s",
+        "  next: raise --node-timeout, or leave the debuggers out: --no-debugger",
+    ]
+    assert "(pid 4711 on n2) is stopped" in lines[-1]
+
+
+def test_snapshots_that_are_sent_as_text_are_read_only_where_they_are_needed(
+    slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr("sglang_crashkit.core.snapshot.parse", lambda text: read.append(text) or parse(text))
+    as_text = {"rounds": [json.dumps(ROUND.to_json())] * 2}
+    slurm.answer(n1=merged_on("n1") | as_text, n2=merged_on("n2") | as_text)
+    assert collect(tmp_path) == ExitCode.DONE
+    assert read == []
+    slurm.answer(n2=merged_on("n2") | as_text | {"snapshots": ["snapshot_host_1.json"], "output_dir": "/no"})
+    assert collect(tmp_path) == ExitCode.PARTIAL
+    assert len(read) == 2
+    (first, _second) = sorted((tmp_path / "out/n2").glob("snapshot.*.json"))
+    assert parse(first.read_text()).host == "n2"
+
+
 def test_snapshots_of_a_node_that_has_no_such_folder_are_written_here(
     slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,19 +198,6 @@ def test_snapshots_of_a_node_that_has_no_such_folder_are_written_here(
     said = capsys.readouterr().out
     assert "they are where the collector ran, in /no/elsewhere, which cannot be seen here" in said
     assert sorted(path.name for path in (tmp_path / "out/n2").glob("*.json")) == ["snapshot.1.json", "snapshot.2.json"]
-
-
-def test_a_node_on_which_the_folder_cannot_be_made_sends_its_snapshots_nevertheless(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    arguments = ["--json", "--with-snapshots", "--snapshots=1", "--no-debugger", "--output-dir=/proc/no/folder"]
-    with child("ready(); pause()", title="sglang::scheduler_TP0") as rank:
-        assert main.main(["collect", f"--pid={rank.pid}", *arguments]) == ExitCode.DONE
-    document = json.loads(capsys.readouterr().out)
-    # This process is taken for its server, so another child of it may be there too.
-    assert rank.pid in [process["pid"] for process in document["rounds"][0]["processes"]]
-    assert Path(document["output_dir"]).parent == tmp_path
 
 
 def test_a_job_that_there_is_not_is_told_before_the_wait(
@@ -230,22 +249,6 @@ def test_what_a_node_merged_in_vain_is_had_from_its_snapshots(
     slurm.answer(n2={**merged_on("n2", ranks={"tp": 1}, state="T"), "sightings": merged})
     assert collect(tmp_path) == ExitCode.DONE
     assert "(pid 4711 on n2) is stopped" in capsys.readouterr().out
-
-
-def test_in_a_step_of_a_job_the_collector_merges_under_slurms_name_of_the_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    monkeypatch.setenv("SLURMD_NODENAME", "n7")
-    arguments = ["--json", "--with-snapshots", "--snapshots=2", "--interval=0", "--no-debugger"]
-    with child("ready(); pause()", title="sglang::scheduler_TP0") as rank:
-        assert main.main(["collect", f"--pid={rank.pid}", f"--output-dir={tmp_path}", *arguments]) == ExitCode.DONE
-        document = json.loads(capsys.readouterr().out)
-        result, sightings = read_document("n7", {**document, "rounds": []}, tmp_path)
-    assert list(sightings.rounds) == ["n7"]
-    (seen,) = [seen for seen in result.processes if seen.process.pid == rank.pid]
-    assert (seen.process.host, len(seen.sights)) == ("n7", 2)
-    assert document["verdict"]["named"] == explain(sightings).to_json()["named"]
 
 
 def test_of_very_many_lines_some_are_printed_and_all_are_in_a_file(

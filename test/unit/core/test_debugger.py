@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.core import procfs
-from sglang_crashkit.core.debugger import Debugger, command_of, debug, find_debugger, substitute
+from sglang_crashkit.core.debugger import Debugged, Debugger, command_of, debug, debug_all, find_debugger, substitute
 from sglang_crashkit.core.tool_run import run_tool
 from unit.targets import PTRACE, SLEEPER, asleep, functions_of, settle, settle_in_sleep, start_ticks, state_of, traced
 from unit.waiting import LONG, child, wait_until
@@ -115,10 +116,48 @@ def test_one_that_left_its_target_stopped_is_made_good(tmp_path: Path) -> None:
 
 def test_it_is_called_off(tmp_path: Path) -> None:
     stop = threading.Event()
-    stop.set()
+    timer = threading.Timer(0.3, stop.set)
+    tool = Debugger("cuda-gdb", stand_in(tmp_path, "echo first; exec sleep 600").path)
     with child(SLEEPER) as process:
-        debugged = debug(stand_in(tmp_path, "sleep 600"), process.pid, start_ticks(process.pid), 2 * LONG, stop)
-    assert debugged.problem == "gdb was called off"
+        timer.start()
+        debugged = debug(tool, process.pid, start_ticks(process.pid), 2 * LONG, stop)
+        timer.join(LONG)
+        again = debug(tool, process.pid, start_ticks(process.pid), 2 * LONG, stop)
+    assert (debugged.problem, debugged.text) == ("gdb was called off", "first\n")
+    assert again.problem == "not run: called off before its turn"
+
+
+def test_all_together_are_called_off_in_time_with_what_they_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_crashkit.core.debugger.most_at_once", lambda: 2)
+    # GIVEN one that ends, and more that do not than may run at once
+    with contextlib.ExitStack() as stack:
+        pids = [stack.enter_context(child(SLEEPER)).pid for _each in range(4)]
+        script = f"echo of $PID; [ $PID = {pids[0]} ] || exec sleep 600"
+        tool = Debugger("cuda-gdb", stand_in(tmp_path, script).path)
+        taken: dict[int, Debugged] = {}
+        started = time.monotonic()
+        debug_all(tool, {pid: start_ticks(pid) for pid in pids}, 2 * LONG, taken.__setitem__, 2.0)
+        assert time.monotonic() - started < LONG
+    assert [taken[pid].problem for pid in pids] == [
+        "cuda-gdb printed no stack",
+        *("gdb was called off", "gdb was called off"),
+        "not run: called off before its turn",
+    ]
+    assert [taken[pid].text for pid in pids] == [*(f"of {pid}\n" for pid in pids[:3]), ""]
+
+
+def test_they_run_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_crashkit.core.debugger.most_at_once", lambda: 3)
+    # GIVEN a tool that ends only when three of it run at the same time
+    script = f"touch {tmp_path}/$PID.here; until [ $(ls {tmp_path}/*.here | wc -l) = 3 ]; do sleep 0.05; done"
+    tool = Debugger("cuda-gdb", stand_in(tmp_path, script).path)
+    with contextlib.ExitStack() as stack:
+        pids = [stack.enter_context(child(SLEEPER)).pid for _each in range(3)]
+        taken: dict[int, Debugged] = {}
+        debug_all(tool, {pid: start_ticks(pid) for pid in pids}, LONG, taken.__setitem__)
+    assert [taken[pid].problem for pid in pids] == ["cuda-gdb printed no stack"] * 3
 
 
 def test_without_permission_the_next_step_is_named(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from sglang_crashkit.core.slurm_answer import find_document, read_answer, reason_in
+from sglang_crashkit.core.slurm_answer import PENDING, find_documents, read_answer, reason_in
 from sglang_crashkit.core.slurm_steps import NodeRun
+from sglang_crashkit.core.snapshot import Problem
 
 #: What the srun of Slurm 22.05 prints, of which the last line never is the reason.
 NO_TOOL = """slurmstepd-n2: error: execve(): sglang-crashkit: No such file or directory
@@ -74,7 +75,34 @@ def test_the_answer_is_found_in_what_a_container_prints_around_it() -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "nothing", '{"other": 1}', "{" * 100_000])
 def test_what_is_no_answer_is_not_taken_for_one(text: str) -> None:
-    assert find_document(text, "schema_version") is None
+    assert list(find_documents(text, "schema_version")) == []
+
+
+def test_the_last_answer_that_came_whole_counts() -> None:
+    first, second = ({"exit_code": 0, PENDING: pending, "big": {"a": 1}} for pending in (True, False))
+    printed = f"hello\n{json.dumps(first)}\n{json.dumps(second)}\n".encode()
+    assert read_answer(NodeRun("n1", 0, printed, ""), "7", needed="exit_code").document == second
+    late = NodeRun("n1", None, printed[:-5], "", "no answer within 9 s", late=True)
+    answer = read_answer(late, "7", needed="exit_code")
+    assert answer.document == first
+    assert answer.problem == Problem(
+        "native stacks of node n1",
+        "the debuggers had not ended: no answer within 9 s",
+        "raise --node-timeout, or leave the debuggers out: --no-debugger",
+    )
+    killed = NodeRun("n1", 137, printed[:-5], "")
+    problem = read_answer(killed, "7", needed="exit_code").problem
+    assert problem is not None
+    assert problem.why == "the debuggers had not ended: the collector ended there with status 137"
+
+
+def test_a_failure_after_an_answer_takes_nothing_of_it() -> None:
+    first = {"exit_code": 0, PENDING: True}
+    error = {"error": "cannot write to /x: No space left on device", "next": "name another", "exit_code": 1}
+    run = NodeRun("n1", 1, f"{json.dumps(first)}\n{json.dumps(error)}\n".encode(), "")
+    answer = read_answer(run, "7", needed="exit_code")
+    assert answer.document == first
+    assert answer.problem == Problem("native stacks of node n1", error["error"], "name another")
 
 
 def test_the_reason_is_cut_where_it_goes_on_for_ever() -> None:
