@@ -17,7 +17,10 @@ from integration.scenario import answers_of, handler_pid
 from integration.stuck_rank import StuckRank
 from lanelib.servers import Server
 from sglang_crashkit.core import procfs
+from sglang_crashkit.core.analysis.states import bare_name
 from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
+from sglang_crashkit.core.pyspy import photograph_all
+from sglang_crashkit.core.stacks import main_thread
 from unit.waiting import wait_until
 
 VICTIM, WAITING = "sglang::scheduler_TP1", "sglang::scheduler_TP0"
@@ -116,10 +119,11 @@ def prefill_slowly(server: Server, told: Story) -> None:
     told.quiet["long prefill"] = find_incidents(told.folder)
 
 
-def pause(server: Server, told: Story) -> None:
-    """Pause the server in the middle of a request, and let it go on."""
-    answer = ask_later(server, max_new_tokens=50)
+def pause(server: Server, told: Story, *, in_request: bool) -> None:
+    """Pause the server, in the middle of a request or before it, and let it go on."""
+    answer = ask_later(server, max_new_tokens=50) if in_request else None
     post(server, "/pause_generation", mode="in_place")
+    answer = answer or ask_later(server, max_new_tokens=50)
     time.sleep(QUIET_SECS)
     post(server, "/continue_generation")
     assert len(answer()) == 50
@@ -163,37 +167,49 @@ def hang_by(server: Server, told: Story, stuck: StuckRank, way: str) -> None:
     await_progress(hung, answer)
 
 
-def hang_in_a_batch_and_die(server: Server, told: Story) -> None:
-    """Stop the rank while it works at a request, and kill it when that was noticed."""
-    ask_later(server, max_new_tokens=4000)
-    time.sleep(1.5)
+def stop_in_all_reduce(told: Story) -> bool:
+    """Stop the rank; unless the other one waits for it in an all-reduce then, let it go on."""
     os.kill(told.pids[VICTIM], signal.SIGSTOP)
+    time.sleep(0.5)
+    (photograph,) = photograph_all([told.pids[WAITING]], LONG)
+    thread = main_thread(photograph.threads or (), photograph.pid)
+    if thread is not None and any(bare_name(frame) == "all_reduce" for frame in thread.frames):
+        return True
+    os.kill(told.pids[VICTIM], signal.SIGCONT)
+    time.sleep(0.3)
+    return False
+
+
+def hang_in_a_batch_and_die(server: Server, told: Story) -> None:
+    """Stop the rank while it works at a batch, and kill it when that was noticed."""
+    ask_later(server, max_new_tokens=4000)
+    time.sleep(1.0)
+    wait_until(lambda: stop_in_all_reduce(told), "the other rank waits in an all-reduce", LONG)
     _path, told.second = next_incident(told.folder, len(told.hung) + 1)
     os.kill(told.pids[VICTIM], signal.SIGKILL)
     server.popen.wait(timeout=LONG)
     _path, told.killed = next_incident(told.folder, len(told.hung) + 2)
 
 
-def tell(server: Server, told: Story, stuck: StuckRank, *, full: bool, idle: bool) -> None:
+def tell(server: Server, told: Story, stuck: StuckRank, *, full: bool) -> None:
     """Let everything happen to a server that starts.
 
     Args:
         server: started with the environment of `stuck`.
         told: where it is told.
         stuck: what makes a rank stuck.
-        full: do what is no hang, and is the same in all releases.
-        idle: let the server be idle for a while, which `full` does too.
+        full: do all that is no hang, also what is the same in all releases.
     """
     if full:
         load_slowly(server, told)
     server.wait_ready()
     told.pids = {title: server.pid_of(title) for title in (VICTIM, WAITING)}
     told.answers.append(answers_of(server))
-    if idle or full:
-        be_idle(told)
+    be_idle(told)
+    # Older releases work at the last batch as they pause, which is theirs to get right.
+    pause(server, told, in_request=full)
     if full:
         prefill_slowly(server, told)
-        pause(server, told)
         stop_as_a_whole(server, told)
     hang_while_idle(server, told)
     for way in WAYS:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+from typing import Any
+
 import pytest
 
 from integration.hang_story import CHUNK, HANG_SECS, VICTIM, WAITING, Story, events_of, tell
@@ -15,6 +18,8 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 SLEEPS = "0.5.12.post1"
 #: What is the same in all releases is seen on this one.
 FULL = "0.5.23"
+#: A process that uses this share of a core at one place spins there.
+BUSY = 0.5
 
 
 def _tell(release: str, factory: pytest.TempPathFactory) -> Story:
@@ -25,7 +30,7 @@ def _tell(release: str, factory: pytest.TempPathFactory) -> Story:
     patience = {"SGLANG_CRASHKIT_PHOTOGRAPH_SECS": "10", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}
     environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}"} | patience | stuck.environ
     with Server.start(ensure_lane(release), tp=2, extra_args=arguments, env=environ) as server:
-        tell(server, told, stuck, full=release == FULL, idle=release == SLEEPS)
+        tell(server, told, stuck, full=release == FULL)
     return told
 
 
@@ -42,6 +47,7 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_nothing_that_is_no_hang_is_taken_for_one(story: Story) -> None:
+    assert story.quiet.keys() >= {"idle", "paused"}
     assert {name: found for name, found in story.quiet.items() if found} == {}
 
 
@@ -88,15 +94,15 @@ def test_when_the_rank_goes_on_the_request_is_answered_and_the_incident_says_so(
 
 
 @pytest.mark.parametrize(
-    ("way", "state", "words"),
+    ("way", "state", "words", "how"),
     [
-        ("spin", "R", "was in spin (sitecustomize.py"),
-        ("hold_gil", "S", "was in hold_gil (sitecustomize.py"),
-        ("sleep_in_kernel", "D", "is in uninterruptible sleep (state D)"),
+        ("spin", "R", "was in spin (sitecustomize.py", "spun there, busy all the time."),
+        ("hold_gil", "S", "was in hold_gil (sitecustomize.py", "holding the interpreter lock in native code"),
+        ("sleep_in_kernel", "D", "is in uninterruptible sleep (state D)", ""),
     ],
 )
-def test_the_rank_that_the_other_one_waits_for_is_named_whatever_holds_it(
-    story: Story, way: str, state: str, words: str
+def test_the_rank_that_the_other_one_waits_for_is_named_with_what_holds_it(
+    story: Story, way: str, state: str, words: str, how: str
 ) -> None:
     hang = story.hung[way].document
     verdict, victim = hang["verdict"], story.report_on(VICTIM, hang)
@@ -106,14 +112,27 @@ def test_the_rank_that_the_other_one_waits_for_is_named_whatever_holds_it(
     assert {look["state"] for look in victim["looks"]} == {state}
     # The other one waits for it in a collective.
     assert "distributed_c10d.py" in story.report_on(WAITING, hang)["doing"][0]
+    if way == "spin" and _share_of_cpu(victim["looks"]) < BUSY:
+        # On a machine that is busy with other tests it does not get what it asks for.
+        how = ""
+    assert how in verdict["text"]
 
 
-def test_a_hang_in_a_batch_names_the_rank_too(story: Story) -> None:
+def _share_of_cpu(looks: list[dict[str, Any]]) -> float:
+    """Return which share of one core a process used between the first look and the last."""
+    first, last = (datetime.strptime(look["time"], "%Y-%m-%dT%H:%M:%S.%fZ") for look in (looks[0], looks[-1]))
+    share: float = (looks[-1]["cpu_secs"] - looks[0]["cpu_secs"]) / (last - first).total_seconds()
+    return share
+
+
+def test_a_hang_in_a_batch_names_the_rank_while_the_other_one_waits_in_an_all_reduce(story: Story) -> None:
     assert story.second["kind"] == "hang"
     assert story.second["verdict"]["first_failure"]["pid"] == story.pids[VICTIM]
     silent = [entry for entry in story.second["timeline"] if entry["event"] == "no_progress"]
     assert {entry["pid"] for entry in silent} == set(story.pids.values())
     assert any("of 1 request" in entry["doing"] for entry in silent)
+    doing = story.report_on(WAITING, story.second)["doing"]
+    assert any("all_reduce" in frame.partition(" (")[0] for frame in doing), doing
 
 
 def test_a_rank_that_is_killed_in_its_hang_is_an_incident_of_its_own(story: Story) -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal
 
+from sglang_crashkit.core.look import Look, without_frames
 from sglang_crashkit.core.peers import LostPeer
 
 SCHEMA_VERSION = 1
@@ -75,23 +76,6 @@ class Exit:
     cause: Cause
     detail: str
     time: str
-
-
-@dataclass
-class Look:
-    """What a process was seen doing at one of several moments.
-
-    Attributes:
-        time: when.
-        state: the letter that ``/proc`` has for the state of its main thread; empty where it was gone.
-        cpu_secs: CPU time that it had used since its start, in seconds.
-        doing: as in `ProcessReport`; empty where its stack could not be taken.
-    """
-
-    time: str
-    state: str
-    cpu_secs: float
-    doing: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -291,6 +275,8 @@ class Incident:
     def to_json(self) -> dict[str, Any]:
         """Return the incident as JSON values, ``schema_version`` first and the timeline in order of time."""
         document = asdict(self)
+        for process in document["processes"]:
+            process["looks"] = [without_frames(look) for look in process["looks"]]
         document["timeline"].sort(key=lambda entry: entry["time"])
         return {"schema_version": document.pop("schema_version"), **document}
 

@@ -91,7 +91,8 @@ class _Ascent:
             if new.reason:
                 reasons.append(new.reason if new.source == "py-spy" else f"{new.source}: {new.reason}")
             seconds = round(new.seconds + later_secs, 4)
-            self._results[new.pid] = replace(new, reason="; ".join(reasons), seconds=seconds)
+            taken = new.lock_taken or (earlier is not None and earlier.lock_taken)
+            self._results[new.pid] = replace(new, reason="; ".join(reasons), seconds=seconds, lock_taken=taken)
 
 
 def _state_of(armed: Armed) -> str:

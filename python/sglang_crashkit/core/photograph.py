@@ -21,6 +21,7 @@ class Photograph:
         reason: why there is none; where there is one, why what was tried before gave none, empty when it was the first.
         seconds: from the start of the round to this result.
         source: what took it, or what was tried last.
+        lock_taken: a thread of it that was asked did not get its interpreter lock in time.
     """
 
     pid: int
@@ -28,3 +29,4 @@ class Photograph:
     reason: str
     seconds: float
     source: Source = "py-spy"
+    lock_taken: bool = False

@@ -49,7 +49,7 @@ def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Ph
     started = time.monotonic()
     results: dict[int, Photograph] = {}
 
-    def finish(pid: int, answer: bytes | None, reason: str) -> None:
+    def finish(pid: int, answer: bytes | None, reason: str, *, lock_taken: bool = False) -> None:
         threads = None
         if answer is not None:
             try:
@@ -59,7 +59,8 @@ def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Ph
             else:
                 if not any(thread.frames for thread in threads):
                     threads, reason = None, "it named no Python frame"
-        results[pid] = Photograph(pid, threads, reason, round(time.monotonic() - started, 4), "in-process")
+        seconds = round(time.monotonic() - started, 4)
+        results[pid] = Photograph(pid, threads, reason, seconds, "in-process", lock_taken)
 
     with selectors.DefaultSelector() as selector:
         for pid, path in sockets.items():
@@ -79,7 +80,8 @@ def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Ph
                     finish(conversation.pid, None if reason else bytes(conversation.answer), reason)
         for key in list(selector.get_map().values()):
             key.data.connection.close()
-            finish(key.data.pid, None, f"no answer within {deadline_secs:g} s: its interpreter lock is not to be had")
+            reason = f"no answer within {deadline_secs:g} s: its interpreter lock is not to be had"
+            finish(key.data.pid, None, reason, lock_taken=True)
     return [results[pid] for pid in sockets]
 
 

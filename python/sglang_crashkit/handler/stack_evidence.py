@@ -13,9 +13,10 @@ from sglang_crashkit.core.analysis.states import caller_that_tells
 from sglang_crashkit.core.armed import ArmedFiles, read_armed
 from sglang_crashkit.core.disk import status_of
 from sglang_crashkit.core.faulthandler_output import parse_faulthandler
-from sglang_crashkit.core.incident import Evidence, EvidenceKind, Look, ProcessReport, iso_time
+from sglang_crashkit.core.incident import Evidence, EvidenceKind, ProcessReport, iso_time
 from sglang_crashkit.core.incident_folder import IncidentFolder
 from sglang_crashkit.core.ladder import capture_all
+from sglang_crashkit.core.look import Look
 from sglang_crashkit.core.native_stacks import capture_native
 from sglang_crashkit.core.photograph import Photograph
 from sglang_crashkit.core.stacks import Frame, Thread, format_threads, main_thread
@@ -66,7 +67,7 @@ def capture_stacks(
             continue
         doing = innermost(photograph.threads, report.pid)
         if snapshot is not None:
-            report.looks[-1].doing = doing
+            _take_in(report.looks[-1], photograph, doing)
         raised = any(piece.kind == "exception" and piece.status == "captured" for piece in report.evidence)
         if _is_first(snapshot) and not raised:
             # One that raised has left what it was doing; its own record says what that was. What was seen is told even
@@ -146,10 +147,21 @@ def innermost(threads: Sequence[Thread], pid: int) -> list[str]:
     return _of_interest(thread.frames if thread else ())
 
 
-def _of_interest(frames: Sequence[Frame]) -> list[str]:
+def _take_in(look: Look, photograph: Photograph, doing: list[str]) -> None:
+    thread = main_thread(photograph.threads or (), photograph.pid)
+    look.doing = doing
+    look.frames = _below_hooks(thread.frames) if thread is not None else ()
+    look.lock = "main" if thread is not None and thread.owns_gil else "taken" if photograph.lock_taken else ""
+
+
+def _below_hooks(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """Return the frames without the kit's own: of a process in a hook, what it did is below that."""
     own = [position for position, frame in enumerate(frames) if _KIT in frame.file]
-    # A process in a hook of the kit: what it did is below the hook.
-    frames = frames[own[-1] + 1 if own else 0 :]
+    return frames[own[-1] + 1 if own else 0 :]
+
+
+def _of_interest(frames: tuple[Frame, ...]) -> list[str]:
+    frames = _below_hooks(frames)
     shown, telling = list(frames[:_MOST_DOING]), caller_that_tells(frames)
     if telling is not None and telling not in shown:
         # Who compiles waits for a compiler, which says nothing without what started it.

@@ -82,6 +82,7 @@ def test_whatever_py_spy_does_every_process_gets_its_stack_within_the_time(
     assert second.reason.startswith(reason)
     assert "in-process: no answer within 2 s: its interpreter lock is not to be had" in second.reason
     assert "hold_the_lock" in functions_of(second.threads)
+    assert (first.lock_taken, second.lock_taken) == (False, True)
 
 
 def test_a_missing_py_spy_is_named(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,7 @@ def test_processes_are_asked_side_by_side_and_one_that_cannot_answer_costs_the_o
     assert first.reason == "no answer within 0.5 s: its interpreter lock is not to be had"
     assert second.threads is not None
     assert second.seconds < first.seconds
+    assert (first.lock_taken, second.lock_taken) == (True, False)
     assert descriptors().items() <= fds.items()
 
 

@@ -134,6 +134,12 @@ def hold_the_lock() -> None:
     library.pthread_mutex_lock(mutex)
 
 
+def spin() -> None:
+    """Be at the same place for ever, busy."""
+    while True:
+        pass
+
+
 def go_round(stop: threading.Event) -> None:
     """Be an event loop with nothing to do."""
     while not stop.wait(0.02):
@@ -227,6 +233,8 @@ def wait_for_a_command(commands: int, answers: int) -> None:
                 os.write(answers, f"{start_copy()}\n".encode())
             elif verb == "hold_the_lock":
                 hold_the_lock()
+            elif verb == "spin":
+                spin()
             elif verb == "retitle":
                 setproctitle.setproctitle(argument)
                 os.write(answers, b"done\n")

@@ -15,6 +15,7 @@ import pytest
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.incident_store import StoredIncident
 from unit.handler.driver import Server
+from unit.targets import make_tool
 from unit.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
@@ -129,6 +130,34 @@ def test_a_stopped_rank_is_a_hang_that_may_end_and_come_again_and_end_in_a_crash
     assert third["verdict"]["kind"] == "signal"
     assert f"incident {document_of(second)['id']}" in third["verdict"]["text"]
     assert not is_over(second)
+
+
+@pytest.mark.parametrize(
+    ("way", "tool", "states", "lock", "words"),
+    [
+        ("spin", "", "RRR", "main", "spun there, busy all the time"),
+        ("hold_the_lock", "", "SSS", "main", "holding the interpreter lock in native code at 3 looks"),
+        ("hold_the_lock", "exit 1", "SSS", "taken", ") got its interpreter lock in time to answer."),
+    ],
+    ids=["spins", "holds the lock", "holds the lock, and nothing may trace it"],
+)
+def test_what_holds_a_rank_is_said(
+    start_server: Start, tmp_path: Path, way: str, tool: str, states: str, lock: str, words: str
+) -> None:
+    environ = HANG | ({"SGLANG_CRASHKIT_PYSPY": make_tool(tmp_path, tool)} if tool else {})
+    server = start_beating(start_server, environ=environ)
+    assert server.ask("tell scheduler_TP1 hush") == "silent"
+    server.say(f"tell scheduler_TP1 {way}")
+    (stored,) = finished(server, 1)
+    document = document_of(stored)
+    assert document["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP1"]
+    looks = process_of(document, "scheduler_TP1")["looks"]
+    assert [(look["state"], look["lock"]) for look in looks] == [(state, lock) for state in states]
+    assert all(look["doing"][0].startswith(f"{way} (") for look in looks)
+    # The frames are in files of their own.
+    assert looks[0].keys() == {"time", "state", "cpu_secs", "doing", "lock"}
+    # On a machine that is busy with other tests it may not get the CPU that it wants.
+    assert words in document["verdict"]["text"] or (way == "spin" and looks[2]["cpu_secs"] - looks[0]["cpu_secs"] < 2.5)
 
 
 def test_a_watchdog_that_ends_a_hung_server_is_another_incident_and_blames_the_same_rank(start_server: Start) -> None:

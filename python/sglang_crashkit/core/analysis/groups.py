@@ -152,10 +152,11 @@ def _evidence(members: Sequence[Member]) -> tuple[str, ...]:
 def _sentence(member: Member) -> str:
     if not member.sights:
         return f"{member.name} is known from before only."
-    return f"{member.name} {describe(member)}{_motion_words(member)}."
+    return f"{member.name} {describe(member)}{motion_words(member)}."
 
 
-def _motion_words(member: Member) -> str:
+def motion_words(member: Member) -> str:
+    """Return what its looks say together, as the end of a sentence about it; empty where they say nothing."""
     motion = member.motion()
     if motion == "moving":
         common = member.common_function()

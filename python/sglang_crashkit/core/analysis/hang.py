@@ -5,14 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import lru_cache
 
-from sglang_crashkit.core.analysis.member import Member, Sight
+from sglang_crashkit.core.analysis.groups import motion_words
+from sglang_crashkit.core.analysis.member import Member, Sight, describe
 from sglang_crashkit.core.analysis.odd_one import find_odd
-from sglang_crashkit.core.analysis.states import of_frames, of_state
-from sglang_crashkit.core.incident import Look, ProcessReport
-from sglang_crashkit.core.stacks import Frame
+from sglang_crashkit.core.analysis.states import activity_of
+from sglang_crashkit.core.incident import ProcessReport
+from sglang_crashkit.core.look import Look
+from sglang_crashkit.core.snapshot import ProcessSnapshot
+from sglang_crashkit.core.stacks import Frame, Thread
 
+#: Of so many ranks it is told what holds them.
+_MOST_TOLD = 3
 _FRAME = re.compile(r"(?P<function>.*) \((?P<file>.*):(?P<line>\d+)\)")
 
 
@@ -37,22 +43,75 @@ def find_suspect(ranks: Sequence[ProcessReport]) -> Suspect | None:
     """
     members = [member_of(rank) for rank in ranks]
     odd = find_odd(members)
-    # One without a stack may be the one, and whoever is named here is named without a level that says so.
-    if odd is None or (odd.level != "established" and not all(member.seen for member in members)):
+    if odd is None:
         return None
-    return Suspect(odd.members[0].source, odd.statement)
+    if odd.level == "established":
+        # What the kernel says of it is all there is to say.
+        return Suspect(odd.members[0].source, odd.statement)
+    # One without a stack may be the one, and whoever is named here is named without a level that says so.
+    if not all(member.seen for member in members):
+        return None
+    more = [sentence for member in odd.members[:_MOST_TOLD] for sentence in _more_of(member)]
+    return Suspect(odd.members[0].source, " ".join([odd.statement, *more]))
+
+
+def tell(report: ProcessReport | None) -> list[str]:
+    """Return what one rank alone was seen doing, in sentences; nothing where it was not seen."""
+    member = member_of(report) if report is not None else None
+    if member is None or not member.seen:
+        return []
+    return [f"{member.name} {describe(member)}.", *_more_of(member)]
 
 
 def member_of(report: ProcessReport) -> Member:
     """Return a process of an incident as it is compared with others."""
-    wchan = str((report.state or {}).get("wchan") or "")
-    sights = tuple(_sight(look, wchan) for look in report.looks if look.state or look.doing)
+    seen = [look for look in report.looks if look.doing]
+    # It has the lock for a moment now and then.
+    holds_lock = len(seen) > 1 and all(look.lock == "main" for look in seen)
+    sights = tuple(_sight(report, look, holds_lock=holds_lock) for look in report.looks if look.state or look.doing)
     return Member(f"{report.title} (pid {report.pid})", sights, source=report)
 
 
-def _sight(look: Look, wchan: str) -> Sight:
-    frames = tuple(frame_of(text) for text in look.doing)
-    return Sight(look.state, look.cpu_secs, of_state(look.state, wchan) or of_frames(frames), frames)
+def _sight(report: ProcessReport, look: Look, *, holds_lock: bool) -> Sight:
+    frames = look.frames or tuple(frame_of(text) for text in look.doing)
+    seconds = _seconds_of(look.time)
+    threads = (Thread("MainThread", report.pid, False, holds_lock, frames),) if frames else ()
+    wchan = str((report.state or {}).get("wchan") or "")
+    process = ProcessSnapshot(
+        "",
+        report.pid,
+        0,
+        report.title,
+        report.role,
+        report.rank,
+        seconds,
+        state=look.state,
+        wchan=wchan,
+        threads=threads,
+    )
+    return Sight(look.state, look.cpu_secs, activity_of(process), frames, seconds)
+
+
+def _more_of(member: Member) -> list[str]:
+    """Return in sentences what the looks at one say together."""
+    # The CPU time is that of all threads; a main thread that is asleep at each look does not use it.
+    sleeps = all(sight.state == "S" for sight in member.sights)
+    is_known = member.seconds() > 0 and not (sleeps and member.motion() == "spinning")
+    motion = motion_words(member).removeprefix("; it ") if is_known else ""
+    said = [f"{member.name} {motion}."] if motion else []
+    report: ProcessReport = member.source
+    seen = [look for look in report.looks if look.doing]
+    if len(seen) > 1 and all(look.lock == "taken" for look in seen):
+        said.append(f"No other thread of {member.name} got its interpreter lock in time to answer.")
+    return said
+
+
+def _seconds_of(time: str) -> float:
+    """Return a time of `iso_time` in seconds since the epoch, 0 where it is none."""
+    try:
+        return datetime.strptime(time, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc).timestamp()
+    except ValueError:
+        return 0.0
 
 
 @lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sglang_crashkit.core.analysis.grouping import groups_of, rank_at
-from sglang_crashkit.core.analysis.hang import find_suspect, frame_of
+from sglang_crashkit.core.analysis.hang import find_suspect, frame_of, tell
 from sglang_crashkit.core.analysis.member import name_some
 from sglang_crashkit.core.analysis.states import of_frames
 from sglang_crashkit.core.incident import Failure, Incident, Level, ProcessReport, Verdict
@@ -140,7 +140,7 @@ def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Seque
     elif (late := _late_in_collectives(incident)) is not None:
         named, basis = late, [*collectives, *silences]
     elif len(hung) == 1:
-        named, basis = hung[0], [*silences, *collectives]
+        named, basis = hung[0], [*silences, *tell(incident.process(hung[0])), *collectives]
     else:
         text = f"{len(hung)} processes made no progress, and none of them stands out."
         basis = [text, *silences, *collectives, *_doings(incident), *_on_gpus(incident), *lost]

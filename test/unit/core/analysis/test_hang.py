@@ -7,7 +7,10 @@ from hypothesis import strategies as st
 from sglang_crashkit.core.analysis.hang import Suspect, find_suspect
 from sglang_crashkit.core.analysis.member import name_some
 from sglang_crashkit.core.analysis.verdict import FailureEvent, judge
-from sglang_crashkit.core.incident import Collectives, Incident, Look, ProcessReport, ServerInfo, Trigger
+from sglang_crashkit.core.incident import Collectives, Incident, ProcessReport, ServerInfo, Trigger, iso_time
+from sglang_crashkit.core.look import Lock, Look
+from unit.core.analysis import real_stacks
+from unit.core.analysis.real_stacks import stack
 
 BROADCAST = "broadcast (torch/distributed/distributed_c10d.py:3787)"
 ALL_REDUCE = "all_reduce (torch/distributed/distributed_c10d.py:3913)"
@@ -126,6 +129,87 @@ def test_many_names_are_not_all_listed() -> None:
     assert name_some([str(n) for n in range(100)]) == "0, 1, 2, 3, 4, 5, 6, 7 and 92 more"
 
 
+# -- what holds the one that is named
+
+
+def looked_at(
+    number: int, *stacks: tuple[str, ...], states: str = "RRR", cpu_secs: float = 0.0, lock: Lock = ""
+) -> ProcessReport:
+    """Return a rank as the handler sees it, every 2 s; a stack for each look, or the same at all."""
+    report = ProcessReport(10 + number, f"sglang::scheduler_TP{number}", "scheduler", {"tp": number})
+    for position, state in enumerate(states):
+        frames = stack(*stacks[position % len(stacks)])
+        doing = [str(frame) for frame in frames[:4]]
+        time = iso_time(1000.0 + 2 * position)
+        report.looks.append(Look(time, state, cpu_secs * position, doing, lock, frames))
+    report.doing = report.looks[0].doing
+    return report
+
+
+WAITS = looked_at(0, real_stacks.BROADCAST, states="SSS")
+
+
+def said_of(rank: ProcessReport) -> str:
+    """Return what is said of a rank that another one waits for."""
+    found = named(WAITS, rank)
+    assert found is not None
+    assert found[0] == rank.rank["tp"]
+    return found[1]
+
+
+def test_one_that_is_busy_at_the_same_place_all_the_time_is_said_to_spin() -> None:
+    assert said_of(looked_at(1, real_stacks.SPIN, cpu_secs=1.9, lock="main")) == (
+        "sglang::scheduler_TP1 (pid 11) was in spin (sitecustomize.py:12) at 3 looks and used 3.8 s of CPU time"
+        f" meanwhile, while sglang::scheduler_TP0 (pid 10) waited in {real_stacks.BROADCAST[0]}."
+        " sglang::scheduler_TP1 (pid 11) spun there, busy all the time."
+    )
+
+
+def test_one_that_sleeps_does_not_spin_whatever_its_other_threads_use() -> None:
+    assert "spun" not in said_of(looked_at(1, real_stacks.SPIN, states="SSS", cpu_secs=1.9))
+
+
+def test_one_that_rests_at_the_same_place_is_said_to_be_stuck() -> None:
+    said = said_of(looked_at(1, real_stacks.SPIN, states="SSS"))
+    assert said.endswith(". sglang::scheduler_TP1 (pid 11) was stuck there.")
+
+
+def test_one_that_goes_round_is_said_to_move_with_the_function_that_it_does_not_leave() -> None:
+    # Deeper than what the incident shows of it.
+    stacks = [(*(f"f{depth}_{look} (x.py:1)" for depth in range(8)), *real_stacks.BATCH) for look in range(3)]
+    said = said_of(looked_at(1, *stacks, cpu_secs=1.9))
+    assert said.endswith(". sglang::scheduler_TP1 (pid 11) moved below LlamaModel.forward.")
+
+
+def test_one_that_sleeps_with_the_interpreter_lock_is_said_to_hold_it() -> None:
+    said = said_of(looked_at(1, real_stacks.SPIN, states="SSS", lock="main"))
+    assert "was in spin (sitecustomize.py:12), holding the interpreter lock in native code at 3 looks" in said
+
+
+@pytest.mark.parametrize("lock", ["main", "taken"])
+def test_a_lock_that_was_held_at_some_of_the_looks_only_is_not_said_to_be(lock: Lock) -> None:
+    rank = looked_at(1, real_stacks.SPIN, states="SSS", lock=lock)
+    rank.looks[1].lock = ""
+    assert "interpreter lock" not in said_of(rank)
+    assert "interpreter lock" not in said_of(looked_at(1, real_stacks.SPIN, states="S", lock=lock))
+
+
+def test_where_it_is_not_seen_who_holds_the_lock_it_is_said_that_it_was_not_to_be_had() -> None:
+    said = said_of(looked_at(1, real_stacks.SPIN, states="SSS", lock="taken"))
+    assert said.endswith(
+        " No other thread of sglang::scheduler_TP1 (pid 11) got its interpreter lock in time to answer."
+    )
+
+
+def test_of_one_that_is_stopped_nothing_more_is_said() -> None:
+    said = said_of(looked_at(1, real_stacks.SPIN, states="TTT", lock="taken"))
+    assert said == "sglang::scheduler_TP1 (pid 11) is stopped (state T) until somebody sends SIGCONT."
+
+
+def test_where_the_times_are_not_known_nothing_is_said_of_motion() -> None:
+    assert said_of(rank(1, SPIN, SPIN, states="RR", cpu_secs=2.0)).endswith(f"waited in {real_stacks.BROADCAST[0]}.")
+
+
 # -- the verdict
 
 
@@ -166,9 +250,20 @@ def test_the_verdict_is_unknown_where_all_wait() -> None:
 
 
 def test_the_only_one_that_makes_no_progress_is_named() -> None:
-    verdict = judge(incident_of(rank(0, SPIN)), [silent(10, 1.0)])
+    verdict = judge(incident_of(looked_at(0, real_stacks.SPIN, cpu_secs=1.9)), [silent(10, 1.0)])
     assert verdict.first_failure is not None
     assert (verdict.first_failure.pid, verdict.level) == (10, "supported")
+    assert verdict.basis == [
+        "sglang::scheduler_TP0 (pid 10) made no progress for 5.0 s.",
+        "sglang::scheduler_TP0 (pid 10) was in spin (sitecustomize.py:12) at 3 looks and used 3.8 s of CPU time"
+        " meanwhile.",
+        "sglang::scheduler_TP0 (pid 10) spun there, busy all the time.",
+    ]
+
+
+def test_the_only_one_is_named_where_it_was_not_looked_at() -> None:
+    verdict = judge(incident_of(ProcessReport(10, "sglang::scheduler_TP0", "scheduler", {})), [silent(10, 1.0)])
+    assert verdict.basis == ["sglang::scheduler_TP0 (pid 10) made no progress for 5.0 s."]
 
 
 def test_ranks_of_another_group_are_not_compared_with() -> None:
