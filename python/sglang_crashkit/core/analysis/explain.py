@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_crashkit.core.analysis.grouping import group_of, split_replicas
-from sglang_crashkit.core.analysis.groups import Finding, judge_group
+from sglang_crashkit.core.analysis.groups import Finding, doubt_alone, judge_group
 from sglang_crashkit.core.analysis.member import Member, describe
 from sglang_crashkit.core.analysis.odd_one import find_odd
 from sglang_crashkit.core.analysis.rank_set import Rank, Scope, scope_of
@@ -96,8 +96,11 @@ def _findings(sightings: Sightings) -> list[Finding]:
     untitled: dict[Scope, list[Member]] = {}
     findings = []
     judged: list[tuple[Scope, Finding, list[Member]]] = []
+    sides: set[str | None] = set()
     for seen in sightings.processes():
         member = _member(seen, sightings.rounds)
+        if member.sights or member.is_gone:
+            sides.add(seen.process.side)
         role = seen.process.role
         untitled_as = untitled_role(member) if role == ROLE else None
         if role == "scheduler":
@@ -120,8 +123,16 @@ def _findings(sightings: Sightings) -> list[Finding]:
     for scope, members in untitled.items():
         name = " ".join([*(str(place) for _name, place in scope), "untitled"])
         alone = len(untitled) == 1 and not groups and "side" not in dict(scope)
-        findings.append(judge_untitled("" if alone else name, members))
-    return findings + _judge_stages(judged)
+        findings.append(_of_pair(scope, judge_untitled("" if alone else name, members), members, sides))
+    found = zip(judged, _judge_stages(judged), strict=True)
+    return findings + [_of_pair(scope, finding, members, sides) for (scope, _own, members), finding in found]
+
+
+def _of_pair(scope: Scope, finding: Finding, members: list[Member], seen: Collection[str | None]) -> Finding:
+    """Return the finding of a group with what it is worth where it is of a pair, of which these sides were seen."""
+    side = dict(scope).get("side")
+    other = {"prefill": "decode", "decode": "prefill"}.get(str(side))
+    return finding if other is None or other in seen else doubt_alone(finding, members, other)
 
 
 def _is_needed(role: str, untitled_as: str | None, member: Member) -> bool:

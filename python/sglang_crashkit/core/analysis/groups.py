@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from sglang_crashkit.core.analysis.member import Member, Sight, describe, describe_several, name_members
@@ -14,6 +14,7 @@ from sglang_crashkit.core.incident import Level
 #: they go on; ``unclear``: none of that.
 FindingKind = Literal["odd", "waiting", "idle", "moving", "unclear"]
 
+_NO_HANG = ": no hang is seen."
 #: Of the others of a group, this many different things are told.
 _MOST_EVIDENCE = 6
 
@@ -54,7 +55,7 @@ def judge_group(name: str, members: Sequence[Member]) -> Finding:
     if odd is not None and odd.level == "established":
         return Finding(name, "odd", odd.members, odd.statement, evidence, odd.level)
     if _are_idle(members):
-        text = f"{name_members(members)} waited for {_awaited(members)}, as when there are none: no hang is seen."
+        text = f"{name_members(members)} waited for {_awaited(members)}, as when there are none{_NO_HANG}"
         return Finding(name, "idle", (), text, evidence, _level(members))
     if odd is not None and _is_convincing(odd, members):
         return Finding(name, "odd", odd.members, odd.statement, evidence, odd.level)
@@ -62,10 +63,29 @@ def judge_group(name: str, members: Sequence[Member]) -> Finding:
         return Finding(name, "waiting", (), _waiting_text(members), evidence, "unknown", waits=True)
     moving = [member for member in members if member.motion() == "moving"]
     if moving:
-        text = f"{name_members(moving)} did different things at different looks: no hang is seen."
+        text = f"{name_members(moving)} did different things at different looks{_NO_HANG}"
         return Finding(name, "moving", (), text, evidence, "supported")
     text = _unclear_text(members) if len(members) > 1 else _sentence(members[0])
     return Finding(name, "unclear", (), text, evidence, "unknown")
+
+
+def doubt_alone(finding: Finding, members: Sequence[Member], side: str) -> Finding:
+    """Return what is left of a finding where nothing was seen of the other side of a pair.
+
+    What a side without work waits for may come from there.
+
+    Args:
+        finding: of a group of one side.
+        members: its processes.
+        side: the other one, ``prefill`` or ``decode``.
+    """
+    missing = f"No process of the {side} side was found"
+    finding = replace(finding, evidence=(*finding.evidence, f"{missing}."))
+    works = any(sight.activity.batch for member in members for sight in member.sights)
+    if finding.kind != "idle" and (finding.kind != "moving" or works):
+        return finding
+    text = f"{finding.statement.removesuffix(_NO_HANG)}. {missing}: whether that hangs, or is gone, is not seen."
+    return replace(finding, kind="unclear", statement=text, level="unknown")
 
 
 def _is_convincing(odd: Odd, members: Sequence[Member]) -> bool:

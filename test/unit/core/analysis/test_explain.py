@@ -367,11 +367,49 @@ def test_a_prefill_side_that_is_known_from_before_is_named_when_its_host_no_long
     assert pids(explain(rounds([decode], [decode]), known=[replace(prefill, host="n9")])) == []
 
 
-def test_a_prefill_side_that_nobody_saw_is_not_named() -> None:
-    decode = process(20, DECODE, side="decode", server=2)
-    told = explain(rounds([decode], [decode]))
-    assert pids(told) == []
-    assert "prefill" not in told.statement
+@pytest.mark.parametrize(("side", "other"), [("decode", "prefill"), ("prefill", "decode")])
+def test_an_idle_side_of_a_pair_of_which_the_other_side_is_not_found_is_not_said_not_to_hang(
+    side: str, other: str
+) -> None:
+    one = process(20, DECODE, side=side, server=2)
+    told = explain(rounds([one], [one]))
+    assert (told.kind, told.level, pids(told)) == ("unclear", "unknown", [])
+    assert told.statement.endswith(
+        "waited for requests or for the other side of its pair, as when there are none. "
+        f"No process of the {other} side was found: whether that hangs, or is gone, is not seen."
+    )
+    # One that is only known to have been on a host that is silent was not found either.
+    known = replace(process(10, (), side=other), host="n9")
+    idle = next(f for f in explain(rounds([one], [one]), known=[known]).findings if side in f.group)
+    assert idle.kind == "unclear"
+
+
+def test_of_an_untitled_side_of_a_pair_the_same_is_said() -> None:
+    frames = (*DECODE, "run_scheduler_process (scheduler.py:4045)")
+    one = process(20, frames, side="decode", role="starting")
+    assert explain(rounds([one], [one])).kind == "unclear"
+    prefill = process(10, DECODE, side="prefill")
+    assert explain(rounds([one, prefill], [one, prefill])).kind == "idle"
+
+
+def test_a_side_of_stages_that_is_idle_is_not_named_where_the_other_side_is_not_found() -> None:
+    row = [process(20 + pp, DECODE if pp == 0 else BROADCAST, pp=pp, side="decode") for pp in range(2)]
+    assert pids(explain(rounds(row, row))) == []
+
+
+def test_a_side_that_goes_on_is_not_said_to_be_without_a_hang_unless_it_works() -> None:
+    helpers = [("helper (x.py:1)", *DECODE[1:]), ("other (x.py:2)", *DECODE[1:])]
+    looks = [[process(20, frames, side="decode")] for frames in helpers]
+    assert explain(rounds(*looks)).kind == "unclear"
+    looks = [[process(20, frames, side="decode")] for frames in (MATMUL, ALL_REDUCE)]
+    assert explain(rounds(*looks)).kind == "moving"
+
+
+def test_a_side_that_waits_is_told_with_the_other_side_that_is_not_found() -> None:
+    one = process(20, BROADCAST, side="decode", server=2)
+    told = explain(rounds([one], [one]))
+    assert told.kind == "waiting"
+    assert "No process of the prefill side was found." in told.findings[0].evidence
 
 
 def test_a_decode_side_that_goes_round_is_not_said_to_wait_for_requests_only() -> None:
