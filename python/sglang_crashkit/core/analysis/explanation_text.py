@@ -36,7 +36,8 @@ def format_explanation(explanation: Explanation, tree: PrefixTree | None = None)
         yield f"  {len(explanation.problems) - _MOST_PROBLEMS} more"
     if tree is not None and tree.root.children:
         yield ""
-        yield "All stacks, outermost call first, what the fewest ranks do first:"
+        # Threads of native libraries, such as NCCL's, have no such stacks.
+        yield "Python stacks of all threads, outermost call first, what the fewest ranks do first:"
         yield from (f"  {line}" for line in format_tree(tree))
 
 

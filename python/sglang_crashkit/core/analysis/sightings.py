@@ -1,8 +1,8 @@
 """What snapshots show, merged: small for 100,000 ranks, and the same in whatever order and grouping it came together.
 
-Snapshots are taken in one by one and not kept: of each process stays what each look saw of its main thread, and of all
-threads the merged tree. Hosts can merge what is theirs and send that (`sightings_json`). Each snapshot is to be taken
-in once.
+Snapshots are taken in one by one and not kept: of each process stays what each look saw of its main thread, and of the
+Python stacks of all threads the merged tree. Hosts can merge what is theirs and send that (`sightings_json`). Each
+snapshot is to be taken in once.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Sightings:
         known: processes that are known to have been there before the first snapshot; one that no snapshot has is gone.
 
     Attributes:
-        tree: the stacks of all threads of all processes, of all snapshots.
+        tree: the Python stacks of all threads of all processes, of all snapshots.
         rounds: the time of the last round on each host, in seconds since the epoch.
     """
 

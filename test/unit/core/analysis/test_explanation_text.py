@@ -19,7 +19,7 @@ def test_the_verdict_comes_first_and_then_what_it_rests_on() -> None:
     assert lines[1] == "Look at: sglang::scheduler_TP1 (pid 11)"
     assert "Evidence (odd, supported):" in lines
     assert lines[lines.index("Not collected:") + 1 :][:2] == ["  n2: silent", "  pid 12: it ended; next: look again"]
-    tree = lines[lines.index("All stacks, outermost call first, what the fewest ranks do first:") :]
+    tree = lines[lines.index("Python stacks of all threads, outermost call first, what the fewest ranks do first:") :]
     assert any("TP1: " in line and "spin (sitecustomize.py:12)" in tree[at + 1] + line for at, line in enumerate(tree))
 
 
