@@ -119,6 +119,50 @@ def test_a_request_that_may_take_any_time_is_told(
     assert not read(reader).is_busy
 
 
+@pytest.mark.parametrize("place", [0, 2, 97, 99])
+def test_it_is_found_among_the_first_and_the_last_of_many(listener: Listener, scheduler: Scheduler, place: int) -> None:
+    reader = beating(listener, scheduler)
+    requests = [request_of("TokenizedGenerateReqInput") for _ in range(100)]
+    scheduler.process_input_requests(requests)
+    assert not reader.read().is_busy
+    requests[place] = request_of("UpdateWeightFromDiskReqInput")
+    scheduler.process_input_requests(requests)
+    assert read(reader).is_busy
+
+
+class Counting(list[Any]):
+    """Counts what is taken out of it."""
+
+    taken = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            self.taken += 1
+            yield item
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.taken += len(found) if isinstance(index, slice) else 1
+        return found
+
+
+def test_a_round_with_many_requests_costs_no_more_than_one_with_a_few(listener: Listener, scheduler: Scheduler) -> None:
+    reader = beating(listener, scheduler)
+    requests = Counting([request_of("TokenizedGenerateReqInput")] * 10_000)
+    scheduler.process_input_requests(requests)
+    assert requests.taken <= 8
+    reader.close()
+
+
+def test_the_requests_stay_as_they_are(listener: Listener, scheduler: Scheduler) -> None:
+    reader = beating(listener, scheduler)
+    requests = [request_of("TokenizedGenerateReqInput") for _ in range(100)]
+    before = list(requests)
+    scheduler.process_input_requests(requests)
+    assert requests == before
+    reader.close()
+
+
 def test_without_a_handler_nothing_beats_and_it_is_asked_for_once(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
