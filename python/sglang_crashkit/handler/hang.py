@@ -70,8 +70,11 @@ class Hang:
         return f"{words} Incident: {run.problem or run.path}"
 
     def is_over(self) -> bool:
-        """Say whether all that hung go on or are dead; those that go on are noted in the incident, finished or not."""
-        living = [pulse for pulse in self._pulses if pulse.process.exited_at is None]
+        """Say whether all that hung go on or are dead; those that go on are noted in the incident, finished or not.
+
+        Of one whose heartbeat was switched off nothing more is known.
+        """
+        living = [pulse for pulse in self._pulses if pulse.process.exited_at is None and not pulse.beat.is_off]
         if any(pulse.signs < _SIGNS_OF_PROGRESS for pulse in living):
             return False
         if living:

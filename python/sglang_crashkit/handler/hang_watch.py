@@ -6,9 +6,11 @@ incident of kind ``hang`` with several snapshots; nothing is killed, and the inc
 An idle server beats at least once a second in all supported releases (``--sleep-on-idle`` waits for 1000 ms at most), a
 long prompt with every chunk. Silence is no hang, and is not counted,
 
-* until every scheduler has begun its event loop: it loads the model, captures graphs;
+* until every scheduler has begun its event loop, or one of them a batch: it loads the model, captures graphs;
 * while one is held by a debugger, or the whole server is stopped;
 * while the server is being ended.
+
+A scheduler that cannot be followed is seen by the silence of those that wait for it.
 
 More patience is had with the first batches, which compile kernels, with later ones while a compiler runs for them, and
 with control requests, such as an update of the weights.
@@ -35,8 +37,12 @@ logger = logging.getLogger(__name__)
 _LONGEST_INTERVAL_SECS = 2.0
 #: Rounds of an idle server take up to one second; no silence that is shorter than this is a hang.
 _SHORTEST_SECS = 2.0
-#: The first batches compile kernels, and control requests move all the weights: so many times as long they may take.
-_FIRST_BATCHES, _FIRST_FACTOR, _BUSY_FACTOR = 8, 5, 10
+#: Control requests move all the weights: so many times as long they may take.
+_BUSY_FACTOR = 10
+#: The first batches compile kernels. Compilers that run as processes are seen (below), and get more time; this is for
+#: what a scheduler compiles itself, by Triton, NVRTC or the driver. With the default it is a hang after 180 s, whose
+#: stacks are on disk before upstream's watchdog ends the server, which it does after 300 s.
+_FIRST_BATCHES, _FIRST_FACTOR = 8, 3
 #: FlashInfer's and DeepGEMM's larger kernels take nvcc minutes each.
 _COMPILING_FACTOR = 20
 #: Share of the time from which on compilers are looked for; between two of them there may be none for a moment.
@@ -76,6 +82,8 @@ class HangWatch:
         self._hang_secs = max(settings.hang_secs, _SHORTEST_SECS) if settings.hang_secs else 0.0
         self._interval_secs = min(_LONGEST_INTERVAL_SECS, self._hang_secs / 10)
         self._pulses: dict[int, Pulse] = {}
+        #: Pids of schedulers that have begun their loop and cannot be followed.
+        self._unfollowed: set[int] = set()
         self._hang: Hang | None = None
         self._looked_at = self._not_before = 0.0
         self._compiled_at = float("-inf")
@@ -92,8 +100,12 @@ class HangWatch:
         try:
             reader = BeatReader(process.pid, descriptor)
         except (OSError, NotABeatError) as error:
+            self._unfollowed.add(process.pid)
             logger.warning(
-                "hangs are not noticed, %s (pid %d) cannot be followed: %s", process.title, process.pid, error
+                "%s (pid %d) cannot be followed, so that it hangs is seen only by others that wait for it: %s",
+                process.title,
+                process.pid,
+                error,
             )
             return
         if not self._pulses:
@@ -130,11 +142,13 @@ class HangWatch:
 
     def _look(self, seen_secs: float) -> None:
         for pid, pulse in list(self._pulses.items()):
-            if pulse.process.exited_at is not None:
+            if pulse.process.exited_at is None:
+                pulse.look(seen_secs)
+            if pulse.process.exited_at is not None or pulse.beat.is_off:
+                # One that lives beats no more, for a reason that it has logged.
+                self._unfollowed.add(pid)
                 del self._pulses[pid]
                 pulse.close()
-            else:
-                pulse.look(seen_secs)
         longest = max((pulse.silent_secs for pulse in self._pulses.values()), default=0.0)
         if longest > 2 * self._interval_secs:
             states = {pid: _state_of(pulse.process) for pid, pulse in self._pulses.items()}
@@ -161,12 +175,17 @@ class HangWatch:
         root, expected = self._tree.root, self._outlook.expected
         if self._outlook.gone_at is not None or root.pid in expected or expected & states.keys():
             return True
-        if any(process.role == "scheduler" and process.pid not in states for process in self._tree.alive()):
-            return True
-        if any(pulse.beat.is_off for pulse in self._pulses.values()):
+        if self._is_starting():
             return True
         stopped_as_a_whole = set(states.values()) <= {"T"} and _state_of(root) in "Tt"
         return stopped_as_a_whole or "t" in states.values()
+
+    def _is_starting(self) -> bool:
+        """Say whether a scheduler may not be ready yet; where one has begun a batch, all are."""
+        if any(pulse.beat.batches for pulse in self._pulses.values()):
+            return False
+        known = self._pulses.keys() | self._unfollowed
+        return any(process.role == "scheduler" and process.pid not in known for process in self._tree.alive())
 
     def _patience(self, states: Mapping[int, str]) -> int:
         """Return by what the time is multiplied after which a silence is a hang."""

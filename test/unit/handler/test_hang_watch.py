@@ -352,12 +352,22 @@ def test_only_time_that_was_seen_to_pass_counts(gaps: list[float], hang_secs: fl
 
 
 def test_a_server_that_still_starts_does_not_hang() -> None:
-    world = World().follow(10)
+    world = World()
+    world.beat(batches=0)
+    world.follow(10)
     world.pass_time(600)
     assert world.hangs == []
     world.follow(11)
     world.pass_time(6.5)
     assert len(world.hangs) == 1
+
+
+def test_one_that_never_beats_excuses_nobody_once_there_was_a_batch() -> None:
+    # All of a server's schedulers are ready before it takes in a request.
+    world = World().follow(10)
+    world.batch(10, number=9)
+    world.pass_time(6.5)
+    assert [run.silent for run in world.hangs] == [[10]]
 
 
 def test_a_server_that_is_stopped_as_a_whole_does_not_hang() -> None:
@@ -414,18 +424,52 @@ def test_a_paused_server_goes_round() -> None:
 def test_a_heartbeat_that_was_switched_off_is_no_hang() -> None:
     world = World().follow()
     world.beat(11, is_off=True)
-    world.pass_time(600)
+    world.pass_time(600, lambda: world.beat(10))
     assert world.hangs == []
+
+
+def test_nor_does_it_excuse_the_others() -> None:
+    world = World().follow()
+    world.beat(11, is_off=True)
+    world.pass_time(6.5)
+    assert [run.silent for run in world.hangs] == [[10]]
+
+
+def test_a_heartbeat_that_is_switched_off_in_a_hang_does_not_keep_it_from_its_end() -> None:
+    world = World().follow()
+    world.pass_time(12)
+    world.beat(11, is_off=True)
+    world.pass_time(5, lambda: world.beat(10))
+    assert world.current.hang is None
+    assert len(world.hangs[0].progress) == 1
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+def test_one_that_cannot_be_followed_does_not_excuse_the_others(batches: int) -> None:
+    world = World()
+    world.beat(batches=batches)
+    world.follow(10)
+    unfollowed: Any = world.processes[1]
+    world.watch.follow(unfollowed, -1)
+    world.pass_time(6.5)
+    assert [run.silent for run in world.hangs] == [[10]]
 
 
 @pytest.mark.parametrize("number", [1, 8])
-def test_the_first_batches_may_take_five_times_as_long(number: int) -> None:
+def test_the_first_batches_may_take_three_times_as_long(number: int) -> None:
     world = World().follow()
     world.batch(number=number)
-    world.pass_time(24)
+    world.pass_time(14.5)
     assert world.hangs == []
     world.pass_time(3)
     assert len(world.hangs) == 1
+
+
+def test_a_hang_in_the_first_batch_is_whole_before_upstreams_watchdog_ends_the_server() -> None:
+    world = World(Settings.from_environ({}).hang_secs).follow()
+    world.batch(number=1)
+    world.pass_time(240)
+    assert [run.finished for run in world.hangs] == [True]
 
 
 def test_one_that_waits_for_its_compiler_may_take_twenty_times_as_long() -> None:
