@@ -199,9 +199,19 @@ def _passed_over(found: Discovery) -> Iterator[str]:
         name = collect_report.name_of(user)
         which = ", ".join(str(pid) for pid in pids[:_MOST_TITLES])
         yield f"user {name}'s processes were left alone (pid {which}); next: --user {name}, or --any-user"
+    for place, pids in found.elsewhere.items():
+        which = ", ".join(str(pid) for pid in pids[:_MOST_TITLES])
+        count = f"{len(pids)} process{'' if len(pids) == 1 else 'es'}"
+        yield f"{count} of Slurm job {place.job_id} on {place.node} left alone (pid {which}); next: --pid {pids[0]}"
 
 
 def _nothing(args: argparse.Namespace, found: Discovery) -> NothingToDoError:
+    if found.elsewhere:
+        pids = [pid for those in found.elsewhere.values() for pid in those]
+        return NothingToDoError(
+            f"there are only SGLang processes of other Slurm jobs than this shell's: {len(pids)}",
+            next_step=f"--pid {pids[0]}, or any process of the server that is meant",
+        )
     if found.others:
         return NothingToDoError("there are only other users' SGLang processes", next_step="--any-user, as root")
     if args.pid is not None:

@@ -141,6 +141,7 @@ def as_json(
         "processes": processes,
         "verdict": explanation.to_json(),
         "other_users": {name_of(user): list(pids) for user, pids in found.others.items()},
+        "other_jobs": [{**vars(place), "pids": list(pids)} for place, pids in found.elsewhere.items()],
     }
 
 

@@ -2,28 +2,20 @@
 
 SGLang titles its workers (see `titles`). Where no scheduler is titled, because setproctitle is missing or the ranks
 have not got that far, the Python processes that run SGLang are taken, and those that multiprocessing spawned for them.
+Whether any scheduler is titled is asked for each user and Slurm job: of what others run here, nothing follows.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
 from sglang_crashkit.core import procfs, titles
-from sglang_crashkit.core.slurm_place import Place, is_elsewhere
+from sglang_crashkit.core.sglang_command import may_run_sglang, runs_router, runs_sglang
+from sglang_crashkit.core.slurm_place import Place, other_place_of
 
-#: ``python -m MODULE``, ``python FILE`` or the console script that is SGLang's: a file below a folder of that name,
-#: such as a checkout, need not be.
-_MODULE = re.compile(r"sglang(?:\.[\w.]+)?")
-_SCRIPT = re.compile(r"(?:^|/)sglang(?:/(?:launch_server|bench_\w+|srt/.+|cli/.+)\.py)?$")
-#: These have no model: what passes requests on to servers, and clients.
-_ROUTER = re.compile(r"\bsglang(?:_router\b|\b.*\b(?:launch_router|launch_lb|mini_lb)\b)")
-_CLIENT = re.compile(r"\b(?:bench_serving|check_env)\b")
-_PYTHON = re.compile(r"(?:python|pypy)[\d.]*")
 _SPAWNED = ("-c", "multiprocessing.spawn")
 _TITLE = "sglang::"
 #: The kit's own are no part of the server; its handler watches the server from beside it.
@@ -68,11 +60,13 @@ class Discovery:
         processes: those that were asked for, by server and pid.
         others: pids of processes that would have been, if they were not another user's, by user id.
         servers: pids of the processes that launched a server, those of other users left out.
+        elsewhere: pids of processes that would have been, if they did not belong to another Slurm job or node.
     """
 
     processes: tuple[FoundProcess, ...] = ()
     others: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     servers: tuple[int, ...] = ()
+    elsewhere: Mapping[Place, tuple[int, ...]] = field(default_factory=dict)
 
 
 def find_processes(
@@ -94,53 +88,28 @@ def find_processes(
     """
     host = _Host.read()
     members = host.members_of(pid) if pid is not None else None
-    wanted = [one for one in host.find(everything=everything, within=members) if one.pid != os.getpid()]
-    wanted += host.find_routers(members) if routers else []
-    wanted = [one for one in wanted if not is_elsewhere(one.pid, here)]
+    wanted: dict[int, FoundProcess] = {}
+    for candidates in host.groups(members, here):
+        for one in host.find(candidates, everything=everything):
+            wanted.setdefault(one.pid, one)
+    for one in host.find_routers(members) if routers else ():
+        wanted.setdefault(one.pid, one)
+    wanted.pop(os.getpid(), None)
+    mine: list[FoundProcess] = []
     others: dict[int, tuple[int, ...]] = {}
-    for one in wanted:
-        if user is not None and one.user != user:
+    elsewhere: dict[Place, tuple[int, ...]] = {}
+    for one in wanted.values():
+        place = other_place_of(one.pid, here)
+        is_mine = user is None or one.user == user
+        if is_mine and place is None:
+            mine.append(one)
+        elif is_mine and place is not None:
+            elsewhere[place] = (*elsewhere.get(place, ()), one.pid)
+        elif place is None:
             others[one.user] = (*others.get(one.user, ()), one.pid)
-    mine = [one for one in wanted if user is None or one.user == user]
+    mine.sort(key=lambda one: (one.server or 0, one.pid))
     servers = sorted({one.server for one in mine if one.server is not None})
-    return Discovery(tuple(sorted(mine, key=lambda one: (one.server or 0, one.pid))), others, tuple(servers))
-
-
-def runs_sglang(cmdline: list[str]) -> bool:
-    """Say whether a command line is that of a Python process that runs a server of SGLang.
-
-    A ``sglang`` module, script or console script must be what Python runs; the word in another argument says nothing.
-    """
-    program = _program_of(cmdline)
-    if program is None or _ROUTER.search(program) or _CLIENT.search(program):
-        return False
-    return bool(_MODULE.fullmatch(program) or _SCRIPT.search(program))
-
-
-def runs_router(cmdline: list[str]) -> bool:
-    """Say whether a command line is that of a Python process that passes requests on to SGLang's servers."""
-    program = _program_of(cmdline)
-    return program is not None and bool(_ROUTER.search(program))
-
-
-def _program_of(cmdline: list[str]) -> str | None:
-    """Return the module or script that Python runs, None where it is not Python or runs neither."""
-    words = cmdline[0].split() if len(cmdline) == 1 else cmdline
-    if not words or not _PYTHON.fullmatch(Path(words[0]).name):
-        return None
-    takes_value = False
-    for position, word in enumerate(words[1:], start=1):
-        if takes_value:
-            takes_value = False
-        elif word == "-m":
-            return words[position + 1] if position + 1 < len(words) else None
-        elif word.startswith("-c"):
-            return None
-        elif word in {"-W", "-X"}:
-            takes_value = True
-        elif not word.startswith("-"):
-            return word
-    return None
+    return Discovery(tuple(mine), others, tuple(servers), elsewhere)
 
 
 @dataclass(frozen=True)
@@ -154,6 +123,10 @@ class _Entry:
     @property
     def is_titled(self) -> bool:
         return bool(self.cmdline) and self.cmdline[0].startswith(_TITLE)
+
+    @property
+    def is_scheduler(self) -> bool:
+        return self.is_titled and titles.role_of(self.title) == "scheduler"
 
     @property
     def title(self) -> str:
@@ -185,12 +158,22 @@ class _Host:
                 entries[stat.pid] = _Entry(stat.pid, stat.ppid, stat.start_ticks, stat.comm, cmdline)
         return cls(entries)
 
-    def find(self, *, everything: bool, within: set[int] | None) -> Iterator[FoundProcess]:
-        candidates = [entry for pid, entry in self._entries.items() if within is None or pid in within]
-        schedulers = [entry for entry in candidates if titles.role_of(entry.title) == "scheduler" and entry.is_titled]
+    def groups(self, within: set[int] | None, here: Place | None) -> list[list[_Entry]]:
+        """Return those that may be of SGLang, by their users and, where these are not `here`, their Slurm jobs."""
+        groups: dict[tuple[int | None, Place | None], list[_Entry]] = {}
+        for pid, entry in self._entries.items():
+            if (within is None or pid in within) and (entry.is_titled or may_run_sglang(entry.cmdline)):
+                groups.setdefault((_user_of(pid), other_place_of(pid, here)), []).append(entry)
+        return list(groups.values())
+
+    def find(self, candidates: Sequence[_Entry], *, everything: bool) -> Iterator[FoundProcess]:
+        schedulers = [entry for entry in candidates if entry.is_scheduler]
         roots = [entry for entry in candidates if not entry.is_titled and runs_sglang(entry.cmdline)]
         if not schedulers:
-            chosen = {pid for root in roots for pid in self._python_tree(root.pid)}
+            # Its schedulers may run as another user.
+            titled = {self.server_of(pid) for pid, entry in self._entries.items() if entry.is_scheduler}
+            roots += [entry for entry in candidates if self._is_all_there_is(entry)]
+            chosen = {pid for root in roots if root.pid not in titled for pid in self._python_tree(root.pid)}
             yield from self._told(chosen, "command line")
             return
         chosen = {entry.pid for entry in schedulers}
@@ -208,12 +191,13 @@ class _Host:
     def server_of(self, pid: int) -> int | None:
         """Return the process that launched the server of `pid`: the highest above it that SGLang runs in.
 
-        That may be any program that uses SGLang's Engine: then it is the parent of the highest one with a title.
+        That may be any program that uses SGLang's Engine: then it is the parent of the highest one with a title, or the
+        nearest one that is called so.
         """
         line = [pid, *self._above(pid)]
         known = [one for one in line if self._is_sglang(self._entries[one])]
         if not known:
-            return None
+            return next((one for one in line if may_run_sglang(self._entries[one].cmdline)), None)
         top = self._entries[known[-1]]
         if not top.is_titled:
             return top.pid
@@ -233,6 +217,13 @@ class _Host:
     def _is_sglang(self, entry: _Entry) -> bool:
         return (entry.is_titled and titles.role_of(entry.title) != _HANDLER) or runs_sglang(entry.cmdline)
 
+    def _is_all_there_is(self, entry: _Entry) -> bool:
+        """Say whether a program that is only called so runs no other one that certainly is SGLang's."""
+        if entry.is_titled or runs_sglang(entry.cmdline):
+            return False
+        below = self._tree(entry.pid, lambda _entry: True)
+        return not any(runs_sglang(self._entries[one].cmdline) for one in below)
+
     def _above(self, pid: int) -> Iterator[int]:
         seen = {pid}
         parent = self._entries[pid].ppid
@@ -243,7 +234,7 @@ class _Host:
             parent = self._entries[parent].ppid
 
     def _python_tree(self, root: int) -> Iterator[int]:
-        return self._tree(root, lambda entry: entry.is_spawned or entry.is_titled or runs_sglang(entry.cmdline))
+        return self._tree(root, lambda entry: entry.is_spawned or entry.is_titled or may_run_sglang(entry.cmdline))
 
     def _tree(self, root: int, belongs: Callable[[_Entry], bool]) -> Iterator[int]:
         waiting, seen = [root], {root}

@@ -52,12 +52,10 @@ def place_of(pid: int) -> Place | None:
     return None
 
 
-def is_elsewhere(pid: int, here: Place | None) -> bool:
-    """Say whether process `pid` is known to belong to another job or node than `here`."""
-    if here is None:
-        return False
-    place = place_of(pid)
-    return place is not None and place != here
+def other_place_of(pid: int, here: Place | None) -> Place | None:
+    """Return the place of process `pid` where it is known to be another job or node than `here`, else None."""
+    place = place_of(pid) if here is not None else None
+    return None if place == here else place
 
 
 def _read_environ(pid: int) -> dict[str, str]:

@@ -11,11 +11,12 @@ from collections.abc import Iterable
 import psutil
 
 from sglang_crashkit.core import procfs
-from sglang_crashkit.core.discovery import FoundProcess, find_processes, runs_sglang
+from sglang_crashkit.core.discovery import FoundProcess, find_processes
 from sglang_crashkit.core.health_probe import Address
 from sglang_crashkit.core.pidfd import ProcessHandle
 from sglang_crashkit.core.pyspy import photograph_all
 from sglang_crashkit.core.server_arguments import port_of, serves_tls
+from sglang_crashkit.core.sglang_command import runs_sglang
 from sglang_crashkit.core.stacks import Frame, main_thread
 from sglang_crashkit.core.standstill import RankLook
 

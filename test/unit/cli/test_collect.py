@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.cli.main import main
-from sglang_crashkit.core.discovery import find_processes
+from sglang_crashkit.core.discovery import Discovery, find_processes
 from sglang_crashkit.core.procfs import TreeScanner, read_title
+from sglang_crashkit.core.slurm_place import Place
 from sglang_crashkit.core.snapshot import parse
 from unit.targets import SLEEPER, functions_of, settle, settle_in_sleep, state_of
 from unit.waiting import LONG, child, wait_until
@@ -166,6 +167,19 @@ def test_without_a_process_the_status_is_3_and_nothing_is_written(
         assert collect(process.pid, tmp_path / "out", *QUICK, "--json") == 3
     assert json.loads(capsys.readouterr().out)["exit_code"] == 3
     assert not (tmp_path / "out").exists()
+
+
+def test_in_the_shell_of_a_slurm_job_those_of_another_job_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Discovery(elsewhere={Place("8", "n2"): (4711, 4712)})
+    monkeypatch.setattr("sglang_crashkit.core.discovery.find_processes", lambda **_options: found)
+    monkeypatch.chdir(tmp_path)
+    assert main(["collect", *QUICK]) == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "2 processes of Slurm job 8 on n2 left alone (pid 4711, 4712); next: --pid 4711"
+    assert "there are only SGLang processes of other Slurm jobs than this shell's: 2" in lines[1]
+    assert "--pid 4711" in "".join(lines[1:])
 
 
 def job(folder: Path, text: str) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core.discovery import find_processes, runs_sglang
+from sglang_crashkit.core.discovery import FoundProcess, find_processes
+from sglang_crashkit.core.procfs import read_title
 from sglang_crashkit.core.slurm_place import Place
 from unit.waiting import LONG, child, wait_until
 
@@ -166,30 +167,80 @@ def test_another_users_processes_are_passed_over_and_told_of() -> None:
         assert {process.user for process in find_processes(pid=os.getpid()).processes} == {os.geteuid(), 65534}
 
 
-@pytest.mark.parametrize(
-    ("cmdline", "runs"),
-    [
-        ("python3 -m sglang.launch_server --tp 2", True),
-        ("/venv/bin/python3.11 -u -X dev -m sglang.launch_server", True),
-        ("/venv/bin/python /venv/bin/sglang serve", True),
-        ("python /opt/sglang/python/sglang/launch_server.py", True),
-        ("python -m sglang.bench_one_batch", True),
-        ("python -m sglang.bench_serving", False),
-        ("python -m sglang_router.launch_router", False),
-        ("python -m sglang.srt.disaggregation.launch_lb", False),
-        ("python /venv/bin/sglang_router launch", False),
-        ("python -m sglang_crashkit collect", False),
-        ("/venv/bin/python /venv/bin/sglang-crashkit collect", False),
-        ("python train.py --engine sglang", False),
-        ("python /home/me/sglang/notes.py", False),
-        ("python -c import_sglang", False),
-        ("python", False),
-        ("vim sglang/launch_server.py", False),
-        ("grep -m sglang.launch_server", False),
-        ("", False),
-    ],
-)
-def test_only_pythons_own_module_or_script_tells_that_sglang_runs(cmdline: str, runs: bool) -> None:
-    assert runs_sglang(cmdline.split(" ")) is runs
-    # setproctitle may leave the whole command line as one argument.
-    assert runs_sglang([cmdline]) is runs
+def test_a_title_of_another_slurm_job_says_nothing_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    with family(*RANKS) as (_server, pids):
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        with server_module(tmp_path) as untitled:
+            found = find_processes(pid=os.getpid(), here=Place("7", "n2"))
+            assert untitled in {process.pid for process in found.processes}
+            assert {process.way for process in found.processes} == {"command line"}
+            # What was left out is told of.
+            assert {place: set(those) for place, those in found.elsewhere.items()} == {
+                Place("8", "n2"): set(pids.values())
+            }
+            assert find_processes(pid=os.getpid()).elsewhere == {}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_title_of_another_user_says_nothing_of_ones_own_processes(tmp_path: Path) -> None:
+    with child(f"os.setuid(65534); {SLEEP}", title="sglang::scheduler_TP7") as other, server_module(tmp_path) as mine:
+        found = find_processes(pid=os.getpid(), user=os.geteuid())
+        assert mine in {process.pid for process in found.processes}
+        assert found.others == {65534: (other.pid,)}
+        # Of everybody, each user's own.
+        assert {mine, other.pid} <= {process.pid for process in find_processes(pid=os.getpid()).processes}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_server_whose_ranks_run_as_another_user_is_known_by_their_titles(tmp_path: Path) -> None:
+    rank = "import os, setproctitle; os.setuid(65534); setproctitle.setproctitle('sglang::scheduler_TP0'); input()"
+    with launcher(tmp_path, "sglang.launch_server", "-c", rank) as (_server, pid):
+        wait_until(lambda: read_title(pid).startswith("sglang::"), "it has its title")
+        assert [process.pid for process in find_processes(pid=os.getpid()).processes] == [pid]
+
+
+@contextlib.contextmanager
+def launcher(folder: Path, module: str, *arguments: str) -> Iterator[tuple[int, int]]:
+    """Run a module of that name, which runs one Python process more; gives the pids of both."""
+    package = folder / "launchers" / Path(*module.split("."))
+    package.mkdir(parents=True)
+    package.parent.joinpath("__init__.py").touch()
+    source = "import subprocess, sys\nprocess = subprocess.Popen([sys.executable, *sys.argv[1:]])\n"
+    package.joinpath("__main__.py").write_text(source + "print(process.pid, flush=True)\nprocess.wait()\n")
+    environ = os.environ | {"PYTHONPATH": f"{folder / 'launchers'}:{folder / 'modules'}"}
+    argv = [sys.executable, "-m", module, *arguments]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as process:
+        try:
+            assert process.stdout is not None
+            below = int(process.stdout.readline())
+            yield process.pid, below
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(LONG)
+
+
+def test_a_program_that_is_only_called_so_is_found_where_nothing_is_titled(tmp_path: Path) -> None:
+    with server_module(tmp_path, module="dynamo.sglang") as engine:
+        found = wait_until(lambda: _spawned_by(engine), "the spawned process is there")
+        assert {process.server for process in found} == {engine}
+        assert [process.role for process in found] == ["server", "starting"]
+        with family(*RANKS) as (_server, pids):
+            found = find_processes(pid=os.getpid()).processes
+    assert {process.pid for process in found} == set(pids.values())
+
+
+def test_a_script_that_launches_servers_is_none_itself(tmp_path: Path) -> None:
+    arguments = ("-m", "sglang.launch_server")
+    with server_module(tmp_path) as other, launcher(tmp_path, "run_sglang", *arguments) as (script, server):
+        wait_until(lambda: len(find_processes(pid=server).processes) > 1, "the spawned process is there")
+        found = find_processes(pid=os.getpid())
+    assert found.servers == tuple(sorted((other, server)))
+    assert script not in {process.pid for process in found.processes}
+
+
+def _spawned_by(pid: int) -> list[FoundProcess]:
+    found = [one for one in find_processes(pid=pid).processes if one.role in ("server", "starting")]
+    return found if len(found) == 2 else []

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_crashkit.core.slurm_place import Place, is_elsewhere, place_of
+from sglang_crashkit.core.slurm_place import Place, other_place_of, place_of
 from unit.waiting import LONG
 
 HERE = Place("7", "n1")
@@ -34,21 +34,21 @@ SELF = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
 def test_a_process_of_another_job_or_node_is_elsewhere() -> None:
     with process(SELF, SLURM_JOB_ID="7", SLURMD_NODENAME="n2") as pid:
         assert place_of(pid) == Place("7", "n2")
-        assert is_elsewhere(pid, HERE)
-        assert is_elsewhere(pid, Place("8", "n2"))
-        assert not is_elsewhere(pid, Place("7", "n2"))
+        assert other_place_of(pid, HERE) == Place("7", "n2")
+        assert other_place_of(pid, Place("8", "n2")) == Place("7", "n2")
+        assert other_place_of(pid, Place("7", "n2")) is None
 
 
 def test_a_process_that_no_job_started_may_belong_to_any() -> None:
     with process(SELF) as pid:
         assert place_of(pid) is None
-        assert not is_elsewhere(pid, HERE)
+        assert other_place_of(pid, HERE) is None
 
 
 def test_outside_of_a_step_nothing_is_elsewhere() -> None:
     with process(SELF, SLURM_JOB_ID="7", SLURMD_NODENAME="n2") as pid:
         assert Place.of_environ({"PATH": os.defpath, "SLURM_JOB_ID": "7"}) is None
-        assert not is_elsewhere(pid, None)
+        assert other_place_of(pid, None) is None
 
 
 def test_a_process_whose_title_has_overwritten_its_environment_is_where_its_launcher_is() -> None:
@@ -58,7 +58,7 @@ def test_a_process_whose_title_has_overwritten_its_environment_is_where_its_laun
     told += "print(os.getpid(), flush=True); sys.stdin.read()"
     with process(launcher, told, SLURM_JOB_ID="7", SLURMD_NODENAME="n2") as pid:
         assert b"SLURM_JOB_ID" not in Path(f"/proc/{pid}/environ").read_bytes()
-        assert is_elsewhere(pid, HERE)
+        assert other_place_of(pid, HERE) == Place("7", "n2")
 
 
 def test_a_process_that_is_gone_is_nowhere() -> None:
