@@ -19,6 +19,9 @@ class Answering(ThreadingHTTPServer):
         asked: the paths that were asked for, in order.
         open: how many questions wait for an answer.
         most_open: how many did at once, at most.
+        key: what is asked for without this API key is answered with 401; empty where there is none. Health checks
+            need none, as with SGLang.
+        keys: what came with each question as ``Authorization``, None where nothing did.
     """
 
     daemon_threads = True
@@ -28,6 +31,8 @@ class Answering(ThreadingHTTPServer):
         self.statuses = {"/health_generate": 200, "/server_info": 200}
         self.delay_secs = 0.0
         self.asked: list[str] = []
+        self.key = ""
+        self.keys: list[str | None] = []
         self.open = self.most_open = 0
         self.lock = threading.Lock()
         self.end = threading.Event()
@@ -48,10 +53,13 @@ class _Handler(BaseHTTPRequestHandler):
         server = self.server
         with server.lock:
             server.asked.append(self.path)
+            server.keys.append(self.headers["Authorization"])
             server.open += 1
             server.most_open = max(server.most_open, server.open)
         try:
             status = server.statuses.get(self.path, 404)
+            if server.key and "health" not in self.path and self.headers["Authorization"] != f"Bearer {server.key}":
+                status = 401
             if status == 0:
                 server.end.wait(LONG)
                 status = 200

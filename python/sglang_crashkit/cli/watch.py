@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 HELP = "watch a server from outside, patched or not, and take its stacks when it hangs"
 
 _HANG_VARIABLE = "SGLANG_CRASHKIT_HANG_SECS"
+_HANG_SECS = 60.0
 _OUTPUT = Path("sglang-crashkit-watch")
 #: Rounds of an idle server take up to a second; no silence that is shorter than this, in seconds, is a hang.
 _SHORTEST_SECS = 2.0
@@ -37,6 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     which = parser.add_argument_group("which server; at least one of them")
     which.add_argument("--pid", type=int, help="the server that this process belongs to")
     which.add_argument("--url", help="where it answers, as http://HOST:PORT; of another host there are no stacks")
+    which.add_argument("--api-key-file", metavar="FILE", type=Path, help="holds its API key, where it has one")
     when = parser.add_argument_group("when it hangs")
     when.add_argument(
         "--hang-secs", metavar="N", type=float, help=f"after N seconds without an answer ({_HANG_VARIABLE}, or 60)"
@@ -78,7 +80,9 @@ def _check(args: argparse.Namespace) -> float:
 
     if args.pid is None and args.url is None:
         raise UsageError("neither --pid nor --url says which server", next_step="sglang-crashkit watch --pid PID")
-    seconds = args.hang_secs if args.hang_secs is not None else read_seconds(os.environ, _HANG_VARIABLE, 60.0)
+    # To the crash handler 0 means that hangs are not looked for, which is what this command is called to do.
+    told = read_seconds(os.environ, _HANG_VARIABLE, _HANG_SECS) or _HANG_SECS
+    seconds = args.hang_secs if args.hang_secs is not None else max(told, _SHORTEST_SECS)
     if not _SHORTEST_SECS <= seconds < 1e6:
         raise UsageError(
             f"a hang of {seconds:g} s cannot be told from a server that is idle", next_step="--hang-secs 60"
@@ -93,6 +97,7 @@ class _Watch:
 
     def __init__(self, args: argparse.Namespace, hang_secs: float) -> None:
         # Imported here, so that every command starts without what the others need.
+        from sglang_crashkit.core.api_key import read_api_key
         from sglang_crashkit.core.health_probe import Address
         from sglang_crashkit.core.watched_server import is_here
         from sglang_crashkit.core.watching import Watching
@@ -101,6 +106,7 @@ class _Watch:
         self._tick_secs = min(_LONGEST_TICK_SECS, hang_secs / 10)
         self._watching = Watching(hang_secs, args.start_secs)
         self._url: Address | None = Address.parse(args.url) if args.url is not None else None
+        self._api_key = read_api_key(args.api_key_file) if args.api_key_file is not None else ""
         self._is_here = self._url is not None and is_here(self._url)
         self._server: WatchedServer | None = None
         self._probe: HealthProbe | None = None
@@ -172,7 +178,8 @@ class _Watch:
             address = self._url or (self._server.address() if self._server is not None else None)
             if address is not None:
                 interval_secs = min(_LONGEST_INTERVAL_SECS, self._hang_secs / 10)
-                self._probe = HealthProbe(address, interval_secs, max(_HEALTH_TIMEOUT_SECS, self._hang_secs))
+                timeout_secs = max(_HEALTH_TIMEOUT_SECS, self._hang_secs)
+                self._probe = HealthProbe(address, interval_secs, timeout_secs, self._api_key)
 
     def _observe(self) -> Observation:
         from sglang_crashkit.core.watching import Observation

@@ -78,6 +78,7 @@ class Question:
         address: the server.
         path: what is asked for.
         timeout_secs: the longest that the server may be silent, in seconds.
+        api_key: sent with it, unless it is empty.
 
     Attributes:
         began: when it was asked, in seconds of the monotonic clock.
@@ -86,8 +87,9 @@ class Question:
         problem: why there is no answer: ``refused``, ``silent`` or a sentence; empty where there is one.
     """
 
-    def __init__(self, address: Address, path: str, timeout_secs: float) -> None:
+    def __init__(self, address: Address, path: str, timeout_secs: float, api_key: str = "") -> None:
         self._address, self._path, self._timeout_secs = address, path, timeout_secs
+        self._headers = {"Connection": "close"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self.began = time.monotonic()
         self.status: int | None = None
         self.secs = 0.0
@@ -110,7 +112,7 @@ class Question:
         kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
         connection = kind(address.host, address.port, timeout=self._timeout_secs)
         try:
-            connection.request("GET", address.prefix + self._path, headers={"Connection": "close"})
+            connection.request("GET", address.prefix + self._path, headers=self._headers)
             self.status = connection.getresponse().status
         except TimeoutError:
             self.problem = "silent"
@@ -133,6 +135,7 @@ class HealthProbe:
         address: the server.
         interval_secs: from an answer to the next question, in seconds.
         timeout_secs: the longest that the server may be silent, in seconds.
+        api_key: sent with each question, unless it is empty; it is shown nowhere.
 
     Attributes:
         address: the server.
@@ -140,11 +143,11 @@ class HealthProbe:
         problem: why it cannot be asked, empty where it can.
     """
 
-    def __init__(self, address: Address, interval_secs: float, timeout_secs: float) -> None:
+    def __init__(self, address: Address, interval_secs: float, timeout_secs: float, api_key: str = "") -> None:
         self.address = address
         self.asked = 0
         self.problem = ""
-        self._interval_secs, self._timeout_secs = interval_secs, timeout_secs
+        self._interval_secs, self._timeout_secs, self._api_key = interval_secs, timeout_secs, api_key
         self._question: Question | None = None
         self._last: Health = "waiting"
         self._due = 0.0
@@ -156,7 +159,7 @@ class HealthProbe:
         if question is None:
             if time.monotonic() >= self._due:
                 self.asked += 1
-                self._question = Question(self.address, HEALTH_PATH, self._timeout_secs)
+                self._question = Question(self.address, HEALTH_PATH, self._timeout_secs, self._api_key)
         elif question.is_over:
             self._question = None
             self._last = self._read(question)
@@ -172,11 +175,16 @@ class HealthProbe:
         They are asked once, until `forget_answer`.
         """
         if self._other is None:
-            self._other = Question(self.address, INFO_PATH, self._timeout_secs)
+            self._other = Question(self.address, INFO_PATH, self._timeout_secs, self._api_key)
         if not self._other.is_over:
             return None
         if self._other.status is None:
             return False
+        if self._other.status in (401, 403):
+            self.problem = (
+                f"{self.address}{INFO_PATH} is answered with {self._other.status}, so a server that is paused may be"
+                " taken for one that hangs; next: give its key with --api-key-file"
+            )
         return True if self._other.status == 200 else None
 
     @property

@@ -18,11 +18,12 @@ Health = Literal["ok", "starting", "failed", "silent", "refused", "waiting", "no
 Kind = Literal["serving", "hang", "progress", "excused", "started_over", "gone"]
 Phase = Literal["starting", "serving", "suspect", "hung"]
 
-#: Two observations further apart than this, in seconds, are not of one watch; between them so much is counted at most.
-_TOO_LATE_SECS, _MOST_SECS = 15.0, 5.0
+#: Two observations further apart than this, in seconds, are not of one watch; between them so much is counted at most,
+#: and no more than this share of the time to a hang.
+_TOO_LATE_SECS, _MOST_SECS, _MOST_SHARE = 15.0, 5.0, 0.25
 #: Where all ranks go on it may be a long batch, and where none is left the server may end: so many times as long each
-#: may take.
-_PATIENCE = 5
+#: may take. With the default it is told of after 240 s; upstream's watchdog ends the server after 300 s of a batch.
+_PATIENCE = 4
 #: The schedulers are given so much time to answer something else, in seconds.
 _ANSWER_SECS = 5.0
 #: Share of the time after which the stacks are looked at, and of the time between two such looks.
@@ -87,6 +88,7 @@ class Watching:
 
     def __init__(self, hang_secs: float, start_secs: float = 0.0) -> None:
         self._hang_secs, self._start_secs = hang_secs, start_secs
+        self._most_secs = min(_MOST_SECS, _MOST_SHARE * hang_secs)
         self._at: float | None = None
         # It may take health checks in without having answered one.
         self._has_served = self._has_answered = self._is_late = self._is_ending = False
@@ -135,7 +137,7 @@ class Watching:
         self._take_in(seen)
         if seen.health == "ok":
             return self._on_answer(seen)
-        counted = min(secs, _MOST_SECS)
+        counted = min(secs, self._most_secs)
         if self._hung_at is not None:
             return self._while_hung(seen, counted)
         if not self._has_served:

@@ -54,9 +54,10 @@ class Watch:
 
 
 @contextlib.contextmanager
-def watching(folder: Path, *arguments: str) -> Iterator[Watch]:
+def watching(folder: Path, *arguments: str, hang_secs: str = HANG_SECS) -> Iterator[Watch]:
     said = folder / "said"
-    command = [sys.executable, "-m", "sglang_crashkit", "watch", "--json", "--hang-secs", HANG_SECS]
+    command = [sys.executable, "-m", "sglang_crashkit", "watch", "--json"]
+    command += ["--hang-secs", hang_secs] if hang_secs else []
     command += ["--interval", "0.1", "--output-dir", str(folder / "stacks"), *arguments]
     with said.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE) as popen:
         try:
@@ -176,6 +177,30 @@ def test_stacks_that_cannot_be_written_are_told_and_the_watch_goes_on(tmp_path: 
         watch.await_event("progress")
 
 
+@pytest.mark.parametrize(("value", "secs"), [("0", "60 s"), ("rubbish", "60 s"), ("0.5", "2 s"), ("90", "90 s")])
+def test_the_time_is_that_of_the_handler_or_the_default_where_that_is_switched_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, secs: str
+) -> None:
+    monkeypatch.setenv("SGLANG_CRASHKIT_HANG_SECS", value)
+    with answering(ELSEWHERE) as server, watching(tmp_path, "--url", server.url, hang_secs="") as watch:
+        assert watch.await_event("watching")["text"].endswith(f"; {secs} without an answer are a hang")
+
+
+def test_a_paused_server_behind_a_key_is_seen_to_be_paused(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("top secret\n")
+    with (
+        answering(ELSEWHERE) as server,
+        watching(tmp_path, "--url", server.url, "--api-key-file", str(key)) as watch,
+    ):
+        server.key = "top secret"
+        watch.await_event("serving")
+        server.statuses["/health_generate"] = 0
+        assert "its schedulers answer other questions" in watch.await_event("excused")["text"]
+    assert "secret" not in watch.said.read_text()
+    assert "secret" not in " ".join(map(str, watch.popen.args))  # type: ignore[arg-type]
+
+
 def test_one_of_two_ways_to_name_the_server_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch"]) == 2
     assert "neither --pid nor --url" in capsys.readouterr().err
@@ -184,6 +209,19 @@ def test_one_of_two_ways_to_name_the_server_is_needed(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("arguments", [("--hang-secs", "0.5"), ("--hang-secs", "nan"), ("--snapshots", "0")])
 def test_numbers_that_make_no_sense_are_refused(arguments: tuple[str, ...]) -> None:
     assert main(["watch", "--url", "http://127.0.0.1:1", *arguments]) == 2
+
+
+@pytest.mark.parametrize("content", [None, b"", b" \n", b"two\nlines", b"\xff\xfe", b"x" * 5000])
+def test_a_file_without_a_key_is_refused_and_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None
+) -> None:
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["watch", "--url", "http://127.0.0.1:1", "--api-key-file", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert str(path) in said
+    assert "lines" not in said
 
 
 def test_a_process_that_is_no_server_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,6 +117,30 @@ def test_whether_the_schedulers_answer_something_else(status: int, known: bool |
         wait_until(is_asked_again, "it is asked again")
 
 
+def test_the_key_goes_with_both_questions() -> None:
+    with answering() as server:
+        server.key = "top secret"
+        probe = HealthProbe(Address.parse(server.url), 0.05, 30.0, api_key="top secret")
+        settle(probe, "ok")
+        probe.answers()
+        wait_until(lambda: probe.answers() is True, "they answer")
+        assert set(server.keys) == {"Bearer top secret"}
+        assert probe.problem == ""
+
+
+@pytest.mark.parametrize("key", ["", "of another server"])
+def test_without_the_key_it_is_said_what_is_needed_and_no_key_is_shown(key: str) -> None:
+    with answering() as server:
+        server.key = "top secret"
+        probe = HealthProbe(Address.parse(server.url), 0.05, 30.0, api_key=key)
+        probe.answers()
+        wait_until(lambda: probe.answers() is None and probe.problem, "it is told")
+        assert probe.problem.startswith(f"{server.url}{INFO_PATH} is answered with 401")
+        assert "--api-key-file" in probe.problem
+        assert "another" not in probe.problem
+        assert set(server.keys) == ({"Bearer of another server"} if key else {None})
+
+
 def test_schedulers_that_may_still_answer_are_not_asked_again() -> None:
     with answering() as server:
         server.statuses[INFO_PATH] = 0

@@ -17,8 +17,8 @@ FRAME = Frame("broadcast", "torch/distributed/distributed_c10d.py", 3787)
 class Server:
     """A server as it is seen second by second, and what is told of it."""
 
-    def __init__(self, start_secs: float = 0.0) -> None:
-        self.watching = Watching(HANG_SECS, start_secs)
+    def __init__(self, start_secs: float = 0.0, hang_secs: float = HANG_SECS) -> None:
+        self.watching = Watching(hang_secs, start_secs)
         self.at = 1000.0
         self.rounds = self.looks_with_stacks = 0
         self.told: list[Event] = []
@@ -102,10 +102,17 @@ def test_an_answer_now_and_then_is_no_hang(server: Server) -> None:
 
 def test_ranks_that_go_on_are_given_more_time_which_is_said_once(server: Server) -> None:
     server.is_busy = True
-    assert server.pass_by(5 * HANG_SECS - 1, "waiting") == ["excused"]
-    assert "given 5 times the time" in server.told[-1].text
+    assert server.pass_by(4 * HANG_SECS - 1, "waiting") == ["excused"]
+    assert "given 4 times the time" in server.told[-1].text
     assert server.pass_by(1, "waiting") == ["hang"]
     assert server.told[-1].level == "unknown"
+
+
+def test_that_time_ends_before_upstreams_watchdog_ends_the_server() -> None:
+    server = Server(hang_secs=60.0)
+    server.is_busy = True
+    server.pass_by(3, "ok")
+    assert server.pass_by(250, "waiting") == ["excused", "hang"]
 
 
 def test_a_paused_server_never_hangs(server: Server) -> None:
@@ -120,7 +127,7 @@ def test_the_schedulers_are_given_a_few_seconds_to_answer(server: Server, after:
     # So slow is the watcher that it learns of the silence when it is over.
     server.at += 12.0
     server.watching.skip(server.at)
-    assert server.pass_by(20, "waiting", step=4.0)[:1] == kinds
+    assert server.pass_by(20, "waiting", step=2.0)[:1] == kinds
 
 
 def test_a_stopped_rank_needs_no_answer(server: Server) -> None:
@@ -189,6 +196,15 @@ def test_what_the_watcher_did_not_see_is_not_counted(server: Server) -> None:
     server.at += 1000.0
     assert server.pass_by(HANG_SECS, "waiting") == ["started_over"]
     assert server.pass_by(1, "waiting") == ["hang"]
+
+
+@pytest.mark.parametrize("hang_secs", [2.0, 5.0, 60.0])
+def test_of_a_gap_much_less_than_the_time_to_a_hang_is_counted(hang_secs: float) -> None:
+    # The watcher was stopped, or got no CPU, for a moment.
+    server = Server(hang_secs=hang_secs)
+    server.pass_by(3, "ok")
+    assert server.pass_by(3 * 14.0, "waiting", step=14.0) == []
+    assert server.watching.silent_secs <= 0.75 * hang_secs
 
 
 def test_time_that_is_skipped_is_not_counted(server: Server) -> None:
