@@ -11,6 +11,7 @@ manual, "info cuda Commands".
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ from sglang_crashkit.core import procfs
 from sglang_crashkit.core.gdb_output import parse_kernels, parse_stacks
 from sglang_crashkit.core.native_stacks import capture_native, obstacle_of, release
 from sglang_crashkit.core.stacks import Thread, format_threads
+from sglang_crashkit.core.tool_guard import ToolGuard
 from sglang_crashkit.core.tool_run import run_tool
 
 Name = Literal["cuda-gdb", "gdb"]
@@ -106,7 +108,12 @@ def find_debugger(environ: Mapping[str, str] = os.environ) -> tuple[Debugger | N
 
 
 def debug(
-    debugger: Debugger, pid: int, start_ticks: int, deadline_secs: float, stop: threading.Event | None = None
+    debugger: Debugger,
+    pid: int,
+    start_ticks: int,
+    deadline_secs: float,
+    stop: threading.Event | None = None,
+    guard: ToolGuard | None = None,
 ) -> Debugged:
     """Debug a process, where nothing speaks against stopping it.
 
@@ -116,6 +123,7 @@ def debug(
         start_ticks: its start time; see `procfs.ProcStat`.
         deadline_secs: the longest that it may take, in seconds.
         stop: calls it off when it is set.
+        guard: ends it where this process is killed.
     """
     if stop is not None and stop.is_set():
         return Debugged(debugger.name, problem=_NO_TURN)
@@ -123,12 +131,13 @@ def debug(
     if obstacle:
         return Debugged(debugger.name, problem=f"not run: {obstacle}")
     spied = _spy(pid, start_ticks, deadline_secs) if debugger.name == "gdb" else ()
-    run = run_tool(command_of(debugger, pid, _libraries_of(pid, spied)), deadline_secs, stop)
-    problem = run.reason
-    if _REFUSED in run.text:
-        problem = f"it may not be traced; next: {MAY_TRACE}"
-    # One that ended by itself has let go by itself.
-    if run.reason and release({pid: start_ticks}):
+    command = command_of(debugger, pid, _libraries_of(pid, spied))
+    with guard.over(pid, start_ticks) if guard is not None else contextlib.nullcontext() as on_start:
+        run = run_tool(command, deadline_secs, stop, on_start)
+        # One that ended by itself has let go by itself.
+        left_stopped = run.reason and release({pid: start_ticks})
+    problem = f"it may not be traced; next: {MAY_TRACE}" if _REFUSED in run.text else run.reason
+    if left_stopped:
         problem += "; it left the process stopped, which was sent SIGCONT"
     threads = parse_stacks(run.text)
     if not threads and not problem:
@@ -156,10 +165,11 @@ def debug_all(
     stop = threading.Event()
     until = time.monotonic() + within_secs
     pool = ThreadPoolExecutor(most_at_once())
+    guard = ToolGuard()
     left: dict[Future[Debugged], int] = {}
     try:
         for pid, start_ticks in processes.items():
-            left[pool.submit(debug, debugger, pid, start_ticks, deadline_secs, stop)] = pid
+            left[pool.submit(debug, debugger, pid, start_ticks, deadline_secs, stop, guard)] = pid
         while left and (secs := until - time.monotonic()) > 0:
             for future in wait(left, secs, FIRST_COMPLETED).done:
                 take(left.pop(future), future.result())
@@ -170,6 +180,7 @@ def debug_all(
                 take(pid, future.result())
         finally:
             pool.shutdown(cancel_futures=True)
+            guard.close()
 
 
 def most_at_once() -> int:

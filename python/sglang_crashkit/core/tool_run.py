@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 #: How often a tool that prints nothing is looked at, in seconds.
@@ -40,13 +40,19 @@ class ToolRun:
     seconds: float
 
 
-def run_tool(argv: Sequence[str], deadline_secs: float, stop: threading.Event | None = None) -> ToolRun:
+def run_tool(
+    argv: Sequence[str],
+    deadline_secs: float,
+    stop: threading.Event | None = None,
+    on_start: Callable[[int], None] | None = None,
+) -> ToolRun:
     """Run `argv`; kill it, and all that it started, when its time is over.
 
     Args:
         argv: the program and its arguments.
         deadline_secs: the longest that it may take, in seconds.
         stop: calls it off when it is set.
+        on_start: called with its pid, which is its process group's as well.
     """
     _dying[:] = [process for process in _dying if process.poll() is None]
     started = time.monotonic()
@@ -65,6 +71,8 @@ def run_tool(argv: Sequence[str], deadline_secs: float, stop: threading.Event | 
         return ToolRun("", f"{argv[0]}: {error.strerror}", 0.0)
     output, reason = bytearray(), ""
     try:
+        if on_start is not None:
+            on_start(process.pid)
         reason = _read(process, output, name, started + deadline_secs, deadline_secs, stop)
     finally:
         _end(process)
