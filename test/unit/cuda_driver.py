@@ -19,16 +19,19 @@ CORES = {
 }
 
 
-def run(pipe: str, core: str, seconds: float, *, fraction: float = 1.0, then: str = "", what: str = "hung") -> None:
+def run(
+    pipe: str, core: str, seconds: float, *, fraction: float = 1.0, then: str = "", what: str = "hung", steps: int = 10
+) -> None:
     """Answer one trigger.
 
     Args:
         pipe: the named pipe to make.
         core: the file to write.
-        seconds: how long the writing takes, in ten steps.
+        seconds: how long the writing takes.
         fraction: how much of the core is written.
         then: ``hang`` keeps the file open, ``die`` ends the process, when that much is written.
         what: one of `CORES`.
+        steps: in how many pieces it is written.
     """
     # It has its reader before it has its name: whoever sees the pipe may write to it.
     unnamed = Path(f"{pipe}.unnamed")
@@ -38,11 +41,11 @@ def run(pipe: str, core: str, seconds: float, *, fraction: float = 1.0, then: st
         trigger.read(1)
     data = CORES[what]()
     data = data[: int(len(data) * fraction)]
-    step = len(data) // 10 + 1
+    step = len(data) // steps + 1
     with Path(core).open("wb", buffering=0) as file:
         for start in range(0, len(data), step):
             file.write(data[start : start + step])
-            time.sleep(seconds / 10)
+            time.sleep(seconds / steps)
         if then == "hang":
             time.sleep(3600)
         if then == "die":

@@ -39,6 +39,8 @@ _NO_BITS = 8
 #: A core of a busy GPU of 148 SMs has most of a million sections.
 _MOST_ROWS = 4_000_000
 _BYTES_AT_A_TIME = 1 << 20
+#: The unit of stat(2)'s ``st_blocks``.
+_BLOCK_BYTES = 512
 
 #: What came of asking: ``sent`` says nothing of the core itself.
 Outcome = Literal["sent", "switched_off"] | WriteOutcome
@@ -150,6 +152,16 @@ class CoreRequest:
             if has_ended or time.monotonic() - self._sizes[path][1] >= _STILL_SECS:
                 raise NoCoreError(f"{path} is no whole core ({self._size_of(path)} bytes)")
         return None
+
+    @property
+    def written(self) -> int:
+        """How much of the core is on the disk, in bytes, of a file with holes also what fills them; it grows on."""
+        total = 0
+        for path in set(self._files()) - self._before:
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                total += status.st_size + status.st_blocks * _BLOCK_BYTES
+        return total
 
     @property
     def folder(self) -> Path:

@@ -69,8 +69,8 @@ class Settings:
             ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH``, both true by default.
         stacks: ``SGLANG_PYSPY_DUMP_BEFORE_CRASH``; no process is photographed when false.
         cores: ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH``; no GPU core is asked for when false.
-        core_wait_secs: ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS``; the longest that a GPU core may take, in
-            seconds.
+        core_wait_secs: ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS``; how long is waited for a GPU core to come or to
+            grow on, in seconds.
         budget_secs: ``SGLANG_CRASHKIT_BUDGET_SECS``; the longest an incident may take, in seconds.
         photograph_secs: ``SGLANG_CRASHKIT_PHOTOGRAPH_SECS``; the longest that one round of stacks may take, in seconds.
         startup_timeout_secs: ``SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS``; the longest that the ranks may take to get
@@ -106,6 +106,11 @@ class Settings:
     journal_mb: float = 64.0
     full_per_fault: int = 3
     disk: DiskLimits = field(default_factory=DiskLimits)
+
+    @property
+    def core_most_secs(self) -> float:
+        """The longest that GPU cores may take altogether, however they grow, in seconds."""
+        return 10 * self.core_wait_secs
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:

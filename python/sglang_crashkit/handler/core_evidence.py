@@ -54,7 +54,9 @@ class Cores:
     ) -> None:
         self._run = run
         self._began = time.monotonic()
-        self._deadline = self._began + settings.core_wait_secs
+        self._wait_secs, self._most_secs = settings.core_wait_secs, settings.core_most_secs
+        self._grown_at = self._began
+        self._written: dict[int, int] = {}
         self._readings = CoreReadings(run)
         self._under_way: dict[int, tuple[TrackedProcess, CoreRequest, ProcessReport]] = {}
         self._expected_bytes = 0
@@ -84,8 +86,8 @@ class Cores:
 
     @property
     def deadline(self) -> float:
-        """When the wait ends at the latest, by the monotonic clock."""
-        end = self._deadline + READ_SECS
+        """When the wait ends, unless a core grows on, by the monotonic clock."""
+        end = self._wait_end + READ_SECS
         return max(end, self._stacks_end) if self._wants_stacks else end
 
     def next_due(self) -> float:
@@ -94,6 +96,7 @@ class Cores:
 
     def look(self) -> None:
         """See which cores are whole by now, give up those whose time is over, and take in what was read."""
+        self._note_growth()
         for pid, (process, request, report) in list(self._under_way.items()):
             # Asked before the look: the driver ends the process whose GPU failed as soon as its core is whole.
             reason, has_ended = "", process.handle.has_exited()
@@ -109,9 +112,8 @@ class Cores:
                 reason = str(error)
             if has_ended:
                 reason = f"it ended while its core was written: {reason or request.leftover()}"
-            if not reason and time.monotonic() >= self._deadline:
-                secs = self._deadline - self._began
-                reason = f"not whole within {secs:g} s: {request.leftover()}"
+            if not reason and time.monotonic() >= self._wait_end:
+                reason = f"{self._how_long()}: {request.leftover()}"
             if reason:
                 self._end(pid, report, Evidence("cuda_core", "failed", reason=reason))
         self._readings.look()
@@ -128,6 +130,23 @@ class Cores:
             self._to_debug.clear()
         else:
             self._stacks.call_off()
+
+    @property
+    def _wait_end(self) -> float:
+        return min(self._grown_at + self._wait_secs, self._began + self._most_secs)
+
+    def _note_growth(self) -> None:
+        # Of any: they share the disk, and the GPU of one may be busy with what the other waits for.
+        for pid, (_process, request, _report) in self._under_way.items():
+            written = request.written
+            if written > self._written.get(pid, 0):
+                self._grown_at = time.monotonic()
+            self._written[pid] = written
+
+    def _how_long(self) -> str:
+        if self._grown_at + self._wait_secs <= self._began + self._most_secs:
+            return f"not whole, and nothing was written for {self._wait_secs:g} s"
+        return f"not whole within {self._most_secs:g} s"
 
     def _ask(self, process: TrackedProcess, report: ProcessReport, settings: Settings) -> None:
         stat, request = procfs.read_stat(process.pid), CoreRequest(process.pid)

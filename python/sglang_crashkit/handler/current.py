@@ -10,12 +10,13 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from sglang_crashkit.core import procfs
-from sglang_crashkit.core.channel import WAIT_FIELD, Mailbox, Message
+from sglang_crashkit.core.channel import Mailbox, Message
 from sglang_crashkit.core.exit_status import exit_status_of
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.core.summary import format_termination_message
 from sglang_crashkit.core.termination_log import write_termination_message
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.answers import Answers
 from sglang_crashkit.handler.awaited import ANSWER_SECS, Awaited
 from sglang_crashkit.handler.gpu_evidence import GpuEvidence
 from sglang_crashkit.handler.incident_run import IncidentRun
@@ -31,8 +32,6 @@ logger = logging.getLogger(__name__)
 _NEXT_INCIDENT_SECS = 60.0
 #: What a server that goes on reported, such as a soft watchdog, is whole after this time, in seconds.
 _OBSERVED_SECS = 5.0
-#: What comes after the last GPU core, up to the answer, takes no longer than this, in seconds.
-_LAST_LOOK_SECS = 5.0
 #: What dies with the server is waited for this long, in seconds; its own workers, which write their stacks then and on
 #: a busy machine take seconds to give their memory back, until those that live on were killed.
 _LAST_EXITS_SECS, _LAST_WORKERS_SECS = 0.5, 4.0
@@ -73,7 +72,7 @@ class CurrentIncident:
         self._outlook = outlook
         self._eyes = eyes
         self._journals = RequestJournals(place.journal)
-        self._waiting: list[Message] = []
+        self._answers = Answers(mailbox, max(1.0, settings.core_wait_secs))
         self.awaited = Awaited(tree.root.pid)
         self.gpus = GpuEvidence(tree, place, settings)
         self._last_resort = LastResort(tree.root, 2 * settings.end_secs)
@@ -175,8 +174,7 @@ class CurrentIncident:
 
     def answer_when_finished(self, message: Message) -> None:
         """Acknowledge a message when the incident is whole."""
-        self._waiting.append(message)
-        self._ask_to_wait([message])
+        self._answers.add(message, self.gpus.cores_secs_left)
 
     # -- time and end
 
@@ -216,6 +214,7 @@ class CurrentIncident:
             if gone_at is not None and now >= gone_at + _LAST_EXITS_SECS:
                 self.gpus.give_up_cores("the server ended")
             self.gpus.look()
+            self._answers.tell(self.gpus.cores_secs_left)
             if not self.gpus.are_awaited:
                 self.finish()
             return
@@ -257,12 +256,10 @@ class CurrentIncident:
             if self.run is not run:
                 # One of the exits was an incident of its own.
                 return
-            are_asked = self.gpus.are_cores_asked
             is_ending = not self.awaited.observed
             of_living = is_ending and self._outlook.gone_at is None
             if not self.gpus.are_cores_done(run, of_living=of_living, of_dead=is_ending):
-                if not are_asked:
-                    self._ask_to_wait(self._waiting)
+                self._answers.tell(self.gpus.cores_secs_left)
                 return
             self._write(run)
             if self.awaited.told:
@@ -270,9 +267,7 @@ class CurrentIncident:
             if not self.awaited.observed:
                 path = "not written" if run.problem else str(run.path)
                 write_termination_message(format_termination_message(run.incident.to_json(), path))
-        for message in self._waiting:
-            self.answer(message)
-        self._waiting.clear()
+        self._answers.give(self.answer)
         self.awaited.let_go()
 
     def close(self, removed: Sequence[str] = ()) -> None:
@@ -302,12 +297,6 @@ class CurrentIncident:
             run.note(seconds, "sigquit_sent", pid=root.pid)
             self.awaited.told = True
         self.awaited.await_answer()
-
-    def _ask_to_wait(self, messages: Iterable[Message]) -> None:
-        secs_left = self.gpus.cores_secs_left
-        if secs_left is not None:
-            for message in messages:
-                self._mailbox.acknowledge(message, ack="wait", **{WAIT_FIELD: secs_left + _LAST_LOOK_SECS})
 
     def _write(self, run: IncidentRun) -> None:
         if run.finished:

@@ -54,7 +54,7 @@ class LocalSchedulers:
         To be called before this process does anything that their end may lead to; waits for the crash handler at most
         ``SGLANG_CRASHKIT_BUDGET_SECS``.
         """
-        if not self._lock.acquire(timeout=self._settings.budget_secs + self._settings.core_wait_secs):
+        if not self._lock.acquire(timeout=self._settings.budget_secs + self._settings.core_most_secs):
             return crash_exit.has_begun()
         try:
             if not crash_exit.has_begun():

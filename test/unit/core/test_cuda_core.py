@@ -76,6 +76,24 @@ def test_a_core_is_waited_for_as_long_as_it_grows(start: Start, tmp_path: Path) 
     assert path.name.endswith(f".{request.pid}")
 
 
+def test_what_is_written_of_a_core_grows(tmp_path: Path) -> None:
+    (tmp_path / "core.1").write_bytes(core_bytes())
+    request = CoreRequest(os.getpid(), {"CUDA_COREDUMP_FILE": str(tmp_path / "core.%t")})
+    assert not request.join()
+    assert request.written == 0, "it was there before"
+    path = tmp_path / "core.2"
+    path.touch()
+    sizes = [request.written]
+    with path.open("r+b", buffering=0) as file:
+        file.truncate(1 << 20)
+        sizes.append(request.written)
+        for start in (0, 1 << 19):
+            file.seek(start)
+            file.write(b"g" * 8192)
+            sizes.append(request.written)
+    assert sizes == sorted(set(sizes)), "each of the steps is seen, also where a hole is filled"
+
+
 def test_several_processes_write_their_cores_side_by_side(start: Start, tmp_path: Path) -> None:
     requests = [start(seconds=0.5) for _ in range(3)]
     for request in requests:

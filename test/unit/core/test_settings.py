@@ -69,6 +69,7 @@ def test_every_setting_has_its_variable() -> None:
     assert (read.hang_secs, Settings.from_environ({}).hang_secs) == (8.5, 60.0)
     assert (read.peer_watch, Settings.from_environ({}).peer_watch) == (False, True)
     assert (read.enabled, read.budget_secs, read.photograph_secs, read.core_wait_secs) == (False, 3.0, 0.5, 7.0)
+    assert read.core_most_secs == 70.0
 
 
 def test_the_environment_is_read_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,14 +161,14 @@ def become_controller(title: str, *, is_worker: bool) -> int:
     return start_copy(title, is_worker=is_worker)
 
 
-def start_cuda(seconds: str, fraction: str, then: str = "", what: str = "hung") -> None:
+def start_cuda(seconds: str, fraction: str, then: str = "", what: str = "hung", steps: str = "10") -> None:
     """Have this process answer a trigger as the CUDA driver does, with a core that takes `seconds`."""
     pipe = os.environ["CUDA_COREDUMP_PIPE"].replace("%p", str(os.getpid()))
     core = os.environ["CUDA_COREDUMP_FILE"].replace("%p", str(os.getpid())).replace("%t", str(int(time.time())))
     driver = threading.Thread(
         target=cuda_driver.run,
         args=(pipe, core, float(seconds)),
-        kwargs={"fraction": float(fraction), "then": then, "what": what},
+        kwargs={"fraction": float(fraction), "then": then, "what": what, "steps": int(steps)},
         daemon=True,
     )
     driver.start()

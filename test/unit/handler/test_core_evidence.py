@@ -194,13 +194,39 @@ def test_native_stacks_are_taken_before_the_cores_and_never_again(start_gpu_serv
     assert events.index("native_stacks") < events.index("cuda_cores_asked")
 
 
-def test_a_core_that_takes_too_long_is_given_up(start_gpu_server: Start) -> None:
+def test_a_core_that_does_not_grow_is_given_up(start_gpu_server: Start) -> None:
     server = start_gpu_server(**{WAIT: "1.5"})
-    assert server.ask("tell scheduler_TP0 cuda 60 1") == "listening"
+    assert server.ask("tell scheduler_TP0 cuda 0.1 0.5 hang") == "listening"
     piece = core_of(server, crash(server), "scheduler_TP0")
     assert piece["status"] == "failed"
-    assert piece["reason"].startswith("not whole within 1.5 s: ")
+    assert piece["reason"].startswith("not whole, and nothing was written for 1.5 s: ")
     assert "bytes so far" in piece["reason"]
+    assert 1.5 <= piece["seconds"] < LONG
+
+
+def test_a_core_that_does_not_come_is_given_up(start_gpu_server: Start) -> None:
+    server = start_gpu_server(**{WAIT: "1.5"})
+    assert server.ask("tell scheduler_TP0 cuda 0.1 0 hang") == "listening"
+    piece = core_of(server, crash(server), "scheduler_TP0")
+    assert piece["status"] == "failed"
+    assert piece["reason"].startswith("not whole, and nothing was written for 1.5 s: ")
+
+
+def test_a_core_that_grows_is_waited_for_beyond_the_wait(start_gpu_server: Start) -> None:
+    server = start_gpu_server(**{WAIT: "1.5"})
+    assert server.ask("tell scheduler_TP0 cuda 4 1") == "listening"
+    piece = core_of(server, crash(server), "scheduler_TP0")
+    assert (piece["status"], piece["reason"]) == ("captured", None)
+    assert piece["seconds"] > 3.0
+
+
+def test_a_core_that_never_stops_growing_is_given_up(start_gpu_server: Start) -> None:
+    server = start_gpu_server(**{WAIT: "0.4"})
+    assert server.ask("tell scheduler_TP0 cuda 60 1 - hung 600") == "listening"
+    piece = core_of(server, crash(server), "scheduler_TP0")
+    assert piece["status"] == "failed"
+    assert piece["reason"].startswith("not whole within 4 s: ")
+    assert 4.0 <= piece["seconds"] < LONG
 
 
 @pytest.mark.parametrize(

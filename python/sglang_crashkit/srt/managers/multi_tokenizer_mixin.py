@@ -64,7 +64,7 @@ def dump_requests_of_workers(_router: Any = None) -> None:
         return
     if not _claim.acquire(blocking=False):
         # The caller kills the process next.
-        _done.wait(2 * settings.budget_secs + settings.core_wait_secs)
+        _done.wait(2 * settings.budget_secs + settings.core_most_secs)
         return
     try:
         _end_workers(settings)

@@ -129,7 +129,7 @@ def _wrap(dump: Method, *, has_diagnostics: bool) -> Method:
         if earlier is not None:
             if earlier.thread != threading.get_ident():
                 # Its caller kills the process next.
-                earlier.done.wait(settings.budget_secs + settings.core_wait_secs)
+                earlier.done.wait(settings.budget_secs + settings.core_most_secs)
                 return None
             return save() if getattr(manager, "crash_dump_performed", False) else None
         if unwanted:
