@@ -21,7 +21,7 @@ from sglang_crashkit.core.armed import HANDLER_PID
 from sglang_crashkit.core.channel import Mailbox
 from sglang_crashkit.core.private_files import write_private
 from sglang_crashkit.core.recovery import finish_abandoned
-from sglang_crashkit.core.settings import Settings, fallback_folder
+from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
 from sglang_crashkit.handler.request_journals import take_for_incident, take_in_left_behind
@@ -60,12 +60,10 @@ def main() -> int:
     mailbox = Mailbox(socket.socket(fileno=args.socket_fd))
     try:
         handler = CrashHandler(args.server_pid, mailbox, place, Settings.from_environ())
-        # Where the crash folder is on a network, its journals are elsewhere.
-        with_journals = {args.host_folder, *([args.journal.parent.parent] if args.journal else [])}
-        for folder in (args.host_folder, fallback_folder()):
-            for path in finish_abandoned(folder / "incidents", take_for_incident(with_journals)):
+        for folder in place.earlier():
+            for path in finish_abandoned(folder / "incidents", take_for_incident(place.earlier())):
                 logging.getLogger(__name__).info("incident %s of a killed crash handler is finished", path)
-        for folder in with_journals:
+        for folder in place.earlier():
             take_in_left_behind(folder, args.host_folder / "incidents")
     except ProcessLookupError:
         logging.getLogger(__name__).info("server %d was gone before the handler began", args.server_pid)

@@ -55,6 +55,15 @@ class Place:
                 logger.error("%s", problems[-1])
         return NowhereFolder("; ".join(problems))
 
+    def earlier(self) -> list[Path]:
+        """Return the folders in which an earlier server on this host may have left incidents and journals.
+
+        Where its crash folder could not be used when it began, that is the host's folder in the other place; where it
+        could not be used when an incident began, that place itself. A journal is also there for the sake of its disk.
+        """
+        fallback = fallback_folder()
+        return list(dict.fromkeys([self.host_folder, fallback / self.host_folder.name, fallback]))
+
     def record_of(self, message: Message) -> Path | None:
         """Return the record that a failing rank says it left; None where it is none of the spool's."""
         record = message.fields.get("record")

@@ -207,6 +207,37 @@ def test_the_requests_of_a_server_that_was_killed_with_its_handler_are_in_the_on
     assert found.document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
 
 
+def test_what_was_left_where_the_crash_folder_could_not_be_used_is_finished_once_it_can(
+    start_server: Callable[..., Server], tmp_path: Path
+) -> None:
+    (tmp_path / "crash").write_text("in the way")
+    begun = start_server(journals=True, dump_secs=LONG)
+    idle = start_server(journals=True)
+    for server in (begun, idle):
+        server.ask("ask only hello")
+    begun.kill("scheduler_TP1")
+    assert begun.line() == "sigquit"
+    wait_until(lambda: [found for found in begun.incidents(begun.fallback) if found.document], "the incident is begun")
+    for server in (begun, idle):
+        assert server.handler is not None
+        for pid in (server.handler.pid, server.pid):
+            os.kill(pid, signal.SIGKILL)
+        server.wait_for_handler()
+        server.process.wait()
+
+    (tmp_path / "crash").unlink()
+    start_server(journals=True)
+    finished = begun.incident(begun.fallback)
+    assert finished.document is not None
+    assert finished.document["server"]["pid"] == begun.pid
+    assert finished.document["requests"]["unfinished"] == 1
+    found = idle.incident()
+    assert found.document is not None
+    assert found.document["kind"] == "left_behind"
+    assert found.document["server"]["pid"] == idle.pid
+    wait_until(lambda: not list(begun.fallback.rglob("*.ring")), "the journals are removed")
+
+
 def test_the_essential_evidence_is_there_long_before_the_grace_period_ends(
     start_server: Callable[..., Server], tmp_path: Path
 ) -> None:

@@ -2,7 +2,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from sglang_crashkit.handler import place as place_module
 from sglang_crashkit.handler.place import Place
+
+
+def test_an_earlier_server_may_have_left_something_in_any_of_three_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place_module, "fallback_folder", lambda: tmp_path / "other")
+    host_folder = tmp_path / "crash" / "host"
+    place = Place(host_folder, host_folder / "incidents" / ".spool", tmp_path / "run")
+    assert place.earlier() == [host_folder, tmp_path / "other" / "host", tmp_path / "other"]
+    place = Place(tmp_path / "other" / "host", tmp_path / "spool", tmp_path / "run")
+    assert place.earlier() == [tmp_path / "other" / "host", tmp_path / "other"]
 
 
 def test_what_the_servers_processes_could_not_finish_is_removed(tmp_path: Path) -> None:
