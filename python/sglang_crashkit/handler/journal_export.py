@@ -23,6 +23,8 @@ from sglang_crashkit.errors import CrashkitError
 #: See `IncidentFolder.charge`.
 Charge = Callable[[str, int], None]
 
+#: How the ids of SGLang's own health checks begin, in all releases; each is a request of one token.
+_HEALTH_CHECK = "HEALTH_CHECK"
 #: The file is counted in steps of this many bytes.
 _AT_A_TIME = 256 * 1024
 
@@ -40,7 +42,8 @@ def export_requests(
 
     Each line has ``rid``, ``state`` (``unfinished``, ``finished``, or ``dropped``: it ended without an answer),
     ``arrived`` and ``ended`` (UTC), ``pid`` of the process that took it in, ``text`` or ``input_ids``,
-    ``sampling_params``, and what else the request asked for; ``omitted`` describes what was not kept.
+    ``sampling_params``, and what else the request asked for; ``omitted`` describes what was not kept. Health checks are
+    left out.
 
     Args:
         rings: the journals.
@@ -131,8 +134,10 @@ def _write_all(
 
 def _line_of(reader: JournalReader, request: JournaledRequest, state: str, pid: int) -> bytes | None:
     fields = reader.load(request)
-    # A server that lives may have overwritten it meanwhile; a health check that was answered is of no account.
+    # A server that lives may have overwritten it meanwhile. What SGLang takes no metrics of it does not keep either.
     if fields is None or (request.ended is not None and fields.get("log_metrics") is False):
+        return None
+    if str(fields.get("rid")).startswith(_HEALTH_CHECK):
         return None
     ended = None if request.ended is None else iso_time(request.ended)
     head = {"rid": fields.pop("rid", None), "state": state, "arrived": iso_time(request.arrived), "ended": ended}

@@ -42,7 +42,21 @@ def test_the_unfinished_requests_of_all_processes_come_first(tmp_path: Path) -> 
     assert found[0]["arrived"].endswith("Z")
 
 
-def test_an_answered_health_check_is_left_out_and_one_under_way_is_not(tmp_path: Path) -> None:
+def test_health_checks_are_nobodys_requests(tmp_path: Path) -> None:
+    # Their ids are of the time, or of a random number, by release.
+    writer = ring(tmp_path, 7)
+    check = {"log_metrics": False}
+    writer.end(writer.begin(check | {"rid": "HEALTH_CHECK_1763780000.5"}), finished=True)
+    writer.end(writer.begin(check | {"rid": "HEALTH_CHECK_1763780001.5"}), finished=False)
+    writer.begin(check | {"rid": "HEALTH_CHECK_0f3c"})
+    writer.begin({"rid": "users"})
+    writer.close()
+    told = export_requests([writer.path], tmp_path, 30)
+    assert (told.finished, told.unfinished, told.left_out, told.reason) == (0, 1, 0, None)
+    assert [line["rid"] for line in lines(tmp_path)] == ["users"]
+
+
+def test_what_was_answered_without_metrics_is_left_out_and_what_is_under_way_is_not(tmp_path: Path) -> None:
     writer = ring(tmp_path, 7)
     writer.end(writer.begin({"rid": "answered", "log_metrics": False}), finished=True)
     writer.begin({"rid": "under way", "log_metrics": False})
