@@ -97,11 +97,9 @@ class Ledger:
         self._names = {name, f"{PARTIAL}{name}"}
         total, free = _space_of(incidents)
         default_use = min(_DEFAULT_MAX_USE, int(total * _USE_SHARE))
-        default_free = min(_DEFAULT_KEEP_FREE, int(total * _FREE_SHARE))
         self._max_use = default_use if limits.max_use is None else limits.max_use
-        keep_free = default_free if limits.keep_free is None else limits.keep_free
         # What others have filled already is not emptied again at the expense of evidence.
-        self._floor = min(keep_free, free)
+        self._floor = min(_keep_free(total, limits), free)
         self._max_incident = limits.max_incident
         self._own: dict[str, int] = {}
         self._others: dict[str, int] | None = None
@@ -216,6 +214,32 @@ class Ledger:
     def _measure(self) -> dict[str, int]:
         """Return what everything in the folder but this incident takes, by name."""
         return {path.name: size_of(path) for path in self._incidents.iterdir() if path.name not in self._names}
+
+
+def why_no_room(folder: Path, size: int, limits: DiskLimits) -> str:
+    """Say why something that stays while a server runs, and is not counted, is not to be written.
+
+    Args:
+        folder: where it would be.
+        size: how long it would be, in bytes.
+        limits: what the user allows; nothing makes room for it.
+
+    Returns:
+        Empty where there is room, and where nobody can tell: whoever writes it sees.
+    """
+    try:
+        total, free = _space_of(folder)
+    except OSError:
+        return ""
+    keep_free = _keep_free(total, limits)
+    if free < size:
+        return FULL
+    return "" if free - size >= keep_free else f"less than {KEEP_FREE} ({keep_free / MB:.3g} MB) would stay free"
+
+
+def _keep_free(total: int, limits: DiskLimits) -> int:
+    default = min(_DEFAULT_KEEP_FREE, int(total * _FREE_SHARE))
+    return default if limits.keep_free is None else limits.keep_free
 
 
 def remove_incident(folder: Path) -> bool:

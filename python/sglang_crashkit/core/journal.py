@@ -100,6 +100,7 @@ class JournalReader:
 
     Attributes:
         requests: the unfinished ones, oldest first; then those that ended within `KEPT_SECS`, latest first.
+        latest: when something was written last, since the epoch; 0 where nothing was.
         lost: how many unfinished ones found no room.
         torn: how many records are cut off.
 
@@ -111,6 +112,7 @@ class JournalReader:
         self._ring = RingReader(path, HEAD_BYTES)
         self.torn = self._ring.torn
         self.lost = self._ring.records[-1].lost if self._ring.records else 0
+        self.latest = 0.0
         self.requests = self._collect()
 
     def load(self, request: JournaledRequest) -> dict[str, Any] | None:
@@ -132,17 +134,16 @@ class JournalReader:
 
     def _collect(self) -> list[JournaledRequest]:
         requests: dict[int, JournaledRequest] = {}
-        latest = 0.0
         for record in self._ring.records:
             head = read_head(record.head)
             if head is None:
                 continue
-            latest = max(latest, head.seconds)
+            self.latest = max(self.latest, head.seconds)
             if head.begun:
                 requests[head.number] = JournaledRequest(head.seconds, record)
             elif head.number in requests:
                 requests[head.number].ended = head.seconds
                 requests[head.number].finished = head.finished
         unfinished = [request for request in requests.values() if request.ended is None]
-        ended = [r for r in requests.values() if r.ended is not None and r.ended > latest - KEPT_SECS]
+        ended = [r for r in requests.values() if r.ended is not None and r.ended > self.latest - KEPT_SECS]
         return unfinished + sorted(ended, key=lambda request: request.ended or 0.0, reverse=True)

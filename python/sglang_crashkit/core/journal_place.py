@@ -56,6 +56,16 @@ def writer_of(ring: Path) -> int:
     return int(match[1]) if match else 0
 
 
+def is_writer_gone(ring: Path) -> bool:
+    """Say whether the process that wrote a ring, by its name, is there no more."""
+    match = _RING.fullmatch(ring.name)
+    if match is None:
+        return False
+    stat = procfs.read_stat(int(match[1]))
+    # What a process forked holds its lock for longer than it lives.
+    return stat is None or stat.state in "ZX" or int(match[2]) not in (0, stat.start_ticks)
+
+
 def is_safe_to_map(folder: Path) -> bool:
     """Say whether storing into a mapped file in `folder`, which is there, neither blocks for long nor kills."""
     try:

@@ -310,6 +310,8 @@ class CurrentIncident:
             logger.error("incident %s could not be finished: %s", run.path, error)
             run.finished = True
             self._journals.keep()
+        else:
+            self._journals.remove_taken()
 
     def _forget(self) -> None:
         self.run = None

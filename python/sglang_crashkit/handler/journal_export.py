@@ -6,14 +6,14 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
 from sglang_crashkit.core.disk import NoRoomError
 from sglang_crashkit.core.incident import JournaledRequests, iso_time
-from sglang_crashkit.core.journal import JournaledRequest, JournalReader
+from sglang_crashkit.core.journal import KEPT_SECS, JournaledRequest, JournalReader
 from sglang_crashkit.core.journal_place import writer_of
 from sglang_crashkit.core.private_files import create_private, make_private_folder
 from sglang_crashkit.core.remains import REQUESTS
@@ -36,7 +36,12 @@ def _free(_name: str, _size: int) -> None:
 
 
 def export_requests(
-    rings: Sequence[Path], folder: Path, timeout_secs: float, charge: Charge = _free
+    rings: Sequence[Path],
+    folder: Path,
+    timeout_secs: float,
+    charge: Charge = _free,
+    *,
+    seconds: float | None = None,
 ) -> JournaledRequests:
     """Write the requests of `rings` to ``requests/requests.jsonl`` in `folder`, the unfinished ones first.
 
@@ -51,6 +56,8 @@ def export_requests(
         timeout_secs: what is not written within this time, in seconds, is left out and counted.
         charge: is told the file's name and how long it will be, in bytes, before it grows; what it raises `NoRoomError`
             for is left out and counted.
+        seconds: when the incident began, since the epoch; what ended `KEPT_SECS` before that or earlier is left out. By
+            default when something was written last to any of the journals.
     """
     deadline = time.monotonic() + timeout_secs
     result = JournaledRequests()
@@ -62,13 +69,15 @@ def export_requests(
                 readers.append((writer_of(ring), opened.enter_context(JournalReader(ring))))
             except RingError as error:
                 problems.append(error.message)
+        if seconds is None:
+            seconds = max((reader.latest for _pid, reader in readers), default=0.0)
         result.lost = sum(reader.lost for _pid, reader in readers)
         result.torn = sum(reader.torn for _pid, reader in readers)
         try:
             make_private_folder((folder / REQUESTS).parent)
             (folder / REQUESTS).unlink(missing_ok=True)
             with create_private(folder / REQUESTS) as file:
-                _write_all(readers, _Metered(file, charge), result, deadline)
+                _write_all(_in_order(readers, seconds - KEPT_SECS), _Metered(file, charge), result, deadline)
                 file.flush()
                 os.fsync(file.fileno())
             result.path = REQUESTS
@@ -112,9 +121,12 @@ class _Metered:
 
 
 def _write_all(
-    readers: Sequence[tuple[int, JournalReader]], file: _Metered, result: JournaledRequests, deadline: float
+    requests: Iterable[tuple[int, JournalReader, JournaledRequest]],
+    file: _Metered,
+    result: JournaledRequests,
+    deadline: float,
 ) -> None:
-    for pid, reader, request in _in_order(readers):
+    for pid, reader, request in requests:
         if time.monotonic() > deadline:
             result.left_out += 1
             continue
@@ -145,10 +157,10 @@ def _line_of(reader: JournalReader, request: JournaledRequest, state: str, pid: 
 
 
 def _in_order(
-    readers: Sequence[tuple[int, JournalReader]],
+    readers: Sequence[tuple[int, JournalReader]], since: float
 ) -> Iterator[tuple[int, JournalReader, JournaledRequest]]:
     for has_ended in (False, True):
         for pid, reader in readers:
             for request in reader.requests:
-                if (request.ended is not None) == has_ended:
+                if (request.ended is not None) == has_ended and (request.ended is None or request.ended > since):
                     yield pid, reader, request

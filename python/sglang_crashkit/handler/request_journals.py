@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import time
@@ -13,6 +14,7 @@ from typing import Any
 from sglang_crashkit.core import journal_place
 from sglang_crashkit.core.incident import Incident, Requests, Trigger, Verdict, iso_time
 from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
+from sglang_crashkit.core.incident_name import parse_name
 from sglang_crashkit.core.private_files import create_private, make_private_folder
 from sglang_crashkit.core.recovery import TakeJournals
 from sglang_crashkit.core.settings import Settings
@@ -39,19 +41,35 @@ class RequestJournals:
         self._folder = folder
         self._is_incomplete = False
         self._stays = False
+        self._taken: list[Path] = []
 
     def add_to(self, run: IncidentRun) -> None:
         """Put what the journals hold now into an incident that is about to be finished."""
         rings = journal_place.rings_in(self._folder) if self._folder else []
         if not rings:
             return
-        told = export_requests(rings, run.path, _EXPORT_SECS, run.charge)
+        # Before they are read: whoever ends meanwhile may have written more.
+        gone = [ring for ring in rings if journal_place.is_writer_gone(ring)]
+        began = time.time() - (time.monotonic() - run.opened)
+        told = export_requests(rings, run.path, _EXPORT_SECS, run.charge, seconds=began)
         run.set_journal(told)
         self._is_incomplete = told.reason is not None
+        self._taken = [] if self._is_incomplete else gone
+
+    def remove_taken(self) -> None:
+        """Remove what dead processes left and the incident holds, which is on the disk by now.
+
+        A server that starts killed tokenizer workers anew would keep a journal of each, and tell of its requests again.
+        """
+        for ring in self._taken:
+            with contextlib.suppress(OSError):
+                ring.unlink()
+        self._taken = []
 
     def keep(self) -> None:
         """Leave the journals where they are: the incident could not be written, and the next start may."""
         self._stays = True
+        self._taken = []
 
     def clean_up(self, run: IncidentRun | None) -> None:
         """Remove the journals of a server that is gone; what an incident could not take in goes to it as it is."""
@@ -77,7 +95,8 @@ def take_for_incident(host_folders: Iterable[Path]) -> TakeJournals:
             held = journal_place.lock(folder)
             try:
                 rings = journal_place.rings_in(folder)
-                told = export_requests(rings, incident, _EXPORT_SECS)
+                name = parse_name(incident.name)
+                told = export_requests(rings, incident, _EXPORT_SECS, seconds=name.seconds if name else None)
                 if told.reason is None or _move(rings, incident):
                     journal_place.remove(folder)
             finally:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sglang_crashkit.core.disk import why_no_room
 from sglang_crashkit.core.journal import JournalWriter
 from sglang_crashkit.core.journal_place import new_ring
 from sglang_crashkit.core.redact import REDACTED, is_secret_name
@@ -48,7 +49,7 @@ _is_secret_name = functools.lru_cache(maxsize=1024)(is_secret_name)
 
 
 def open_journal() -> JournalWriter | None:
-    """Return a journal for the requests of this process; None where none is wanted.
+    """Return a journal for the requests of this process; None where none is wanted, or the disk is too full for one.
 
     Raises:
         RingError: its space cannot be reserved.
@@ -56,7 +57,18 @@ def open_journal() -> JournalWriter | None:
     settings, folder = Settings.from_environ(), os.environ.get(JOURNAL_VARIABLE)
     if not settings.enabled or not settings.journal or not folder:
         return None
-    return JournalWriter(new_ring(Path(folder)), int(settings.journal_mb * 2**20))
+    size = int(settings.journal_mb * 2**20)
+    problem = why_no_room(Path(folder), size, settings.disk)
+    if problem:
+        logger.warning(
+            "crash kit: no request journal of %g MiB in %s: %s; next: make room there, or set "
+            "SGLANG_CRASHKIT_JOURNAL_MB or SGLANG_CRASHKIT_KEEP_FREE_MB lower",
+            settings.journal_mb,
+            folder,
+            problem,
+        )
+        return None
+    return JournalWriter(new_ring(Path(folder)), size)
 
 
 class JournaledStates(dict[str, Any]):

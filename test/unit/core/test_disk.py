@@ -2,13 +2,23 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from sglang_crashkit.core import disk
-from sglang_crashkit.core.disk import MB, DiskLimits, Ledger, NoRoomError, remove_incident, size_of, status_of
+from sglang_crashkit.core.disk import (
+    MB,
+    DiskLimits,
+    Ledger,
+    NoRoomError,
+    remove_incident,
+    size_of,
+    status_of,
+    why_no_room,
+)
 from sglang_crashkit.core.folder_lock import FolderLock
 from sglang_crashkit.core.incident_folder import IncidentFolder
 from sglang_crashkit.core.incident_store import find_incidents
@@ -40,6 +50,21 @@ def test_limits_are_read_from_the_environment() -> None:
     assert DiskLimits.from_environ(environ) == DiskLimits(10 * MB, 0, MB // 2)
     bad = dict.fromkeys(environ, "much") | {"SGLANG_CRASHKIT_MAX_INCIDENT_MB": "-1"}
     assert DiskLimits.from_environ(bad) == DiskLimits()
+
+
+def test_what_is_written_for_long_is_to_leave_as_much_free(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    assert why_no_room(tmp_path, MB, DiskLimits(keep_free=0)) == ""
+    reason = why_no_room(tmp_path, MB, DiskLimits(keep_free=2 * free))
+    assert reason.startswith("less than SGLANG_CRASHKIT_KEEP_FREE_MB (")
+    assert why_no_room(tmp_path, 2 * free, DiskLimits()) == disk.FULL
+    assert why_no_room(tmp_path / "gone", MB, DiskLimits(keep_free=2 * free)) == ""
+
+
+def test_what_is_written_for_long_leaves_a_share_of_a_small_disk(tmp_path: Path) -> None:
+    with mounted(tmp_path / "small") as folder:
+        assert why_no_room(folder, 3 * MB, DiskLimits()) == ""
+        assert why_no_room(folder, 4 * MB - 100 * KB, DiskLimits()) != ""
 
 
 def test_the_oldest_incidents_make_room(tmp_path: Path) -> None:

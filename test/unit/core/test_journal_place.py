@@ -9,7 +9,7 @@ import pytest
 
 from sglang_crashkit.core import journal_place, procfs
 from sglang_crashkit.core.ring import RingWriter
-from unit.waiting import child
+from unit.waiting import child, wait_until
 
 
 def test_a_ring_is_named_after_its_writer(tmp_path: Path) -> None:
@@ -82,6 +82,25 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
         descriptor = journal_place.lock(tmp_path)
         assert descriptor is not None
         journal_place.unlock(descriptor)
+
+
+def test_a_ring_whose_writer_is_gone_is_told_by_its_name(tmp_path: Path) -> None:
+    stat = procfs.read_stat(os.getpid())
+    assert stat is not None
+    ours = [f"{stat.pid}-{ticks}{more}.ring" for ticks in (stat.start_ticks, 0) for more in ("", "-1")]
+    # The pid is another process's by now.
+    gone = [f"{stat.pid}-{stat.start_ticks + 1}.ring", "4194305-1.ring", "4194305-1-2.ring"]
+    assert [journal_place.is_writer_gone(tmp_path / name) for name in ours] == [False] * len(ours)
+    assert [journal_place.is_writer_gone(tmp_path / name) for name in gone] == [True] * len(gone)
+    assert not journal_place.is_writer_gone(tmp_path / "notes.txt")
+    with child("ready(); pause()") as process:
+        started = procfs.read_stat(process.pid)
+        assert started is not None
+        ring = tmp_path / f"{process.pid}-{started.start_ticks}.ring"
+        assert not journal_place.is_writer_gone(ring)
+        process.send_signal(signal.SIGKILL)
+        # Its parent, a server that hangs, may never take its status.
+        wait_until(lambda: journal_place.is_writer_gone(ring), "it is a zombie")
 
 
 def test_what_is_no_ring_is_not_removed(tmp_path: Path) -> None:

@@ -3,10 +3,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from sglang_crashkit.core import journal
 from sglang_crashkit.core.disk import NoRoomError
-from sglang_crashkit.core.journal import JournalWriter
+from sglang_crashkit.core.journal import KEPT_SECS, JournalWriter
 from sglang_crashkit.core.remains import REQUESTS
 from sglang_crashkit.handler.journal_export import export_requests
 
@@ -64,6 +68,26 @@ def test_what_was_answered_without_metrics_is_left_out_and_what_is_under_way_is_
     told = export_requests([writer.path], tmp_path, 30)
     assert (told.finished, told.unfinished) == (0, 1)
     assert [line["rid"] for line in lines(tmp_path)] == ["under way"]
+
+
+def test_what_ended_long_before_the_incident_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The worker that wrote the first ring died hours before the other one wrote its last.
+    for pid, hours in ((7, 0), (8, 6)):
+        monkeypatch.setattr(journal, "time", SimpleNamespace(time=lambda hours=hours: 1000.0 + 3600 * hours))
+        writer = ring(tmp_path, pid)
+        writer.end(writer.begin({"rid": f"done-{pid}"}), finished=True)
+        writer.begin({"rid": f"under-way-{pid}"})
+        writer.close()
+    rings, last = sorted(tmp_path.glob("*.ring")), 1000.0 + 6 * 3600
+    for seconds, kept in (
+        (None, ["done-8"]),
+        (last + KEPT_SECS - 1, ["done-8"]),
+        (last + KEPT_SECS + 1, []),
+        (1000.0, ["done-7", "done-8"]),
+    ):
+        told = export_requests(rings, tmp_path, 30, seconds=seconds)
+        assert (told.finished, told.unfinished, told.left_out) == (len(kept), 2, 0)
+        assert [line["rid"] for line in lines(tmp_path)] == ["under-way-7", "under-way-8", *kept]
 
 
 def test_what_does_not_fit_in_the_time_is_counted(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.core import journal_place
-from sglang_crashkit.core.incident_store import find_incidents
+from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
 from sglang_crashkit.core.journal import JournalWriter
 from sglang_crashkit.handler import request_journals
 from sglang_crashkit.handler.request_journals import take_in_left_behind
 from unit.handler.driver import HOST, Server
+from unit.small_disk import fill, mounted
 from unit.waiting import wait_until
 
 Start = Callable[..., Server]
@@ -37,6 +38,10 @@ def told(server: Server) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     path = stored.path / requests["journal"]["path"]
     assert path.stat().st_mode & 0o077 == path.parent.stat().st_mode & 0o077 == 0
     return requests, [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def lines_of(stored: StoredIncident) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (stored.path / "requests/requests.jsonl").read_text().splitlines()]
 
 
 def test_a_killed_server_leaves_its_requests_in_the_incident(start_server: Start) -> None:
@@ -76,6 +81,45 @@ def test_a_server_that_is_killed_while_it_saves_its_requests_leaves_them(start_s
     requests, lines = told(server)
     assert requests["source"] == "journal"
     assert [(line["rid"], line["state"]) for line in lines] == [("only", "unfinished")]
+
+
+def ring_of_a_dead_worker(server: Server) -> JournalWriter:
+    (own,) = rings(server)
+    writer = JournalWriter(own.parent / "4194305-1.ring", 2**20)
+    writer.begin({"rid": "of the worker"})
+    writer.close()
+    return writer
+
+
+def test_what_a_dead_worker_had_under_way_is_told_of_once(start_server: Start) -> None:
+    server = start_server(journals=True)
+    server.ask("ask only hello")
+    writer = ring_of_a_dead_worker(server)
+    assert server.ask("tell scheduler_TP1 watchdog soft") == "the handler"
+    first = server.incident()
+    assert {line["rid"] for line in lines_of(first)} == {"only", "of the worker"}
+    wait_until(lambda: not writer.path.exists(), "what was taken in is removed")
+    assert len(rings(server)) == 1, "that of the living server stays"
+    server.process.kill()
+    server.process.wait()
+    server.wait_for_handler()
+    (second,) = (found for found in server.incidents() if found.name != first.name)
+    assert [line["rid"] for line in lines_of(second)] == ["only"]
+
+
+def test_the_ring_of_a_dead_worker_stays_when_the_incident_cannot_be_written(
+    start_server: Start, tmp_path: Path
+) -> None:
+    with mounted(tmp_path / "crash", "size=8m,mode=700") as folder:
+        server = start_server(journals=True, crash_folder=folder, environ={"SGLANG_CRASHKIT_JOURNAL_MB": "1"})
+        writer = ring_of_a_dead_worker(server)
+        fill(folder)
+        (server.fallback / "incidents").write_text("in the way")
+        server.process.kill()
+        server.process.wait()
+        server.wait_for_handler()
+        assert server.incidents() == []
+        assert writer.path.exists()
 
 
 def test_the_journal_of_a_server_that_ended_well_is_removed(start_server: Start) -> None:

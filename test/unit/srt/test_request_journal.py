@@ -200,6 +200,23 @@ def test_two_managers_in_one_process_have_a_ring_each(tmp_path: Path, monkeypatc
         journal.close()
 
 
+def test_a_journal_for_which_the_disk_is_too_full_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(JOURNAL_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("SGLANG_CRASHKIT_KEEP_FREE_MB", "1e12")
+    states: dict[str, Any] = {}
+    manager = SimpleNamespace(crash_dump_folder="/crash", rid_to_state=states)
+    on_request_states(manager)
+    assert manager.rid_to_state is states
+    assert list(tmp_path.iterdir()) == []
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.exc_info is None
+    assert "no request journal of 64 MiB" in record.message
+    assert "SGLANG_CRASHKIT_KEEP_FREE_MB" in record.message
+
+
 def test_a_journal_that_cannot_be_made_leaves_the_server_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
