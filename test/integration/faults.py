@@ -176,7 +176,7 @@ FAULTS = (
     Fault(
         "stopped",
         then_terminate(TP1),
-        None,
+        TP1,
         ServerExit.HUNG,
         HANG,
         stopped=(TP1,),
@@ -197,7 +197,7 @@ FAULTS = (
     Fault(
         "spinning",
         then_terminate(TP1, signum=SPIN_SIGNAL),
-        None,
+        TP1,
         ServerExit.HUNG,
         HANG,
         env=UNHEALTHY,

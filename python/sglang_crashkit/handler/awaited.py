@@ -21,11 +21,13 @@ class Awaited:
     Attributes:
         told: the server was told to end, and did not answer yet.
         observed: the server goes on, so that what comes next is another incident.
+        pardonable: the server was asked to end before, and it is no incident where it goes on or ends in good order.
     """
 
     def __init__(self, root_pid: int) -> None:
         self.told = False
         self.observed = False
+        self.pardonable = False
         self._root_pid = root_pid
         self._soft_since: float | None = None
         self._quit_due: float | None = None

@@ -75,7 +75,8 @@ class Exits:
                     return
         expected = process.pid in self._outlook.expected
         if process.matters and not expected:
-            self._current.make_room()
+            if not self._is_pardoned(process):
+                self._current.make_room()
             self._ask_parent_of(process)
         self._unwatch(process)
         process.exited_at = time.time()
@@ -124,6 +125,14 @@ class Exits:
             by_kernel = status.signal == "SIGKILL" or ended_with_parent(process, self._runtime)
             return _is_orderly(process) or (outlook.ended_well and by_kernel)
         return status.code == 0 and outlook.draining
+
+    def _is_pardoned(self, process: TrackedProcess) -> bool:
+        """Say whether an exit belongs to an end in good order; a scheduler or server that ends so did not hang."""
+        if not self._current.awaited.pardonable or not _is_orderly(process):
+            return False
+        if process.is_root or process.role == "scheduler":
+            self._current.discard()
+        return True
 
     def _ended_before(self, earlier: TrackedProcess, process: TrackedProcess) -> bool:
         """Say whether a process that may have started another has ended, if that has.

@@ -14,6 +14,15 @@ SNAPSHOTS, SNAPSHOT_INTERVAL_SECS = 3, 2.0
 _SIGNS_OF_PROGRESS = 2
 
 
+def note_silence(run: IncidentRun, pulse: Pulse) -> None:
+    """Take into an incident that a scheduler is silent."""
+    now, process, beat, secs = time.time(), pulse.process, pulse.beat, pulse.silent_secs
+    details = {"silent_secs": round(secs, 3), "doing": beat.doing, "batches": beat.batches}
+    message = f"made no progress for {secs:.1f} s; the last sign was of {beat.doing}"
+    run.note(now, "no_progress", pid=process.pid, title=process.title, **details)
+    run.add_failure(FailureEvent(process.pid, now - secs, "hang", message))
+
+
 class Hang:
     """Schedulers that make no progress.
 
@@ -37,17 +46,12 @@ class Hang:
 
     def spread(self, silent: Iterable[Pulse]) -> None:
         """Take in the schedulers that are silent, those that are not in it yet."""
-        now = time.time()
         for pulse in silent:
             if pulse in self._pulses:
                 continue
             pulse.signs = 0
             self._pulses.append(pulse)
-            process, beat, secs = pulse.process, pulse.beat, pulse.silent_secs
-            details = {"silent_secs": round(secs, 3), "doing": beat.doing, "batches": beat.batches}
-            message = f"made no progress for {secs:.1f} s; the last sign was of {beat.doing}"
-            self.run.note(now, "no_progress", pid=process.pid, title=process.title, **details)
-            self.run.add_failure(FailureEvent(process.pid, now - secs, "hang", message))
+            note_silence(self.run, pulse)
 
     def take_snapshot(self) -> bool:
         """Take the snapshot that is due, and say whether it was the last one."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.beat import BeatReader, NotABeatError
@@ -47,6 +47,8 @@ _FIRST_BATCHES, _FIRST_FACTOR = 8, 3
 _COMPILING_FACTOR = 20
 #: Share of the time from which on compilers are looked for; between two of them there may be none for a moment.
 _LOOK_FOR_COMPILERS = 0.5
+#: Of a server that is asked to end, a silence of so many seconds is looked at.
+_AT_END_SECS = 5.0
 #: Where no incident could be begun, it is tried again after this time, in seconds.
 _RETRY_SECS = 10.0
 #: Whoever is silent for this share of the time that one was, hangs with it.
@@ -114,6 +116,29 @@ class HangWatch:
             self._pulses[process.pid].close()
         self._pulses[process.pid] = Pulse(process, reader)
 
+    def silent(self, secs: float) -> list[Pulse]:
+        """Return the schedulers that gave no sign in the last `secs` seconds, that first which fell silent first.
+
+        That one is silent does not mean that it hangs; see `begin_at_end`.
+        """
+        now = self._clock()
+        for pulse in self._living():
+            pulse.catch_up(now)
+        return sorted(
+            (pulse for pulse in self._living() if pulse.silent_secs >= secs and not pulse.beat.is_off),
+            key=_by_last_sign,
+        )
+
+    def begin_at_end(self) -> None:
+        """Take what is silent as the server is asked to end for a hang, unless one is at hand.
+
+        Whoever asked it to end may kill it before a hang is noticed otherwise. It may be no more than a long batch, so
+        the incident is removed where the schedulers go on, or the server ends in good order.
+        """
+        silent = self.silent(min(_AT_END_SECS, self._hang_secs / 2)) if self._hang is None else []
+        if silent and not self._is_excused({pulse.process.pid: _state_of(pulse.process) for pulse in self._living()}):
+            self._begin(silent, "silent_at_sigterm", pardonable=True)
+
     def next_due(self) -> float:
         """Return when `act_on_time` has something to do, by the monotonic clock."""
         if not self._pulses:
@@ -160,10 +185,16 @@ class HangWatch:
             silent = [pulse for pulse in self._pulses.values() if pulse.silent_secs >= limit]
             is_compiling = self._hang is None and self._is_compiling(longest, limit)
             if silent and self._hang is None and not is_compiling and self._looked_at >= self._not_before:
-                self._begin(longest)
+                together = [pulse for pulse in self._pulses.values() if pulse.silent_secs >= _TOGETHER * longest]
+                self._begin(sorted(together, key=_by_last_sign), "no_progress")
             elif silent and self._hang is not None:
                 self._hang.spread(silent)
         if self._hang is not None and self._hang.is_over():
+            is_at_hand = self._current.run is self._hang.run
+            # Otherwise it is over because they are dead.
+            if self._pulses and is_at_hand and self._current.awaited.pardonable:
+                logger.info("the schedulers go on: it was no hang")
+                self._current.discard()
             self._hang = self._current.hang = None
 
     def _is_excused(self, states: Mapping[int, str]) -> bool:
@@ -204,20 +235,27 @@ class HangWatch:
             self._compiled_at = self._looked_at
         return self._looked_at - self._compiled_at < limit
 
-    def _begin(self, longest: float) -> None:
-        silent = [pulse for pulse in self._pulses.values() if pulse.silent_secs >= _TOGETHER * longest]
-        silent.sort(key=lambda pulse: (pulse.beat.at, pulse.process.pid))
-        run = self._current.open_observed("hang", "no_progress", silent[0].process, time.time())
+    def _living(self) -> list[Pulse]:
+        return [pulse for pulse in self._pulses.values() if pulse.process.exited_at is None]
+
+    def _begin(self, silent: Sequence[Pulse], trigger: str, *, pardonable: bool = False) -> None:
+        longest = max(pulse.silent_secs for pulse in silent)
+        run = self._current.open_observed("hang", trigger, silent[0].process, time.time())
         if run is None:
             # Something worse is under way, or there is no room for it.
             self._not_before = self._looked_at + _RETRY_SECS
             return
+        self._current.awaited.pardonable = pardonable
         self._hang = Hang(run, longest, self._clock)
         self._hang.spread(silent)
         self._current.hang = run
         # Only now: for it exits are taken in, and one of them is an incident of its own, which refers to this one.
         self._current.photograph()
         logger.info("%d scheduler(s) made no progress for %.1f s", len(silent), longest)
+
+
+def _by_last_sign(pulse: Pulse) -> tuple[float, int]:
+    return (pulse.beat.at, pulse.process.pid)
 
 
 def _state_of(process: TrackedProcess) -> str:

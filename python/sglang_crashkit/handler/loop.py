@@ -9,6 +9,7 @@ import time
 
 from sglang_crashkit.core.channel import Mailbox
 from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.handler.asked_to_end import AskedToEnd
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.exits import Exits
 from sglang_crashkit.handler.hang_watch import HangWatch
@@ -45,8 +46,9 @@ class CrashHandler:
         self._exits = Exits(self._tree, self._outlook, self._current, self._unwatch, place.runtime)
         log = ServerLog(self._tree.root, place.runtime)
         self._hangs = HangWatch(self._tree, self._outlook, self._current, settings, log.say)
+        self._end = AskedToEnd(self._outlook, self._current, self._hangs)
         self._reactions = Reactions(
-            self._tree, mailbox, place, self._outlook, self._current, self._hangs, self._exits.reconsider
+            self._tree, mailbox, place, self._outlook, self._current, self._hangs, self._end, self._exits.reconsider
         )
         self._leftovers = Leftovers(self._tree)
         self._outliving = Outliving(self._tree, lambda: self._current.gpus.answering, self._needs_orphans)
@@ -72,6 +74,7 @@ class CrashHandler:
                 # What a process said before it ended is there by now, and counts before its end does.
                 self._take_messages()
                 self._current.act_on_time()
+                self._end.act_on_time()
                 self._outliving.act_on_time()
                 self._leftovers.note_on_time()
                 self._hangs.act_on_time()
@@ -122,7 +125,8 @@ class CrashHandler:
     def _next_due(self) -> float:
         if not self._current.is_open and self._outlook.gone_at is not None:
             return min(self._outlook.gone_at + _LINGER_SECS, self._outliving.next_due())
-        return min(self._current.next_due(), self._hangs.next_due(), self._outliving.next_due())
+        dues = (self._current.next_due(), self._end.next_due(), self._hangs.next_due(), self._outliving.next_due())
+        return min(dues)
 
     def _done(self) -> bool:
         if self._outlook.gone_at is None or self._current.is_open:

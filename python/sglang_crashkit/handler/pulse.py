@@ -43,6 +43,17 @@ class Pulse:
             self.silent_secs = 0.0
             self.signs += 1
 
+    def catch_up(self, now: float) -> None:
+        """Take in what the heartbeat says now, and count all of the time since its last sign, seen or not.
+
+        Args:
+            now: the time by the clock of the heartbeat, in seconds.
+        """
+        beat = self._reader.read()
+        self.signs += beat != self.beat
+        self.beat = beat
+        self.silent_secs = max(0.0, now - beat.at)
+
     def hold(self, seen_secs: float) -> None:
         """Do not count the time since the last look."""
         self.silent_secs = max(0.0, self.silent_secs - seen_secs)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.channel import Mailbox, Message
 from sglang_crashkit.core.peers import LostPeer
+from sglang_crashkit.handler.asked_to_end import AskedToEnd
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.hang_watch import HangWatch
 from sglang_crashkit.handler.incident_run import IncidentRun
@@ -34,6 +35,7 @@ class Reactions:
         outlook: where announcements are noted.
         current: the incident at hand.
         hangs: who follows heartbeats.
+        end: who looks at a server that is asked to end.
         reconsider: called when the exits seen so far may be a shutdown after all.
     """
 
@@ -45,6 +47,7 @@ class Reactions:
         outlook: Outlook,
         current: CurrentIncident,
         hangs: HangWatch,
+        end: AskedToEnd,
         reconsider: Callable[[], None],
     ) -> None:
         self._tree = tree
@@ -52,6 +55,7 @@ class Reactions:
         self._place = place
         self._outlook = outlook
         self._current = current
+        self._end = end
         self._reconsider = reconsider
         self._ignored = 0
         self._by_event: dict[str, Callable[[Message, TrackedProcess], None]] = {
@@ -104,7 +108,7 @@ class Reactions:
     def _on_dump_begun(self, message: Message, sender: TrackedProcess) -> None:
         self._current.make_room()
         self._current.awaited.await_dump(sender.pid)
-        run = self._current.join("child_failure", "crash_dump", sender, _time_of(message))
+        run = self._end.join_dump(sender, _time_of(message))
         if run is not None:
             run.note(_time_of(message), message.event, pid=message.pid)
 
@@ -120,7 +124,7 @@ class Reactions:
         # The HTTP server starts a worker anew that ended by itself.
         current.awaited.observed = sender.role == "tokenizer_worker"
         current.answer_when_finished(message)
-        current.finish()
+        self._end.finish()
 
     def _on_launch_failed(self, message: Message, sender: TrackedProcess) -> None:
         current = self._current
@@ -223,10 +227,7 @@ class Reactions:
         current = self._current
         self._outlook.draining = True
         self._reconsider()
-        if message.fields.get("unhealthy") is True:
-            # It hangs. Seconds may pass before it says so itself, and it may be killed before.
-            current.make_room()
-            current.join("child_failure", "unhealthy_at_sigterm", sender, _time_of(message))
+        self._end.hear(sender, _time_of(message), unhealthy=message.fields.get("unhealthy") is True)
         if current.run is not None:
             current.run.note(_time_of(message), "draining", pid=message.pid)
 
@@ -237,11 +238,13 @@ class Reactions:
         self._outlook.expected |= members
         if self._current.run is None:
             return
-        if self._current.awaited.may_be_shutdown and self._tree.root.pid in members:
-            logger.info("the exits were a shutdown: process %d ends the server", message.pid)
+        by_server, awaited = sender is not None and sender.is_root, self._current.awaited
+        # Somebody else may kill a server that hangs.
+        is_no_incident = awaited.may_be_shutdown or (awaited.pardonable and by_server)
+        if is_no_incident and self._tree.root.pid in members:
+            logger.info("it was a shutdown: process %d ends the server", message.pid)
             self._current.discard()
             return
-        by_server = sender is not None and sender.is_root
         self._current.run.note(_time_of(message), "teardown", pid=message.pid, tree_of=pid, by_server=by_server)
 
     def _members_of(self, pid: int) -> set[int]:

@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -235,6 +236,8 @@ def wait_for_a_command(commands: int, answers: int) -> None:
                 hold_the_lock()
             elif verb == "spin":
                 spin()
+            elif verb == "run":
+                runpy.run_path(argument)
             elif verb == "retitle":
                 setproctitle.setproctitle(argument)
                 os.write(answers, b"done\n")

@@ -43,7 +43,7 @@ def test_of_a_server_that_hangs_they_are_on_disk_before_it_says_that_it_ends(sta
     assert stored.document is not None
     events = [entry["event"] for entry in stored.document["timeline"]]
     assert events.index("photographed") < events.index("crash_dump_begun")
-    assert (stored.document["kind"], events.count("photographed")) == ("child_failure", 1)
+    assert (stored.document["kind"], events.count("photographed")) == ("hang", 2)
 
 
 def test_a_healthy_server_that_is_asked_to_end_is_not_photographed(start_server: Start) -> None:

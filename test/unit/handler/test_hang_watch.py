@@ -67,11 +67,14 @@ class Current:
         self.runs: list[Run] = []
         self.triggers: list[int] = []
         self.is_free = True
+        self.expected = "no_progress"
+        self.discarded: list[Run] = []
         self.gpus = SimpleNamespace(writing_cores=frozenset())
+        self.awaited = SimpleNamespace(pardonable=False)
         self.dies = False
 
     def open_observed(self, kind: str, trigger: str, process: Any, seconds: float) -> Run | None:
-        assert (kind, trigger) == ("hang", "no_progress")
+        assert (kind, trigger) == ("hang", self.expected)
         self.triggers.append(process.pid)
         if not self.is_free:
             return None
@@ -89,6 +92,11 @@ class Current:
             self.run = Run()
             return
         self.run.photograph()
+
+    def discard(self) -> None:
+        assert self.run is not None
+        self.discarded.append(self.run)
+        self.run = None
 
     def finish_observed(self) -> None:
         assert self.run is not None
@@ -182,6 +190,97 @@ def world_of(monkeypatch: pytest.MonkeyPatch) -> list[World]:
     monkeypatch.setattr(hang_watch, "has_compiler", lambda pid: pid in worlds[-1].compiling)
     monkeypatch.setattr(hang_watch, "_state_of", lambda process: worlds[-1].states[process.pid])
     return worlds
+
+
+# -- a server that is asked to end
+
+
+def asked_to_end(hang_secs: float = 60.0, silent_secs: float = 5.5) -> World:
+    """Return a world whose schedulers are silent for so long when the server is asked to end."""
+    world = World(hang_secs).follow()
+    world.current.expected = "silent_at_sigterm"
+    world.pass_time(silent_secs)
+    world.watch.begin_at_end()
+    return world
+
+
+def test_what_is_silent_when_the_server_is_asked_to_end_is_a_hang() -> None:
+    world = asked_to_end()
+    assert [run.silent for run in world.hangs] == [[10, 11]]
+    assert world.current.awaited.pardonable
+    world.pass_time(4.5)
+    assert (world.hangs[0].photographs, world.hangs[0].finished) == (3, True)
+    # It is the same one after the usual time.
+    world.pass_time(100)
+    assert len(world.hangs) == 1
+
+
+def test_where_they_go_on_there_was_none() -> None:
+    world = asked_to_end()
+    world.pass_time(5, world.beat)
+    assert world.current.discarded == world.hangs
+    assert world.current.hang is None
+
+
+def test_where_the_incident_at_hand_is_another_one_it_stays() -> None:
+    world = asked_to_end()
+    other = world.current.run = Run()
+    world.current.awaited.pardonable = False
+    world.pass_time(5, world.beat)
+    assert world.current.run is other
+    assert world.current.discarded == []
+
+
+def test_where_they_are_dead_there_was_one() -> None:
+    world = asked_to_end()
+    for process in world.processes:
+        process.exited_at = 1.0
+    world.pass_time(5)
+    assert world.current.discarded == []
+
+
+@pytest.mark.parametrize(("hang_secs", "silent_secs"), [(60.0, 4.5), (6.0, 2.5)])
+def test_a_shorter_silence_is_none(hang_secs: float, silent_secs: float) -> None:
+    assert asked_to_end(hang_secs, silent_secs).hangs == []
+
+
+def test_where_hangs_are_noticed_sooner_a_shorter_silence_is_one() -> None:
+    assert len(asked_to_end(6.0, 3.5).hangs) == 1
+
+
+def test_a_hang_that_was_noticed_before_is_not_another_one() -> None:
+    world = World().follow()
+    world.pass_time(7)
+    world.watch.begin_at_end()
+    assert len(world.hangs) == 1
+
+
+def test_one_that_is_held_by_a_debugger_as_the_server_is_asked_to_end_does_not_hang() -> None:
+    world = World(60.0).follow()
+    world.stop(11, state="t")
+    world.pass_time(6)
+    world.watch.begin_at_end()
+    assert world.hangs == []
+
+
+def test_the_silent_ones_are_told_by_their_last_signs() -> None:
+    world = World(60.0).follow()
+    world.now += 0.5
+    world.beat(10)
+    world.now += 2.0
+    assert [(pulse.process.pid, pulse.silent_secs) for pulse in world.watch.silent(2.0)] == [(11, 2.5), (10, 2.0)]
+    assert [pulse.process.pid for pulse in world.watch.silent(2.1)] == [11]
+    world.beat(11, is_off=True)
+    world.now += 10
+    assert [pulse.process.pid for pulse in world.watch.silent(2.1)] == [10]
+
+
+def test_nobody_is_silent_where_nobody_is_followed() -> None:
+    world = World(60.0)
+    world.pass_time(10)
+    assert world.watch.silent(0.0) == []
+    world.watch.begin_at_end()
+    assert world.hangs == []
 
 
 # -- a hang is noticed, once

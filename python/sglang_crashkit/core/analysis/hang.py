@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from functools import lru_cache
 
 from sglang_crashkit.core.analysis.groups import motion_words
-from sglang_crashkit.core.analysis.member import Member, Sight, describe
+from sglang_crashkit.core.analysis.member import Member, Sight, describe, name_members
 from sglang_crashkit.core.analysis.odd_one import find_odd
 from sglang_crashkit.core.analysis.states import activity_of
 from sglang_crashkit.core.incident import ProcessReport
@@ -61,6 +61,14 @@ def tell(report: ProcessReport | None) -> list[str]:
     if member is None or not member.seen:
         return []
     return [f"{member.name} {describe(member)}.", *_more_of(member)]
+
+
+def all_stopped(ranks: Sequence[ProcessReport]) -> str:
+    """Return what is seen where all of several ranks are stopped, so that none of them stands out; empty otherwise."""
+    members = [member_of(rank) for rank in ranks]
+    if len(members) < 2 or not all(member.always("stopped") for member in members):
+        return ""
+    return f"{name_members(members)} are all stopped (state T) until somebody sends SIGCONT: none of them stands out."
 
 
 def member_of(report: ProcessReport) -> Member:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sglang_crashkit.core.analysis.grouping import groups_of, rank_at
-from sglang_crashkit.core.analysis.hang import find_suspect, frame_of, tell
+from sglang_crashkit.core.analysis.hang import all_stopped, find_suspect, frame_of, tell
 from sglang_crashkit.core.analysis.member import name_some
 from sglang_crashkit.core.analysis.states import of_frames
+from sglang_crashkit.core.analysis.unhealthy import UNHEALTHY, judge_unhealthy
 from sglang_crashkit.core.incident import Failure, Incident, Level, ProcessReport, Verdict
 from sglang_crashkit.core.peers import describe
 
@@ -93,6 +94,8 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
         # Who refuses a connection is not there; that others gave it up is their word.
         certain = all(peer.sign == "refused" for peer in incident.peers)
         return Verdict("peer_lost", None, "established" if certain else "supported", " ".join(lost), lost)
+    if not ordered and incident.trigger.event == UNHEALTHY:
+        return judge_unhealthy(incident)
     if not ordered:
         return Verdict(
             kind="unknown",
@@ -133,8 +136,11 @@ def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Seque
     pids = {pid for group in groups_of(ranks) if not set(hung).isdisjoint(group) for pid in group}
     peers = [process for process in incident.processes if process.pid in pids or process.pid in hung]
     peers.sort(key=lambda process: (hung.index(process.pid) if process.pid in hung else -1, process.pid))
-    suspect = find_suspect(peers)
     silences, collectives = _silences(incident, ordered), _collectives(incident)
+    if stopped := all_stopped(peers):
+        basis = [stopped, *silences, *collectives, *_doings(incident), *_on_gpus(incident), *lost]
+        return Verdict("hang", None, "established", " ".join(basis), basis)
+    suspect = find_suspect(peers)
     if suspect is not None:
         named, basis = suspect.process.pid, [suspect.statement, *silences, *collectives]
     elif (late := _late_in_collectives(incident)) is not None:

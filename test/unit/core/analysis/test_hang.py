@@ -241,6 +241,20 @@ def test_a_watchdog_of_the_waiting_rank_does_not_make_it_the_cause() -> None:
     assert verdict.first_failure.pid == 11
 
 
+def test_nobody_is_named_where_all_are_stopped() -> None:
+    ranks = rank(0, BROADCAST, states="TTT"), rank(1, BROADCAST, states="TTT")
+    verdict = judge(incident_of(*ranks), [silent(10, 1.0), silent(11, 1.0)])
+    assert (verdict.kind, verdict.first_failure, verdict.level) == ("hang", None, "established")
+    assert "are all stopped (state T)" in verdict.basis[0]
+    assert "made no progress for 5.0 s" in verdict.basis[1]
+
+
+def test_the_only_one_is_named_where_it_is_stopped() -> None:
+    verdict = judge(incident_of(rank(0, BROADCAST, states="TTT")), [silent(10, 1.0)])
+    assert verdict.first_failure is not None
+    assert verdict.first_failure.pid == 10
+
+
 def test_the_verdict_is_unknown_where_all_wait() -> None:
     ranks = rank(0, BROADCAST), rank(1, BROADCAST)
     verdict = judge(incident_of(*ranks), [silent(10, 1.0), silent(11, 1.0)])
