@@ -177,17 +177,15 @@ class Collection:
             self._write(one, "pyspy", collected_text.python_stacks(one.process, self.host, one.moments))
 
     def _photograph_all(self) -> dict[int, Photograph]:
-        """Photograph the processes that are there, server by server: what they armed is in its server's folder."""
-        folders: dict[Path, dict[int, int]] = {}
-        for one in self.collected:
-            process = one.process
-            if _is_python(process):
-                folders.setdefault(_runtime_of(process), {})[process.pid] = process.start_ticks
-        found = []
+        """Photograph the processes that are there, side by side."""
+        there = [one.process for one in self.collected if _is_python(one.process)]
         began = time.monotonic()
-        for folder, pids in folders.items():
+        found = capture_all(
+            {process.pid: process.start_ticks for process in there},
+            {process.pid: _runtime_of(process) for process in there},
             # The limit is for all rounds: a py-spy that hangs, hangs in each.
-            found += capture_all(pids, folder, max(_LEAST_SECS, self._plan.tool_secs - self._pyspy_secs))
+            max(_LEAST_SECS, self._plan.tool_secs - self._pyspy_secs),
+        )
         self._pyspy_secs += time.monotonic() - began
         return {photograph.pid: photograph for photograph in found}
 

@@ -25,32 +25,35 @@ from sglang_crashkit.core.stack_signal import ask_faulthandler
 _PYSPY_SHARE, _RESPONDER_SHARE = 0.5, 0.2
 
 
-def capture_all(processes: Mapping[int, int], folder: Path, deadline_secs: float) -> list[Photograph]:
+def capture_all(
+    processes: Mapping[int, int], folder: Path | Mapping[int, Path], deadline_secs: float
+) -> list[Photograph]:
     """Take the stacks of all processes side by side.
 
     Args:
         processes: start time of each process by its pid; see `procfs.ProcStat`.
-        folder: the runtime folder, where processes say what they armed.
+        folder: the runtime folder, where processes say what they armed; by pid where they are of several servers.
         deadline_secs: the longest that it may take, in seconds.
 
     Returns:
         A result for each process, in the order given.
     """
-    return _Ascent(processes, folder, deadline_secs).climb()
+    folders = dict.fromkeys(processes, folder) if isinstance(folder, Path) else folder
+    return _Ascent(processes, folders, deadline_secs).climb()
 
 
 class _Ascent:
     """The results so far, and who has none yet."""
 
-    def __init__(self, processes: Mapping[int, int], folder: Path, deadline_secs: float) -> None:
-        self._folder = folder
+    def __init__(self, processes: Mapping[int, int], folders: Mapping[int, Path], deadline_secs: float) -> None:
+        self._folders = folders
         self._deadline_secs = deadline_secs
         self._started = time.monotonic()
         self._pids = list(processes)
         self._armed = {
             pid: armed
             for pid, start_ticks in processes.items()
-            if (armed := read_armed(folder, pid, start_ticks)) is not None
+            if (armed := read_armed(folders[pid], pid, start_ticks)) is not None
         }
         self._results: dict[int, Photograph] = {}
 
@@ -66,11 +69,11 @@ class _Ascent:
             self._take_in(ask(processes), time.monotonic() - self._started)
 
     def _ask_responders(self, processes: Sequence[Armed]) -> list[Photograph]:
-        files = {a.pid: ArmedFiles.of(self._folder, a.pid, a.start_ticks).socket for a in processes}
+        files = {a.pid: ArmedFiles.of(self._folders[a.pid], a.pid, a.start_ticks).socket for a in processes}
         return ask_responders(files, max(0.01, min(self._remaining(), _RESPONDER_SHARE * self._deadline_secs)))
 
     def _ask_faulthandler(self, processes: Sequence[Armed]) -> list[Photograph]:
-        return ask_faulthandler(processes, self._folder, max(0.01, self._remaining()))
+        return ask_faulthandler(processes, self._folders, max(0.01, self._remaining()))
 
     def _without(self) -> list[Armed]:
         """Return those that live and have no result."""

@@ -13,7 +13,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,12 +36,12 @@ class _Question:
     grown_at: float = 0.0
 
 
-def ask_faulthandler(processes: Sequence[Armed], folder: Path, deadline_secs: float) -> list[Photograph]:
+def ask_faulthandler(processes: Sequence[Armed], folders: Mapping[int, Path], deadline_secs: float) -> list[Photograph]:
     """Ask all processes side by side.
 
     Args:
         processes: what each of them armed.
-        folder: the runtime folder.
+        folders: the runtime folder of each, by its pid.
         deadline_secs: the longest that it may take, in seconds.
 
     Returns:
@@ -51,7 +51,7 @@ def ask_faulthandler(processes: Sequence[Armed], folder: Path, deadline_secs: fl
     results: dict[int, Photograph] = {}
     waiting: list[_Question] = []
     for armed in processes:
-        question = _Question(armed, ArmedFiles.of(folder, armed.pid, armed.start_ticks).stack)
+        question = _Question(armed, ArmedFiles.of(folders[armed.pid], armed.pid, armed.start_ticks).stack)
         refusal = _ask(question)
         if refusal:
             results[armed.pid] = Photograph(armed.pid, None, refusal, 0.0, "faulthandler")

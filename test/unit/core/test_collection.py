@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -28,8 +29,8 @@ ARGUMENTS = ("python", "-m", "sglang.launch_server", "--dist-init-addr", "10.0.0
 ARGUMENTS += ("--disaggregation-mode", "decode")
 
 
-def found(pid: int, title: str = TITLE) -> FoundProcess:
-    return FoundProcess(pid, start_ticks(pid), title, "scheduler", {"tp": 0}, 1, ARGUMENTS, 0, "title")
+def found(pid: int, title: str = TITLE, server: int | None = 1) -> FoundProcess:
+    return FoundProcess(pid, start_ticks(pid), title, "scheduler", {"tp": 0}, server, ARGUMENTS, 0, "title")
 
 
 def collect(output: Path, *processes: FoundProcess, **plan) -> tuple[Collection, list[NodeSnapshot]]:
@@ -120,6 +121,22 @@ def test_the_limit_of_a_tool_is_for_all_rounds(tmp_path: Path, monkeypatch: pyte
     assert [one.problems[0].why for one in rounds] == [
         *("py-spy did not end within 2 s", "py-spy did not end within 1 s"),
     ]
+
+
+def test_processes_are_photographed_side_by_side_whatever_server_they_are_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a py-spy that ends only when three of it run at the same time
+    stack = [{"thread_id": 1, "os_thread_id": 1, "thread_name": "MainThread", "active": True, "owns_gil": False}]
+    stack[0]["frames"] = [{"name": "waits", "filename": "a.py", "short_filename": "a.py", "line": 1}]
+    (tmp_path / "stack").write_text(json.dumps(stack))
+    others = f"touch {tmp_path}/$5.here; until [ $(ls {tmp_path}/*.here | wc -l) = 3 ]; do sleep 0.05; done"
+    monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, f"{others}; cat {tmp_path}/stack"))
+    with child(SLEEPER) as one, child(SLEEPER) as another, child(SLEEPER) as third:
+        # The servers of two are gone, so that each counts as one.
+        processes = [found(one.pid), found(another.pid, server=None), found(third.pid, server=None)]
+        _collection, (seen,) = collect(tmp_path / "out", *processes, tool_secs=10.0)
+    assert [functions_of(process.threads) for process in seen.processes] == [["waits"]] * 3, seen.problems
 
 
 def test_without_a_debugger_py_spy_takes_native_stacks_and_the_file_says_what_is_missing(

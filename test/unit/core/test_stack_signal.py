@@ -44,7 +44,7 @@ recurse(300)
 
 
 def ask(folder: Path, *targets: Armed, secs: float = LONG):
-    return ask_faulthandler(targets, folder, secs)
+    return ask_faulthandler(targets, {target.pid: folder for target in targets}, secs)
 
 
 def test_a_process_whose_lock_is_held_in_c_says_where_all_its_threads_are(runtime: Path) -> None:
