@@ -1,0 +1,108 @@
+"""SIGTERM to a real server that hangs, or seems to, before any health check failed: what is known 30 s later counts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import urllib.error
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from integration.scenario import EXIT_TIMEOUT_S, RELEASES, handler_pid
+from lanelib.lanes import ensure_lane
+from lanelib.servers import Server
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+TP0, TP1 = "sglang::scheduler_TP0", "sglang::scheduler_TP1"
+#: Longer than what is taken for silence, in seconds.
+SILENT_S = 6.0
+#: What is essential is on disk this soon after SIGTERM, in seconds.
+EVIDENCE_S = 5.0
+
+
+def start(release: str, folder: Path) -> Server:
+    server = Server.start(ensure_lane(release), tp=2, extra_args=["--crash-dump-folder", str(folder)])
+    server.wait_ready()
+    return server
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.05)
+
+
+def titles_with_stacks(stored: StoredIncident) -> set[str]:
+    """Return of whom there are stacks on disk."""
+    return {
+        process["title"].split(" ")[0]
+        for process in (stored.document or {"processes": []})["processes"]
+        for piece in process["evidence"]
+        if (piece["kind"], piece["status"]) == ("stack", "captured") and (stored.path / piece["path"]).is_file()
+    }
+
+
+def ask(server: Server, tokens: int) -> None:
+    """Have a request under way."""
+
+    def wait_for_the_answer() -> None:
+        # That it is cut off is the point.
+        with contextlib.suppress(urllib.error.URLError, OSError, ValueError):
+            server.generate("Once upon a time", max_new_tokens=tokens, timeout_s=EXIT_TIMEOUT_S)
+
+    threading.Thread(target=wait_for_the_answer, daemon=True).start()
+    time.sleep(1.5)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_stopped_rank_is_named_before_the_grace_period_is_over(release: str, tmp_path: Path) -> None:
+    folder = tmp_path / "crash"
+    with start(release, folder) as server:
+        ask(server, 4000)
+        os.kill(server.pid_of(TP1), signal.SIGSTOP)
+        time.sleep(SILENT_S)
+        os.kill(server.pid, signal.SIGTERM)
+        wanted = {TP0, TP1, "sglang::detokenizer"}
+        wait_until(
+            lambda: any(wanted <= titles_with_stacks(one) for one in find_incidents(folder)),
+            "the stacks are on disk",
+            EVIDENCE_S,
+        )
+        wait_until(lambda: find_incidents(folder)[0].finished, "the incident is finished", EVIDENCE_S + 2)
+        assert server.popen.poll() is None
+        # WHEN all of the container is killed
+        for pid in (handler_pid(server), *(pid for pid, _title in server.processes())):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    (stored,) = find_incidents(folder)
+    assert stored.document is not None
+    assert (stored.document["kind"], stored.document["trigger"]["event"]) == ("hang", "silent_at_sigterm")
+    assert stored.document["verdict"]["first_failure"]["title"] == TP1
+    assert stored.document["requests"]["journal"]["unfinished"] == 1
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("release", ["0.5.9", "0.5.23"])
+def test_a_server_that_goes_on_and_drains_leaves_no_incident(release: str, tmp_path: Path) -> None:
+    folder = tmp_path / "crash"
+    with start(release, folder) as server:
+        ask(server, 1500)
+        handler, rank = handler_pid(server), server.pid_of(TP1)
+        os.kill(rank, signal.SIGSTOP)
+        time.sleep(SILENT_S)
+        os.kill(server.pid, signal.SIGTERM)
+        wait_until(lambda: any(map(titles_with_stacks, find_incidents(folder))), "the stacks are on disk", EVIDENCE_S)
+        # WHEN what looked like a hang was none
+        os.kill(rank, signal.SIGCONT)
+        server.popen.wait(timeout=EXIT_TIMEOUT_S)
+        wait_until(lambda: procfs.read_stat(handler) is None, "the handler leaves", 10.0)
+    assert find_incidents(folder) == []
