@@ -36,7 +36,7 @@ from sglang_crashkit.core.armed import (
 )
 from sglang_crashkit.core.channel import Mailbox
 from sglang_crashkit.core.settings import SOCKET_VARIABLE, Settings, read_number, runtime_folder
-from sglang_crashkit.srt import parent_death, responder
+from sglang_crashkit.srt import crash_exit, parent_death, responder
 from sglang_crashkit.srt.flight_recorder import prepare_flight_recorder
 from sglang_crashkit.srt.hooks import never_raises
 
@@ -86,12 +86,16 @@ def on_configure_logger(configure: Function) -> Function:
 
 
 def on_tokenizer_worker(worker: type) -> type:
-    """Arm a tokenizer worker once it is constructed: extend ``TokenizerWorker``, in place."""
+    """Arm a tokenizer worker once it is constructed: extend ``TokenizerWorker``, in place.
+
+    It is started when the ranks are ready, so that no crash is a failed start of its own.
+    """
     construct = worker.__init__  # type: ignore[misc]
 
     @functools.wraps(construct)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
+        crash_exit.note_started()
         arm_worker()
 
     worker.__init__ = wrapper  # type: ignore[misc]

@@ -302,3 +302,18 @@ else:
         done = run(runtime / name, code, title=title)
         expected = "(1, 'p', False) True configure_logger" if name == "1" else "(1, 2, False) True Worker"
         assert done.stdout == expected + "\n", done.stderr
+
+
+def test_the_crash_of_a_tokenizer_worker_is_no_failed_start(runtime: Path) -> None:
+    code = """
+from sglang_crashkit.srt import crash_exit
+from sglang_crashkit.srt.arming import on_tokenizer_worker
+os.environ["SGLANG_CRASHKIT_SOCKET"] = sys.argv[1] + "/handler.sock"
+@on_tokenizer_worker
+class Worker:
+    def __init__(self): setproctitle.setproctitle("sglang::tokenizer_worker:1")
+Worker()
+crash_exit.begin(81, 60.0)
+crash_exit.end(lambda: None)
+"""
+    assert run(runtime, code).returncode == 81
