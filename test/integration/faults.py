@@ -17,7 +17,7 @@ from sglang_crashkit.core.exit_status import ServerExit
 TP0, TP1, DP1 = "sglang::scheduler_TP0", "sglang::scheduler_TP1", "sglang::scheduler_DP1"
 DETOKENIZER = "sglang::detokenizer"
 CONTROLLER = "sglang::data_parallel_controller"
-MAIN = "python"
+MAIN = "python -m sglang.launch_server"
 HEALTH_TIMEOUT_S = 60.0
 
 #: What a process does in its main thread, in the middle of its work, when it gets one of these signals.

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import threading
 import time
 import urllib.error
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lanelib.managed import ManagedProcess
+from lanelib.procs import Process, alive, read_process, tree_of
 from lanelib.servers import Server
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.incident_store import find_incidents
@@ -25,6 +30,44 @@ RELEASES = (
 )
 EXIT_TIMEOUT_S = 120.0
 PROMPTS = ("Hello", "The quick brown fox", "1 2 3 4 5 6 7 8")
+HANDLER = "sglang::crash_handler"
+#: What is left of a server is gone this soon after its main process, in seconds.
+GONE_S = 5.0
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of a server before it was broken.
+
+    Attributes:
+        process: its pid and start time.
+        title: as incidents name it.
+        is_fork: it has the title of its parent, and is about to become something else.
+    """
+
+    process: Process
+    title: str
+    is_fork: bool = False
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it lives as long as the server: SGLang's own, and what multiprocessing started for it."""
+        own = self.title.startswith("sglang::") and self.title != HANDLER and not self.is_fork
+        return own or "sglang.launch_server" in self.title or "multiprocessing." in self.title
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A request that was under way when the server was broken."""
+
+    rid: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -34,16 +77,20 @@ class Wreck:
     Attributes:
         crash_folder: what the server was given as ``--crash-dump-folder``.
         incidents: every incident folder below it, with what its ``incident.json`` holds.
-        pids: pid of each process that the server had before, by title.
+        members: each process that the server had before.
+        pids: pid of each of them that SGLang has titled, by title.
+        sent: the requests that were in flight.
         status: the main process's exit status, negative for a signal, as subprocess tells it.
-        left: processes that were still there after the main process had gone and 5 s had passed.
+        left: processes that were still there after the main process had gone and `GONE_S` had passed.
         log: what the server printed.
         seconds_to_exit: from the fault to the main process's exit.
     """
 
     crash_folder: Path
     incidents: list[tuple[Path, dict[str, Any]]]
+    members: list[Member]
     pids: dict[str, int]
+    sent: list[Sent]
     status: int
     left: list[int]
     log: str
@@ -97,28 +144,58 @@ def wreck(
         requests: how many requests are in flight.
         before_fault_s: seconds from the requests to the fault.
     """
-    pids = {title.split(" ")[0]: pid for pid, title in server.processes() if "::" in title}
-    pids["sglang::crash_handler"] = handler_pid(server) if _handlers_of(server) else 0
-    threads = [threading.Thread(target=_ask, args=(server,), daemon=True) for _ in range(requests)]
+    members = members_of(server)
+    handlers = _handlers_of(server)
+    pids = {member.title: member.pid for member in members if "::" in member.title}
+    pids[HANDLER] = handlers[0] if handlers else 0
+    known = [member.process for member in members]
+    known += [process for pid in handlers if (process := read_process(pid)) is not None]
+    sent = [Sent(f"in-flight-{number}", f"Once upon a time there were {number}") for number in range(requests)]
+    threads = [threading.Thread(target=ask, args=(server, request), daemon=True) for request in sent]
     for thread in threads:
         thread.start()
     time.sleep(before_fault_s)
+    # A request has compilers started.
+    known += tree_of(server.pid) if server.popen.poll() is None else []
     began = time.monotonic()
     fault(server)
     status = server.popen.wait(timeout=EXIT_TIMEOUT_S)
     seconds_to_exit = time.monotonic() - began
-    left = _wait_gone([pid for pid in pids.values() if pid], 5.0)
+    left = left_of([server], known)
     for thread in threads:
         thread.join(timeout=10)
     return Wreck(
         crash_folder=crash_folder,
         incidents=[(stored.path, stored.document or {}) for stored in _incidents(crash_folder)],
+        members=members,
         pids=pids,
+        sent=sent,
         status=status,
         left=left,
         log=server.log_path.read_text(errors="replace"),
         seconds_to_exit=seconds_to_exit,
     )
+
+
+def members_of(server: ManagedProcess) -> list[Member]:
+    """Return each living process of a server."""
+    processes = tree_of(server.pid)
+    titles = {process.pid: procfs.read_title(process.pid) for process in processes}
+    return [
+        Member(process, titles[process.pid], is_fork=titles[process.pid] == titles.get(process.parent))
+        for process in processes
+    ]
+
+
+def left_of(servers: Sequence[ManagedProcess], known: Iterable[Process], timeout_s: float = GONE_S) -> list[int]:
+    """Wait until `known`, and whatever else is in the servers' sessions, have ended; return who has not in time."""
+    known, deadline = list(known), time.monotonic() + timeout_s
+    while True:
+        running = {process.pid for process in alive(known)}
+        running |= {process.pid for server in servers for process in tree_of(server.pid)}
+        if not running or time.monotonic() > deadline:
+            return sorted(running)
+        time.sleep(0.05)
 
 
 def handler_pid(server: Server) -> int:
@@ -129,18 +206,20 @@ def handler_pid(server: Server) -> int:
 
 
 def _handlers_of(server: Server) -> list[int]:
-    """Return the crash handlers that hold a pidfd of `server`."""
+    """Return the crash handlers that hold a pidfd of one of its processes."""
+    watched = {f"Pid:\t{process.pid}\n" for process in tree_of(server.pid)}
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    return [pid for pid in pids if procfs.read_title(pid) == "sglang::crash_handler" and _watches(pid, server.pid)]
+    return [pid for pid in pids if procfs.read_title(pid) == HANDLER and _watches(pid, watched)]
 
 
-def _watches(handler: int, pid: int) -> bool:
+def _watches(handler: int, watched: Collection[str]) -> bool:
     for path in Path(f"/proc/{handler}/fdinfo").iterdir():
         try:
-            if f"Pid:\t{pid}\n" in path.read_text():
-                return True
+            text = path.read_text()
         except OSError:
             continue
+        if any(line in text for line in watched):
+            return True
     return False
 
 
@@ -148,16 +227,11 @@ def _incidents(crash_folder: Path) -> list[Any]:
     return find_incidents(crash_folder) if crash_folder.is_dir() else []
 
 
-def _ask(server: Server) -> None:
-    # That it is cut off is the point.
-    with contextlib.suppress(urllib.error.URLError, OSError, ValueError):
-        server.generate("Once upon a time", max_new_tokens=4000, timeout_s=EXIT_TIMEOUT_S)
-
-
-def _wait_gone(pids: list[int], timeout_s: float) -> list[int]:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        left = [pid for pid in pids if (stat := procfs.read_stat(pid)) is not None and stat.state != "Z"]
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.05)
+def ask(server: ManagedProcess, sent: Sent) -> None:
+    """Ask for what takes longer than the test, and bear that it is cut off."""
+    parameters = {"max_new_tokens": 4000, "temperature": 0.0, "ignore_eos": True}
+    body = json.dumps({"rid": sent.rid, "text": sent.text, "sampling_params": parameters}).encode()
+    request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
+    cut_off = contextlib.suppress(urllib.error.URLError, OSError, ValueError, http.client.HTTPException)
+    with cut_off, _opener.open(request, timeout=EXIT_TIMEOUT_S) as answer:
+        answer.read()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from integration.scenario import RELEASES, wreck
+from integration.scenario import RELEASES, Wreck, wreck
+from integration.whole import assert_before_the_end, assert_whole
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.core import procfs
@@ -53,13 +54,7 @@ def test_the_group_dies_after_the_dump_and_the_incident(release: str, tmp_path: 
     # The main process, of the same group, is given the time to end with a status of its own.
     assert left.status == ServerExit.RAISED
     assert left.left == []
-    incident = left.incident
-    assert incident["complete"] is True
-    assert incident["verdict"]["first_failure"]["title"].startswith("sglang::scheduler_TP")
-    assert incident["kind"] == "exception"
-    requests = incident["requests"]
-    assert requests["unfinished"] == 3
-    assert Path(requests["path"]).stat().st_size > 0
+    assert_told_before_the_group_died(left)
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -72,5 +67,13 @@ def test_a_script_that_started_the_server_in_its_own_group_goes_on(release: str,
         left = wreck(server, crash, lambda _server: None)
     assert (left.status, left.left) == (ServerExit.RAISED, [])
     assert fate.read_text() == f"server {int(ServerExit.RAISED)}, neighbour alive\n"
-    assert left.incident["complete"] is True
-    assert left.incident["requests"]["unfinished"] == 3
+    assert_told_before_the_group_died(left)
+
+
+def assert_told_before_the_group_died(left: Wreck) -> None:
+    """The incident misses nothing, names the rank that raised, and was on disk, with the requests, before the end."""
+    assert_whole(left)
+    assert_before_the_end(left.incident)
+    assert (left.incident["kind"], left.incident["verdict"]["kind"]) == ("exception", "exception")
+    assert left.incident["verdict"]["first_failure"]["title"].startswith("sglang::scheduler_TP")
+    assert left.incident["requests"]["path"]

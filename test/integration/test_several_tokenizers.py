@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from integration.scenario import RELEASES, Wreck, wreck
+from integration.whole import assert_saved, assert_whole
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.core.exit_status import ServerExit
@@ -99,11 +100,16 @@ def test_the_server_ends_with_all_of_its_processes(case: Case, left: Wreck) -> N
 def test_the_requests_of_the_workers_are_in_one_incident(left: Wreck) -> None:
     verdict, requests = left.incident["verdict"], left.incident["requests"]
     assert verdict["first_failure"]["title"] == SCHEDULER
-    assert requests["unfinished"] == REQUESTS
     assert requests["reason"] is None
     saved = [entry["path"] for entry in left.incident["timeline"] if entry["event"] == "requests_saved"]
     assert requests["path"] in saved
     assert sorted(saved) == sorted(map(str, Path(requests["path"]).parent.glob("crash_dump_*.pkl")))
+    assert_saved(saved, left.sent)
+
+
+def test_every_process_has_a_stack_or_its_end(case: Case, left: Wreck) -> None:
+    assert_whole(left, {} if case.signum is None else {SCHEDULER: ("signal", "SIGKILL")})
+    assert [member.title.startswith(WORKER) for member in left.members].count(True) == WORKERS
 
 
 @pytest.mark.matrix
@@ -115,10 +121,5 @@ def test_a_killed_supervisor_leaves_the_requests_and_a_stack_of_every_worker(rel
     incident = left.incident
     first = incident["verdict"]["first_failure"]
     assert (incident["kind"], first["title"]) == ("killed", "python -m sglang.launch_server"), incident["verdict"]
-    workers = [process for process in incident["processes"] if process["role"] == "tokenizer_worker"]
-    assert len(workers) == WORKERS
-    for process in (*workers, left.report(SCHEDULER)):
-        (stack,) = [piece for piece in process["evidence"] if piece["kind"] == "stack"]
-        assert stack["status"] == "captured", stack
-    assert incident["requests"]["unfinished"] == REQUESTS, incident["requests"]
-    assert (left.folder / incident["requests"]["journal"]["path"]).is_file()
+    assert_whole(left, {first["title"]: ("signal", "SIGKILL")})
+    assert [member.title.startswith(WORKER) for member in left.members].count(True) == WORKERS

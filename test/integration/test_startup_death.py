@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import RELEASES
+from integration.scenario import RELEASES, Member, left_of, members_of
+from integration.whole import assert_ends, assert_present, assert_told
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.core import procfs
 from sglang_crashkit.core.exit_status import ServerExit
 from sglang_crashkit.core.incident_store import find_incidents
 
@@ -54,6 +54,8 @@ class Death:
         status: the main process's exit status, negative for a signal.
         log: what the server printed.
         incident: what ``incident.json`` holds.
+        folder: where it lies.
+        members: each process that the server had before.
         left: processes of the server that were still there 5 s after its end.
     """
 
@@ -61,6 +63,8 @@ class Death:
     status: int
     log: str
     incident: dict[str, Any]
+    folder: Path
+    members: list[Member]
     left: list[int]
 
 
@@ -104,15 +108,13 @@ def death(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deat
     arguments = ["--crash-dump-folder", str(folder)]
     with Server.start(ensure_lane(case.release), extra_args=arguments, **case.parallel) as server:  # type: ignore[arg-type]
         pid = wait_for(lambda: find(server, case.victim), TITLE_TIMEOUT_S)
-        pids = [known for known, _title in server.processes()]
+        members = members_of(server)
         os.kill(pid, signal.SIGKILL)
         status = server.popen.wait(timeout=EXIT_TIMEOUT_S)
-        left = pids
-        deadline = time.monotonic() + 5.0
-        while left and time.monotonic() < deadline:
-            left = [known for known in left if procfs.read_stat(known) is not None]
-            time.sleep(0.05)
-        yield Death(pid, status, server.log_path.read_text(errors="replace"), only_incident(folder), left)
+        left = left_of([server], [member.process for member in members])
+        log = server.log_path.read_text(errors="replace")
+        (stored,) = find_incidents(folder)
+        yield Death(pid, status, log, only_incident(folder), stored.path, members, left)
 
 
 def find(server: Server, title: str) -> int | None:
@@ -162,6 +164,13 @@ def test_the_incident_is_whole_soon_after_the_death(death: Death) -> None:
     }
     assert (times["incident_finished"] - times["process_exited"]).total_seconds() < INCIDENT_S
     assert death.incident["requests"]["reason"] == "the server had not started to serve"
+
+
+def test_every_process_of_the_server_has_a_stack_or_its_end(death: Death) -> None:
+    assert death.incident["complete"] is True
+    assert_present(death.incident, death.members)
+    assert_told(death.incident, death.folder, [death.pid])
+    assert_ends(death.incident, {death.pid: ("signal", "SIGKILL")})
 
 
 @pytest.mark.matrix

@@ -7,21 +7,20 @@ import os
 import signal
 import threading
 import time
-import urllib.error
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from integration.scenario import RELEASES
+from integration.scenario import RELEASES, Member, Sent, ask, left_of, members_of
+from integration.whole import End, assert_ends, assert_present, assert_requests, assert_titled, assert_told
 from lanelib.lanes import ensure_lane
 from lanelib.managed import free_port, wait_all_ready
 from lanelib.servers import Server
-from sglang_crashkit.core import procfs
 from sglang_crashkit.core.exit_status import ServerExit
-from sglang_crashkit.core.incident_store import find_incidents
+from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -39,15 +38,19 @@ class Node:
     Attributes:
         status: its main process's exit status, negative for a signal.
         seconds: from the fault to its exit.
-        incidents: what each ``incident.json`` below its crash folder holds.
+        incidents: each incident below its crash folder.
+        members: each process that it had before.
+        sent: the requests that it worked on.
         rank: pid of its scheduler.
-        left: its processes that were still there after its main process had gone and 5 s had passed.
+        left: its processes that were still there 5 s after its main process had gone.
         log: what it printed.
     """
 
     status: int
     seconds: float
-    incidents: list[dict[str, Any]]
+    incidents: list[StoredIncident]
+    members: list[Member]
+    sent: list[Sent]
     rank: int
     left: list[int]
     log: str
@@ -55,8 +58,8 @@ class Node:
     @property
     def incident(self) -> dict[str, Any]:
         """The only incident."""
-        assert len(self.incidents) == 1, f"{[found['verdict'] for found in self.incidents]}\n{self.log[-3000:]}"
-        return self.incidents[0]
+        assert len(self.incidents) == 1, f"{[str(found.path) for found in self.incidents]}\n{self.log[-3000:]}"
+        return self.incidents[0].document or {}
 
 
 @contextlib.contextmanager
@@ -73,9 +76,11 @@ def two_nodes(release: str, folder: Path) -> Iterator[tuple[Server, Server]]:
         yield first, second
 
 
-def end_of(nodes: tuple[Server, Server], folder: Path, fault: Callable[[], None]) -> tuple[Node, Node]:
-    """Break a server with a request in flight, and gather what is left of each node."""
-    pids = [[pid for pid, _title in node.processes()] for node in nodes]
+def end_of(
+    nodes: tuple[Server, Server], folder: Path, fault: Callable[[], None], sent: Sequence[Sent] = ()
+) -> tuple[Node, Node]:
+    """Break a server, and gather what is left of each node; `sent` are the requests that the first one works on."""
+    members = [members_of(node) for node in nodes]
     ranks = [node.pid_of(title) for node, title in zip(nodes, RANKS, strict=True)]
     began = time.monotonic()
     fault()
@@ -85,16 +90,15 @@ def end_of(nodes: tuple[Server, Server], folder: Path, fault: Callable[[], None]
         for number, node in enumerate(nodes):
             if seconds[number] == 0.0 and node.popen.poll() is not None:
                 seconds[number] = time.monotonic() - began
-    deadline = time.monotonic() + 5.0
-    while any(is_running(pid) for known in pids for pid in known) and time.monotonic() < deadline:
-        time.sleep(0.05)
     first, second = (
         Node(
             status=node.popen.wait(timeout=1),
             seconds=seconds[number],
             incidents=incidents_of(folder / str(number)),
+            members=members[number],
+            sent=[] if number else list(sent),
             rank=ranks[number],
-            left=[pid for pid in pids[number] if is_running(pid)],
+            left=left_of([node], [member.process for member in members[number]]),
             log=node.log_path.read_text(errors="replace"),
         )
         for number, node in enumerate(nodes)
@@ -102,30 +106,24 @@ def end_of(nodes: tuple[Server, Server], folder: Path, fault: Callable[[], None]
     return first, second
 
 
-def is_running(pid: int) -> bool:
-    stat = procfs.read_stat(pid)
-    return stat is not None and stat.state != "Z"
-
-
-def incidents_of(folder: Path) -> list[dict[str, Any]]:
+def incidents_of(folder: Path) -> list[StoredIncident]:
     """Return the incidents of a node, once its crash handler has finished them."""
     deadline = time.monotonic() + 10.0
     while True:
         found = find_incidents(folder) if folder.is_dir() else []
         if all(one.finished for one in found) or time.monotonic() > deadline:
-            return [one.document or {} for one in found]
+            return found
         time.sleep(0.1)
 
 
-def ask(server: Server) -> None:
-    """Ask for what takes longer than the test."""
-
-    def generate() -> None:
-        with contextlib.suppress(urllib.error.URLError, OSError, ValueError):
-            server.generate("Once upon a time", max_new_tokens=4000, timeout_s=EXIT_TIMEOUT_S)
-
-    threading.Thread(target=generate, daemon=True).start()
-    time.sleep(1.5)
+def assert_whole(node: Node, ends: Mapping[int, End]) -> None:
+    """The node's incident misses no process, no stack, no end and no request."""
+    assert node.incident["complete"] is True
+    assert_present(node.incident, node.members)
+    assert_titled(node.incident, node.members)
+    assert_told(node.incident, node.incidents[0].path, ends)
+    assert_ends(node.incident, ends)
+    assert_requests(node.incident, node.incidents[0].path, node.sent)
 
 
 @pytest.fixture(scope="module", params=RELEASES)
@@ -140,9 +138,11 @@ def loss(request: pytest.FixtureRequest, release: str, tmp_path_factory: pytest.
     victim, folder = request.param, tmp_path_factory.mktemp("crash")
     with two_nodes(release, folder) as nodes:
         wait_all_ready(nodes)
-        ask(nodes[0])
+        sent = Sent("in-flight", "Once upon a time")
+        threading.Thread(target=ask, args=(nodes[0], sent), daemon=True).start()
+        time.sleep(1.5)
         pid = nodes[victim].pid_of(RANKS[victim])
-        both = end_of(nodes, folder, lambda: os.kill(pid, signal.SIGKILL))
+        both = end_of(nodes, folder, lambda: os.kill(pid, signal.SIGKILL), [sent])
     return both[victim], both[1 - victim]
 
 
@@ -153,6 +153,7 @@ def test_the_node_of_a_killed_rank_ends_at_once_and_says_so(loss: tuple[Node, No
     assert victim.seconds < AT_ONCE_S
     verdict = victim.incident["verdict"]
     assert (verdict["kind"], verdict["first_failure"]["pid"]) == ("signal", victim.rank)
+    assert_whole(victim, {victim.rank: ("signal", "SIGKILL")})
 
 
 def test_the_other_node_says_that_it_lost_a_peer(loss: tuple[Node, Node]) -> None:
@@ -162,6 +163,7 @@ def test_the_other_node_says_that_it_lost_a_peer(loss: tuple[Node, Node]) -> Non
     verdict = other.incident["verdict"]
     assert (verdict["kind"], verdict["level"]) == ("lost_peer", "supported")
     assert verdict["first_failure"]["pid"] == other.rank
+    assert_whole(other, {})
 
 
 def test_a_server_that_is_asked_to_end_is_no_failure_of_any_node(release: str, tmp_path: Path) -> None:
@@ -181,7 +183,8 @@ def test_a_server_that_is_asked_to_end_is_no_failure_of_any_node(release: str, t
         # may lose it before it has ended.
         assert second.status == -signal.SIGTERM
         assert first.status in (0, ServerExit.LOST_PEER), first.log[-3000:]
-    assert [one["verdict"]["kind"] for one in first.incidents] == (["lost_peer"] if first.status else [])
+    verdicts = [(one.document or {})["verdict"]["kind"] for one in first.incidents]
+    assert verdicts == (["lost_peer"] if first.status else [])
 
 
 def test_a_rank_that_is_killed_on_node_1_while_it_loads_ends_that_node(release: str, tmp_path: Path) -> None:
@@ -191,12 +194,19 @@ def test_a_rank_that_is_killed_on_node_1_while_it_loads_ends_that_node(release: 
             assert nodes[1].popen.poll() is None, nodes[1].log_tail()
             assert time.monotonic() < deadline
             time.sleep(0.02)
+        members = members_of(nodes[1])
         os.kill(pid, signal.SIGKILL)
         assert nodes[1].popen.wait(timeout=EXIT_TIMEOUT_S) == ServerExit.KILLED
         log = nodes[1].log_path.read_text(errors="replace")
+        left = left_of([nodes[1]], [member.process for member in members])
     assert "Rank 0 scheduler died during initialization (exit code: -9)." in log
-    incidents = incidents_of(tmp_path / "1")
-    assert [one["verdict"]["first_failure"]["pid"] for one in incidents] == [pid]
+    assert left == []
+    (stored,) = incidents_of(tmp_path / "1")
+    incident = stored.document or {}
+    assert incident["verdict"]["first_failure"]["pid"] == pid
+    assert_present(incident, members)
+    assert_told(incident, stored.path, [pid])
+    assert_ends(incident, {pid: ("signal", "SIGKILL")})
 
 
 def titled(server: Server, title: str) -> int | None:

@@ -20,12 +20,14 @@ from typing import Any
 import psutil
 import pytest
 
+from integration.scenario import Member, Sent, members_of
+from integration.whole import assert_ends, assert_present, assert_requests, assert_told, journaled
 from lanelib.lanes import ensure_lane
 from lanelib.machine import PD_PACKAGES, missing_libraries
 from lanelib.pd import PDServers
 from lanelib.procs import tree_of
 from lanelib.servers import Server
-from sglang_crashkit.core.incident_store import find_incidents
+from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
 from unit.waiting import wait_until
 
 MISSING = missing_libraries()
@@ -42,6 +44,7 @@ QUIET_S = 33.0
 AFTER_S = 12.0
 COLLECT_S = 120.0
 RIDS = ["waits-1", "waits-2", "waits-3"]
+PROMPT = "Once upon a time"
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -53,6 +56,7 @@ class Parting:
         victim: which server was killed.
         lost: the incidents in which the other one tells of it.
         other: all other incidents.
+        members: each process that the lost server had, and each that the other one had, before.
         killed: when it was killed, in seconds since the epoch.
         dead_rank: the scheduler of the lost server.
         addresses: where the lost server was reached.
@@ -62,8 +66,9 @@ class Parting:
     """
 
     victim: str
-    lost: list[dict[str, Any]]
-    other: list[dict[str, Any]]
+    lost: list[StoredIncident]
+    other: list[StoredIncident]
+    members: tuple[list[Member], list[Member]]
     killed: float
     dead_pid: int
     dead_rank: int
@@ -76,7 +81,7 @@ class Parting:
 
 def ask(pair: PDServers, rid: str) -> None:
     parameters = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    body = json.dumps({"text": "Once upon a time", "rid": rid, "sampling_params": parameters}).encode()
+    body = json.dumps({"text": PROMPT, "rid": rid, "sampling_params": parameters}).encode()
     request = urllib.request.Request(f"{pair.url}/generate", body, {"Content-Type": "application/json"})
     try:
         with _opener.open(request, timeout=120) as response:
@@ -92,9 +97,14 @@ def addresses_of(server: Server) -> set[str]:
     return {f"{c.laddr.ip}:{c.laddr.port}" for c in found if c.status == psutil.CONN_LISTEN}
 
 
-def incidents_below(folder: Path) -> list[dict[str, Any]]:
+def incidents_below(folder: Path) -> list[StoredIncident]:
     found = find_incidents(folder) if folder.is_dir() else []
-    return [stored.document for stored in found if stored.finished and stored.document]
+    return [stored for stored in found if stored.finished and stored.document]
+
+
+def document_of(stored: StoredIncident) -> dict[str, Any]:
+    assert stored.document is not None
+    return stored.document
 
 
 def kill(victim: str, server: Server) -> float:
@@ -130,6 +140,7 @@ def part(victim: str, pair: PDServers, folder: Path, collected: Path) -> Parting
     else:
         addresses = addresses_of(dead)
     assert incidents_below(folder) == []
+    members = members_of(dead), members_of(survivor)
     # The other side waits for what a stopped scheduler does not do.
     dead_rank = dead.pid_of("sglang::scheduler")
     os.kill(dead_rank, signal.SIGSTOP)
@@ -143,21 +154,32 @@ def part(victim: str, pair: PDServers, folder: Path, collected: Path) -> Parting
         killed = kill(victim, dead)
         gone = verdict_of(collector)
 
-    def told() -> list[dict[str, Any]]:
-        return [found for found in incidents_below(folder) if found["kind"] == "peer_lost"]
+    def told() -> list[StoredIncident]:
+        return [found for found in incidents_below(folder) if document_of(found)["kind"] == "peer_lost"]
 
     wait_until(told, "the survivor tells of it", timeout_secs=60)
     time.sleep(max(0.0, killed + AFTER_S - time.time()))
     serves = survivor.poll_ready()
     dead.popen.wait(timeout=60)
     wait_until(
-        lambda: any(found["server"]["pid"] == dead.pid for found in incidents_below(folder)), "the dead one's incident"
+        lambda: any(document_of(found)["server"]["pid"] == dead.pid for found in incidents_below(folder)),
+        "the dead one's incident",
     )
-    found = incidents_below(folder)
-    lost = [document for document in found if document["kind"] == "peer_lost"]
-    other = [document for document in found if document["kind"] != "peer_lost"]
+    lost = told()
+    other = [found for found in incidents_below(folder) if document_of(found)["kind"] != "peer_lost"]
     return Parting(
-        victim, lost, other, killed, dead.pid, dead_rank, survivor.pid, addresses, serves, stopped=stopped, gone=gone
+        victim,
+        lost,
+        other,
+        members,
+        killed,
+        dead.pid,
+        dead_rank,
+        survivor.pid,
+        addresses,
+        serves,
+        stopped=stopped,
+        gone=gone,
     )
 
 
@@ -173,7 +195,8 @@ def parting(
 
 
 def test_the_survivor_says_at_once_who_is_gone(parting: Parting, capsys: pytest.CaptureFixture[str]) -> None:
-    (document,) = parting.lost
+    (stored,) = parting.lost
+    document = document_of(stored)
     assert document["server"]["pid"] == parting.survivor_pid
     (peer,) = document["peers"]
     assert (peer["role"], peer["sign"]) == (parting.victim, "refused")
@@ -188,7 +211,8 @@ def test_the_survivor_says_at_once_who_is_gone(parting: Parting, capsys: pytest.
 
 
 def test_it_names_the_requests_that_wait(parting: Parting) -> None:
-    (document,) = parting.lost
+    (stored,) = parting.lost
+    document = document_of(stored)
     (peer,) = document["peers"]
     # A stopped decode server has not said which requests are its own.
     named = peer["requests"] if parting.victim == "prefill" else peer["unassigned"]
@@ -201,24 +225,55 @@ def test_it_names_the_requests_that_wait(parting: Parting) -> None:
 
 
 def test_every_process_of_the_survivor_was_photographed_and_goes_on(parting: Parting) -> None:
-    (document,) = parting.lost
+    (stored,) = parting.lost
+    document = document_of(stored)
     titles = [process["title"] for process in document["processes"] if process["role"] == "scheduler"]
     assert len(titles) == 1
     for process in document["processes"]:
         if process["role"] != "helper":
             kinds = {piece["kind"]: piece["status"] for piece in process["evidence"]}
             assert kinds == {"proc_state": "captured", "stack": "captured"}, process
+    assert document["complete"] is True
+    assert_present(document, parting.members[1])
+    assert_told(document, stored.path)
+    assert_ends(document, {})
     assert document["requests"]["reason"] == "the server went on"
+    # Decode has given up by then what it waited for in vain.
+    in_journal = journaled(document, stored.path, "unfinished", "finished", "dropped")
+    assert {rid: in_journal.get(rid) for rid in RIDS} == dict.fromkeys(RIDS, PROMPT)
     assert parting.serves
 
 
+def test_nobody_of_the_survivor_failed_first(parting: Parting) -> None:
+    (stored,) = parting.lost
+    assert document_of(stored)["verdict"]["first_failure"] is None
+
+
 def test_the_dead_server_has_an_incident_of_its_own(parting: Parting) -> None:
-    (document,) = parting.other
-    assert document["server"]["pid"] == parting.dead_pid
+    (stored,) = parting.other
+    document = document_of(stored)
+    assert (document["server"]["pid"], document["complete"]) == (parting.dead_pid, True)
     assert document["kind"] == "killed"
     assert document["verdict"]["kind"] == "signal"
+    first = parting.dead_rank if parting.victim == "decode" else parting.dead_pid
+    assert document["verdict"]["first_failure"]["pid"] == first
+    assert_requests(document, stored.path, [Sent(rid, PROMPT) for rid in RIDS])
+
+
+def test_every_process_of_the_dead_server_has_a_stack_or_its_end(parting: Parting) -> None:
+    (stored,) = parting.other
+    document = document_of(stored)
     if parting.victim == "decode":
-        assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler"
+        assert_present(document, parting.members[0])
+        assert_told(document, stored.path, [parting.dead_rank])
+        assert_ends(document, {parting.dead_rank: ("signal", "SIGKILL")})
+        return
+    # All of it was killed, helpers too, which are of no account where they are gone first.
+    own = [member for member in parting.members[0] if "multiprocessing." not in member.title]
+    assert_present(document, own)
+    ends = {process["title"]: process["exit"] for process in document["processes"]}
+    assert {end and end["signal"] for end in ends.values()} == {"SIGKILL"}, ends
+    assert {end["cause"] for end in ends.values()} <= {"signal", "parent_ended"}, ends
 
 
 def test_what_the_other_server_waits_for_is_named_from_outside_too(parting: Parting) -> None:

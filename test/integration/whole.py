@@ -1,0 +1,163 @@
+"""What an incident owes: every process that the server had, with its stack or its end, and every request."""
+
+from __future__ import annotations
+
+import json
+import pickletools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from integration.scenario import Member, Sent, Wreck
+from sglang_crashkit.core.exit_status import tells_of_a_crash
+
+#: The cause of an end, and its signal.
+End = tuple[str, str | None]
+
+
+def assert_whole(left: Wreck, ends: Mapping[str, End] | None = None) -> None:
+    """The only incident is complete, and misses no process, no stack, no end and no request.
+
+    Args:
+        left: what was left of a server.
+        ends: how those ended that the fault killed, by title.
+    """
+    struck = {pid_of(left.members, title): end for title, end in (ends or {}).items()}
+    assert left.incident["complete"] is True
+    assert_present(left.incident, left.members)
+    assert_titled(left.incident, left.members)
+    assert_told(left.incident, left.folder, struck)
+    assert_ends(left.incident, struck)
+    assert_requests(left.incident, left.folder, left.sent)
+
+
+def pid_of(members: Iterable[Member], title: str) -> int:
+    """Return the pid of the only process with this title."""
+    pids = [member.pid for member in members if member.title == title]
+    assert len(pids) == 1, f"{len(pids)} processes titled {title}"
+    return pids[0]
+
+
+def assert_present(incident: dict[str, Any], members: Iterable[Member]) -> None:
+    """Each process that the server had is in the incident."""
+    there = {process["pid"]: process["title"] for process in incident["processes"]}
+    assert [member for member in members if member.lasts and member.pid not in there] == [], there
+
+
+def assert_titled(incident: dict[str, Any], members: Iterable[Member]) -> None:
+    """Each of SGLang's own processes has the title that it had before."""
+    own = {member.pid: member.title for member in members if member.title.startswith("sglang::") and member.lasts}
+    found = {process["pid"]: process["title"] for process in incident["processes"] if process["pid"] in own}
+    assert found.items() <= own.items()
+
+
+def assert_told(incident: dict[str, Any], folder: Path, struck: Collection[int] = ()) -> None:
+    """Each process that lived at the trigger has a stack or its exception, which is there to be read.
+
+    Args:
+        incident: what ``incident.json`` holds.
+        folder: where it lies.
+        struck: whom the fault killed.
+    """
+    for process in incident["processes"]:
+        captured = [piece for piece in process["evidence"] if piece["status"] == "captured"]
+        for piece in captured:
+            assert piece["path"] is None or (folder / piece["path"]).stat().st_size > 0, piece
+        if process["pid"] not in struck and not _is_excused(process):
+            assert {"stack", "exception"} & {piece["kind"] for piece in captured}, process
+
+
+def _is_excused(process: dict[str, Any]) -> bool:
+    if process["role"] != "helper":
+        return False
+    # A compiler has no Python stack, and does not live long. Of what multiprocessing started, in which there is nothing
+    # of the kit, only py-spy can tell, which a busy machine does not give the time.
+    reasons = [piece["reason"] or "" for piece in process["evidence"] if piece["kind"] == "stack"]
+    return "multiprocessing." not in process["title"] or any("did not end within" in reason for reason in reasons)
+
+
+def assert_ends(incident: dict[str, Any], struck: Mapping[int, End]) -> None:
+    """Whom the fault killed ended as it says; who else is dead, in consequence.
+
+    Args:
+        incident: what ``incident.json`` holds.
+        struck: the cause and the signal of their ends, by pid.
+    """
+    ended = {process["pid"]: process for process in incident["processes"] if process["exit"] is not None}
+    assert struck.keys() <= ended.keys(), ended.keys()
+    for pid, process in ended.items():
+        end = process["exit"]
+        kinds = {piece["kind"]: piece["status"] for piece in process["evidence"]}
+        assert kinds["exit"] == "captured", process
+        if pid in struck:
+            assert (end["cause"], end["signal"]) == struck[pid], process
+        else:
+            assert _is_consequence(process, end, raised=kinds.get("exception") == "captured"), process
+
+
+def _is_consequence(process: dict[str, Any], end: dict[str, Any], *, raised: bool) -> bool:
+    if end["cause"] == "parent_ended":
+        return bool(end["signal"] == "SIGKILL")
+    if end["cause"] == "exception":
+        return raised
+    if process["role"] == "data_parallel_controller" and end["signal"] == "SIGQUIT":
+        # A rank that raises sends it to the process that started it.
+        return bool(end["cause"] == "signal")
+    if process["role"] == "helper":
+        return (end["cause"], end["code"]) == ("exit_status", 0)
+    serves = process["role"] in ("server", "tokenizer_worker")
+    return serves and end["cause"] == "exit_status" and tells_of_a_crash(end["code"])
+
+
+def assert_requests(incident: dict[str, Any], folder: Path, sent: Sequence[Sent]) -> None:
+    """The requests in flight are those that were sent, in the journal, and in the server's own file where there is one.
+
+    Args:
+        incident: what ``incident.json`` holds.
+        folder: where it lies.
+        sent: what was in flight; empty for a server that was asked nothing.
+    """
+    requests = incident["requests"]
+    if not sent:
+        assert requests["reason"], requests
+        return
+    assert requests["unfinished"] == len(sent), requests
+    assert requests["path"] or requests["source"] == "journal", requests
+    saved = [entry["path"] for entry in incident["timeline"] if entry["event"] == "requests_saved"]
+    assert bool(saved) == bool(requests["path"]), requests
+    if saved:
+        assert_saved(saved, sent)
+    assert journaled(incident, folder, "unfinished") == {request.rid: request.text for request in sent}
+
+
+def assert_saved(paths: Iterable[str], sent: Iterable[Sent]) -> None:
+    """The files that the server saved hold these requests; they are not unpickled: their classes are SGLang's."""
+    codes = [code for path in paths for code in pickletools.genops(Path(path).read_bytes())]
+    texts = {argument for _code, argument, _at in codes if isinstance(argument, str)}
+    wanted = {word for request in sent for word in (request.rid, request.text)}
+    assert wanted - texts == set()
+
+
+def journaled(incident: dict[str, Any], folder: Path, *states: str) -> dict[str, str]:
+    """Return the prompts of those requests in the journal that are in one of these states, by their ids."""
+    lines = (folder / incident["requests"]["journal"]["path"]).read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return {request["rid"]: request["text"] for request in found if request["state"] in states}
+
+
+def times_of(incident: dict[str, Any]) -> dict[str, float]:
+    """Return when each event of the timeline was first, in seconds since the epoch."""
+    return {entry["event"]: seconds_of(entry["time"]) for entry in reversed(incident["timeline"])}
+
+
+def assert_before_the_end(incident: dict[str, Any]) -> None:
+    """The evidence was on disk before any process of the server was ended."""
+    times = times_of(incident)
+    assert times["photographed"] <= times["incident_finished"] <= times["process_exited"], incident["timeline"]
+    assert times["incident_finished"] <= times["server_exited"], incident["timeline"]
+
+
+def seconds_of(text: str) -> float:
+    """Return a time of the incident in seconds since the epoch."""
+    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc).timestamp()
