@@ -1,11 +1,13 @@
 """Run one command for each node of a Slurm job, so many at once, each within a deadline.
 
-Killing srun does not end what it has started on a node: the step is cancelled as well.
+A node of which nothing is heard is not counted any longer: the next one is asked beside it, before the silent one's
+deadline. Killing srun does not end what it has started on a node: the step is cancelled as well.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -24,6 +26,9 @@ from sglang_crashkit.errors import CrashkitError
 ERRORS = "srun.log"
 #: A program that was killed and is stuck in the kernel is not waited for longer, in seconds.
 _REAP_SECS = 5.0
+#: A collector says that it is there as soon as it runs; its container may have to be entered first, in seconds.
+SILENT_SECS = 60.0
+_POLL_SECS = 1.0
 
 
 @dataclass(frozen=True)
@@ -57,19 +62,32 @@ class Steps:
         step: what the commands name their steps by.
         folders: where to note what each node's srun says, by node.
         deadline_secs: how long each may take, in seconds.
-        at_once: how many run at the same time.
+        at_once: how many run at the same time, silent ones left out.
+        silent_secs: how long one that prints nothing is counted, in seconds.
 
     Attributes:
         interrupt: what ended it before all nodes had answered, None where nothing did.
     """
 
-    def __init__(self, job: Job, *, step: str, folders: Mapping[str, Path], deadline_secs: float, at_once: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        *,
+        step: str,
+        folders: Mapping[str, Path],
+        deadline_secs: float,
+        at_once: int,
+        silent_secs: float = SILENT_SECS,
+    ) -> None:
         self.interrupt: KeyboardInterrupt | None = None
         self._job = job
         self._step = step
         self._folders = folders
         self._deadline_secs = deadline_secs
-        self._at_once = at_once
+        self._silent_secs = min(silent_secs, deadline_secs)
+        # All that may be silent at the same time, and those that are not.
+        self._most = at_once * math.ceil(deadline_secs / self._silent_secs)
+        self._turns = threading.Semaphore(at_once)
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
@@ -83,7 +101,7 @@ class Steps:
             commands: as `slurm.step_command` makes them.
             on_end: called for each node in this thread, as it ends; once more where Ctrl-C came in between.
         """
-        with ThreadPoolExecutor(max_workers=max(1, self._at_once)) as pool:
+        with ThreadPoolExecutor(max_workers=max(1, min(self._most, len(commands)))) as pool:
             pending = {pool.submit(self._run_one, node, argv): node for node, argv in commands.items()}
             try:
                 for future in as_completed(tuple(pending)):
@@ -103,6 +121,14 @@ class Steps:
                 _kill(process)
 
     def _run_one(self, node: str, argv: Sequence[str]) -> NodeRun:
+        while not self._turns.acquire(timeout=_POLL_SECS):
+            if self._stopping.is_set():
+                return NodeRun(node, None, b"", "", "interrupted before its turn")
+        with contextlib.ExitStack() as turn:
+            turn.callback(self._turns.release)
+            return self._run_in_turn(node, argv, turn)
+
+    def _run_in_turn(self, node: str, argv: Sequence[str], turn: contextlib.ExitStack) -> NodeRun:
         if self._stopping.is_set():
             return NodeRun(node, None, b"", "", "interrupted before its turn")
         began = time.monotonic()
@@ -110,7 +136,7 @@ class Steps:
             folder = make_private_folder(self._folders[node])
             (folder / ERRORS).unlink(missing_ok=True)
             with create_private(folder / ERRORS) as log:
-                status, output = self._wait(self._start(argv, log.fileno()))
+                status, output = self._wait(self._start(argv, log.fileno()), turn)
             errors = (folder / ERRORS).read_text(errors="replace")
         except (OSError, CrashkitError) as error:
             return NodeRun(node, None, b"", "", f"srun was not started: {error}")
@@ -138,24 +164,28 @@ class Steps:
             _kill(process)
         return process
 
-    def _wait(self, process: subprocess.Popen[bytes]) -> tuple[int | None, bytes]:
-        """Return its status, None where it was killed, and what it printed."""
+    def _wait(self, process: subprocess.Popen[bytes], turn: contextlib.ExitStack) -> tuple[int | None, bytes]:
+        """Return its status, None where it was killed, and what it printed; end its turn where that is nothing."""
         try:
-            return self._communicate(process)
+            return self._communicate(process, turn)
         finally:
             with self._lock:
                 self._running.discard(process)
 
-    def _communicate(self, process: subprocess.Popen[bytes]) -> tuple[int | None, bytes]:
-        try:
-            output, _errors = process.communicate(timeout=self._deadline_secs)
-        except subprocess.TimeoutExpired:
-            _kill(process)
+    def _communicate(self, process: subprocess.Popen[bytes], turn: contextlib.ExitStack) -> tuple[int | None, bytes]:
+        for secs in (self._silent_secs, self._deadline_secs - self._silent_secs):
             try:
-                return None, process.communicate(timeout=_REAP_SECS)[0]
+                output, _errors = process.communicate(timeout=secs)
             except subprocess.TimeoutExpired as error:
-                return None, error.stdout or b""
-        return process.returncode, output
+                if not error.stdout:
+                    turn.close()
+            else:
+                return process.returncode, output
+        _kill(process)
+        try:
+            return None, process.communicate(timeout=_REAP_SECS)[0]
+        except subprocess.TimeoutExpired as error:
+            return None, error.stdout or b""
 
     def _cancel(self, node: str) -> None:
         # With one name for all, the steps of nodes that are still at work would be killed too.
