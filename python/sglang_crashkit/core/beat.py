@@ -95,7 +95,7 @@ class BeatWriter:
 
     Attributes:
         words: to be stored to, one word at a time.
-        fd: the descriptor that a reader of the same user opens below ``/proc/PID/fd``.
+        fd: the descriptor to be passed on to a reader.
 
     Raises:
         OSError: the kernel gives no memory or no descriptor.
@@ -126,7 +126,7 @@ class BeatReader:
     """The crash handler's end.
 
     Args:
-        pid: the scheduler.
+        pid: who holds the heartbeat: this process, which it was passed to, or another one that may be looked into.
         fd: its descriptor of the heartbeat.
 
     Raises:

@@ -2,7 +2,8 @@
 
 A message is a JSON object of at most 60 kB with ``event`` and ``time``. The sender is taken from the kernel's
 credentials of the socket (``SO_PASSCRED``), never from the message. The handler's socket lies in a folder with mode
-0700; a sender that waits binds to an address that the kernel chooses (abstract, unix(7) "autobind").
+0700; a sender that waits binds to an address that the kernel chooses (abstract, unix(7) "autobind"). A message may
+carry a descriptor, for which the handler need not be allowed to look into the sender.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _MAX_BYTES = 60_000
 #: The kernel queues ten datagrams (net.unix.max_dgram_qlen); a handler at work lets more wait. Seconds.
 _QUEUE_FULL_SECS = 0.25
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_DESCRIPTOR = struct.Struct("i")
 
 
 class HandlerUnreachableError(Exception):
@@ -42,6 +44,7 @@ class Message:
         pid: the sender, by the kernel's word.
         uid: the sender's user, by the kernel's word.
         address: where an acknowledgement goes, None when the sender does not wait.
+        descriptor: what came with it, open until `close`; None where nothing did, or it was not wanted.
     """
 
     event: str
@@ -49,16 +52,28 @@ class Message:
     pid: int
     uid: int
     address: bytes | None
+    descriptor: int | None = None
+
+    def close(self) -> None:
+        """Close the descriptor that came with it; to be called once."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
 
 
-def notify(socket_path: str, event: str, **fields: Any) -> None:
+def notify(socket_path: str, event: str, *, descriptor: int | None = None, **fields: Any) -> None:
     """Send a message and return, at once unless the handler is behind (then within a quarter of a second).
+
+    Args:
+        socket_path: the handler's socket.
+        event: what happened.
+        descriptor: passed on with it; the sender's stays open.
+        fields: the rest of the message, JSON values.
 
     Raises:
         HandlerUnreachableError: it could not be handed over.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-        _send(sender, socket_path, event, fields, _QUEUE_FULL_SECS)
+        _send(sender, socket_path, event, fields, _QUEUE_FULL_SECS, descriptor)
 
 
 def request(
@@ -120,7 +135,14 @@ def is_reachable(socket_path: str) -> bool:
     return True
 
 
-def _send(sender: socket.socket, socket_path: str, event: str, fields: dict[str, Any], patience_secs: float) -> None:
+def _send(
+    sender: socket.socket,
+    socket_path: str,
+    event: str,
+    fields: dict[str, Any],
+    patience_secs: float,
+    descriptor: int | None = None,
+) -> None:
     data = json.dumps({"event": event, "time": time.time(), **fields}, default=str).encode()
     if len(data) > _MAX_BYTES:
         raise HandlerUnreachableError(f"message of {len(data)} bytes is over {_MAX_BYTES}")
@@ -128,7 +150,8 @@ def _send(sender: socket.socket, socket_path: str, event: str, fields: dict[str,
     try:
         # The kernel wakes the sender when there is room again or when the handler dies.
         sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(seconds), int(fraction * 1e6)))
-        sender.sendto(data, socket_path)
+        rights = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(descriptor))]
+        sender.sendmsg([data], rights, 0, socket_path)
     except OSError as error:
         raise HandlerUnreachableError(f"{socket_path}: {error.strerror}") from error
 
@@ -161,19 +184,25 @@ class Mailbox:
         """Return the socket's descriptor."""
         return self._receiver.fileno()
 
-    def receive(self, limit: int = 64) -> list[Message]:
-        """Return the messages that are there now, at most `limit`; rubbish is passed over."""
+    def receive(self, limit: int = 64, *, descriptors: bool = False) -> list[Message]:
+        """Return the messages that are there now; rubbish is passed over.
+
+        Args:
+            limit: so many at most.
+            descriptors: keep the descriptor that came with a message, one at most; the caller closes each message.
+        """
         messages = []
+        room = socket.CMSG_SPACE(_CREDENTIALS.size) + descriptors * socket.CMSG_SPACE(_DESCRIPTOR.size)
         for _ in range(limit):
             try:
-                data, ancillary, _flags, address = self._receiver.recvmsg(
-                    _MAX_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)
-                )
+                data, ancillary, _flags, address = self._receiver.recvmsg(_MAX_BYTES, room, socket.MSG_CMSG_CLOEXEC)
             except OSError:
                 break
-            message = _decode(data, ancillary, address)
+            message, passed = _decode(data, ancillary, address), _passed(ancillary)
             if message is not None:
-                messages.append(message)
+                messages.append(replace(message, descriptor=passed.pop(0)) if passed else message)
+            for descriptor in passed:
+                os.close(descriptor)
         return messages
 
     def acknowledge(self, message: Message, **fields: Any) -> None:
@@ -181,6 +210,15 @@ class Mailbox:
         if message.address is not None:
             with contextlib.suppress(OSError):
                 self._receiver.sendto(json.dumps(fields).encode(), socket.MSG_DONTWAIT, message.address)
+
+
+def _passed(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    return [
+        descriptor
+        for level, kind, value in ancillary
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS
+        for (descriptor,) in _DESCRIPTOR.iter_unpack(value[: len(value) // _DESCRIPTOR.size * _DESCRIPTOR.size])
+    ]
 
 
 def _decode(data: bytes, ancillary: list[tuple[int, int, bytes]], address: bytes | str | None) -> Message | None:

@@ -19,6 +19,7 @@ with control requests, such as an update of the weights.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -90,9 +91,9 @@ class HangWatch:
         self._looked_at = self._not_before = 0.0
         self._compiled_at = float("-inf")
 
-    def follow(self, process: TrackedProcess, descriptor: object) -> None:
-        """Follow the heartbeat that a scheduler holds as `descriptor`."""
-        if not isinstance(descriptor, int) or not self._hang_secs:
+    def follow(self, process: TrackedProcess, descriptor: int | None) -> None:
+        """Follow the heartbeat of a scheduler, which passed it on as `descriptor`, of this process; it stays open."""
+        if descriptor is None or not self._hang_secs:
             return
         if process.role != "scheduler":
             # The tree looks for titles every few seconds only, and this one may be newer.
@@ -100,7 +101,7 @@ class HangWatch:
             if process.role != "scheduler":
                 return
         try:
-            reader = BeatReader(process.pid, descriptor)
+            reader = BeatReader(os.getpid(), descriptor)
         except (OSError, NotABeatError) as error:
             self._unfollowed.add(process.pid)
             logger.warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import selectors
@@ -108,10 +109,14 @@ class CrashHandler:
         return run is not None and not run.photographed
 
     def _take_messages(self) -> None:
-        for message in self._mailbox.receive():
-            if message.pid not in self._tree:
-                self.look()
-            self._reactions.take(message, self._tree.get(message.pid))
+        with contextlib.ExitStack() as descriptors:
+            messages = self._mailbox.receive(descriptors=True)
+            for message in messages:
+                descriptors.callback(message.close)
+            for message in messages:
+                if message.pid not in self._tree:
+                    self.look()
+                self._reactions.take(message, self._tree.get(message.pid))
 
     def _watch(self, process: TrackedProcess) -> None:
         self._selector.register(process.handle, selectors.EVENT_READ, process)

@@ -70,7 +70,7 @@ class Reactions:
             "stacks_wanted": self._on_stacks_wanted,
             "peer_lost": self._on_peer_lost,
             "draining": self._on_draining,
-            "beat": lambda message, sender: hangs.follow(sender, message.fields.get("fd")),
+            "beat": lambda message, sender: hangs.follow(sender, message.descriptor),
         }
 
     def take(self, message: Message, sender: TrackedProcess | None) -> None:

@@ -214,6 +214,45 @@ def test_descriptors_sent_along_are_not_kept(path: str, mailbox: Mailbox) -> Non
     assert descriptors().items() <= before.items()
 
 
+@pytest.mark.parametrize("sent", [1, 3])
+def test_a_descriptor_that_is_wanted_is_the_receivers_to_close(path: str, mailbox: Mailbox, sent: int) -> None:
+    fd = os.memfd_create("passed")
+    os.write(fd, b"content")
+    before = descriptors()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        rights = array.array("i", [fd] * sent)
+        sender.sendmsg([b'{"event": "x"}'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], 0, path)
+        sender.sendmsg([b"rubbish"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], 0, path)
+    (message,) = mailbox.receive(descriptors=True)
+    assert message.descriptor is not None
+    assert os.pread(message.descriptor, 100, 0) == b"content"
+    assert not os.get_inheritable(message.descriptor)
+    message.close()
+    assert descriptors().items() <= before.items()
+    os.close(fd)
+
+
+def test_a_message_carries_a_descriptor(path: str, mailbox: Mailbox) -> None:
+    code = "from sglang_crashkit.core import channel\nfd = os.memfd_create('passed'); os.write(fd, b'content')\n"
+    code += "channel.notify(sys.argv[1], 'x', descriptor=fd, more=1)\nready(); pause()"
+    with child(code, path) as process:
+        process.kill()
+        (message,) = mailbox.receive(descriptors=True)
+    assert (message.event, message.fields["more"]) == ("x", 1)
+    assert "descriptor" not in message.fields
+    assert message.descriptor is not None
+    # The sender may be gone.
+    assert os.pread(message.descriptor, 100, 0) == b"content"
+    message.close()
+
+
+def test_a_message_without_one_has_none_to_close(path: str, mailbox: Mailbox) -> None:
+    channel.notify(path, "x")
+    (message,) = mailbox.receive(descriptors=True)
+    assert message.descriptor is None
+    message.close()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_users_message_is_passed_over(path: str, mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
     Path(path).chmod(0o777)

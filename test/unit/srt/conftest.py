@@ -23,8 +23,10 @@ mailbox = Mailbox(Mailbox.bind(Path(sys.argv[1])))
 answers = json.loads(sys.argv[2])
 print("ready", flush=True)
 while True:
-    for message in mailbox.receive():
-        print(json.dumps({"event": message.event, "pid": message.pid} | message.fields), flush=True)
+    for message in mailbox.receive(descriptors=True):
+        about = {"event": message.event, "pid": message.pid, "has_descriptor": message.descriptor is not None}
+        message.close()
+        print(json.dumps(about | message.fields), flush=True)
         if message.event in answers:
             answer = answers[message.event]
             if answer is None:

@@ -47,8 +47,9 @@ def scheduler() -> Scheduler:
 
 def heard_beat(listener: Listener) -> BeatReader:
     message = listener.heard()
-    assert (message["event"], message["pid"]) == ("beat", os.getpid())
-    return BeatReader(os.getpid(), message["fd"])
+    assert (message["event"], message["pid"], message["has_descriptor"]) == ("beat", os.getpid(), True)
+    assert scheduler_beat._writer is not None
+    return BeatReader(os.getpid(), scheduler_beat._writer.fd)
 
 
 def beating(listener: Listener, scheduler: Scheduler) -> BeatReader:

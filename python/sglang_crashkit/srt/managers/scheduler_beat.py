@@ -106,7 +106,7 @@ def _begin() -> memoryview[float] | None:
         return None
     writer = BeatWriter()
     try:
-        channel.notify(socket_path, "beat", fd=writer.fd)
+        channel.notify(socket_path, "beat", descriptor=writer.fd)
     except channel.HandlerUnreachableError as error:
         logger.warning("crash kit: hangs of this scheduler are not noticed: %s", error)
         writer.close()
