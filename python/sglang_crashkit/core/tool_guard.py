@@ -18,7 +18,10 @@ from collections.abc import Callable, Iterable, Iterator
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.native_stacks import release
 
-_MODULE = "sglang_crashkit.core.tool_guard"
+#: With ``-m`` the current folder would come first, whoever may write to it.
+_CODE = (
+    "import sys; sys.path[:] = sys.argv[1:]; from sglang_crashkit.core import tool_guard; tool_guard.guard(sys.stdin)"
+)
 #: So long the guard has to end once there is nothing to guard, in seconds.
 _END_SECS = 5.0
 
@@ -31,7 +34,7 @@ class ToolGuard:
         self._process: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE],
+                [sys.executable, "-c", _CODE, *sys.path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -93,7 +96,3 @@ def guard(lines: Iterable[str]) -> None:
             with contextlib.suppress(OSError):
                 os.killpg(tool, signal.SIGKILL)
     release({target: target_ticks for target, (target_ticks, _tool, _tool_ticks) in left.items()})
-
-
-if __name__ == "__main__":
-    guard(sys.stdin)

@@ -43,7 +43,7 @@ def is_gone(pid: int) -> bool:
 
 def guards() -> set[int]:
     pids = procfs.TreeScanner(os.getpid()).scan()
-    return {pid for pid in pids if "sglang_crashkit.core.tool_guard" in procfs.read_cmdline(pid)}
+    return {pid for pid in pids if any("tool_guard.guard(" in word for word in procfs.read_cmdline(pid))}
 
 
 @pytest.mark.parametrize("code", [HOLDS, LEFT_STOPPED], ids=["holds it", "left it stopped"])
@@ -72,6 +72,14 @@ def test_it_ends_with_its_parent_and_touches_nothing_that_has_ended(tmp_path: Pa
         watch.close()
         assert is_gone(its)
         assert state_of(target.pid) == "T"
+
+
+def test_it_runs_nothing_of_the_current_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("contextlib", "sglang_crashkit"):
+        (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    ToolGuard().close()
+    assert not (tmp_path / "run").exists()
 
 
 def test_another_process_with_the_tools_pid_is_left_alone() -> None:
