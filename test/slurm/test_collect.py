@@ -32,7 +32,8 @@ pytestmark = pytest.mark.live
 KIT = (sys.executable, "-m", "sglang_crashkit")
 #: Whose the ranks are, so that what else runs on this machine is not collected.
 USER = 54321
-QUICK = ("--snapshots=2", "--interval=0.2", "--no-debugger", f"--user={USER}")
+QUICK_WITH_DEBUGGER = ("--snapshots=2", "--interval=0.2", f"--user={USER}")
+QUICK = (*QUICK_WITH_DEBUGGER, "--no-debugger")
 #: What launches a rank keeps its environment; the rank's title overwrites it.
 LAUNCHER = """
 import subprocess, sys
@@ -88,9 +89,11 @@ def crowd(running_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
         running_cluster.cancel(job)
 
 
-def collect(cluster: Cluster, job: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def collect(
+    cluster: Cluster, job: str, *arguments: str, quick: tuple[str, ...] = QUICK
+) -> subprocess.CompletedProcess[str]:
     """Run ``sglang-crashkit collect`` for a job."""
-    argv = [*KIT, "collect", f"--slurm-job={job}", *QUICK, *arguments]
+    argv = [*KIT, "collect", f"--slurm-job={job}", *quick, *arguments]
     return subprocess.run(argv, env=cluster.environ, capture_output=True, text=True, timeout=LONG_S, check=False)
 
 
@@ -182,6 +185,25 @@ def test_a_node_whose_slurmd_is_gone_is_named_and_the_other_ones_result_is_there
     (problem,) = problems_of(document, "n2")
     assert problem["why"].startswith("it does not answer Slurm: ")
     assert problem["next"] == "scontrol show node n2"
+
+
+def test_debuggers_that_do_not_end_are_called_off_before_their_nodes_are_given_up(
+    cluster: Cluster, crowd: Crowd, tmp_path: Path
+) -> None:
+    debugger = tmp_path / "bin" / "cuda-gdb"
+    debugger.parent.mkdir()
+    debugger.write_text("#!/bin/sh\necho it began\nexec sleep 600\n")
+    debugger.chmod(0o755)
+    command = shlex.join(["env", f"PATH={debugger.parent}:/usr/bin:/bin", *KIT])
+    output = tmp_path / "output"
+    arguments = ["--json", f"--output-dir={output}", f"--remote-command={command}", "--node-timeout=32"]
+    done = collect(cluster, crowd.job, *arguments, quick=QUICK_WITH_DEBUGGER)
+    document = result_of(done, ExitCode.DONE)
+    assert pids_of(document) == {node: [pid] for node, pid in crowd.ranks.items()}
+    for node, pid in crowd.ranks.items():
+        assert [problem["why"] for problem in problems_of(document, node)] == ["cuda-gdb was called off"]
+        (text,) = (output / node).glob(f"cudagdb_*_{pid}.txt")
+        assert "it began" in text.read_text()
 
 
 @pytest.mark.matrix
