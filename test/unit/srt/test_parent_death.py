@@ -167,6 +167,7 @@ def test_without_its_crash_handler_even_a_stopped_one_ends_at_once(
         # The thread that answers sees first that the crash handler is gone.
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(one.files.socket))
+            connection.sendall(b"stacks\n")
             assert connection.recv(1)
         os.kill(one.worker, signal.SIGSTOP)
         settle(one.worker, "T")
