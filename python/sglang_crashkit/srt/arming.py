@@ -13,12 +13,10 @@ import faulthandler
 import functools
 import logging
 import os
-import select
 import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +34,8 @@ from sglang_crashkit.core.armed import (
 )
 from sglang_crashkit.core.channel import Mailbox
 from sglang_crashkit.core.settings import SOCKET_VARIABLE, Settings, read_number, runtime_folder
-from sglang_crashkit.srt import crash_exit, parent_death, responder
+from sglang_crashkit.srt import child_watch, crash_exit, parent_death, responder, server_log
+from sglang_crashkit.srt.child_watch import ChildWatch
 from sglang_crashkit.srt.flight_recorder import prepare_flight_recorder
 from sglang_crashkit.srt.hooks import never_raises
 
@@ -49,10 +48,7 @@ PARENT_SIGNAL_VARIABLE = "SGLANG_CRASHKIT_PARENT_SIGNAL"
 
 _WORKER = "sglang::"
 _PR_SET_PTRACER = 0x59616D61  # linux/prctl.h; the Yama module's
-_STDERR = 2
-_SAY_SECS = 1.0
 _MOST_BYTES = 1 << 18
-_MOST_LINE_BYTES = 4000
 
 
 @dataclass
@@ -65,6 +61,7 @@ class _State:
     descriptors: list[int]
     listener: socket.socket | None
     mailbox: socket.socket | None
+    watch: ChildWatch | None
     had_faulthandler: bool
     enabled_faulthandler: bool
 
@@ -134,19 +131,7 @@ def tell_of_faults() -> None:
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES)
         heading = f"crash kit: process {path.name.partition('-')[0]} of this server wrote before it died:\n"
-        _say(heading.encode() + text)
-
-
-def _say(text: bytes) -> None:
-    """Write to standard error, but not for longer than whoever reads it takes."""
-    poller = select.poll()
-    poller.register(_STDERR, select.POLLOUT)
-    deadline = time.monotonic() + _SAY_SECS
-    # What a pipe that is ready takes without blocking.
-    for start in range(0, len(text), select.PIPE_BUF):
-        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            return
-        os.write(_STDERR, text[start : start + select.PIPE_BUF])
+        server_log.say(heading.encode() + text)
 
 
 def _arm(*, takes_over: bool) -> None:
@@ -165,13 +150,16 @@ def _arm(*, takes_over: bool) -> None:
         responder.stop(_state.listener)
         _state.listener = None
     _disarm()
-    state = _state = _State(files, 0, 0, [], None, None, faulthandler.is_enabled(), enabled_faulthandler=False)
+    state = _state = _State(files, 0, 0, [], None, None, None, faulthandler.is_enabled(), enabled_faulthandler=False)
     _care_for_children()
     if takes_over or not state.had_faulthandler:
         faulthandler.enable(file=_open(state, files.fault))
         state.enabled_faulthandler = True
     handler = _open_handler(state, folder) if takes_over else None
-    state.listener = responder.start(files.socket, _watched(state, handler, is_server=not takes_over))
+    if takes_over:
+        state.listener = responder.start(files.socket, {handler: _on_handlers_end} if handler is not None else {})
+    else:
+        state.listener = _start_with_watch(state, folder)
     state.signal = _signal_of(SIGNAL_VARIABLE, DEFAULT_SIGNAL)
     if state.signal:
         faulthandler.register(state.signal, file=_open(state, files.stack), all_threads=True, chain=False)
@@ -182,16 +170,19 @@ def _arm(*, takes_over: bool) -> None:
     describe(folder, armed)
 
 
-def _watched(state: _State, handler: int | None, *, is_server: bool) -> dict[int, Callable[[], bool]]:
-    """Return what else the thread that answers waits for.
+def _start_with_watch(state: _State, folder: Path) -> socket.socket:
+    """Let the thread that answers in the main process take what belongs in its log, and watch its workers."""
+    watch = state.watch = child_watch.replace(read_handler_pid(folder))
+    try:
+        return responder.start(state.files.socket, _own_mailbox(state) | watch.watched, watch.look)
+    except BaseException:
+        # Somebody else is to run one.
+        watch.close()
+        raise
 
-    Args:
-        state: gets the socket at which the main process takes what belongs in its log.
-        handler: a pidfd of the crash handler, of whose end a worker is told.
-        is_server: this is the server's main process.
-    """
-    if not is_server:
-        return {handler: _on_handlers_end} if handler is not None else {}
+
+def _own_mailbox(state: _State) -> dict[int, Callable[[], bool]]:
+    """Return the socket at which the main process takes what belongs in its log, with what takes it."""
     try:
         state.mailbox = Mailbox.bind(state.files.say)
     except OSError as error:
@@ -209,10 +200,7 @@ def _say_all(mailbox: Mailbox) -> bool:
     for message in mailbox.receive():
         text = message.fields.get("text")
         if isinstance(text, str):
-            # Not by a logger, whose lock this thread would hold while nobody reads the server's output.
-            line = "".join(char if char.isprintable() else " " for char in f"crash kit: {text}")
-            with contextlib.suppress(OSError):
-                _say(line.encode(errors="backslashreplace")[:_MOST_LINE_BYTES] + b"\n")
+            server_log.say_line(text)
     return True
 
 
@@ -291,7 +279,7 @@ def _disarm() -> None:
         if state.had_faulthandler:
             with contextlib.suppress(RuntimeError, ValueError, OSError):
                 faulthandler.enable()
-    for its in (state.listener, state.mailbox):
+    for its in (state.listener, state.mailbox, state.watch):
         if its is not None:
             its.close()
     for descriptor in state.descriptors:

@@ -38,6 +38,7 @@ class _Crash:
     Attributes:
         is_server: this process launched a server.
         started: the ranks were ready at some time.
+        launching: it waits for the ranks of a server, the first one or another.
         draining: the server was asked to end.
         has_failed: looks whether there was a crash that nobody noted yet.
         status: what this process ends with; None while there was no crash.
@@ -48,6 +49,7 @@ class _Crash:
     def __init__(self) -> None:
         self.is_server = False
         self.started = False
+        self.launching = False
         self.draining = False
         self.has_failed: Callable[[], bool] | None = None
         self.status: int | None = None
@@ -60,12 +62,12 @@ _crash = _Crash()
 
 def note_launch() -> None:
     """Note that this process launches a server: from now on a crash of it ends this process."""
-    _crash.is_server = True
+    _crash.is_server = _crash.launching = True
 
 
 def note_started() -> None:
     """Note that the ranks are ready: from now on no crash is a failed start."""
-    _crash.started = True
+    _crash.started, _crash.launching = True, False
 
 
 def has_started() -> bool:
@@ -73,9 +75,19 @@ def has_started() -> bool:
     return _crash.started
 
 
+def is_serving() -> bool:
+    """Say whether the ranks are ready, and no others are waited for, whose deaths are told to whoever waits."""
+    return _crash.started and not _crash.launching
+
+
 def note_draining() -> None:
     """Note that the server was asked to end: from now on it may end without a crash."""
     _crash.draining = True
+
+
+def is_draining() -> bool:
+    """Say whether the server was asked to end."""
+    return _crash.draining
 
 
 def ask_before_the_end(has_failed: Callable[[], bool]) -> None:

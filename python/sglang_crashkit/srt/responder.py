@@ -30,13 +30,18 @@ _BACKLOG = 8
 _NAME = "crashkit-stacks"
 
 
-def start(path: Path, watched: Mapping[int, Callable[[], bool]] | None = None) -> socket.socket:
+def start(
+    path: Path,
+    watched: Mapping[int, Callable[[], bool]] | None = None,
+    look: Callable[[], float | None] = lambda: None,
+) -> socket.socket:
     """Listen at `path` and answer in a thread of its own, until `stop`; return the socket, which is the thread's.
 
     Args:
         path: where to listen.
         watched: more descriptors, open until `stop`, and what is called in the thread, which lives on, when one has
             something to read; one for which that returns False is watched no longer.
+        look: called in the thread before each wait; returns for how many seconds to wait at most, None for ever.
 
     Raises:
         OSError: the path is taken or too long.
@@ -46,7 +51,9 @@ def start(path: Path, watched: Mapping[int, Callable[[], bool]] | None = None) -
     try:
         listener.bind(str(path))
         listener.listen(_BACKLOG)
-        threading.Thread(target=_answer_all, args=(listener, dict(watched or {})), name=_NAME, daemon=True).start()
+        threading.Thread(
+            target=_answer_all, args=(listener, dict(watched or {}), look), name=_NAME, daemon=True
+        ).start()
     except BaseException:
         listener.close()
         raise
@@ -79,13 +86,16 @@ def describe_threads() -> list[dict[str, Any]]:
     return threads
 
 
-def _answer_all(listener: socket.socket, watched: Mapping[int, Callable[[], bool]]) -> None:
+def _answer_all(
+    listener: socket.socket, watched: Mapping[int, Callable[[], bool]], look: Callable[[], float | None]
+) -> None:
     poller, own = select.poll(), listener.fileno()
     for descriptor in (own, *watched):
         poller.register(descriptor, select.POLLIN)
     with listener:
         while True:
-            ready = {descriptor for descriptor, _events in poller.poll()}
+            pause = look()
+            ready = {descriptor for descriptor, _events in poller.poll(None if pause is None else pause * 1000)}
             for descriptor in ready - {own}:
                 if not watched[descriptor]():
                     poller.unregister(descriptor)

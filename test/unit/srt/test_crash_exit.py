@@ -227,3 +227,15 @@ def test_a_program_that_catches_it_goes_on() -> None:
     done = run(code)
     assert (done.returncode, done.stdout) == (0, "finished\n")
     assert run(code + "\nraise ValueError('another')").returncode == 1
+
+
+def test_a_server_serves_from_when_its_ranks_are_ready_until_others_are_waited_for() -> None:
+    code = """
+        print(crash_exit.is_serving(), crash_exit.is_draining())
+        crash_exit.note_launch()
+        print(crash_exit.is_serving(), crash_exit.has_started())
+        crash_exit.note_started()
+        crash_exit.note_draining()
+        print(crash_exit.is_serving(), crash_exit.is_draining())
+        """
+    assert run(code).stdout.split() == ["True", "False", "False", "True", "True", "True"]

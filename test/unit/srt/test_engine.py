@@ -10,12 +10,20 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.core import settings
-from sglang_crashkit.srt import handler_process
+from sglang_crashkit.srt import child_watch, handler_process
 from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_launch_phase_sigquit
 from unit.srt.conftest import Listener
 from unit.waiting import descriptors
 
 STACKS, CORES = "SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"
+
+
+@pytest.fixture(autouse=True)
+def watches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bool]]:
+    """How this process was asked to watch its workers, which it does not do."""
+    asked: list[dict[str, bool]] = []
+    monkeypatch.setattr(child_watch, "ensure", lambda **how: asked.append(how))
+    return asked
 
 
 @pytest.mark.parametrize(
@@ -29,7 +37,11 @@ STACKS, CORES = "SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_C
     ],
 )
 def test_a_handler_is_started_where_a_crash_folder_is_set_or_diagnostics_are_on(
-    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], folder: str | None, starts: bool
+    monkeypatch: pytest.MonkeyPatch,
+    watches: list[dict[str, bool]],
+    environ: dict[str, str],
+    folder: str | None,
+    starts: bool,
 ) -> None:
     for name in (STACKS, CORES, "SGLANG_CRASHKIT_ENABLED"):
         monkeypatch.delenv(name, raising=False)
@@ -39,6 +51,7 @@ def test_a_handler_is_started_where_a_crash_folder_is_set_or_diagnostics_are_on(
     monkeypatch.setattr(handler_process, "start", started.append)
     on_engine_launch(SimpleNamespace(crash_dump_folder=folder))
     assert started == ([folder] if starts else [])
+    assert watches == ([{"follows": False}] if starts else [])
 
 
 def test_server_args_of_another_shape_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +62,11 @@ def test_server_args_of_another_shape_are_no_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_handler_that_cannot_be_started_leaves_the_server_alone(
-    short_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    short_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    watches: list[dict[str, bool]],
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
     monkeypatch.setattr(sys, "executable", "/bin/false")
@@ -57,6 +74,7 @@ def test_a_handler_that_cannot_be_started_leaves_the_server_alone(
     on_engine_launch(SimpleNamespace(crash_dump_folder=str(tmp_path)))
     assert "on_engine_launch failed" in caplog.text
     assert settings.SOCKET_VARIABLE not in handler_process.os.environ
+    assert watches == [{"follows": False}]
     assert descriptors().items() <= before.items()
     assert list((settings.fallback_folder() / "run").iterdir()) == []
     assert [path.name for path in tmp_path.glob("*/incidents/*")] == []
@@ -89,3 +107,12 @@ def test_a_failed_launch_is_told_before_the_tree_is_killed(
 
 def test_a_failed_launch_without_a_handler_is_as_before() -> None:
     assert on_launch_phase_sigquit(lambda signum, frame: signum)(3, None) == 3
+
+
+@pytest.mark.parametrize(("rank", "follows"), [(0, False), (None, False), (1, True)])
+def test_a_node_above_the_first_follows(
+    monkeypatch: pytest.MonkeyPatch, watches: list[dict[str, bool]], rank: int | None, follows: bool
+) -> None:
+    monkeypatch.setattr(handler_process, "start", lambda _folder: None)
+    on_engine_launch(SimpleNamespace(crash_dump_folder=None, node_rank=rank))
+    assert watches == [{"follows": follows}]

@@ -11,7 +11,7 @@ from sglang_crashkit.core.exit_status import ServerExit
 from sglang_crashkit.core.readiness import StartupError
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.core.startup_report import Member
-from sglang_crashkit.srt import crash_exit, follower, handler_process, startup
+from sglang_crashkit.srt import child_watch, crash_exit, follower, handler_process, startup
 from sglang_crashkit.srt.arming import arm_server
 from sglang_crashkit.srt.hooks import log_incident, never_raises, request
 
@@ -39,8 +39,12 @@ def on_engine_launch(server_args: Any) -> None:
     startup.note_launch()
     _follows = (getattr(server_args, "node_rank", 0) or 0) > 0
     if crash_folder or settings.diagnostics:
-        handler_process.start(crash_folder)
-        arm_server()
+        try:
+            handler_process.start(crash_folder)
+            arm_server()
+        finally:
+            # Where the handler did not start it is needed at once.
+            child_watch.ensure(follows=_follows)
 
 
 def on_launch_phase_sigquit(handler: Handler) -> Handler:

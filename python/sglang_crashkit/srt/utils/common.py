@@ -22,7 +22,7 @@ import psutil
 
 from sglang_crashkit.core import channel, procfs, settings
 from sglang_crashkit.core.reaping import DeathAlarm
-from sglang_crashkit.srt import crash_exit
+from sglang_crashkit.srt import child_watch, crash_exit
 from sglang_crashkit.srt.arming import tell_of_faults
 from sglang_crashkit.srt.hooks import never_raises, notify
 
@@ -210,6 +210,7 @@ def _kill(process: Any) -> bool:
 def _announce_teardown(parent_pid: int | None) -> None:
     pid = os.getpid() if parent_pid is None else parent_pid
     notify("teardown", pid=pid)
+    child_watch.excuse(pid)
     if pid != os.getpid():
         # The tree may be another server, which has a handler of its own.
         stat = procfs.read_stat(pid)
