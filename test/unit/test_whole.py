@@ -74,6 +74,10 @@ def test_a_compiler_that_was_there_before_may_be_gone(left: Wreck) -> None:
     left.members.append(Member(Process(15, 1, 13, 10, "S"), "cc1plus"))
     left.members.append(Member(Process(16, 1, 13, 10, "S"), RANK, is_fork=True))
     assert not is_refused(left)
+    exit_piece = {"kind": "exit", "status": "failed", "path": None}
+    compiler = {"pid": 17, "title": "cc1plus", "role": "helper", "exit": end("unknown", None), "evidence": [exit_piece]}
+    left.incident["processes"].append(compiler)
+    assert not is_refused(left)
 
 
 @pytest.mark.parametrize("title", [MAIN, HELPER, RANK, WORKER])
