@@ -105,8 +105,9 @@ def _is_consequence(process: dict[str, Any], end: dict[str, Any], *, raised: boo
         return bool(end["signal"] == "SIGKILL")
     if end["cause"] == "exception":
         return raised
-    if process["role"] == "data_parallel_controller" and end["signal"] == "SIGQUIT":
-        # A rank that raises sends it to the process that started it.
+    if process["role"] in ("data_parallel_controller", "tokenizer_worker") and end["signal"] == "SIGQUIT":
+        # A rank that raises sends it to the process that started it, the supervisor of tokenizer workers to each of
+        # them; one that was asked nothing yet has no handler for it.
         return bool(end["cause"] == "signal")
     if process["role"] == "helper":
         return (end["cause"], end["code"]) == ("exit_status", 0)
