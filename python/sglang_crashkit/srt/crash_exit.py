@@ -149,9 +149,12 @@ def is_due(*, whole: bool) -> bool:
         whole: this process ends itself, and not its children alone.
     """
     settings = Settings.from_environ()
-    if not settings.enabled or _crash.status is not None:
-        return settings.enabled
+    if not settings.enabled:
+        return False
+    # Asked of a known crash too: the thread that noted it may wait for its incident still.
     if _crash.has_failed is not None and never_raises(_crash.has_failed)():
+        return True
+    if _crash.status is not None:
         return True
     if not whole or _crash.draining:
         return False

@@ -98,6 +98,19 @@ def test_with_the_kit_off_upstreams_function_does_what_it_does() -> None:
     assert run(code, SGLANG_CRASHKIT_ENABLED="0").returncode == -signal.SIGKILL
 
 
+def test_who_ends_the_process_waits_for_the_thread_that_noted_the_crash() -> None:
+    code = """
+def has_failed():
+    print("the incident is whole", flush=True)
+    return True
+crash_exit.ask_before_the_end(has_failed)
+crash_exit.begin(82, 60)
+kill_process_tree(os.getpid())
+"""
+    done = run(code)
+    assert (done.returncode, done.stdout) == (82, "the incident is whole\n"), done.stderr
+
+
 @pytest.mark.parametrize(("code", "status"), [("", 81), ("crash_exit.begin(83, 60)", 83)])
 def test_process_1_does_not_end_with_success(code: str, status: int) -> None:
     container = ("unshare", "-Urpf", "--mount-proc", "--kill-child")
