@@ -55,7 +55,7 @@ def test_a_server_whose_handler_was_killed_serves_on_and_a_killed_rank_ends_it(
     # From 0.5.10 on upstream looks at its children every second, and may be the first to see it.
     assert left.status == ServerExit.KILLED or (release != "0.5.9" and left.status == ServerExit.CRASHED)
     assert left.status == ServerExit.CRASHED or NO_HANDLER in left.log
-    assert left.seconds_to_exit < 10
+    assert left.seconds_to_exit < 30
     # Upstream's own dump is the fallback.
     assert list((tmp_path / "crash").glob("*/crash_dump_*.pkl"))
 
@@ -71,7 +71,7 @@ def test_so_does_a_killed_rank_that_upstream_does_not_look_at(tmp_path: Path, te
     assert left.left == []
     assert left.status == ServerExit.KILLED
     assert f"process {left.pids[DP1]} ({DP1}) {NO_HANDLER}" in left.log
-    assert left.seconds_to_exit < 20
+    assert left.seconds_to_exit < 60
     assert list((tmp_path / "crash").glob("*/crash_dump_*.pkl"))
 
 
