@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from lanelib.managed import ManagedProcess
-from lanelib.procs import Process, alive, read_process, tree_of
+from lanelib.procs import Process, alive, read_process, title_of, tree_of
 from lanelib.servers import Server
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.incident_store import find_incidents
@@ -92,7 +92,7 @@ class Wreck:
     pids: dict[str, int]
     sent: list[Sent]
     status: int
-    left: list[int]
+    left: list[str]
     log: str
     seconds_to_exit: float
 
@@ -187,14 +187,14 @@ def members_of(server: ManagedProcess) -> list[Member]:
     ]
 
 
-def left_of(servers: Sequence[ManagedProcess], known: Iterable[Process], timeout_s: float = GONE_S) -> list[int]:
-    """Wait until `known`, and whatever else is in the servers' sessions, have ended; return who has not in time."""
+def left_of(servers: Sequence[ManagedProcess], known: Iterable[Process], timeout_s: float = GONE_S) -> list[str]:
+    """Wait until `known`, and all else in the servers' sessions, have ended; return pid and title of who has not."""
     known, deadline = list(known), time.monotonic() + timeout_s
     while True:
         running = {process.pid for process in alive(known)}
         running |= {process.pid for server in servers for process in tree_of(server.pid)}
         if not running or time.monotonic() > deadline:
-            return sorted(running)
+            return [f"{pid} {title_of(pid)}" for pid in sorted(running)]
         time.sleep(0.05)
 
 

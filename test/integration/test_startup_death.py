@@ -65,7 +65,7 @@ class Death:
     incident: dict[str, Any]
     folder: Path
     members: list[Member]
-    left: list[int]
+    left: list[str]
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Node:
     members: list[Member]
     sent: list[Sent]
     rank: int
-    left: list[int]
+    left: list[str]
     log: str
 
     @property

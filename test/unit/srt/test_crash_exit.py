@@ -74,6 +74,29 @@ def test_a_crash_ends_the_children_and_then_the_process_with_its_status() -> Non
     wait_until(lambda: is_gone(pid), "the child is gone")
 
 
+def test_a_child_that_is_started_in_the_place_of_one_that_was_ended_is_ended_too() -> None:
+    # As the supervisor of tokenizer workers does, in another thread; large children take a while to go.
+    code = """
+from sglang_crashkit.srt.utils import common
+
+wait = common._OwnNames._wait_for_reap_or_raise
+common._OwnNames._wait_for_reap_or_raise = staticmethod(lambda *arguments: (wait(*arguments), time.sleep(0.3)))
+first = subprocess.Popen(["sleep", "120"])
+
+def start_another():
+    first.wait()
+    print(subprocess.Popen(["sleep", "120"]).pid, flush=True)
+
+threading.Thread(target=start_another, daemon=True).start()
+crash_exit.begin(82, 60)
+kill_process_tree(os.getpid())
+"""
+    done = run(code)
+    assert done.returncode == 82, done.stderr
+    pid = int(done.stdout)
+    wait_until(lambda: is_gone(pid), "the other child is gone")
+
+
 @pytest.mark.parametrize("arguments", ["os.getpid(), include_parent=False", "None"])
 def test_after_a_crash_no_part_of_the_server_lives_on(arguments: str) -> None:
     # Upstream ends the children of a server that hangs, and then its main process with 0.

@@ -36,6 +36,8 @@ _POLL_SECS = 0.1
 _MOST_WARN_SECS = 10.0
 #: After a crash the children are given this long to go, in seconds: an orchestrator waits for the server's end.
 _CHILDREN_SECS = 10.0
+#: So often they are looked for and killed.
+_SWEEPS = 3
 
 
 def on_kill_process_tree(kill: Function) -> Function:
@@ -193,9 +195,11 @@ def _kill_and_wait(
 
 def _kill_own_children(skip_pid: int | None) -> None:
     module = _names()
-    children = module.psutil.Process().children(recursive=True)
-    killed = [child for child in children if child.pid != skip_pid and _kill(child)]
-    module._wait_for_reap_or_raise(killed, _CHILDREN_SECS)
+    # Another thread, that of the supervisor of tokenizer workers, may start new ones for those that died.
+    for _ in range(_SWEEPS):
+        children = module.psutil.Process().children(recursive=True)
+        killed = [child for child in children if child.pid != skip_pid and _kill(child)]
+        module._wait_for_reap_or_raise(killed, _CHILDREN_SECS)
 
 
 def _kill(process: Any) -> bool:
