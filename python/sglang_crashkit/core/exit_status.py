@@ -37,6 +37,9 @@ OUT_OF_MEMORY = 128 + signal.SIGKILL
 #: Signals that a process does not get by an orderly shutdown.
 FATAL_SIGNALS = frozenset({"SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP"})
 
+#: Signals by which somebody asks for an end.
+_ORDERLY_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
+
 
 class ServerExit(IntEnum):
     """The statuses that no signal stands for; see the table above."""
@@ -81,6 +84,11 @@ def exit_status_of(incident: Incident) -> int | None:
     process = incident.process(verdict.first_failure.pid)
     name = process.exit.signal if process is not None and process.exit is not None else None
     return status_of_exit(ExitStatus(signal=name))
+
+
+def is_orderly(end: ExitStatus) -> bool:
+    """Say whether a process ended as one does that is asked to: with status 0, or by a signal that asks for it."""
+    return end.code == 0 or end.signal in _ORDERLY_SIGNALS
 
 
 def status_of_exit(end: ExitStatus) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.armed import ArmedFiles
-from sglang_crashkit.core.exit_status import FATAL_SIGNALS
+from sglang_crashkit.core.exit_status import FATAL_SIGNALS, is_orderly
 from sglang_crashkit.core.responder import ask_exit
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.orphans import ended_with_parent
@@ -25,8 +25,6 @@ from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
 
 logger = logging.getLogger(__name__)
 
-#: Signals by which somebody asks for an end.
-_ORDERLY_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 #: A child that died before it had a title has to do with what happens within this time, in seconds.
 _UNEXPLAINED_SECS = 60.0
 #: Once its main thread is gone, the rest of a process follows within this time, in seconds.
@@ -82,7 +80,7 @@ class Exits:
         process.exited_at = time.time()
         if process.is_root:
             self._outlook.gone_at = time.monotonic()
-            self._outlook.ended_well = _is_orderly(process)
+            self._outlook.ended_well = is_orderly(process.exit_status())
             self.reconsider()
         if self._current.run is not None:
             self._current.run.add_exit(process)
@@ -123,12 +121,12 @@ class Exits:
         if process.is_root or outlook.ended_well:
             # What outlives the main process, the kernel ends.
             by_kernel = status.signal == "SIGKILL" or ended_with_parent(process, self._runtime)
-            return _is_orderly(process) or (outlook.ended_well and by_kernel)
+            return is_orderly(status) or (outlook.ended_well and by_kernel)
         return status.code == 0 and outlook.draining
 
     def _is_pardoned(self, process: TrackedProcess) -> bool:
         """Say whether an exit belongs to an end in good order; a scheduler or server that ends so did not hang."""
-        if not self._current.awaited.pardonable or not _is_orderly(process):
+        if not self._current.awaited.pardonable or not is_orderly(process.exit_status()):
             return False
         if process.is_root or process.role == "scheduler":
             self._current.discard()
@@ -193,8 +191,3 @@ class Exits:
             and self._current.awaited.end_dump(process.pid)
         ):
             self._current.finish()
-
-
-def _is_orderly(process: TrackedProcess) -> bool:
-    status = process.exit_status()
-    return status.code == 0 or status.signal in _ORDERLY_SIGNALS

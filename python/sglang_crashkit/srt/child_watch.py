@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sglang_crashkit.core import channel, oom, procfs
 from sglang_crashkit.core.armed import read_handler_pid
-from sglang_crashkit.core.exit_status import FATAL_SIGNALS, OUT_OF_MEMORY, status_of_exit
+from sglang_crashkit.core.exit_status import FATAL_SIGNALS, OUT_OF_MEMORY, is_orderly, status_of_exit
 from sglang_crashkit.core.pidfd import ExitStatus
 from sglang_crashkit.core.settings import SOCKET_VARIABLE, Settings
 from sglang_crashkit.srt import crash_exit, server_log
@@ -26,7 +26,6 @@ from sglang_crashkit.srt.hooks import never_raises
 from sglang_crashkit.srt.own_workers import OwnWorkers, Worker, is_named_as_worker
 
 _NAME = "crashkit-children"
-_ORDERLY_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 
 _LOOK_SECS = 1.0
 #: Whoever killed a worker may be about to kill the main process as well; it has this long for that, in seconds.
@@ -165,7 +164,7 @@ class ChildWatch:
     def _is_no_crash(self, status: ExitStatus) -> bool:
         if status.code == 0 and self.follows:
             return True
-        return crash_exit.is_draining() and _was_asked_for(status)
+        return crash_exit.is_draining() and is_orderly(status)
 
     def _end_server(self, worker: Worker, status: ExitStatus) -> None:
         code = OUT_OF_MEMORY if status.signal == "SIGKILL" and self._was_out_of_memory() else status_of_exit(status)
@@ -241,15 +240,11 @@ def _open(pid: int | None) -> int | None:
         return None
 
 
-def _was_asked_for(status: ExitStatus) -> bool:
-    return status.code == 0 or status.signal in _ORDERLY_SIGNALS
-
-
 def _hold_secs(status: ExitStatus) -> float:
     if status.signal in FATAL_SIGNALS:
         return _HARD_HOLD_SECS
     # Where several tokenizer workers tell the schedulers to end, this process is the last to hear of it.
-    return Settings.from_environ().end_secs if _was_asked_for(status) else _SOFT_HOLD_SECS
+    return Settings.from_environ().end_secs if is_orderly(status) else _SOFT_HOLD_SECS
 
 
 def _in_words(status: ExitStatus) -> str:

@@ -15,6 +15,7 @@ from sglang_crashkit.core.exit_status import (
     while_starting,
 )
 from sglang_crashkit.core.incident import Exit, Failure, Incident, ProcessReport, ServerInfo, Trigger, Verdict
+from sglang_crashkit.core.pidfd import ExitStatus
 
 README = Path(__file__).parents[3] / "README.md"
 
@@ -85,3 +86,17 @@ def test_by_some_statuses_a_main_process_tells_of_another(code: int, tells: bool
 
 def test_the_end_by_a_signal_tells_of_nothing() -> None:
     assert not tells_of_a_crash(None)
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (ExitStatus(code=0), True),
+        (ExitStatus(signal="SIGTERM"), True),
+        (ExitStatus(code=1), False),
+        (ExitStatus(signal="SIGKILL"), False),
+        (ExitStatus(), False),
+    ],
+)
+def test_an_orderly_end_is_one_that_somebody_may_have_asked_for(end: ExitStatus, expected: bool) -> None:
+    assert exit_status.is_orderly(end) == expected
