@@ -29,7 +29,7 @@ class Seen:
     Attributes:
         process: who it is by the latest word, without what it did.
         rank: its place among all.
-        last: the time of the last round that has it, in seconds since the epoch; minus infinity where none has.
+        last: the time of the last round that has it, in seconds since the epoch.
         sights: what each look saw, in no order; see `in_order`.
         gone: how many looks did not find it any more.
     """
@@ -51,27 +51,22 @@ class Seen:
 class Sightings:
     """Takes in snapshots and other sightings, in any order.
 
-    Args:
-        known: processes that are known to have been there before the first snapshot; one that no snapshot has is gone.
-
     Attributes:
         tree: the Python stacks of all threads of all processes, of all snapshots.
         rounds: the time of the last round on each host, in seconds since the epoch.
     """
 
-    def __init__(self, known: Iterable[ProcessSnapshot] = ()) -> None:
+    def __init__(self) -> None:
         self.tree = PrefixTree()
         self.rounds: dict[str, float] = {}
         self._seen: dict[tuple[str, int, int], Seen] = {}
         self._problems: dict[Problem, None] = {}
         self._activities: dict[tuple[object, ...], tuple[Activity, tuple[Frame, ...]]] = {}
-        for process in known:
-            self.seen(process, float("-inf"))
 
     @classmethod
-    def of(cls, snapshots: Iterable[NodeSnapshot], known: Iterable[ProcessSnapshot] = ()) -> Sightings:
+    def of(cls, snapshots: Iterable[NodeSnapshot]) -> Sightings:
         """Return what all of `snapshots` show."""
-        sightings = cls(known)
+        sightings = cls()
         for one in snapshots:
             sightings.add(one)
         return sightings

@@ -84,9 +84,7 @@ def _read(document: Mapping[str, Any]) -> Sightings:
         for entry in checked.entries(document["doings"])
     ]
     for entry in checked.entries(document["processes"]):
-        last = entry["last"]
-        process = process_from_json(entry, [])
-        seen = sightings.seen(process, float("-inf") if last is None else checked.number(last))
+        seen = sightings.seen(process_from_json(entry, []), checked.number(entry["last"]))
         rows = [checked.entries(row) for row in checked.entries(entry["looks"])]
         numbers = [number for _time, _state, _cpu_secs, number, _problem in rows]
         for row, (activity, frames) in zip(rows, checked.pick(doings, numbers), strict=True):
@@ -112,7 +110,7 @@ def _seen_to_json(seen: Seen, doings: dict[_Doing, int]) -> dict[str, Any]:
         looks.append([sight.time, sight.state, sight.cpu_secs, number, sight.problem])
     return {
         **process_to_json(seen.process, {}),
-        "last": None if seen.last == float("-inf") else seen.last,
+        "last": seen.last,
         "gone": seen.gone,
         "looks": looks,
     }

@@ -14,8 +14,7 @@ from unit.core.analysis.real_stacks import ALL_REDUCE, SPIN, process, rounds
 
 ROW = [process(10 + tp, SPIN if tp == 3 else ALL_REDUCE, tp=tp, cpu_secs=1.5) for tp in range(8)]
 SIGHTINGS = Sightings.of(
-    [*rounds(ROW, ROW, ROW[:7]), NodeSnapshot("n2", 1.0, (), (Problem("node n2", "it is silent", "ask"),))],
-    known=[process(99, title="sglang::detokenizer", role="detokenizer")],
+    [*rounds(ROW, ROW, ROW[:7]), NodeSnapshot("n2", 1.0, (), (Problem("node n2", "it is silent", "ask"),))]
 )
 
 
@@ -62,6 +61,7 @@ def test_what_has_no_version_is_refused(document: Any) -> None:
         (["processes", 0, "pid"], "10", "'10' is not a whole number"),
         (["processes", 0, "side"], "both", "'both' is neither prefill nor decode"),
         (["processes", 0, "last"], float("nan"), "nan is not a number"),
+        (["processes", 0, "last"], None, "None is not a number"),
         (["processes", 0, "gone"], None, "None is not a whole number"),
         (["processes", 0, "looks"], {}, "{} is not a list"),
         (["processes", 0, "looks", 0], [1.0], "not enough values"),
