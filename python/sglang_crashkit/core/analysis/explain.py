@@ -99,8 +99,7 @@ def _findings(sightings: Sightings) -> list[Finding]:
     sides: set[str | None] = set()
     for seen in sightings.processes():
         member = _member(seen, sightings.rounds)
-        if member.sights or member.is_gone:
-            sides.add(seen.process.side)
+        sides.add(seen.process.side)
         role = seen.process.role
         untitled_as = untitled_role(member) if role == ROLE else None
         if role == "scheduler":
@@ -145,7 +144,7 @@ def _member(seen: Seen, rounds: Mapping[str, float]) -> Member:
     # Side by side those of a pair have the same titles.
     side = f" of the {process.side} side" if process.side else ""
     name = f"{process.title} (pid {process.pid}{where}){side}"
-    # A host of which nothing came is silent, which says nothing of its processes.
+    # One that a later round on its host does not have has ended.
     is_gone = seen.gone > 0 or seen.last < rounds.get(process.host, seen.last)
     return Member(name, seen.in_order(), seen.rank, is_gone, process)
 

@@ -33,8 +33,8 @@ from unit.core.analysis.real_stacks import (
 )
 
 
-def explain(nodes: Sequence[NodeSnapshot], known: Sequence[ProcessSnapshot] = ()) -> Explanation:
-    return explain_sightings(Sightings.of(nodes, known))
+def explain(nodes: Sequence[NodeSnapshot]) -> Explanation:
+    return explain_sightings(Sightings.of(nodes))
 
 
 def pids(explanation: Explanation) -> list[int]:
@@ -360,13 +360,6 @@ def test_a_prefill_side_that_died_is_named() -> None:
     assert told.statement.startswith("prefill n1:1: sglang::scheduler (pid 10) of the prefill side is gone")
 
 
-def test_a_prefill_side_that_is_known_from_before_is_named_when_its_host_no_longer_has_it() -> None:
-    decode, prefill = process(20, DECODE, side="decode", server=2), process(10, (), side="prefill", server=1)
-    assert pids(explain(rounds([decode], [decode]), known=[prefill])) == [10]
-    # Of another host, from which nothing came, that is not known.
-    assert pids(explain(rounds([decode], [decode]), known=[replace(prefill, host="n9")])) == []
-
-
 @pytest.mark.parametrize(("side", "other"), [("decode", "prefill"), ("prefill", "decode")])
 def test_an_idle_side_of_a_pair_of_which_the_other_side_is_not_found_is_not_said_not_to_hang(
     side: str, other: str
@@ -378,10 +371,6 @@ def test_an_idle_side_of_a_pair_of_which_the_other_side_is_not_found_is_not_said
         "waited for requests or for the other side of its pair, as when there are none. "
         f"No process of the {other} side was found: whether that hangs, or is gone, is not seen."
     )
-    # One that is only known to have been on a host that is silent was not found either.
-    known = replace(process(10, (), side=other), host="n9")
-    idle = next(f for f in explain(rounds([one], [one]), known=[known]).findings if side in f.group)
-    assert idle.kind == "unclear"
 
 
 def test_of_an_untitled_side_of_a_pair_the_same_is_said() -> None:
