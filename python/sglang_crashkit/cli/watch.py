@@ -14,7 +14,6 @@ from sglang_crashkit.cli.ending import Terminated, terminable
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, UsageError
 
 if TYPE_CHECKING:
-    from sglang_crashkit.core.collection import Collection
     from sglang_crashkit.core.health_probe import Address, HealthProbe
     from sglang_crashkit.core.watched_server import WatchedServer
     from sglang_crashkit.core.watching import Event, Health, Observation
@@ -209,7 +208,8 @@ class _Watch:
         return health
 
     def _capture(self) -> ExitCode:
-        from sglang_crashkit.core.collection import Collection, Plan
+        from sglang_crashkit.cli.watch_capture import Capture
+        from sglang_crashkit.core.collection import Plan
         from sglang_crashkit.core.discovery import find_processes
 
         processes = find_processes(pid=self._server.pid, everything=True).processes if self._server is not None else ()
@@ -218,27 +218,7 @@ class _Watch:
             return ExitCode.PARTIAL
         folder = self._args.output_dir / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         plan = Plan(folder, self._args.snapshots, self._args.interval, debugger=self._args.debugger)
-        try:
-            collection = Collection(processes, plan, lambda _line: None)
-            collection.run()
-        except (OSError, CrashkitError) as error:
-            self._tell("problem", f"no snapshots in {folder}: {error}; next: name another folder with --output-dir")
-            return ExitCode.PARTIAL
-        files = [*collection.snapshot_files, *(name for one in collection.collected for name in one.files)]
-        missing = [one.process.title for one in collection.collected if not one.gave_something]
-        text = f"{len(collection.rounds)} snapshots of {len(processes)} processes in {folder}"
-        text += f"; none of {', '.join(missing)}" if missing else ""
-        self._tell("snapshots", text, output_dir=str(folder.absolute()), files=files, missing=missing)
-        self._explain(collection)
-        return ExitCode.PARTIAL if missing else ExitCode.DONE
-
-    def _explain(self, collection: Collection) -> None:
-        from sglang_crashkit.core.analysis.explain import explain
-        from sglang_crashkit.core.analysis.sightings import Sightings
-
-        explanation = explain(Sightings.of(collection.rounds))
-        details = {"explanation": explanation.to_json()} if self._args.json else {}
-        self._tell("verdict", explanation.statement, level=explanation.level, **details)
+        return Capture(processes, plan, self._tell, details=self._args.json).take()
 
     def _introduction(self) -> str:
         where = f" at {self._probe.address}" if self._probe is not None else ""

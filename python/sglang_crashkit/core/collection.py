@@ -113,17 +113,12 @@ class Collection:
         self._started = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         make_private_folder(plan.output.absolute())
 
-    def run(self) -> None:
-        """Collect it all; what is there when this is interrupted is in the files.
+    def take_snapshots(self) -> None:
+        """Collect what stops no process; what is there when this is interrupted is in the files.
 
         Raises:
             OSError: the disk is full, or the folder is gone.
         """
-        self.take_snapshots()
-        self.debug()
-
-    def take_snapshots(self) -> None:
-        """Collect what stops no process; see `run`."""
         due = time.monotonic()
         for number in range(1, self._plan.snapshots + 1):
             time.sleep(max(0.0, due - time.monotonic()))
@@ -132,10 +127,13 @@ class Collection:
             self._take_snapshot()
 
     def debug(self, within_secs: float | None = None) -> None:
-        """Run the debugger on each process, if that is planned, once there are snapshots; see `run`.
+        """Run the debugger on each process, if that is planned, once there are snapshots; of it the same holds.
 
         Args:
             within_secs: how long that may take for all processes together, in seconds; no limit when None.
+
+        Raises:
+            OSError: see `take_snapshots`.
         """
         if not self._plan.debugger:
             return

@@ -37,7 +37,8 @@ def collect(output: Path, *processes: FoundProcess, **plan) -> tuple[Collection,
     """Collect; gives the collection, and the snapshots as they are in the files."""
     options = {"snapshots": 1, "interval_secs": 0.0, "debugger": False, "tool_secs": LONG} | plan
     collection = Collection(processes, Plan(output, **options), lambda _line: None)
-    collection.run()
+    collection.take_snapshots()
+    collection.debug()
     rounds = [parse((output / name).read_bytes()) for name in collection.snapshot_files]
     assert rounds == collection.rounds
     return collection, rounds

@@ -1,0 +1,84 @@
+"""What ``sglang-crashkit watch`` takes of a server that hangs, and tells of it: stacks, a verdict, native stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sglang_crashkit.core.analysis.explain import explain
+from sglang_crashkit.core.analysis.sightings import Sightings
+from sglang_crashkit.core.collection import Collected, Collection, Plan
+from sglang_crashkit.core.discovery import FoundProcess
+from sglang_crashkit.errors import CrashkitError, ExitCode
+
+_HINT = "next: name another folder with --output-dir"
+
+
+class Capture:
+    """One hang's stacks.
+
+    Args:
+        processes: of whom they are taken; not empty.
+        plan: what is taken.
+        tell: called with the kind of an event, its text, and more of it by name.
+        details: tell all of the verdict.
+    """
+
+    def __init__(
+        self, processes: Sequence[FoundProcess], plan: Plan, tell: Callable[..., None], *, details: bool
+    ) -> None:
+        self._processes, self._plan, self._tell, self._details = processes, plan, tell, details
+        self._told: tuple[str, str] | None = None
+
+    def take(self) -> ExitCode:
+        """Take the snapshots, tell the verdict, and only then run the debugger, which takes minutes.
+
+        Returns:
+            DONE where each process gave stacks, else PARTIAL.
+        """
+        folder = self._plan.output
+        try:
+            collection = Collection(self._processes, self._plan, lambda _line: None)
+            collection.take_snapshots()
+        except (OSError, CrashkitError) as error:
+            self._tell("problem", f"no snapshots in {folder}: {error}; {_HINT}")
+            return ExitCode.PARTIAL
+        collected = collection.collected
+        files = [*collection.snapshot_files, *_files_of(collected)]
+        without = [one.process.title for one in collected if not one.gave_something]
+        what = f"{len(collection.rounds)} snapshots of {len(collected)} processes"
+        self._tell_files("snapshots", what, files, without)
+        self._tell_verdict(collection)
+        if self._plan.debugger:
+            self._debug(collection)
+        return ExitCode.DONE if all(one.gave_something for one in collected) else ExitCode.PARTIAL
+
+    def _debug(self, collection: Collection) -> None:
+        before = _files_of(collection.collected)
+        try:
+            collection.debug()
+        except OSError as error:
+            self._tell("problem", f"no native stacks in {self._plan.output}: {error}; {_HINT}")
+            return
+        collected = collection.collected
+        files = [name for name in _files_of(collected) if name not in before]
+        without = [one.process.title for one in collected if one.debugged is None or not one.debugged.threads]
+        self._tell_files("native_stacks", f"native stacks of {len(files)} processes", files, without)
+        self._tell_verdict(collection)
+
+    def _tell_files(self, kind: str, what: str, files: list[str], without: list[str]) -> None:
+        text = f"{what} in {self._plan.output}" + (f"; none of {', '.join(without)}" if without else "")
+        self._tell(kind, text, output_dir=str(self._plan.output.absolute()), files=files, missing=without)
+
+    def _tell_verdict(self, collection: Collection) -> None:
+        """Tell the verdict, unless it is the one that was told."""
+        explanation = explain(Sightings.of(collection.rounds))
+        verdict = (explanation.statement, explanation.level)
+        if verdict == self._told:
+            return
+        self._told = verdict
+        details = {"explanation": explanation.to_json()} if self._details else {}
+        self._tell("verdict", explanation.statement, level=explanation.level, **details)
+
+
+def _files_of(collected: Sequence[Collected]) -> list[str]:
+    return [name for one in collected for name in one.files]
