@@ -125,13 +125,18 @@ class ProcessTree:
             # Only now, because a child may have been found before its parent.
             process.parent = self._parent_of(process)
         for process in self.alive():
-            # SGLang sets its titles once; a process that has none yet is about to set it.
-            if process.is_workers_child or not process.title.startswith("sglang::"):
+            if self._may_get_a_title(process):
                 self.reread_title(process)
         self._age_oom_counters()
         if new:
             self._changed_at = time.monotonic()
         return new
+
+    @staticmethod
+    def _may_get_a_title(process: TrackedProcess) -> bool:
+        # SGLang sets its titles once. A process that has none yet, or after a fork its parent's, is about to set it.
+        is_inherited = process.parent is not None and process.title == process.parent.title
+        return process.is_workers_child or is_inherited or not process.title.startswith("sglang::")
 
     def reread_title(self, process: TrackedProcess) -> None:
         """Take in the title that a process has now: between two scans it may have become what it is."""

@@ -182,6 +182,19 @@ def test_a_new_title_is_read(server: Rank, make_tree: Callable[[int], ProcessTre
     assert (tracked.role, tracked.rank) == ("scheduler", {"dp": 1, "tp": 2})
 
 
+def test_a_title_is_read_that_comes_after_the_one_that_a_fork_left(
+    rank: Rank, make_tree: Callable[[int], ProcessTree]
+) -> None:
+    tree = make_tree(rank.pid)
+    pid = int(rank.ask("fork"))
+    tree.refresh()
+    forked = tree.get(pid)
+    assert forked is not None
+    assert forked.title == "sglang::scheduler_TP0"
+    os.kill(pid, signal.SIGUSR1)
+    wait_until(lambda: tree.refresh() == [] and forked.title == "sglang::scheduler_TP1", "its own title is read")
+
+
 def test_the_last_title_of_a_dead_process_is_kept(server: Rank, make_tree: Callable[[int], ProcessTree]) -> None:
     tree = make_tree(server.pid)
     pid = server.ask(f"start {SLEEPER}")
