@@ -60,9 +60,7 @@ def test_every_process_has_evidence_and_nothing_is_left(release: str, fault: Fau
     assert (left.status, left.left) == (fault.status, []), left.incidents
     assert_whole(left, {fault.first: fault.end} if fault.first and fault.end else {})
     assert_in_time(left, struck[0], fault.most_s)
-    # On a busy machine the main process, where it watches its children (0.5.10 and later), may be heard first.
-    heard_first = ("child_failure",) if fault.kinds == ("killed",) else ()
-    assert left.incident["kind"] in (*fault.kinds, *heard_first)
+    assert left.incident["kind"] in fault.kinds
     for states in watch.seen().values():
         assert_stayed_stopped(states)
     if fault.first is not None:

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 #: An incident names at most this many lost peers; more are in the timeline only.
 _MOST_PEERS = 64
-_KINDS_OF_CRASHES = frozenset({"killed", "exited", "exception"})
+#: Kinds by which it was opened that say no more than who was heard first.
+_KINDS_OF_CRASHES = frozenset({"killed", "exited", "exception", "child_failure"})
 #: The longest that native stacks may take, and what is left of the budget for writing after them, in seconds.
 _NATIVE_SECS, _WRITING_SECS = 5.0, 1.0
 
@@ -39,7 +40,8 @@ class IncidentRun(IncidentDraft):
 
     Args:
         kind: ``killed``, ``exited``, ``exception``, ``failed_start``, ``child_failure``, ``hang``, ``peer_lost`` or
-            ``snapshot``. The first three are that of the event, and in the end that of the first failure.
+            ``snapshot``. The first three are that of the event, and in the end that of the first failure, as is a
+            ``child_failure``, of which the main process told, where the failure of a child was seen.
         trigger: the event that opened it.
         process: whom the event came from.
         seconds: when, since the epoch.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -106,6 +107,34 @@ def test_an_incident_is_of_the_kind_of_its_first_failure_although_a_consequence_
         assert stored.document is not None
         assert stored.document["kind"] == "killed"
         assert stored.document["trigger"]["pid"] == rank.pid
+        assert stored.document["verdict"]["first_failure"]["pid"] == controller.pid
+        for one in handler._tree:
+            one.handle.close()
+        handler._selector.close()
+
+
+@pytest.mark.parametrize("event", ["crash_dump", "child_failed"])
+def test_an_incident_that_the_main_process_told_first_is_of_the_kind_of_the_first_failure(
+    tmp_path: Path, short_folder: Path, event: str
+) -> None:
+    settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
+    place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
+    with child(REPLICAS) as process, Mailbox.bind(short_folder / "sock") as receiver:
+        handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
+        handler.look()
+        controller = handler._tree.get(int(process.first_line.split()[0]))
+        assert controller is not None
+        os.kill(controller.pid, signal.SIGKILL)
+        wait_until(controller.handle.has_exited, "the controller has ended")
+        handler._current.join("child_failure", event, handler._tree.root, time.time())
+        (stored,) = find_incidents(tmp_path)
+        assert "-child_failure-" in stored.name
+        handler.collect_exits()
+        handler._current.finish()
+        (stored,) = find_incidents(tmp_path)
+        assert "-killed-" in stored.name
+        assert stored.document is not None
+        assert (stored.document["kind"], stored.document["trigger"]["event"]) == ("killed", event)
         assert stored.document["verdict"]["first_failure"]["pid"] == controller.pid
         for one in handler._tree:
             one.handle.close()
