@@ -20,8 +20,8 @@ CONTROLLER = "sglang::data_parallel_controller"
 MAIN = "python -m sglang.launch_server"
 HEALTH_TIMEOUT_S = 60.0
 
-#: What a process does in its main thread, in the middle of its work, when it gets one of these signals.
-SPIN_SIGNAL, HOARD_SIGNAL = signal.SIGRTMIN + 7, signal.SIGRTMIN + 8
+#: What a process does in its main thread, in the middle of its work, when it gets one of these three signals.
+SPIN_SIGNAL, HOARD_SIGNAL, RAISE_SIGNAL = signal.SIGRTMIN + 7, signal.SIGRTMIN + 8, signal.SIGRTMIN + 9
 #: Python runs it before anything else.
 SITE_CODE = """
 import signal
@@ -39,8 +39,13 @@ def take_memory(*_):
         hoard.append(b"x" * (64 << 20))
 
 
+def fail(*_):
+    raise RuntimeError("asked to raise")
+
+
 signal.signal(signal.SIGRTMIN + 7, spin_in_python)
 signal.signal(signal.SIGRTMIN + 8, take_memory)
+signal.signal(signal.SIGRTMIN + 9, fail)
 """
 
 
@@ -118,7 +123,7 @@ def wait_until_unhealthy(server: Server) -> None:
 
 
 def write_site(folder: Path) -> dict[str, str]:
-    """Write what makes a process obey `SPIN_SIGNAL` and `HOARD_SIGNAL`; return the environment that brings it in."""
+    """Write what makes a process obey the three signals above; return the environment that brings it in."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(SITE_CODE)
     return {"PYTHONPATH": str(folder)}
@@ -143,6 +148,23 @@ FAULTS = (
         ServerExit.RAISED,
         ("exception",),
         env=CRASH,
+        dp=2,
+        rare=True,
+    ),
+    Fault(
+        "exception-of-the-detokenizer",
+        send(DETOKENIZER, RAISE_SIGNAL),
+        DETOKENIZER,
+        ServerExit.RAISED,
+        ("exception",),
+        rare=True,
+    ),
+    Fault(
+        "exception-of-the-controller",
+        send(CONTROLLER, RAISE_SIGNAL),
+        CONTROLLER,
+        ServerExit.RAISED,
+        ("exception",),
         dp=2,
         rare=True,
     ),

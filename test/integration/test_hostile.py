@@ -161,7 +161,7 @@ def flood(server: Server, temporary: Path) -> None:
     assert start is not None
     path = str(temporary / socket_path(server.pid, start.start_ticks).relative_to(socket_path(0, 0).parents[3]))
     teardown = json.dumps({"event": "teardown", "pid": server.pid}).encode()
-    rubbish = [b"", b"\x80rubbish" * 1000, b"[" * 50_000, json.dumps({"event": "scheduler_exception"}).encode()]
+    rubbish = [b"", b"\x80rubbish" * 1000, b"[" * 50_000, json.dumps({"event": "exception"}).encode()]
     for words, user in ((rubbish, os.geteuid()), ([teardown], NOBODY)):
         if user == os.geteuid() or os.geteuid() == 0:
             pid = os.fork()

@@ -39,7 +39,7 @@ class Message:
     """A message as the handler received it.
 
     Attributes:
-        event: what happened, such as ``scheduler_exception``.
+        event: what happened, such as ``watchdog_timeout``.
         fields: the rest of the message.
         pid: the sender, by the kernel's word.
         uid: the sender's user, by the kernel's word.

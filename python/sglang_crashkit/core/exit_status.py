@@ -9,7 +9,7 @@ status what came first
 ====== =============================================================================================================
 81     it crashed; of what nobody could tell, for example because there was no crash handler
 82     a process was killed by SIGKILL, and its memory cgroup counts no out-of-memory kill
-83     a rank raised a Python exception
+83     a process raised a Python exception
 84     a process ended by itself: with a status, 0 included, or by a signal that asks for an orderly end
 85     no progress: a watchdog timed out, or SIGTERM came while the health check failed
 86     the ranks did not get ready: one raised an exception or ended by itself, or they took too long

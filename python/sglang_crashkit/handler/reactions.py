@@ -59,7 +59,7 @@ class Reactions:
         self._reconsider = reconsider
         self._ignored = 0
         self._by_event: dict[str, Callable[[Message, TrackedProcess], None]] = {
-            "scheduler_exception": self._on_exception,
+            "exception": self._on_exception,
             "crash_dump_begun": self._on_dump_begun,
             "crash_dump_ended": self._on_dump_ended,
             "launch_failed": self._on_launch_failed,

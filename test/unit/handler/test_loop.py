@@ -787,7 +787,7 @@ def test_rubbish_is_passed_over(quiet_server: Server) -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        "scheduler_exception",
+        "exception",
         "crash_dump_begun",
         "crash_dump_ended",
         "launch_failed",

@@ -88,7 +88,7 @@ def listener(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Li
     answers: dict[str, dict[str, Any] | None] = {
         "crash_dump_ended": finished,
         "launch_failed": finished,
-        "scheduler_exception": {"ack": "photographed"},
+        "exception": {"ack": "photographed"},
         "watchdog_timeout": {"captured": 3, "incident": "abc"},
         "await_incident": finished | {"exit_status": 85},
         "child_failed": finished | {"exit_status": 137},

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,10 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.core.settings import SPOOL_VARIABLE
-from sglang_crashkit.srt.managers import scheduler
+from sglang_crashkit.srt import exception_record
+from sglang_crashkit.srt.exception_record import tell_exception
+from sglang_crashkit.srt.managers.data_parallel_controller import on_controller_exception
+from sglang_crashkit.srt.managers.detokenizer_manager import on_detokenizer_exception
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 from unit.srt.conftest import Listener
 
@@ -30,7 +34,7 @@ def hit(error: BaseException, **fields: Any) -> None:
     try:
         Scheduler(**fields).run_batch(error)
     except type(error):
-        on_scheduler_exception()
+        tell_exception()
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -45,7 +49,7 @@ def test_the_rank_writes_its_exception_its_threads_and_its_batch(listener: Liste
     hit(ValueError("odd\nsecond line"), cur_batch=batch, forward_ct=7)
     heard = listener.heard()
     record = read_record(short_folder)
-    assert heard["event"] == "scheduler_exception"
+    assert heard["event"] == "exception"
     assert heard["message"] == "ValueError: odd"
     assert Path(heard["record"]).parent == short_folder / "spool"
     assert record["message"] == "ValueError: odd\nsecond line"
@@ -55,8 +59,19 @@ def test_the_rank_writes_its_exception_its_threads_and_its_batch(listener: Liste
     assert record["batch"]["size"] == 100
     assert record["batch"]["forward_count"] == 7
     assert record["batch"]["request_ids"] == [f"r{n}" for n in range(64)]
-    assert any("on_scheduler_exception" in frame for frames in record["threads"].values() for frame in frames)
+    assert any("tell_exception" in frame for frames in record["threads"].values() for frame in frames)
     assert "secret" not in json.dumps(record)
+
+
+@pytest.mark.parametrize("hook", [on_scheduler_exception, on_detokenizer_exception, on_controller_exception])
+def test_each_process_that_upstream_starts_tells_of_its_exception(
+    listener: Listener, short_folder: Path, hook: Callable[[], None]
+) -> None:
+    try:
+        raise KeyError("rid")
+    except KeyError:
+        hook()
+    assert (listener.heard()["event"], read_record(short_folder)["message"]) == ("exception", "KeyError: 'rid'")
 
 
 def test_without_a_batch_the_record_is_written(listener: Listener, short_folder: Path) -> None:
@@ -86,7 +101,7 @@ class UnprintableError(Exception):
         (ValueError("\n\n x"), "ValueError: "),
         (ValueError("\udcff"), "ValueError: \udcff"),
         (ValueError("x" * 100_000), "ValueError: " + "x" * 288),
-        (UnprintableError(), "unit.srt.test_scheduler.UnprintableError: <exception str() failed>"),
+        (UnprintableError(), "unit.srt.test_exception_record.UnprintableError: <exception str() failed>"),
         (SystemExit(3), "SystemExit: 3"),
     ],
     ids=lambda value: repr(type(value))[:40],
@@ -101,13 +116,13 @@ def test_any_exception_can_be_told(listener: Listener, error: BaseException, mes
 def test_without_a_handler_nothing_is_written_and_nothing_waited_for(short_folder: Path) -> None:
     started = time.monotonic()
     hit(ValueError("odd"))
-    assert time.monotonic() - started < scheduler.PHOTOGRAPH_WAIT_SECS
+    assert time.monotonic() - started < exception_record.PHOTOGRAPH_WAIT_SECS
     assert list(short_folder.iterdir()) == []
 
 
 def test_outside_an_exception_it_does_nothing(listener: Listener, short_folder: Path) -> None:
     assert sys.exc_info() == (None, None, None)
-    on_scheduler_exception()
+    tell_exception()
     assert list((short_folder / "spool").iterdir()) == []
 
 
@@ -121,8 +136,8 @@ def test_a_spool_that_is_gone_does_not_silence_the_rank(listener: Listener, monk
 def test_a_handler_that_does_not_answer_holds_the_rank_for_two_seconds_at_most(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert scheduler.PHOTOGRAPH_WAIT_SECS <= 2.0
-    monkeypatch.setattr(scheduler, "PHOTOGRAPH_WAIT_SECS", 0.2)
+    assert exception_record.PHOTOGRAPH_WAIT_SECS <= 2.0
+    monkeypatch.setattr(exception_record, "PHOTOGRAPH_WAIT_SECS", 0.2)
     listener.process.send_signal(signal.SIGSTOP)
     started = time.monotonic()
     hit(ValueError("odd"))
@@ -134,7 +149,7 @@ def test_files_are_named_as_below_the_path_that_they_were_imported_from(
 ) -> None:
     monkeypatch.setattr(sys, "path", ["", str(Path(__file__).parents[1]) + "/"])
     hit(ValueError("odd"))
-    assert read_record(short_folder)["traceback"][-1].startswith("run_batch (srt/test_scheduler.py:")
+    assert read_record(short_folder)["traceback"][-1].startswith("run_batch (srt/test_exception_record.py:")
 
 
 def test_secrets_and_prompts_are_taken_out_of_the_exception(listener: Listener, short_folder: Path) -> None:

@@ -138,7 +138,7 @@ def test_an_exception_of_the_router_is_told_and_the_workers_save(
 ) -> None:
     process = start("supervised", "exception")
     told = listener.heard()
-    assert (told["event"], told["message"], told["pid"]) == ("scheduler_exception", "KeyError: 'rid'", process.pid)
+    assert (told["event"], told["message"], told["pid"]) == ("exception", "KeyError: 'rid'", process.pid)
     assert listener.heard()["event"] == "crash_dump_begun"
     ended = listener.heard()
     assert (ended["event"], ended["workers"]) == ("crash_dump_ended", 2)

@@ -230,7 +230,7 @@ def test_an_exception_of_the_tokenizer_manager_is_told(listener: Listener, tmp_p
     except KeyError:
         manager.dump_requests_before_crash()
     told = listener.heard()
-    assert (told["event"], told["message"]) == ("scheduler_exception", "KeyError: 'rid'")
+    assert (told["event"], told["message"]) == ("exception", "KeyError: 'rid'")
     assert listener.heard()["event"] == "crash_dump_begun"
 
 

@@ -1,4 +1,4 @@
-"""Hooks of ``sglang/srt/managers/data_parallel_controller.py``: it waits for the schedulers that it starts.
+"""Hooks of ``sglang/srt/managers/data_parallel_controller.py``: it waits for the schedulers that it starts, and raises.
 
 Each data-parallel rank is started by a thread of its own, which must never end: the kernel would end its schedulers
 with it. So the main thread waits for the ranks of all threads, and an error reaches upstream's own handling of it.
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from sglang_crashkit.core.readiness import StartupError
 from sglang_crashkit.core.startup_report import Member
 from sglang_crashkit.srt import startup
+from sglang_crashkit.srt.exception_record import tell_exception
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,11 @@ _GROUPS = "_crashkit_groups"
 _HEAD_START_SECS = 2.0
 _FOREVER_SECS = 24 * 3600.0
 _thread = threading.local()
+
+
+def on_controller_exception() -> None:
+    """Tell the crash handler of the exception being handled, before the parent is told; see `tell_exception`."""
+    tell_exception()
 
 
 def on_scheduler_groups(controller: Any, ready_events: list[threading.Event]) -> list[Any]:

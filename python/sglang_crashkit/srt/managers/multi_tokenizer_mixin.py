@@ -24,8 +24,8 @@ from sglang_crashkit.core.exit_status import ServerExit
 from sglang_crashkit.core.pidfd import ProcessHandle
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.srt import crash_exit
+from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, request
-from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def dump_requests_of_workers(_router: Any = None) -> None:
 def _end_workers(settings: Settings) -> None:
     crash_exit.begin(ServerExit.CRASHED, 2 * settings.budget_secs + settings.end_secs)
     if sys.exc_info()[0] is not None:
-        on_scheduler_exception()
+        tell_exception()
     is_told = notify("crash_dump_begun")
     handles = _find_workers()
     try:

@@ -18,8 +18,8 @@ from sglang_crashkit.core.private_files import create_private
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.dump_folder import give_name, safe_folder
+from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, request
-from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 from sglang_crashkit.srt.on_traceback import prompts_of
 from sglang_crashkit.srt.redaction import redact, redact_dump
 from sglang_crashkit.srt.request_journal import JournaledStates, open_journal
@@ -149,7 +149,7 @@ def _dump_once(manager: Any, save: Callable[[], Any], has_diagnostics: bool) -> 
     _settle_folder(manager)
     if sys.exc_info()[0] is not None:
         # Called where the tokenizer manager's own exception is handled: nobody else tells of it.
-        on_scheduler_exception()
+        tell_exception()
     if notify("crash_dump_begun"):
         return _dump_beside_handler(manager, save)
     if has_diagnostics:
