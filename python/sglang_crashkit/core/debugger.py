@@ -130,7 +130,7 @@ def debug(
     obstacle = obstacle_of(pid, start_ticks)
     if obstacle:
         return Debugged(debugger.name, problem=f"not run: {obstacle}")
-    spied = _spy(pid, start_ticks, deadline_secs) if debugger.name == "gdb" else ()
+    spied = _spy(pid, start_ticks, deadline_secs, guard) if debugger.name == "gdb" else ()
     command = command_of(debugger, pid, _libraries_of(pid, spied))
     with guard.over(pid, start_ticks) if guard is not None else contextlib.nullcontext() as on_start:
         run = run_tool(command, deadline_secs, stop, on_start)
@@ -197,7 +197,11 @@ def substitute(processes: Mapping[int, int], deadline_secs: float) -> dict[int, 
         processes: start time of each process by its pid; see `procfs.ProcStat`.
         deadline_secs: the longest that it may take, in seconds.
     """
-    photographs, obstacles = capture_native(processes, deadline_secs)
+    guard = ToolGuard()
+    try:
+        photographs, obstacles = capture_native(processes, deadline_secs, guard)
+    finally:
+        guard.close()
     found = {pid: Debugged(SUBSTITUTE, problem=f"not run: {obstacle}") for pid, obstacle in obstacles.items()}
     for one in photographs:
         threads = one.threads or ()
@@ -228,10 +232,10 @@ def command_of(debugger: Debugger, pid: int, libraries: Sequence[str] = ()) -> l
     return command
 
 
-def _spy(pid: int, start_ticks: int, deadline_secs: float) -> tuple[Thread, ...]:
+def _spy(pid: int, start_ticks: int, deadline_secs: float, guard: ToolGuard | None) -> tuple[Thread, ...]:
     if not procfs.is_python(pid):
         return ()
-    photographs, _obstacles = capture_native({pid: start_ticks}, min(_SPY_SECS, deadline_secs))
+    photographs, _obstacles = capture_native({pid: start_ticks}, min(_SPY_SECS, deadline_secs), guard)
     return photographs[0].threads or () if photographs else ()
 
 

@@ -13,32 +13,50 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.photograph import Photograph
 from sglang_crashkit.core.pyspy import photograph_all
+
+if TYPE_CHECKING:
+    from sglang_crashkit.core.tool_guard import ToolGuard
 
 #: The kernel lets go of the threads of a dead tracer within this time, in seconds.
 _LET_GO_SECS = 0.2
 _POLL_SECS = 0.01
 
 
-def capture_native(processes: Mapping[int, int], deadline_secs: float) -> tuple[list[Photograph], dict[int, str]]:
+def capture_native(
+    processes: Mapping[int, int], deadline_secs: float, guard: ToolGuard | None = None
+) -> tuple[list[Photograph], dict[int, str]]:
     """Take the native and Python stacks of those processes that may be stopped for it, side by side.
 
     Args:
         processes: start time of each process by its pid; see `procfs.ProcStat`.
         deadline_secs: the longest that it may take, in seconds.
+        guard: ends py-spy where this process is killed.
 
     Returns:
         A result for each process that was tried, and why each other one was not.
     """
     obstacles = {pid: obstacle_of(pid, start_ticks) for pid, start_ticks in processes.items()}
     wanted = [pid for pid, obstacle in obstacles.items() if not obstacle]
-    photographs = photograph_all(wanted, deadline_secs, mode="--native")
-    # One that ended well has let go by itself.
-    uncertain = [one.pid for one in photographs if one.threads is None or _is_stopped(one.pid)]
-    stopped = release({pid: processes[pid] for pid in uncertain})
+    uncertain = wanted
+    with contextlib.ExitStack() as stack:
+        tool_runs = {pid: stack.enter_context(guard.over(pid, processes[pid])) for pid in wanted} if guard else {}
+
+        def on_start(pid: int, tool: int) -> None:
+            if pid in tool_runs:
+                tool_runs[pid](tool)
+
+        try:
+            photographs = photograph_all(wanted, deadline_secs, mode="--native", on_start=on_start)
+            # One that ended well has let go by itself.
+            uncertain = [one.pid for one in photographs if one.threads is None or _is_stopped(one.pid)]
+        finally:
+            # Where this is interrupted, py-spy was killed.
+            stopped = release({pid: processes[pid] for pid in uncertain})
     results = []
     for photograph in photographs:
         note = "py-spy left it stopped; it was sent SIGCONT" if photograph.pid in stopped else ""

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -61,7 +61,11 @@ def find_pyspy() -> str | None:
 
 
 def photograph_all(
-    pids: Iterable[int], deadline_secs: float, executable: str | None = None, mode: Mode = "--nonblocking"
+    pids: Iterable[int],
+    deadline_secs: float,
+    executable: str | None = None,
+    mode: Mode = "--nonblocking",
+    on_start: Callable[[int, int], None] | None = None,
 ) -> list[Photograph]:
     """Photograph all of `pids` side by side.
 
@@ -70,6 +74,7 @@ def photograph_all(
         deadline_secs: the longest that the whole round may take, in seconds; py-spy is killed at its end.
         executable: py-spy to use; found by `find_pyspy` when None.
         mode: what py-spy is asked for.
+        on_start: called with a process and the pid of its py-spy, which is its process group's as well.
 
     Returns:
         A result for each pid, in the order given.
@@ -79,16 +84,19 @@ def photograph_all(
     wanted = list(dict.fromkeys(pids))
     if executable is None:
         return [Photograph(pid, None, "py-spy is not installed; next: pip install py-spy", 0.0) for pid in wanted]
-    results = _Round(executable, deadline_secs, mode).take(wanted)
+    results = _Round(executable, deadline_secs, mode, on_start).take(wanted)
     return [results[pid] for pid in wanted]
 
 
 class _Round:
     """One round of photographs; reads all pipes with one selector."""
 
-    def __init__(self, executable: str, deadline_secs: float, mode: Mode) -> None:
+    def __init__(
+        self, executable: str, deadline_secs: float, mode: Mode, on_start: Callable[[int, int], None] | None
+    ) -> None:
         self._executable = executable
         self._mode = mode
+        self._on_start = on_start
         self._started = time.monotonic()
         self._deadline_secs = deadline_secs
         self._selector = selectors.DefaultSelector()
@@ -133,6 +141,8 @@ class _Round:
         for name, pipe in (("out", process.stdout), ("err", process.stderr)):
             assert pipe is not None
             self._selector.register(pipe, selectors.EVENT_READ, (run, name))
+        if self._on_start is not None:
+            self._on_start(pid, process.pid)
 
     def _read(self, key: selectors.SelectorKey) -> None:
         run, name = key.data

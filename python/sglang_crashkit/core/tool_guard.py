@@ -1,8 +1,9 @@
 """See to it that a tool does not outlive the process that runs it, and that its target runs on, even after SIGKILL.
 
-A debugger whose parent is gone would hold its target stopped for as long as it takes. Killing it with its parent is not
-enough: of 60 that were killed while they attached to 60 threads or read their stacks, 3 left the target stopped (see
-`native_stacks`). So a process beside them knows both; it hears of their parent's end by the end of a pipe.
+A debugger whose parent is gone would hold its target stopped for as long as it takes, and so would a py-spy that reads
+native stacks. Killing it with its parent is not enough: of 60 that were killed while they attached to 60 threads or
+read their stacks, 3 left the target stopped (see `native_stacks`). So a process beside them knows both; it hears of
+their parent's end by the end of a pipe. A py-spy that does not stop its target, which may be stopped, needs no guard.
 """
 
 from __future__ import annotations

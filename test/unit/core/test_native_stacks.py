@@ -114,6 +114,19 @@ def test_whatever_a_tool_leaves_behind_the_target_runs_on(
     assert photograph.reason
 
 
+def test_where_it_is_interrupted_the_target_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(pids: list[int], *_arguments: object, **_more: object) -> None:
+        os.kill(pids[0], signal.SIGSTOP)
+        settle(pids[0], "T")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sglang_crashkit.core.native_stacks.photograph_all", interrupted)
+    with child(SLEEPER) as process:
+        with pytest.raises(KeyboardInterrupt):
+            capture(process.pid)
+        runs_on(process.pid)
+
+
 def test_a_stop_that_waits_for_the_end_of_a_sleep_is_taken_back(runtime: Path, tmp_path: Path) -> None:
     # GIVEN a thread in uninterruptible sleep that a tracer, dead by now, asked to stop
     with asleep(runtime) as target:

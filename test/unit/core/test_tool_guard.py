@@ -9,17 +9,23 @@ import pytest
 
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.native_stacks import obstacle_of
+from sglang_crashkit.core.pyspy import EXECUTABLE_VARIABLE
 from sglang_crashkit.core.tool_guard import ToolGuard, guard
 from unit.targets import PTRACE, SLEEPER, settle, settle_in_sleep, start_ticks, state_of
 from unit.waiting import child, wait_until
 
-#: Runs a debugger on each process: the tool's file, then pids and start times.
+#: Runs a tool on a process: the tool's file, then pid and start time.
 RUNNER = """
-from sglang_crashkit.core.debugger import Debugger, debug_all
-numbers = [int(word) for word in sys.argv[2:]]
+from sglang_crashkit.core.debugger import Debugger, debug_all, substitute
+processes = {int(sys.argv[2]): int(sys.argv[3])}
 ready()
-debug_all(Debugger("cuda-gdb", sys.argv[1]), dict(zip(numbers[::2], numbers[1::2])), 600, print)
 """
+#: cuda-gdb; py-spy, which finds for gdb what to read; py-spy where there is neither.
+WAYS = {
+    "cuda-gdb": 'debug_all(Debugger("cuda-gdb", sys.argv[1]), processes, 600, print)',
+    "before gdb": 'debug_all(Debugger("gdb", "/nonexistent/gdb"), processes, 600, print)',
+    "in its place": "substitute(processes, 600)",
+}
 #: A tool that holds its target stopped, and one that left a stop ahead of it and does not end either.
 HOLDS = PTRACE + "attach(int(sys.argv[1])); os.waitpid(int(sys.argv[1]), 0x40000000); told(); time.sleep(600)\n"
 LEFT_STOPPED = "import os, signal, sys, time; os.kill(int(sys.argv[1]), signal.SIGSTOP); told(); time.sleep(600)\n"
@@ -28,9 +34,10 @@ LEFT_STOPPED = "import os, signal, sys, time; os.kill(int(sys.argv[1]), signal.S
 def make_tool(folder: Path, code: str) -> str:
     told = f"def told(): open({str(folder)!r} + '/tool.pid', 'w').write(str(os.getpid()))\n"
     (folder / "tool.py").write_text("import os\n" + told + code)
-    tool = folder / "cuda-gdb"
+    tool = folder / "tool"
     tool.write_text(
-        f'#!/bin/sh\nwhile [ "$1" != -p ]; do shift; done\n"{sys.executable}" {folder}/tool.py "$2" &\nwait\n'
+        '#!/bin/sh\nwhile [ "$1" != -p ] && [ "$1" != --pid ]; do shift; done\n'
+        f'"{sys.executable}" {folder}/tool.py "$2" &\nwait\n'
     )
     tool.chmod(0o755)
     return str(tool)
@@ -47,11 +54,16 @@ def guards() -> set[int]:
 
 
 @pytest.mark.parametrize("code", [HOLDS, LEFT_STOPPED], ids=["holds it", "left it stopped"])
-def test_where_its_parent_is_killed_the_tool_is_too_and_its_target_runs_on(tmp_path: Path, code: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_where_its_parent_is_killed_the_tool_is_too_and_its_target_runs_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, way: str
+) -> None:
+    tool = make_tool(tmp_path, code)
+    monkeypatch.setenv(EXECUTABLE_VARIABLE, tool)
     with child(SLEEPER) as target:
         settle_in_sleep(target.pid)
-        words = (make_tool(tmp_path, code), str(target.pid), str(start_ticks(target.pid)))
-        with child(RUNNER, *words) as runner:
+        words = (tool, str(target.pid), str(start_ticks(target.pid)))
+        with child(RUNNER + WAYS[way], *words) as runner:
             pid = tmp_path / "tool.pid"
             wait_until(lambda: pid.exists() and pid.read_text(), "the tool runs")
             wait_until(lambda: state_of(target.pid) in "Tt", "its target is stopped")
