@@ -272,9 +272,9 @@ def ask_later(server: Server, max_new_tokens: int) -> Callable[[], list[int]]:
     return answer
 
 
-def post(server: Server, path: str, **body: Any) -> None:
-    """Ask the server to do something else than to answer a prompt."""
-    headers = {"Content-Type": "application/json"}
+def post(server: Server, path: str, key: str = "", **body: Any) -> None:
+    """Ask the server, whose API key may be `key`, to do something else than to answer a prompt."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(f"{server.url}{path}", json.dumps(body).encode(), headers)
     with _opener.open(request, timeout=LONG) as response:
         response.read()

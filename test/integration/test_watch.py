@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from sglang_crashkit.core.snapshot import ProcessSnapshot, parse
 from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+KEY = "sk-of-a-test-1f2e3d"
 
 
 @dataclass
@@ -68,12 +72,18 @@ class Story:
         return [one for each in rounds for one in each.processes if one.title == title]
 
 
-def _start(server: Server, folder: Path) -> Watch:
-    command = [sys.executable, "-m", "sglang_crashkit", "watch", "--json", "--pid", str(server.pid)]
+@contextlib.contextmanager
+def _watching(server: Server, folder: Path, *arguments: str) -> Iterator[Watch]:
+    command = [sys.executable, "-m", "sglang_crashkit", "watch", "--json", "--pid", str(server.pid), *arguments]
     command += ["--hang-secs", f"{HANG_SECS:g}", "--interval", "0.5", "--output-dir", str(folder / "stacks")]
     said = folder / "said"
     with said.open("wb") as out:
-        return Watch(said, subprocess.Popen(command, stdout=out))
+        popen = subprocess.Popen(command, stdout=out)
+    try:
+        yield Watch(said, popen)
+    finally:
+        popen.kill()
+        popen.wait(LONG)
 
 
 def _pass_by(told: Story, watch: Watch, name: str, before: int) -> int:
@@ -118,17 +128,13 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     told = Story()
     arguments = ["--chunked-prefill-size", str(CHUNK)]
     lane = ensure_lane("0.5.23", pristine=True)
-    with Server.start(lane, tp=2, extra_args=arguments) as server:
-        watch = _start(server, tmp_path_factory.mktemp("watch"))
-        try:
-            _tell(server, watch, told)
-            server.popen.terminate()
-            server.popen.wait(timeout=LONG)
-            told.status = watch.popen.wait(timeout=LONG)
-            told.events = watch.events()
-        finally:
-            watch.popen.kill()
-            watch.popen.wait(LONG)
+    folder = tmp_path_factory.mktemp("watch")
+    with Server.start(lane, tp=2, extra_args=arguments) as server, _watching(server, folder) as watch:
+        _tell(server, watch, told)
+        server.popen.terminate()
+        server.popen.wait(timeout=LONG)
+        told.status = watch.popen.wait(timeout=LONG)
+        told.events = watch.events()
     return told
 
 
@@ -161,3 +167,76 @@ def test_it_says_that_progress_returned_and_ends_when_the_server_is_gone(story: 
     assert len(story.late_answer) == 16
     assert story.events[-1]["event"] == "gone"
     assert story.status == 3
+
+
+@dataclass
+class Keyed:
+    """What two of the command told of a server with an API key, of which one had the key.
+
+    Attributes:
+        victim: pid of the rank that was stopped.
+        calm: what the one with the key told before the rank was stopped: while the server was idle, then paused.
+        hang: what each told of the hang, by whether it had the key.
+        events: all that each told.
+        written: all that the two printed and wrote.
+    """
+
+    victim: int
+    calm: list[str]
+    hang: dict[bool, dict[str, Any]]
+    events: dict[bool, list[dict[str, Any]]]
+    written: bytes
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Keyed:
+    folders = {has_key: tmp_path_factory.mktemp("key" if has_key else "no-key") for has_key in (True, False)}
+    key = tmp_path_factory.mktemp("secret") / "key"
+    key.write_text(f"{KEY}\n")
+    lane = ensure_lane("0.5.23", pristine=True)
+    with Server.start(lane, tp=2, extra_args=["--api-key", KEY]) as server, contextlib.ExitStack() as stack:
+        server.wait_ready()
+        with_key = stack.enter_context(_watching(server, folders[True], "--api-key-file", str(key)))
+        with_key.await_event("serving")
+        time.sleep(QUIET_SECS)
+        post(server, "/pause_generation", key=KEY, mode="in_place")
+        answered = '"GET /server_info HTTP/1.1" 200'
+        wait_until(lambda: server.log_path.read_text().count(answered) >= 3, "the schedulers are asked", LONG)
+        post(server, "/continue_generation", key=KEY)
+        calm = [event["event"] for event in with_key.events()]
+        without = stack.enter_context(_watching(server, folders[False]))
+        without.await_event("serving")
+
+        victim = server.pid_of(VICTIM)
+        os.kill(victim, signal.SIGSTOP)
+        watches = {True: with_key, False: without}
+        hang = {has_key: watch.await_event("hang") for has_key, watch in watches.items()}
+        for watch in watches.values():
+            watch.await_event("verdict")
+        without.await_event("problem")
+        os.kill(victim, signal.SIGCONT)
+        events = {has_key: watch.events() for has_key, watch in watches.items()}
+    files = [path for folder in folders.values() for path in folder.rglob("*") if path.is_file()]
+    return Keyed(victim, calm, hang, events, b"".join(path.read_bytes() for path in files))
+
+
+@pytest.mark.wide
+def test_with_its_key_a_paused_server_is_no_hang_and_the_stopped_rank_is_named(keyed: Keyed) -> None:
+    assert keyed.calm == ["watching", "serving"]
+    kinds = [event["event"] for event in keyed.events[True]]
+    assert kinds == [*keyed.calm, "hang", "snapshots", "verdict"]
+    assert f"{VICTIM} (pid {keyed.victim}) was stopped (state T)" in keyed.hang[True]["text"]
+
+
+@pytest.mark.wide
+def test_without_its_key_the_option_is_named_once_and_a_hang_is_told_nevertheless(keyed: Keyed) -> None:
+    (problem,) = [event["text"] for event in keyed.events[False] if event["event"] == "problem"]
+    assert "/server_info is answered with 401" in problem
+    assert problem.endswith("next: give its key with --api-key-file")
+    assert f"{VICTIM} (pid {keyed.victim}) was stopped (state T)" in keyed.hang[False]["text"]
+
+
+@pytest.mark.wide
+def test_the_key_is_in_nothing_that_is_told_or_written(keyed: Keyed) -> None:
+    assert keyed.written
+    assert KEY.encode() not in keyed.written
