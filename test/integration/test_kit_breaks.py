@@ -62,16 +62,15 @@ def test_a_server_whose_handler_was_killed_serves_on_and_a_killed_rank_ends_it(
 
 @pytest.mark.matrix
 def test_so_does_a_killed_rank_that_upstream_does_not_look_at(tmp_path: Path, temporary: Path) -> None:
-    # Upstream waits so long where a scheduler lives, pipes or not.
-    wait = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "1"}
-    with start(tmp_path / "crash", temporary, dp=2, **wait) as server:
+    with start(tmp_path / "crash", temporary, dp=2) as server:
         server.wait_ready()
         os.kill(handler_pid(server), signal.SIGKILL)
         left = wreck(server, tmp_path / "crash", send(DP1, signal.SIGKILL), requests=2)
     assert left.left == []
     assert left.status == ServerExit.KILLED
     assert f"process {left.pids[DP1]} ({DP1}) {NO_HANDLER}" in left.log
-    assert left.seconds_to_exit < 60
+    # Upstream alone waits 60 s for cores of the scheduler that lives, pipes or not.
+    assert left.seconds_to_exit < 30
     assert list((tmp_path / "crash").glob("*/crash_dump_*.pkl"))
 
 

@@ -111,8 +111,7 @@ def test_a_watchdog_tells_the_kit_and_then_does_what_it_did(parse: Parse) -> Non
 def test_every_way_to_a_crash_saves_the_requests(parse: Parse) -> None:
     tree = parse("srt/managers/tokenizer_manager.py")
     (decorator,) = decorators(find(tree, "dump_requests_before_crash"))
-    has_diagnostics = any("trigger_cuda_user_coredump(" in call for call in calls_in(tree))
-    assert decorator == ("on_crash_dump" if has_diagnostics else "on_crash_dump_without_diagnostics")
+    assert decorator == "on_crash_dump"
     for name in ("running_phase_sigquit_handler", "print_exception_wrapper", "sigterm_watchdog"):
         assert [call for call in calls_in(find(tree, name)) if call.endswith("dump_requests_before_crash()")], name
     in_watchdog = calls_in(find(tree, "sigterm_watchdog"))

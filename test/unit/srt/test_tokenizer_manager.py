@@ -18,7 +18,6 @@ import pytest
 from sglang_crashkit.srt.managers import tokenizer_manager
 from sglang_crashkit.srt.managers.tokenizer_manager import (
     on_crash_dump,
-    on_crash_dump_without_diagnostics,
     on_orderly_exit,
     on_sigterm,
     open_crash_dump,
@@ -119,8 +118,8 @@ def test_without_a_crash_folder_the_reason_is_told(listener: Listener) -> None:
 
 
 @pytest.mark.parametrize("gone", ["never", "dead", "removed"])
-def test_without_a_handler_upstreams_function_runs_as_it_is(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+def test_without_a_handler_the_requests_are_saved_and_the_diagnostics_are_made_here(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, diagnosed: list[str], gone: str
 ) -> None:
     if gone != "never":
         listener = request.getfixturevalue("listener")
@@ -132,7 +131,10 @@ def test_without_a_handler_upstreams_function_runs_as_it_is(
     sigquit = signal.getsignal(signal.SIGQUIT)
     manager = Manager(None)
     assert manager.dump_requests_before_crash() == "result"
-    assert manager.flags == ["1", None]
+    # Upstream's own wait for cores where there is no pipe.
+    assert manager.flags == ["0", "0"]
+    assert diagnosed == ["diagnosed"]
+    assert [os.environ.get(name) for name in FLAGS] == ["1", None]
     assert signal.getsignal(signal.SIGQUIT) is sigquit
 
 
@@ -152,7 +154,7 @@ def test_a_handler_that_dies_during_the_dump_does_not_hold_it_up(listener: Liste
 class OldManager(Manager):
     """One of a release whose dump has no diagnostics."""
 
-    @on_crash_dump_without_diagnostics
+    @on_crash_dump
     def dump_requests_before_crash(self) -> str:  # type: ignore[override]
         if not self.crash_dump_folder:
             return "nothing to do"

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-#: Upstream's own diagnostics, which the crash handler takes over.
+#: Upstream's own diagnostics, which the kit takes over.
 _UPSTREAM_DIAGNOSTICS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
 _SAVED = "_crashkit_saved_requests"
 _ONGOING = "_crashkit_ongoing_dump"
@@ -47,22 +47,43 @@ class _Dump:
 
 
 def on_crash_dump(dump: Method) -> Method:
-    """Wrap ``TokenizerManager.dump_requests_before_crash``, where it ends with upstream's diagnostics.
+    """Wrap ``TokenizerManager.dump_requests_before_crash``.
 
-    Upstream's method writes the requests, as before; the diagnostics that follow it there are the crash handler's, and
-    the method returns when the incident is whole. An error of the dump is named in the log and in the incident instead
-    of leaving the server half dead. Where there is no crash handler, upstream's method runs as it is; when it fails to
-    write the requests, the diagnostics are made nonetheless. A second thread that calls waits until the first is done.
+    Upstream's method writes the requests, as before. The diagnostics that follow them there, from 0.5.13 on, are the
+    crash handler's, and the method returns when the incident is whole; where there is no crash handler, this process
+    makes them by `diagnose_schedulers`, which waits for no core where there is no pipe. An error of the dump is named
+    in the log and in the incident instead of leaving the server half dead. A second thread that calls waits until the
+    first is done.
     """
-    return _wrap(dump, has_diagnostics=True)
 
+    @functools.wraps(dump)
+    def wrapper(manager: Any, *args: Any, **kwargs: Any) -> Any:
+        save = functools.partial(dump, manager, *args, **kwargs)
+        settings, dump_under_way = Settings.from_environ(), _Dump()
+        wanted = settings.diagnostics or getattr(manager, "crash_dump_folder", None)
+        with _claims:
+            earlier: _Dump | None = vars(manager).get(_ONGOING)
+            # What is wanted counts for the first one only: while it works, upstream's flags are not the user's.
+            unwanted = not settings.enabled or not wanted or getattr(manager, _ORDERLY, False)
+            if earlier is None and not unwanted:
+                setattr(manager, _ONGOING, dump_under_way)
+        if earlier is None and settings.enabled and not getattr(manager, _ORDERLY, False):
+            _begin_crash(manager, settings)
+        if earlier is not None:
+            if earlier.thread != threading.get_ident():
+                # Its caller kills the process next.
+                earlier.done.wait(settings.budget_secs + settings.core_most_secs)
+                return None
+            return save() if getattr(manager, "crash_dump_performed", False) else None
+        if unwanted:
+            return save()
+        try:
+            return _dump_once(manager, save)
+        finally:
+            dump_under_way.done.set()
+            crash_exit.allow(settings.end_secs)
 
-def on_crash_dump_without_diagnostics(dump: Method) -> Method:
-    """Wrap ``dump_requests_before_crash`` of a release whose method saves the requests only; see `on_crash_dump`.
-
-    The diagnostics follow it here, also where there is no crash handler and no crash folder.
-    """
-    return _wrap(dump, has_diagnostics=False)
+    return wrapper  # type: ignore[return-value]
 
 
 @never_raises
@@ -112,51 +133,14 @@ def _evidence_secs(settings: Settings) -> float:
     return 2 * settings.budget_secs + settings.end_secs
 
 
-def _wrap(dump: Method, *, has_diagnostics: bool) -> Method:
-    @functools.wraps(dump)
-    def wrapper(manager: Any, *args: Any, **kwargs: Any) -> Any:
-        save = functools.partial(dump, manager, *args, **kwargs)
-        settings, dump_under_way = Settings.from_environ(), _Dump()
-        wanted = settings.diagnostics or getattr(manager, "crash_dump_folder", None)
-        with _claims:
-            earlier: _Dump | None = vars(manager).get(_ONGOING)
-            # What is wanted counts for the first one only: while it works, upstream's flags are not the user's.
-            unwanted = not settings.enabled or not wanted or getattr(manager, _ORDERLY, False)
-            if earlier is None and not unwanted:
-                setattr(manager, _ONGOING, dump_under_way)
-        if earlier is None and settings.enabled and not getattr(manager, _ORDERLY, False):
-            _begin_crash(manager, settings)
-        if earlier is not None:
-            if earlier.thread != threading.get_ident():
-                # Its caller kills the process next.
-                earlier.done.wait(settings.budget_secs + settings.core_most_secs)
-                return None
-            return save() if getattr(manager, "crash_dump_performed", False) else None
-        if unwanted:
-            return save()
-        try:
-            return _dump_once(manager, save, has_diagnostics)
-        finally:
-            dump_under_way.done.set()
-            crash_exit.allow(settings.end_secs)
-
-    return wrapper  # type: ignore[return-value]
-
-
-def _dump_once(manager: Any, save: Callable[[], Any], has_diagnostics: bool) -> Any:
+def _dump_once(manager: Any, save: Callable[[], Any]) -> Any:
     if getattr(manager, "crash_dump_performed", False):
         return save()
     _settle_folder(manager)
     if sys.exc_info()[0] is not None:
         # Called where the tokenizer manager's own exception is handled: nobody else tells of it.
         tell_exception()
-    if notify("crash_dump_begun"):
-        return _dump_beside_handler(manager, save)
-    if has_diagnostics:
-        return _dump_alone(save, on_failure=diagnose_schedulers)
-    result = _dump_alone(save, on_failure=None)
-    never_raises(diagnose_schedulers)()
-    return result
+    return _dump_beside_handler(manager, save) if notify("crash_dump_begun") else _dump_alone(save)
 
 
 def _dump_beside_handler(manager: Any, save: Callable[[], Any]) -> Any:
@@ -178,15 +162,16 @@ def _dump_beside_handler(manager: Any, save: Callable[[], Any]) -> Any:
     return result
 
 
-def _dump_alone(save: Callable[[], Any], *, on_failure: Callable[[], None] | None) -> Any:
+def _dump_alone(save: Callable[[], Any]) -> Any:
+    result = None
     try:
-        return save()
+        with _without_upstream_diagnostics():
+            result = save()
     except Exception:
         # What comes after the dump ends the server, and must be reached.
         logger.exception("crash kit: the requests could not be saved")
-        if on_failure is not None:
-            never_raises(on_failure)()
-        return None
+    never_raises(diagnose_schedulers)()
+    return result
 
 
 @contextlib.contextmanager
