@@ -36,6 +36,12 @@ _MOST_FRAMES = 4
 #: Of those that wait for the one that failed, the line and what is below depend on the moment.
 _MOST_WAITING_FRAMES = 2
 _LINE = re.compile(r":\d+\)$")
+#: What a server that starts calls a rank which died before it had its title; of the ranks, only data-parallel ones and
+#: those of several pipeline stages have other numbers in their titles.
+_NAMED = re.compile(r"(?:DP(?P<dp>\d+) )?Rank (?P<tp>\d+) scheduler")
+_FAILED_STARTS = ("launch_failed", "startup_timeout")
+#: Ranks that load are elsewhere each time.
+_STARTING = "(the server was starting)"
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,10 @@ class Fault:
     Attributes:
         release: SGLang's version.
         kind: the verdict's, such as ``oom_kill``.
-        who: role and ranks of what failed first, such as ``scheduler tp=1``.
+        who: role and ranks above 0 of what failed first, such as ``scheduler tp=1``.
         what: its signal, exit status or type of exception.
-        frames: where it failed, innermost first; where it could not say, where the other ranks were.
+        frames: where it failed, innermost first; where it could not say, where the other ranks were, or that the server
+            was starting.
     """
 
     release: str
@@ -74,14 +81,21 @@ def fault_of(document: Mapping[str, Any]) -> Fault | None:
     first = next((process for process in processes if process.get("pid") == pid), None)
     if first is None:
         return None
-    ranks = [f"{name}={number}" for name, number in sorted(mapping_of(first.get("rank")).items())]
     return Fault(
         release=str(server.get("sglang_version")),
         kind=str(verdict.get("kind")),
-        who=" ".join([str(first.get("role")), *ranks]),
+        who=_who(first),
         what=_what_happened_to(first, document),
-        frames=tuple(_frames_of(first, processes)),
+        frames=tuple(_frames_of(first, processes, document)),
     )
+
+
+def _who(process: Mapping[str, Any]) -> str:
+    role, ranks = str(process.get("role")), mapping_of(process.get("rank"))
+    if named := _NAMED.fullmatch(str(process.get("title"))):
+        role, ranks = "scheduler", {name: int(number) for name, number in named.groupdict().items() if number}
+    # The only rank of its kind has no number in its title.
+    return " ".join([role, *(f"{name}={number}" for name, number in sorted(ranks.items()) if number != 0)])
 
 
 def _what_happened_to(process: Mapping[str, Any], document: Mapping[str, Any]) -> str:
@@ -93,10 +107,12 @@ def _what_happened_to(process: Mapping[str, Any], document: Mapping[str, Any]) -
     return str(end.get("signal") or f"status {end.get('code')}") if end else "alive"
 
 
-def _frames_of(first: Mapping[str, Any], processes: list[Mapping[str, Any]]) -> list[str]:
+def _frames_of(first: Mapping[str, Any], processes: list[Mapping[str, Any]], document: Mapping[str, Any]) -> list[str]:
     own = [str(frame) for frame in first.get("doing") or ()]
     if own:
         return own[:_MOST_FRAMES]
+    if any(entry.get("event") in _FAILED_STARTS for entry in mappings_of(document.get("timeline"))):
+        return [_STARTING]
     waiting = {
         _LINE.sub(")", str(frame))
         for process in processes

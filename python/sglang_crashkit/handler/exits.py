@@ -88,7 +88,8 @@ class Exits:
         elif not process.matters or expected or self._is_clean(process):
             # One that died before it said what it is may be a rank, or a worker of a pool that is of no account. It is
             # kept: if the start fails for it, the incident knows of what it died.
-            unexplained = process.is_starting and not expected and process.exit_status().code != 0
+            is_unknown = process.is_starting or process.is_nameless
+            unexplained = is_unknown and not expected and process.exit_status().code != 0
             if not process.is_root and not unexplained:
                 self._tree.forget(process)
         else:
@@ -108,13 +109,20 @@ class Exits:
             self._current.discard()
 
     def recent_unexplained(self) -> list[TrackedProcess]:
-        """Return the children that died lately before they said what they are; forget those that died long ago."""
-        dead = [process for process in self._tree if process.is_starting and process.exited_at is not None]
+        """Return the children that died lately before they said what they are; forget those that died long ago.
+
+        Those of which nothing is known are among them once the server named them as its own.
+        """
+        dead = [
+            process
+            for process in self._tree
+            if process.exited_at is not None and (process.is_starting or process.is_nameless or process.is_awaited)
+        ]
         recent = [process for process in dead if time.time() - (process.exited_at or 0.0) < _UNEXPLAINED_SECS]
         for process in dead:
             if process not in recent:
                 self._tree.forget(process)
-        return recent
+        return [process for process in recent if process.is_starting or process.is_awaited]
 
     def _is_clean(self, process: TrackedProcess) -> bool:
         status, outlook = process.exit_status(), self._outlook

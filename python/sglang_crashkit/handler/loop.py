@@ -49,7 +49,15 @@ class CrashHandler:
         self._hangs = HangWatch(self._tree, self._outlook, self._current, settings, log.say)
         self._end = AskedToEnd(self._outlook, self._current, self._hangs)
         self._reactions = Reactions(
-            self._tree, mailbox, place, self._outlook, self._current, self._hangs, self._end, self._exits.reconsider
+            self._tree,
+            mailbox,
+            place,
+            self._outlook,
+            self._current,
+            self._hangs,
+            self._end,
+            self.look,
+            self._exits.reconsider,
         )
         self._leftovers = Leftovers(self._tree)
         self._outliving = Outliving(self._tree, lambda: self._current.gpus.answering, self._needs_orphans)

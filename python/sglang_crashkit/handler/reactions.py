@@ -36,6 +36,7 @@ class Reactions:
         current: the incident at hand.
         hangs: who follows heartbeats.
         end: who looks at a server that is asked to end.
+        look: called to find new processes.
         reconsider: called when the exits seen so far may be a shutdown after all.
     """
 
@@ -48,6 +49,7 @@ class Reactions:
         current: CurrentIncident,
         hangs: HangWatch,
         end: AskedToEnd,
+        look: Callable[[], None],
         reconsider: Callable[[], None],
     ) -> None:
         self._tree = tree
@@ -56,6 +58,7 @@ class Reactions:
         self._outlook = outlook
         self._current = current
         self._end = end
+        self._look = look
         self._reconsider = reconsider
         self._ignored = 0
         self._by_event: dict[str, Callable[[Message, TrackedProcess], None]] = {
@@ -131,8 +134,10 @@ class Reactions:
         current.make_room()
         current.awaited.harden()
         current.awaited.hear(sender.pid)
-        run = current.join("failed_start", message.event, sender, _time_of(message))
+        # Before the exits are taken in: a rank that died when it had hardly begun to run looks like a helper.
+        self._look()
         self._learn_titles(message)
+        run = current.join("failed_start", message.event, sender, _time_of(message))
         if run is not None:
             run.note(_time_of(message), message.event, pid=message.pid, **_words_of(message))
             run.set_requests({"reason": "the server had not started to serve"})
@@ -159,8 +164,10 @@ class Reactions:
             return
         for process in self._tree:
             title = titles.get(str(process.pid))
-            if isinstance(title, str) and title and process.is_starting:
+            is_unknown = (process.is_starting or process.is_nameless) and process.handle.has_exited()
+            if isinstance(title, str) and title and is_unknown:
                 process.title = title[:120].encode(errors="backslashreplace").decode()
+                process.is_awaited = True
 
     def _on_await_incident(self, message: Message, _sender: TrackedProcess) -> None:
         # Whoever is about to end the server waits for what it would cut short.

@@ -25,7 +25,9 @@ class TrackedProcess:
         title: its title when it was last read; the last known one after its death.
         is_root: it is the process that launched the server.
         is_python: it runs a Python interpreter, so it has a stack to photograph.
+        is_nameless: it was dead when it was first seen, so that nothing is known of it but its executable.
         is_workers_child: a worker started it; whatever its title says, it is no worker itself.
+        is_awaited: the server named it as one that it waits for; its title is that name.
         parent: the process of the server that started it; None for the root, and where that was gone already.
         outlived_parent: its parent ended, it did not, and the crash handler killed it.
         oom_counter: the OOM counter of its memory cgroup as it stood a while ago.
@@ -39,7 +41,9 @@ class TrackedProcess:
     is_python: bool
     oom_counter: oom.OomCounter | None
     newer_oom_counter: oom.OomCounter | None = None
+    is_nameless: bool = False
     is_workers_child: bool = False
+    is_awaited: bool = False
     parent: TrackedProcess | None = None
     outlived_parent: bool = False
     exited_at: float | None = field(default=None)
@@ -62,7 +66,7 @@ class TrackedProcess:
     @property
     def matters(self) -> bool:
         """Whether its unexpected end is the end of the server."""
-        return self.role not in ("helper", "starting")
+        return self.is_awaited or self.role not in ("helper", "starting")
 
     @property
     def is_starting(self) -> bool:
@@ -186,6 +190,7 @@ class ProcessTree:
             title=procfs.read_title(pid),
             is_root=is_root,
             is_python=procfs.is_python(pid),
+            is_nameless=not procfs.read_cmdline(pid),
             oom_counter=oom.find_counter(pid),
         )
         process.is_workers_child = self._is_workers_child(process)

@@ -101,6 +101,32 @@ def test_the_line_where_others_waited_does_not_matter() -> None:
     assert fault_of(changed(KILLED, "processes.1.doing", ["wait (y.py:5)", "run (x.py:9)"])) == fault_of(KILLED)
 
 
+def starting(title: str, rank: dict[str, int], doing: list[str]) -> dict[str, Any]:
+    """Return an incident in which a rank was killed while the server started."""
+    role = "scheduler" if title.startswith("sglang::") else "helper"
+    document = changed(KILLED, "processes.0", KILLED["processes"][0] | {"title": title, "role": role, "rank": rank})
+    document["timeline"] = [{"event": "launch_failed", "pid": 1, "message": "died"}]
+    return changed(document, "processes.1.doing", doing)
+
+
+def test_of_a_server_that_starts_neither_the_moment_nor_a_title_that_is_not_set_yet_matters() -> None:
+    one = fault_of(starting("sglang::scheduler_TP1", {"tp": 1}, ["get_code (<frozen importlib>:1)"]))
+    assert one == fault_of(starting("Rank 1 scheduler", {}, ["compile (model.py:7)"]))
+    assert one is not None
+    assert one.who == "scheduler tp=1"
+    assert one not in (fault_of(KILLED), fault_of(starting("Rank 2 scheduler", {}, [])))
+    only = fault_of(starting("sglang::scheduler", {}, []))
+    assert only == fault_of(starting("Rank 0 scheduler", {}, []))
+    replica = fault_of(starting("sglang::scheduler_DP1", {"dp": 1}, []))
+    assert replica == fault_of(starting("DP1 Rank 0 scheduler", {}, []))
+    assert replica not in (one, only)
+
+
+def test_an_exception_while_a_server_starts_is_where_it_was_raised() -> None:
+    document = changed(RAISED, "timeline", [*RAISED["timeline"], {"event": "launch_failed"}])
+    assert fault_of(document) == fault_of(RAISED)
+
+
 @pytest.mark.parametrize(
     "document",
     [{}, {"verdict": None}, {"verdict": {"first_failure": None}}, changed(RAISED, "verdict.first_failure.pid", 4)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit.core import procfs
 from sglang_crashkit.core.channel import Mailbox, Message
 from sglang_crashkit.core.incident_store import find_incidents
 from sglang_crashkit.core.settings import Settings
@@ -58,23 +60,41 @@ class Case:
         return run.incident.verdict
 
 
-@pytest.fixture
-def case(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
+@contextlib.contextmanager
+def watched(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
     settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
     place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
     with child(LAUNCHER) as process, Mailbox.bind(short_folder / "sock") as receiver:
         titled, starting = (int(pid) for pid in process.first_line.split())
         handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
-        handler.look()
-        os.kill(starting, signal.SIGKILL)
-        found = {one.pid: one for one in handler._tree}
-        assert (found[titled].title, found[starting].role) == ("sglang::scheduler_TP0", "starting")
-        wait_until(found[starting].handle.has_exited, "the rank is dead")
-        handler.collect_exits()
         yield Case(handler, titled, starting)
         for one in handler._tree:
             one.handle.close()
         handler._selector.close()
+
+
+@pytest.fixture
+def case(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
+    with watched(tmp_path, short_folder) as case:
+        case.handler.look()
+        os.kill(case.starting, signal.SIGKILL)
+        found = {one.pid: one for one in case.handler._tree}
+        assert (found[case.titled].title, found[case.starting].role) == ("sglang::scheduler_TP0", "starting")
+        wait_until(found[case.starting].handle.has_exited, "the rank is dead")
+        case.handler.collect_exits()
+        yield case
+
+
+@pytest.fixture(params=["seen", "not seen"])
+def early_case(request: pytest.FixtureRequest, tmp_path: Path, short_folder: Path) -> Iterator[Case]:
+    """The second rank was dead when the handler looked for the first time, before or after it heard of the failure."""
+    with watched(tmp_path, short_folder) as case:
+        os.kill(case.starting, signal.SIGKILL)
+        wait_until(lambda: not procfs.read_cmdline(case.starting), "the rank is dead")
+        if request.param == "seen":
+            case.handler.look()
+            case.handler.collect_exits()
+        yield case
 
 
 def test_a_rank_that_died_before_it_had_its_title_gets_the_servers_word_for_it(case: Case) -> None:
@@ -84,6 +104,20 @@ def test_a_rank_that_died_before_it_had_its_title_gets_the_servers_word_for_it(c
     assert (verdict.first_failure.pid, verdict.first_failure.title) == (case.starting, "Rank 1 scheduler")
     assert (verdict.kind, verdict.level) == ("signal", "established")
     assert "Rank 1 scheduler (pid" in verdict.text
+
+
+def test_so_does_one_that_was_dead_when_it_was_first_seen(early_case: Case) -> None:
+    assert (
+        early_case.fail({str(early_case.starting): "Rank 1 scheduler"})[str(early_case.starting)] == "Rank 1 scheduler"
+    )
+    verdict = early_case.verdict()
+    assert (verdict.first_failure.pid, verdict.first_failure.title) == (early_case.starting, "Rank 1 scheduler")
+    assert (verdict.kind, verdict.level) == ("signal", "established")
+
+
+def test_of_what_was_dead_when_it_was_first_seen_and_is_not_named_no_failure_comes(early_case: Case) -> None:
+    early_case.fail({})
+    assert early_case.verdict().first_failure is None
 
 
 def test_a_rank_that_has_its_title_keeps_it(case: Case) -> None:
