@@ -36,8 +36,8 @@ _MOST_FRAMES = 4
 #: Of those that wait for the one that failed, the line and what is below depend on the moment.
 _MOST_WAITING_FRAMES = 2
 _LINE = re.compile(r":\d+\)$")
-#: What a server that starts calls a rank which died before it had its title; of the ranks, only data-parallel ones and
-#: those of several pipeline stages have other numbers in their titles.
+#: What a server that starts calls a rank which died before it had its title: by its tensor-parallel rank, where there
+#: is one pipeline stage only.
 _NAMED = re.compile(r"(?:DP(?P<dp>\d+) )?Rank (?P<tp>\d+) scheduler")
 _FAILED_STARTS = ("launch_failed", "startup_timeout")
 #: Ranks that load are elsewhere each time.

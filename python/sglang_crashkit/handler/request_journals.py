@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import shutil
 import time
@@ -15,10 +16,12 @@ from sglang_crashkit.core import journal_place
 from sglang_crashkit.core.incident import Incident, Requests, Trigger, Verdict, iso_time
 from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
 from sglang_crashkit.core.incident_name import parse_name
+from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
 from sglang_crashkit.core.private_files import create_private, make_private_folder
 from sglang_crashkit.core.recovery import TakeJournals
+from sglang_crashkit.core.remains import REQUESTS
 from sglang_crashkit.core.settings import Settings
-from sglang_crashkit.core.summary import format_summary
+from sglang_crashkit.core.summary import format_summary, mapping_of
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.identity import server_info
 from sglang_crashkit.handler.incident_run import IncidentRun
@@ -115,7 +118,8 @@ def take_in_left_behind(host_folder: Path, incidents: Path | None = None) -> lis
         incidents: where the incidents go; those of `host_folder` by default.
 
     Returns:
-        The incidents' folders; a journal without requests is removed and gives none.
+        The incidents' folders; a journal without requests, or of which an incident of the same server has each one, is
+        removed and gives none.
     """
     made = []
     for folder in journal_place.left_behind(host_folder):
@@ -143,7 +147,10 @@ def _make_incident(folder: Path, incidents: Path) -> Path | None:
     )
     target = IncidentFolder(incidents, incident.kind, incident.id, seconds, Settings.from_environ().disk)
     told = export_requests(rings, target.path, _EXPORT_SECS, target.charge)
-    if told.reason is None and not told.finished + told.unfinished:
+    known = _rids_in(found.path for found in find_incidents(incidents) if _is_of(found, pid, start_ticks))
+    is_news = told.finished + told.unfinished > 0 and not _rids_in([target.path]) <= known
+    if told.reason is None and not is_news:
+        # The crash handler was killed when an incident had them already, and the server was about to end.
         target.discard()
         journal_place.remove(folder)
         return None
@@ -165,6 +172,22 @@ def _make_incident(folder: Path, incidents: Path) -> Path | None:
         journal_place.remove(folder)
     logger.warning("%s: %s", text, path)
     return path
+
+
+def _is_of(found: StoredIncident, pid: int, start_ticks: int) -> bool:
+    server = mapping_of((found.document or {}).get("server"))
+    return found.finished and (server.get("pid"), server.get("start_ticks")) == (pid, start_ticks)
+
+
+def _rids_in(incidents: Iterable[Path]) -> set[str]:
+    """Return the ids of the requests that incidents have from a journal."""
+    rids = set()
+    for incident in incidents:
+        # Where there are none, and in a line that is cut off.
+        with contextlib.suppress(OSError, ValueError, RecursionError), (incident / REQUESTS).open("rb") as file:
+            for line in file:
+                rids.add(str(mapping_of(json.loads(line)).get("rid")))
+    return rids
 
 
 def _move(rings: Sequence[Path], incident: Path) -> bool:

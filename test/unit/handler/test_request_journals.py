@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.core import journal_place
+from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
 from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
 from sglang_crashkit.core.journal import JournalWriter
 from sglang_crashkit.handler import request_journals
@@ -183,6 +184,29 @@ def test_an_empty_journal_that_was_left_behind_is_removed(tmp_path: Path) -> Non
     assert take_in_left_behind(tmp_path) == []
     assert not (tmp_path / "journal").exists()
     assert find_incidents(tmp_path) == []
+
+
+def make_incident_of(host_folder: Path, journal: Path, rids: list[str]) -> Path:
+    """Publish an incident of the server of that journal, in which there are these requests."""
+    pid, start_ticks = map(int, journal.parent.name.split("-"))
+    folder = IncidentFolder(host_folder / "incidents", "killed", new_id(), 1.0)
+    folder.write_text("requests/requests.jsonl", "".join(json.dumps({"rid": rid}) + "\n" for rid in rids))
+    folder.save({"server": {"pid": pid, "start_ticks": start_ticks}}, "")
+    return folder.publish()
+
+
+@pytest.mark.parametrize(("in_incident", "is_news"), [(["a", "b"], False), (["b"], True), ([], True)])
+def test_of_a_journal_whose_requests_an_incident_has_there_is_no_other_one(
+    tmp_path: Path, in_incident: list[str], is_news: bool
+) -> None:
+    writer = leave_behind(tmp_path)
+    writer.begin({"rid": "a"})
+    writer.close()
+    told = make_incident_of(tmp_path, writer.path, in_incident)
+    made = take_in_left_behind(tmp_path)
+    assert len(made) == is_news
+    assert {found.path for found in find_incidents(tmp_path)} == {told, *made}
+    assert not (tmp_path / "journal").exists()
 
 
 def test_a_damaged_journal_that_was_left_behind_is_kept_in_the_incident(tmp_path: Path) -> None:
