@@ -130,6 +130,7 @@ class IncidentRun(IncidentDraft):
         if not any(piece.kind == "stack" for piece in report.evidence):
             report.evidence.append(Evidence("stack", "skipped", reason="it was dead before it could be photographed"))
         self._note_exit(process)
+        is_first = not self._failures
         if process.matters or process.is_starting:
             self._failures.append(
                 FailureEvent(
@@ -142,7 +143,8 @@ class IncidentRun(IncidentDraft):
                     is_answer=process.is_root and tells_of_a_crash(status.code),
                 )
             )
-        if self.photographed:
+        # The photograph takes a moment, in which this process may be killed, too.
+        if self.photographed or (is_first and self._failures):
             self._checkpoint()
 
     def add_exception(self, process: TrackedProcess, seconds: float, message: str, record: Path | None) -> None:

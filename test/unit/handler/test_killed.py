@@ -143,6 +143,22 @@ def test_a_kill_at_any_file_operation_leaves_what_can_be_read_and_finished(
     assert step > 40
 
 
+def test_who_died_is_on_disk_before_the_others_are_photographed(tmp_path: Path) -> None:
+    settings = Settings.from_environ({})
+    with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
+        tree = ProcessTree(process.pid)
+        process.kill()
+        wait_until(tree.root.handle.has_exited, "the process is dead")
+        folder = IncidentFolder(tmp_path, "killed", new_id(), time.time())
+        run = IncidentRun("killed", "process_exited", tree.root, time.time(), tree, folder, tmp_path, settings)
+        run.add_exit(tree.root)
+    (found,) = find_incidents(tmp_path)
+    assert found.document is not None
+    assert found.document["verdict"]["first_failure"]["pid"] == process.pid
+    assert found.document["verdict"]["level"] == "established"
+    assert "was killed by SIGKILL" in (found.path / "summary.md").read_text()
+
+
 def test_the_next_server_finishes_what_a_killed_handler_left(
     start_server: Callable[..., Server], tmp_path: Path
 ) -> None:
