@@ -1,0 +1,211 @@
+"""The crash handler is killed in the middle of its work on a real server, which ends all the same.
+
+What is on disk can be read, says what is missing, and the server's next start finishes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from integration.scenario import Wreck, handler_pid, wreck
+from lanelib.lanes import ensure_lane
+from lanelib.servers import Server
+from sglang_crashkit.cli.main import main
+from sglang_crashkit.core.exit_status import ServerExit
+from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
+from sglang_crashkit.core.recovery import REASON
+from unit.waiting import wait_until
+
+RELEASE = "0.5.23"
+RANK, SURVIVOR = "sglang::scheduler_TP1", "sglang::scheduler_TP0"
+#: A loaded machine takes minutes to import SGLang.
+START_S = 400.0
+#: The handler is killed a moment after it was seen at a stage, and may have come further by then.
+ATTEMPTS = 4
+
+pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(ATTEMPTS * 600)]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """How far the handler got.
+
+    Attributes:
+        name: what the test calls it.
+        reached: an event that the incident has by then.
+        not_yet: one that it must not have.
+        is_published: the incident has its final name by then.
+    """
+
+    name: str
+    reached: str
+    not_yet: str
+    is_published: bool = False
+
+    def is_hit_by(self, found: StoredIncident) -> bool:
+        """Say whether the handler that left this was at this stage."""
+        events = events_of(found)
+        return found.finished == self.is_published and self.reached in events and self.not_yet not in events
+
+
+OPENED = Stage("opened", "process_exited", "photographed")
+PHOTOGRAPHED = Stage("photographed", "photographed", "requests_saved")
+REQUESTS_TOLD = Stage("told of the requests", "requests_saved", "incident_finished")
+PUBLISHED = Stage("published", "incident_finished", "server_exited", is_published=True)
+STAGES = [OPENED, PHOTOGRAPHED, REQUESTS_TOLD, PUBLISHED]
+
+
+def events_of(found: StoredIncident) -> set[str]:
+    assert found.document is not None, found.problem
+    return {entry["event"] for entry in found.document["timeline"]}
+
+
+def is_seen(stage: Stage, incidents: Path) -> bool:
+    """Say whether the handler is at that stage or beyond, from what is on disk."""
+    found = [each for each in find_incidents(incidents) if each.document and stage.reached in events_of(each)]
+    return any(each.finished or not stage.is_published for each in found)
+
+
+def kill_at(stage: Stage, folder: Path) -> Callable[[Server], None]:
+    """Return a fault: rank 1 is killed, and then the handler as soon as it is at that stage."""
+
+    def fault(server: Server) -> None:
+        handler, rank = handler_pid(server), server.pid_of(RANK)
+        (incidents,) = folder.glob("*/incidents")
+        os.kill(rank, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        # Without a pause: a stage lasts some hundredths of a second.
+        while not is_seen(stage, incidents):
+            assert time.monotonic() < deadline, f"the handler was never {stage.name}"
+        os.kill(handler, signal.SIGKILL)
+
+    return fault
+
+
+@pytest.fixture(params=STAGES, ids=lambda stage: stage.name)
+def stage(request: pytest.FixtureRequest) -> Stage:
+    found: Stage = request.param
+    return found
+
+
+@pytest.fixture
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # SGLang puts its sockets there, whose paths must be short.
+    return tmp_path_factory.mktemp("t")
+
+
+def start(folder: Path, temporary: Path) -> Server:
+    arguments = ["--crash-dump-folder", str(folder)]
+    return Server.start(ensure_lane(RELEASE), tp=2, extra_args=arguments, env={"TMPDIR": str(temporary)})
+
+
+def wreck_at(stage: Stage, tmp_path: Path, temporary: Path) -> tuple[Wreck, StoredIncident]:
+    """Return what was left of a server whose handler was killed at that stage, and the incident."""
+    missed = []
+    for attempt in range(ATTEMPTS):
+        folder = tmp_path / str(attempt)
+        with start(folder, temporary) as server:
+            server.wait_ready()
+            left = wreck(server, folder, kill_at(stage, folder), requests=2)
+        (found,) = find_incidents(folder)
+        if stage.is_hit_by(found):
+            return left, found
+        missed.append(sorted(events_of(found)))
+    raise AssertionError(f"the handler was never killed when it was {stage.name}: {missed}")
+
+
+def check_the_server(left: Wreck) -> None:
+    """It ended by itself, soon, with a status that tells of the crash, and nothing of it is left."""
+    assert left.left == []
+    # What SGLang sees by itself comes first or not, and says no signal.
+    assert left.status in (ServerExit.KILLED, ServerExit.CRASHED)
+    assert left.seconds_to_exit < 60
+
+
+def check_what_can_be_read(stage: Stage, found: StoredIncident, left: Wreck, listed: str) -> None:
+    """What the killed handler left says what is known by then, and who reads it is told that it is not finished."""
+    assert str(found.path) in listed
+    assert ("(not finished)" in listed) is not stage.is_published
+    document = found.document
+    assert document is not None
+    assert document["complete"] is stage.is_published
+    assert (document["trigger"]["event"], document["trigger"]["pid"]) == ("process_exited", left.pids[RANK])
+    assert "was killed by SIGKILL" in (found.path / "summary.md").read_text()
+    check_the_evidence(stage, found, left)
+
+
+def check_the_evidence(stage: Stage, found: StoredIncident, left: Wreck) -> None:
+    """Who died is there at every stage, and from the photograph on what the others did."""
+    document = found.document
+    assert document is not None
+    verdict = document["verdict"]
+    assert (verdict["first_failure"]["pid"], verdict["level"]) == (left.pids[RANK], "established")
+    reports = {process["pid"]: process for process in document["processes"]}
+    assert reports[left.pids[RANK]]["exit"]["signal"] == "SIGKILL"
+    if stage is OPENED:
+        return
+    assert {member.pid for member in left.members if member.lasts} <= reports.keys()
+    (stack,) = [piece for piece in reports[left.pids[SURVIVOR]]["evidence"] if piece["kind"] == "stack"]
+    assert stack["status"] == "captured"
+    assert (found.path / stack["path"]).stat().st_size > 0
+
+
+def check_what_is_finished(stage: Stage, found: StoredIncident, left: Wreck) -> None:
+    """What the next server's handler made of it says what is missing and why, and has the requests."""
+    document = found.document
+    assert document is not None
+    assert document["complete"] is False
+    assert "The crash handler was killed before it was done." in document["verdict"]["text"]
+    assert "The crash handler was killed before it was done." in (found.path / "summary.md").read_text()
+    assert "finished_by_another_handler" in events_of(found)
+    assert not [path for path in found.path.rglob("*") if path.name.startswith(".")]
+    for process in document["processes"]:
+        assert "stack" in {piece["kind"] for piece in process["evidence"]}
+        for piece in process["evidence"]:
+            assert piece["reason"] or piece["status"] == "captured", piece
+            assert piece["path"] is None or (found.path / piece["path"]).is_file()
+    check_the_evidence(stage, found, left)
+    requests = document["requests"]
+    if stage is REQUESTS_TOLD:
+        assert Path(requests["path"]).is_file()
+    else:
+        assert requests["reason"] == REASON
+    lines = (found.path / requests["journal"]["path"]).read_text().splitlines()
+    assert {request["text"] for request in map(json.loads, lines)} == {sent.text for sent in left.sent}
+    assert requests["unfinished"] == len(left.sent)
+
+
+def test_a_handler_killed_at_any_stage_leaves_what_can_be_read_and_the_next_start_finishes(
+    stage: Stage, tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left, found = wreck_at(stage, tmp_path, temporary)
+    check_the_server(left)
+    assert main(["incidents", str(left.crash_folder)]) == 0
+    check_what_can_be_read(stage, found, left, capsys.readouterr().out)
+    before = {path: path.read_bytes() for path in found.path.rglob("*") if path.is_file()}
+
+    with start(left.crash_folder, temporary) as server:
+        log = next(left.crash_folder.glob("*/crash_handler.log"))
+        known = f"watching server {server.pid},"
+        wait_until(lambda: known in log.read_text(), "the next server's handler is at work", START_S)
+        assert server.popen.poll() is None
+    (after,) = find_incidents(left.crash_folder)
+    assert after.finished
+    assert after.name == found.name
+    if stage.is_published:
+        assert {path: path.read_bytes() for path in before} == before
+    else:
+        assert f"incident {after.path} of a killed crash handler is finished" in log.read_text()
+        check_what_is_finished(stage, after, left)
+    # No other one, and no journal that would be told of again.
+    assert not list(left.crash_folder.rglob("*.ring"))
+    assert main(["incidents", str(left.crash_folder)]) == 0
+    assert "(not finished)" not in capsys.readouterr().out
