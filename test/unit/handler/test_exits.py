@@ -122,8 +122,9 @@ def test_an_incident_that_the_main_process_told_first_is_of_the_kind_of_the_firs
     with child(REPLICAS) as process, Mailbox.bind(short_folder / "sock") as receiver:
         handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
         handler.look()
-        controller = handler._tree.get(int(process.first_line.split()[0]))
+        controller, rank = (handler._tree.get(int(pid)) for pid in process.first_line.split())
         assert controller is not None
+        assert rank is not None
         os.kill(controller.pid, signal.SIGKILL)
         wait_until(controller.handle.has_exited, "the controller has ended")
         handler._current.join("child_failure", event, handler._tree.root, time.time())
@@ -136,6 +137,7 @@ def test_an_incident_that_the_main_process_told_first_is_of_the_kind_of_the_firs
         assert stored.document is not None
         assert (stored.document["kind"], stored.document["trigger"]["event"]) == ("killed", event)
         assert stored.document["verdict"]["first_failure"]["pid"] == controller.pid
+        rank.handle.send_signal(signal.SIGKILL)
         for one in handler._tree:
             one.handle.close()
         handler._selector.close()

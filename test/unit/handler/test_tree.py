@@ -16,12 +16,13 @@ from sglang_crashkit.handler.tree import ProcessTree
 from unit.waiting import LONG, child, descriptors, wait_until
 
 RANKS = """
-import setproctitle
+import ctypes, setproctitle
 setproctitle.setproctitle("sglang::scheduler_TP0")
 def fork():
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGUSR1, lambda *_: setproctitle.setproctitle("sglang::scheduler_TP1"))
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         ready(os.getpid())
         while True: signal.pause()
     return pid
