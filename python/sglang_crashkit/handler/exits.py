@@ -88,8 +88,7 @@ class Exits:
         elif not process.matters or expected or self._is_clean(process):
             # One that died before it said what it is may be a rank, or a worker of a pool that is of no account. It is
             # kept: if the start fails for it, the incident knows of what it died.
-            is_unknown = process.is_starting or process.is_nameless
-            unexplained = is_unknown and not expected and process.exit_status().code != 0
+            unexplained = process.is_unknown and not expected and process.exit_status().code != 0
             if not process.is_root and not unexplained:
                 self._tree.forget(process)
         else:
@@ -116,7 +115,7 @@ class Exits:
         dead = [
             process
             for process in self._tree
-            if process.exited_at is not None and (process.is_starting or process.is_nameless or process.is_awaited)
+            if process.exited_at is not None and (process.is_unknown or process.is_awaited)
         ]
         recent = [process for process in dead if time.time() - (process.exited_at or 0.0) < _UNEXPLAINED_SECS]
         for process in dead:

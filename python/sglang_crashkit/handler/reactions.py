@@ -164,8 +164,7 @@ class Reactions:
             return
         for process in self._tree:
             title = titles.get(str(process.pid))
-            is_unknown = (process.is_starting or process.is_nameless) and process.handle.has_exited()
-            if isinstance(title, str) and title and is_unknown:
+            if isinstance(title, str) and title and process.is_unknown and process.handle.has_exited():
                 process.title = title[:120].encode(errors="backslashreplace").decode()
                 process.is_awaited = True
 

@@ -73,6 +73,15 @@ class TrackedProcess:
         """Whether it is a child of Python's multiprocessing that has not said yet what it is."""
         return self.role == "starting"
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it is a child that has not said yet what it is, or was not seen after that.
+
+        Between fork and exec it is called as its parent is.
+        """
+        is_inherited = self.parent is not None and self.title == self.parent.title and not self.matters
+        return self.is_starting or self.is_nameless or is_inherited
+
     def exit_status(self) -> ExitStatus:
         """How it ended; see `ProcessHandle.exit_status`."""
         return self.handle.exit_status()

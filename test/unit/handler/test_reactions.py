@@ -85,14 +85,22 @@ def case(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
         yield case
 
 
-@pytest.fixture(params=["seen", "not seen"])
+@pytest.fixture(params=["seen", "not seen", "seen before it was executed"])
 def early_case(request: pytest.FixtureRequest, tmp_path: Path, short_folder: Path) -> Iterator[Case]:
-    """The second rank was dead when the handler looked for the first time, before or after it heard of the failure."""
+    """The second rank was dead when the handler looked for the first time, before or after it heard of the failure.
+
+    Or it had not replaced the launcher's program by its own then.
+    """
     with watched(tmp_path, short_folder) as case:
+        if request.param == "seen before it was executed":
+            case.handler.look()
+            found = {one.pid: one for one in case.handler._tree}
+            found[case.starting].title = case.handler._tree.root.title
         os.kill(case.starting, signal.SIGKILL)
         wait_until(lambda: not procfs.read_cmdline(case.starting), "the rank is dead")
-        if request.param == "seen":
+        if request.param != "not seen":
             case.handler.look()
+            wait_until({one.pid: one for one in case.handler._tree}[case.starting].handle.has_exited, "it has ended")
             case.handler.collect_exits()
         yield case
 
