@@ -1,0 +1,216 @@
+"""A server that crashes again and again in one crash folder, as an orchestrator starts it anew: one incident each time.
+
+``SGLANG_CRASHKIT_TEST_CRASHES`` sets how often; a hundred take half an hour on two idle cores.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.scenario import handler_pid, left_of, members_of
+from lanelib.lanes import ensure_lane
+from lanelib.procs import read_process, tree_of
+from lanelib.servers import Server
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.disk import MB, size_of
+from sglang_crashkit.core.exit_status import ServerExit
+from sglang_crashkit.core.faults import read_faults
+from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
+
+#: How often it crashes.
+CRASHES = int(os.environ.get("SGLANG_CRASHKIT_TEST_CRASHES", "10"))
+#: Of so many crashes the last is while the server serves; of the others, some are when the rank has its title.
+SERVES_EVERY, IS_TITLED_EVERY = 10, 4
+#: What all incidents together may take: less than a hundred do, even in short.
+MAX_USE_MB = 1
+#: So many of a fault are kept in full.
+FULL = 3
+RANK = "sglang::scheduler_TP1"
+#: A loaded machine takes minutes to import SGLang.
+START_S, EXIT_S = 400.0, 60.0
+
+pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(300 + 120 * CRASHES)]
+
+
+@dataclass(frozen=True)
+class Crash:
+    """One crash of the loop.
+
+    Attributes:
+        number: how many there were, this one included.
+        serves: the server was up.
+        pid: the rank's that was killed.
+        status: the main process's exit status, negative for a signal.
+        seconds: from the rank's death to the server's end.
+        left: processes of the server, and its crash handler, that were still there 5 s later.
+        incident: the newest incident.
+        found: the incidents that are on disk by then, the newest first.
+        use: what all incidents take, in bytes.
+    """
+
+    number: int
+    serves: bool
+    pid: int
+    status: int
+    seconds: float
+    left: list[str]
+    incident: StoredIncident
+    found: list[Path]
+    use: int
+
+    @property
+    def is_full(self) -> bool:
+        return self.document["fault"]["repeats"] is None
+
+    @property
+    def document(self) -> dict[str, Any]:
+        assert self.incident.document is not None
+        return self.incident.document
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("crash")
+
+
+@pytest.fixture(scope="module")
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # SGLang puts its sockets there, whose paths must be short.
+    return tmp_path_factory.mktemp("t")
+
+
+@pytest.fixture(scope="module")
+def crashes(folder: Path, temporary: Path) -> list[Crash]:
+    return [crash(folder, temporary, number) for number in range(1, CRASHES + 1)]
+
+
+def crash(folder: Path, temporary: Path, number: int) -> Crash:
+    """Start a server, kill its rank 1 and wait for the end."""
+    serves = number % SERVES_EVERY == 0
+    environment = {"TMPDIR": str(temporary), "SGLANG_CRASHKIT_MAX_USE_MB": str(MAX_USE_MB)}
+    arguments = ["--crash-dump-folder", str(folder)]
+    with Server.start(ensure_lane("0.5.23"), tp=2, extra_args=arguments, env=environment) as server:
+        if serves:
+            server.wait_ready()
+            server.generate(max_new_tokens=2, timeout_s=120)
+            pid = server.pid_of(RANK)
+        else:
+            find = titled_rank if number % IS_TITLED_EVERY == 0 else started_rank
+            pid = wait_for(server, find)
+        handler = read_process(handler_pid(server))
+        assert handler is not None
+        known = [member.process for member in members_of(server)]
+        began = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        status = server.popen.wait(timeout=EXIT_S)
+        seconds = time.monotonic() - began
+        left = left_of([server], [*known, handler])
+    found = find_incidents(folder)
+    (incidents,) = folder.glob("*/incidents")
+    return Crash(
+        number, serves, pid, status, seconds, left, found[0], [each.path for each in found], size_of(incidents)
+    )
+
+
+def wait_for(server: Server, find: Callable[[Server], int | None]) -> int:
+    deadline = time.monotonic() + START_S
+    while (found := find(server)) is None:
+        assert server.popen.poll() is None, server.log_tail()
+        assert time.monotonic() < deadline, f"not within {START_S:g} s"
+        time.sleep(0.02)
+    return found
+
+
+def started_rank(server: Server) -> int | None:
+    """Return the second process that the server starts for itself, as soon as the third is there.
+
+    Before that, multiprocessing may reap it when it starts the third, and no one but the server ever knew of it.
+    """
+    children = [process for process in tree_of(server.pid) if process.parent == server.pid]
+    workers = [its for its in children if procfs.read_title(its.pid).endswith("multiprocessing.spawn")]
+    return sorted(workers, key=lambda its: (its.started, its.pid))[1].pid if len(workers) > 2 else None
+
+
+def titled_rank(server: Server) -> int | None:
+    return next((pid for pid, title in server.processes() if title.split(" ")[0] == RANK), None)
+
+
+def test_each_crash_ends_the_server_with_the_same_status_and_leaves_nothing_of_it(
+    crashes: list[Crash], temporary: Path
+) -> None:
+    assert {one.status for one in crashes} == {ServerExit.KILLED}
+    assert [one.left for one in crashes if one.left] == []
+    assert max(one.seconds for one in crashes) < EXIT_S / 2
+    assert not list(temporary.glob("sglang-crashkit-*/run/*"))
+
+
+def test_each_crash_has_one_incident_that_is_complete_and_names_the_rank(crashes: list[Crash]) -> None:
+    assert len({one.incident.path for one in crashes}) == CRASHES
+    for one in crashes:
+        document = one.document
+        assert one.incident.finished
+        assert document["complete"] is True
+        verdict = document["verdict"]
+        assert (verdict["first_failure"]["pid"], verdict["kind"]) == (one.pid, "signal"), verdict
+        assert verdict["level"] == "established"
+
+
+def test_the_same_fault_is_counted_and_seldom_stored_in_full(crashes: list[Crash], folder: Path) -> None:
+    (incidents,) = folder.glob("*/incidents")
+    counts = sorted(entry["count"] for entry in read_faults(incidents).values())
+    for serves in (False, True):
+        same = [one for one in crashes if one.serves is serves]
+        faults = [one.document["fault"] for one in same]
+        assert len({fault["key"] for fault in faults}) == min(1, len(same))
+        assert [fault["count"] for fault in faults] == list(range(1, len(same) + 1))
+        check_who_is_full(crashes, same)
+        if same:
+            assert len(same) in counts
+    assert sum(counts) == CRASHES
+    assert len(counts) == len({one.serves for one in crashes})
+
+
+def check_who_is_full(crashes: list[Crash], same: list[Crash]) -> None:
+    """Of a fault so many are kept in full; one that gave up its room for others is made up for by one more."""
+    for position, one in enumerate(same):
+        full = {earlier.incident.path for earlier in same[:position] if earlier.is_full}
+        before = crashes[one.number - 2].found if one.number > 1 else []
+        if len(full.intersection(before)) < FULL:
+            assert one.is_full
+        # Room may be made before it is counted, or after.
+        if len(full.intersection(one.found)) >= FULL:
+            assert not one.is_full
+
+
+def test_what_is_in_short_has_no_stacks_and_still_says_what_everybody_did(crashes: list[Crash], folder: Path) -> None:
+    stored = [each for each in find_incidents(folder) if each.document]
+    short = [each for each in stored if each.document and each.document["fault"]["repeats"]]
+    assert len(stored) - len(short) <= FULL * len({one.serves for one in crashes})
+    for each in short:
+        assert not list(each.path.glob("stacks/*"))
+        assert "the same fault " in (each.path / "summary.md").read_text()
+        assert each.document is not None
+        living = [process for process in each.document["processes"] if process["exit"] is None]
+        assert any(process["doing"] for process in living)
+
+
+def test_the_disk_contract_holds_and_only_the_oldest_went(crashes: list[Crash], folder: Path) -> None:
+    assert max(one.use for one in crashes) <= MAX_USE_MB * MB
+    if CRASHES >= 100:
+        assert len(crashes[-1].found) < CRASHES
+    stored = find_incidents(folder)
+    newest = [one.incident.path for one in reversed(crashes)]
+    assert [each.path for each in stored] == newest[: len(stored)]
+    (incidents,) = folder.glob("*/incidents")
+    # Nothing half-written, no record that nobody took in, and no journal.
+    assert {path.name for path in incidents.iterdir()} == {"faults.json", *(each.name for each in stored)}
+    assert not list(folder.rglob("*.ring"))
+    assert list(folder.glob("*/.*")) == []
