@@ -62,7 +62,7 @@ class Capture:
         collected = collection.collected
         files = [name for name in _files_of(collected) if name not in before]
         without = [one.process.title for one in collected if one.debugged is None or not one.debugged.threads]
-        self._tell_files("native_stacks", f"native stacks of {len(files)} processes", files, without)
+        self._tell_files("native_stacks", f"native stacks of {len(collected) - len(without)} processes", files, without)
         self._tell_verdict(collection)
 
     def _tell_files(self, kind: str, what: str, files: list[str], without: list[str]) -> None:

@@ -63,7 +63,7 @@ def _read(path: Path) -> StoredIncident:
         document = json.loads((path / "incident.json").read_text())
     except FileNotFoundError:
         return StoredIncident(path, finished, None, "has no incident.json")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return StoredIncident(path, finished, None, f"incident.json cannot be read: {error}")
     if not isinstance(document, dict):
         return StoredIncident(path, finished, None, "incident.json is not an object")

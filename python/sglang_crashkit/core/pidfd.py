@@ -85,7 +85,12 @@ class ProcessHandle:
         return self.fd
 
     def has_exited(self, timeout_secs: float = 0.0) -> bool:
-        """Say whether the process has exited, reaped or not; wait for it for at most `timeout_secs` seconds."""
+        """Say whether the process has exited, reaped or not; wait for it for at most `timeout_secs` seconds.
+
+        Once the descriptor is closed, this is whether it was known to have exited by then.
+        """
+        if self.fd < 0:
+            return self._exit is not None
         poller = select.poll()
         poller.register(self.fd, select.POLLIN)
         return bool(poller.poll(timeout_secs * 1000))
@@ -129,6 +134,8 @@ class ProcessHandle:
         return ExitStatus.from_wait_status(stat.wait_status)
 
     def _from_kernel(self) -> ExitStatus | None:
+        if self.fd < 0:
+            return None
         request = bytearray(_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
         try:
             fcntl.ioctl(self.fd, _PIDFD_GET_INFO, request)

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 #: A child that died before it had a title has to do with what happens within this time, in seconds.
 _UNEXPLAINED_SECS = 60.0
+_MOST_UNEXPLAINED = 64
 #: Once its main thread is gone, the rest of a process follows within this time, in seconds.
 _LAST_THREAD_SECS = 0.2
 #: Once the thread is gone that started a child, which is told of it, the rest of the process follows within this time.
@@ -89,10 +90,20 @@ class Exits:
             # One that died before it said what it is may be a rank, or a worker of a pool that is of no account. It is
             # kept: if the start fails for it, the incident knows of what it died.
             unexplained = process.is_unknown and not expected and process.exit_status().code != 0
-            if not process.is_root and not unexplained:
+            if unexplained:
+                # How it ended is known by now as well as it will be.
+                process.handle.close()
+                self._forget_beyond(_MOST_UNEXPLAINED)
+            elif not process.is_root:
                 self._tree.forget(process)
         else:
             self._begin(process, process.exited_at)
+
+    def _forget_beyond(self, most: int) -> None:
+        """Of the children that died before they said what they are keep the latest."""
+        kept = [process for process in self._tree if process.exited_at is not None and process.is_unknown]
+        for process in kept[: max(0, len(kept) - most)]:
+            self._tree.forget(process)
 
     def collect(self) -> None:
         """Take in every exit that there is."""

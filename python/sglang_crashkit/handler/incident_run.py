@@ -78,7 +78,8 @@ class IncidentRun(IncidentDraft):
         """
         started = time.time()
         for process in self._tree:
-            self._report(process)
+            if not process.is_of_no_account:
+                self._report(process)
         living = self._tree.alive()
         reports = {process.pid: self._report(process) for process in living}
         if self._snapshots == 0:
@@ -250,7 +251,7 @@ class IncidentRun(IncidentDraft):
             OSError: the disk is full or the folder is gone.
         """
         for process in self._tree:
-            if process.exited_at is not None:
+            if process.exited_at is not None and not process.is_of_no_account:
                 self._note_exit(process)
         self.incident.processes.sort(key=lambda report: (report.role == "helper", report.role, report.pid))
         self.incident.verdict = verdict = self._judge()
@@ -272,8 +273,10 @@ class IncidentRun(IncidentDraft):
         if self.incident.kind not in _KINDS_OF_CRASHES or not self._failures:
             return
         first = order_failures(self._failures)[0]
+        if first.kind == "hang" or first.is_answer:
+            return
         kind = first.kind if first.kind == "exception" else "killed" if first.fatal_signal else "exited"
-        if first.kind != "hang" and kind != self.incident.kind:
+        if kind != self.incident.kind:
             self.incident.kind = kind
             self._folder.rename(kind)
 

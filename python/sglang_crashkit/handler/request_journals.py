@@ -22,6 +22,7 @@ from sglang_crashkit.core.recovery import TakeJournals
 from sglang_crashkit.core.remains import REQUESTS
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.core.summary import format_summary, mapping_of
+from sglang_crashkit.core.titles import role_of
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.identity import server_info
 from sglang_crashkit.handler.incident_run import IncidentRun
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 #: The longest that an incident waits for its journal, in seconds: a full ring of 64 MiB takes about two.
 _EXPORT_SECS = 3.0
+#: Kinds of incidents after which the server may go on.
+_GOES_ON = frozenset({"hang", "peer_lost", "snapshot"})
 
 
 class RequestJournals:
@@ -147,10 +150,9 @@ def _make_incident(folder: Path, incidents: Path) -> Path | None:
     )
     target = IncidentFolder(incidents, incident.kind, incident.id, seconds, Settings.from_environ().disk)
     told = export_requests(rings, target.path, _EXPORT_SECS, target.charge)
-    known = _rids_in(found.path for found in find_incidents(incidents) if _is_of(found, pid, start_ticks))
-    is_news = told.finished + told.unfinished > 0 and not _rids_in([target.path]) <= known
-    if told.reason is None and not is_news:
-        # The crash handler was killed when an incident had them already, and the server was about to end.
+    has_requests = told.finished + told.unfinished > 0
+    if told.reason is None and not (has_requests and _is_news(target.path, incidents, pid, start_ticks)):
+        # With requests: the crash handler was killed when the incident of the server's end had them already.
         target.discard()
         journal_place.remove(folder)
         return None
@@ -174,9 +176,20 @@ def _make_incident(folder: Path, incidents: Path) -> Path | None:
     return path
 
 
-def _is_of(found: StoredIncident, pid: int, start_ticks: int) -> bool:
-    server = mapping_of((found.document or {}).get("server"))
-    return found.finished and (server.get("pid"), server.get("start_ticks")) == (pid, start_ticks)
+def _is_news(incident: Path, incidents: Path, pid: int, start_ticks: int) -> bool:
+    """Say whether an incident has a request that no incident of the same server's end has."""
+    told = (found.path for found in find_incidents(incidents) if _tells_of_the_end(found, pid, start_ticks))
+    return not _rids_in([incident]) <= _rids_in(told)
+
+
+def _tells_of_the_end(found: StoredIncident, pid: int, start_ticks: int) -> bool:
+    document = found.document or {}
+    server = mapping_of(document.get("server"))
+    first = mapping_of(mapping_of(document.get("verdict")).get("first_failure"))
+    is_its = (server.get("pid"), server.get("start_ticks")) == (pid, start_ticks)
+    # A server starts such a worker anew.
+    has_lost_a_worker = role_of(str(first.get("title")), is_root=False) == "tokenizer_worker"
+    return found.finished and is_its and document.get("kind") not in _GOES_ON and not has_lost_a_worker
 
 
 def _rids_in(incidents: Iterable[Path]) -> set[str]:

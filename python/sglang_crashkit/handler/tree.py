@@ -79,8 +79,13 @@ class TrackedProcess:
 
         Between fork and exec it is called as its parent is.
         """
-        is_inherited = self.parent is not None and self.title == self.parent.title and not self.matters
-        return self.is_starting or self.is_nameless or is_inherited
+        is_inherited = self.parent is not None and self.title == self.parent.title
+        return self.is_starting or (not self.matters and (self.is_nameless or is_inherited))
+
+    @property
+    def is_of_no_account(self) -> bool:
+        """Whether it is dead and nobody said that it was more than a helper."""
+        return self.exited_at is not None and not self.matters and not self.is_starting
 
     def exit_status(self) -> ExitStatus:
         """How it ended; see `ProcessHandle.exit_status`."""

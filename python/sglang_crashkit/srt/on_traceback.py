@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
-from types import TracebackType
+from itertools import chain, islice
+from types import ModuleType, TracebackType
 from typing import Any
 
 #: As many prompts as are compared with a message; see `core.redact.redact_prompts`.
 _MAX_PROMPTS = 64
+#: What a request calls its text.
+_TEXTS = ("text", "input_text", "origin_input_text")
 
 #: Where a ``Scheduler`` has the batch that it works on: up to 0.5.15.post1, from 0.5.16 on, and between two batches.
 _BATCHES = ("cur_batch", "cur_batch_for_debug", "running_batch")
@@ -33,8 +35,12 @@ def find_configuration(trace: TracebackType | None) -> Any:
 
 
 def find_prompts(trace: TracebackType | None) -> list[str]:
-    """Return texts that users sent and that the scheduler or the tokenizer manager works on, some of them."""
-    return list(islice((prompt for owner in _owners(trace) for prompt in prompts_of(owner)), _MAX_PROMPTS))
+    """Return texts that users sent and that were at hand or that the process works on, some of them.
+
+    At hand are the requests in the frames' own variables, in a process that has no list of them.
+    """
+    of_owners = (prompt for owner in _owners(trace) for prompt in prompts_of(owner))
+    return list(islice(chain(_at_hand(trace), of_owners), _MAX_PROMPTS))
 
 
 def prompts_of(owner: Any) -> Iterator[str]:
@@ -49,6 +55,16 @@ def prompts_of(owner: Any) -> Iterator[str]:
 def _batch_of(owner: Any) -> Any:
     batches = (getattr(owner, name, None) for name in _BATCHES)
     return next((batch for batch in batches if batch is not None), None)
+
+
+def _at_hand(trace: TracebackType | None) -> Iterator[str]:
+    for frame in _frames(trace):
+        for value in list(frame.values()):
+            # What an object computes when it is asked might raise.
+            fields = getattr(value, "__dict__", None)
+            if type(fields) is dict and not isinstance(value, (type, ModuleType)):
+                for name in _TEXTS:
+                    yield from _texts(fields.get(name))
 
 
 def _texts(value: Any) -> Iterator[str]:

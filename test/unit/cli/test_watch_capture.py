@@ -66,7 +66,7 @@ def test_the_verdict_is_told_before_the_debugger_runs(tmp_path: Path, told: Told
     assert text == f"1 snapshots of 1 processes in {tmp_path}/out"
     assert snapshots["missing"] == []
     # It printed no stack; its file says so.
-    assert native_text == f"native stacks of 1 processes in {tmp_path}/out; none of {TITLE}"
+    assert native_text == f"native stacks of 0 processes in {tmp_path}/out; none of {TITLE}"
     assert native["files"] == [f"cudagdb_{os.uname().nodename}_{process.pid}.txt"]
     assert {one.name for one in (tmp_path / "out").iterdir()} == {*snapshots["files"], *native["files"]}
 

@@ -131,6 +131,20 @@ def test_a_signal_reaches_the_process_and_never_its_successor() -> None:
     handle.close()
 
 
+def test_what_was_known_of_an_exit_is_known_without_the_descriptor() -> None:
+    with child("ready(); pause()") as process:
+        living, dead = ProcessHandle(process.pid), ProcessHandle(process.pid)
+        living.close()
+        assert not living.has_exited()
+        assert not living.exit_status().known
+        process.kill()
+        wait_until(dead.has_exited, "it is dead")
+        before = dead.exit_status()
+        dead.close()
+        assert dead.has_exited()
+        assert dead.exit_status() == before == ExitStatus(signal="SIGKILL")
+
+
 def test_closing_twice_closes_once() -> None:
     handle = ProcessHandle(os.getpid())
     number = handle.fileno()

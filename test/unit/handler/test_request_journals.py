@@ -186,13 +186,24 @@ def test_an_empty_journal_that_was_left_behind_is_removed(tmp_path: Path) -> Non
     assert find_incidents(tmp_path) == []
 
 
-def make_incident_of(host_folder: Path, journal: Path, rids: list[str]) -> Path:
+def make_incident_of(host_folder: Path, journal: Path, rids: list[str], kind: str = "killed") -> Path:
     """Publish an incident of the server of that journal, in which there are these requests."""
     pid, start_ticks = map(int, journal.parent.name.split("-"))
-    folder = IncidentFolder(host_folder / "incidents", "killed", new_id(), 1.0)
+    folder = IncidentFolder(host_folder / "incidents", kind, new_id(), 1.0)
     folder.write_text("requests/requests.jsonl", "".join(json.dumps({"rid": rid}) + "\n" for rid in rids))
-    folder.save({"server": {"pid": pid, "start_ticks": start_ticks}}, "")
+    folder.save({"kind": kind, "server": {"pid": pid, "start_ticks": start_ticks}}, "")
     return folder.publish()
+
+
+@pytest.mark.parametrize("kind", ["hang", "peer_lost", "snapshot"])
+def test_a_journal_is_told_of_although_an_incident_has_its_requests_after_which_the_server_went_on(
+    tmp_path: Path, kind: str
+) -> None:
+    writer = leave_behind(tmp_path)
+    writer.begin({"rid": "a"})
+    writer.close()
+    make_incident_of(tmp_path, writer.path, ["a"], kind)
+    assert len(take_in_left_behind(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(("in_incident", "is_news"), [(["a", "b"], False), (["b"], True), ([], True)])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit.core.readiness import StartupError
 from sglang_crashkit.core.settings import SPOOL_VARIABLE
 from sglang_crashkit.srt import exception_record
 from sglang_crashkit.srt.exception_record import tell_exception
@@ -72,6 +73,16 @@ def test_each_process_that_upstream_starts_tells_of_its_exception(
     except KeyError:
         hook()
     assert (listener.heard()["event"], read_record(short_folder)["message"]) == ("exception", "KeyError: 'rid'")
+
+
+def test_that_the_ranks_did_not_get_ready_is_told_by_whoever_waited_for_them(
+    short_folder: Path, listener: Listener
+) -> None:
+    try:
+        raise StartupError("timeout", [], "not ready")
+    except StartupError:
+        on_controller_exception()
+    assert list((short_folder / "spool").iterdir()) == []
 
 
 def test_without_a_batch_the_record_is_written(listener: Listener, short_folder: Path) -> None:

@@ -70,6 +70,19 @@ def test_prompts_are_those_of_the_batch_the_queue_and_the_tokenizer() -> None:
     assert find_prompts(trace_of(Worker().work)) == []
 
 
+def test_a_request_at_hand_has_a_prompt_too() -> None:
+    class Awkward:
+        @property
+        def text(self) -> str:
+            raise RuntimeError
+
+    def dispatch(received: object, _other: object) -> None:
+        raise ValueError(f"Invalid object: {received}")
+
+    asked = SimpleNamespace(input_text="tell me", text=None)
+    assert find_prompts(trace_of(lambda: dispatch(asked, Awkward()))) == ["tell me"] * 2
+
+
 def test_prompts_are_not_without_end() -> None:
     scheduler = Worker(waiting_queue=[request(f"prompt {n}") for n in range(1000)])
     assert len(find_prompts(trace_of(scheduler.work))) == 64

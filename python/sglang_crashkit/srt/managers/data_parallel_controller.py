@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,8 +35,12 @@ _thread = threading.local()
 
 
 def on_controller_exception() -> None:
-    """Tell the crash handler of the exception being handled, before the parent is told; see `tell_exception`."""
-    tell_exception()
+    """Tell the crash handler of the exception being handled, before the parent is told; see `tell_exception`.
+
+    That the ranks did not get ready has been told by then, and is no failure of the controller.
+    """
+    if not isinstance(sys.exc_info()[1], StartupError):
+        tell_exception()
 
 
 def on_scheduler_groups(controller: Any, ready_events: list[threading.Event]) -> list[Any]:
