@@ -95,7 +95,7 @@ def test_the_stopped_rank_is_named_before_the_grace_period_is_over(release: str,
 def test_a_server_that_goes_on_and_drains_leaves_no_incident(release: str, tmp_path: Path) -> None:
     folder = tmp_path / "crash"
     with start(release, folder) as server:
-        ask(server, 1500)
+        ask(server, 700)
         handler, rank = handler_pid(server), server.pid_of(TP1)
         os.kill(rank, signal.SIGSTOP)
         time.sleep(SILENT_S)
