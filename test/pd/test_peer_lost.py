@@ -255,8 +255,9 @@ def test_the_dead_server_has_an_incident_of_its_own(parting: Parting) -> None:
     assert (document["server"]["pid"], document["complete"]) == (parting.dead_pid, True)
     assert document["kind"] == "killed"
     assert document["verdict"]["kind"] == "signal"
-    first = parting.dead_rank if parting.victim == "decode" else parting.dead_pid
-    assert document["verdict"]["first_failure"]["pid"] == first
+    # Of processes that are killed at once any may be gone first.
+    struck = {parting.dead_rank} if parting.victim == "decode" else {member.pid for member in parting.members[0]}
+    assert document["verdict"]["first_failure"]["pid"] in struck
     assert_requests(document, stored.path, [Sent(rid, PROMPT) for rid in RIDS])
 
 
