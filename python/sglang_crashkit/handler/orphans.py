@@ -34,9 +34,10 @@ def ended_with_parent(process: TrackedProcess, runtime: Path) -> bool:
         process: dead.
         runtime: where the server's processes say what they armed.
     """
-    if process.outlived_parent:
-        return True
     status = process.exit_status()
+    if process.outlived_parent and (status.signal == "SIGKILL" or not status.known):
+        # One that was ending by itself already, of which a thread was left, has a status of its own.
+        return True
     armed = read_armed(runtime, process.pid, process.handle.start_ticks)
     signum = armed.parent_signal if armed is not None else DEFAULT_PARENT_SIGNAL
     if status.signal == signal_name(signum):

@@ -56,7 +56,8 @@ def test_a_stopped_rank_and_one_that_has_ended_are_seen(tmp_path: Path) -> None:
 def test_its_end_is_seen(tmp_path: Path) -> None:
     with served(tmp_path) as server:
         watched = WatchedServer(server.popen.pid)
-        assert (watched.is_gone, watched.state) == (False, "S")
+        wait_until(lambda: watched.state == "S", "it has nothing to do")
+        assert not watched.is_gone
         server.end()
         assert watched.is_gone
         watched.close()

@@ -14,10 +14,11 @@ import pytest
 from sglang_crashkit.core.armed import ArmedFiles
 from sglang_crashkit.core.exit_status import ServerExit
 from sglang_crashkit.core.pidfd import ProcessHandle
-from sglang_crashkit.handler.orphans import Outliving
+from sglang_crashkit.handler.orphans import Outliving, ended_with_parent
+from sglang_crashkit.handler.tree import ProcessTree
 from unit.handler.driver import Server, document_of, report_of
 from unit.targets import make_tool, settle
-from unit.waiting import wait_until
+from unit.waiting import child, wait_until
 
 Start = Callable[..., Server]
 RANKS = ("scheduler_TP0", "scheduler_TP1", "detokenizer")
@@ -55,6 +56,23 @@ def test_an_orphan_that_writes_a_gpu_core_is_not_killed(monkeypatch: pytest.Monk
     writing.clear()
     outliving.act_on_time()
     assert sent == [signal.SIGKILL]
+
+
+@pytest.mark.parametrize(
+    ("code", "is_with_parent"), [("os._exit(3)", False), ("os.kill(os.getpid(), signal.SIGKILL)", True)]
+)
+def test_one_that_was_ending_by_itself_when_it_was_killed_for_its_parents_end_did_not_end_with_it(
+    tmp_path: Path, code: str, is_with_parent: bool
+) -> None:
+    with child(f"ready(); sys.stdin.readline(); {code}") as process:
+        tree = ProcessTree(process.pid)
+        assert process.stdin is not None
+        process.stdin.close()
+        wait_until(tree.root.handle.has_exited, "it is dead")
+        # A thread of it was left when SIGKILL was sent.
+        tree.root.outlived_parent = True
+        assert ended_with_parent(tree.root, tmp_path) is is_with_parent
+        tree.root.handle.close()
 
 
 def test_of_a_killed_server_every_rank_left_its_stacks(start_server: Start, without_pyspy: dict[str, str]) -> None:
