@@ -79,8 +79,12 @@ class TrackedProcess:
 
         Between fork and exec it is called as its parent is.
         """
-        is_inherited = self.parent is not None and self.title == self.parent.title
-        return self.is_starting or (not self.matters and (self.is_nameless or is_inherited))
+        return self.is_starting or (not self.matters and (self.is_nameless or self.has_parents_title))
+
+    @property
+    def has_parents_title(self) -> bool:
+        """Whether its title is the one that a fork left it, as far as is known."""
+        return self.parent is not None and self.title == self.parent.title
 
     @property
     def is_of_no_account(self) -> bool:
@@ -153,8 +157,7 @@ class ProcessTree:
     @staticmethod
     def _may_get_a_title(process: TrackedProcess) -> bool:
         # SGLang sets its titles once. A process that has none yet, or after a fork its parent's, is about to set it.
-        is_inherited = process.parent is not None and process.title == process.parent.title
-        return process.is_workers_child or is_inherited or not process.title.startswith("sglang::")
+        return process.is_workers_child or process.has_parents_title or not process.title.startswith("sglang::")
 
     def reread_title(self, process: TrackedProcess) -> None:
         """Take in the title that a process has now: between two scans it may have become what it is."""

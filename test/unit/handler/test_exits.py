@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler import exits
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
+from sglang_crashkit.handler.tree import TrackedProcess
 from unit.targets import ARM
 from unit.waiting import LONG, child, wait_until
 
@@ -79,11 +81,11 @@ sys.stdin.readline()
 """
 
 
-def test_an_incident_is_of_the_kind_of_its_first_failure_although_a_consequence_was_told_before(
-    tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A large process takes longer to die than its ranks are believed.
-    monkeypatch.setattr(exits, "_PARENT_SECS", 0.0)
+@contextlib.contextmanager
+def handled_replicas(
+    tmp_path: Path, short_folder: Path
+) -> Iterator[tuple[CrashHandler, TrackedProcess, TrackedProcess]]:
+    """Yield the handler of a server with a data-parallel controller, the controller, and its one rank."""
     settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
     place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
     with child(REPLICAS) as process, Mailbox.bind(short_folder / "sock") as receiver:
@@ -92,6 +94,23 @@ def test_an_incident_is_of_the_kind_of_its_first_failure_although_a_consequence_
         controller, rank = (handler._tree.get(int(pid)) for pid in process.first_line.split())
         assert controller is not None
         assert rank is not None
+        try:
+            yield handler, controller, rank
+        finally:
+            # It outlives its controller.
+            with contextlib.suppress(ProcessLookupError):
+                rank.handle.send_signal(signal.SIGKILL)
+            for one in handler._tree:
+                one.handle.close()
+            handler._selector.close()
+
+
+def test_an_incident_is_of_the_kind_of_its_first_failure_although_a_consequence_was_told_before(
+    tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A large process takes longer to die than its ranks are believed.
+    monkeypatch.setattr(exits, "_PARENT_SECS", 0.0)
+    with handled_replicas(tmp_path, short_folder) as (handler, controller, rank):
         os.kill(rank.pid, DEFAULT_PARENT_SIGNAL)
         wait_until(rank.handle.has_exited, "the rank has ended")
         handler.collect_exits()
@@ -108,23 +127,13 @@ def test_an_incident_is_of_the_kind_of_its_first_failure_although_a_consequence_
         assert stored.document["kind"] == "killed"
         assert stored.document["trigger"]["pid"] == rank.pid
         assert stored.document["verdict"]["first_failure"]["pid"] == controller.pid
-        for one in handler._tree:
-            one.handle.close()
-        handler._selector.close()
 
 
 @pytest.mark.parametrize("event", ["crash_dump", "child_failed"])
 def test_an_incident_that_the_main_process_told_first_is_of_the_kind_of_the_first_failure(
     tmp_path: Path, short_folder: Path, event: str
 ) -> None:
-    settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
-    place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
-    with child(REPLICAS) as process, Mailbox.bind(short_folder / "sock") as receiver:
-        handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
-        handler.look()
-        controller, rank = (handler._tree.get(int(pid)) for pid in process.first_line.split())
-        assert controller is not None
-        assert rank is not None
+    with handled_replicas(tmp_path, short_folder) as (handler, controller, _rank):
         os.kill(controller.pid, signal.SIGKILL)
         wait_until(controller.handle.has_exited, "the controller has ended")
         handler._current.join("child_failure", event, handler._tree.root, time.time())
@@ -137,10 +146,6 @@ def test_an_incident_that_the_main_process_told_first_is_of_the_kind_of_the_firs
         assert stored.document is not None
         assert (stored.document["kind"], stored.document["trigger"]["event"]) == ("killed", event)
         assert stored.document["verdict"]["first_failure"]["pid"] == controller.pid
-        rank.handle.send_signal(signal.SIGKILL)
-        for one in handler._tree:
-            one.handle.close()
-        handler._selector.close()
 
 
 #: An armed main process with two ranks that die with it, and that it never reaps.
