@@ -130,13 +130,13 @@ def wait_for(server: Server, find: Callable[[Server], int | None]) -> int:
 
 
 def started_rank(server: Server) -> int | None:
-    """Return the second process that the server starts for itself, as soon as the third is there.
+    """Return the second process that the server starts for itself, as soon as it is there.
 
-    Before that, multiprocessing may reap it when it starts the third, and no one but the server ever knew of it.
+    Killed then, multiprocessing reaps it when it starts the third, and the crash handler may never have seen it.
     """
     children = [process for process in tree_of(server.pid) if process.parent == server.pid]
     workers = [its for its in children if procfs.read_title(its.pid).endswith("multiprocessing.spawn")]
-    return sorted(workers, key=lambda its: (its.started, its.pid))[1].pid if len(workers) > 2 else None
+    return sorted(workers, key=lambda its: (its.started, its.pid))[1].pid if len(workers) > 1 else None
 
 
 def titled_rank(server: Server) -> int | None:

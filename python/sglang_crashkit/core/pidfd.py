@@ -48,6 +48,11 @@ class ExitStatus:
             return cls(code=status >> 8 & 0xFF)
         return cls(signal=signal_name(number), core_dumped=bool(status & 0x80))
 
+    @classmethod
+    def from_exit_code(cls, code: int) -> ExitStatus:
+        """Decode an exit code as `multiprocessing` writes it, negative for a signal."""
+        return cls(code=code) if code >= 0 else cls(signal=signal_name(-code))
+
 
 def signal_name(number: int) -> str:
     """Return the name of a signal, also of a real-time one that Python does not name."""
@@ -79,6 +84,18 @@ class ProcessHandle:
             raise ProcessLookupError(f"no process {pid}")
         self.start_ticks = stat.start_ticks
         self._exit: ExitStatus | None = None
+
+    @classmethod
+    def of_reaped(cls, pid: int, status: ExitStatus) -> ProcessHandle:
+        """Return what stands for a process that was reaped before anybody held on to it.
+
+        Args:
+            pid: its pid, which may be another's by now.
+            status: how it ended, from who reaped it.
+        """
+        handle = cls.__new__(cls)
+        handle.pid, handle.fd, handle.start_ticks, handle._exit = pid, -1, 0, status
+        return handle
 
     def fileno(self) -> int:
         """Return the pidfd, readable once the process has exited."""

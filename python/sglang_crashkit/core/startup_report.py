@@ -102,9 +102,7 @@ class Member:
 
     def _remembered(self) -> ExitStatus | None:
         code = self.process.exitcode
-        if code is None:
-            return None
-        return ExitStatus(code=code) if code >= 0 else ExitStatus(signal=signal_name(-code))
+        return ExitStatus.from_exit_code(code) if code is not None else None
 
     @property
     def exit_code(self) -> int | None:

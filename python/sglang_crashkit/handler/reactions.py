@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.channel import Mailbox, Message
 from sglang_crashkit.core.peers import LostPeer
+from sglang_crashkit.core.pidfd import ExitStatus
 from sglang_crashkit.handler.asked_to_end import AskedToEnd
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.hang_watch import HangWatch
@@ -136,7 +138,7 @@ class Reactions:
         current.awaited.hear(sender.pid)
         # Before the exits are taken in: a rank that died when it had hardly begun to run looks like a helper.
         self._look()
-        self._learn_titles(message)
+        self._learn_of_ranks(message)
         run = current.join("failed_start", message.event, sender, _time_of(message))
         if run is not None:
             run.note(_time_of(message), message.event, pid=message.pid, **_words_of(message))
@@ -157,16 +159,20 @@ class Reactions:
         current.answer_when_finished(message)
         current.finish()
 
-    def _learn_titles(self, message: Message) -> None:
-        """Take in what the sender calls processes that died before, or just after, they set their titles."""
-        titles = message.fields.get("titles")
-        if not isinstance(titles, dict):
-            return
-        for process in self._tree:
-            title = titles.get(str(process.pid))
-            if isinstance(title, str) and title and process.is_unknown and process.handle.has_exited():
-                process.title = title[:120].encode(errors="backslashreplace").decode()
-                process.is_awaited = True
+    def _learn_of_ranks(self, message: Message) -> None:
+        """Take in what the sender calls processes that have no titles, and how those ended that nobody else saw."""
+        titles, codes = (_dict_of(message, name) for name in ("titles", "exit_codes"))
+        for key, title in titles.items():
+            if not (isinstance(title, str) and title and key.isdecimal()):
+                continue
+            title = title[:120].encode(errors="backslashreplace").decode()
+            process, code = self._tree.get(int(key)), codes.get(key)
+            if process is not None and process.is_unknown:
+                process.title, process.is_awaited = title, True
+            elif process is None and type(code) is int:
+                reaped = self._tree.add_reaped(int(key), title, ExitStatus.from_exit_code(code), _time_of(message))
+                if self._current.run is not None:
+                    self._current.run.add_exit(reaped)
 
     def _on_await_incident(self, message: Message, _sender: TrackedProcess) -> None:
         # Whoever is about to end the server waits for what it would cut short.
@@ -271,6 +277,11 @@ def _time_of(message: Message) -> float:
     seconds, now = message.fields.get("time"), time.time()
     # Sender and handler share a clock; what is far from it (or no number at all) is no time.
     return float(seconds) if isinstance(seconds, (int, float)) and abs(now - seconds) < 3600 else now
+
+
+def _dict_of(message: Message, name: str) -> dict[str, Any]:
+    value = message.fields.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _words_of(message: Message) -> dict[str, str]:

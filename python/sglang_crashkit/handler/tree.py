@@ -27,7 +27,7 @@ class TrackedProcess:
         is_python: it runs a Python interpreter, so it has a stack to photograph.
         is_nameless: it was dead when it was first seen, so that nothing is known of it but its executable.
         is_workers_child: a worker started it; whatever its title says, it is no worker itself.
-        is_awaited: the server named it as one that it waits for; its title is that name.
+        is_awaited: the server named it as one that it waits for; until it has a title of its own, that name is it.
         parent: the process of the server that started it; None for the root, and where that was gone already.
         outlived_parent: its parent ended, it did not, and the crash handler killed it.
         oom_counter: the OOM counter of its memory cgroup as it stood a while ago.
@@ -163,11 +163,36 @@ class ProcessTree:
         """Take in the title that a process has now: between two scans it may have become what it is."""
         cmdline = procfs.read_cmdline(process.pid)
         title = procfs.title_of(cmdline, process.title)
+        if process.is_awaited and not title.startswith("sglang::"):
+            return
         if title != process.title:
             process.title = title
             process.is_python = procfs.is_python(process.pid)
             process.is_workers_child = self._is_workers_child(process)
             self._changed_at = time.monotonic()
+
+    def add_reaped(self, pid: int, title: str, status: ExitStatus, seconds: float) -> TrackedProcess:
+        """Add a rank that was reaped before it could be seen.
+
+        Args:
+            pid: what its pid was.
+            title: what the server called it.
+            status: how it ended.
+            seconds: when that was noticed, since the epoch.
+        """
+        process = TrackedProcess(
+            handle=ProcessHandle.of_reaped(pid, status),
+            title=title,
+            is_root=False,
+            is_python=True,
+            # A server's processes are in one memory cgroup.
+            oom_counter=self.root.oom_counter,
+            is_awaited=True,
+            parent=self.root,
+            exited_at=seconds,
+        )
+        self._processes[pid] = process
+        return process
 
     def forget(self, process: TrackedProcess) -> None:
         """Drop a process that does not matter any more and close its pidfd."""

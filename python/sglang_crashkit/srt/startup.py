@@ -86,8 +86,10 @@ def report(error: StartupError) -> dict[str, Any] | None:
     event = "startup_timeout" if error.kind == "timeout" else "launch_failed"
     named = [member for member in error.members if member.process is not None]
     titles = {str(member.process.pid): member.title or member.name for member in named}
+    # `multiprocessing` may have reaped one before the crash handler looked for the first time.
+    codes = {str(member.process.pid): member.exit_code for member in named if member.exit.known}
     words = redact(str(error)[:_MOST_MESSAGE])
-    answer = request(event, Settings.from_environ().budget_secs, message=words, titles=titles)
+    answer = request(event, Settings.from_environ().budget_secs, message=words, titles=titles, exit_codes=codes)
     log_incident(answer)
     return answer
 

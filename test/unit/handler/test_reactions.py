@@ -43,10 +43,11 @@ class Case:
         self.titled = titled
         self.starting = starting
 
-    def fail(self, titles: Any) -> dict[str, str]:
+    def fail(self, titles: Any, event: str = "launch_failed", **fields: Any) -> dict[str, str]:
         """Let the server say that its launch failed, and return the titles in the incident by pid."""
         tree = self.handler._tree
-        message = Message("launch_failed", {"titles": titles, "message": "died"}, tree.root.pid, os.getuid(), None)
+        fields |= {"titles": titles, "message": "died"}
+        message = Message(event, fields, tree.root.pid, os.getuid(), None)
         self.handler._reactions.take(message, tree.root)
         run = self.handler._current.run
         assert run is not None
@@ -71,6 +72,13 @@ def watched(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
         for one in handler._tree:
             one.handle.close()
         handler._selector.close()
+
+
+@pytest.fixture
+def launching(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
+    with watched(tmp_path, short_folder) as case:
+        case.handler.look()
+        yield case
 
 
 @pytest.fixture
@@ -126,6 +134,47 @@ def test_so_does_one_that_was_dead_when_it_was_first_seen(early_case: Case) -> N
 def test_of_what_was_dead_when_it_was_first_seen_and_is_not_named_no_failure_comes(early_case: Case) -> None:
     early_case.fail({})
     assert early_case.verdict().first_failure is None
+
+
+#: No process has it: the kernel gives pids up to 4194304 (proc_sys_kernel(5), pid_max).
+REAPED = 5_000_000
+
+
+def test_a_rank_that_was_reaped_before_it_could_be_seen_is_told_by_the_servers_word(launching: Case) -> None:
+    titles = launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): -signal.SIGKILL})
+    assert titles[str(REAPED)] == "Rank 1 scheduler"
+    verdict = launching.verdict()
+    assert (verdict.first_failure.pid, verdict.kind, verdict.level) == (REAPED, "signal", "established")
+    assert f"Rank 1 scheduler (pid {REAPED}) was killed by SIGKILL" in verdict.text
+
+
+def test_so_it_is_in_an_incident_that_was_begun_before(launching: Case) -> None:
+    os.kill(launching.titled, signal.SIGKILL)
+    titled = launching.handler._tree.get(launching.titled)
+    assert titled is not None
+    wait_until(titled.handle.has_exited, "the other rank is dead")
+    launching.handler.collect_exits()
+    assert launching.handler._current.run is not None
+    titles = launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): 3})
+    assert titles[str(REAPED)] == "Rank 1 scheduler"
+    verdict = launching.verdict()
+    assert verdict.first_failure.pid == launching.titled
+    assert f"Rank 1 scheduler (pid {REAPED}) then ended by exit status 3" in verdict.text
+
+
+@pytest.mark.parametrize("codes", [None, [], {}, {str(REAPED): "-9"}, {str(REAPED): True}], ids=repr)
+def test_a_rank_that_nobody_saw_is_not_made_up(launching: Case, codes: Any) -> None:
+    assert str(REAPED) not in launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes=codes)
+
+
+def test_a_rank_without_a_title_when_the_start_takes_too_long_gets_the_servers_word_for_it(launching: Case) -> None:
+    titles = launching.fail({str(launching.starting): "Rank 1 scheduler"}, event="startup_timeout")
+    assert titles[str(launching.starting)] == "Rank 1 scheduler"
+    # That is not undone by its command line.
+    launching.handler.look()
+    rank = launching.handler._tree.get(launching.starting)
+    assert rank is not None
+    assert (rank.title, rank.matters) == ("Rank 1 scheduler", True)
 
 
 def test_a_rank_that_has_its_title_keeps_it(case: Case) -> None:

@@ -72,6 +72,7 @@ def test_a_death_is_raised_when_the_incident_is_whole(started, listener: Listene
     assert heard["event"] == "launch_failed"
     assert heard["message"].startswith("Rank 1 scheduler died")
     assert heard["titles"] == {str(processes[1].pid): "sglang::scheduler_TP1"}
+    assert heard["exit_codes"] == {str(processes[1].pid): -9}
     assert [record.message.split(":")[0] for record in caplog.records] == ["crash kit", "crash kit"]
     assert "incident /incident" in caplog.records[1].message
 
