@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -26,6 +27,9 @@ from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
 from sglang_crashkit.handler.request_journals import take_for_incident, take_in_left_behind
 
+#: The first child has nothing to do but to write a small file, in seconds.
+_FIRST_CHILD_SECS = 5.0
+
 
 def main() -> int:
     """Run until the server is gone and its incident is whole."""
@@ -40,6 +44,7 @@ def main() -> int:
     if args.journal is not None:
         # Held until this process ends: a journal that nobody holds was left behind.
         journal_place.lock(args.journal)
+    alive, closed_at_its_end = os.pipe()
     handler_pid = os.fork()
     if handler_pid:
         # The first child ends at once, and the handler has another parent than the server, which waits for that end:
@@ -47,6 +52,10 @@ def main() -> int:
         with contextlib.suppress(OSError):
             write_private(args.runtime / HANDLER_PID, str(handler_pid).encode())
         os._exit(0)
+    os.close(closed_at_its_end)
+    # What it writes may not come into a folder that is being removed: the server may be gone by now.
+    select.select([alive], [], [], _FIRST_CHILD_SECS)
+    os.close(alive)
     # An orchestrator that ends the server signals the whole group or container; the evidence is written after that.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)

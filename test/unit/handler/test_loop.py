@@ -484,19 +484,20 @@ def test_without_py_spy_the_incident_is_whole_and_says_so(start_server: Start, t
 
 
 def test_a_rank_that_dies_while_it_is_photographed_is_said_to(start_server: Start, tmp_path: Path) -> None:
-    # GIVEN a py-spy that ends its target
+    # GIVEN a py-spy that ends a rank; without the main process the others would end by themselves
     python = tmp_path / "environment" / "bin" / "python3"
     python.parent.mkdir(parents=True)
     python.symlink_to(psutil.Process().exe())
     site = Path(setproctitle.__file__).parents[1]
     kit = Path(sglang_crashkit.__file__).parents[1]
     tool = python.with_name("py-spy")
-    tool.write_text("#!/bin/sh\nkill -9 $5; sleep 0.05; echo Error: no such process >&2; exit 1\n")
+    kill = 'grep -q "^sglang::scheduler" /proc/$5/cmdline && kill -9 $5'
+    tool.write_text(f"#!/bin/sh\n{kill}\nsleep 0.05; echo Error: no such process >&2; exit 1\n")
     tool.chmod(0o755)
     server = start_server(python=str(python), environ={"PYTHONPATH": f"{kit}:{site}"})
-    # WHEN a rank is killed, and py-spy takes the others down with it
+    # WHEN a rank is killed, and py-spy takes the other one down with it
     server.kill("scheduler_TP1")
-    # THEN each is said to have ended while it was photographed, and the first one is the cause
+    # THEN that is said to have ended while it was photographed, and the first one is the cause
     document = document_of(server)
     piece = piece_of(process_of(document, "scheduler_TP0"), "stack")
     assert piece["status"] == "failed"
@@ -517,9 +518,26 @@ def test_a_handler_that_dies_does_not_hold_up_the_server(start_server: Start) ->
     assert (server.crash_folder / HOST / "crash_dump.pkl").read_bytes() == b"requests"
 
 
-def test_a_handler_whose_server_is_gone_at_once_leaves_no_folder(short_folder: Path) -> None:
+#: Runs the handler, with a first child that is slow to write its file into the folder, which it makes anew if need be.
+SLOW_CHILD = """
+import sys, time
+from sglang_crashkit.handler import __main__ as program
+write = program.write_private
+
+def write_late(path, data):
+    time.sleep(0.3)
+    path.parent.mkdir(exist_ok=True)
+    write(path, data)
+
+program.write_private = write_late
+sys.exit(program.main())
+"""
+
+
+@pytest.mark.parametrize("program", [("-m", "sglang_crashkit.handler"), ("-c", SLOW_CHILD)], ids=["itself", "slow"])
+def test_a_handler_whose_server_is_gone_at_once_leaves_no_folder(short_folder: Path, program: tuple[str, str]) -> None:
     with child("ready()") as process:
-        process.wait(30)
+        process.wait(LONG)
     runtime, spool = short_folder / "runtime", short_folder / "spool"
     runtime.mkdir()
     spool.mkdir()
@@ -527,15 +545,10 @@ def test_a_handler_whose_server_is_gone_at_once_leaves_no_folder(short_folder: P
     with Mailbox.bind(runtime / "handler.sock") as receiver:
         options |= {"socket-fd": receiver.fileno()}
         subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "sglang_crashkit.handler",
-                *(f"--{name}={value}" for name, value in options.items()),
-            ],
+            [sys.executable, *program, *(f"--{name}={value}" for name, value in options.items())],
             pass_fds=[receiver.fileno()],
             check=True,
-            timeout=30,
+            timeout=LONG,
             stderr=subprocess.DEVNULL,
         )
     wait_until(lambda: not runtime.exists() and not spool.exists(), "both folders are removed")
