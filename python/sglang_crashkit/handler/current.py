@@ -88,7 +88,9 @@ class CurrentIncident:
             kind, trigger, process, seconds, self._tree, folder, self._place.runtime, self._settings
         )
         for dead in self._eyes.unexplained():
-            run.add_exit(dead)
+            # Whoever begins an incident with an exit adds that one.
+            if dead is not process:
+                run.add_exit(dead)
         if self.hang is not None:
             run.note(time.time(), "hang_not_over", incident=self.hang.incident.id)
             run.add_afterword(f"The server made no progress before: incident {self.hang.incident.id}.")

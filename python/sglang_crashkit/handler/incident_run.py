@@ -133,20 +133,25 @@ class IncidentRun(IncidentDraft):
         self._note_exit(process)
         is_first = not self._failures
         if process.matters or process.is_starting:
-            self._failures.append(
-                FailureEvent(
-                    pid=process.pid,
-                    seconds=seconds,
-                    kind="exit",
-                    fatal_signal=status.signal in FATAL_SIGNALS,
-                    before_photograph=not self.photographed,
-                    with_parent=ended_with_parent(process, self._runtime),
-                    is_answer=process.is_root and tells_of_a_crash(status.code),
-                )
-            )
+            self.count_exit(process)
         # The photograph takes a moment, in which this process may be killed, too.
         if self.photographed or (is_first and self._failures):
             self._checkpoint()
+
+    def count_exit(self, process: TrackedProcess) -> None:
+        """Take an exit for a failure, of a process that turned out to be more than a helper."""
+        status = process.exit_status()
+        self._failures.append(
+            FailureEvent(
+                pid=process.pid,
+                seconds=process.exited_at or time.time(),
+                kind="exit",
+                fatal_signal=status.signal in FATAL_SIGNALS,
+                before_photograph=not self.photographed,
+                with_parent=ended_with_parent(process, self._runtime),
+                is_answer=process.is_root and tells_of_a_crash(status.code),
+            )
+        )
 
     def add_exception(self, process: TrackedProcess, seconds: float, message: str, record: Path | None) -> None:
         """Take in an exception that a process of the server reported.

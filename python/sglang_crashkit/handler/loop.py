@@ -124,7 +124,11 @@ class CrashHandler:
             for message in messages:
                 if message.pid not in self._tree:
                     self.look()
-                self._reactions.take(message, self._tree.get(message.pid))
+                try:
+                    self._reactions.take(message, self._tree.get(message.pid))
+                except Exception:
+                    # One message that cannot be taken in must not cost the evidence of all that comes.
+                    logger.exception("message %.100r of process %d could not be taken in", message.event, message.pid)
 
     def _watch(self, process: TrackedProcess) -> None:
         self._selector.register(process.handle, selectors.EVENT_READ, process)

@@ -85,7 +85,7 @@ def report(error: StartupError) -> dict[str, Any] | None:
     """
     event = "startup_timeout" if error.kind == "timeout" else "launch_failed"
     named = [member for member in error.members if member.process is not None]
-    titles = {str(member.process.pid): member.title or member.name for member in named}
+    titles = {str(member.process.pid): member.title or member.name or member.short() for member in named}
     # `multiprocessing` may have reaped one before the crash handler looked for the first time.
     codes = {str(member.process.pid): member.exit_code for member in named if member.exit.known}
     words = redact(str(error)[:_MOST_MESSAGE])

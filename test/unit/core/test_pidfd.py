@@ -193,3 +193,24 @@ def test_an_end_is_waited_for_when_asked_to() -> None:
         assert not handle.has_exited(0.01)
         assert handle.has_exited(LONG)
         handle.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (0, ExitStatus(code=0)),
+        (3, ExitStatus(code=3)),
+        (-9, ExitStatus(signal="SIGKILL")),
+        (-46, ExitStatus(signal="SIG46")),
+    ],
+)
+def test_what_stands_for_a_reaped_process_knows_how_it_ended_and_holds_nothing(code: int, status: ExitStatus) -> None:
+    before = descriptors()
+    handle = ProcessHandle.of_reaped(os.getpid(), ExitStatus.from_exit_code(code))
+    assert descriptors() == before
+    assert handle.has_exited()
+    assert handle.exit_status() == status
+    # This process has its pid now, and is none of its business.
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        handle.send_signal(signal.SIGTERM)
+    handle.close()

@@ -15,6 +15,7 @@ import pytest
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.channel import Mailbox, Message
 from sglang_crashkit.core.incident_store import find_incidents
+from sglang_crashkit.core.pidfd import ProcessHandle
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
@@ -53,6 +54,20 @@ class Case:
         assert run is not None
         assert run.finished
         return {str(process.pid): process.title for process in run.incident.processes}
+
+    def kill(self, pid: int) -> None:
+        """Kill a rank, and have the handler take in its end."""
+        os.kill(pid, signal.SIGKILL)
+        rank = self.handler._tree.get(pid)
+        assert rank is not None
+        wait_until(rank.handle.has_exited, "the rank is dead")
+        self.handler.collect_exits()
+
+    def failures(self) -> list[int]:
+        """Return the processes that the incident takes for failed, in the order that it learned of them."""
+        run = self.handler._current.run
+        assert run is not None
+        return [event.pid for event in run._failures]
 
     def verdict(self) -> Any:
         """Return the incident's verdict."""
@@ -148,18 +163,84 @@ def test_a_rank_that_was_reaped_before_it_could_be_seen_is_told_by_the_servers_w
     assert f"Rank 1 scheduler (pid {REAPED}) was killed by SIGKILL" in verdict.text
 
 
-def test_so_it_is_in_an_incident_that_was_begun_before(launching: Case) -> None:
-    os.kill(launching.titled, signal.SIGKILL)
-    titled = launching.handler._tree.get(launching.titled)
-    assert titled is not None
-    wait_until(titled.handle.has_exited, "the other rank is dead")
-    launching.handler.collect_exits()
+def test_so_it_is_in_an_incident_that_was_begun_before_and_first_of_all(launching: Case) -> None:
+    launching.kill(launching.titled)
     assert launching.handler._current.run is not None
     titles = launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): 3})
     assert titles[str(REAPED)] == "Rank 1 scheduler"
     verdict = launching.verdict()
-    assert verdict.first_failure.pid == launching.titled
-    assert f"Rank 1 scheduler (pid {REAPED}) then ended by exit status 3" in verdict.text
+    # The others were alive when they were seen, and all are started in one moment.
+    assert (verdict.first_failure.pid, verdict.level) == (REAPED, "supported")
+    assert f"Rank 1 scheduler (pid {REAPED}) ended with exit status 3" in verdict.text
+
+
+def test_that_it_is_said_twice_makes_no_second_failure(launching: Case) -> None:
+    for _ in range(2):
+        launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): 3})
+    assert launching.failures() == [REAPED]
+    # What stands for it is dropped with the others.
+    launching.handler._current._forget()
+    assert REAPED not in launching.handler._tree
+    launching.handler.look()
+
+
+def test_one_whose_end_was_announced_did_not_fail(launching: Case) -> None:
+    launching.handler._outlook.expected.add(REAPED)
+    launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): 3})
+    assert launching.verdict().first_failure is None
+
+
+def test_how_a_rank_ended_that_was_seen_but_not_how_is_the_servers_word(
+    launching: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a kernel that does not tell of a process that was reaped
+    monkeypatch.setattr(ProcessHandle, "_from_zombie", lambda _: None)
+    monkeypatch.setattr(ProcessHandle, "_from_kernel", lambda _: None)
+    launching.kill(launching.starting)
+    launching.fail({str(launching.starting): "Rank 1 scheduler"}, exit_codes={str(launching.starting): -9})
+    verdict = launching.verdict()
+    assert (verdict.first_failure.pid, verdict.kind) == (launching.starting, "signal")
+    assert launching.failures() == [launching.starting]
+
+
+def test_a_rank_that_was_taken_for_a_helper_in_an_incident_at_hand_is_a_failure_of_it(launching: Case) -> None:
+    launching.kill(launching.titled)
+    starting = launching.handler._tree.get(launching.starting)
+    assert starting is not None
+    starting.title = launching.handler._tree.root.title
+    launching.kill(launching.starting)
+    assert launching.failures() == [launching.titled]
+    launching.fail({str(launching.starting): "Rank 1 scheduler"}, exit_codes={str(launching.starting): -9})
+    assert launching.failures() == [launching.titled, launching.starting]
+
+
+@pytest.mark.parametrize("pid", ["0", "-1", "x", "٣", "9" * 5000, str(10**11)], ids=lambda pid: pid[:12])
+def test_what_is_no_pid_is_passed_over(launching: Case, pid: str) -> None:
+    assert pid not in launching.fail({pid: "Rank 1 scheduler"}, exit_codes={pid: 3})
+
+
+@pytest.mark.parametrize("code", [10**400, -(10**9), 256])
+def test_what_is_no_exit_code_is_passed_over(launching: Case, code: int) -> None:
+    assert str(REAPED) not in launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): code})
+
+
+def test_a_time_that_is_no_time_is_now(launching: Case) -> None:
+    launching.fail({}, time=10**400)
+    assert launching.verdict().first_failure is None
+
+
+def test_a_message_that_cannot_be_taken_in_does_not_end_the_handler(
+    launching: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(launching.handler._reactions, "take", fail)
+    message = Message("teardown", {}, launching.titled, os.getuid(), None)
+    monkeypatch.setattr(launching.handler._mailbox, "receive", lambda **_: [message])
+    launching.handler._take_messages()
+    assert "message 'teardown'" in caplog.text
+    assert "unforeseen" in caplog.text
 
 
 @pytest.mark.parametrize("codes", [None, [], {}, {str(REAPED): "-9"}, {str(REAPED): True}], ids=repr)
@@ -175,6 +256,11 @@ def test_a_rank_without_a_title_when_the_start_takes_too_long_gets_the_servers_w
     rank = launching.handler._tree.get(launching.starting)
     assert rank is not None
     assert (rank.title, rank.matters) == ("Rank 1 scheduler", True)
+    # WHEN the server goes on, and the rank is killed later
+    launching.handler._current._forget()
+    launching.kill(launching.starting)
+    # THEN that is one failure, of another incident
+    assert launching.failures() == [launching.starting]
 
 
 def test_a_rank_that_has_its_title_keeps_it(case: Case) -> None:
