@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from integration.faults import DP1, send
-from integration.scenario import EXIT_TIMEOUT_S, RELEASES, answers_of, handler_pid, wreck
+from integration.scenario import EXIT_TIMEOUT_S, RELEASES, answers_of, handler_pid, left_of, members_of, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.core import procfs
@@ -22,13 +23,15 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 RELEASE = "0.5.23"
 SCHEDULER = "sglang::scheduler"
+#: Requests that are under way at SIGTERM, and how long their answers are: some seconds.
+REQUESTS, TOKENS = 3, 400
 #: In its log where nobody else was first to notice that a process had died.
 NO_HANDLER = "ended by SIGKILL and there is no crash handler; the server ends"
 
 
-def start(folder: Path, temporary: Path, release: str = RELEASE, dp: int = 1, **env: str) -> Server:
+def start(folder: Path, temporary: Path, release: str = RELEASE, dp: int = 1, tp: int = 1) -> Server:
     arguments = ["--crash-dump-folder", str(folder)]
-    return Server.start(ensure_lane(release), dp=dp, extra_args=arguments, env={"TMPDIR": str(temporary)} | env)
+    return Server.start(ensure_lane(release), dp=dp, tp=tp, extra_args=arguments, env={"TMPDIR": str(temporary)})
 
 
 @pytest.fixture
@@ -89,14 +92,19 @@ def test_a_server_whose_socket_is_gone_serves_on_and_the_handler_ends_it(tmp_pat
     assert left.incident["verdict"]["first_failure"]["title"] == SCHEDULER
 
 
-def test_an_unusable_crash_folder_costs_neither_the_server_nor_the_evidence(tmp_path: Path, temporary: Path) -> None:
+@pytest.mark.parametrize("release", RELEASES)
+def test_an_unusable_crash_folder_costs_neither_the_end_nor_the_evidence(
+    release: str, tmp_path: Path, temporary: Path
+) -> None:
     (tmp_path / "file").write_text("not a folder")
-    with start(tmp_path / "file" / "crash", temporary) as server:
+    with start(tmp_path / "file" / "crash", temporary, release) as server:
         server.wait_ready()
         answers_of(server)
         left = wreck(server, temporary, kill_scheduler, requests=1)
     assert left.left == []
-    assert left.status != 0
+    assert left.status == ServerExit.KILLED
+    # Upstream's server is there, and useless, 100 s later.
+    assert left.seconds_to_exit < 30
     assert "cannot be used" in left.log
     fallback = next(temporary.glob("sglang-crashkit-*"))
     assert f"Not a directory: '{tmp_path}/file/crash" in left.log
@@ -108,18 +116,34 @@ def test_an_unusable_crash_folder_costs_neither_the_server_nor_the_evidence(tmp_
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_healthy_server_that_gets_sigterm_leaves_no_incident(release: str, tmp_path: Path, temporary: Path) -> None:
-    with start(tmp_path / "crash", temporary, release) as server:
+def test_a_healthy_server_that_gets_sigterm_answers_what_it_was_asked_and_leaves_no_incident(
+    release: str, tmp_path: Path, temporary: Path
+) -> None:
+    with start(tmp_path / "crash", temporary, release, tp=2) as server:
         server.wait_ready()
         answers_of(server)
         handler = handler_pid(server)
-        os.kill(server.pid, signal.SIGTERM)
+        known = [member.process for member in members_of(server)]
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            asked = [
+                pool.submit(
+                    server.generate, f"Once upon a time there were {number}", max_new_tokens=TOKENS, timeout_s=120
+                )
+                for number in range(REQUESTS)
+            ]
+            time.sleep(1.0)
+            assert not any(one.done() for one in asked)
+            os.kill(server.pid, signal.SIGTERM)
+            answers = [one.result() for one in asked]
         status = server.popen.wait(timeout=EXIT_TIMEOUT_S)
+        left = left_of([server], known)
         deadline = time.monotonic() + 10
         while procfs.read_stat(handler) is not None and time.monotonic() < deadline:
             time.sleep(0.05)
+    assert [len(answer["output_ids"]) for answer in answers] == [TOKENS] * REQUESTS
     # The older releases end themselves with their tree, by SIGKILL.
     assert status == (0 if release == RELEASE else -signal.SIGKILL)
+    assert left == []
     assert procfs.read_stat(handler) is None
     assert find_incidents(tmp_path / "crash") == []
     assert not list(temporary.glob("sglang-crashkit-*/run/*"))

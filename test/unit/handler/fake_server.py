@@ -301,6 +301,16 @@ def obey(line: str, options: dict[str, Any]) -> None:
         for _ in range(int(argument)):
             subprocess.run(["true"], check=True)
         answer("done")
+    elif verb == "crowd":
+        crowd = [subprocess.Popen(["sleep", "60"]) for _ in range(int(argument))]
+        options["helpers"] += crowd
+        answer(" ".join(str(process.pid) for process in crowd))
+    elif verb == "disperse":
+        for process in options["helpers"]:
+            process.kill()
+            process.wait()
+        options["helpers"].clear()
+        answer("done")
     elif verb == "zombies":
         for _ in range(int(argument)):
             options["helpers"].append(subprocess.Popen(["true"]))

@@ -12,9 +12,11 @@ import psutil
 import pytest
 
 from unit.handler.driver import Server
-from unit.waiting import child, descriptors
+from unit.waiting import child, descriptors, wait_until
 
 EVENTS = 10_000
+#: So many processes are there at a time.
+CROWD = 250
 #: What an allocator may keep of a moment's work, in bytes.
 SLACK = 4 << 20
 
@@ -57,6 +59,34 @@ def test_ten_thousand_events_leave_no_descriptor_no_child_and_no_memory_behind(
     assert stored is not None
     assert stored.document is not None
     assert stored.document["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP1"]
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(600)
+def test_ten_thousand_processes_that_come_and_go_leave_nothing_behind(start_server: Callable[..., Server]) -> None:
+    server = start_server()
+    assert server.handler is not None
+    handler = psutil.Process(server.handler.pid)
+    come_and_go(server)
+    server.settle()
+    before, memory = sorted(descriptors(handler.pid).values()), handler.memory_info().rss
+    for _ in range(EVENTS // CROWD):
+        come_and_go(server)
+    server.settle()
+    assert sorted(descriptors(handler.pid).values()) == before
+    assert handler.memory_info().rss - memory < SLACK
+    assert handler.children() == []
+    assert server.incidents() == []
+
+
+def come_and_go(server: Server) -> None:
+    """Have a crowd of helpers that the handler holds on to, and then none."""
+    crowd = {int(pid) for pid in server.ask(f"crowd {CROWD}").split()}
+    try:
+        wait_until(lambda: crowd <= server.watched(), "the handler sees them all")
+    finally:
+        server.ask("disperse")
+    wait_until(lambda: not (crowd | {-1}) & server.watched(), "the handler lets go of them")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
