@@ -145,7 +145,7 @@ def wreck(
         before_fault_s: seconds from the requests to the fault.
     """
     members = members_of(server)
-    handlers = _handlers_of(server)
+    handlers = handlers_of(server)
     pids = {member.title: member.pid for member in members if "::" in member.title}
     pids[HANDLER] = handlers[0] if handlers else 0
     known = [member.process for member in members]
@@ -200,12 +200,12 @@ def left_of(servers: Sequence[ManagedProcess], known: Iterable[Process], timeout
 
 def handler_pid(server: Server) -> int:
     """Return the pid of the crash handler that watches `server`."""
-    pids = _handlers_of(server)
+    pids = handlers_of(server)
     assert len(pids) == 1, f"{len(pids)} crash handlers of server {server.pid}"
     return pids[0]
 
 
-def _handlers_of(server: Server) -> list[int]:
+def handlers_of(server: Server) -> list[int]:
     """Return the crash handlers that hold a pidfd of one of its processes."""
     watched = {f"Pid:\t{process.pid}\n" for process in tree_of(server.pid)}
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]

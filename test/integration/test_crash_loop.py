@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import handler_pid, left_of, members_of
+from integration.scenario import handlers_of, left_of, members_of
 from lanelib.lanes import ensure_lane
 from lanelib.procs import read_process, tree_of
 from lanelib.servers import Server
@@ -105,11 +105,11 @@ def crash(folder: Path, temporary: Path, number: int) -> Crash:
         else:
             find = titled_rank if number % IS_TITLED_EVERY == 0 else started_rank
             pid = wait_for(server, find)
-        handler = read_process(handler_pid(server))
-        assert handler is not None
         known = [member.process for member in members_of(server)]
         began = time.monotonic()
         os.kill(pid, signal.SIGKILL)
+        handler = read_process(wait_for(server, watching_handler))
+        assert handler is not None
         status = server.popen.wait(timeout=EXIT_S)
         seconds = time.monotonic() - began
         left = left_of([server], [*known, handler])
@@ -137,6 +137,12 @@ def started_rank(server: Server) -> int | None:
     children = [process for process in tree_of(server.pid) if process.parent == server.pid]
     workers = [its for its in children if procfs.read_title(its.pid).endswith("multiprocessing.spawn")]
     return sorted(workers, key=lambda its: (its.started, its.pid))[1].pid if len(workers) > 1 else None
+
+
+def watching_handler(server: Server) -> int | None:
+    """Return the crash handler, which is there before the first rank, but may have to wait for a processor."""
+    pids = handlers_of(server)
+    return pids[0] if pids else None
 
 
 def titled_rank(server: Server) -> int | None:

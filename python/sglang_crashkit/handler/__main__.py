@@ -55,11 +55,11 @@ def main() -> int:
     # An orchestrator that ends the server signals the whole group or container; the evidence is written after that.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)
+    setproctitle.setproctitle("sglang::crash_handler")
     os.close(closed_at_its_end)
     # What it writes may not come into a folder that is being removed: the server may be gone by now.
     select.select([alive], [], [], _FIRST_CHILD_SECS)
     os.close(alive)
-    setproctitle.setproctitle("sglang::crash_handler")
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.INFO,
