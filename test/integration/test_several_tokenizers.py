@@ -42,13 +42,18 @@ class Case:
 
 #: uvicorn kills a worker that does not answer within so many seconds, which one that imports SGLang cannot.
 PATIENT = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "300"}
+#: 0.5.9 knows no such setting: what each Python process of a server runs first sets uvicorn's own, 5 s.
+SITE = """
+import functools
+from uvicorn import config
+config.Config.__init__ = functools.partialmethod(config.Config.__init__, timeout_worker_healthcheck=300)
+"""
 #: Upstream's supervisor of the workers takes the SIGQUIT of a scheduler that raises, and the server is there for ever.
 RAISED = Case({"SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS": "200"}, None, ServerExit.RAISED)
 KILLED = Case({}, signal.SIGKILL, ServerExit.KILLED)
 
 
-# 0.5.9 knows no such setting: there uvicorn kills, again and again, a worker that needs over 5 s, as it does here.
-@pytest.fixture(scope="module", params=RELEASES[1:])
+@pytest.fixture(scope="module", params=RELEASES)
 def release(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found
@@ -78,7 +83,11 @@ def left(case: Case, release: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def start(release: str, folder: Path, env: Mapping[str, str] = {}) -> Server:
     arguments = ["--crash-dump-folder", str(folder), "--tokenizer-worker-num", str(WORKERS)]
-    return Server.start(ensure_lane(release), extra_args=arguments, env=PATIENT | dict(env))
+    site = folder.with_name(f"{folder.name}-site")
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(SITE)
+    env = PATIENT | {"PYTHONPATH": str(site)} | dict(env)
+    return Server.start(ensure_lane(release), extra_args=arguments, env=env)
 
 
 def wait_ready(server: Server) -> None:
