@@ -23,6 +23,9 @@ from sglang_crashkit.core.stack_signal import ask_faulthandler
 
 #: What py-spy gets of the time where there is another way, and what the threads get.
 _PYSPY_SHARE, _RESPONDER_SHARE = 0.5, 0.2
+#: What either way within the process gets at least, also when the time is over: a machine that stood still, as a
+#: virtual one does now and then, gave it to nobody.
+_LEAST_SHARE = 0.15
 
 
 def capture_all(
@@ -33,7 +36,7 @@ def capture_all(
     Args:
         processes: start time of each process by its pid; see `procfs.ProcStat`.
         folder: the runtime folder, where processes say what they armed; by pid where they are of several servers.
-        deadline_secs: the longest that it may take, in seconds.
+        deadline_secs: the longest that it may take, in seconds; a third more on a machine that stood still meanwhile.
 
     Returns:
         A result for each process, in the order given.
@@ -70,10 +73,10 @@ class _Ascent:
 
     def _ask_responders(self, processes: Sequence[Armed]) -> list[Photograph]:
         files = {a.pid: ArmedFiles.of(self._folders[a.pid], a.pid, a.start_ticks).socket for a in processes}
-        return ask_responders(files, max(0.01, min(self._remaining(), _RESPONDER_SHARE * self._deadline_secs)))
+        return ask_responders(files, min(self._remaining(), _RESPONDER_SHARE * self._deadline_secs))
 
     def _ask_faulthandler(self, processes: Sequence[Armed]) -> list[Photograph]:
-        return ask_faulthandler(processes, self._folders, max(0.01, self._remaining()))
+        return ask_faulthandler(processes, self._folders, self._remaining())
 
     def _without(self) -> list[Armed]:
         """Return those that live and have no result."""
@@ -85,7 +88,8 @@ class _Ascent:
         return [one for one in self._without() if _state_of(one) not in "Tt"]
 
     def _remaining(self) -> float:
-        return self._started + self._deadline_secs - time.monotonic()
+        least = _LEAST_SHARE * self._deadline_secs
+        return max(least, self._started + self._deadline_secs - time.monotonic())
 
     def _take_in(self, photographs: Sequence[Photograph], later_secs: float) -> None:
         for new in photographs:

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from sglang_crashkit.core import ladder
 from sglang_crashkit.core.ladder import capture_all
+from sglang_crashkit.core.photograph import Photograph
 from sglang_crashkit.core.pyspy import EXECUTABLE_VARIABLE
+from sglang_crashkit.core.responder import ask_responders
 from unit.targets import (
     LOCK_HOLDER,
     SLEEPER,
@@ -83,6 +86,27 @@ def test_whatever_py_spy_does_every_process_gets_its_stack_within_the_time(
     assert "in-process: no answer within 2 s: its interpreter lock is not to be had" in second.reason
     assert "hold_the_lock" in functions_of(second.threads)
     assert (first.lock_taken, second.lock_taken) == (False, True)
+
+
+def test_a_machine_that_stood_still_until_the_time_was_over_does_not_cost_the_stacks(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a round of py-spy that took the time of all, and a process that is slow to answer
+    def stand_still(pids: list[int], deadline_secs: float) -> list[Photograph]:
+        time.sleep(3 * deadline_secs)
+        return [Photograph(pid, None, "py-spy did not end", deadline_secs) for pid in pids]
+
+    def answer_late(sockets: dict[int, Path], deadline_secs: float) -> list[Photograph]:
+        time.sleep(0.05)
+        return ask_responders(sockets, deadline_secs - 0.05)
+
+    monkeypatch.setattr(ladder, "photograph_all", stand_still)
+    monkeypatch.setattr(ladder, "ask_responders", answer_late)
+    with armed(runtime, SLEEPER) as free, armed(runtime, LOCK_HOLDER) as held:
+        settle_in_lock(held.pid)
+        first, second = capture_all({one.pid: one.start_ticks for one in (free, held)}, runtime, 10.0)
+    # THEN there are two ways left
+    assert (first.source, second.source) == ("in-process", "faulthandler"), (first.reason, second.reason)
 
 
 def test_a_missing_py_spy_is_named(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
