@@ -134,9 +134,16 @@ def started_rank(server: Server) -> int | None:
 
     Killed then, multiprocessing reaps it when it starts the third, and the crash handler may never have seen it.
     """
-    children = [process for process in tree_of(server.pid) if process.parent == server.pid]
-    workers = [its for its in children if procfs.read_title(its.pid).endswith("multiprocessing.spawn")]
-    return sorted(workers, key=lambda its: (its.started, its.pid))[1].pid if len(workers) > 1 else None
+    children = sorted(
+        (process for process in tree_of(server.pid) if process.parent == server.pid),
+        key=lambda its: (its.started, its.pid),
+    )
+    titles = [procfs.read_title(its.pid) for its in children]
+    # Before them is multiprocessing's own helper; a later one may have its title sooner.
+    is_there = (
+        len(titles) > 2 and titles[0].endswith("resource_tracker") and titles[2].endswith("multiprocessing.spawn")
+    )
+    return children[2].pid if is_there else None
 
 
 def watching_handler(server: Server) -> int | None:

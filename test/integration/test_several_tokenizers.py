@@ -44,9 +44,11 @@ class Case:
 PATIENT = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "300"}
 #: 0.5.9 knows no such setting: what each Python process of a server runs first sets uvicorn's own, 5 s.
 SITE = """
-import functools
-from uvicorn import config
-config.Config.__init__ = functools.partialmethod(config.Config.__init__, timeout_worker_healthcheck=300)
+from uvicorn.config import Config
+original = Config.__init__
+def init(self, *arguments, **options):
+    original(self, *arguments, **options | {"timeout_worker_healthcheck": 300})
+Config.__init__ = init
 """
 #: Upstream's supervisor of the workers takes the SIGQUIT of a scheduler that raises, and the server is there for ever.
 RAISED = Case({"SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS": "200"}, None, ServerExit.RAISED)

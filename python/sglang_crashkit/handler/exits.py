@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 #: A child that died before it had a title has to do with what happens within this time, in seconds.
 _UNEXPLAINED_SECS = 60.0
+#: Where the server says that a child failed, it may have been that one; a start may take so long, in seconds.
+_KEPT_SECS = 3600.0
 _MOST_UNEXPLAINED = 64
 #: Once its main thread is gone, the rest of a process follows within this time, in seconds.
 _LAST_THREAD_SECS = 0.2
@@ -123,15 +125,16 @@ class Exits:
 
         Those of which nothing is known are among them once the server named them as its own.
         """
-        dead = [
-            process
+        now = time.time()
+        dead = {
+            process: now - process.exited_at
             for process in self._tree
             if process.exited_at is not None and (process.is_unknown or process.is_awaited)
-        ]
-        recent = [process for process in dead if time.time() - (process.exited_at or 0.0) < _UNEXPLAINED_SECS]
-        for process in dead:
-            if process not in recent:
+        }
+        for process, age in dead.items():
+            if age >= _KEPT_SECS:
                 self._tree.forget(process)
+        recent = [process for process, age in dead.items() if age < _UNEXPLAINED_SECS]
         return [process for process in recent if process.is_starting or process.is_awaited]
 
     def _is_clean(self, process: TrackedProcess) -> bool:

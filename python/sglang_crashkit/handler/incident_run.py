@@ -138,6 +138,11 @@ class IncidentRun(IncidentDraft):
         if self.photographed or (is_first and self._failures):
             self._checkpoint()
 
+    @property
+    def has_failure(self) -> bool:
+        """Whether anybody is known to have failed."""
+        return bool(self._failures)
+
     def count_exit(self, process: TrackedProcess) -> None:
         """Take an exit for a failure, of a process that turned out to be more than a helper."""
         status = process.exit_status()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable
-from typing import Any
 
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.channel import Mailbox, Message
 from sglang_crashkit.core.peers import LostPeer
-from sglang_crashkit.core.pidfd import ExitStatus
 from sglang_crashkit.handler.asked_to_end import AskedToEnd
 from sglang_crashkit.handler.current import CurrentIncident
+from sglang_crashkit.handler.failed_ranks import FailedRanks
 from sglang_crashkit.handler.hang_watch import HangWatch
 from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.outlook import Outlook
@@ -22,11 +20,6 @@ from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
 
 logger = logging.getLogger(__name__)
 
-_PID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
-#: More than one machine's server ever waits for, and more than an exit status or a signal.
-_MOST_RANKS, _MOST_CODE = 1024, 256
-#: By so much, in seconds, something came before something else of which no more is known.
-_A_MOMENT_SECS = 0.001
 #: All ranks notice that a peer is lost within this time, in seconds.
 _RANKS_SECS = 2.0
 #: A rank that was busy says so within this time, in seconds; what was lost again since is another incident.
@@ -68,6 +61,7 @@ class Reactions:
         self._end = end
         self._look = look
         self._reconsider = reconsider
+        self._failed = FailedRanks(tree, outlook)
         self._ignored = 0
         self._by_event: dict[str, Callable[[Message, TrackedProcess], None]] = {
             "exception": self._on_exception,
@@ -144,10 +138,12 @@ class Reactions:
         current.awaited.hear(sender.pid)
         # Before the exits are taken in: a rank that died when it had hardly begun to run looks like a helper.
         self._look()
-        self._learn_of_ranks(message)
+        names_them = self._failed.learn(message.fields, _time_of(message), current.run)
         run = current.join("failed_start", message.event, sender, _time_of(message))
         if run is not None:
             run.note(_time_of(message), message.event, pid=message.pid, **_words_of(message))
+            if not names_them:
+                self._failed.name_the_unknown(run)
             run.set_requests({"reason": "the server had not started to serve"})
         current.answer_when_finished(message)
         current.finish()
@@ -161,37 +157,10 @@ class Reactions:
         run = current.join("child_failure", message.event, sender, _time_of(message))
         if run is not None:
             run.note(_time_of(message), message.event, pid=message.pid, **_words_of(message))
+            self._failed.name_the_unknown(run)
             run.set_requests({"reason": "the server's main process held no requests"})
         current.answer_when_finished(message)
         current.finish()
-
-    def _learn_of_ranks(self, message: Message) -> None:
-        """Take in what the sender calls processes that have no titles, and how those ended that nobody else saw."""
-        titles, codes = (_dict_of(message, name) for name in ("titles", "exit_codes"))
-        # As many as a server may have; the message may be anything.
-        for key, title in list(titles.items())[:_MOST_RANKS]:
-            if not (isinstance(title, str) and title and _PID.fullmatch(key)):
-                continue
-            pid, code = int(key), codes.get(key)
-            title = title[:120].encode(errors="backslashreplace").decode()
-            status = ExitStatus.from_exit_code(code) if type(code) is int and abs(code) < _MOST_CODE else None
-            process, run = self._tree.get(pid), self._current.run
-            if process is None and status is not None and pid not in self._outlook.expected:
-                process = self._tree.add_reaped(pid, title, status, self._end_of_reaped(message))
-                if run is not None:
-                    run.add_exit(process)
-            elif process is not None and process.is_unknown:
-                was_of_no_account = process.is_of_no_account
-                process.title, process.is_awaited = title, True
-                if status is not None and process.handle.has_exited():
-                    process.handle.take_exit_status(status)
-                if run is not None and not run.finished and was_of_no_account:
-                    run.count_exit(process)
-
-    def _end_of_reaped(self, message: Message) -> float:
-        """Return when a rank ended that nobody saw: before those that were seen, as all are started in one moment."""
-        ended = [rank.exited_at for rank in self._tree if rank.exited_at is not None and not rank.is_of_no_account]
-        return min([_time_of(message), *ended]) - _A_MOMENT_SECS
 
     def _on_await_incident(self, message: Message, _sender: TrackedProcess) -> None:
         # Whoever is about to end the server waits for what it would cut short.
@@ -296,11 +265,6 @@ def _time_of(message: Message) -> float:
     seconds, now = message.fields.get("time"), time.time()
     # Sender and handler share a clock; what is far from it (or no number at all) is no time.
     return float(seconds) if isinstance(seconds, (int, float)) and now - 3600 < seconds < now + 3600 else now
-
-
-def _dict_of(message: Message, name: str) -> dict[str, Any]:
-    value = message.fields.get(name)
-    return value if isinstance(value, dict) else {}
 
 
 def _words_of(message: Message) -> dict[str, str]:

@@ -14,6 +14,8 @@ from sglang_crashkit.core.pidfd import ExitStatus, ProcessHandle
 logger = logging.getLogger(__name__)
 
 _OOM_AGE_SECS = 30.0
+#: How the name begins that the kernel keeps of a dead Python process; torch gives the second one.
+_PYTHON_NAMES = ("python", "pt_main_thread")
 
 
 @dataclass(eq=False)
@@ -82,6 +84,12 @@ class TrackedProcess:
         return self.is_starting or (not self.matters and (self.is_nameless or self.has_parents_title))
 
     @property
+    def may_be_worker(self) -> bool:
+        """Whether it is unknown, and may have been a worker of the server: a Python process that the root started."""
+        name = self.title.startswith(_PYTHON_NAMES)
+        return self.is_unknown and self.parent is not None and self.parent.is_root and (name or self.has_parents_title)
+
+    @property
     def has_parents_title(self) -> bool:
         """Whether its title is the one that a fork left it, as far as is known."""
         return self.parent is not None and self.title == self.parent.title
@@ -136,6 +144,7 @@ class ProcessTree:
         present = self._scanner.scan()
         self._forgotten = {pid: start for pid, start in self._forgotten.items() if pid in present}
         for pid in present:
+            self._forget_earlier(pid)
             if pid not in self._processes and not self._is_forgotten(pid):
                 try:
                     new.append(self._add(pid, is_root=False))
@@ -206,6 +215,14 @@ class ProcessTree:
         for process in self:
             if process.exited_at is not None and not process.is_root:
                 self.forget(process)
+
+    def _forget_earlier(self, pid: int) -> None:
+        """Drop a process that died unknown, and that no incident tells of, where another one has its pid by now."""
+        known = self._processes.get(pid)
+        if known is not None and known.handle.fd < 0 and known.is_unknown:
+            stat = procfs.read_stat(pid)
+            if stat is not None and stat.start_ticks != known.handle.start_ticks:
+                self.forget(known)
 
     def _age_oom_counters(self) -> None:
         """Compare with a count of half a minute to a minute ago.

@@ -365,3 +365,21 @@ def test_a_process_id_that_is_given_again_is_another_process() -> None:
         pytest.skip("a process id cannot be chosen: no PID namespace is to be had")
     done = subprocess.run([*container, sys.executable, "-c", RECYCLED], capture_output=True, text=True, timeout=LONG)
     assert done.stdout == "all of it\n", done.stderr
+
+
+def test_a_child_that_was_never_known_does_not_hide_another_with_its_pid(
+    rank: Rank, make_tree: Callable[[int], ProcessTree]
+) -> None:
+    tree = make_tree(rank.pid)
+    pid = int(rank.ask("fork"))
+    tree.refresh()
+    earlier = tree.get(pid)
+    assert earlier is not None
+    # GIVEN one that died unknown, and whose pid another one has
+    earlier.handle.close()
+    earlier.exited_at, earlier.title, earlier.is_nameless = 1.0, "python", True
+    earlier.handle.start_ticks -= 1
+    assert earlier.is_unknown
+    (later,) = tree.refresh()
+    assert (later.pid, later.exited_at) == (pid, None)
+    assert tree.refresh() == []

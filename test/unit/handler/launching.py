@@ -1,0 +1,84 @@
+"""A crash handler in this process that watches a server which starts, for tests in a fixed order."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit.core.channel import Mailbox, Message
+from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.handler.loop import CrashHandler
+from sglang_crashkit.handler.place import Place
+from unit.waiting import child, wait_until
+
+#: A main process with two children: one that has its title, and one that has not got so far.
+LAUNCHER = """
+import ctypes, subprocess
+die_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+def start(code):
+    command = [sys.executable, "-c", code + "; import sys; print(flush=True); sys.stdin.read()"]
+    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=die_with_parent)
+    started.stdout.readline()
+    return started.pid
+titled = start("import setproctitle; setproctitle.setproctitle('sglang::scheduler_TP0')")
+ready(f"{titled} {start('from multiprocessing.spawn import spawn_main')}")
+pause()
+"""
+
+
+class Case:
+    """A handler that watches a launching server whose second rank died before it had its title."""
+
+    def __init__(self, handler: CrashHandler, titled: int, starting: int) -> None:
+        self.handler = handler
+        self.titled = titled
+        self.starting = starting
+
+    def fail(self, titles: Any, event: str = "launch_failed", **fields: Any) -> dict[str, str]:
+        """Let the server say that its launch failed, and return the titles in the incident by pid."""
+        tree = self.handler._tree
+        fields |= {"titles": titles, "message": "died"}
+        message = Message(event, fields, tree.root.pid, os.getuid(), None)
+        self.handler._reactions.take(message, tree.root)
+        run = self.handler._current.run
+        assert run is not None
+        assert run.finished
+        return {str(process.pid): process.title for process in run.incident.processes}
+
+    def kill(self, pid: int) -> None:
+        """Kill a rank, and have the handler take in its end."""
+        os.kill(pid, signal.SIGKILL)
+        rank = self.handler._tree.get(pid)
+        assert rank is not None
+        wait_until(rank.handle.has_exited, "the rank is dead")
+        self.handler.collect_exits()
+
+    def failures(self) -> list[int]:
+        """Return the processes that the incident takes for failed, in the order that it learned of them."""
+        run = self.handler._current.run
+        assert run is not None
+        return [event.pid for event in run._failures]
+
+    def verdict(self) -> Any:
+        """Return the incident's verdict."""
+        run = self.handler._current.run
+        assert run is not None
+        return run.incident.verdict
+
+
+@contextlib.contextmanager
+def watched(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
+    settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
+    place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
+    with child(LAUNCHER) as process, Mailbox.bind(short_folder / "sock") as receiver:
+        titled, starting = (int(pid) for pid in process.first_line.split())
+        handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
+        yield Case(handler, titled, starting)
+        for one in handler._tree:
+            one.handle.close()
+        handler._selector.close()
