@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from unit.handler.driver import Server
+from unit.handler.launching import Case, watched
 
 
 @pytest.fixture
@@ -32,3 +33,11 @@ def start_server(tmp_path: Path, short_folder: Path) -> Iterator[Callable[..., S
     yield start
     for server in servers:
         server.close()
+
+
+@pytest.fixture
+def launching(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
+    """A server that starts, watched by a crash handler in this process."""
+    with watched(tmp_path, short_folder) as case:
+        case.handler.look()
+        yield case

@@ -308,7 +308,7 @@ def obey(line: str, options: dict[str, Any]) -> None:
     elif verb == "disperse":
         for process in options["helpers"]:
             process.kill()
-            process.wait()
+            process.wait(30)
         options["helpers"].clear()
         answer("done")
     elif verb == "zombies":

@@ -32,7 +32,7 @@ pause()
 
 
 class Case:
-    """A handler that watches a launching server whose second rank died before it had its title."""
+    """A handler that watches a launching server whose second rank has no title yet."""
 
     def __init__(self, handler: CrashHandler, titled: int, starting: int) -> None:
         self.handler = handler

@@ -17,13 +17,6 @@ from unit.waiting import wait_until
 
 
 @pytest.fixture
-def launching(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
-    with watched(tmp_path, short_folder) as case:
-        case.handler.look()
-        yield case
-
-
-@pytest.fixture
 def case(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
     with watched(tmp_path, short_folder) as case:
         case.handler.look()

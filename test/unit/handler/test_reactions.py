@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,8 @@ from sglang_crashkit.core.incident_store import find_incidents
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
-from unit.handler.launching import LAUNCHER, Case, watched
+from unit.handler.launching import LAUNCHER, Case
 from unit.waiting import child, wait_until
-
-
-@pytest.fixture
-def launching(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
-    with watched(tmp_path, short_folder) as case:
-        case.handler.look()
-        yield case
 
 
 def test_a_time_that_is_no_time_is_now(launching: Case) -> None:
@@ -61,8 +53,6 @@ def test_what_strangers_say_is_ignored_and_told_ever_more_rarely(
 
 #: A main process that ends with status 7 when it is told of a death, and a rank.
 SERVING = LAUNCHER.replace("import ctypes", "signal.signal(signal.SIGQUIT, lambda *_: os._exit(7))\nimport ctypes")
-
-
 PEER = {"role": "prefill", "address": "10.0.0.1:8998", "sign": "refused", "waiting": [], "count": 0}
 
 
