@@ -91,7 +91,8 @@ def lost_decode_told(tree: SglangTree) -> Finding:
 def _tells_of_peer(tree: SglangTree, path: str, queue: str) -> bool:
     file = tree.file(path)
     hooks = file.kit_calls(file.find(f"{queue}.__init__"))
-    return bool(hooks and tree.kit and "peer_lost" in tree.kit.reach(*hooks).constants)
+    # The crash handler watches those that a scheduler says it works with.
+    return bool(hooks and tree.kit and "pair" in tree.kit.reach(*hooks).constants)
 
 
 def watcher_there(tree: SglangTree) -> Finding:

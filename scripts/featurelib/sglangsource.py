@@ -6,7 +6,7 @@ import ast
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from featurelib.kitsource import KitSource
 
@@ -14,7 +14,9 @@ from featurelib.kitsource import KitSource
 _BEGIN = re.compile(rb"^(?!(?:else|elif|except|finally)\b)[A-Za-z_@]", re.MULTILINE)
 #: What a top-level statement defines or assigns to; decorators stand before it.
 _HEAD = re.compile(rb"^(?:(?:async +)?def|class) +(\w+)|\A(\w+)(?: *:[^=\n]+)? *=(?!=)", re.MULTILINE)
-_KIT_IMPORT = re.compile(rb"^from sglang_crashkit[\w.]* import (?:\([^)]*\)|[^(\n]+)", re.MULTILINE)
+_KIT_IMPORT = re.compile(rb"^from sglang\.srt\.crashkit import (?:\([^)]*\)|[^(\n]+)", re.MULTILINE)
+#: The file that the other patched files have the kit's functions from.
+HOOK_FILE = "srt/crashkit.py"
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -24,9 +26,10 @@ class SglangFile:
     Args:
         text: its bytes; empty where there is no such file.
         kit: the kit's package, None where the kit is not installed.
+        hooks: the kit's functions that SGLang's files can ask for; see `read_hooks`.
     """
 
-    def __init__(self, text: bytes, kit: KitSource | None) -> None:
+    def __init__(self, text: bytes, kit: KitSource | None, hooks: Mapping[str, str] | None = None) -> None:
         self._text = text
         self._pieces: dict[str, list[bytes]] = {}
         for piece in _top_level_pieces(text):
@@ -40,8 +43,8 @@ class SglangFile:
             (node,) = ast.parse(piece).body
             assert isinstance(node, ast.ImportFrom)
             for alias in node.names:
-                name, target = alias.asname or alias.name, f"{node.module}.{alias.name}"
-                if kit is not None and kit.has(target):
+                name, target = alias.asname or alias.name, (hooks or {}).get(alias.name)
+                if kit is not None and target is not None and kit.has(target):
                     self._kit_names[name] = target
                 else:
                     self._broken.add(name)
@@ -120,8 +123,23 @@ class SglangTree:
     def file(self, path: str) -> SglangFile:
         """Return the file at `path` below the package."""
         if path not in self._files:
-            self._files[path] = SglangFile(self._read(path) or b"", self.kit)
+            self._files[path] = SglangFile(self._read(path) or b"", self.kit, read_hooks(self._read(HOOK_FILE) or b""))
         return self._files[path]
+
+
+def read_hooks(text: bytes) -> dict[str, str]:
+    """Return the functions that `HOOK_FILE` hands out, by name: each one's dotted name in the kit.
+
+    Args:
+        text: its bytes; empty where there is none.
+    """
+    tables = [node.value for node in _parse(text).body if isinstance(node, ast.Assign) and "_HOOKS" in _bound_by(node)]
+    rows = zip(tables[0].keys, tables[0].values, strict=True) if tables and isinstance(tables[0], ast.Dict) else ()
+    return {
+        str(ast.literal_eval(name)): f"sglang_crashkit.{ast.literal_eval(value.elts[0])}.{ast.literal_eval(name)}"
+        for name, value in rows
+        if name is not None and isinstance(value, ast.Tuple)
+    }
 
 
 def calls_in(node: ast.AST | None, name: str | None = None) -> list[ast.Call]:

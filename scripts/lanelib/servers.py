@@ -58,21 +58,28 @@ class Server(ManagedProcess):
             prefix: a command that runs it, such as ``unshare`` with its options.
         """
         port = port or free_port()
-        argv: list[str | Path] = [*prefix, lane.python, "-m", "sglang.launch_server"]
-        argv += ["--model-path", lane.model_dir, "--load-format", "dummy", "--device", device]
-        argv += ["--host", host, "--port", str(port)]
-        argv += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-        argv += ["--skip-server-warmup", "--max-total-tokens", "8192"]
-        argv += ["--mem-fraction-static", "0.2"]
-        argv += ["--tp", str(tp)] if tp > 1 else []
-        argv += ["--dp", str(dp)] if dp > 1 else []
-        argv += [] if device == "cpu" else NO_CUDA_GRAPH
-        argv += extra_args
+        argv = [*prefix, *command_of(lane, port, tp=tp, dp=dp, device=device, host=host), *extra_args]
         merged = lane.serve_env() | device_env(device) | parallel_env(lane, tp, dp) | dict(env or {})
         return cls(name or f"sglang-{lane.name}", argv, env=merged, host=host, port=port, log_path=log_path)
 
     def __enter__(self) -> Server:
         return self
+
+
+def command_of(
+    lane: Lane, port: int, *, tp: int = 1, dp: int = 1, device: str = "cpu", host: str = "127.0.0.1"
+) -> list[str | Path]:
+    """Return the command that serves a lane's tiny model; see `Server.start`."""
+    argv: list[str | Path] = [lane.python, "-m", "sglang.launch_server"]
+    argv += ["--model-path", lane.model_dir, "--load-format", "dummy", "--device", device]
+    argv += ["--host", host, "--port", str(port)]
+    argv += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+    argv += ["--skip-server-warmup", "--max-total-tokens", "8192"]
+    argv += ["--mem-fraction-static", "0.2"]
+    argv += ["--tp", str(tp)] if tp > 1 else []
+    argv += ["--dp", str(dp)] if dp > 1 else []
+    argv += [] if device == "cpu" else NO_CUDA_GRAPH
+    return argv
 
 
 def device_env(device: str) -> dict[str, str]:

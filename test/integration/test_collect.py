@@ -1,4 +1,4 @@
-"""``sglang-crashkit collect`` on a real server that knows nothing of the kit, well and hung."""
+"""``sglang-crashkit collect`` on a real server that knows nothing of the kit: well, hung, and beside another."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,31 +65,87 @@ class Collected:
 
 @dataclass(frozen=True)
 class Story:
-    """One server: collected while it is idle, then with one rank stopped and a request that waits for it."""
+    """One server: collected while it is idle, under load, then with one rank stopped and a request that waits for it.
+
+    Attributes:
+        secs: how long each answer took before, and while it was collected.
+        debuggers: the calls of a debugger, one of the same name first on PATH, in each of these.
+        refused: what the command said beside another server: its status and its words.
+        both: what it collected of all servers.
+        servers: pids of both.
+    """
 
     answers: tuple[Any, Any]
+    secs: tuple[list[float], list[float]]
+    debuggers: list[str]
+    refused: tuple[int, str]
+    both: Collected
+    servers: tuple[int, int]
     well: Collected
     hung: Collected
     state: str
     late_answer: list[int]
 
 
-def collect(server: Server, folder: Path, *arguments: str) -> Collected:
-    command = [sys.executable, "-m", "sglang_crashkit", "collect", "--json", "--pid", str(server.pid)]
+def collect(server: Server, folder: Path, *arguments: str, path: str | None = None) -> Collected:
+    return collect_of([f"--pid={server.pid}"], folder, *arguments, path=path)
+
+
+def collect_of(which: list[str], folder: Path, *arguments: str, path: str | None = None) -> Collected:
+    command = [sys.executable, "-m", "sglang_crashkit", "collect", "--json", *which]
     done = subprocess.run(
         [*command, "--output-dir", str(folder), *arguments],
         stdout=subprocess.PIPE,
         timeout=COLLECT_TIMEOUT_S,
         check=False,
+        env=os.environ | ({"PATH": path} if path else {}),
     )
     return Collected(done.returncode, json.loads(done.stdout), folder)
+
+
+def debugger_on_path(folder: Path) -> str:
+    """Return a PATH on which each debugger only notes that it was called."""
+    folder.mkdir()
+    for name in ("gdb", "cuda-gdb"):
+        (folder / name).write_text(f'#!/bin/sh\necho "$0" >> {folder}/called\n')
+        (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def answer_secs(server: Server, until: Callable[[], bool]) -> list[float]:
+    """Ask one request after the other and return how long each answer took, in seconds."""
+    found = []
+    while not until():
+        began = time.monotonic()
+        server.generate(max_new_tokens=8, timeout_s=COLLECT_TIMEOUT_S)
+        found.append(time.monotonic() - began)
+    return found
 
 
 def tell(server: Server, folder: Path) -> Story:
     server.wait_ready()
     before = answers_of(server)
-    well = collect(server, folder / "well", "--all", "--no-debugger", "--interval", "1")
+    well = collect(server, folder / "well", "--all", "--interval", "1")
     after = answers_of(server)
+
+    path = debugger_on_path(folder / "bin")
+    end = time.monotonic() + 8
+    usual = answer_secs(server, lambda: time.monotonic() > end)
+    with ThreadPoolExecutor(1) as pool:
+        loaded = pool.submit(collect, server, folder / "loaded", path=path)
+        meanwhile = answer_secs(server, loaded.done)
+        # Of a server that goes on nothing more is to be known: not even then.
+        asked = pool.submit(collect, server, folder / "asked", "--native", path=path)
+        meanwhile += answer_secs(server, asked.done)
+    assert (loaded.result().status, asked.result().status) == (0, 0)
+    called = folder / "bin" / "called"
+    debuggers = called.read_text().splitlines() if called.exists() else []
+    with Server.start(ensure_lane("0.5.23", pristine=True)) as other:
+        other.wait_ready()
+        command = [sys.executable, "-m", "sglang_crashkit", "collect", "--output-dir", str(folder / "refused")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COLLECT_TIMEOUT_S, check=False)
+        both = collect_of(["--all-servers"], folder / "both", "--interval", "1")
+        servers = (server.pid, other.pid)
     victim, late = server.pid_of(RANKS[1]), []
     os.kill(victim, signal.SIGSTOP)
     asking = threading.Thread(
@@ -95,11 +154,22 @@ def tell(server: Server, folder: Path) -> Story:
     asking.start()
     waiting = server.pid_of(RANKS[0])
     wait_until(lambda: _waits(waiting), "the other rank waits for it", COLLECT_TIMEOUT_S)
-    hung = collect(server, folder / "hung", "--interval", "1")
+    hung = collect(server, folder / "hung", "--native", "--interval", "1")
     stat = procfs.read_stat(victim)
     os.kill(victim, signal.SIGCONT)
     asking.join(COLLECT_TIMEOUT_S)
-    return Story((before, after), well, hung, stat.state if stat else "", late)
+    return Story(
+        answers=(before, after),
+        secs=(usual, meanwhile),
+        debuggers=debuggers,
+        refused=(done.returncode, done.stderr),
+        both=both,
+        servers=servers,
+        well=well,
+        hung=hung,
+        state=stat.state if stat else "",
+        late_answer=late,
+    )
 
 
 def _waits(pid: int) -> bool:
@@ -148,11 +218,33 @@ def test_the_server_serves_as_before(story: Story) -> None:
     assert len(story.late_answer) == 16
 
 
+def test_a_healthy_server_answers_as_fast_as_before_and_no_debugger_is_started(story: Story) -> None:
+    usual, meanwhile = story.secs
+    assert len(meanwhile) >= 3
+    # A debugger holds an answer up for 16 to 19 s.
+    assert max(meanwhile) < 4 * max(usual) + 2, story.secs
+    assert story.debuggers == []
+
+
+def test_of_two_servers_one_has_to_be_named(story: Story) -> None:
+    status, said = story.refused
+    assert status == 4
+    assert "SGLang servers on this host, and it is not said which:" in said
+    for pid, ranks in zip(story.servers, ("2 schedulers", "1 scheduler"), strict=True):
+        assert f"  --pid {pid}: {ranks}, port " in said
+    assert "  next: sglang-crashkit collect --pid " in said
+    assert not (story.both.folder.parent / "refused").exists()
+
+
+def test_all_servers_are_taken_where_that_is_said(story: Story) -> None:
+    # Others may run on this machine.
+    found = [process["server"] for process in story.both.document["processes"]]
+    assert [found.count(pid) for pid in story.servers] == [2, 1]
+
+
 def test_the_stopped_rank_is_photographed_and_left_stopped(story: Story) -> None:
     assert story.hung.process(RANKS[1])["states"] == ["T"] * 3
     assert story.state == "T"
-    tool = story.hung.process(RANKS[1])["debugger"]["tool"]
-    assert f"# {tool}: not run: it is stopped, and must stay as it was found" in story.hung.text("cudagdb", RANKS[1])
 
 
 def test_the_verdict_names_it(story: Story) -> None:
@@ -162,10 +254,10 @@ def test_the_verdict_names_it(story: Story) -> None:
     assert story.well.document["verdict"]["named"] == []
 
 
-def test_the_rank_that_waits_has_native_stacks_or_says_why_not(story: Story) -> None:
-    debugger, text = story.hung.process(RANKS[0])["debugger"], story.hung.text("cudagdb", RANKS[0])
-    assert story.hung.moments(RANKS[0])[-1].native or "did not end within 60 s" in debugger["problem"], text
-    # One that the debugger stopped goes on: it has answered a request since.
+def test_no_rank_is_debugged_for_a_verdict_that_is_established(story: Story) -> None:
+    for title in RANKS:
+        assert "not run: the verdict is established without it" in story.hung.text("cudagdb", title)
+        assert not story.hung.moments(title)[-1].native
     assert story.hung.status == 0
     for moment in story.hung.moments(RANKS[0]):
         assert any("torch/distributed" in frame.file for thread in moment.threads for frame in thread.frames)

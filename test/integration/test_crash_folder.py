@@ -24,8 +24,8 @@ from unit.waiting import LONG, wait_until
 pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
 
 SCHEDULER = "sglang::scheduler"
-#: The small disk is for incidents; the journal, whose blocks are reserved at the start, has 1 of its 8 MiB.
-ENVIRONMENT = {"SGLANG_CRASHKIT_JOURNAL_MB": "1", "SGLANG_CRASHKIT_KEEP_FREE_MB": "0"}
+#: The small disk is for incidents.
+ENVIRONMENT = {"SGLANG_CRASHKIT_KEEP_FREE_MB": "0"}
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def test_of_a_disk_that_is_full_by_then_the_incident_is_elsewhere(lane: Lane, te
         (found,) = left.outside
         document = check_the_essential(left, found)
         assert left.inside == []
-        # So is the server's own file; the journal has had its blocks since the start.
+        # So is the server's own file; the journal is in memory.
         assert Path(document["requests"]["path"]).is_relative_to(found.path.parents[2])
         lines = (found.path / document["requests"]["journal"]["path"]).read_text().splitlines()
         kept = [

@@ -70,7 +70,7 @@ def test_the_containers_status_has_the_verdict(contained: Wreck, message: Path) 
     assert str(contained.folder) in message.read_text()
 
 
-def test_a_program_with_an_engine_ends_with_the_status_of_the_crash(tmp_path: Path) -> None:
+def test_a_program_with_an_engine_ends_as_upstream_has_it_once_its_incident_is_whole(tmp_path: Path) -> None:
     lane, folder, script = ensure_lane("0.5.23"), tmp_path / "crash", tmp_path / "program.py"
     script.write_text(PROGRAM)
     command = [lane.python, script, lane.model_dir, folder]
@@ -82,7 +82,7 @@ def test_a_program_with_an_engine_ends_with_the_status_of_the_crash(tmp_path: Pa
             scheduler = wait_for_scheduler(process, Path(log.name))
             time.sleep(1.5)
             os.kill(scheduler, signal.SIGKILL)
-            assert process.wait(60) == ServerExit.KILLED
+            assert process.wait(60) == -signal.SIGKILL
         finally:
             for member in tree_of(process.pid):
                 send(member, signal.SIGKILL)
@@ -90,6 +90,7 @@ def test_a_program_with_an_engine_ends_with_the_status_of_the_crash(tmp_path: Pa
     incidents = find_incidents(folder)
     assert len(incidents) == 1
     assert incidents[0].document is not None
+    assert incidents[0].finished
     assert incidents[0].document["verdict"]["first_failure"]["pid"] == scheduler
     assert "answered" not in (tmp_path / "log").read_text()
 

@@ -18,9 +18,11 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import EXIT_TIMEOUT_S, RELEASES, Wreck, wreck
+from integration.scenario import EXIT_TIMEOUT_S, HANDLER, RELEASES, Wreck, wreck
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
+from sglang_crashkit.core import settings
+from sglang_crashkit.core.incident_store import find_incidents
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
 
@@ -47,12 +49,12 @@ print(json.dumps({"keys": sorted(data), "shapes": [len(record) for record in rec
 
 @dataclass(frozen=True)
 class Left:
-    """What was left of a server, and the requests of the incident by id."""
+    """What was left of a server, the requests of the incident by id, and the files with a prompt before the fault."""
 
     lane: Lane
     wreck: Wreck
     requests: dict[str, dict[str, Any]]
-    rings_before: list[Path]
+    written_before: list[Path]
     pid: int
 
 
@@ -61,12 +63,16 @@ def lane(request: pytest.FixtureRequest) -> Lane:
     return ensure_lane(request.param)
 
 
-@pytest.fixture(scope="module")
-def killed(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
-    """The main process was killed."""
+@pytest.fixture(scope="module", params=["main process", "all processes"])
+def killed(request: pytest.FixtureRequest, lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
+    """The main process was killed, or all processes at once."""
     folder = tmp_path_factory.mktemp("crash")
+    faults: dict[str, Callable[[Server], None]] = {
+        "main process": lambda server: os.kill(server.pid, signal.SIGKILL),
+        "all processes": kill_all,
+    }
     with serve(lane, folder) as server:
-        yield break_it(lane, server, folder, lambda: os.kill(server.pid, signal.SIGKILL))
+        yield break_it(lane, server, folder, lambda: faults[request.param](server))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +86,9 @@ def crashed(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Le
 @contextlib.contextmanager
 def serve(lane: Lane, folder: Path) -> Iterator[Server]:
     arguments = ["--crash-dump-folder", str(folder), "--api-key", SECRET]
-    with Server.start(lane, tp=2, extra_args=arguments) as server:
+    temporary = folder.parent / "t"
+    temporary.mkdir(exist_ok=True)
+    with Server.start(lane, tp=2, extra_args=arguments, env={"TMPDIR": str(temporary)}) as server:
         server.wait_ready()
         yield server
 
@@ -94,17 +102,30 @@ def break_it(lane: Lane, server: Server, folder: Path, fault: Callable[[], None]
     ]
     for body in bodies:
         threading.Thread(target=post, args=(server, body), daemon=True).start()
-    rings: list[Path] = []
+    written: list[Path] = []
 
     def break_now(_server: Server) -> None:
-        rings.extend(folder.glob("*/journal/*/*.ring"))
+        written.extend(holding(PROMPT, folder, folder.parent / "t", settings.fallback_folder()))
         fault()
 
     left = wreck(server, folder, break_now, requests=0)
     told = left.incident["requests"]["journal"]
     assert told, left.incident["requests"]
     lines = [json.loads(line) for line in (left.folder / told["path"]).read_text().splitlines()]
-    return Left(lane, left, {line["rid"]: line for line in lines}, rings, server.pid)
+    return Left(lane, left, {line["rid"]: line for line in lines}, written, server.pid)
+
+
+def holding(text: str, *folders: Path) -> list[Path]:
+    """Return the files in which a text is."""
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    return [path for path in files if text.encode() in path.read_bytes()]
+
+
+def kill_all(server: Server) -> None:
+    """Kill every process of a server at once; its crash handler is none of them."""
+    for pid, title in server.processes():
+        if title != HANDLER:
+            os.kill(pid, signal.SIGKILL)
 
 
 def post(server: Server, body: dict[str, Any]) -> None:
@@ -148,10 +169,18 @@ def test_the_incident_says_where_the_requests_come_from(killed: Left) -> None:
     assert "1 finished and 4 unfinished, from the journal" in (killed.wreck.folder / "summary.md").read_text()
 
 
-def test_the_ring_goes_with_the_server(killed: Left) -> None:
-    assert [ring.name.split("-")[0] for ring in killed.rings_before] == [str(killed.pid)]
-    assert not list(killed.wreck.crash_folder.glob("*/journal/*"))
+def test_while_the_server_serves_its_prompts_are_in_no_file(killed: Left) -> None:
+    assert killed.written_before == []
     assert killed.wreck.left == []
+
+
+def test_a_clean_stop_leaves_nothing_of_the_requests(lane: Lane, tmp_path: Path) -> None:
+    folder = tmp_path / "crash"
+    folder.mkdir()
+    with serve(lane, folder) as server:
+        post(server, {"rid": "answered", "text": PROMPT, "sampling_params": SAMPLING | {"max_new_tokens": 4}})
+    assert holding(PROMPT, folder, tmp_path / "t") == []
+    assert find_incidents(folder) == []
 
 
 def test_prompts_are_below_requests_only_and_the_key_is_nowhere(killed: Left) -> None:

@@ -106,7 +106,7 @@ def is_in(pid: int, function: str) -> bool:
 
 
 def verdict_on(server: Server, folder: Path) -> dict[str, Any]:
-    argv = [sys.executable, "-m", "sglang_crashkit", "collect", "--json", f"--pid={server.pid}", "--no-debugger"]
+    argv = [sys.executable, "-m", "sglang_crashkit", "collect", "--json", f"--pid={server.pid}"]
     argv += ["--interval=1", f"--output-dir={folder}"]
     done = subprocess.run(argv, stdout=subprocess.PIPE, timeout=COLLECT_S, check=True)
     verdict: dict[str, Any] = json.loads(done.stdout)["verdict"]

@@ -23,6 +23,7 @@ from lanelib.servers import Server
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.incident_store import wait_for_incident
 from sglang_crashkit.core.journal import JournalReader
+from sglang_crashkit.core.ring import NAME
 from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -90,7 +91,7 @@ def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         (handler,) = [one.pid for one in watchers_of([main]) if title_of(one.pid) == "sglang::crash_handler"]
         for _ in range(REQUESTS):
             threading.Thread(target=ask, args=(server,), daemon=True).start()
-        wait_until(lambda: under_way(folder) == REQUESTS, "the requests are under way", LONG)
+        wait_until(lambda: under_way(handler) == REQUESTS, "the requests are under way", LONG)
         os.kill(server.pid_of(SCHEDULER), signal.SIGKILL)
         wait_until((site / "marker").exists, "the server saves its requests", LONG)
         # Whatever it holds open is held open until the output has had its end.
@@ -114,11 +115,12 @@ def ask(server: Server) -> None:
         server.generate("Once upon a time", max_new_tokens=4000, timeout_s=EXIT_TIMEOUT_S)
 
 
-def under_way(folder: Path) -> int:
-    """Return how many requests the server's journal knows that were not answered yet."""
-    (ring,) = folder.glob("*/journal/*/*.ring")
-    with JournalReader(ring) as journal:
-        return sum(request.ended is None for request in journal.requests)
+def under_way(handler: int) -> int:
+    """Return how many requests are not answered yet by the server's journal, which its crash handler holds."""
+    held = [path for path in Path(f"/proc/{handler}/fd").iterdir() if NAME in path.readlink().name]
+    (journal,) = held
+    with journal.open("rb") as file:
+        return sum(request.ended is None for request in JournalReader(file.fileno()).requests)
 
 
 def test_the_incident_is_whole_and_has_the_requests(left: Left) -> None:

@@ -7,13 +7,17 @@ from collections import Counter
 
 import pytest
 
+from featurelib.sglangsource import HOOK_FILE, read_hooks
 from sglang_crashkit.installer.lockgen import generate_lock, normalise_patches
 from sglang_crashkit.installer.patchfile import FIELDS, render_patch
 from sglang_crashkit.installer.resolver import LOCK_NAME, PatchTree, find_patch_root
 
+#: The one file that the patches add, and not only call from; see `test_hooks`.
+HOOKS = f"0.5.9/{HOOK_FILE}.patch"
 REFS = {ref.name: ref for ref in PatchTree.load(find_patch_root()).refs()}
 
 each_patch = pytest.mark.parametrize("name", REFS)
+each_caller = pytest.mark.parametrize("name", [name for name in REFS if name != HOOKS])
 
 
 @each_patch
@@ -29,7 +33,7 @@ def test_a_patch_says_what_it_is_for(name):
     assert all(len(text) > 1 for text in header.values())
 
 
-@each_patch
+@each_caller
 def test_each_function_that_a_header_names_is_in_the_kit(name):
     calls = REFS[name].read().calls
     assert calls
@@ -39,12 +43,26 @@ def test_each_function_that_a_header_names_is_in_the_kit(name):
         assert callable(getattr(importlib.import_module(module), attribute)), function
 
 
-@each_patch
+@each_caller
 def test_a_patch_adds_calls_and_no_logic(name):
     added = [line.text.strip() for hunk in REFS[name].read().hunks for line in hunk.lines if line.tag == b"+"]
     assert all(added), "a patch adds no blank line"
     words = (b"if ", b"for ", b"while ", b"try:", b"def ", b"class ", b"lambda", b"#")
     assert not [line for line in added if line.startswith(words)]
+
+
+@each_caller
+def test_a_patch_reaches_the_kit_by_the_one_file_that_bears_its_absence(name):
+    added = b"".join(line.text for hunk in REFS[name].read().hunks for line in hunk.lines if line.tag == b"+")
+    assert b"sglang_crashkit" not in added
+    table = read_hooks(b"".join(REFS[HOOKS].read().hunks[0].new))
+    assert [call for call in REFS[name].read().calls if call not in table.values()] == []
+
+
+def test_no_hook_that_is_handed_out_is_unused():
+    table = read_hooks(b"".join(REFS[HOOKS].read().hunks[0].new))
+    assert list(table) == sorted(table)
+    assert set(table.values()) == {call for ref in REFS.values() for call in ref.read().calls}
 
 
 def test_no_patch_is_unused(lock, patches):

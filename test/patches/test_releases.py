@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from featurelib.sglangsource import HOOK_FILE, read_hooks
 from sglang_crashkit import __version__
 from sglang_crashkit.installer.environment import Environment, Kit
 from sglang_crashkit.installer.hunks import apply_patch
@@ -60,14 +61,16 @@ def test_patches_apply_compile_and_revert_to_the_same_bytes(environment, patches
 
 
 def test_each_function_that_a_patch_calls_is_called_exactly_once(wheels, patches, release):
-    for path, ref in patches.resolve(release).items():
+    refs = patches.resolve(release)
+    table = read_hooks(apply_patch(None, refs[HOOK_FILE].read()))
+    for path, ref in refs.items():
         with zipfile.ZipFile(wheels[release]) as archive:
             patched = apply_patch(read_package_file(archive, path), ref.read())
         nodes = list(ast.walk(ast.parse(patched)))
         imported = {
-            alias.asname or alias.name: f"{node.module}.{alias.name}"
+            alias.asname or alias.name: table[alias.name]
             for node in nodes
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang_crashkit")
+            if isinstance(node, ast.ImportFrom) and node.module == "sglang.srt.crashkit"
             for alias in node.names
         }
         uses = Counter(node.id for node in nodes if isinstance(node, ast.Name))

@@ -32,8 +32,7 @@ pytestmark = pytest.mark.live
 KIT = (sys.executable, "-m", "sglang_crashkit")
 #: Whose the ranks are, so that what else runs on this machine is not collected.
 USER = 54321
-QUICK_WITH_DEBUGGER = ("--snapshots=2", "--interval=0.2", f"--user={USER}")
-QUICK = (*QUICK_WITH_DEBUGGER, "--no-debugger")
+QUICK = ("--snapshots=2", "--interval=0.2", f"--user={USER}")
 #: What launches a rank keeps its environment; the rank's title overwrites it.
 LAUNCHER = """
 import subprocess, sys
@@ -197,7 +196,7 @@ def test_debuggers_that_do_not_end_are_called_off_before_their_nodes_are_given_u
     command = shlex.join(["env", f"PATH={debugger.parent}:/usr/bin:/bin", *KIT])
     output = tmp_path / "output"
     arguments = ["--json", f"--output-dir={output}", f"--remote-command={command}", "--node-timeout=32"]
-    done = collect(cluster, crowd.job, *arguments, quick=QUICK_WITH_DEBUGGER)
+    done = collect(cluster, crowd.job, *arguments, quick=(*QUICK, "--native"))
     document = result_of(done, ExitCode.DONE)
     assert pids_of(document) == {node: [pid] for node, pid in crowd.ranks.items()}
     for node, pid in crowd.ranks.items():

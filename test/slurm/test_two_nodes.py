@@ -112,7 +112,7 @@ def tell(told: Story, cluster: Cluster, job: str, server: Server) -> None:
         asking.start()
         # Every round of the event loop hands on what came in, so the other rank waits within milliseconds.
         argv = [sys.executable, "-m", "sglang_crashkit", "collect", f"--slurm-job={job}", "--json", "--snapshots=2"]
-        argv += ["--interval=1", "--no-debugger", f"--output-dir={told.output}"]
+        argv += ["--interval=1", f"--output-dir={told.output}"]
         done = subprocess.run(
             argv, env=cluster.environ, capture_output=True, text=True, timeout=COLLECT_TIMEOUT_S, check=False
         )

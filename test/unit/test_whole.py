@@ -81,14 +81,18 @@ def test_a_compiler_that_was_there_before_may_be_gone(left: Wreck) -> None:
 
 
 @pytest.mark.parametrize("title", [MAIN, HELPER, RANK, WORKER])
-@pytest.mark.parametrize("ended", [False, True])
-def test_each_but_the_one_that_the_fault_killed_must_have_a_stack(left: Wreck, title: str, ended: bool) -> None:
-    process = left.report(title)
-    process["evidence"] = [UNTOLD]
-    if ended:
-        process["exit"] = end("parent_ended")
-        process["evidence"].append({"kind": "exit", "status": "captured", "path": None})
+def test_each_but_the_one_that_the_fault_killed_must_have_a_stack(left: Wreck, title: str) -> None:
+    left.report(title)["evidence"] = [UNTOLD]
     assert is_refused(left)
+
+
+def test_a_rank_that_went_with_its_parent_must_have_left_its_last_sign(left: Wreck) -> None:
+    process = left.report(RANK)
+    process |= {"exit": end("parent_ended"), "last_sign": None}
+    process["evidence"] = [UNTOLD, {"kind": "exit", "status": "captured", "path": None}]
+    assert is_refused(left)
+    process["last_sign"] = {"doing": "batch 7, of 2 requests"}
+    assert not is_refused(left)
 
 
 @pytest.mark.parametrize(("title", "is_refused_then"), [(HELPER, False), (WORKER, True)])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from sglang_crashkit.cli import slurm_collect
 from sglang_crashkit.cli.argument_types import positive, seconds
 from sglang_crashkit.cli.ending import Terminated, terminable
-from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, UsageError
+from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, RefusedError, UsageError
 
 if TYPE_CHECKING:
     from sglang_crashkit.core.collection import Collection
@@ -45,7 +45,9 @@ class Report(Protocol):
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     which = parser.add_argument_group("which processes")
-    which.add_argument("--pid", type=positive, help="of the server that this process belongs to, or is above")
+    server = which.add_mutually_exclusive_group()
+    server.add_argument("--pid", type=positive, help="of the server that this process belongs to, or is above")
+    server.add_argument("--all-servers", action="store_true", help="of each server, where there are several")
     which.add_argument("--all", action="store_true", help="also main process, tokenizers, detokenizer, controller")
     which.add_argument("--routers", action="store_true", help="also what passes requests on to servers")
     whose = which.add_mutually_exclusive_group()
@@ -55,11 +57,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     when.add_argument("--wait-seconds", metavar="N", type=seconds, help="wait before (0)")
     when.add_argument("--snapshots", metavar="K", type=positive, default=3, help="Python stacks of K moments (3)")
     when.add_argument("--interval", metavar="S", type=seconds, default=5.0, help="seconds between them (5)")
-    when.add_argument("--no-debugger", action="store_true", help="without cuda-gdb or gdb, which stop each process")
+    when.add_argument(
+        "--native",
+        action=argparse.BooleanOptionalAction,
+        help="also native stacks and CUDA kernels, by cuda-gdb or gdb, which stop each process for seconds; not where"
+        " the stacks show no hang, or for certain who it is",
+    )
+    # Its name until 0.1; in the release after this one it goes.
+    when.add_argument("--no-debugger", action="store_true", help=argparse.SUPPRESS)
     where = parser.add_argument_group("where to")
     where.add_argument("--output-dir", metavar="DIR", help="folder for the files ({log_dir}/backtraces)")
     where.add_argument("--log-dir", metavar="DIR", type=Path, default=Path(), help="what {log_dir} stands for (.)")
-    where.add_argument("--config", metavar="YAML", type=Path, help="a job's file, with a debug: section")
+    where.add_argument(
+        "--config",
+        metavar="YAML",
+        type=Path,
+        help="a job's file, with a debug: section, which asks for --native and --all-servers",
+    )
     where.add_argument("--json", action="store_true", help="print a JSON object")
     where.add_argument(
         "--with-snapshots", action="store_true", help="with the snapshots, and these merged, in the JSON object"
@@ -73,9 +87,11 @@ def run(args: argparse.Namespace) -> ExitCode:
     Raises:
         UsageError: the configuration makes no sense.
         NothingToDoError: there is no such process, or the configuration says that nothing is to be done.
+        RefusedError: there are several servers, and it is not said which.
         CrashkitError: the output folder cannot be written to.
     """
     wait_secs, output = _read_config(args)
+    _settle_native(args)
     user = _user_of(args)
     try:
         with terminable():
@@ -111,13 +127,19 @@ def _collect(args: argparse.Namespace, wait_secs: float, output: Path, user: int
     def find() -> Discovery:
         return find_processes(pid=args.pid, user=user, everything=args.all, routers=args.routers, here=here)
 
+    several = args.pid is not None or args.all_servers or args.config is not None or here is not None
+    if wait_secs and not several:
+        # Better told before a long wait than after it.
+        require_one_server(find())
     _wait(wait_secs, lambda: _overview(find()))
     found = find()
     for line in _passed_over(found):
         _say(line)
     if not found.processes:
         raise _nothing(args, found)
-    plan = Plan(output, args.snapshots, args.interval, debugger=not args.no_debugger)
+    if not several:
+        require_one_server(found)
+    plan = Plan(output, args.snapshots, args.interval, native=args.native)
     collection = Collection(found.processes, plan, _say)
     report: Report
     if node_secs is not None:
@@ -129,7 +151,7 @@ def _collect(args: argparse.Namespace, wait_secs: float, output: Path, user: int
     interrupt: KeyboardInterrupt | None = None
     try:
         collection.take_snapshots()
-        if plan.debugger:
+        if plan.native:
             report.snapshots_taken(_status_of(collection, None))
             used = time.monotonic() - began
             collection.debug(node_answer.debugger_secs(node_secs, used) if node_secs is not None else None)
@@ -157,6 +179,40 @@ def _read_config(args: argparse.Namespace) -> tuple[float, Path]:
     if args.wait_seconds is not None:
         wait_secs = args.wait_seconds
     return wait_secs, expand_output(args.output_dir or template, args.log_dir)
+
+
+def _settle_native(args: argparse.Namespace) -> None:
+    """Say once what of the older option is left, and let a job's file ask for native stacks."""
+    if args.no_debugger and args.gathered_within is None:
+        _say("--no-debugger is what happens anyway, and goes with the next release; next: leave it out, or --no-native")
+    if args.native is None:
+        args.native = args.config is not None and not args.no_debugger
+
+
+def require_one_server(found: Discovery) -> None:
+    """Refuse where the processes are of several servers.
+
+    Raises:
+        RefusedError: they are; it names each server, and the command for one and for all of them.
+    """
+    from sglang_crashkit.core.server_arguments import port_of, side_of
+
+    servers = {one.server: one for one in found.processes if one.role != "router"}
+    if len(servers) < 2:
+        return
+    lines = []
+    for server, one in servers.items():
+        ranks = [process for process in found.processes if process.server == server and process.role == "scheduler"]
+        what = f"{len(ranks)} scheduler{'' if len(ranks) == 1 else 's'}" if ranks else one.title
+        side = side_of(one.server_arguments)
+        words = [what, *([f"{side} side"] if side else []), f"port {port_of(one.server_arguments)}"]
+        lines.append(f"  --pid {server if server is not None else one.pid}: {', '.join(words)}")
+    first = next(iter(servers.values()))
+    raise RefusedError(
+        "\n".join([f"there are {len(servers)} SGLang servers on this host, and it is not said which:", *lines]),
+        next_step=f"sglang-crashkit collect --pid {first.server if first.server is not None else first.pid}, or "
+        "--all-servers",
+    )
 
 
 def _user_of(args: argparse.Namespace) -> int | None:

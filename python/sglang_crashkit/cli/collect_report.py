@@ -42,8 +42,10 @@ class TextReport:
         """Print the rest."""
         if not self._verdict:
             self.snapshots_taken(status)
+        if self._collection.spared:
+            print(f"native stacks: not taken: {self._collection.spared}")
         for one in self._collection.collected:
-            if one.debugged is not None:
+            if one.debugged is not None and not self._collection.spared:
                 print(f"{one.process.title} (pid {one.process.pid}): {_debugged(one.debugged)}")
         if self._collection.missing:
             print(self._collection.missing)

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_crashkit.core.faults import read_faults
 from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
-from sglang_crashkit.core.summary import mapping_of
+from sglang_crashkit.core.summary import headline, mapping_of
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError
 
 #: What the index of each folder has of each fault.
@@ -69,6 +69,7 @@ def _as_json(incident: StoredIncident, faults: Faults) -> dict[str, Any]:
         "path": str(incident.path),
         "finished": incident.finished,
         "problem": incident.problem or None,
+        "headline": headline(document) if document else None,
         **fields,
         "fault": _fault_of(incident, faults),
     }
@@ -81,7 +82,8 @@ def _as_text(incident: StoredIncident, fault: dict[str, Any] | None, told: set[s
         return f"{incident.path}{mark}\n    {incident.problem}"
     verdict = incident.document.get("verdict")
     verdict = verdict if isinstance(verdict, dict) else {}
-    lines = [f"{incident.path}{mark}", f"{verdict.get('text', 'no verdict')} [{verdict.get('level', 'unknown')}]"]
+    text = verdict.get("text") or headline(incident.document)
+    lines = [f"{incident.path}{mark}", f"{text} [{verdict.get('level', 'unknown')}]"]
     if fault and fault["total"] != 1 and str(fault.get("key")) not in told:
         told.add(str(fault.get("key")))
         lines.append(f"the same fault {fault['total']} times, first {fault.get('first')}, last {fault['last']}")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sglang_crashkit import __version__
+from sglang_crashkit.core.guarded_read import GuardedReader, guard_reads
 from sglang_crashkit.errors import CrashkitError, ExitCode
 
 #: Module of each command, in the order of ``--help``.
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Evidence may hold what a terminal's encoding cannot show.
             stream.reconfigure(errors="backslashreplace")
     args = build_parser().parse_args(argv)
+    guard_reads(GuardedReader())
     try:
         return int(load_command(args.command).run(args))
     except CrashkitError as error:
@@ -79,3 +81,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"sglang-crashkit {args.command}: interrupted", file=sys.stderr)
         return int(ExitCode.INTERRUPTED)
+    finally:
+        guard_reads(None)

@@ -131,7 +131,8 @@ def _remote_command(args: argparse.Namespace) -> list[str]:
     command += ["--routers"] if args.routers else []
     command += ["--any-user"] if args.any_user else []
     command += [f"--user={args.user}"] if args.user is not None else []
-    return command + (["--no-debugger"] if args.no_debugger else [])
+    # An older kit on the nodes would run the debuggers unless it is told not to.
+    return [*command, "--native" if args.native else "--no-debugger"]
 
 
 def _status_of(result: JobResult) -> ExitCode:

@@ -19,6 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Print the status."""
     # Imported here, so that every command starts without what the others need.
+    from sglang_crashkit.core.running_servers import find_running_servers, format_server
     from sglang_crashkit.installer.session import open_session
     from sglang_crashkit.installer.status import format_status, read_status
 
@@ -27,9 +28,10 @@ def run(args: argparse.Namespace) -> ExitCode:
         status = read_status(session.environment, session.lock)
     except OSError as error:
         raise CrashkitError(f"cannot read the installation: {error}") from error
+    servers = find_running_servers()
     if args.json:
-        print(json.dumps(status.to_json(), indent=1))
+        print(json.dumps(status.to_json() | {"servers": [server.to_json() for server in servers]}, indent=1))
     else:
-        for line in format_status(status):
+        for line in [*format_status(status), *map(format_server, servers)]:
             print(line)
     return ExitCode.DONE

@@ -1,4 +1,4 @@
-"""``sglang-crashkit watch``: see a server hang from outside, patched or not, and take its snapshots."""
+"""``sglang-crashkit watch``: see a server hang or crash from outside, patched or not, and take its snapshots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang_crashkit.core.watched_server import WatchedServer
     from sglang_crashkit.core.watching import Event, Health, Observation
 
-HELP = "watch a server from outside, patched or not, and take its stacks when it hangs"
+HELP = "watch a server from outside, patched or not, and take its stacks when it hangs or crashes"
 
 _HANG_VARIABLE = "SGLANG_CRASHKIT_HANG_SECS"
 _HANG_SECS = 60.0
@@ -30,6 +30,10 @@ _LONGEST_INTERVAL_SECS, _LONGEST_TICK_SECS = 5.0, 1.0
 _CONNECT_SECS = 2.0
 #: The server gives up a health check by itself, by default after 20 s.
 _HEALTH_TIMEOUT_SECS = 30.0
+#: The crash handler of a patched server has finished its incident by then, in seconds.
+_INCIDENT_SECS = 30.0
+#: Incidents that are none of a crash.
+_NO_CRASH = ("hang", "peer_lost")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,13 +49,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     when.add_argument(
         "--start-secs", metavar="N", type=float, default=1800.0, help="after N seconds to get ready (1800); 0: never"
     )
-    when.add_argument("--once", action="store_true", help="end after the first hang")
+    when.add_argument("--once", action="store_true", help="end after the first hang or crash")
     what = parser.add_argument_group("what is taken then")
     what.add_argument("--snapshots", metavar="K", type=int, default=3, help="Python stacks of K moments (3)")
     what.add_argument("--interval", metavar="S", type=float, default=2.0, help="seconds between them (2)")
-    what.add_argument("--debugger", action="store_true", help="also cuda-gdb or gdb, which stop each process for long")
     what.add_argument(
-        "--output-dir", metavar="DIR", type=Path, default=_OUTPUT, help=f"a folder in it for each hang ({_OUTPUT})"
+        "--native",
+        action="store_true",
+        help="also native stacks and CUDA kernels, by cuda-gdb or gdb, which stop each process for seconds; not where"
+        " the stacks show no hang, or for certain who it is",
+    )
+    # Its name until 0.1; in the release after this one it goes.
+    what.add_argument("--debugger", action="store_true", help=argparse.SUPPRESS)
+    what.add_argument(
+        "--output-dir",
+        metavar="DIR",
+        type=Path,
+        default=_OUTPUT,
+        help=f"a folder in it for each event ({_OUTPUT})",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object a line for each event")
 
@@ -64,6 +79,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         NothingToDoError: there is no such process, or the server has gone.
     """
     hang_secs = _check(args)
+    if args.debugger:
+        print("--debugger is called --native now, and goes with the next release", file=sys.stderr, flush=True)
     try:
         with terminable():
             return _Watch(args, hang_secs).run()
@@ -96,6 +113,7 @@ class _Watch:
 
     def __init__(self, args: argparse.Namespace, hang_secs: float) -> None:
         # Imported here, so that every command starts without what the others need.
+        from sglang_crashkit.cli.watch_capture import Capture
         from sglang_crashkit.core.api_key import read_api_key
         from sglang_crashkit.core.health_probe import Address
         from sglang_crashkit.core.watched_server import is_here
@@ -112,6 +130,9 @@ class _Watch:
         self._told_problem = ""
         self._connected_at = -_CONNECT_SECS
         self._is_terminal = sys.stderr.isatty() and not args.json
+        self._began = time.time()
+        self._told_incidents: set[str] = set()
+        self._capture_of = Capture
 
     def run(self) -> ExitCode:
         if self._args.pid is not None:
@@ -131,16 +152,29 @@ class _Watch:
         while True:
             seen = self._observe()
             for event in self._watching.observe(seen):
+                if event.kind == "gone":
+                    self._tell_incident(is_crash=self._watching.phase == "crashed", wait_secs=_INCIDENT_SECS)
                 self._tell_event(event)
                 if event.kind == "gone":
                     return ExitCode.NOTHING
+                if event.kind == "crash":
+                    status = self._capture_survivors()
+                    self._watching.skip(time.monotonic())
+                    if self._args.once:
+                        self._tell_incident(is_crash=True, wait_secs=_INCIDENT_SECS)
+                        return status
                 if event.kind == "hang":
                     status = self._capture()
                     self._watching.skip(time.monotonic())
                     if self._args.once:
                         return status
             self._overview(seen)
-            time.sleep(self._tick_secs)
+            if self._watching.phase == "crashed":
+                self._tell_incident(is_crash=True)
+            if self._server is not None:
+                self._server.wait(self._tick_secs)
+            else:
+                time.sleep(self._tick_secs)
 
     def _find(self, pid: int) -> None:
         from sglang_crashkit.core.watched_server import WatchedServer
@@ -195,7 +229,7 @@ class _Watch:
             return Observation(time.monotonic(), health, answers=answers, asking=asking)
         ranks = self._server.look(stacks=self._watching.wants_stacks(time.monotonic()))
         state, gone = self._server.state, self._server.is_gone
-        return Observation(time.monotonic(), health, ranks, state, answers, asking, gone)
+        return Observation(time.monotonic(), health, ranks, state, answers, asking, gone, self._server.deaths)
 
     def _health(self) -> Health:
         if self._probe is None:
@@ -208,7 +242,6 @@ class _Watch:
         return health
 
     def _capture(self) -> ExitCode:
-        from sglang_crashkit.cli.watch_capture import Capture
         from sglang_crashkit.core.collection import Plan
         from sglang_crashkit.core.discovery import find_processes
 
@@ -217,8 +250,39 @@ class _Watch:
             self._tell("snapshots", "there are no snapshots: its processes are not on this host", files=[])
             return ExitCode.PARTIAL
         folder = self._args.output_dir / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        plan = Plan(folder, self._args.snapshots, self._args.interval, debugger=self._args.debugger)
-        return Capture(processes, plan, self._tell, details=self._args.json).take()
+        plan = Plan(folder, self._args.snapshots, self._args.interval, native=self._args.native or self._args.debugger)
+        return self._capture_of(processes, plan, self._tell, details=self._args.json).take()
+
+    def _capture_survivors(self) -> ExitCode:
+        from sglang_crashkit.core.collection import Plan
+
+        # Those that were known before: they may be gone by the time that it takes to look for them anew.
+        ended = {death.pid for death in self._server.deaths} if self._server is not None else set()
+        processes = [one for one in self._server.processes if one.pid not in ended] if self._server is not None else []
+        if not processes:
+            self._tell("snapshots", "there are no snapshots: none of its processes is left", files=[])
+            return ExitCode.PARTIAL
+        plan = Plan(self._args.output_dir / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()), snapshots=1)
+        return self._capture_of(processes, plan, self._tell, details=self._args.json).take_survivors()
+
+    def _tell_incident(self, *, is_crash: bool, wait_secs: float = 0.0) -> None:
+        """Tell once what the server's own crash handler found, where it has one, and wait while that is at work."""
+        from sglang_crashkit.core.incident_store import find_incident_of
+        from sglang_crashkit.core.summary import headline, mapping_of
+
+        if self._server is None:
+            return
+        found = find_incident_of(self._server.pid, self._began, self._server.arguments, wait_secs)
+        document = found.document if found is not None else None
+        if found is None or document is None or found.name in self._told_incidents:
+            return
+        self._told_incidents.add(found.name)
+        if not is_crash and document.get("kind") not in _NO_CRASH:
+            self._tell("crash", headline(document), level=str(mapping_of(document.get("verdict")).get("level")))
+        verdict = mapping_of(document.get("verdict"))
+        text = f"{verdict.get('text') or headline(document)} Incident: {found.path}"
+        more = {"path": str(found.path), "headline": headline(document), "first_failure": verdict.get("first_failure")}
+        self._tell("incident", text, level=str(verdict.get("level", "unknown")), **more)
 
     def _introduction(self) -> str:
         where = f" at {self._probe.address}" if self._probe is not None else ""
@@ -227,6 +291,10 @@ class _Watch:
 
     def _tell_event(self, event: Event) -> None:
         more: dict[str, Any] = {"secs": round(event.secs, 1)} if event.secs else {}
+        if event.kind == "crash":
+            more["level"] = event.level
+            first = event.first
+            more["first"] = {"pid": first.pid, "title": first.title, **vars(first.end)} if first is not None else None
         if event.kind == "hang":
             more["level"] = event.level
             more["ranks"] = [

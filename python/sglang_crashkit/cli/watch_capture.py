@@ -1,4 +1,8 @@
-"""What ``sglang-crashkit watch`` takes of a server that hangs, and tells of it: stacks, a verdict, native stacks."""
+"""What ``sglang-crashkit watch`` takes of a server that hangs or has crashed, and tells of it.
+
+Of a hang these are stacks, a verdict, and native stacks where they are asked for; of a crash what those do that are
+left, without a verdict: who failed first is known by then, and they stand still because of it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ _HINT = "next: name another folder with --output-dir"
 
 
 class Capture:
-    """One hang's stacks.
+    """One hang's stacks, or those of who is left of a crash.
 
     Args:
         processes: of whom they are taken; not empty.
@@ -35,12 +39,8 @@ class Capture:
         Returns:
             DONE where each process gave stacks, else PARTIAL.
         """
-        folder = self._plan.output
-        try:
-            collection = Collection(self._processes, self._plan, lambda _line: None)
-            collection.take_snapshots()
-        except (OSError, CrashkitError) as error:
-            self._tell("problem", f"no snapshots in {folder}: {error}; {_HINT}")
+        collection = self._take_snapshots()
+        if collection is None:
             return ExitCode.PARTIAL
         collected = collection.collected
         files = [*collection.snapshot_files, *_files_of(collected)]
@@ -48,9 +48,34 @@ class Capture:
         what = f"{len(collection.rounds)} snapshots of {len(collected)} processes"
         self._tell_files("snapshots", what, files, without)
         self._tell_verdict(collection)
-        if self._plan.debugger:
+        if self._plan.native:
             self._debug(collection)
         return ExitCode.DONE if all(one.gave_something for one in collected) else ExitCode.PARTIAL
+
+    def _take_snapshots(self) -> Collection | None:
+        """Take the snapshots that are planned; None, which is told, where they cannot be written."""
+        try:
+            collection = Collection(self._processes, self._plan, lambda _line: None)
+            collection.take_snapshots()
+        except (OSError, CrashkitError) as error:
+            self._tell("problem", f"no snapshots in {self._plan.output}: {error}; {_HINT}")
+            return None
+        return collection
+
+    def take_survivors(self) -> ExitCode:
+        """Take one snapshot of those that are left, for they will not be for long.
+
+        Returns:
+            DONE where each of them gave stacks, else PARTIAL.
+        """
+        collection = self._take_snapshots()
+        if collection is None:
+            return ExitCode.PARTIAL
+        collected = collection.collected
+        without = [one.process.title for one in collected if not one.gave_something]
+        files = [*collection.snapshot_files, *_files_of(collected)]
+        self._tell_files("snapshots", f"the stacks of {len(collected)} processes that were left", files, without)
+        return ExitCode.PARTIAL if without else ExitCode.DONE
 
     def _debug(self, collection: Collection) -> None:
         before = _files_of(collection.collected)
@@ -61,6 +86,9 @@ class Capture:
             return
         collected = collection.collected
         files = [name for name in _files_of(collected) if name not in before]
+        if collection.spared:
+            self._tell("native_stacks", f"not taken: {collection.spared}", files=files)
+            return
         without = [one.process.title for one in collected if one.debugged is None or not one.debugged.threads]
         self._tell_files("native_stacks", f"native stacks of {len(collected) - len(without)} processes", files, without)
         self._tell_verdict(collection)

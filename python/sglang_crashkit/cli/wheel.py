@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     # Imported here, so that every command starts without what the others need.
     from sglang_crashkit.installer.kitwheel import build_kit_wheel
     from sglang_crashkit.installer.lockfile import load_lock
-    from sglang_crashkit.installer.patchedwheel import build_patched_wheel
+    from sglang_crashkit.installer.patchedwheel import build_patched_wheel, install_command
     from sglang_crashkit.installer.releases import is_release
     from sglang_crashkit.installer.resolver import PatchTree, find_patch_root
     from sglang_crashkit.installer.wheelcache import WheelName, find_wheel
@@ -50,5 +50,5 @@ def run(args: argparse.Namespace) -> ExitCode:
         print(f"{wheel.name}: its own sha256 is not in the lock; RECORD and every patched file were checked")
     print(patched)
     print(kit)
-    print(f"install  pip install --no-index --find-links {args.out} sglang=={release}")
+    print(f"install  {install_command(args.out, release)}")
     return ExitCode.DONE

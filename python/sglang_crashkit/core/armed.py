@@ -6,8 +6,8 @@ Its files in the crash handler's runtime folder, which has mode 0700, named afte
 - ``.sock`` is where a thread of the process answers with the stacks of all its threads (see `responder`);
 - ``.stack`` takes what faulthandler writes when the process gets the signal (see `stack_signal`);
 - ``.fault`` takes what faulthandler writes when a fatal signal ends the process;
-- ``.orphan`` takes what faulthandler writes when the process ends because its parent did;
-- ``.say`` is where a thread of the server's main process takes lines for the server's log.
+- ``.say`` is where a thread of the server's main process takes lines for the server's log, and the word that a worker
+  wrote a ``.fault``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from pathlib import Path
 from sglang_crashkit.core.private_files import write_private
 
 #: In the middle of the real-time signals: programs take theirs from either end, systemd takes 34 to 40 and 47 to 64.
-DEFAULT_SIGNAL, DEFAULT_PARENT_SIGNAL = 45, 46
+DEFAULT_SIGNAL = 45
 HANDLER_PID = "handler.pid"
+#: The event by which the main process is told that a worker wrote its stacks as it died; see ``.say``.
+FAULT = "fault"
 
 _MOST_BYTES = 1 << 16
 
@@ -36,8 +38,6 @@ class Armed:
         main_thread: Python's identifier of its main thread, by which faulthandler names threads.
         signal: on which faulthandler writes the stacks; 0 where that is not armed.
         roots: its folders of modules, which stacks are shortened by.
-        parent_signal: on which faulthandler writes the stacks when its parent ends, and which then ends it; 0 where
-            that is not armed.
     """
 
     pid: int
@@ -45,7 +45,6 @@ class Armed:
     main_thread: int
     signal: int
     roots: tuple[str, ...] = ()
-    parent_signal: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,13 @@ class ArmedFiles:
     socket: Path
     stack: Path
     fault: Path
-    orphan: Path
     say: Path
 
     @classmethod
     def of(cls, folder: Path, pid: int, start_ticks: int) -> ArmedFiles:
         """Return the files of the process `pid` that started at `start_ticks`."""
         name = f"{pid}-{start_ticks}"
-        suffixes = (".json", ".sock", ".stack", ".fault", ".orphan", ".say")
+        suffixes = (".json", ".sock", ".stack", ".fault", ".say")
         return cls(*(folder / f"{name}{suffix}" for suffix in suffixes))
 
 
@@ -88,11 +86,10 @@ def read_armed(folder: Path, pid: int, start_ticks: int) -> Armed | None:
             main_thread=int(document["main_thread"]),
             signal=int(document["signal"]),
             roots=tuple(str(root) for root in document["roots"]),
-            parent_signal=int(document["parent_signal"]),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return armed if is_usable(armed.signal) and is_usable(armed.parent_signal) else None
+    return armed if is_usable(armed.signal) else None
 
 
 def is_usable(signum: int) -> bool:

@@ -12,6 +12,8 @@ shrinking, so that reading it never ends in SIGBUS.
     word 3   when it last began a batch, in seconds, 0 before the first one
     word 4   how many batches it began
     word 5   how many requests the last one holds
+    word 6   its forward mode, a number that the release gives it
+    word 7   how many tokens it takes in, where it is an extend
 
 Words from 1 on are floating-point numbers of 64 bits, which Python makes and stores faster than integers of that size.
 Each is stored and loaded by a single instruction and means something by itself, so a reader needs no lock and never
@@ -26,11 +28,12 @@ import mmap
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 NAME = "sglang-crashkit-beat"
 
-FLAGS, LOOP_TIME, BATCH_TIME, BATCHES, REQUESTS = 1, 2, 3, 4, 5
+FLAGS, LOOP_TIME, BATCH_TIME, BATCHES, REQUESTS, MODE, TOKENS = 1, 2, 3, 4, 5, 6, 7
 #: The engine was paused by a request.
 PAUSED = 1
 #: The round handles a request that may take any time, such as an update of the weights.
@@ -38,9 +41,11 @@ BUSY = 2
 #: The scheduler beats no more.
 OFF = 4
 
-_VERSION = 1
+_VERSION = 2
 _MAGIC = (0x5347_4B49_5442_0000 | _VERSION).to_bytes(8, sys.byteorder)
-_BYTES = 48
+_BYTES = 64
+#: In these a batch takes in tokens; of others the number is that of a batch before.
+_EXTENDS = frozenset({"extend", "mixed", "split_prefill"})
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -60,6 +65,8 @@ class Beat:
         paused: the engine was paused by a request.
         is_busy: the round handles a request that may take any time, such as an update of the weights.
         is_off: the scheduler beats no more, which says nothing of how it is.
+        mode: forward mode of the last batch, such as ``extend`` or ``decode``; empty where it is not known.
+        tokens: how many tokens the last batch takes in, 0 where it is no extend.
     """
 
     loop_at: float
@@ -69,6 +76,8 @@ class Beat:
     paused: bool
     is_busy: bool
     is_off: bool
+    mode: str = ""
+    tokens: int = 0
 
     @property
     def in_batch(self) -> bool:
@@ -84,7 +93,8 @@ class Beat:
     def doing(self) -> str:
         """What the scheduler was about when it gave its last sign, in words."""
         if self.in_batch:
-            return f"batch {self.batches}, of {self.requests} request{'' if self.requests == 1 else 's'}"
+            more = f" ({self.mode}{f' of {self.tokens:,} tokens' if self.tokens else ''})" if self.mode else ""
+            return f"batch {self.batches}, of {self.requests} request{'' if self.requests == 1 else 's'}{more}"
         if self.is_busy:
             return "a control request"
         return "the event loop, paused" if self.paused else "the event loop, without a batch"
@@ -128,13 +138,15 @@ class BeatReader:
     Args:
         pid: who holds the heartbeat: this process, which it was passed to, or another one that may be looked into.
         fd: its descriptor of the heartbeat.
+        modes: names of the forward modes by their number.
 
     Raises:
         NotABeatError: there is something else, or a heartbeat of another layout.
         OSError: there is nothing, or it may not be opened.
     """
 
-    def __init__(self, pid: int, fd: int) -> None:
+    def __init__(self, pid: int, fd: int, modes: Mapping[int, str] | None = None) -> None:
+        self._modes = modes or {}
         path = f"/proc/{pid}/fd/{fd}"
         # What else may be there must not be opened: a terminal, a pipe, a device.
         if not os.readlink(path).startswith(f"/memfd:{NAME}"):  # noqa: PTH115 - the link leads to no path
@@ -150,14 +162,18 @@ class BeatReader:
         """Return what the heartbeat says now; whatever it holds, it says something."""
         words = self._words
         flags = _whole(words[FLAGS])
+        batches = _whole(words[BATCHES])
+        mode = self._modes.get(_whole(words[MODE]), "") if batches else ""
         return Beat(
             loop_at=words[LOOP_TIME],
             batch_at=words[BATCH_TIME],
-            batches=_whole(words[BATCHES]),
+            batches=batches,
             requests=_whole(words[REQUESTS]),
             paused=bool(flags & PAUSED),
             is_busy=bool(flags & BUSY),
             is_off=bool(flags & OFF),
+            mode=mode,
+            tokens=_whole(words[TOKENS]) if mode in _EXTENDS else 0,
         )
 
     def close(self) -> None:

@@ -2,23 +2,29 @@
 
 A message is a JSON object of at most 60 kB with ``event`` and ``time``. The sender is taken from the kernel's
 credentials of the socket (``SO_PASSCRED``), never from the message. The handler's socket lies in a folder with mode
-0700; a sender that waits binds to an address that the kernel chooses (abstract, unix(7) "autobind"). A message may
-carry a descriptor, for which the handler need not be allowed to look into the sender.
+0700, and so does that of a sender which waits, ``reply-<pid>-<n>.sock``, for as long as it does. It takes an answer
+from the process that ``handler.pid`` in that folder names and from nobody else, and the end of its wait is its own: the
+handler may ask it to wait on, up to a total that the sender sets. A message may carry a descriptor, for which the
+handler need not be allowed to look into the sender.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
 import os
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from sglang_crashkit.core.armed import read_handler_pid
 
 #: In an answer that is not the last one: for how many seconds at most the sender is asked to wait for that.
 WAIT_FIELD = "wait_secs"
@@ -26,8 +32,11 @@ WAIT_FIELD = "wait_secs"
 _MAX_BYTES = 60_000
 #: The kernel queues ten datagrams (net.unix.max_dgram_qlen); a handler at work lets more wait. Seconds.
 _QUEUE_FULL_SECS = 0.25
+#: The longest that a sender waits in all where it sets no other end, in seconds.
+MOST_SECS = 60.0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _DESCRIPTOR = struct.Struct("i")
+_numbers = itertools.count()
 
 
 class HandlerUnreachableError(Exception):
@@ -82,6 +91,7 @@ def request(
     timeout_secs: float,
     *,
     on_wait: Callable[[float], object] | None = None,
+    most_secs: float = MOST_SECS,
     **fields: Any,
 ) -> dict[str, Any]:
     """Send a message and wait for its acknowledgement.
@@ -91,38 +101,106 @@ def request(
         event: what happened.
         timeout_secs: the longest to wait, in seconds, as long as the handler does not ask for more.
         on_wait: told for how many seconds from now the handler asks to wait at most.
+        most_secs: the longest to wait in all, in seconds, whatever the handler asks for.
         fields: the rest of the message, JSON values.
 
     Returns:
-        The acknowledgement; empty when the handler took the message but did not answer in time.
+        The acknowledgement; empty when the handler took the message but did not answer in time, or cannot, because
+        there is no room for a socket beside the handler's.
 
     Raises:
         HandlerUnreachableError: the message could not be handed over, or the handler died before it answered.
     """
+    began = time.monotonic()
+    timeout_secs = min(timeout_secs, most_secs)
+    with _reply_socket(Path(socket_path).parent) as (sender, is_bound):
+        # Before it is asked: it may be asked to remove that.
+        handler_pid = read_handler_pid(Path(socket_path).parent)
+        _send(sender, socket_path, event, fields | ({"wait": True} if is_bound else {}), timeout_secs)
+        if not is_bound:
+            return {}
+        return _await_answer(sender, socket_path, handler_pid, began, timeout_secs, most_secs, on_wait)
+
+
+def _await_answer(
+    sender: socket.socket,
+    socket_path: str,
+    handler_pid: int | None,
+    began: float,
+    timeout_secs: float,
+    most_secs: float,
+    on_wait: Callable[[float], object] | None,
+) -> dict[str, Any]:
+    deadline = began + timeout_secs
+    # Not select(2), which ends at descriptor 1023: a server with many connections is beyond it.
+    poller = select.poll()
+    poller.register(sender, select.POLLIN)
+    reachable = True
+    while True:
+        remaining = deadline - time.monotonic()
+        # Short turns, so that a handler that died while it worked is noticed long before the deadline.
+        if poller.poll(max(0.0, min(remaining, 0.25)) * 1000):
+            answer = _receive_answer(sender, handler_pid)
+            if answer is None:
+                # Somebody else's word moves no deadline.
+                if remaining <= 0:
+                    return {}
+                continue
+            more_secs = _asked_secs(answer)
+            if more_secs is None:
+                return answer
+            deadline = min(time.monotonic() + more_secs, began + most_secs)
+            if on_wait is not None:
+                on_wait(max(0.0, deadline - time.monotonic()))
+            continue
+        if not reachable:
+            raise HandlerUnreachableError(f"the crash handler behind {socket_path} died")
+        if remaining <= 0:
+            return {}
+        # It may have answered before it left, so its mailbox is looked into once more.
+        reachable = is_reachable(socket_path)
+
+
+@contextlib.contextmanager
+def _reply_socket(folder: Path) -> Iterator[tuple[socket.socket, bool]]:
+    """Yield a socket to send from, and whether an answer can reach it at a path in `folder`; that is removed."""
+    path = folder / f"reply-{os.getpid()}-{next(_numbers)}.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-        sender.bind("")
-        deadline = time.monotonic() + timeout_secs
-        _send(sender, socket_path, event, fields | {"wait": True}, timeout_secs)
-        # Not select(2), which ends at descriptor 1023: a server with many connections is beyond it.
-        poller = select.poll()
-        poller.register(sender, select.POLLIN)
-        reachable = True
-        while True:
-            remaining = deadline - time.monotonic()
-            # Short turns, so that a handler that died while it worked is noticed long before the deadline.
-            if poller.poll(max(0.0, min(remaining, 0.25)) * 1000):
-                answer: dict[str, Any] = json.loads(sender.recv(_MAX_BYTES))
-                if WAIT_FIELD not in answer:
-                    return answer
-                deadline = time.monotonic() + answer[WAIT_FIELD]
-                if on_wait is not None:
-                    on_wait(answer[WAIT_FIELD])
-            if not reachable:
-                raise HandlerUnreachableError(f"the crash handler behind {socket_path} died")
-            if remaining <= 0:
-                return {}
-            # It may have answered before it left, so its mailbox is looked into once more.
-            reachable = is_reachable(socket_path)
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        try:
+            sender.bind(str(path))
+        except OSError:
+            # The disk is full, or somebody removed the folder: the message may still arrive.
+            yield sender, False
+            return
+        try:
+            yield sender, True
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _receive_answer(sender: socket.socket, handler_pid: int | None) -> dict[str, Any] | None:
+    """Return the next answer; None where it is not the handler's."""
+    try:
+        data, ancillary, _flags, _address = sender.recvmsg(
+            _MAX_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+        )
+        answer = json.loads(data)
+    except (OSError, ValueError, RecursionError):
+        return None
+    credentials = _credentials_in(ancillary)
+    is_handlers = credentials is not None and handler_pid is not None and credentials[0] == handler_pid
+    return answer if is_handlers and isinstance(answer, dict) else None
+
+
+def _asked_secs(answer: dict[str, Any]) -> float | None:
+    """Return for how many seconds more the handler asks to be waited for; None where this is its last word."""
+    if WAIT_FIELD not in answer:
+        return None
+    seconds = answer[WAIT_FIELD]
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and math.isfinite(seconds)
+    return max(0.0, float(seconds)) if is_number else 0.0
 
 
 def is_reachable(socket_path: str) -> bool:
@@ -163,6 +241,7 @@ class Mailbox:
         receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         receiver.setblocking(False)
         self._receiver = receiver
+        self._folder = os.path.dirname(receiver.getsockname())  # noqa: PTH120 - as bytes or text, as the kernel has it
 
     @staticmethod
     def bind(path: Path) -> socket.socket:
@@ -206,10 +285,26 @@ class Mailbox:
         return messages
 
     def acknowledge(self, message: Message, **fields: Any) -> None:
-        """Answer a sender that waits; one that is gone is no error."""
-        if message.address is not None:
-            with contextlib.suppress(OSError):
-                self._receiver.sendto(json.dumps(fields).encode(), socket.MSG_DONTWAIT, message.address)
+        """Answer a sender that waits beside this socket; one that is gone is no error."""
+        with self.line_to(message) as line:
+            line(**fields)
+
+    @contextlib.contextmanager
+    def line_to(self, message: Message) -> Iterator[Callable[..., None]]:
+        """Yield what answers a sender that waits, also when the folder of its socket has been removed meanwhile."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as line:
+            reached = False
+            if message.address is not None and os.path.dirname(message.address) == os.fsencode(self._folder):  # noqa: PTH120
+                with contextlib.suppress(OSError):
+                    line.connect(message.address)
+                    reached = True
+
+            def answer(**fields: Any) -> None:
+                if reached:
+                    with contextlib.suppress(OSError):
+                        line.send(json.dumps(fields).encode(), socket.MSG_DONTWAIT)
+
+            yield answer
 
 
 def _passed(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
@@ -221,15 +316,20 @@ def _passed(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     ]
 
 
+def _credentials_in(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, int, int] | None:
+    """Return pid, uid and gid of a sender by the kernel's word; None where it said nothing."""
+    for level, kind, value in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+            pid, uid, gid = _CREDENTIALS.unpack(value[: _CREDENTIALS.size])
+            return pid, uid, gid
+    return None
+
+
 def _decode(data: bytes, ancillary: list[tuple[int, int, bytes]], address: bytes | str | None) -> Message | None:
-    credentials = [
-        _CREDENTIALS.unpack(value[: _CREDENTIALS.size])
-        for level, kind, value in ancillary
-        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS
-    ]
-    if not credentials:
+    credentials = _credentials_in(ancillary)
+    if credentials is None:
         return None
-    pid, uid, _gid = credentials[0]
+    pid, uid, _gid = credentials
     if uid not in (os.geteuid(), 0):
         return None
     try:

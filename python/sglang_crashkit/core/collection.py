@@ -1,7 +1,8 @@
-"""Collect what the processes of the servers on this host do: a few rounds of stacks, then a debugger on each.
+"""Collect what the processes of the servers on this host do: a few rounds of stacks, and a debugger on request.
 
-Rounds take no permission of the processes and do not stop them; several tell a process that stands still from one that
-goes on. The debugger, which stops its target, comes last, so that what it changes is in no round. Files are written as
+Rounds neither stop nor signal a process; several tell one that stands still from one that goes on. The debugger, which
+stops its target for seconds, comes last, so that what it changes is in no round, and only where the rounds leave a
+question: not of a server that does not hang, nor where they show for certain who it is that does. Files are written as
 soon as there is something for them, whole at every moment.
 """
 
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sglang_crashkit.core import collected_text, procfs
+from sglang_crashkit.core.analysis.explain import explain
+from sglang_crashkit.core.analysis.sightings import Sightings
 from sglang_crashkit.core.debugger import (
     MAY_TRACE,
     SUBSTITUTE,
@@ -47,14 +50,14 @@ class Plan:
         output: the folder for the files.
         snapshots: number of rounds, 1 or more.
         interval_secs: from the start of a round to the start of the next, in seconds.
-        debugger: whether a debugger is run on each process at the end.
+        native: whether a debugger is run at the end on each process of which the rounds leave a question.
         tool_secs: the longest that one tool may take for one process, in seconds.
     """
 
     output: Path
     snapshots: int = 3
     interval_secs: float = 5.0
-    debugger: bool = True
+    native: bool = False
     tool_secs: float = TOOL_SECS
 
 
@@ -95,6 +98,7 @@ class Collection:
         snapshot_files: names of their files in the output folder.
         tool: the debugger's name, empty where there is none.
         missing: which tool is missing and how to get it; empty where none is.
+        spared: why the debugger was run on none of them; empty where it was on some, or was not to be.
 
     Raises:
         CrashkitError: the output folder is no folder of this user.
@@ -108,7 +112,8 @@ class Collection:
         self.snapshot_files: list[str] = []
         self._plan, self._tell = plan, tell
         self._pyspy_secs = 0.0
-        self._debugger, self.missing = find_debugger() if plan.debugger else (None, "")
+        self._debugger, self.missing = find_debugger() if plan.native else (None, "")
+        self.spared = ""
         self.tool = self._debugger.name if self._debugger else ""
         self._started = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         make_private_folder(plan.output.absolute())
@@ -127,7 +132,9 @@ class Collection:
             self._take_snapshot()
 
     def debug(self, within_secs: float | None = None) -> None:
-        """Run the debugger on each process, if that is planned, once there are snapshots; of it the same holds.
+        """Run the debugger, if that is planned, once there are snapshots; of it the same holds.
+
+        It is run on no process of a server of which the snapshots say for certain what is wrong, or that nothing is.
 
         Args:
             within_secs: how long that may take for all processes together, in seconds; no limit when None.
@@ -135,11 +142,13 @@ class Collection:
         Raises:
             OSError: see `take_snapshots`.
         """
-        if not self._plan.debugger:
+        if not self._plan.native:
             return
-        self._tell(f"{self.tool or SUBSTITUTE} of {len(self.collected)} processes")
+        by_pid = self._without_those_spared()
+        if not by_pid:
+            return
+        self._tell(f"{self.tool or SUBSTITUTE} of {len(by_pid)} processes")
         limit = threading.TIMEOUT_MAX if within_secs is None else within_secs
-        by_pid = {one.process.pid: one for one in self.collected}
         if self._debugger is not None:
             processes = {pid: one.process.start_ticks for pid, one in by_pid.items()}
 
@@ -152,6 +161,23 @@ class Collection:
         found = substitute(python, min(self._plan.tool_secs, limit))
         for pid, one in by_pid.items():
             self._take_in(one, found.get(pid) or Debugged(SUBSTITUTE, problem="it is no Python process"))
+
+    def _without_those_spared(self) -> dict[int, Collected]:
+        """Return those that the debugger is for, by pid; of each other one its file says why it is not."""
+        whole = _why_spared(self.rounds)
+        reasons: dict[int, str] = {}
+        for pids in _systems(self.collected):
+            parts = [
+                replace(one, processes=tuple(seen for seen in one.processes if seen.pid in pids)) for one in self.rounds
+            ]
+            reasons |= dict.fromkeys(pids, whole or _why_spared(parts))
+        for one in self.collected:
+            if reason := reasons[one.process.pid]:
+                one.debugged = Debugged(self.tool or SUBSTITUTE, problem=f"not run: {reason}")
+                self._write_debugged(one)
+        if all(reasons.values()):
+            self.spared = "; ".join(dict.fromkeys(reasons.values()))
+        return {one.process.pid: one for one in self.collected if not reasons[one.process.pid]}
 
     def _take_snapshot(self) -> None:
         began = time.time()
@@ -183,6 +209,7 @@ class Collection:
             {process.pid: _runtime_of(process) for process in there},
             # The limit is for all rounds: a py-spy that hangs, hangs in each.
             max(_LEAST_SECS, self._plan.tool_secs - self._pyspy_secs),
+            may_signal=False,
         )
         self._pyspy_secs += time.monotonic() - began
         return {photograph.pid: photograph for photograph in found}
@@ -223,7 +250,11 @@ class Collection:
         problems = (*last.problems, Problem(what, debugged.problem)) if debugged.problem else last.problems
         self.rounds[-1] = replace(last, processes=processes, problems=problems)
         self._write_round()
-        self._write(one, "cudagdb", collected_text.native_stacks(one.process, self.host, debugged, self.missing))
+        self._write_debugged(one)
+
+    def _write_debugged(self, one: Collected) -> None:
+        assert one.debugged is not None
+        self._write(one, "cudagdb", collected_text.native_stacks(one.process, self.host, one.debugged, self.missing))
 
     def _write_round(self) -> None:
         write_json(self._plan.output / self.snapshot_files[-1], self.rounds[-1].to_json())
@@ -233,6 +264,23 @@ class Collection:
         write_private(self._plan.output / name, text.encode(errors="backslashreplace"))
         if name not in one.files:
             one.files.append(name)
+
+
+def _systems(collected: Sequence[Collected]) -> list[set[int]]:
+    """Return the pids of each server; those of a prefill and decode pair hang together, so they are one."""
+    systems: dict[object, set[int]] = {}
+    for one in collected:
+        of_pair = side_of(one.process.server_arguments) is not None
+        systems.setdefault("pair" if of_pair else one.process.server, set()).add(one.process.pid)
+    return list(systems.values())
+
+
+def _why_spared(rounds: Sequence[NodeSnapshot]) -> str:
+    """Return why a debugger would add harm and no knowledge, empty where the rounds leave a question."""
+    explanation = explain(Sightings.of(rounds))
+    if explanation.kind in ("idle", "moving"):
+        return "no hang is seen"
+    return "the verdict is established without it" if explanation.level == "established" else ""
 
 
 def _is_python(process: FoundProcess) -> bool:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from sglang_crashkit.core import procfs
 from sglang_crashkit.core.fifo import FifoError, WriteOutcome, open_files, owner_of, write_to_fifo
 
 _ENABLED, _PIPE, _FILE = "CUDA_ENABLE_USER_TRIGGERED_COREDUMP", "CUDA_COREDUMP_PIPE", "CUDA_COREDUMP_FILE"
@@ -164,6 +165,15 @@ class CoreRequest:
         return total
 
     @property
+    def size_on_disk(self) -> int:
+        """How many bytes of the disk the core takes by now."""
+        total = 0
+        for path in set(self._files()) - self._before:
+            with contextlib.suppress(OSError):
+                total += path.stat().st_blocks * _BLOCK_BYTES
+        return total
+
+    @property
     def folder(self) -> Path:
         """Return where the core will lie; see `is_watchable`."""
         return self._absolute(self._environ.get(_FILE, _DEFAULT_FILE)).parent
@@ -272,13 +282,7 @@ def _end_of(
 
 
 def _environment_of(pid: int) -> dict[str, str]:
-    found = {}
-    with contextlib.suppress(OSError):
-        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            name, _, value = entry.decode(errors="replace").partition("=")
-            if name in (_ENABLED, _PIPE, _FILE):
-                found[name] = value
-    return found
+    return {name: value for name, value in procfs.read_environ(pid).items() if name in (_ENABLED, _PIPE, _FILE)}
 
 
 def _pattern_of(template: str, pid: int) -> str:

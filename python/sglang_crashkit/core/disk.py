@@ -1,8 +1,11 @@
 """How much of the disk incidents may take, kept before a byte is written.
 
-The oldest finished incidents make room for a new one. What others filled the disk with is none of their business: then
-an incident takes no more than older ones gave up for it. journald keeps its journals in the same way (journald.conf(5),
-``SystemMaxUse=``, ``SystemKeepFree=``).
+The oldest finished incidents make room for a new one, with the GPU cores and request dumps that they name. What others
+filled the disk with is none of their business: then an incident takes no more than older ones gave up for it. journald
+keeps its journals in the same way (journald.conf(5), ``SystemMaxUse=``, ``SystemKeepFree=``).
+
+A core or a dump that no incident names may be anybody's. It is never removed; it counts where further cores are asked
+for, and not against who died of what, which is small and worth more.
 """
 
 from __future__ import annotations
@@ -12,24 +15,31 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_crashkit.core.crash_files import CrashFile, find_crash_files, is_of_living_server, named_in
 from sglang_crashkit.core.folder_lock import FolderLock
 from sglang_crashkit.core.incident import EvidenceStatus
-from sglang_crashkit.core.incident_name import PARTIAL, REMOVING, is_finished
+from sglang_crashkit.core.incident_name import PARTIAL, REMOVING, is_finished, parse_name
 
 MB = 1 << 20
-MAX_USE, KEEP_FREE, MAX_INCIDENT = (f"SGLANG_CRASHKIT_{name}_MB" for name in ("MAX_USE", "KEEP_FREE", "MAX_INCIDENT"))
-_DEFAULT_MAX_USE = _DEFAULT_KEEP_FREE = 1024 * MB
+_LIMITS = ("MAX_USE", "KEEP_FREE", "MAX_INCIDENT", "MAX_CORE")
+MAX_USE, KEEP_FREE, MAX_INCIDENT, MAX_CORE = (f"SGLANG_CRASHKIT_{name}_MB" for name in _LIMITS)
+#: Cores of a server of eight GPUs take 2 GB without memory in them.
+_DEFAULT_MAX_USE = 4096 * MB
+_DEFAULT_KEEP_FREE = 1024 * MB
 _DEFAULT_MAX_INCIDENT = 256 * MB
+_DEFAULT_MAX_CORE = 4096 * MB
 #: Of a small file system the defaults take these shares at most.
 _USE_SHARE, _FREE_SHARE = 0.10, 0.05
 #: Room is made for at least this much at a time, so that not every file of an incident needs some of its own.
 _AT_A_TIME = 256 * 1024
 _BLOCK = 4096
 _LOCK_SECS = 0.5
+#: A core or a dump that changed within so many seconds may be written still; twice the time that a server's end has.
+_SETTLED_SECS = 120.0
 FULL = "the disk is full"
 
 
@@ -45,25 +55,28 @@ class DiskLimits:
     """What the user allows, in bytes; None is the default.
 
     Attributes:
-        max_use: ``SGLANG_CRASHKIT_MAX_USE_MB``; all incidents of a host together. By default 1024 MB, and at most a
-            tenth of the file system.
+        max_use: ``SGLANG_CRASHKIT_MAX_USE_MB``; all incidents of a host together, with the GPU cores and request dumps
+            beside them. By default 4096 MB, and at most a tenth of the file system.
         keep_free: ``SGLANG_CRASHKIT_KEEP_FREE_MB``; what incidents leave free on the file system. By default 1024 MB,
             and at most a twentieth of it.
-        max_incident: ``SGLANG_CRASHKIT_MAX_INCIDENT_MB``; one incident. 256 MB by default.
+        max_incident: ``SGLANG_CRASHKIT_MAX_INCIDENT_MB``; one incident, without what lies beside it. 256 MB by default.
+        max_core: ``SGLANG_CRASHKIT_MAX_CORE_MB``; one GPU core. 4096 MB by default.
     """
 
     max_use: int | None = None
     keep_free: int | None = None
     max_incident: int = _DEFAULT_MAX_INCIDENT
+    max_core: int = _DEFAULT_MAX_CORE
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> DiskLimits:
         """Read them from `environ`; a value that cannot be read counts as unset."""
-        max_incident = _read_megabytes(environ, MAX_INCIDENT)
+        max_incident, max_core = (_read_megabytes(environ, name) for name in (MAX_INCIDENT, MAX_CORE))
         return cls(
             max_use=_read_megabytes(environ, MAX_USE),
             keep_free=_read_megabytes(environ, KEEP_FREE),
             max_incident=_DEFAULT_MAX_INCIDENT if max_incident is None else max_incident,
+            max_core=_DEFAULT_MAX_CORE if max_core is None else max_core,
         )
 
 
@@ -87,13 +100,19 @@ class Ledger:
         incidents: the folder of all incidents of this host.
         name: what this incident's folder is called when it is finished; it is never removed.
         limits: what the user allows.
+        elsewhere: other folders of incidents of this host, which count as well.
+        server: the pid of the incident's server; what another one that lives has left is never removed.
 
     Raises:
         OSError: the folder cannot be read.
     """
 
-    def __init__(self, incidents: Path, name: str, limits: DiskLimits) -> None:
+    def __init__(
+        self, incidents: Path, name: str, limits: DiskLimits, elsewhere: Sequence[Path] = (), server: int = 0
+    ) -> None:
         self._incidents = incidents
+        self._folders = (incidents, *elsewhere)
+        self._server = server
         self._names = {name, f"{PARTIAL}{name}"}
         total, free = _space_of(incidents)
         default_use = min(_DEFAULT_MAX_USE, int(total * _USE_SHARE))
@@ -102,7 +121,7 @@ class Ledger:
         self._floor = min(_keep_free(total, limits), free)
         self._max_incident = limits.max_incident
         self._own: dict[str, int] = {}
-        self._others: dict[str, int] | None = None
+        self._others: dict[Path, _Other] | None = None
 
     @property
     def own(self) -> int:
@@ -147,45 +166,63 @@ class Ledger:
 
     def make_room(self, growth: int) -> None:
         """Remove the oldest finished incidents until `growth` more bytes fit, or none is left."""
-        self._remove_until(lambda: self._fits_use(growth) and self._fits_disk(growth))
+        self._remove_until(lambda: self._fits_use(growth))
+        self._remove_until(lambda: self._fits_disk(growth), here=True)
 
     def make_room_beside(self, folder: Path, size: int) -> str:
-        """Make room for what somebody else is about to write to `folder`, and which is not counted.
+        """Make room for what somebody else, such as the CUDA driver, is about to write to `folder`.
 
-        The oldest incidents make room for it where it shares their file system.
+        The oldest incidents make room for it.
 
         Args:
             folder: where it will be.
-            size: how long it may become, in bytes.
+            size: how long it may become, in bytes; 0 where it is there by now, and is to become no longer.
 
         Returns:
             Why there is none; empty where there is room.
         """
         try:
+            self._remove_until(lambda: self._fits_use_beside(size))
+            if not self._fits_use_beside(size):
+                return self._too_much
             if folder.stat().st_dev == self._incidents.stat().st_dev:
-                if not self._fits_disk(size):
-                    self._remove_until(lambda: self._fits_disk(size))
+                self._remove_until(lambda: self._fits_disk(size), here=True)
                 fits = self._fits_disk(size)
             else:
                 total, free = _space_of(folder)
                 fits = free - size >= min(_DEFAULT_KEEP_FREE, int(total * _FREE_SHARE))
         except OSError as error:
             return f"{folder} cannot be written to: {error.strerror}"
-        return "" if fits else f"there is no room for {size / MB:g} MB in {folder}"
+        if fits:
+            return ""
+        return f"there is no room for {size / MB:g} MB in {folder}" if size else f"{folder} has no room for more"
 
-    def _remove_until(self, fits: Callable[[], bool]) -> None:
-        """Remove the oldest finished incidents until it `fits`, or none is left."""
+    @property
+    def _too_much(self) -> str:
+        return f"incidents would take more than {MAX_USE} ({self._max_use / MB:g} MB)"
+
+    def _remove_until(self, fits: Callable[[], bool], *, here: bool = False) -> None:
+        """Remove the oldest finished incidents until it `fits`, or none is left.
+
+        Args:
+            fits: asked again after each.
+            here: only those on the file system of this incident are of use.
+        """
+        if fits():
+            return
         lock = FolderLock(self._incidents)
         # Two at a time would remove twice as much as they need.
         if lock.acquire(_LOCK_SECS) == "taken":
             return
         try:
             self._others = others = self._measure()
-            for name in sorted(filter(is_finished, others)):
+            device = self._incidents.stat().st_dev
+            for path in sorted((path for path in others if is_finished(path.name)), key=lambda path: path.name):
                 if fits():
                     break
-                if remove_incident(self._incidents / name):
-                    del others[name]
+                is_of_use = not here or others[path].device == device
+                if is_of_use and self._may_remove(path, others[path]) and remove_incident(path, others[path].files):
+                    del others[path]
         finally:
             lock.release()
 
@@ -195,7 +232,7 @@ class Ledger:
         if not self._fits_use(growth) or not self._fits_disk(growth):
             self.make_room(max(growth, _AT_A_TIME))
         if not self._fits_use(growth):
-            return f"incidents would take more than {MAX_USE} ({self._max_use / MB:g} MB)"
+            return self._too_much
         if not self._fits_disk(growth):
             if _space_of(self._incidents)[1] < growth:
                 return FULL
@@ -206,35 +243,69 @@ class Ledger:
         if self._others is None:
             # Not before the first stacks: nothing may delay the photograph.
             self._others = self._measure()
-        return sum(self._others.values()) + self.own + growth <= self._max_use
+        return sum(other.size for other in self._others.values()) + self.own + growth <= self._max_use
+
+    def _fits_use_beside(self, size: int) -> bool:
+        if self._others is None:
+            self._others = self._measure()
+        # Looked at anew: cores grow, and those of this incident are named by none that is finished.
+        beside = sum(file.size for file in find_crash_files(self._folders))
+        incidents = sum(other.size - other.beside for other in self._others.values())
+        return incidents + beside + self.own + size <= self._max_use
 
     def _fits_disk(self, growth: int) -> bool:
         return _space_of(self._incidents)[1] - growth >= self._floor
 
-    def _measure(self) -> dict[str, int]:
-        """Return what everything in the folder but this incident takes, by name."""
-        return {path.name: size_of(path) for path in self._incidents.iterdir() if path.name not in self._names}
+    def _may_remove(self, path: Path, other: _Other) -> bool:
+        # Its server may be about to write what it names.
+        is_old = all(file.age_secs >= _SETTLED_SECS for file in other.files)
+        return is_old and not is_of_living_server(path, but=self._server)
+
+    def _measure(self) -> dict[Path, _Other]:
+        """Return what everything in the folders but this incident takes, by path."""
+        found: dict[Path, _Other] = {}
+        for folder in self._folders:
+            try:
+                device, entries = folder.stat().st_dev, list(folder.iterdir())
+            except OSError:
+                if folder == self._incidents:
+                    raise
+                continue
+            found |= {path: _Other(size_of(path), device) for path in entries if path.name not in self._names}
+        # What several name is the last one's, which may be unfinished.
+        incidents = sorted((path for path in found if parse_name(path.name)), key=_time_of, reverse=True)
+        for path, files in named_in(incidents, find_crash_files(self._folders)).items():
+            found[path].add(files)
+        return found
 
 
-def why_no_room(folder: Path, size: int, limits: DiskLimits) -> str:
-    """Say why something that stays while a server runs, and is not counted, is not to be written.
+class _Other:
+    """What one entry of a folder of incidents takes.
 
-    Args:
-        folder: where it would be.
-        size: how long it would be, in bytes.
-        limits: what the user allows; nothing makes room for it.
-
-    Returns:
-        Empty where there is room, and where nobody can tell: whoever writes it sees.
+    Attributes:
+        size: its bytes on disk, with `files`.
+        device: the file system that it is on.
+        files: the cores and dumps that it names, and that lie beside it.
     """
-    try:
-        total, free = _space_of(folder)
-    except OSError:
-        return ""
-    keep_free = _keep_free(total, limits)
-    if free < size:
-        return FULL
-    return "" if free - size >= keep_free else f"less than {KEEP_FREE} ({keep_free / MB:.3g} MB) would stay free"
+
+    def __init__(self, size: int, device: int) -> None:
+        self.size = size
+        self.device = device
+        self.files: Sequence[CrashFile] = ()
+
+    @property
+    def beside(self) -> int:
+        """How many bytes `files` take."""
+        return sum(file.size for file in self.files)
+
+    def add(self, files: Sequence[CrashFile]) -> None:
+        """Take in what it names."""
+        self.files = files
+        self.size += self.beside
+
+
+def _time_of(path: Path) -> str:
+    return path.name.removeprefix(PARTIAL)
 
 
 def _keep_free(total: int, limits: DiskLimits) -> int:
@@ -242,10 +313,14 @@ def _keep_free(total: int, limits: DiskLimits) -> int:
     return default if limits.keep_free is None else limits.keep_free
 
 
-def remove_incident(folder: Path) -> bool:
+def remove_incident(folder: Path, files: Sequence[CrashFile] = ()) -> bool:
     """Remove a finished incident of this user; say whether it is gone.
 
     It loses its name first, so that one that is removed in part is never taken for a whole one.
+
+    Args:
+        folder: the incident.
+        files: what it names, which goes with it.
     """
     removing = folder.with_name(f"{REMOVING}{folder.name}")
     with contextlib.suppress(OSError):
@@ -253,14 +328,20 @@ def remove_incident(folder: Path) -> bool:
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             return False
         folder.rename(removing)
+        for file in files:
+            file.remove()
         shutil.rmtree(removing)
         return True
     return False
 
 
 def size_of(folder: Path) -> int:
-    """Return how many bytes the files below `folder` take on disk; links are not followed."""
+    """Return how many bytes the files below `folder`, or a file of that name, take on disk; links are not followed."""
     size = 0
+    with contextlib.suppress(OSError):
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            return status.st_blocks * 512
     for path, _folders, files in os.walk(folder):
         for name in files:
             with contextlib.suppress(OSError):

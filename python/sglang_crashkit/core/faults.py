@@ -70,7 +70,7 @@ class Fault:
 
 
 def fault_of(document: Mapping[str, Any]) -> Fault | None:
-    """Return the fault that an incident tells of; None where nothing was seen to fail.
+    """Return the fault that an incident tells of; None where nothing was seen to fail, or a hang has no stack.
 
     Args:
         document: see `Incident.to_json`.
@@ -81,12 +81,16 @@ def fault_of(document: Mapping[str, Any]) -> Fault | None:
     first = next((process for process in processes if process.get("pid") == pid), None)
     if first is None:
         return None
+    kind, frames = str(verdict.get("kind")), tuple(_frames_of(first, processes, document))
+    if kind == "hang" and not frames:
+        # Where nobody was seen, nothing tells one hang from another.
+        return None
     return Fault(
         release=str(server.get("sglang_version")),
-        kind=str(verdict.get("kind")),
+        kind=kind,
         who=_who(first),
         what=_what_happened_to(first, document),
-        frames=tuple(_frames_of(first, processes, document)),
+        frames=frames,
     )
 
 
@@ -122,7 +126,9 @@ def _frames_of(first: Mapping[str, Any], processes: list[Mapping[str, Any]], doc
     return sorted(waiting)
 
 
-def count_fault(incidents: Path, fault: Fault, incident_id: str, name: str, keep: int) -> Occurrence | None:
+def count_fault(
+    incidents: Path, fault: Fault, incident_id: str, name: str, keep: int, *, has_core: bool = False
+) -> Occurrence | None:
     """Count a fault in the index, and say whether its incident is one more of the same.
 
     Args:
@@ -131,6 +137,7 @@ def count_fault(incidents: Path, fault: Fault, incident_id: str, name: str, keep
         incident_id: the incident's id.
         name: what its folder is called when it is finished.
         keep: how many incidents of a fault are kept in full a day; 0 for all.
+        has_core: it has a GPU core.
 
     Returns:
         None where the index could not be had or written; then the incident is to be kept in full.
@@ -143,6 +150,8 @@ def count_fault(incidents: Path, fault: Fault, incident_id: str, name: str, keep
         index = _read(incidents / INDEX)
         entry = index.setdefault(fault.key, {"fault": asdict(fault), "count": 0, "first": iso_time(time.time())})
         count, repeats = _count(entry, incidents, incident_id, name, keep)
+        if has_core:
+            entry["core"] = {"id": incident_id, "name": name, "seconds": time.time()}
         _write(incidents / INDEX, index)
     except OSError as error:
         logger.warning("the index of faults in %s could not be written: %s", incidents, error)
@@ -162,13 +171,7 @@ def read_faults(incidents: Path) -> dict[str, dict[str, Any]]:
 
 def _count(entry: dict[str, Any], incidents: Path, incident_id: str, name: str, keep: int) -> tuple[int, str | None]:
     now = time.time()
-    full = [
-        its
-        for its in mappings_of(entry.get("full"))
-        if isinstance(its.get("seconds"), (int, float))
-        and abs(now - its["seconds"]) < _DAY_SECS
-        and any((incidents / f"{mark}{its.get('name')}").is_dir() for mark in ("", PARTIAL))
-    ]
+    full = [its for its in mappings_of(entry.get("full")) if _counts(its, incidents, now)]
     is_repeat = 0 < keep <= len(full)
     if not is_repeat:
         full.append({"id": incident_id, "name": name, "seconds": now})
@@ -177,6 +180,23 @@ def _count(entry: dict[str, Any], incidents: Path, incident_id: str, name: str, 
     entry["last"] = iso_time(now)
     entry["full"] = full
     return entry["count"], str(full[0].get("id")) if is_repeat else None
+
+
+def _counts(its: Mapping[str, Any], incidents: Path, now: float) -> bool:
+    """Say whether an incident that the index has is there still, and of this day."""
+    is_recent = isinstance(its.get("seconds"), (int, float)) and abs(now - its["seconds"]) < _DAY_SECS
+    return is_recent and any((incidents / f"{mark}{its.get('name')}").is_dir() for mark in ("", PARTIAL))
+
+
+def incident_with_core(incidents: Path, fault: Fault) -> str | None:
+    """Return the id of an incident of the same fault, of this day, that has a GPU core; None where there is none.
+
+    Args:
+        incidents: the folder of all incidents of this host.
+        fault: what happened.
+    """
+    core = mapping_of(mapping_of(_read(incidents / INDEX).get(fault.key)).get("core"))
+    return str(core.get("id")) if _counts(core, incidents, time.time()) else None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -19,14 +19,16 @@ _POLL_SECS = 0.01
 
 
 class FolderLock:
-    """An exclusive lock on a folder, once `acquire` says so.
+    """A lock on a folder, once `acquire` says so.
 
     Args:
         folder: what to lock; a link in its place is not followed.
+        shared: others may have it too, unless they want it for themselves alone.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, shared: bool = False) -> None:
         self._folder = folder
+        self._kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         self._descriptor = -1
 
     def acquire(self, timeout_secs: float = 0.0) -> State:
@@ -45,7 +47,7 @@ class FolderLock:
         self._descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         while True:
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._descriptor, self._kind | fcntl.LOCK_NB)
             except OSError as error:
                 is_taken = error.errno in (errno.EWOULDBLOCK, errno.EACCES)
                 if is_taken and time.monotonic() < deadline:

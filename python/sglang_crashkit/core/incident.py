@@ -79,6 +79,27 @@ class Exit:
 
 
 @dataclass
+class LastSign:
+    """The last sign of life that a scheduler's heartbeat holds.
+
+    Attributes:
+        doing: what it was about then, in words.
+        batches: how many batches it had begun.
+        requests: how many requests the last one holds.
+        mode: forward mode of the last batch, such as ``decode``; empty where it is not known.
+        tokens: how many tokens the last batch takes in, 0 where it is no extend.
+        seconds_before: how long before its end, or before it was looked at, that was, in seconds.
+    """
+
+    doing: str
+    batches: int
+    requests: int
+    mode: str
+    tokens: int
+    seconds_before: float
+
+
+@dataclass
 class ProcessReport:
     """One process of the server.
 
@@ -93,6 +114,7 @@ class ProcessReport:
         gpu: what its GPU was doing, in lines: which kernels, and what failed; empty where no core tells of it.
         looks: where it was looked at several times, each time, the first one too.
         evidence: every expected piece.
+        last_sign: what the heartbeat of a scheduler that died or hangs said last; None where nobody followed it.
     """
 
     pid: int
@@ -105,6 +127,7 @@ class ProcessReport:
     gpu: list[str] = field(default_factory=list)
     looks: list[Look] = field(default_factory=list)
     evidence: list[Evidence] = field(default_factory=list)
+    last_sign: LastSign | None = None
 
 
 @dataclass
@@ -119,13 +142,17 @@ class Trigger:
 
 @dataclass
 class ServerInfo:
-    """The server that the incident happened to; pid and start time (clock ticks since boot) identify it on its host."""
+    """The server that the incident happened to.
+
+    On its host it is told by pid, start time (clock ticks since boot) and PID namespace (its inode's number).
+    """
 
     pid: int
     sglang_version: str
     kit_version: str
     hostname: str
     start_ticks: int | None = None
+    pid_namespace: int | None = None
 
 
 @dataclass

@@ -20,7 +20,7 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ class IncidentFolder:
         incident_id: its id.
         seconds: when it was opened, since the epoch.
         limits: what it may take of the disk; the oldest incidents make room for it.
+        elsewhere: other folders of incidents of this host, which count as well.
+        server: the pid of the server that it happened to.
 
     Attributes:
         id: its id.
@@ -67,13 +69,20 @@ class IncidentFolder:
     problem = ""
 
     def __init__(
-        self, incidents: Path, kind: str, incident_id: str, seconds: float, limits: DiskLimits | None = None
+        self,
+        incidents: Path,
+        kind: str,
+        incident_id: str,
+        seconds: float,
+        limits: DiskLimits | None = None,
+        elsewhere: Sequence[Path] = (),
+        server: int = 0,
     ) -> None:
         name = str(IncidentName(seconds, kind, incident_id))
         self.id = incident_id
         self._final = incidents / name
         make_private_folder(incidents)
-        self._ledger = Ledger(incidents, name, limits or DiskLimits())
+        self._ledger = Ledger(incidents, name, limits or DiskLimits(), elsewhere, server)
         self.path = make_private_folder(incidents / f"{PARTIAL}{name}")
         self._ownership = FolderLock(self.path)
         self._ownership.acquire()

@@ -2,7 +2,8 @@
 
 1. py-spy, from outside, without a pause: needs permission to trace, and nothing of the process.
 2. a thread of the process itself: needs its interpreter lock, and no permission.
-3. faulthandler, in a signal handler of the process: needs neither, and a thread that takes a signal.
+3. faulthandler, in a signal handler of the process: needs neither, and a thread that takes a signal. It may crash the
+   process, so that it is for one that is about to be ended.
 
 The second and the third work for a process that prepared them at its start; see `armed`.
 """
@@ -29,7 +30,11 @@ _LEAST_SHARE = 0.15
 
 
 def capture_all(
-    processes: Mapping[int, int], folder: Path | Mapping[int, Path], deadline_secs: float
+    processes: Mapping[int, int],
+    folder: Path | Mapping[int, Path],
+    deadline_secs: float,
+    *,
+    may_signal: bool = False,
 ) -> list[Photograph]:
     """Take the stacks of all processes side by side.
 
@@ -37,20 +42,24 @@ def capture_all(
         processes: start time of each process by its pid; see `procfs.ProcStat`.
         folder: the runtime folder, where processes say what they armed; by pid where they are of several servers.
         deadline_secs: the longest that it may take, in seconds; a third more on a machine that stood still meanwhile.
+        may_signal: the third way is open: the processes are about to be ended.
 
     Returns:
         A result for each process, in the order given.
     """
     folders = dict.fromkeys(processes, folder) if isinstance(folder, Path) else folder
-    return _Ascent(processes, folders, deadline_secs).climb()
+    return _Ascent(processes, folders, deadline_secs, may_signal=may_signal).climb()
 
 
 class _Ascent:
     """The results so far, and who has none yet."""
 
-    def __init__(self, processes: Mapping[int, int], folders: Mapping[int, Path], deadline_secs: float) -> None:
+    def __init__(
+        self, processes: Mapping[int, int], folders: Mapping[int, Path], deadline_secs: float, *, may_signal: bool
+    ) -> None:
         self._folders = folders
         self._deadline_secs = deadline_secs
+        self._may_signal = may_signal
         self._started = time.monotonic()
         self._pids = list(processes)
         self._armed = {
@@ -64,7 +73,8 @@ class _Ascent:
         share = _PYSPY_SHARE if self._armed else 1.0
         self._take_in(photograph_all(self._pids, share * self._deadline_secs), 0.0)
         self._try(self._ask_responders, self._answering())
-        self._try(self._ask_faulthandler, self._without())
+        if self._may_signal:
+            self._try(self._ask_faulthandler, self._without())
         return [self._results[pid] for pid in self._pids]
 
     def _try(self, ask: Callable[[Sequence[Armed]], list[Photograph]], processes: Sequence[Armed]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 Role = Literal["prefill", "decode"]
 Sign = Literal["refused", "unreachable", "heartbeat", "failed_transfer"]
@@ -13,6 +13,8 @@ Sign = Literal["refused", "unreachable", "heartbeat", "failed_transfer"]
 #: A report names at most this many requests of each kind; the rest is counted.
 MOST_NAMED = 64
 _MOST_IN_TEXT = 8
+#: Of more hosts than this, those with the same sign are spoken of together.
+_MOST_SENTENCES = 4
 _MOST_LETTERS = 100
 
 #: By sign: what is said of one, of several, and why.
@@ -22,6 +24,32 @@ _SIGNS: dict[Sign, tuple[str, str, str]] = {
     "heartbeat": ("was given up by SGLang", "were given up by SGLang", "It missed SGLang's heartbeats."),
     "failed_transfer": ("was given up by SGLang", "were given up by SGLang", "A KV transfer to it failed."),
 }
+#: Why, where the servers of several hosts are spoken of.
+_WHY_SEVERAL: dict[Sign, str] = {
+    "refused": "Their ports refuse connections.",
+    "unreachable": "Their hosts are silent.",
+    "heartbeat": "They missed SGLang's heartbeats.",
+    "failed_transfer": "KV transfers to them failed.",
+}
+
+
+class PeerProcess(NamedTuple):
+    """A process of a peer server, as SGLang's tables name it.
+
+    Attributes:
+        rank: its tensor-parallel rank; 0 where the tables do not say.
+        host: its IP address.
+        port: where it listens.
+    """
+
+    rank: int
+    host: str
+    port: int
+
+    @property
+    def address(self) -> str:
+        """Host and port in one string, an IPv6 address in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -53,7 +81,7 @@ class LostPeer:
             router knows which one they are meant for.
         unassigned_count: how many there are.
         alone: no other server of its role was known to be there.
-        reported_by: pids of the ranks that noticed.
+        reported_by: pids of the ranks that work with it, or that noticed.
     """
 
     address: str
@@ -131,27 +159,53 @@ class LostPeer:
 def describe(peers: Iterable[LostPeer]) -> list[str]:
     """Return in words which peers are lost, which requests wait for them, and how it was noticed.
 
-    The ranks of a decode server are told of together; what they have in common is their host.
+    The ranks of a decode server are told of together; what they have in common is their host. Of many hosts, as in a
+    rolling restart, all with the same sign are.
     """
+    known = list(peers)
+    groups = _grouped(known, lambda peer: (peer.role, peer.host, peer.sign))
+    if len(groups) > _MOST_SENTENCES:
+        groups = _grouped(known, lambda peer: (peer.role, peer.sign))
+    return [_sentence(group) for group in groups]
+
+
+def _grouped(peers: Iterable[LostPeer], key: Callable[[LostPeer], tuple[str, ...]]) -> list[list[LostPeer]]:
     groups: dict[tuple[str, ...], list[LostPeer]] = {}
     for peer in peers:
-        groups.setdefault((peer.role, peer.host, peer.sign), []).append(peer)
-    return [_sentence(group) for group in groups.values()]
+        groups.setdefault(key(peer), []).append(peer)
+    return list(groups.values())
 
 
 def _sentence(group: list[LostPeer]) -> str:
-    whole = copy.deepcopy(group[0])
-    for peer in group[1:]:
+    whole, *others = [_merged(of_host) for of_host in _grouped(group, lambda peer: (peer.host,))]
+    # Ranks of one server have the same requests, several servers have others.
+    count = sum(peer.count for peer in (whole, *others))
+    for peer in others:
         whole.merge(peer)
+    whole.count = max(whole.count, count)
     one, several, why = _SIGNS[whole.sign]
-    names = " and ".join(peer.address for peer in group)
-    parts = [f"{whole.role} server {names} {one if len(group) == 1 else several}"]
+    parts = [f"{whole.role} server {_names(group)} {one if len(group) == 1 else several}"]
+    whom = "them" if others else "it"
     if whole.count or not whole.unassigned_count:
-        parts.append(_waiting(whole.requests, whole.count, "it"))
+        parts.append(_waiting(whole.requests, whole.count, whom))
     if whole.unassigned_count:
         whom = f"a {whole.role} server{', and no other is known' if whole.alone else ' that has not answered yet'}"
         parts.append(_waiting(whole.unassigned, whole.unassigned_count, whom))
-    return f"{'; '.join(parts)}. {why}"
+    return f"{'; '.join(parts)}. {_WHY_SEVERAL[whole.sign] if others else why}"
+
+
+def _merged(peers: list[LostPeer]) -> LostPeer:
+    whole = copy.deepcopy(peers[0])
+    for peer in peers[1:]:
+        whole.merge(peer)
+    return whole
+
+
+def _names(group: list[LostPeer]) -> str:
+    names = [peer.address for peer in group]
+    if len(names) > _MOST_IN_TEXT:
+        return f"{', '.join(names[:_MOST_IN_TEXT])} and {len(names) - _MOST_IN_TEXT} more"
+    return " and ".join(names)
 
 
 def _waiting(requests: Iterable[WaitingRequest], count: int, whom: str) -> str:

@@ -1,7 +1,8 @@
 """Read what the kernel says of processes under ``/proc``.
 
 Field numbers are those of proc_pid_stat(5) and proc_pid_status(5). Every function answers None (or an empty value) for
-a process that is gone: between any two reads a process may go.
+a process that is gone: between any two reads a process may go. What may wait for the process is read by `guarded_read`;
+where it does not come in time, that is the answer too.
 """
 
 from __future__ import annotations
@@ -9,15 +10,21 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_crashkit.core.guarded_read import read_guarded
 from sglang_crashkit.core.redact import redact_text
 
 _PROC = Path("/proc")
 _MAX_TITLE = 120
+#: The kernel keeps so much of a name.
+COMM_BYTES = 15
+#: linux/sched.h
+_PF_EXITING = 0x4
 _INTERPRETERS = ("python", "pypy")
 
 
@@ -74,12 +81,34 @@ def read_stat(pid: int) -> ProcStat | None:
 
 
 def read_cmdline(pid: int) -> list[str]:
-    """Return the arguments of `pid`; empty for a zombie, a kernel thread or a process that is gone."""
+    """Return the arguments of `pid`.
+
+    They are empty for a zombie, a kernel thread or a process that is gone, and where they do not come in time.
+    """
     try:
-        raw = (_PROC / str(pid) / "cmdline").read_bytes()
+        raw = read_guarded(_PROC / str(pid) / "cmdline")
     except OSError:
         return []
     return [part.decode(errors="replace") for part in raw.rstrip(b"\0").split(b"\0")] if raw else []
+
+
+def read_environ(pid: int) -> dict[str, str]:
+    """Return the environment that `pid` was started with, as far as it may be read: a title is written over it."""
+    try:
+        raw = read_guarded(_PROC / str(pid) / "environ")
+    except OSError:
+        return {}
+    pairs = (entry.decode(errors="replace").partition("=") for entry in raw.split(b"\0"))
+    return {name: value for name, _equals, value in pairs if name}
+
+
+def read_maps(pid: int) -> bytes:
+    """Return what `pid` maps, as proc_pid_maps(5) has it; empty for a zombie and a kernel thread.
+
+    Raises:
+        OSError: it may not be read, does not come in time, or the process is gone.
+    """
+    return read_guarded(_PROC / str(pid) / "maps")
 
 
 def title_of(cmdline: Iterable[str], comm: str) -> str:
@@ -120,7 +149,10 @@ def _module_of(code: str) -> str:
 
 
 def read_title(pid: int) -> str:
-    """Return the title of the process `pid` (see `title_of`), or an empty string when it is gone."""
+    """Return the title of the process `pid` (see `title_of`), or an empty string when it is gone.
+
+    Where that does not come in time, it is the first `COMM_BYTES` bytes of it.
+    """
     cmdline = read_cmdline(pid)
     if cmdline and cmdline[0]:
         return title_of(cmdline, "")
@@ -141,6 +173,12 @@ def is_python(pid: int) -> bool:
     except OSError:
         return False
     return executable.name.startswith(_INTERPRETERS)
+
+
+def is_dead(pid: int) -> bool:
+    """Say whether `pid` is a zombie or gone."""
+    stat = read_stat(pid)
+    return stat is None or stat.state in "ZX"
 
 
 def may_inspect(pid: int) -> bool:
@@ -198,6 +236,19 @@ def read_tracer(pid: int, thread: int | None = None) -> int:
     return int(tracer) if tracer.isdigit() else 0
 
 
+def is_ending(pid: int) -> bool:
+    """Say whether `pid` has been killed, or is about to be gone: it holds what it held for a while then."""
+    pending = read_status(pid)
+    if any(in_mask(pending.get(name), signal.SIGKILL) for name in ("SigPnd", "ShdPnd")):
+        return True
+    try:
+        raw = (_PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return True
+    fields = raw[raw.rfind(b")") + 2 :].split()
+    return fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _PF_EXITING)
+
+
 def read_wchan(pid: int) -> str:
     """Return the kernel function the main thread sleeps in, or an empty string where it may not be read."""
     try:
@@ -209,7 +260,7 @@ def read_wchan(pid: int) -> str:
 def mapped_files(pid: int) -> set[str]:
     """Return the paths of the files that `pid` maps, such as its libraries; empty where that may not be read."""
     try:
-        text = (_PROC / str(pid) / "maps").read_text(errors="replace")
+        text = read_maps(pid).decode(errors="replace")
     except OSError:
         return set()
     # Address, permissions, offset, device, inode, path; proc_pid_maps(5).

@@ -30,7 +30,7 @@ EXECUTABLE_VARIABLE = "SGLANG_CRASHKIT_PYSPY"
 Mode = Literal["--nonblocking", "--native"]
 
 #: How often it is tried: a snapshot without a pause may be torn, one with a pause is not.
-_ATTEMPTS: dict[Mode, int] = {"--nonblocking": 3, "--native": 1}
+_ATTEMPTS: dict[Mode, int] = {"--nonblocking": 6, "--native": 1}
 #: Two hundred threads a hundred frames deep take 6 MB.
 _MOST_BYTES = 16 << 20
 #: The killed ones are waited for this long, all together, in seconds.

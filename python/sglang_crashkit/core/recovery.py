@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,7 @@ _AGE_WITHOUT_LOCKS_SECS = 300.0
 _MOST = 100
 
 
-#: Puts the request journals of the server `pid` that started at `start_ticks` into an incident's folder, and returns
-#: what they told in the form of `JournaledRequests`; None where there are none.
-TakeJournals = Callable[[int, int, Path], dict[str, Any] | None]
-
-
-def _no_journals(_pid: int, _start_ticks: int, _folder: Path) -> dict[str, Any] | None:
-    return None
-
-
-def finish_abandoned(incidents: Path, take_journals: TakeJournals = _no_journals) -> list[Path]:
+def finish_abandoned(incidents: Path) -> list[Path]:
     """Finish the incidents in folder `incidents` whose writer died, and return the folders' final names.
 
     An incident that cannot be finished is named in the log and left as it is. Those that another process writes are
@@ -54,14 +45,13 @@ def finish_abandoned(incidents: Path, take_journals: TakeJournals = _no_journals
 
     Args:
         incidents: the folder of all incidents of this host; it may be missing.
-        take_journals: finds what the servers had written down of their requests.
     """
     finished = []
     for folder in _own_folders(incidents):
         try:
             if folder.name.startswith(REMOVING):
                 shutil.rmtree(folder)
-            elif _finish(folder, take_journals):
+            elif _finish(folder):
                 finished.append(folder.with_name(folder.name.removeprefix(PARTIAL)))
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             # The last ones for a document of another shape than any kit writes.
@@ -83,7 +73,7 @@ def _own_folders(incidents: Path) -> Iterator[Path]:
                 yield incidents / name
 
 
-def _finish(folder: Path, take_journals: TakeJournals) -> bool:
+def _finish(folder: Path) -> bool:
     """Finish one incident unless somebody writes it; say whether it is finished."""
     lock = FolderLock(folder)
     state = lock.acquire()
@@ -97,7 +87,7 @@ def _finish(folder: Path, take_journals: TakeJournals) -> bool:
         for torn in folder.rglob(".*.new"):
             torn.unlink(missing_ok=True)
         if document is None or not document.get("complete"):
-            document = _complete(document or _empty(name), folder, take_journals)
+            document = _complete(document or _empty(name), folder)
             write_json(folder / "incident.json", document, sync=True)
             write_private(folder / "summary.md", format_summary(document).encode(errors="backslashreplace"))
         folder.rename(folder.with_name(str(folder.name.removeprefix(PARTIAL))))
@@ -147,7 +137,7 @@ def _empty(name: IncidentName) -> dict[str, Any]:
     }
 
 
-def _complete(document: dict[str, Any], folder: Path, take_journals: TakeJournals) -> dict[str, Any]:
+def _complete(document: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the document with everything that is missing named in it, and with what the folder holds beside it."""
     document["complete"] = False
     processes = [process for process in document.get("processes") or [] if isinstance(process, dict)]
@@ -158,7 +148,7 @@ def _complete(document: dict[str, Any], folder: Path, take_journals: TakeJournal
         evidence += [_piece(kind, "captured", path=name) for kind, name in found]
         if not any(piece.get("kind") == "stack" for piece in evidence):
             evidence.append(_piece("stack", "failed", reason=REASON))
-    document["requests"] = _requests_of(document, folder, take_journals)
+    document["requests"] = _requests_of(document, folder)
     words = "The crash handler was killed before it was done."
     verdict = document.get("verdict") or {"kind": "unknown", "first_failure": None, "level": "unknown"}
     verdict["text"] = f"{verdict.get('text') or ''} {words}".strip()
@@ -168,18 +158,15 @@ def _complete(document: dict[str, Any], folder: Path, take_journals: TakeJournal
     return document
 
 
-def _requests_of(document: dict[str, Any], folder: Path, take_journals: TakeJournals) -> dict[str, Any]:
-    """Return what is known of the requests, with those of the journal where nobody had counted them yet."""
+def _requests_of(document: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return what is known of the requests, with those that the killed handler had written and not yet counted."""
     requests: dict[str, Any] = document.get("requests") or {}
     if requests.get("path") is None:
         requests = requests | {"reason": REASON}
     if requests.get("journal") is not None:
         return requests
-    server = document.get("server") or {}
-    pid, start_ticks = server.get("pid"), server.get("start_ticks")
-    journal = take_journals(pid, start_ticks, folder) if isinstance(pid, int) and isinstance(start_ticks, int) else None
-    # What the killed handler had written of them may be cut off.
-    journal = journal or journal_remains(folder, REASON)
+    # It may be cut off. The journals themselves were the handler's memory.
+    journal = journal_remains(folder, REASON)
     if journal:
         requests = requests | {"journal": journal}
         if requests.get("source") is None:
@@ -190,12 +177,12 @@ def _requests_of(document: dict[str, Any], folder: Path, take_journals: TakeJour
 
 def _adopt_records(document: dict[str, Any], folder: Path) -> None:
     """Move in what failing ranks of that server wrote of themselves and nobody took in."""
-    server = (document.get("server") or {}).get("pid")
-    if not isinstance(server, int) or server <= 0:
+    server = document.get("server") or {}
+    numbers = [server.get(name) for name in ("pid", "start_ticks", "pid_namespace")]
+    if not all(isinstance(number, int) and number > 0 for number in numbers):
         return
-    start_ticks = document["server"].get("start_ticks")
     known = {process.get("pid") for process in document["processes"]}
-    for record in folder.parent.glob(f"{SPOOL}{server}-{'*' if start_ticks is None else start_ticks}/exception-*.json"):
+    for record in folder.parent.glob(f"{SPOOL}{'-'.join(map(str, numbers))}/exception-*.json"):
         pid = record.stem.removeprefix("exception-")
         if not pid.isdigit() or int(pid) not in known or record.is_symlink():
             continue

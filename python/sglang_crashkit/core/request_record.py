@@ -1,16 +1,24 @@
-"""How the request journal writes down the beginning and the end of a request.
+"""How the request journal notes the beginning and the end of a request.
 
 Prompts are the bulk of a request: text is kept as UTF-8, token ids as integers of four bytes (eight where one does not
 fit), and everything else as one JSON object. Nothing is pickled, so that reading it runs nobody's code.
+
+What is noted is noted in SGLang's event loop. So of a long prompt its beginning and its end are kept, and nothing is
+looked at that a user made larger than that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+#: Of more token ids, or characters, than this the first and the last half of it are kept. About as much as a model with
+#: a context of 128 k tokens takes, and a third of the time that noting one request may take.
+MOST_IDS, MOST_CHARACTERS = 131_072, 524_288
 
 _BEGUN, _ENDED = 1, 2
 #: kind, whether there is text, bytes of one token id, bytes of the fields, the text and all ids; number, when.
@@ -18,11 +26,20 @@ _BEGIN = struct.Struct("<B?BxIIIQd")
 #: kind, whether it was finished, number, when.
 _END = struct.Struct("<B?6xQd")
 _ID_CODES = {4: "i", 8: "q"}
+#: So many at a time: their objects are still in the cache when they are looked at for the second time.
+_IDS_AT_A_TIME = 4096
+_pack_some = {code: struct.Struct(f"<{_IDS_AT_A_TIME}{code}").pack for code in _ID_CODES.values()}
 _MOST_COUNTED = 256
 _LONG = 256
-
-#: How many bytes `read_head` needs of a record.
-HEAD_BYTES = _BEGIN.size
+_SCALARS = frozenset({bool, int, float, type(None)})
+#: What `weigh` counts for one value, whatever it is.
+_VALUE_WEIGHT = 32
+#: How heavy the fields of a request may be together; they take half a millisecond then.
+MOST_WEIGHT = 256 * 1024
+#: For objects that stand for integers, of which each may take ten times as long.
+_MOST_OTHERS = 8192
+#: What ``omitted`` and ``truncated`` may say of the prompt, in bytes.
+_NOTES_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -47,35 +64,40 @@ def encode_begin(
 ) -> bytes:
     """Return the record of a request that arrived.
 
-    What is too large, or no JSON value, is replaced by a description below ``omitted``.
+    Of a prompt that is too long its beginning and its end are kept, one behind the other; ``truncated`` says of
+    ``text``, in characters, and of ``input_ids`` how much is of the beginning (``first``), of the end (``last``), and
+    how much there was (``of``). What else is too large, or no JSON value, is replaced by a description below
+    ``omitted``.
 
     Args:
         number: which request.
         seconds: when, since the epoch.
-        fields: what is known of it beside the prompt; ``omitted`` may hold descriptions.
+        fields: what is known of it beside the prompt, not heavier than `MOST_WEIGHT`; ``omitted`` may hold
+            descriptions.
         text: the prompt, None where there is none.
         input_ids: the prompt's token ids, None where there are none.
         most: how many bytes the record may have, 4096 or more.
     """
-    described: dict[str, str] = {}
-    encoded_text, ids, id_size = b"", b"", 0
-    has_text = isinstance(text, str)
-    if isinstance(text, str):
-        encoded_text = text.encode("utf-8", "surrogatepass")
-    elif text is not None:
+    if text is not None and not isinstance(text, str):
         # A pair of texts that are compared.
-        fields = {**fields, "text": text}
+        is_light = weigh(text, MOST_WEIGHT) <= MOST_WEIGHT
+        more = {"text": text} if is_light else {"omitted": {**fields.get("omitted", {}), "text": describe(text)}}
+        fields, text = {**fields, **more}, None
+    encoded = _encode_fields(fields, {}, {}, most // 2)
+    room = most - _BEGIN.size - len(encoded) - _NOTES_BYTES
+    encoded_text, ids, id_size = b"", b"", 0
+    omitted: dict[str, str] = {}
+    truncated: dict[str, dict[str, int]] = {}
+    if isinstance(text, str):
+        encoded_text = _encode_text(text, room if input_ids is None else room // 2, truncated)
     if input_ids is not None:
-        ids, id_size = _encode_ids(input_ids)
+        ids, id_size = _encode_ids(input_ids, room - len(encoded_text), truncated)
         if not id_size:
-            described["input_ids"] = describe(input_ids)
-    encoded = _encode_fields(fields, described, most // 2)
-    if _BEGIN.size + len(encoded) + len(encoded_text) + len(ids) > most:
-        described |= {"text": describe(text)} if has_text else {}
-        described |= {"input_ids": describe(input_ids)} if id_size else {}
-        encoded_text, ids, id_size, has_text = b"", b"", 0, False
-        encoded = _encode_fields(fields, described, most // 2)
-    head = _BEGIN.pack(_BEGUN, has_text, id_size, len(encoded), len(encoded_text), len(ids), number, seconds)
+            omitted["input_ids"] = describe(input_ids)
+    if omitted or truncated:
+        encoded = _encode_fields(fields, omitted, truncated, most // 2 + _NOTES_BYTES)
+    sizes = len(encoded), len(encoded_text), len(ids)
+    head = _BEGIN.pack(_BEGUN, text is not None, id_size, *sizes, number, seconds)
     return b"".join((head, encoded, encoded_text, ids))
 
 
@@ -85,7 +107,7 @@ def encode_end(number: int, seconds: float, *, finished: bool) -> bytes:
 
 
 def read_head(record: bytes) -> Head | None:
-    """Return what a record, or its first `HEAD_BYTES`, says first; None where it is of another kind."""
+    """Return what a record says first; None where it is of another kind."""
     if record[:1] == bytes([_BEGUN]) and len(record) >= _BEGIN.size:
         *_sizes, number, seconds = _BEGIN.unpack_from(record)
         return Head(number, seconds, begun=True)
@@ -124,31 +146,104 @@ def describe(value: object) -> str:
     return f"{kind} of shape {tuple(shape)}" if isinstance(shape, tuple) else kind
 
 
-def _encode_ids(input_ids: object) -> tuple[bytes, int]:
-    """Return token ids as bytes, and how many each takes; 0 where they are no flat list of integers."""
-    if isinstance(input_ids, (list, tuple)):
-        for size, code in _ID_CODES.items():
-            try:
-                return struct.pack(f"<{len(input_ids)}{code}", *input_ids), size
-            except struct.error:
-                continue
+def weigh(value: object, most: int) -> int:
+    """Return about how long a value is as JSON, in bytes; no more of it is looked at once it is over `most`."""
+    weight, rest = 0, [value]
+    while rest and weight <= most:
+        item = rest.pop()
+        kind = type(item)
+        if kind in _SCALARS:
+            continue
+        if isinstance(item, str):
+            weight += len(item)
+        elif isinstance(item, dict):
+            weight += _VALUE_WEIGHT * len(item)
+            if weight <= most:
+                rest += item.values()
+                with contextlib.suppress(TypeError):  # keys that are no words are short
+                    weight += len("".join(item))
+        elif isinstance(item, (list, tuple)):
+            weight += _VALUE_WEIGHT * len(item)
+            if weight <= most:
+                rest += item
+    return weight
+
+
+def _encode_text(text: str, room: int, truncated: dict[str, dict[str, int]]) -> bytes:
+    """Return a text, or its beginning and its end, as UTF-8 of so many bytes at most."""
+    kept = text
+    if len(text) > MOST_CHARACTERS:
+        kept = text[: MOST_CHARACTERS // 2] + text[-(MOST_CHARACTERS // 2) :]
+    encoded = kept.encode("utf-8", "surrogatepass")
+    first = len(kept) // 2
+    if len(encoded) > room:
+        begin, end = room // 2, len(encoded) - room // 2
+        while encoded[begin] & 0xC0 == 0x80:
+            begin -= 1
+        while end < len(encoded) and encoded[end] & 0xC0 == 0x80:
+            end += 1
+        kept = encoded[:begin].decode("utf-8", "surrogatepass")
+        first = len(kept)
+        kept += encoded[end:].decode("utf-8", "surrogatepass")
+        encoded = encoded[:begin] + encoded[end:]
+    if len(kept) < len(text):
+        truncated["text"] = {"first": first, "last": len(kept) - first, "of": len(text)}
+    return encoded
+
+
+def _encode_ids(input_ids: object, room: int, truncated: dict[str, dict[str, int]]) -> tuple[bytes, int]:
+    """Return token ids, or the first and the last of them, as so many bytes at most, and how many each takes.
+
+    It takes 0 where they are no flat list of integers.
+    """
+    if not isinstance(input_ids, (list, tuple)):
+        return b"", 0
+    count, most = len(input_ids), MOST_IDS
+    if count > _MOST_OTHERS and not type(input_ids[0]) is type(input_ids[-1]) is int:
+        most = _MOST_OTHERS
+    kept = input_ids if count <= most else [*input_ids[: most // 2], *input_ids[-(most // 2) :]]
+    for size, code in _ID_CODES.items():
+        try:
+            packed = _pack_ids(kept, code)
+        except (struct.error, TypeError, ValueError, OverflowError):
+            continue
+        half = len(packed) // size // 2 * size
+        if len(packed) > room:
+            half = max(0, room) // 2 // size * size
+            packed = packed[:half] + packed[len(packed) - half :]
+        if len(packed) // size < count:
+            first = half // size
+            truncated["input_ids"] = {"first": first, "last": len(packed) // size - first, "of": count}
+        return packed, size
     return b"", 0
+
+
+def _pack_ids(input_ids: Sequence[Any], code: str) -> bytes:
+    count = len(input_ids)
+    if count < _IDS_AT_A_TIME:
+        return struct.pack(f"<{count}{code}", *input_ids)
+    pack, whole = _pack_some[code], count - count % _IDS_AT_A_TIME
+    packed = [pack(*input_ids[at : at + _IDS_AT_A_TIME]) for at in range(0, whole, _IDS_AT_A_TIME)]
+    return b"".join([*packed, struct.pack(f"<{count - whole}{code}", *input_ids[whole:])])
 
 
 _to_json = json.JSONEncoder(skipkeys=True, separators=(",", ":"), default=describe).encode
 
 
-def _encode_fields(fields: Mapping[str, Any], described: dict[str, str], most: int) -> bytes:
-    omitted = {**fields.get("omitted", {}), **described}
+def _encode_fields(
+    fields: Mapping[str, Any], omitted: Mapping[str, str], truncated: Mapping[str, object], most: int
+) -> bytes:
+    omitted = {**fields.get("omitted", {}), **omitted}
+    notes = ({"omitted": omitted} if omitted else {}) | ({"truncated": truncated} if truncated else {})
     try:
-        encoded = _to_json({**fields, "omitted": omitted} if omitted else fields).encode()
+        encoded = _to_json({**fields, **notes} if notes else fields).encode()
     except (ValueError, TypeError, RecursionError):
         encoded = b""
     if encoded and len(encoded) <= most:
         return encoded
     small = {name: value for name, value in fields.items() if _is_small(value)}
     large = {name: describe(value) for name, value in fields.items() if name not in small and name != "omitted"}
-    return _to_json({**small, "omitted": large | omitted}).encode()
+    return _to_json({**small, **notes, "omitted": large | omitted}).encode()
 
 
 def _is_small(value: object) -> bool:

@@ -1,14 +1,18 @@
-"""A bounded ring of records in a memory-mapped file, written by one process and readable after any death of it.
+"""A bounded ring of records in memory that outlives the process that writes it.
 
-What a process stored into a shared mapping is the kernel's: SIGKILL loses nothing of it but the record that was being
-written. Records are framed and lie one behind the other; the newest overwrite the oldest::
+The memory belongs to no file system (memfd_create(2)). It is there as long as somebody holds a descriptor of it, such
+as a crash handler which it was passed to, and gone with the last one. SIGKILL of the writer loses nothing of it but the
+record that was being written. It is sealed against a change of its size, so that no store ever ends in SIGBUS for that,
+and reserved step by step as the ring fills: memory that is not there is an error, and no SIGBUS either.
 
-    file    header (one page: magic, version, capacity, mark, checksum) | data (`capacity` bytes)
+Records are framed and lie one behind the other; the newest overwrite the oldest::
+
+    memory  header (one page: magic, version, capacity, mark, checksum) | data (`capacity` bytes)
     record  mark | sequence number, length, records lost so far | checksum | payload      at a multiple of 32 bytes
 
-A reader needs no pointer that could be torn: it looks for the ring's *mark* and believes a record whose checksum is
-right. The mark is random, so no payload can hold a record that was made to be believed. A payload that meets the end of
-the data goes on at its beginning.
+A reader needs no pointer that could be torn: it looks for the ring's *mark* and believes a record whose checksum, of
+its payload and of what stands before it, is right. The mark is random, so no payload can hold a record that was made to
+be believed. A payload that meets the end of the data goes on at its beginning.
 
 A record may be *held*: it is written again before it would be overwritten, so that it outlives the newer ones, as long
 as what is held fits in half of the ring. What is held beyond that is lost in the end, and counted.
@@ -20,17 +24,18 @@ import fcntl
 import mmap
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from sglang_crashkit.errors import CrashkitError
 
-_MAGIC = b"SGLCKJ01"
+NAME = "sglang-crashkit-journal"
+
+_MAGIC = b"SGLCKJ02"
 _HEADER_BYTES = 4096
-_FILE = struct.Struct("<8sQ8s")  # magic, capacity, mark; a checksum of these follows
+_HEADER = struct.Struct("<8sQ8s")  # magic, capacity, mark; a checksum of these follows
 _ALIGNMENT = 32
 _COVERED = struct.Struct("<QII")  # sequence number, length of the payload, records lost so far
 _CHECKSUM = struct.Struct("<I4x")
@@ -38,39 +43,61 @@ _MARK_BYTES = 8
 _FRAME = struct.Struct("<8sQIII4x")  # mark, the covered fields, checksum
 _FRAME_BYTES = _FRAME.size
 _MIN_CAPACITY = 64 * 1024
+_MAX_CAPACITY = 1 << 30
+#: The longest payload: to copy it takes well under a millisecond.
+_MAX_PAYLOAD = 1 << 20
+#: The kernel clears so much memory in about a tenth of a millisecond.
+_STEP_BYTES = 256 * 1024
+#: A reader has so much of the ring in its memory at a time.
+_BLOCK_BYTES = 1 << 20
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class RingError(CrashkitError):
-    """The file cannot be made, or it is no ring."""
+    """There is no memory for a ring, or what was opened is none."""
 
 
 class RingWriter:
     """Creates a ring and appends to it; for one thread.
 
-    The file has mode 0600, is locked (flock(2)) as long as this process lives, and its blocks are reserved before the
-    first byte: a disk that is full gives an error here, and never the SIGBUS of a mapping without blocks.
-
     Args:
-        path: the file, which must not exist.
-        size: how long the file may be, in bytes.
+        size: how long it may be, in bytes. It takes no more memory than was written to it.
+
+    Attributes:
+        fd: the descriptor to be passed on to a reader; it is closed with the ring.
+        capacity: how many bytes the records may take.
+        max_payload: how long the payload of a record may be, in bytes.
+        lost: how many held records were lost.
 
     Raises:
-        RingError: the disk is full, or the file cannot be created or mapped; nothing is left behind.
+        RingError: the kernel gives no memory or no descriptor; nothing is left behind.
     """
 
-    def __init__(self, path: Path, size: int) -> None:
-        self.path = path
+    def __init__(self, size: int) -> None:
         self.capacity = max(size - _HEADER_BYTES, _MIN_CAPACITY) // _ALIGNMENT * _ALIGNMENT
-        self.max_payload = self.capacity // 16 - _FRAME_BYTES
+        self.max_payload = min(self.capacity // 16, _MAX_PAYLOAD) - _FRAME_BYTES
         self.lost = 0
         self._mark = os.urandom(_MARK_BYTES)
         self._sequence = 0
         #: Where the next record goes, and where a held one lies, counted on over the end of the data.
         self._head = 0
-        self._held: dict[int, tuple[int, int]] = {}
+        #: By the number of the hold: where, bytes of the frame and the payload, bytes of the payload, its checksum.
+        self._held: dict[int, tuple[int, int, int, int]] = {}
         self._held_bytes = 0
         self._credit = 0
-        self._map = self._create(path)
+        self._reserved = 0
+        self.fd = _create(_HEADER_BYTES + self.capacity)
+        try:
+            self._reserve(0)
+            self._map = mmap.mmap(self.fd, _HEADER_BYTES + self.capacity)
+        except (OSError, ValueError, RingError) as error:
+            os.close(self.fd)
+            raise error if isinstance(error, RingError) else _no_memory(error) from error
+        # A ring that nobody closes goes with its writer.
+        self._close_fd = weakref.finalize(self, os.close, self.fd)
+        head = _HEADER.pack(_MAGIC, self.capacity, self._mark)
+        head += _CHECKSUM.pack(zlib.crc32(head))
+        self._map[: len(head)] = head
 
     def append(self, payload: bytes, *, hold: int | None = None) -> None:
         """Write a record.
@@ -81,13 +108,26 @@ class RingWriter:
 
         Raises:
             ValueError: the payload is too long, or the ring is closed.
+            RingError: the kernel gives no more memory.
         """
-        if len(payload) > self.max_payload:
-            raise ValueError(f"a record of {len(payload)} bytes is over {self.max_payload}")
-        size = _frame_size(len(payload))
-        self._credit = min(self._credit + 2 * size, self.capacity // 4)
-        self._renew_held()
-        self._write(payload, size, hold)
+        length = len(payload)
+        if length > self.max_payload:
+            raise ValueError(f"a record of {length} bytes is over {self.max_payload}")
+        size = _frame_size(length)
+        # No more than the largest record takes is saved up, so that no call has to copy much more than that.
+        self._credit = min(self._credit + 2 * size, max(2 * size, self.max_payload + 2 * _FRAME_BYTES))
+        if self._held:
+            self._renew_held()
+        checksum = zlib.crc32(payload)
+        begin = self._advance(size)
+        start, room = _HEADER_BYTES + begin % self.capacity + _FRAME_BYTES, self.capacity - begin % self.capacity
+        data, rest = self._map, length + _FRAME_BYTES - room
+        if rest <= 0:
+            data[start : start + length] = payload
+        else:
+            data[start : start + length - rest] = payload[: length - rest]
+            data[_HEADER_BYTES : _HEADER_BYTES + rest] = payload[length - rest :]
+        self._write_frame(begin, size, length, checksum, hold)
 
     def release(self, hold: int) -> None:
         """Let a held record be overwritten when its turn comes; one that is not held is no error."""
@@ -95,34 +135,24 @@ class RingWriter:
         if held is not None:
             self._held_bytes -= held[1]
 
-    def close(self) -> None:
-        """Give the mapping and the lock back; the file stays."""
-        self._map.close()
+    def invalidate(self) -> None:
+        """Make it a ring that nobody reads any more: what it says would not be true from now on."""
+        self._map[:_HEADER_BYTES] = bytes(_HEADER_BYTES)
 
-    def _create(self, path: Path) -> mmap.mmap:
-        length = _HEADER_BYTES + self.capacity
-        descriptor = -1
+    def close(self) -> None:
+        """Give the memory back, unless somebody else holds it."""
+        self._map.close()
+        self._close_fd()
+
+    def _reserve(self, end: int) -> None:
+        """Have the memory of the data up to `end`, which may be beyond it, and of the header."""
+        begin = _HEADER_BYTES + self._reserved if self._reserved else 0
+        end = min(-(-(end + 1) // _STEP_BYTES) * _STEP_BYTES, self.capacity)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.posix_fallocate(descriptor, 0, length)
-            # The mapping has a descriptor of its own, which keeps the lock.
-            mapping = mmap.mmap(descriptor, length)
-        except (OSError, ValueError) as error:
-            if descriptor >= 0:
-                path.unlink(missing_ok=True)
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise RingError(
-                f"{length / 2**20:.0f} MiB cannot be reserved in {path}: {reason}",
-                next_step=f"see what is free there: df -h {path.parent}",
-            ) from error
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
-        head = _FILE.pack(_MAGIC, self.capacity, self._mark)
-        head += _CHECKSUM.pack(zlib.crc32(head))
-        mapping[: len(head)] = head
-        return mapping
+            os.posix_fallocate(self.fd, begin, _HEADER_BYTES + end - begin)
+        except OSError as error:
+            raise _no_memory(error) from error
+        self._reserved = end
 
     def _renew_held(self) -> None:
         """Write the oldest held records again while there is time: twice as much as the new records need.
@@ -131,39 +161,44 @@ class RingWriter:
         way when the head arrives, and no single record makes the writer wait for all of them.
         """
         while self._held and self._held_bytes <= self.capacity // 2:
-            hold, (position, size) = next(iter(self._held.items()))
+            hold, (position, size, length, checksum) = next(iter(self._held.items()))
             if position + self.capacity - self._head >= self.capacity // 8 * 3 or size > self._credit:
                 break
             self._credit -= size
             self.release(hold)
-            offset = position % self.capacity
-            with memoryview(self._map) as view:
-                _mark, _sequence, length, _lost, _checksum = _FRAME.unpack_from(view, _HEADER_BYTES + offset)
-                payload = _read_payload(view, offset, length, self.capacity)
-            self._write(payload, size, hold)
+            begin = self._advance(size)
+            self._copy(position + _FRAME_BYTES, begin + _FRAME_BYTES, length)
+            self._write_frame(begin, size, length, checksum, hold)
 
-    def _write(self, payload: bytes, size: int, hold: int | None) -> None:
-        begin, self._head = self._head, self._head + size
+    def _copy(self, source: int, target: int, length: int) -> None:
+        """Copy so many bytes of the data from one place of it to another; neither may be cut by its end."""
+        source, target = source % self.capacity, target % self.capacity
+        while length > 0:
+            size = min(length, self.capacity - source, self.capacity - target)
+            self._map.move(_HEADER_BYTES + target, _HEADER_BYTES + source, size)
+            source, target, length = (source + size) % self.capacity, (target + size) % self.capacity, length - size
+
+    def _advance(self, size: int) -> int:
+        """Make room for a record of so many bytes with its frame, and return where it begins."""
+        end = self._head + size
+        if end > self._reserved < self.capacity:
+            self._reserve(end)
+        begin, self._head = self._head, end
         while self._held:
-            oldest, (position, _size) = next(iter(self._held.items()))
-            if position >= self._head - self.capacity:
+            oldest, held = next(iter(self._held.items()))
+            if held[0] >= end - self.capacity:
                 break
             self.release(oldest)
             self.lost += 1
-        covered = _COVERED.pack(self._sequence, len(payload), self.lost)
-        checksum = zlib.crc32(payload, zlib.crc32(covered))
-        data = b"".join((self._mark, covered, _CHECKSUM.pack(checksum), payload))
-        offset = begin % self.capacity
-        start = _HEADER_BYTES + offset
-        room = self.capacity - offset
-        if len(data) <= room:
-            self._map[start : start + len(data)] = data
-        else:
-            self._map[start : start + room] = data[:room]
-            self._map[_HEADER_BYTES : _HEADER_BYTES + len(data) - room] = data[room:]
+        return begin
+
+    def _write_frame(self, begin: int, size: int, length: int, checksum: int, hold: int | None) -> None:
+        of_all = zlib.crc32(_COVERED.pack(self._sequence, length, self.lost), checksum)
+        start = _HEADER_BYTES + begin % self.capacity
+        _FRAME.pack_into(self._map, start, self._mark, self._sequence, length, self.lost, of_all)
         self._sequence += 1
         if hold is not None:
-            self._held[hold] = (begin, size)
+            self._held[hold] = begin, size, length, checksum
             self._held_bytes += size
 
 
@@ -174,109 +209,134 @@ class Record(NamedTuple):
         sequence: its number; later ones have higher ones.
         lost: how many held records had been lost when it was written.
         offset: where it begins, in bytes from the beginning of the data.
-        head: the first bytes of its payload.
+        payload: what it holds.
     """
 
     sequence: int
     lost: int
     offset: int
-    head: bytes
+    payload: bytes
 
 
 class RingReader:
-    """Reads a ring, also while it is written, cut off or damaged.
+    """Reads a ring, also while it is written or after it was damaged, and little of it at a time.
+
+    It is read and not mapped: a page that was never written takes no memory then.
 
     Args:
-        path: the file.
-        head_bytes: how much of each payload is kept in `Record.head`.
+        descriptor: of the ring; it stays open, and must as long as this is used.
 
     Attributes:
-        records: the records that are whole, oldest first.
-        torn: how many begin but are not whole.
+        torn: how many records began and were not whole when `records` went by.
 
     Raises:
-        RingError: the file cannot be read, or its header is no ring's.
+        RingError: it cannot be read, or it is no ring.
     """
 
-    def __init__(self, path: Path, head_bytes: int = 0) -> None:
-        try:
-            with path.open("rb") as file:
-                # Beyond the end of the file there would be SIGBUS; nobody makes it shorter.
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise RingError(f"{path} cannot be read: {error}") from error
-        try:
-            self._capacity, self._mark = _read_file_header(self._map, path)
-        except RingError:
-            self._map.close()
-            raise
+    def __init__(self, descriptor: int) -> None:
+        self._fd = descriptor
+        self._capacity, self._mark = _read_header(descriptor)
         self.torn = 0
-        with memoryview(self._map) as view:
-            self.records = sorted(self._scan(view, head_bytes))
 
-    def payload(self, record: Record) -> bytes | None:
-        """Return what a record holds; None when it was overwritten meanwhile."""
-        with memoryview(self._map) as view:
-            found = self._read(view, record.offset)
-        return found[2] if found is not None and found[0] == record.sequence else None
+    def records(self) -> Iterator[Record]:
+        """Yield the records that are whole, in the order in which they lie, which is not that of their numbers.
 
-    def close(self) -> None:
-        """Give the mapping back."""
-        self._map.close()
+        Raises:
+            RingError: it cannot be read.
+        """
+        self.torn = position = 0
+        while position < self._capacity:
+            block = self._pread(position, min(_BLOCK_BYTES, self._capacity - position))
+            if not block:
+                break
+            found = block.find(self._mark)
+            while found != -1:
+                offset, size = position + found, 0
+                if offset % _ALIGNMENT == 0 and len(block) - found >= _FRAME_BYTES:
+                    record = self._read(offset, memoryview(block)[found:])
+                    if record is not None:
+                        size = _frame_size(len(record.payload))
+                        yield record
+                    else:
+                        self.torn += 1
+                found = block.find(self._mark, found + max(size, _MARK_BYTES))
+            position += len(block)
 
-    def __enter__(self) -> RingReader:
-        return self
+    def payload(self, offset: int, sequence: int) -> bytes | None:
+        """Return what the record of that number holds; None when it was overwritten meanwhile.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        Raises:
+            RingError: it cannot be read.
+        """
+        frame = self._pread(offset, _FRAME_BYTES)
+        record = self._read(offset, memoryview(frame)) if len(frame) == _FRAME_BYTES else None
+        return record.payload if record is not None and record.sequence == sequence else None
 
-    def _scan(self, view: memoryview, head_bytes: int) -> Iterator[Record]:
-        position = _HEADER_BYTES
-        while (position := self._map.find(self._mark, position)) != -1:
-            offset = position - _HEADER_BYTES
-            position += _MARK_BYTES
-            if offset % _ALIGNMENT or offset >= self._capacity:
-                continue
-            found = self._read(view, offset)
-            if found is None:
-                self.torn += 1
-                continue
-            sequence, lost, payload = found
-            yield Record(sequence, lost, offset, payload[:head_bytes])
-
-    def _read(self, view: memoryview, offset: int) -> tuple[int, int, bytes] | None:
-        """Return sequence number, losses and payload of the record at `offset`; None where there is no whole one."""
-        start = _HEADER_BYTES + offset
-        if start + _FRAME_BYTES > len(view):
-            return None
-        mark, sequence, length, lost, checksum = _FRAME.unpack_from(view, start)
+    def _read(self, offset: int, known: memoryview) -> Record | None:
+        """Return the record at `offset`, of which the beginning is `known`; None where there is no whole one."""
+        mark, sequence, length, lost, checksum = _FRAME.unpack_from(known)
         if mark != self._mark or length > self._capacity - _FRAME_BYTES:
             return None
-        payload = _read_payload(view, offset, length, self._capacity)
-        covered = view[start + _MARK_BYTES : start + _MARK_BYTES + _COVERED.size]
-        return (sequence, lost, payload) if zlib.crc32(payload, zlib.crc32(covered)) == checksum else None
+        if len(known) >= _FRAME_BYTES + length:
+            payload = bytes(known[_FRAME_BYTES : _FRAME_BYTES + length])
+        else:
+            begin = (offset + _FRAME_BYTES) % self._capacity
+            size = min(length, self._capacity - begin)
+            payload = self._pread(begin, size)
+            if size < length:
+                payload += self._pread(0, length - size)
+        covered = known[_MARK_BYTES : _MARK_BYTES + _COVERED.size]
+        is_whole = len(payload) == length and zlib.crc32(covered, zlib.crc32(payload)) == checksum
+        return Record(sequence, lost, offset, payload) if is_whole else None
+
+    def _pread(self, offset: int, size: int) -> bytes:
+        try:
+            return os.pread(self._fd, size, _HEADER_BYTES + offset)
+        except OSError as error:
+            raise RingError(f"cannot be read: {error.strerror}") from error
+
+
+def is_ring(descriptor: int) -> bool:
+    """Say whether a descriptor is of memory that is sealed as a ring's is; reading that cannot block."""
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:
+        # A file, a pipe, a device.
+        return False
+
+
+def _create(length: int) -> int:
+    descriptor = -1
+    try:
+        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(descriptor, 0o600)
+        os.ftruncate(descriptor, length)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise _no_memory(error) from error
+    return descriptor
+
+
+def _no_memory(error: Exception) -> RingError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return RingError(f"there is no memory: {reason}", next_step="see what is free: free -m")
 
 
 def _frame_size(length: int) -> int:
     return -(-(_FRAME_BYTES + length) // _ALIGNMENT) * _ALIGNMENT
 
 
-def _read_payload(view: memoryview, offset: int, length: int, capacity: int) -> bytes:
-    """Return the payload of the record at `offset`, which may go on at the beginning of the data."""
-    begin = (offset + _FRAME_BYTES) % capacity
-    end = min(begin + length, capacity)
-    first = view[_HEADER_BYTES + begin : _HEADER_BYTES + end]
-    rest = length - (end - begin)
-    return b"".join((first, view[_HEADER_BYTES : _HEADER_BYTES + rest])) if rest else bytes(first)
-
-
-def _read_file_header(data: mmap.mmap, path: Path) -> tuple[int, bytes]:
-    head = data[: _FILE.size + _CHECKSUM.size]
-    if len(head) == _FILE.size + _CHECKSUM.size:
-        magic, capacity, mark = _FILE.unpack_from(head)
-        (checksum,) = _CHECKSUM.unpack_from(head, _FILE.size)
-        if magic == _MAGIC and zlib.crc32(head[: _FILE.size]) == checksum and capacity >= _MIN_CAPACITY:
+def _read_header(descriptor: int) -> tuple[int, bytes]:
+    try:
+        head = os.pread(descriptor, _HEADER.size + _CHECKSUM.size, 0)
+    except OSError as error:
+        raise RingError(f"cannot be read: {error.strerror}") from error
+    if len(head) == _HEADER.size + _CHECKSUM.size:
+        magic, capacity, mark = _HEADER.unpack_from(head)
+        (checksum,) = _CHECKSUM.unpack_from(head, _HEADER.size)
+        is_right = magic == _MAGIC and zlib.crc32(head[: _HEADER.size]) == checksum
+        if is_right and _MIN_CAPACITY <= capacity <= _MAX_CAPACITY:
             return capacity, mark
-    raise RingError(f"{path} is no ring, or its header is damaged")
+    raise RingError("is no ring, was switched off, or its header is damaged")

@@ -11,16 +11,20 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from sglang_crashkit.core.disk import DiskLimits
+from sglang_crashkit.core.identity_key import key_of
 
 SOCKET_VARIABLE = "SGLANG_CRASHKIT_SOCKET"
 SPOOL_VARIABLE = "SGLANG_CRASHKIT_SPOOL"
 LAUNCH_VARIABLE = "SGLANG_CRASHKIT_LAUNCHED"
-JOURNAL_VARIABLE = "SGLANG_CRASHKIT_JOURNAL_FOLDER"
+MODE_VARIABLE = "SGLANG_CRASHKIT_MODE"
 FLIGHT_VARIABLE = "SGLANG_CRASHKIT_FLIGHT_FOLDER"
 
-_SOCKET = "handler.sock"
+#: The folder, in the fallback folder, of all runtime folders.
+RUN = "run"
+SOCKET = "handler.sock"
 #: The longest name of a socket in the folder: a pid of 7 digits, a start time, a suffix.
 _LONGEST_SOCKET = "4194304-123456789012.sock"
 _MAX_SOCKET_PATH = 107
@@ -59,6 +63,19 @@ def read_megabytes(environ: Mapping[str, str], name: str, default: float) -> flo
     return megabytes if 1 <= megabytes <= 1024 else default
 
 
+#: What is kept of prompts: all, token ids only, or nothing but how long they are.
+Prompts = Literal["full", "ids", "none"]
+
+
+def read_prompts(environ: Mapping[str, str]) -> Prompts:
+    """Return ``SGLANG_CRASHKIT_PROMPTS``: ``full`` where it is unset, ``none`` where it is set to another word.
+
+    Whoever sets it wants to keep something back, so a typing error keeps back all.
+    """
+    value = environ.get("SGLANG_CRASHKIT_PROMPTS", "").strip().lower()
+    return "full" if value in ("", "full") else "ids" if value == "ids" else "none"
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the environment asks of the kit.
@@ -70,7 +87,7 @@ class Settings:
         stacks: ``SGLANG_PYSPY_DUMP_BEFORE_CRASH``; no process is photographed when false.
         cores: ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH``; no GPU core is asked for when false.
         core_wait_secs: ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS``; how long is waited for a GPU core to come or to
-            grow on, in seconds.
+            grow on, in seconds, within `exit_secs`.
         budget_secs: ``SGLANG_CRASHKIT_BUDGET_SECS``; the longest an incident may take, in seconds.
         photograph_secs: ``SGLANG_CRASHKIT_PHOTOGRAPH_SECS``; the longest that one round of stacks may take, in seconds.
         startup_timeout_secs: ``SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS``; the longest that the ranks may take to get
@@ -83,11 +100,17 @@ class Settings:
             seconds; 0 where hangs are not looked for.
         native: ``SGLANG_CRASHKIT_NATIVE``; whether native stacks are taken, which stops each process for a moment. None
             where it is not set: of a server that hangs and will be ended for it.
-        journal: ``SGLANG_CRASHKIT_JOURNAL``; no request is written down before a crash when false.
-        journal_mb: ``SGLANG_CRASHKIT_JOURNAL_MB``; how long the journal of one process is, in mebibytes, 1 to 1024.
+        journal: ``SGLANG_CRASHKIT_JOURNAL``; no request is noted before a crash when false.
+        journal_mb: ``SGLANG_CRASHKIT_JOURNAL_MB``; how much memory the journal of one process may take, in mebibytes,
+            1 to 1024.
         full_per_fault: ``SGLANG_CRASHKIT_FULL_PER_FAULT``; how many incidents of the same fault a day are kept with all
             stacks; 0 for all.
         disk: what incidents may take of the disk.
+        exit_secs: ``SGLANG_CRASHKIT_EXIT_SECS``; the longest that one end of the server may take with all that is
+            waited for, in seconds.
+        keeps_exit_status: ``SGLANG_CRASHKIT_EXIT_STATUS`` is ``upstream``; a crash ends the server with upstream's
+            exit status.
+        prompts: ``SGLANG_CRASHKIT_PROMPTS``; what the journal keeps of prompts.
     """
 
     enabled: bool
@@ -103,14 +126,12 @@ class Settings:
     hang_secs: float = 60.0
     native: bool | None = None
     journal: bool = True
-    journal_mb: float = 64.0
+    journal_mb: float = 32.0
     full_per_fault: int = 3
     disk: DiskLimits = field(default_factory=DiskLimits)
-
-    @property
-    def core_most_secs(self) -> float:
-        """The longest that GPU cores may take altogether, however they grow, in seconds."""
-        return 10 * self.core_wait_secs
+    exit_secs: float = 60.0
+    keeps_exit_status: bool = False
+    prompts: Prompts = "full"
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -127,13 +148,16 @@ class Settings:
             photograph_secs=read_seconds(environ, "SGLANG_CRASHKIT_PHOTOGRAPH_SECS", 1.5),
             startup_timeout_secs=read_seconds(environ, "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", 0.0),
             journal=read_bool(environ, "SGLANG_CRASHKIT_JOURNAL", True),
-            journal_mb=read_megabytes(environ, "SGLANG_CRASHKIT_JOURNAL_MB", 64.0),
+            journal_mb=read_megabytes(environ, "SGLANG_CRASHKIT_JOURNAL_MB", 32.0),
             peer_watch=read_bool(environ, "SGLANG_CRASHKIT_PEER_WATCH", True),
             end_secs=read_seconds(environ, "SGLANG_CRASHKIT_END_SECS", 15.0),
             hang_secs=read_seconds(environ, "SGLANG_CRASHKIT_HANG_SECS", 60.0),
             native=_read_native(environ),
             full_per_fault=read_number(environ, "SGLANG_CRASHKIT_FULL_PER_FAULT", 3),
             disk=DiskLimits.from_environ(environ),
+            exit_secs=read_seconds(environ, "SGLANG_CRASHKIT_EXIT_SECS", 60.0),
+            keeps_exit_status=environ.get("SGLANG_CRASHKIT_EXIT_STATUS", "").strip().lower() == "upstream",
+            prompts=read_prompts(environ),
         )
 
 
@@ -146,10 +170,11 @@ def _read_native(environ: Mapping[str, str]) -> bool | None:
 def runtime_folder(server_pid: int, start_ticks: int) -> Path:
     """Return where the crash handler of a server keeps its socket, and the server's processes what they armed.
 
-    It follows from the server's pid and start time alone, so that a program outside the server finds the handler of the
-    server that it is about to end. It lies in the temporary folder because a socket's path may have 107 bytes only.
+    It follows from what the kernel says of the server, so that a program outside it, in another PID namespace too,
+    finds the handler of the server that it is about to end. It lies in the temporary folder because a socket's path may
+    have 107 bytes only.
     """
-    name = Path("run") / f"{server_pid}-{start_ticks}"
+    name = Path(RUN) / key_of(server_pid, start_ticks)
     folder = fallback_folder() / name
     if len(str(folder / _LONGEST_SOCKET)) > _MAX_SOCKET_PATH:
         folder = Path("/tmp") / fallback_folder().name / name  # noqa: S108 - a folder of our own with mode 0700
@@ -158,7 +183,7 @@ def runtime_folder(server_pid: int, start_ticks: int) -> Path:
 
 def socket_path(server_pid: int, start_ticks: int) -> Path:
     """Return the path of the socket of the crash handler of a server; see `runtime_folder`."""
-    return runtime_folder(server_pid, start_ticks) / _SOCKET
+    return runtime_folder(server_pid, start_ticks) / SOCKET
 
 
 def fallback_folder() -> Path:

@@ -94,7 +94,7 @@ def read_answer(run: NodeRun, job_id: str, *, needed: str) -> Answer:
         return Answer(run.node, earlier, Problem(what, str(last["error"]), str(last.get("next") or "")))
     if last.get(PENDING) is True:
         why = run.problem or f"the collector ended there with status {run.status}"
-        following = "raise --node-timeout, or leave the debuggers out: --no-debugger" if run.late else ""
+        following = "raise --node-timeout, or leave the debuggers out: --no-native" if run.late else ""
         return Answer(run.node, last, Problem(what, f"the debuggers had not ended: {why}", following))
     return Answer(run.node, last)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from sglang_crashkit.core import procfs
 
@@ -60,13 +59,4 @@ def other_place_of(pid: int, here: Place | None) -> Place | None:
 
 def _read_environ(pid: int) -> dict[str, str]:
     """Return the two variables as the process got them at its start, as far as they may be read."""
-    try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return {}
-    found = {}
-    for entry in raw.split(b"\0"):
-        name, _equals, value = entry.decode(errors="replace").partition("=")
-        if name in (_JOB, _NODE):
-            found[name] = value
-    return found
+    return {name: value for name, value in procfs.read_environ(pid).items() if name in (_JOB, _NODE)}

@@ -16,7 +16,7 @@ from sglang_crashkit.core.analysis.states import Activity, of_frames, of_state
 from sglang_crashkit.core.stacks import Frame
 
 Manner = Literal["gone", "traced", "stopped", "asleep", "still", "spinning", "moving", "unknown"]
-Outcome = Literal["hang", "patience", "excused"]
+Outcome = Literal["crash", "hang", "patience", "excused"]
 Level = Literal["supported", "unknown"]
 
 #: A rank that goes on changes context more often a second; one that waits for something else to come, not at all.
@@ -83,7 +83,8 @@ class Judgement:
     """What the ranks say of a server whose health check is not answered, or that has none.
 
     Attributes:
-        outcome: ``excused`` where something else than a hang is the reason; ``patience`` where it may be.
+        outcome: ``crash`` where a rank has ended; ``excused`` where something else than a hang is the reason;
+            ``patience`` where it may be.
         reason: one sentence; empty where too little was seen yet.
         level: ``unknown`` where it is not seen that any rank stands still.
     """
@@ -143,7 +144,10 @@ def judge(
     if by_health and standings and all(one.manner == "gone" for one in standings):
         # Upstream waits for them to end before it ends itself, and answers nothing meanwhile.
         return Judgement("patience", f"{_say(standings)}; whether the server ends too cannot be seen", "unknown")
-    by_kernel = [one for one in standings if one.manner in ("gone", "stopped", "asleep")]
+    ended = [one for one in standings if one.manner == "gone"]
+    if ended:
+        return Judgement("crash", _say(ended))
+    by_kernel = [one for one in standings if one.manner in ("stopped", "asleep")]
     if by_kernel:
         return Judgement("hang", _say(by_kernel))
     still = [one for one in standings if one.manner == "still"]
@@ -151,7 +155,7 @@ def judge(
         return Judgement(
             "excused", "its schedulers answer other questions than a health check: it is paused, or updates its weights"
         )
-    slow = [one for one in standings if one.activity.kind in ("loading", "compiling")]
+    slow = [one for one in standings if one.activity.kind in ("loading", "compiling", "profiling")]
     if slow:
         return Judgement("patience" if by_health else "excused", _say(slow))
     standing = [one for one in standings if one.stands]

@@ -14,6 +14,19 @@ def format_summary(document: Mapping[str, Any]) -> str:
     return "\n".join(_lines(document)) + "\n"
 
 
+def headline(document: Mapping[str, Any]) -> str:
+    """Return in one line what an incident is about: its kind, and who failed first; not who was the first to tell."""
+    kind, verdict = document.get("kind", "incident"), mapping_of(document.get("verdict"))
+    first, trigger = mapping_of(verdict.get("first_failure")), mapping_of(document.get("trigger"))
+    peers = mappings_of(document.get("peers"))
+    if first:
+        return f"{kind}: {first.get('title')} (pid {first.get('pid')})"
+    if kind == "peer_lost" and peers:
+        return f"{kind}: " + ", ".join(f"{peer.get('role')} server {peer.get('address')}" for peer in peers)
+    who = trigger.get("title", "unknown")
+    return f"{kind}: who failed first is not known" + (f" ({who} told of it)" if who != "unknown" else "")
+
+
 def format_termination_message(document: Mapping[str, Any], path: str) -> str:
     """Return the little that a pod's status shows of a container that ended; see `core.termination_log`.
 
@@ -22,16 +35,14 @@ def format_termination_message(document: Mapping[str, Any], path: str) -> str:
         path: its folder.
     """
     trigger, verdict = mapping_of(document.get("trigger")), mapping_of(document.get("verdict"))
-    text = f"{document.get('kind')}: {trigger.get('title')}"
-    if verdict:
-        text = f"{verdict.get('text')} ({verdict.get('level')})"
+    text = f"{verdict.get('text')} ({verdict.get('level')})" if verdict else headline(document)
     requests = requests_in_words(mapping_of(document.get("requests")))
     return f"{text}\nincident {path}, {trigger.get('time')}, requests: {requests}\n"
 
 
 def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     server, trigger, verdict = (mapping_of(document.get(name)) for name in ("server", "trigger", "verdict"))
-    yield f"# {document.get('kind', 'incident')}: {trigger.get('title', 'unknown')}"
+    yield f"# {headline(document)}"
     yield ""
     if verdict:
         yield f"**{verdict.get('text', 'no verdict')}** ({verdict.get('level', 'unknown')})"
@@ -53,6 +64,8 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield f"### {process.get('title')} (pid {process.get('pid')}): {state_in_words(process)}"
         yield from (f"- {frame}" for frame in process.get("doing") or ())
+        if sign := mapping_of(process.get("last_sign")):
+            yield f"- last sign: {last_sign_in_words(sign)}"
         yield from (f"- GPU: {line}" for line in process.get("gpu") or ())
         yield from (f"- {piece_in_words(piece)}" for piece in mappings_of(process.get("evidence")))
     yield ""
@@ -140,6 +153,13 @@ def state_in_words(process: Mapping[str, Any]) -> str:
         return "alive"
     how = end.get("signal") or f"exit status {end.get('code')}"
     return f"dead, {how} ({end.get('cause')}: {end.get('detail')})"
+
+
+def last_sign_in_words(sign: Mapping[str, Any]) -> str:
+    """Say what a scheduler was about when its heartbeat was last written to, and when that was."""
+    seconds = sign.get("seconds_before")
+    when = f", {seconds:.1f} s before" if isinstance(seconds, (int, float)) else ""
+    return f"{sign.get('doing')}{when}"
 
 
 def mapping_of(value: object) -> Mapping[str, Any]:

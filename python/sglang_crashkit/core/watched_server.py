@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import psutil
 
 from sglang_crashkit.core import procfs
+from sglang_crashkit.core.deaths import Death, DeathWatch
 from sglang_crashkit.core.discovery import FoundProcess, find_processes
 from sglang_crashkit.core.health_probe import Address
 from sglang_crashkit.core.pidfd import ProcessHandle
@@ -23,8 +24,11 @@ from sglang_crashkit.core.standstill import RankLook
 _TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
 #: The longest that one round of stacks may take, in seconds.
 _STACKS_SECS = 4.0
-#: From one search for its processes to the next, in seconds: while it starts, and afterwards.
-_SEARCH_SECS, _SEARCH_SELDOM_SECS = 2.0, 30.0
+#: From one search for its processes to the next, in seconds: until this long after the first rank was seen, and
+#: afterwards.
+_SEARCH_SECS, _SEARCH_SELDOM_SECS, _SETTLED_SECS = 2.0, 30.0, 60.0
+#: What its workers are called; the kit's own processes are no part of it.
+_TITLE, _KIT = "sglang::", "sglang::crash"
 _LOOPBACK = "127.0.0.1"
 
 
@@ -36,7 +40,9 @@ class WatchedServer:
 
     Attributes:
         pid: its main process.
+        start_ticks: start time of that; see `procfs.ProcStat`.
         arguments: the command line of that.
+        processes: its processes, the main one included, as far as they were found by now.
         is_known: whether it is a server of SGLang, as far as can be seen.
 
     Raises:
@@ -52,7 +58,12 @@ class WatchedServer:
         self.arguments = procfs.read_cmdline(self.pid)
         self._ranks: dict[int, FoundProcess] = {}
         self._searched_at = -_SEARCH_SELDOM_SECS
+        self._settles_at: float | None = None
+        self.processes = found
+        self.start_ticks = self._handle.start_ticks
         self.is_known = bool(found)
+        self._ends = DeathWatch(self.pid)
+        self._ends.follow({self.pid: procfs.read_title(self.pid)} | _unreaped(self.pid))
 
     @property
     def is_gone(self) -> bool:
@@ -80,6 +91,15 @@ class WatchedServer:
         frames = self._frames() if stacks and self._ranks else {}
         return tuple(self._look_at(rank, frames.get(rank.pid, ())) for rank in self._ranks.values())
 
+    @property
+    def deaths(self) -> tuple[Death, ...]:
+        """Which of its processes have ended while they were followed, or had before and are not reaped; first first."""
+        return tuple(self._ends.deaths)
+
+    def wait(self, secs: float) -> None:
+        """Wait for `secs` seconds, or until one of its processes has ended."""
+        self._ends.wait(secs)
+
     def address(self) -> Address | None:
         """Return where it answers HTTP, None where it does not listen (yet)."""
         ports = sorted(port for port, pid in _listening() if pid == self.pid)
@@ -94,16 +114,22 @@ class WatchedServer:
     def close(self) -> None:
         """Let go of it."""
         self._handle.close()
+        self._ends.close()
 
     def _search(self) -> None:
         now = time.monotonic()
-        if now < self._searched_at + (_SEARCH_SELDOM_SECS if self._ranks else _SEARCH_SECS):
+        is_settled = self._settles_at is not None and now >= self._settles_at
+        if now < self._searched_at + (_SEARCH_SELDOM_SECS if is_settled else _SEARCH_SECS):
             return
         self._searched_at = now
-        found = find_processes(pid=self.pid).processes
+        found = find_processes(pid=self.pid, everything=True).processes
+        self.processes = found or self.processes
         ranks = {one.pid: one for one in found if one.role == "scheduler" and one.way == "title"}
         # One that has ended is no longer found, which must not make it one that never was.
         self._ranks = {**self._ranks, **ranks}
+        if ranks and self._settles_at is None:
+            self._settles_at = now + _SETTLED_SECS
+        self._ends.follow({one.pid: one.title for one in found if one.title.startswith(_TITLE)})
 
     def _frames(self) -> dict[int, tuple[Frame, ...]]:
         frames = {}
@@ -127,6 +153,13 @@ class WatchedServer:
             procfs.read_wchan(rank.pid),
             frames,
         )
+
+
+def _unreaped(server: int) -> dict[int, str]:
+    """Return the workers below a server that have ended and were not reaped: what is left of their titles by pid."""
+    stats = [procfs.read_stat(pid) for pid in procfs.TreeScanner(server).scan() - {server}]
+    dead = [stat for stat in stats if stat is not None and stat.state == "Z" and stat.threads <= 1]
+    return {stat.pid: stat.comm for stat in dead if stat.comm.startswith(_TITLE) and not stat.comm.startswith(_KIT)}
 
 
 def find_listener(address: Address) -> int | None:

@@ -1,8 +1,11 @@
-"""Follow a server from outside, and tell when it hangs and when it goes on: observations in, events out.
+"""Follow a server from outside, and tell when it crashes, hangs and goes on: observations in, events out.
 
 What counts is time that was seen to pass, look by look: of a suspended machine, or of a watcher that was stopped or got
 no CPU, nothing was seen, and the watch starts over. A server that was not ready yet loads its model or compiles, which
 is no hang, whatever its health check says.
+
+It crashed where one of its processes ended that was not asked to, while the others were to live. Who was first is told
+once, and what follows from it, that the others stand still or the main process ends, is no hang.
 """
 
 from __future__ import annotations
@@ -10,13 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from sglang_crashkit.core.standstill import Judgement, Level, RankLook, Standing, judge, standing_of
+from sglang_crashkit.core.deaths import Death
+from sglang_crashkit.core.exit_status import is_orderly
+from sglang_crashkit.core.incident import Level
+from sglang_crashkit.core.standstill import Judgement, RankLook, Standing, judge, standing_of
 
 #: The last answer of the health check: ``starting`` is a 503 at once, as of a server that starts or ends; ``failed`` a
 #: 503 after it tried; ``silent`` none in time; ``waiting`` none yet; ``none`` where there is nothing to ask.
 Health = Literal["ok", "starting", "failed", "silent", "refused", "waiting", "none"]
-Kind = Literal["serving", "hang", "progress", "excused", "started_over", "gone"]
-Phase = Literal["starting", "serving", "suspect", "hung"]
+Kind = Literal["serving", "crash", "hang", "progress", "excused", "started_over", "gone"]
+Phase = Literal["starting", "serving", "suspect", "hung", "crashed"]
 
 #: Two observations further apart than this, in seconds, are not of one watch; between them so much is counted at most,
 #: and no more than this share of the time to a hang.
@@ -30,6 +36,10 @@ _ANSWER_SECS = 5.0
 _LOOK_AFTER, _LOOK_AGAIN = 0.5, 0.1
 #: The rank that stood still went on if its main thread has waited for something else so many times since.
 _SIGNS_OF_PROGRESS = 5
+#: Whoever asks all processes of a server to end at once has ended them all by this time, in seconds.
+_ORDERLY_SECS = 5.0
+#: The health check of the moment before a crash has failed by then, in seconds, unless the server serves on.
+_SERVES_ON_SECS = 15.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,7 @@ class Observation:
             where that is not known.
         asking: the schedulers were asked and have not answered yet.
         gone: its main process has ended.
+        deaths: which of its processes have ended, the main one included, the first one first.
     """
 
     at: float
@@ -54,6 +65,7 @@ class Observation:
     answers: bool | None = None
     asking: bool = False
     gone: bool = False
+    deaths: tuple[Death, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,8 +76,9 @@ class Event:
         kind: in one word.
         text: in one sentence.
         secs: of a hang, for how long there was no answer; of progress, for how long the hang lasted; in seconds.
-        level: of a hang; see `standstill.Judgement`.
+        level: of a hang or a crash, how well it is supported.
         ranks: of a hang, how each rank fared.
+        first: of a crash, who ended first, where that was seen.
     """
 
     kind: Kind
@@ -73,6 +86,7 @@ class Event:
     secs: float = 0.0
     level: Level = "supported"
     ranks: tuple[Standing, ...] = ()
+    first: Death | None = None
 
 
 class Watching:
@@ -100,10 +114,14 @@ class Watching:
         self._was_asking = False
         self._stuck: dict[int, RankLook] = {}
         self._excuse = ""
+        self._crashed_at: float | None = None
+        self._told_dead: set[int] = set()
 
     @property
     def phase(self) -> Phase:
         """How the server is."""
+        if self._crashed_at is not None:
+            return "crashed"
         if self._hung_at is not None:
             return "hung"
         if not self._has_served:
@@ -113,11 +131,11 @@ class Watching:
     @property
     def wants_answer(self) -> bool:
         """Whether it helps to know if its schedulers answer something else than a health check."""
-        return self._has_served and self._is_suspect and self._hung_at is None
+        return self.phase == "suspect"
 
     def wants_stacks(self, at: float) -> bool:
         """Say whether the next observation is to have the ranks' stacks."""
-        if self._hung_at is not None or not self._has_served or not self._is_suspect:
+        if self.phase != "suspect":
             return False
         return self._stacks_at is None or at >= self._stacks_at + max(0.5, _LOOK_AGAIN * self._hang_secs)
 
@@ -127,13 +145,20 @@ class Watching:
 
     def observe(self, seen: Observation) -> list[Event]:
         """Take in an observation, later than the one before, and return what there is to tell."""
+        crash = self._crash_of(seen)
         if seen.gone:
-            return [Event("gone", "the server has ended")]
+            return [*crash, Event("gone", "the server has ended")]
+        if crash:
+            self._at = seen.at
+            return crash
         secs = seen.at - self._at if self._at is not None else 0.0
         self._at = seen.at
         if secs > _TOO_LATE_SECS:
             self._forget()
             return [Event("started_over", f"nothing was seen for {secs:.0f} s, so the watch starts over", secs)]
+        if self._crashed_at is not None and (seen.health != "ok" or seen.at < self._crashed_at + _SERVES_ON_SECS):
+            # What a crash leads to was told with it, but for the end of a server of another host.
+            return [Event("gone", "its port refuses connections")] if _is_unreachable(seen) else []
         self._take_in(seen)
         if seen.health == "ok":
             return self._on_answer(seen)
@@ -160,13 +185,32 @@ class Watching:
     def _is_suspect(self) -> bool:
         return self.silent_secs >= _LOOK_AFTER * self._hang_secs
 
+    def _crash_of(self, seen: Observation) -> list[Event]:
+        """Return who ended first, where that was no end that somebody asked for; once for all that follow from it."""
+        new = [death for death in seen.deaths if death.pid not in self._told_dead]
+        if self._is_ending or self._crashed_at is not None or not new:
+            return []
+        first = new[0]
+        if first.end.signal is not None and is_orderly(first.end):
+            if not first.alone or len(new) > 1 or seen.gone or seen.at < first.at + _ORDERLY_SECS:
+                return []
+        elif not first.alone and (not first.end.known or is_orderly(first.end) or first.end.signal == "SIGKILL"):
+            # By SIGKILL upstream ends all of its processes in good order, too.
+            return []
+        self._crashed_at, self._hung_at = seen.at, None
+        self._told_dead |= {death.pid for death in seen.deaths}
+        others = "; the others went on" if len(new) == 1 else f"; {len(new) - 1} more ended after it"
+        level: Level = "established" if first.alone else "supported"
+        return [Event("crash", f"{first}{others if first.alone else ''}", level=level, first=first)]
+
     def _take_in(self, seen: Observation) -> None:
         if seen.health == "ok" or not self._is_suspect:
             self._looks = {}
         if any(look.frames for look in seen.ranks):
             self._stacks_at = seen.at
         for look in seen.ranks:
-            self._looks.setdefault(look.pid, []).append(look)
+            if look.pid not in self._told_dead:
+                self._looks.setdefault(look.pid, []).append(look)
 
     def _on_answer(self, seen: Observation) -> list[Event]:
         events = []
@@ -174,11 +218,13 @@ class Watching:
             events = [_progress(seen.at - self._hung_at)]
         elif not self._has_answered:
             events = [Event("serving", "the server answers")]
+        elif self._crashed_at is not None:
+            events = [Event("serving", "the server serves on")]
         elif self._excuse:
             events = [Event("serving", "the server answers health checks again")]
         self._has_served = self._has_answered = True
         self._is_ending = False
-        self._hung_at, self._excuse = None, ""
+        self._hung_at, self._excuse, self._crashed_at = None, "", None
         self._forget()
         return events
 
@@ -236,6 +282,10 @@ class Watching:
         if judgement.outcome == "excused":
             self._forget()
             return self._excused(judgement) if by_health else []
+        if judgement.outcome == "crash":
+            self._crashed_at = seen.at
+            self._told_dead |= {one.pid for one in standings if one.manner == "gone"}
+            return [Event("crash", judgement.reason, level=judgement.level, ranks=tuple(standings))]
         what = "no health check was answered" if by_health else "a rank stood still"
         text = f"{what} for {self.silent_secs:.1f} s: {judgement.reason}"
         return [self._hang(seen, text, self.silent_secs, judgement.level)]

@@ -1,34 +1,45 @@
 """The crash handler's process: ``python -m sglang_crashkit.handler``, started by the engine and never by hand.
 
-It leaves the server's process tree first, so that nothing that kills the tree kills the evidence.
+It leaves the server's process tree first, so that nothing that kills the tree kills the evidence. The server reads its
+standard output until one line says that it is ready and where it works, or why it is not.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import setproctitle
 
-from sglang_crashkit.core import journal_place
-from sglang_crashkit.core.armed import HANDLER_PID
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.armed import HANDLER_PID, read_handler_pid
 from sglang_crashkit.core.channel import Mailbox
+from sglang_crashkit.core.guarded_read import GuardedReader, guard_reads
+from sglang_crashkit.core.identity_key import key_of
 from sglang_crashkit.core.private_files import write_private
 from sglang_crashkit.core.recovery import finish_abandoned
 from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.handler.left_behind import remove_empty_spools, remove_runtime_folders
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
-from sglang_crashkit.handler.request_journals import take_for_incident, take_in_left_behind
+from sglang_crashkit.handler.work_folders import WorkFolders, lock_spool, make_work_folders
+
+logger = logging.getLogger("sglang_crashkit.handler")
 
 #: The first child has nothing to do but to write a small file, in seconds.
 _FIRST_CHILD_SECS = 5.0
+#: A server that crashes at every start writes a few lines each time.
+_MAX_LOG_BYTES = 1 << 20
 
 
 def main() -> int:
@@ -36,14 +47,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="sglang_crashkit.handler", description=__doc__)
     parser.add_argument("--server-pid", type=int, required=True)
     parser.add_argument("--socket-fd", type=int, required=True)
-    parser.add_argument("--host-folder", type=Path, required=True)
-    parser.add_argument("--spool", type=Path, required=True)
     parser.add_argument("--runtime", type=Path, required=True)
-    parser.add_argument("--journal", type=Path)
+    parser.add_argument("--crash-folder")
+    parser.add_argument("--core-file", default="")
+    parser.add_argument("--flight-folder", default="")
     args = parser.parse_args()
-    if args.journal is not None:
-        # Held until this process ends: a journal that nobody holds was left behind.
-        journal_place.lock(args.journal)
     alive, closed_at_its_end = os.pipe()
     handler_pid = os.fork()
     if handler_pid:
@@ -60,26 +68,98 @@ def main() -> int:
     # What it writes may not come into a folder that is being removed: the server may be gone by now.
     select.select([alive], [], [], _FIRST_CHILD_SECS)
     os.close(alive)
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format="[%(asctime)s crash_handler] %(levelname)s %(message)s",
+    with contextlib.ExitStack() as undo:
+        undo.callback(_remove_if_own, args.runtime)
+        try:
+            return _serve(args, undo)
+        except Exception as error:
+            # Before it is known that there is no handler; whoever reads it has one line.
+            undo.close()
+            _answer(1, error=" ".join(f"{type(error).__name__}: {error}".split()))
+            logger.exception("the crash handler cannot work")
+            return 1
+
+
+def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
+    stat = procfs.read_stat(args.server_pid)
+    start_ticks = stat.start_ticks if stat is not None else 0
+    folders = make_work_folders(
+        args.crash_folder, key_of(args.server_pid, start_ticks), args.core_file, args.flight_folder
     )
-    place = Place(host_folder=args.host_folder, spool=args.spool, runtime=args.runtime, journal=args.journal)
+    if args.core_file:
+        os.environ["CUDA_COREDUMP_FILE"] = folders.core_file
+    lock = lock_spool(folders.spool)
+    undo.callback(lock.release)
+    place = Place(folders.host_folder, folders.spool, args.runtime)
+    undo.callback(_remove_empty, folders.spool)
     mailbox = Mailbox(socket.socket(fileno=args.socket_fd))
-    try:
-        handler = CrashHandler(args.server_pid, mailbox, place, Settings.from_environ())
-        for folder in place.earlier():
-            for path in finish_abandoned(folder / "incidents", take_for_incident(place.earlier())):
-                logging.getLogger(__name__).info("incident %s of a killed crash handler is finished", path)
-        for folder in place.earlier():
-            take_in_left_behind(folder, args.host_folder / "incidents")
-    except ProcessLookupError:
-        logging.getLogger(__name__).info("server %d was gone before the handler began", args.server_pid)
-        place.clean_up()
+    guard_reads(GuardedReader())
+    handler = CrashHandler(args.server_pid, mailbox, place, Settings.from_environ())
+    if not _say_ready(folders):
+        logger.info("server %d did not wait for its crash handler", args.server_pid)
         return 0
+    for folder in place.earlier():
+        for path in finish_abandoned(folder / "incidents"):
+            logger.info("incident %s of a killed crash handler is finished", path)
+        remove_empty_spools(folder / "incidents")
+    remove_runtime_folders(args.runtime.parent)
+    # From here on the handler cleans up itself: while the server lives, its ranks use what is there.
+    undo.pop_all()
     handler.run()
     return 0
+
+
+def _remove_if_own(runtime: Path) -> None:
+    """Remove the runtime folder, unless the server gave this handler up and started another one at the same place."""
+    if read_handler_pid(runtime) == os.getpid():
+        shutil.rmtree(runtime, ignore_errors=True)
+
+
+def _remove_empty(spool: Path) -> None:
+    with contextlib.suppress(OSError):
+        spool.rmdir()
+
+
+def _say_ready(folders: WorkFolders) -> bool:
+    """Tell the server where this process works, and write to its own log from now on; say whether it was heard."""
+    answer = os.dup(sys.stdout.fileno())
+    try:
+        with _open_log(folders.host_folder / "crash_handler.log") as log:
+            os.dup2(log.fileno(), sys.stdout.fileno())
+            os.dup2(log.fileno(), sys.stderr.fileno())
+        logging.basicConfig(
+            stream=sys.stderr,
+            level=logging.INFO,
+            format="[%(asctime)s crash_handler] %(levelname)s %(message)s",
+        )
+        return _answer(
+            answer,
+            host_folder=str(folders.host_folder),
+            spool=str(folders.spool),
+            core_file=folders.core_file,
+            flight_folder=str(folders.flight_folder or ""),
+            warnings=folders.warnings,
+        )
+    finally:
+        os.close(answer)
+
+
+def _answer(descriptor: int, **fields: Any) -> bool:
+    try:
+        os.write(descriptor, json.dumps(fields).encode() + b"\n")
+    except OSError:
+        return False
+    return True
+
+
+def _open_log(path: Path) -> Any:
+    with contextlib.suppress(OSError):
+        if path.lstat().st_size > _MAX_LOG_BYTES:
+            path.replace(path.with_name(f"{path.name}.1"))
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        return os.fdopen(descriptor, "wb")
+    return open(os.devnull, "wb")  # noqa: PTH123
 
 
 if __name__ == "__main__":

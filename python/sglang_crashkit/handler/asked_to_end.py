@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from sglang_crashkit.core.analysis.unhealthy import UNHEALTHY
+from sglang_crashkit.core.policy import Event
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.hang import note_silence
 from sglang_crashkit.handler.hang_watch import HangWatch
@@ -18,6 +19,11 @@ _SILENT_SECS = 2.0
 #: One look does not tell who stays where he is from who passes by. The second one comes this much later, in seconds:
 #: upstream ends such a server within 5 s.
 _SECOND_LOOK_SECS = 0.7
+
+
+def dump_event(sender: TrackedProcess) -> Event:
+    """Return which event it is that a process saves its requests: the HTTP server starts a tokenizer worker anew."""
+    return Event.WORKER_DIED if sender.role == "tokenizer_worker" else Event.DUMPED
 
 
 class AskedToEnd:
@@ -59,7 +65,7 @@ class AskedToEnd:
         """
         if self._outlook.draining and self._current.run is None and self._hangs.silent(_SILENT_SECS):
             self._open("crash_dump", sender, seconds)
-        return self._current.join("child_failure", "crash_dump", sender, seconds)
+        return self._current.join("child_failure", "crash_dump", sender, seconds, dump_event(sender))
 
     def finish(self) -> None:
         """Finish the incident at hand, after the second look where one is to come."""
@@ -86,6 +92,7 @@ class AskedToEnd:
         current = self._current
         is_new = current.run is None
         run = current.run or current.open("hang", trigger, sender, seconds)
+        current.apply(Event.HUNG_AT_END)
         if is_new:
             for pulse in self._hangs.silent(_SILENT_SECS):
                 note_silence(run, pulse)

@@ -21,12 +21,14 @@ class Awaited:
     Attributes:
         told: the server was told to end, and did not answer yet.
         observed: the server goes on, so that what comes next is another incident.
+        may_end: upstream may end it for what happened, which would then belong to the same incident.
         pardonable: the server was asked to end before, and it is no incident where it goes on or ends in good order.
     """
 
     def __init__(self, root_pid: int) -> None:
         self.told = False
         self.observed = False
+        self.may_end = False
         self.pardonable = False
         self._root_pid = root_pid
         self._soft_since: float | None = None
@@ -70,6 +72,8 @@ class Awaited:
         """Expect process `pid` to say when it has saved its requests."""
         self.hear(pid)
         self._dump_begun = True
+        self.observed = False
+        self._observed_due = None
         self._dumping.add(pid)
         self._quit_due = self._answer_due = self._soft_since = None
 

@@ -1,4 +1,8 @@
-"""GPU cores of the schedulers: asked for once the cheaper evidence is there, waited for as they grow, and read."""
+"""GPU cores of the schedulers: asked for once the cheaper evidence is there, waited for as they grow, and read.
+
+The server's end waits for them, so they have what `Settings.exit_secs` leaves, however they grow. A core that takes
+more of the disk than it may is not waited for: the end of the server cuts it short.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from pathlib import Path
 
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.cuda_core import CoreRequest, NoCoreError, is_whole_core
+from sglang_crashkit.core.disk import MAX_CORE, MB
 from sglang_crashkit.core.incident import Evidence, ProcessReport
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.core_reading import READ_SECS, CoreReadings
@@ -29,6 +34,8 @@ _LAST_CORE_SECS = 60.0
 
 #: What is left of the incident's time for writing it, in seconds.
 _WRITING_SECS = 1.0
+#: Of the time that the server's end has, the share that is left when the cores are read, and the one for reading them.
+_LAST_SHARE, _READING_SHARE = 0.1, 0.25
 #: Incidents of a server that hangs, as long as no rank of it is dead.
 _HANGS = frozenset({"child_failure", "hang"})
 
@@ -54,10 +61,14 @@ class Cores:
     ) -> None:
         self._run = run
         self._began = time.monotonic()
-        self._wait_secs, self._most_secs = settings.core_wait_secs, settings.core_most_secs
+        self._wait_secs, self._exit_secs = settings.core_wait_secs, settings.exit_secs
+        self._most_bytes = settings.disk.max_core
+        # All that the server's end waits for began with the incident.
+        self._end_at = run.opened + (1 - _LAST_SHARE) * self._exit_secs
+        self._last_write = self._end_at - min(READ_SECS, _READING_SHARE * self._exit_secs)
         self._grown_at = self._began
         self._written: dict[int, int] = {}
-        self._readings = CoreReadings(run)
+        self._readings = CoreReadings(run, self._end_at)
         self._under_way: dict[int, tuple[TrackedProcess, CoreRequest, ProcessReport]] = {}
         self._expected_bytes = 0
         self._stacks: GpuStacks | None = None
@@ -65,7 +76,8 @@ class Cores:
         self._wants_stacks = run.incident.kind in _HANGS and not dead and settings.stacks
         # Who set it so wants no process stopped.
         self._wants_stacks &= settings.native is not False
-        self._stacks_end = run.opened + settings.budget_secs - _WRITING_SECS
+        self._stacks_end = min(run.opened + settings.budget_secs - _WRITING_SECS, self._end_at)
+        self._earlier = run.incident_with_core() if living and settings.cores else None
         for process in living:
             self._ask(process, run.report(process), settings)
         if self._under_way:
@@ -87,7 +99,7 @@ class Cores:
     @property
     def deadline(self) -> float:
         """When the wait ends, unless a core grows on, by the monotonic clock."""
-        end = self._wait_end + READ_SECS
+        end = min(self._wait_end + READ_SECS, self._end_at)
         return max(end, self._stacks_end) if self._wants_stacks else end
 
     def next_due(self) -> float:
@@ -116,6 +128,7 @@ class Cores:
                 reason = f"{self._how_long()}: {request.leftover()}"
             if reason:
                 self._end(pid, report, Evidence("cuda_core", "failed", reason=reason))
+        self._see_to_the_disk()
         self._readings.look()
         if self._to_debug and not self._under_way and self._readings.are_done and self._stacks is None:
             self._stacks = GpuStacks(self._run, self._to_debug, self._stacks_end - time.monotonic())
@@ -133,7 +146,7 @@ class Cores:
 
     @property
     def _wait_end(self) -> float:
-        return min(self._grown_at + self._wait_secs, self._began + self._most_secs)
+        return min(self._grown_at + self._wait_secs, self._last_write)
 
     def _note_growth(self) -> None:
         # Of any: they share the disk, and the GPU of one may be busy with what the other waits for.
@@ -143,10 +156,25 @@ class Cores:
                 self._grown_at = time.monotonic()
             self._written[pid] = written
 
+    def _see_to_the_disk(self) -> None:
+        """Give all of them up where one takes more of the disk than it may: only the server's end ends its writing."""
+        sizes = {pid: request.size_on_disk for pid, (_process, request, _report) in self._under_way.items()}
+        longest = max(sizes, key=lambda pid: sizes[pid], default=None)
+        if longest is None:
+            return
+        if sizes[longest] > self._most_bytes:
+            which = f"that of process {longest} takes more than {MAX_CORE} ({self._most_bytes / MB:g} MB)"
+        else:
+            which = self._run.why_no_longer(self._under_way[longest][1].folder)
+        if which:
+            logger.warning("GPU cores are cut short: %s", which)
+            self._run.note(time.time(), "cuda_cores_cut_short", reason=which, bytes=sizes)
+            self.give_up(f"cut short, {which}")
+
     def _how_long(self) -> str:
-        if self._grown_at + self._wait_secs <= self._began + self._most_secs:
+        if self._grown_at + self._wait_secs <= self._last_write:
             return f"not whole, and nothing was written for {self._wait_secs:g} s"
-        return f"not whole within {self._most_secs:g} s"
+        return f"cut short, as the server's end waits no longer than SGLANG_CRASHKIT_EXIT_SECS ({self._exit_secs:g} s)"
 
     def _ask(self, process: TrackedProcess, report: ProcessReport, settings: Settings) -> None:
         stat, request = procfs.read_stat(process.pid), CoreRequest(process.pid)
@@ -154,12 +182,16 @@ class Cores:
             return
         if not settings.cores:
             reason = "switched off by SGLANG_CUDA_COREDUMP_BEFORE_CRASH"
+        elif self._earlier is not None:
+            reason = f"the same fault as in incident {self._earlier}, which has its cores"
         elif any(piece.kind == "exception" for piece in report.evidence):
             reason = "it raised an exception, and ends by itself"
         elif stat is not None and stat.state in "Tt":
             reason = "it is stopped, so that nobody reads its pipe"
         elif settings.core_wait_secs <= 0:
             reason = "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS leaves no time for it"
+        elif time.monotonic() >= self._last_write:
+            reason = f"SGLANG_CRASHKIT_EXIT_SECS ({self._exit_secs:g} s) leaves no time for it"
         else:
             reason = self._trigger(request)
             if not reason:

@@ -24,10 +24,12 @@ class CoreReadings:
 
     Args:
         run: the incident; evidence goes into its reports.
+        end_at: when the last one is to be done, by the monotonic clock.
     """
 
-    def __init__(self, run: IncidentRun) -> None:
+    def __init__(self, run: IncidentRun, end_at: float = float("inf")) -> None:
         self._run = run
+        self._end_at = end_at
         self._under_way: list[tuple[CoreReader, ProcessReport, float]] = []
 
     @property
@@ -37,8 +39,12 @@ class CoreReadings:
 
     def start(self, path: Path, report: ProcessReport) -> None:
         """Begin to read the core of a process."""
+        now = time.monotonic()
+        if now >= self._end_at:
+            report.evidence.append(Evidence("gpu_kernels", "skipped", reason="no time was left for it"))
+            return
         try:
-            self._under_way.append((CoreReader(path, READ_SECS), report, time.monotonic()))
+            self._under_way.append((CoreReader(path, min(READ_SECS, self._end_at - now)), report, now))
         except OSError as error:
             report.evidence.append(Evidence("gpu_kernels", "failed", reason=f"no reader could be started: {error}"))
 

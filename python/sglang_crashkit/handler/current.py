@@ -6,13 +6,17 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Protocol
 
-from sglang_crashkit.core import procfs
+from sglang_crashkit.core import procfs, signals
+from sglang_crashkit.core.beat import Beat
 from sglang_crashkit.core.channel import Mailbox, Message
 from sglang_crashkit.core.exit_status import exit_status_of
+from sglang_crashkit.core.policy import Action, Event
 from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.core.shared_memory import LeftSegment
 from sglang_crashkit.core.summary import format_termination_message
 from sglang_crashkit.core.termination_log import write_termination_message
 from sglang_crashkit.errors import CrashkitError
@@ -28,6 +32,8 @@ from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
 
 logger = logging.getLogger(__name__)
 
+#: For what of this upstream may end a server that the kit would let live.
+_ENDS_A_SERVER = frozenset({Event.DIED, Event.RAISED, Event.FAILED, Event.TIMED_OUT})
 #: A server that lives on this long after an incident, in seconds, may have another one.
 _NEXT_INCIDENT_SECS = 60.0
 #: What a server that goes on reported, such as a soft watchdog, is whole after this time, in seconds.
@@ -56,8 +62,10 @@ class CurrentIncident:
     Attributes:
         run: what it gathered; None where nothing happened yet. It stays when it is finished, until another may come.
         hang: the incident of a hang that is not over; other incidents meanwhile say so.
+        journals: what the server's processes noted of their requests.
         awaited: what `run` waits for.
         gpus: what `run` asks of the GPUs.
+        last_signs: returns what the schedulers' heartbeats said last, by pid.
     """
 
     def __init__(
@@ -65,13 +73,14 @@ class CurrentIncident:
     ) -> None:
         self.run: IncidentRun | None = None
         self.hang: IncidentRun | None = None
+        self.last_signs: Callable[[], Mapping[int, Beat]] = dict
         self._tree = tree
         self._mailbox = mailbox
         self._place = place
         self._settings = settings
         self._outlook = outlook
         self._eyes = eyes
-        self._journals = RequestJournals(place.journal)
+        self.journals = RequestJournals()
         self._answers = Answers(mailbox, max(1.0, settings.core_wait_secs))
         self.awaited = Awaited(tree.root.pid)
         self.gpus = GpuEvidence(tree, place, settings)
@@ -82,8 +91,6 @@ class CurrentIncident:
     def open(self, kind: str, trigger: str, process: TrackedProcess, seconds: float) -> IncidentRun:
         """Begin an incident; see `IncidentRun`. It is gathered, too, where it cannot be written anywhere."""
         folder = self._place.make_folder(kind, seconds, self._settings.disk)
-        if folder.problem:
-            self._journals.keep()
         self.run = run = IncidentRun(
             kind, trigger, process, seconds, self._tree, folder, self._place.runtime, self._settings
         )
@@ -96,7 +103,20 @@ class CurrentIncident:
             run.add_afterword(f"The server made no progress before: incident {self.hang.incident.id}.")
         return run
 
-    def open_observed(self, kind: str, trigger: str, process: TrackedProcess, seconds: float) -> IncidentRun | None:
+    def apply(self, event: Event) -> Action:
+        """Take in what `policy` says of an event of the incident at hand, and return it."""
+        action = self._outlook.decide(event)
+        if self.run is not None:
+            self.run.permit(action.captures)
+        self.awaited.may_end = self.awaited.may_end or event in _ENDS_A_SERVER
+        if event is Event.FAILED and not action.ends:
+            # Whoever was told so may go on without a server, and launch another one.
+            self.awaited.observed = True
+        return action
+
+    def open_observed(
+        self, kind: str, trigger: str, process: TrackedProcess, seconds: float, event: Event = Event.HUNG
+    ) -> IncidentRun | None:
         """Begin an incident of a server that goes on, to be photographed; whoever begins it finishes it.
 
         Returns:
@@ -107,18 +127,30 @@ class CurrentIncident:
         if self.run is not None:
             return None
         run = self.open(kind, trigger, process, seconds)
+        self.apply(event)
         self.observe(self._settings.budget_secs)
         return run
 
-    def join(self, kind: str, trigger: str, process: TrackedProcess, seconds: float) -> IncidentRun | None:
+    def join(
+        self, kind: str, trigger: str, process: TrackedProcess, seconds: float, event: Event
+    ) -> IncidentRun | None:
         """Return the incident at hand, photographed; begin one of `kind` where there is none.
 
+        Args:
+            kind: see `IncidentRun`.
+            trigger: see `IncidentRun`.
+            process: whom the event came from.
+            seconds: when, since the epoch.
+            event: what happened; see `apply`.
+
         Returns:
-            None where it turned out to be none.
+            None where it turned out to be none. One that is finished is that of a server which ends for it.
         """
         if self.run is None:
             self.open(kind, trigger, process, seconds)
-        if self.run is not None and not self.run.photographed:
+        if self.run is not None and not self.run.finished:
+            self.apply(event)
+        if self.run is not None and not self.run.photographed and not self.run.finished:
             self.photograph()
         return self.run
 
@@ -137,9 +169,33 @@ class CurrentIncident:
 
     def make_room(self) -> None:
         """Let what comes be an incident of its own, where the one at hand tells of a server that went on."""
-        if self.awaited.observed and self.run is not None:
+        if self.awaited.observed and self.run is not None and not (self.awaited.may_end and self.is_open):
             self._write(self.run)
             self._forget()
+
+    def begin_anew(self) -> None:
+        """Let what comes be another incident: the program launches another server."""
+        if self.run is not None and self.run.finished:
+            self._forget()
+
+    def make_room_for_hang(self, process: TrackedProcess) -> None:
+        """Let the hang of a process be an incident of its own, unless what it belongs to is gathered at this moment.
+
+        Schedulers hang together, as they wait for each other; any other process hangs by itself.
+        """
+        run = self.run
+        if run is None:
+            return
+        if run.finished and not self.awaited.observed:
+            # The server was to end for it and is still there.
+            self._forget()
+        elif run.finished or run.incident.kind != "hang" or not _hang_together(run, process):
+            self.make_room()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the server ends for the incident at hand, which is finished: what fails now is a consequence."""
+        return self.run is not None and self.run.finished and not self.awaited.observed
 
     def discard(self) -> None:
         """Remove the incident at hand: it was none."""
@@ -265,24 +321,26 @@ class CurrentIncident:
                 return
             self._write(run)
             if self.awaited.told:
-                self._last_resort.arm()
+                self._last_resort.arm(run.opened + self._settings.exit_secs)
             if not self.awaited.observed:
                 path = "not written" if run.problem else str(run.path)
                 write_termination_message(format_termination_message(run.incident.to_json(), path))
         self._answers.give(self.answer)
         self.awaited.let_go()
 
-    def close(self, removed: Sequence[str] = ()) -> None:
-        """Add the server's own end, and what it had left that was removed, to an incident that is finished."""
+    def close(self, removed: Sequence[str] = (), left: Sequence[LeftSegment] = ()) -> None:
+        """Add the server's own end, and what it left in shared memory, to an incident that is finished."""
         run, root = self.run, self._tree.root
         if run is not None and run.finished:
             status = root.exit_status()
             run.note(root.exited_at or time.time(), "server_exited", code=status.code, signal=status.signal)
             if removed:
                 run.note(time.time(), "shared_memory_removed", names=list(removed))
+            if left:
+                run.note(time.time(), "shared_memory_left", segments=[asdict(segment) for segment in left])
             with contextlib.suppress(OSError):
                 run.save()
-        self._journals.clean_up(run)
+        self.journals.close()
 
     def _ask_server_to_end(self, run: IncidentRun) -> None:
         """Tell the server of a death that it may not have noticed, as its own children would, and see to its end."""
@@ -294,8 +352,7 @@ class CurrentIncident:
             self.finish()
             return
         seconds = time.time()
-        with contextlib.suppress(OSError):
-            root.handle.send_signal(signal.SIGQUIT)
+        if signals.tell(root.handle):
             run.note(seconds, "sigquit_sent", pid=root.pid)
             self.awaited.told = True
         self.awaited.await_answer()
@@ -304,19 +361,27 @@ class CurrentIncident:
         if run.finished:
             return
         self.gpus.give_up_flight_recorders("the incident was finished before")
+        run.tell_last_signs(self.last_signs())
         if not run.problem:
-            self._journals.add_to(run)
+            self.journals.add_to(run)
         try:
             run.finish()
         except (OSError, CrashkitError) as error:
             logger.error("incident %s could not be finished: %s", run.path, error)
             run.finished = True
-            self._journals.keep()
+            self.journals.keep()
         else:
-            self._journals.remove_taken()
+            self.journals.remove_taken()
 
     def _forget(self) -> None:
         self.run = None
         self.gpus.forget()
         self.awaited = Awaited(self._tree.root.pid)
         self._tree.forget_dead()
+
+
+def _hang_together(run: IncidentRun, process: TrackedProcess) -> bool:
+    """Say whether a process hangs with the one whose hang began an incident."""
+    first = run.incident.trigger.pid
+    report = run.incident.process(first)
+    return first == process.pid or (process.role == "scheduler" and report is not None and report.role == "scheduler")

@@ -24,20 +24,17 @@ def report_of(process: TrackedProcess) -> ProcessReport:
     return ProcessReport(pid=process.pid, title=process.title, role=process.role, rank=process.rank)
 
 
-def describe_exit(process: TrackedProcess, *, raised: bool, with_parent: bool = False) -> Exit:
+def describe_exit(process: TrackedProcess, *, raised: bool) -> Exit:
     """Return how a dead process ended and why, as far as the evidence goes.
 
     Args:
         process: dead, with `exited_at` set.
         raised: it had reported an exception before.
-        with_parent: it ended because the process that started it had.
     """
     status = process.exit_status()
     noticed = iso_time(process.exited_at or 0.0)
-    if with_parent:
-        detail = "it outlived the process that had started it, and the crash handler killed it"
-        if not process.outlived_parent:
-            detail = "the process, or the thread of it, that had started it ended"
+    if process.ended_with_parent:
+        detail = "the process, or the thread of it, that had started it ended, and the kernel killed it for that"
         return Exit(status.code, status.signal, "parent_ended", detail, noticed)
     if not status.known:
         detail = "its parent reaped it, and this kernel does not tell others"
@@ -60,13 +57,13 @@ def describe_exit(process: TrackedProcess, *, raised: bool, with_parent: bool = 
     return Exit(status.code, None, "exit_status", "no Python exception was reported", noticed)
 
 
-def note_exit(report: ProcessReport, process: TrackedProcess, *, raised: bool, with_parent: bool = False) -> None:
+def note_exit(report: ProcessReport, process: TrackedProcess, *, raised: bool) -> None:
     """Put a process's exit into its report, once."""
     if report.exit is not None and report.exit.cause != "unknown":
         return
-    report.exit = describe_exit(process, raised=raised, with_parent=with_parent)
+    report.exit = describe_exit(process, raised=raised)
     report.evidence = [piece for piece in report.evidence if piece.kind != "exit"]
-    if process.exit_status().known or with_parent:
+    if process.exit_status().known:
         report.evidence.insert(0, Evidence("exit", "captured"))
     else:
         report.evidence.insert(0, Evidence("exit", "failed", reason=report.exit.detail))

@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_crashkit.core import procfs
+from sglang_crashkit.core import policy, procfs
 from sglang_crashkit.core.armed import ArmedFiles
 from sglang_crashkit.core.exit_status import FATAL_SIGNALS, is_orderly
+from sglang_crashkit.core.policy import Event, Mode
 from sglang_crashkit.core.responder import ask_exit
 from sglang_crashkit.handler.current import CurrentIncident
-from sglang_crashkit.handler.orphans import ended_with_parent
 from sglang_crashkit.handler.outlook import Outlook
+from sglang_crashkit.handler.server_log import ServerLog
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ _KEPT_SECS = 3600.0
 _MOST_UNEXPLAINED = 64
 #: Once its main thread is gone, the rest of a process follows within this time, in seconds.
 _LAST_THREAD_SECS = 0.2
-#: Once the thread is gone that started a child, which is told of it, the rest of the process follows within this time.
+#: A process that was sent SIGKILL is gone within this time, in seconds.
 _PARENT_SECS = 1.0
 #: A process that can tell at all how its child ended does it within this time, in seconds.
 _ASK_SECS = 0.3
@@ -47,6 +48,7 @@ class Exits:
         current: the incident at hand.
         unwatch: called with a process whose exit was taken in.
         runtime: where the server's processes say what they armed.
+        log: the server's own.
     """
 
     def __init__(
@@ -56,12 +58,14 @@ class Exits:
         current: CurrentIncident,
         unwatch: Callable[[TrackedProcess], None],
         runtime: Path,
+        log: ServerLog,
     ) -> None:
         self._tree = tree
         self._outlook = outlook
         self._current = current
         self._unwatch = unwatch
         self._runtime = runtime
+        self._log = log
         self._silent: set[TrackedProcess] = set()
 
     def take(self, process: TrackedProcess) -> None:
@@ -74,18 +78,21 @@ class Exits:
                 self.take(earlier)
                 if process.exited_at is not None:
                     return
-        expected = process.pid in self._outlook.expected
+        expected = process.pid in self._outlook.expected or self._is_users_own(process)
         if process.matters and not expected:
             if not self._is_pardoned(process):
                 self._current.make_room()
             self._ask_parent_of(process)
         self._unwatch(process)
         process.exited_at = time.time()
+        if process.is_own and process.exit_status().signal in FATAL_SIGNALS - {"SIGKILL"}:
+            self._log.tell_of_fault()
         if process.is_root:
             self._outlook.gone_at = time.monotonic()
-            self._outlook.ended_well = is_orderly(process.exit_status())
+            # A user's program may end with any status; its ranks end with it.
+            self._outlook.ended_well = is_orderly(process.exit_status()) or self._is_users_own(process)
             self.reconsider()
-        if self._current.run is not None:
+        if self._current.run is not None and not process.is_foreign:
             self._current.run.add_exit(process)
             self._end_dump_of(process)
         elif not process.matters or expected or self._is_clean(process):
@@ -141,9 +148,17 @@ class Exits:
         status, outlook = process.exit_status(), self._outlook
         if process.is_root or outlook.ended_well:
             # What outlives the main process, the kernel ends.
-            by_kernel = status.signal == "SIGKILL" or ended_with_parent(process, self._runtime)
-            return is_orderly(status) or (outlook.ended_well and by_kernel)
-        return status.code == 0 and outlook.draining
+            return is_orderly(status) or (outlook.ended_well and status.signal == "SIGKILL")
+        event = policy.death(orderly=is_orderly(status), draining=outlook.draining)
+        outlook.has_left = outlook.has_left or (event is Event.LEFT and status.code != 0)
+        return not outlook.decide(event).records
+
+    def _is_users_own(self, process: TrackedProcess) -> bool:
+        """Say whether the end of a user's program is its own matter: it has no server, or ended by itself."""
+        if not process.is_root or self._outlook.mode is not Mode.LIBRARY:
+            return False
+        has_server = any(one.is_own and one.pid not in self._outlook.expected for one in self._tree)
+        return not has_server or process.exit_status().signal not in FATAL_SIGNALS
 
     def _is_pardoned(self, process: TrackedProcess) -> bool:
         """Say whether an exit belongs to an end in good order; a scheduler or server that ends so did not hang."""
@@ -163,7 +178,7 @@ class Exits:
             return False
         if earlier.handle.has_exited():
             return True
-        if earlier is process.parent and ended_with_parent(process, self._runtime):
+        if procfs.is_ending(earlier.pid):
             return earlier.handle.has_exited(_PARENT_SECS)
         stat = procfs.read_stat(earlier.pid)
         # Without one it was reaped since the lines above.
@@ -187,6 +202,9 @@ class Exits:
         hard = process.exit_status().signal in FATAL_SIGNALS
         current = self._current
         run = current.open("killed" if hard else "exited", "process_exited", process, seconds)
+        # The HTTP server starts a tokenizer worker anew.
+        event = policy.death(orderly=False, draining=False, replaced=process.role == "tokenizer_worker")
+        action = current.apply(event)
         run.add_exit(process)
         if hard:
             current.awaited.harden()
@@ -198,11 +216,10 @@ class Exits:
             return
         if not hard:
             current.awaited.hold()
-        if process.role == "tokenizer_worker":
-            # The HTTP server starts it anew.
-            current.observe()
-        else:
+        if action.tells:
             current.awaited.await_server(soft=not hard)
+        else:
+            current.observe()
 
     def _end_dump_of(self, process: TrackedProcess) -> None:
         """Wait no longer for a process that died while it saved its requests."""

@@ -82,11 +82,6 @@ class FlightRecorders:
             run.note(time.time(), "flight_recorders_asked", pids=sorted(self._under_way))
 
     @property
-    def under_way(self) -> frozenset[int]:
-        """The processes of which a dump is waited for."""
-        return frozenset(self._under_way)
-
-    @property
     def are_done(self) -> bool:
         """Whether nothing is waited for."""
         return not self._under_way

@@ -39,11 +39,6 @@ class GpuEvidence:
         return self._cores.writing if self._cores is not None else frozenset()
 
     @property
-    def answering(self) -> frozenset[int]:
-        """The processes that write a GPU core or the dump of a flight recorder now, and are not killed meanwhile."""
-        return self.writing_cores | (self._flight.under_way if self._flight is not None else frozenset())
-
-    @property
     def are_awaited(self) -> bool:
         """Whether the incident would be finished but for them."""
         return self._are_cores_under_way or (self._is_finishing and self._is_flight_under_way)

@@ -20,6 +20,7 @@ def note_silence(run: IncidentRun, pulse: Pulse) -> None:
     details = {"silent_secs": round(secs, 3), "doing": beat.doing, "batches": beat.batches}
     message = f"made no progress for {secs:.1f} s; the last sign was of {beat.doing}"
     run.note(now, "no_progress", pid=process.pid, title=process.title, **details)
+    run.tell_last_sign(process, beat, secs)
     run.add_failure(FailureEvent(process.pid, now - secs, "hang", message))
 
 
@@ -34,6 +35,7 @@ class Hang:
     Attributes:
         run: the incident.
         next_snapshot: when the next snapshot is due, by the clock.
+        ended: that the server goes on and since when, in words; empty before.
     """
 
     def __init__(self, run: IncidentRun, silent_secs: float, clock: Callable[[], float]) -> None:
@@ -42,6 +44,7 @@ class Hang:
         self._since = clock() - silent_secs
         self._pulses: list[Pulse] = []
         self._snapshots = 1
+        self.ended = ""
         self.next_snapshot = clock() + SNAPSHOT_INTERVAL_SECS
 
     def spread(self, silent: Iterable[Pulse]) -> None:
@@ -67,6 +70,12 @@ class Hang:
         """Take no more snapshots."""
         self.next_snapshot = float("inf")
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the stacks say that the schedulers are at work."""
+        verdict = self.run.incident.verdict
+        return verdict is not None and verdict.kind == "busy"
+
     def told(self) -> str:
         """Return in one line what is known of it and where."""
         run = self.run
@@ -85,5 +94,6 @@ class Hang:
             secs = self._clock() - self._since
             titles = [pulse.process.title for pulse in living]
             self.run.note(time.time(), "progress_returned", hung_secs=round(secs, 3), titles=titles)
-            self.run.add_afterword(f"Progress returned after {secs:.1f} s.")
+            self.ended = f"Progress returned after {secs:.1f} s"
+            self.run.add_afterword(f"{self.ended}.")
         return True

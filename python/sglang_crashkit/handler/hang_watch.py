@@ -12,8 +12,12 @@ long prompt with every chunk. Silence is no hang, and is not counted,
 
 A scheduler that cannot be followed is seen by the silence of those that wait for it.
 
-More patience is had with the first batches, which compile kernels, with later ones while a compiler runs for them, and
-with control requests, such as an update of the weights.
+More patience is had with the first batches, which compile kernels, with later ones while a compiler runs for them, with
+very long prompts that are taken in at once, and with control requests, such as an update of the weights.
+
+Where the stacks then say that the rank which the others wait for is at work, because it compiles, loads weights,
+writes a profile, or takes in such a prompt, the incident says *busy*. It is withdrawn when the server goes on, and
+taken for a hang after a long time.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from sglang_crashkit.core import procfs
-from sglang_crashkit.core.beat import BeatReader, NotABeatError
+from sglang_crashkit.core.analysis.busy import BUSY_TOO_LONG
+from sglang_crashkit.core.beat import Beat, BeatReader, NotABeatError
 from sglang_crashkit.core.compilers import has_compiler
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.current import CurrentIncident
@@ -46,12 +51,15 @@ _BUSY_FACTOR = 10
 _FIRST_BATCHES, _FIRST_FACTOR = 8, 3
 #: FlashInfer's and DeepGEMM's larger kernels take nvcc minutes each.
 _COMPILING_FACTOR = 20
+#: So many tokens at once have the usual time; upstream's chunks have no more on any GPU. More have more.
+_USUAL_TOKENS = 16_384
 #: Share of the time from which on compilers are looked for; between two of them there may be none for a moment.
 _LOOK_FOR_COMPILERS = 0.5
 #: Of a server that is asked to end, a silence of so many seconds is looked at.
 _AT_END_SECS = 5.0
 #: Where no incident could be begun, it is tried again after this time, in seconds.
 _RETRY_SECS = 10.0
+_MOST_MODES = 64
 #: Whoever is silent for this share of the time that one was, hangs with it.
 _TOGETHER = 0.5
 
@@ -90,9 +98,18 @@ class HangWatch:
         self._hang: Hang | None = None
         self._looked_at = self._not_before = 0.0
         self._compiled_at = float("-inf")
+        #: What the heartbeats of those that are not followed any more said last, by pid.
+        self._last: dict[int, Beat] = {}
+        current.last_signs = self.last_signs
 
-    def follow(self, process: TrackedProcess, descriptor: int | None) -> None:
-        """Follow the heartbeat of a scheduler, which passed it on as `descriptor`, of this process; it stays open."""
+    def follow(self, process: TrackedProcess, descriptor: int | None, modes: object = None) -> None:
+        """Follow the heartbeat of a scheduler.
+
+        Args:
+            process: the scheduler.
+            descriptor: its heartbeat, passed on to this process; it stays open.
+            modes: names of the forward modes by their number, as they came; may be anything.
+        """
         if descriptor is None or not self._hang_secs:
             return
         if process.role != "scheduler":
@@ -101,7 +118,7 @@ class HangWatch:
             if process.role != "scheduler":
                 return
         try:
-            reader = BeatReader(os.getpid(), descriptor)
+            reader = BeatReader(os.getpid(), descriptor, _modes_of(modes))
         except (OSError, NotABeatError) as error:
             self._unfollowed.add(process.pid)
             logger.warning(
@@ -116,6 +133,10 @@ class HangWatch:
         if process.pid in self._pulses:
             self._pulses[process.pid].close()
         self._pulses[process.pid] = Pulse(process, reader)
+
+    def last_signs(self) -> dict[int, Beat]:
+        """Return what the heartbeat of each scheduler says, or said last, by pid; it outlives the process."""
+        return self._last | {pid: pulse.last() for pid, pulse in self._pulses.items()}
 
     def silent(self, secs: float) -> list[Pulse]:
         """Return the schedulers that gave no sign in the last `secs` seconds, that first which fell silent first.
@@ -173,6 +194,8 @@ class HangWatch:
             if pulse.process.exited_at is not None or pulse.beat.is_off:
                 # One that lives beats no more, for a reason that it has logged.
                 self._unfollowed.add(pid)
+                if not pulse.beat.is_off:
+                    self._last[pid] = pulse.last()
                 del self._pulses[pid]
                 pulse.close()
         longest = max((pulse.silent_secs for pulse in self._pulses.values()), default=0.0)
@@ -190,13 +213,29 @@ class HangWatch:
                 self._begin(sorted(together, key=_by_last_sign), "no_progress")
             elif silent and self._hang is not None:
                 self._hang.spread(silent)
+                if self._hang.is_busy and longest >= _COMPILING_FACTOR * self._hang_secs:
+                    self._withdraw(self._hang)
+                    self._hang = self._current.hang = None
+                    self._begin(sorted(silent, key=_by_last_sign), BUSY_TOO_LONG)
         if self._hang is not None and self._hang.is_over():
-            is_at_hand = self._current.run is self._hang.run
+            hang, is_at_hand = self._hang, self._current.run is self._hang.run
             # Otherwise it is over because they are dead.
-            if self._pulses and is_at_hand and self._current.awaited.pardonable:
+            if self._pulses and (hang.is_busy or (is_at_hand and self._current.awaited.pardonable)):
                 logger.info("the schedulers go on: it was no hang")
-                self._current.discard()
+                self._withdraw(hang)
+                if hang.is_busy:
+                    self._say(f"{hang.ended}: it was no hang, and incident {hang.run.incident.id} is withdrawn.")
             self._hang = self._current.hang = None
+
+    def _withdraw(self, hang: Hang) -> None:
+        """Remove the incident of what was no hang."""
+        if self._current.run is hang.run:
+            self._current.discard()
+            return
+        try:
+            hang.run.discard()
+        except OSError as error:
+            logger.error("incident %s could not be removed: %s", hang.run.path, error)
 
     def _is_excused(self, states: Mapping[int, str]) -> bool:
         """Say whether there is a reason for silence that is none of the schedulers'.
@@ -225,7 +264,10 @@ class HangWatch:
         beats = [pulse.beat for pid, pulse in self._pulses.items() if states[pid] != "T"]
         if any(beat.is_busy and not beat.in_batch for beat in beats):
             return _BUSY_FACTOR
-        return _FIRST_FACTOR if any(beat.in_batch and beat.batches <= _FIRST_BATCHES for beat in beats) else 1
+        working = [beat for beat in beats if beat.in_batch]
+        first = _FIRST_FACTOR if any(beat.batches <= _FIRST_BATCHES for beat in working) else 1
+        longest = max((beat.tokens for beat in working), default=0)
+        return max(first, min(longest // _USUAL_TOKENS, _COMPILING_FACTOR))
 
     def _is_compiling(self, longest: float, limit: float) -> bool:
         """Say whether a compiler ran lately for a silent scheduler, as long as that may take."""
@@ -253,6 +295,13 @@ class HangWatch:
         # Only now: for it exits are taken in, and one of them is an incident of its own, which refers to this one.
         self._current.photograph()
         logger.info("%d scheduler(s) made no progress for %.1f s", len(silent), longest)
+
+
+def _modes_of(value: object) -> dict[int, str]:
+    """Return the forward modes that a scheduler told of, without what is none."""
+    modes = value if isinstance(value, dict) else {}
+    short = {key: str(name)[:40] for key, name in list(modes.items())[:_MOST_MODES]}
+    return {int(key): name for key, name in short.items() if isinstance(key, str) and key.isascii() and key.isdecimal()}
 
 
 def _by_last_sign(pulse: Pulse) -> tuple[float, int]:

@@ -8,6 +8,7 @@ from importlib import metadata
 
 from sglang_crashkit import __version__
 from sglang_crashkit.core import procfs
+from sglang_crashkit.core.identity_key import own_namespace
 from sglang_crashkit.core.incident import HandlerInfo, ServerInfo
 
 
@@ -24,4 +25,4 @@ def server_info(pid: int, start_ticks: int) -> ServerInfo:
         sglang_version = metadata.version("sglang")
     except metadata.PackageNotFoundError:
         sglang_version = "unknown"
-    return ServerInfo(pid, sglang_version, __version__, socket.gethostname(), start_ticks)
+    return ServerInfo(pid, sglang_version, __version__, socket.gethostname(), start_ticks, own_namespace())

@@ -121,6 +121,10 @@ class IncidentDraft:
         """Make room for what somebody else writes; see `IncidentFolder.make_room_beside`."""
         return self._folder.make_room_beside(folder, size)
 
+    def why_no_longer(self, folder: Path) -> str:
+        """Say why what somebody else writes to `folder` is to become no longer; empty where it may."""
+        return "" if self.problem else self._folder.make_room_beside(folder, 0)
+
     def report(self, process: TrackedProcess) -> ProcessReport:
         """Return the report on a process, to which evidence may be added."""
         return self._report(process)

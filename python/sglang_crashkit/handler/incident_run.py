@@ -6,29 +6,32 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.core.analysis.verdict import FailureEvent, order_failures
+from sglang_crashkit.core.beat import Beat
 from sglang_crashkit.core.exit_status import FATAL_SIGNALS, tells_of_a_crash
 from sglang_crashkit.core.incident import (
     Collectives,
     Evidence,
     JournaledRequests,
+    LastSign,
     Requests,
 )
 from sglang_crashkit.core.incident_folder import IncidentFolder
 from sglang_crashkit.core.peers import LostPeer
+from sglang_crashkit.core.policy import Capture
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler import evidence, repeats, requests_told, stack_evidence
 from sglang_crashkit.handler.incident_draft import IncidentDraft
-from sglang_crashkit.handler.orphans import ended_with_parent
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
 
 logger = logging.getLogger(__name__)
 
-#: An incident names at most this many lost peers; more are in the timeline only.
-_MOST_PEERS = 64
+#: An incident names at most this many lost peers, more are in the timeline only, and of all so many waiting requests.
+_MOST_PEERS, _MOST_WAITING = 64, 1024
 #: Kinds by which it was opened that say no more than who was heard first.
 _KINDS_OF_CRASHES = frozenset({"killed", "exited", "exception", "child_failure"})
 #: The longest that native stacks may take, and what is left of the budget for writing after them, in seconds.
@@ -69,7 +72,12 @@ class IncidentRun(IncidentDraft):
         self._raised: set[int] = set()
         self._is_fatal_hang = False
         self._snapshots = 0
+        self._captures = Capture.NONE
         self.photographed = False
+
+    def permit(self, captures: Capture) -> None:
+        """Let the living processes be looked at by these means, beside those that were permitted before."""
+        self._captures = max(self._captures, captures, key=list(Capture).index)
 
     def photograph(self) -> None:
         """Capture what the living processes are doing; the dead ones are told from them first.
@@ -83,12 +91,24 @@ class IncidentRun(IncidentDraft):
         living = self._tree.alive()
         reports = {process.pid: self._report(process) for process in living}
         if self._snapshots == 0:
+            for report in reports.values():
+                # Of one that was opened without stacks.
+                report.evidence = [piece for piece in report.evidence if piece.kind not in ("proc_state", "stack")]
             evidence.capture_states(living, reports)
         self._snapshots += 1
-        if self._settings.stacks:
+        if self._captures is Capture.NONE:
+            for report in reports.values():
+                report.evidence.append(Evidence("stack", "skipped", reason="nothing of this server failed"))
+        elif self._settings.stacks:
             number = self._snapshots if self.incident.kind == "hang" else None
             stack_evidence.capture_stacks(
-                living, reports, self._folder, self._runtime, self._settings.photograph_secs, number
+                living,
+                reports,
+                self._folder,
+                self._runtime,
+                self._settings.photograph_secs,
+                number,
+                may_signal=self._captures is Capture.FULL,
             )
         elif self._snapshots == 1:
             for report in reports.values():
@@ -108,9 +128,11 @@ class IncidentRun(IncidentDraft):
 
         It stops each of them for a moment, so by itself it is done only to a server that will end for what happened.
         """
+        # What somebody set stands; by itself the kit does not stop a process that goes on.
         wanted = self._settings.native
         seconds = min(_NATIVE_SECS, self.opened + self._settings.budget_secs - time.monotonic() - _WRITING_SECS)
-        if not (self._settings.stacks and (self._is_fatal_hang if wanted is None else wanted)) or seconds <= 0:
+        of_itself = self._is_fatal_hang and self._captures is Capture.FULL
+        if not (self._settings.stacks and (of_itself if wanted is None else wanted)) or seconds <= 0:
             return
         started = time.time()
         living = [process for process in self._tree.alive() if process.matters and not process.handle.has_exited()]
@@ -153,13 +175,13 @@ class IncidentRun(IncidentDraft):
                 kind="exit",
                 fatal_signal=status.signal in FATAL_SIGNALS,
                 before_photograph=not self.photographed,
-                with_parent=ended_with_parent(process, self._runtime),
+                with_parent=process.ended_with_parent,
                 is_answer=process.is_root and tells_of_a_crash(status.code),
             )
         )
 
     def add_exception(self, process: TrackedProcess, seconds: float, message: str, record: Path | None) -> None:
-        """Take in an exception that a process of the server reported.
+        """Take in an exception that a process of the server reported; once the incident is finished it is noted only.
 
         Args:
             process: who raised it.
@@ -170,9 +192,15 @@ class IncidentRun(IncidentDraft):
         report = self._report(process)
         # A file name that is not UTF-8 stands in a message as lone surrogates, which no file would take.
         message = message.encode(errors="backslashreplace").decode()
+        self.note(seconds, "exception", pid=process.pid, title=process.title, message=message)
+        if self.finished:
+            # The record would stay where it is, and be taken for a crash of its own.
+            if record is not None:
+                evidence.adopt_record(record, report, self._folder)
+            self._save_again()
+            return
         self._raised.add(process.pid)
         self._failures.append(FailureEvent(process.pid, seconds, "exception", message))
-        self.note(seconds, "exception", pid=process.pid, title=process.title, message=message)
         if record is None:
             report.evidence.append(Evidence("exception", "failed", reason="the process could not write its record"))
         else:
@@ -198,25 +226,35 @@ class IncidentRun(IncidentDraft):
         )
         self.note(seconds, "watchdog_timeout", pid=process.pid, title=process.title, **_plain(fields))
 
-    def add_peer(self, seconds: float, peer: LostPeer) -> None:
-        """Take in that a rank lost the other server of its pair; once the incident is finished it is written anew.
+    def list_processes(self) -> None:
+        """Note who is there and in which state, without any stack: what happened, happened elsewhere."""
+        living = [process for process in self._tree.alive() if not process.is_of_no_account]
+        reports = {process.pid: self._report(process) for process in living}
+        evidence.capture_states(living, reports)
+        for report in reports.values():
+            report.evidence.append(Evidence("stack", "skipped", reason="none are taken for what another server did"))
+        self._checkpoint()
+
+    def add_peers(self, seconds: float, peers: Sequence[LostPeer]) -> None:
+        """Take in that other servers of the pair are lost; once the incident is finished it is written anew.
 
         Raises:
             OSError: the disk is full or the folder is gone.
         """
-        known = next((its for its in self.incident.peers if (its.role, its.address) == (peer.role, peer.address)), None)
-        if known is not None:
-            known.merge(peer)
-        elif len(self.incident.peers) < _MOST_PEERS:
-            self.incident.peers.append(peer)
-        self.note(seconds, "peer_lost", pid=peer.reported_by[0], role=peer.role, address=peer.address, sign=peer.sign)
+        named = sum(len(its.requests) + len(its.unassigned) for its in self.incident.peers)
+        for peer in peers:
+            known = next((its for its in self.incident.peers if _are_same(its, peer)), None)
+            if known is not None:
+                known.merge(peer)
+            elif len(self.incident.peers) < _MOST_PEERS:
+                peer.requests = peer.requests[: max(0, _MOST_WAITING - named)]
+                peer.unassigned = peer.unassigned[: max(0, _MOST_WAITING - named - len(peer.requests))]
+                named += len(peer.requests) + len(peer.unassigned)
+                self.incident.peers.append(peer)
+            self.note(seconds, "peer_lost", role=peer.role, address=peer.address, sign=peer.sign)
         if self.finished:
             self.incident.verdict = self._judge()
             self.save()
-
-    def knows_peer(self, peer: LostPeer) -> bool:
-        """Say whether that server was lost already, be it in the words of another rank, which has another address."""
-        return any((its.role, its.host) == (peer.role, peer.host) for its in self.incident.peers)
 
     def add_requests(self, fields: dict[str, Any]) -> None:
         """Take in what one process says of the requests that it saved; with several tokenizers, each says so.
@@ -254,6 +292,23 @@ class IncidentRun(IncidentDraft):
         self.incident.collectives = told
         self._checkpoint()
 
+    def tell_last_sign(self, process: TrackedProcess, beat: Beat, secs: float) -> None:
+        """Take in what the heartbeat of a scheduler that hangs said last, so many seconds before."""
+        self._report(process).last_sign = last_sign(beat, secs)
+
+    def tell_last_signs(self, signs: Mapping[int, Beat]) -> None:
+        """Take in what the heartbeats of the schedulers that died said last, which needs no stack.
+
+        Args:
+            signs: by pid.
+        """
+        now, clock = time.time(), time.monotonic()
+        for process in self._tree:
+            if process.exited_at is not None and (beat := signs.get(process.pid)) is not None:
+                # The beat is of the monotonic clock.
+                secs = process.exited_at - now + clock - beat.at
+                self._report(process).last_sign = last_sign(beat, secs)
+
     def finish(self) -> Path:
         """Judge, write, and give the folder its final name, which is returned.
 
@@ -278,6 +333,11 @@ class IncidentRun(IncidentDraft):
         logger.info("incident %s: %s", path, verdict.text)
         return path
 
+    def incident_with_core(self) -> str | None:
+        """Return the id of an earlier incident of the same fault that has GPU cores; None where there is none."""
+        self.incident.verdict = self._judge()
+        return repeats.incident_with_core(self.incident, self._folder, self._settings.full_per_fault)
+
     def _take_kind(self) -> None:
         """Have the incident of a crash be of the kind of its first failure: a consequence may be told first."""
         if self.incident.kind not in _KINDS_OF_CRASHES or not self._failures:
@@ -292,12 +352,18 @@ class IncidentRun(IncidentDraft):
 
     def _note_exit(self, process: TrackedProcess) -> None:
         report = self._report(process)
-        with_parent = ended_with_parent(process, self._runtime)
-        evidence.note_exit(report, process, raised=process.pid in self._raised, with_parent=with_parent)
-        if self._settings.stacks and with_parent:
-            stack_evidence.take_last_words(process, report, self._folder, self._runtime)
-        elif self._settings.stacks:
+        evidence.note_exit(report, process, raised=process.pid in self._raised)
+        if self._settings.stacks:
             stack_evidence.take_fault(process, report, self._folder, self._runtime)
+
+
+def _are_same(some: LostPeer, other: LostPeer) -> bool:
+    return (some.role, some.address) == (other.role, other.address)
+
+
+def last_sign(beat: Beat, secs: float) -> LastSign:
+    """Return what an incident tells of a heartbeat that was last written to so many seconds before."""
+    return LastSign(beat.doing, beat.batches, beat.requests, beat.mode, beat.tokens, round(max(0.0, secs), 3))
 
 
 def _read_record(path: Path) -> dict[str, Any]:

@@ -7,14 +7,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
 from sglang_crashkit.core.disk import NoRoomError
 from sglang_crashkit.core.incident import JournaledRequests, iso_time
 from sglang_crashkit.core.journal import KEPT_SECS, JournaledRequest, JournalReader
-from sglang_crashkit.core.journal_place import writer_of
 from sglang_crashkit.core.private_files import create_private, make_private_folder
 from sglang_crashkit.core.remains import REQUESTS
 from sglang_crashkit.core.ring import RingError
@@ -36,22 +34,22 @@ def _free(_name: str, _size: int) -> None:
 
 
 def export_requests(
-    rings: Sequence[Path],
+    journals: Sequence[tuple[int, int]],
     folder: Path,
     timeout_secs: float,
     charge: Charge = _free,
     *,
     seconds: float | None = None,
 ) -> JournaledRequests:
-    """Write the requests of `rings` to ``requests/requests.jsonl`` in `folder`, the unfinished ones first.
+    """Write the requests of `journals` to ``requests/requests.jsonl`` in `folder`, the unfinished ones first.
 
     Each line has ``rid``, ``state`` (``unfinished``, ``finished``, or ``dropped``: it ended without an answer),
     ``arrived`` and ``ended`` (UTC), ``pid`` of the process that took it in, ``text`` or ``input_ids``,
-    ``sampling_params``, and what else the request asked for; ``omitted`` describes what was not kept. Health checks are
-    left out.
+    ``sampling_params``, and what else the request asked for; ``omitted`` describes what was not kept, and ``truncated``
+    says how much of a long prompt is there (see `encode_begin`). Health checks are left out.
 
     Args:
-        rings: the journals.
+        journals: the pid of each writer and a descriptor of its journal.
         folder: the incident's folder.
         timeout_secs: what is not written within this time, in seconds, is left out and counted.
         charge: is told the file's name and how long it will be, in bytes, before it grows; what it raises `NoRoomError`
@@ -61,32 +59,31 @@ def export_requests(
     """
     deadline = time.monotonic() + timeout_secs
     result = JournaledRequests()
-    with ExitStack() as opened:
-        readers: list[tuple[int, JournalReader]] = []
-        problems = []
-        for ring in rings:
-            try:
-                readers.append((writer_of(ring), opened.enter_context(JournalReader(ring))))
-            except RingError as error:
-                problems.append(error.message)
-        if seconds is None:
-            seconds = max((reader.latest for _pid, reader in readers), default=0.0)
-        result.lost = sum(reader.lost for _pid, reader in readers)
-        result.torn = sum(reader.torn for _pid, reader in readers)
+    readers: list[tuple[int, JournalReader]] = []
+    problems = []
+    for pid, descriptor in journals:
         try:
-            make_private_folder((folder / REQUESTS).parent)
-            (folder / REQUESTS).unlink(missing_ok=True)
-            with create_private(folder / REQUESTS) as file:
-                _write_all(_in_order(readers, seconds - KEPT_SECS), _Metered(file, charge), result, deadline)
-                file.flush()
-                os.fsync(file.fileno())
-            result.path = REQUESTS
-        except (OSError, CrashkitError) as error:
-            problems.append(f"{REQUESTS}: {error}")
-        if result.left_out:
-            problems.append(
-                f"{result.left_out} requests could not be read, found no room, or not within {timeout_secs:g} s"
-            )
+            readers.append((pid, JournalReader(descriptor)))
+        except RingError as error:
+            problems.append(f"the journal of process {pid} {error.message}")
+    if seconds is None:
+        seconds = max((reader.latest for _pid, reader in readers), default=0.0)
+    result.lost = sum(reader.lost for _pid, reader in readers)
+    result.torn = sum(reader.torn for _pid, reader in readers)
+    try:
+        make_private_folder((folder / REQUESTS).parent)
+        (folder / REQUESTS).unlink(missing_ok=True)
+        with create_private(folder / REQUESTS) as file:
+            _write_all(_in_order(readers, seconds - KEPT_SECS), _Metered(file, charge), result, deadline)
+            file.flush()
+            os.fsync(file.fileno())
+        result.path = REQUESTS
+    except (OSError, CrashkitError) as error:
+        problems.append(f"{REQUESTS}: {error}")
+    if result.left_out:
+        problems.append(
+            f"{result.left_out} requests could not be read, found no room, or not within {timeout_secs:g} s"
+        )
     result.reason = "; ".join(problems) or None
     return result
 
@@ -133,7 +130,7 @@ def _write_all(
         state = "finished" if request.finished else "unfinished" if request.ended is None else "dropped"
         try:
             line = _line_of(reader, request, state, pid)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, RingError):
             # What a user sent may be nested as deep as its writer could just follow.
             result.left_out += 1
             continue

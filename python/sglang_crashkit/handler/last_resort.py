@@ -8,12 +8,11 @@ deaf to both.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import signal
 import time
 
-from sglang_crashkit.core import procfs
+from sglang_crashkit.core import procfs, signals
 from sglang_crashkit.handler.tree import TrackedProcess
 
 logger = logging.getLogger(__name__)
@@ -36,10 +35,10 @@ class LastResort:
         self._due: float | None = None
         self._signals: list[signal.Signals] = []
 
-    def arm(self) -> None:
-        """Begin to wait for the server's end."""
+    def arm(self, at_the_latest: float) -> None:
+        """Begin to wait for the server's end, until `at_the_latest` by the monotonic clock."""
         if self._due is None:
-            self._due = time.monotonic() + self._patience_secs
+            self._due = min(time.monotonic() + self._patience_secs, at_the_latest)
             self._signals = [signal.SIGALRM, signal.SIGKILL]
 
     def next_due(self) -> float:
@@ -58,5 +57,4 @@ class LastResort:
         signum = self._signals.pop(0)
         self._due = time.monotonic() + _ALARM_SECS
         logger.error("server %d did not end after its incident: %s sent", self._root.pid, signum.name)
-        with contextlib.suppress(OSError):
-            self._root.handle.send_signal(signum)
+        signals.send(self._root.handle, signum)

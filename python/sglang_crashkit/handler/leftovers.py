@@ -1,11 +1,13 @@
-"""What a server that is killed leaves behind on its machine, noted while it lives and removed when it is gone."""
+"""What a killed server leaves behind on its machine: noted while it lives, cleared or told of when it is gone."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 
-from sglang_crashkit.core import shared_memory
+from sglang_crashkit.core import procfs, shared_memory
+from sglang_crashkit.core.shared_memory import LeftSegment, Segment
 from sglang_crashkit.handler.tree import ProcessTree
 
 logger = logging.getLogger(__name__)
@@ -20,7 +22,8 @@ class Leftovers:
 
     def __init__(self, tree: ProcessTree) -> None:
         self._tree = tree
-        self._segments: set[shared_memory.Segment] = set()
+        self._segments: set[Segment] = set()
+        self._own: dict[int, int] = {}  # start times by pid
         self._noted_at = time.monotonic()
 
     def note_on_time(self) -> None:
@@ -33,12 +36,32 @@ class Leftovers:
         """Look at what the living processes map now."""
         self._noted_at = time.monotonic()
         for process in self._tree.alive():
-            self._segments |= shared_memory.mapped_by(process.pid)
-        self._segments |= shared_memory.of_server(self._tree.root.pid)
+            if not process.matters:
+                # What a program runs beside its server is its own affair.
+                continue
+            self._own[process.pid] = process.handle.start_ticks
+            with contextlib.suppress(OSError):
+                self._segments |= shared_memory.mapped_by(process.pid)
+        if any(process.role == "tokenizer_worker" for process in self._tree):
+            # By its name alone it may be another container's, whose processes have the same pids.
+            self._segments |= shared_memory.of_server(self._tree.root.pid)
 
-    def remove(self) -> list[str]:
-        """Remove what nobody uses any more and return the names."""
-        removed = shared_memory.remove_unused(self._segments)
+    def clear(self) -> tuple[list[str], list[LeftSegment]]:
+        """Remove what was the server's alone; see `shared_memory.clear`.
+
+        Nothing is removed while one of its processes lives.
+        """
+        lives = any(process.exited_at is None and process.matters for process in self._tree)
+        lives = lives or any(self._is_alive(pid, ticks) for pid, ticks in self._own.items())
+        removed, left = shared_memory.clear(self._segments, {} if lives else self._own)
         if removed:
             logger.info("removed from %s what the server left: %s", shared_memory.FOLDER, " ".join(removed))
-        return removed
+        if left:
+            told = ", ".join(f"{one.name} ({one.why})" for one in left)
+            logger.info("the server left in %s: %s", shared_memory.FOLDER, told)
+        return removed, left
+
+    @staticmethod
+    def _is_alive(pid: int, start_ticks: int) -> bool:
+        stat = procfs.read_stat(pid)
+        return stat is not None and stat.start_ticks == start_ticks and stat.state not in "ZX"

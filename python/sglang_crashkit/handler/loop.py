@@ -9,14 +9,18 @@ import selectors
 import time
 
 from sglang_crashkit.core.channel import Mailbox
+from sglang_crashkit.core.identity_key import server_key
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.asked_to_end import AskedToEnd
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.exits import Exits
+from sglang_crashkit.handler.farewell import Farewell
 from sglang_crashkit.handler.hang_watch import HangWatch
+from sglang_crashkit.handler.kept_folder import KeptFolder
 from sglang_crashkit.handler.leftovers import Leftovers
-from sglang_crashkit.handler.orphans import Outliving
 from sglang_crashkit.handler.outlook import Outlook
+from sglang_crashkit.handler.peer_losses import PeerLosses
+from sglang_crashkit.handler.peer_prober import PeerProber
 from sglang_crashkit.handler.place import Place
 from sglang_crashkit.handler.reactions import Reactions
 from sglang_crashkit.handler.server_log import ServerLog
@@ -44,10 +48,14 @@ class CrashHandler:
         self._place = place
         self._outlook = Outlook()
         self._current = CurrentIncident(self._tree, mailbox, place, settings, self._outlook, self)
-        self._exits = Exits(self._tree, self._outlook, self._current, self._unwatch, place.runtime)
         log = ServerLog(self._tree.root, place.runtime)
+        self._exits = Exits(self._tree, self._outlook, self._current, self._unwatch, place.runtime, log)
         self._hangs = HangWatch(self._tree, self._outlook, self._current, settings, log.say)
         self._end = AskedToEnd(self._outlook, self._current, self._hangs)
+        self._farewell = Farewell(self._current, mailbox, place)
+        self._kept = KeptFolder(place.runtime)
+        self._strangers: set[int] = set()
+        self._prober = PeerProber(PeerLosses(self._tree, self._outlook, self._current, log.say).tell)
         self._reactions = Reactions(
             self._tree,
             mailbox,
@@ -56,13 +64,15 @@ class CrashHandler:
             self._current,
             self._hangs,
             self._end,
+            self._farewell,
+            self._prober,
             self.look,
             self._exits.reconsider,
         )
         self._leftovers = Leftovers(self._tree)
-        self._outliving = Outliving(self._tree, lambda: self._current.gpus.answering, self._needs_orphans)
         self._selector = selectors.DefaultSelector()
         self._selector.register(mailbox, selectors.EVENT_READ)
+        self._selector.register(self._prober, selectors.EVENT_READ)
         self._watch(self._tree.root)
 
     def run(self) -> None:
@@ -72,6 +82,7 @@ class CrashHandler:
         try:
             while not self._done():
                 if time.monotonic() >= next_scan:
+                    self._strangers.clear()
                     self.look()
                     next_scan = time.monotonic() + self._scan_interval()
                 ready = self._selector.select(max(0.0, min(next_scan, self._next_due()) - time.monotonic()))
@@ -84,14 +95,18 @@ class CrashHandler:
                 self._take_messages()
                 self._current.act_on_time()
                 self._end.act_on_time()
-                self._outliving.act_on_time()
+                self._farewell.act_on_time()
+                self._kept.touch_on_time()
+                self._prober.act_on_time()
                 self._leftovers.note_on_time()
                 self._hangs.act_on_time()
         finally:
-            self._current.close(removed=self._leftovers.remove())
+            removed, left = self._leftovers.clear()
+            self._current.close(removed=removed, left=left)
             if self._outlook.gone_at is not None:
                 # While the server lives, its ranks may still make pipes in there, without which PyTorch ends them.
-                self._place.clean_up([process.pid for process in self._tree])
+                self._place.clean_up([server_key(each.pid, each.handle.start_ticks) for each in self._tree])
+            self._kept.release()
             logger.info("server %d is gone, so is its crash handler %d", self._tree.root.pid, os.getpid())
 
     def look(self) -> None:
@@ -112,18 +127,17 @@ class CrashHandler:
             return []
         return self._exits.recent_unexplained()
 
-    def _needs_orphans(self) -> bool:
-        run = self._current.run
-        return run is not None and not run.photographed
-
     def _take_messages(self) -> None:
         with contextlib.ExitStack() as descriptors:
             messages = self._mailbox.receive(descriptors=True)
             for message in messages:
                 descriptors.callback(message.close)
             for message in messages:
-                if message.pid not in self._tree:
+                if message.pid not in self._tree and message.pid not in self._strangers:
                     self.look()
+                    if message.pid not in self._tree:
+                        # Looking costs more than sending, and whoever sends that may never end.
+                        self._strangers.add(message.pid)
                 try:
                     self._reactions.take(message, self._tree.get(message.pid))
                 except Exception:
@@ -141,9 +155,8 @@ class CrashHandler:
 
     def _next_due(self) -> float:
         if not self._current.is_open and self._outlook.gone_at is not None:
-            return min(self._outlook.gone_at + _LINGER_SECS, self._outliving.next_due())
-        dues = (self._current.next_due(), self._end.next_due(), self._hangs.next_due(), self._outliving.next_due())
-        return min(dues)
+            return self._outlook.gone_at + _LINGER_SECS
+        return min(part.next_due() for part in (self._current, self._end, self._hangs, self._prober))
 
     def _done(self) -> bool:
         if self._outlook.gone_at is None or self._current.is_open:

@@ -27,13 +27,11 @@ class Place:
         host_folder: the host's folder in the crash folder; incidents go below it.
         spool: where failing ranks leave their records.
         runtime: the folder of the socket, removed at the end.
-        journal: the folder of the server's request journals; None where it keeps none.
     """
 
     host_folder: Path
     spool: Path
     runtime: Path
-    journal: Path | None = None
 
     def make_folder(self, kind: str, seconds: float, limits: DiskLimits) -> IncidentFolder:
         """Make an incident's folder, in another place where the crash folder cannot be used.
@@ -49,17 +47,24 @@ class Place:
         problems = []
         for folder in (self.host_folder, fallback_folder()):
             try:
-                return IncidentFolder(folder / "incidents", kind, new_id(), seconds, limits)
+                elsewhere = [other / "incidents" for other in self.earlier() if other != folder]
+                return IncidentFolder(folder / "incidents", kind, new_id(), seconds, limits, elsewhere, self._server)
             except (OSError, CrashkitError) as error:
                 problems.append(f"no incident can be written below {folder}: {error}")
                 logger.error("%s", problems[-1])
         return NowhereFolder("; ".join(problems))
 
+    @property
+    def _server(self) -> int:
+        """The server's pid, 0 where that is not known."""
+        pid = self.runtime.name.partition("-")[0]
+        return int(pid) if pid.isdecimal() else 0
+
     def earlier(self) -> list[Path]:
-        """Return the folders in which an earlier server on this host may have left incidents and journals.
+        """Return the folders in which an earlier server on this host may have left incidents.
 
         Where its crash folder could not be used when it began, that is the host's folder in the other place; where it
-        could not be used when an incident began, that place itself. A journal is also there for the sake of its disk.
+        could not be used when an incident began, that place itself.
         """
         fallback = fallback_folder()
         return list(dict.fromkeys([self.host_folder, fallback / self.host_folder.name, fallback]))
@@ -76,23 +81,26 @@ class Place:
             return None
         return path if is_record else None
 
-    def clean_up(self, pids: Collection[int] = ()) -> None:
+    def remove_own(self) -> None:
+        """Remove what is this server's alone; a record that nobody took in stays."""
+        shutil.rmtree(self.runtime, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.spool.rmdir()
+
+    def clean_up(self, keys: Collection[str] = ()) -> None:
         """Remove what is of no use without the server; a record that nobody took in stays.
 
         Args:
-            pids: the server's processes; a request dump that one of them could not finish is torn, and no pickle.
+            keys: the server's processes, see `identity_key`; a request dump that one of them could not finish is torn,
+                and no pickle. The host's folder may be another server's, too, in which all pids may be the same.
         """
-        shutil.rmtree(self.runtime, ignore_errors=True)
+        self.remove_own()
         for torn in self.host_folder.glob(".crash_dump_*.partial"):
-            writer = torn.name.split(".")[-2]
-            if writer.isdecimal() and int(writer) in pids:
+            if torn.name.split(".")[-2] in keys:
                 with contextlib.suppress(OSError):
                     torn.unlink()
-        known = {str(pid) for pid in pids}
-        for dump in (self.host_folder / "flight_recorder").glob("*-*-rank*"):
+        for dump in (self.host_folder / "flight_recorder").glob("*-*-*-rank*"):
             # Nobody took it in, as one that came when the incident was finished.
-            if dump.name.partition("-")[0] in known:
+            if dump.name.partition("-rank")[0] in keys:
                 with contextlib.suppress(OSError):
                     dump.unlink()
-        with contextlib.suppress(OSError):
-            self.spool.rmdir()

@@ -1,10 +1,11 @@
-"""Keep an incident short whose fault was seen before: counted, with what is its own, and without everybody's stacks."""
+"""Keep an incident short whose fault was seen before: counted, with its own evidence, without stacks and cores."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from sglang_crashkit.core import faults
 from sglang_crashkit.core.faults import count_fault, fault_of
 from sglang_crashkit.core.incident import Incident
 from sglang_crashkit.core.incident_folder import IncidentFolder
@@ -26,8 +27,22 @@ def count(incident: Incident, folder: IncidentFolder, keep: int) -> list[str]:
     fault = fault_of(incident.to_json()) if not folder.problem else None
     if fault is None:
         return []
-    incident.fault = count_fault(folder.path.parent, fault, incident.id, folder.name, keep)
+    pieces = (piece for report in incident.processes for piece in report.evidence)
+    has_core = any(piece.kind == "cuda_core" and piece.status == "captured" for piece in pieces)
+    incident.fault = count_fault(folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core)
     return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
+
+
+def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) -> str | None:
+    """Return the id of an earlier incident of the same fault that has GPU cores; None where there is none.
+
+    Args:
+        incident: with a verdict.
+        folder: where it is written.
+        keep: see `count`; with 0 each has its own.
+    """
+    fault = fault_of(incident.to_json()) if keep and not folder.problem else None
+    return faults.incident_with_core(folder.path.parent, fault) if fault is not None else None
 
 
 def _give_up_stacks(incident: Incident) -> Iterator[str]:

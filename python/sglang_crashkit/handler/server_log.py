@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
-from sglang_crashkit.core.armed import ArmedFiles
+from sglang_crashkit.core.armed import FAULT, ArmedFiles
 from sglang_crashkit.core.channel import HandlerUnreachableError, notify
 from sglang_crashkit.handler.tree import TrackedProcess
 
@@ -25,9 +26,16 @@ class ServerLog:
     def __init__(self, root: TrackedProcess, runtime: Path) -> None:
         self._socket = ArmedFiles.of(runtime, root.pid, root.handle.start_ticks).say
 
+    def tell_of_fault(self) -> None:
+        """Have the main process copy what a dying worker wrote to its standard error, as upstream has it there."""
+        self._notify(FAULT)
+
     def say(self, text: str) -> None:
         """Have the main process write one line, when it gets to it; it may be the one that hangs."""
+        self._notify("say", text=text[:_MOST_CHARACTERS])
+
+    def _notify(self, event: str, **fields: Any) -> None:
         try:
-            notify(str(self._socket), "say", text=text[:_MOST_CHARACTERS])
+            notify(str(self._socket), event, **fields)
         except HandlerUnreachableError as error:
             logger.warning("the server's own log does not tell of it: %s", error)

@@ -21,7 +21,6 @@ from sglang_crashkit.core.native_stacks import capture_native
 from sglang_crashkit.core.photograph import Photograph
 from sglang_crashkit.core.stacks import Frame, Thread, format_threads, main_thread
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.orphans import orphan_file
 from sglang_crashkit.handler.tree import TrackedProcess
 
 _KIT = "sglang_crashkit"
@@ -41,6 +40,8 @@ def capture_stacks(
     runtime: Path,
     deadline_secs: float,
     snapshot: int | None = None,
+    *,
+    may_signal: bool = False,
 ) -> None:
     """Photograph the living processes side by side and write their stacks.
 
@@ -51,6 +52,7 @@ def capture_stacks(
         runtime: where the processes say what they armed.
         deadline_secs: the longest that it may take, in seconds.
         snapshot: the number of this one, from 1, where several are taken.
+        may_signal: see `capture_all`.
     """
     if snapshot is not None:
         for process in processes:
@@ -60,18 +62,20 @@ def capture_stacks(
             reports[process.pid].evidence.append(Evidence("stack", "skipped", reason="not a Python process"))
     wanted = {process.pid: process for process in processes if process.is_python}
     start_ticks = {pid: process.handle.start_ticks for pid, process in wanted.items()}
-    for photograph in capture_all(start_ticks, runtime, deadline_secs):
+    for photograph in capture_all(start_ticks, runtime, deadline_secs, may_signal=may_signal):
         process, report = wanted[photograph.pid], reports[photograph.pid]
         _keep("stack", photograph, process, report, folder, snapshot)
         if photograph.threads is None:
+            if snapshot is not None and photograph.lock_taken:
+                report.looks[-1].lock = "taken"
             continue
         doing = innermost(photograph.threads, report.pid)
         if snapshot is not None:
             _take_in(report.looks[-1], photograph, doing)
         raised = any(piece.kind == "exception" and piece.status == "captured" for piece in report.evidence)
-        if _is_first(snapshot) and not raised:
+        if (_is_first(snapshot) or not report.doing) and not raised:
             # One that raised has left what it was doing; its own record says what that was. What was seen is told even
-            # where there was no room to write all of it.
+            # where there was no room to write all of it. A round that gave nothing does not count as the first one.
             report.doing = doing
 
 
@@ -118,27 +122,6 @@ def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentF
     faulty = next((thread for thread in output.threads if thread.active), None)
     # It was photographed alive, if at all; what the fault interrupted is what it did last.
     report.doing = _of_interest(faulty.frames) if faulty else innermost(output.threads, report.pid)
-
-
-def take_last_words(process: TrackedProcess, report: ProcessReport, folder: IncidentFolder, runtime: Path) -> None:
-    """Take in the stacks that a dead process wrote when its parent ended, where it was not photographed before."""
-    armed = read_armed(runtime, process.pid, process.handle.start_ticks)
-    text = _read(orphan_file(process, runtime))
-    if armed is None or not text or any(_is_stack(piece) and piece.status == "captured" for piece in report.evidence):
-        return
-    output = parse_faulthandler(text, process.pid, armed.main_thread, armed.roots)
-    threads = [thread for thread in output.threads if not _is_responder(thread)]
-    name = f"stacks/{titles.label_of(report.title, report.pid)}"
-    try:
-        path = _write(name, threads, report, folder)
-    except (OSError, CrashkitError) as error:
-        report.evidence.append(Evidence("stack", status_of(error), reason=f"{name}: {error}"))
-        return
-    reasons = [piece.reason for piece in report.evidence if _is_stack(piece) and piece.reason]
-    reasons += [] if output.is_whole else ["what it wrote is not whole"]
-    report.evidence = [piece for piece in report.evidence if not _is_stack(piece)]
-    report.evidence.append(Evidence("stack", "captured", path, "; ".join(reasons) or None, source="faulthandler"))
-    report.doing = innermost(threads, report.pid) or report.doing
 
 
 def innermost(threads: Sequence[Thread], pid: int) -> list[str]:
@@ -217,10 +200,6 @@ def _read(path: Path) -> str:
             return file.read(_MOST_FAULT_BYTES).decode(errors="replace")
     except OSError:
         return ""
-
-
-def _is_stack(piece: Evidence) -> bool:
-    return piece.kind == "stack"
 
 
 def _is_responder(thread: Thread) -> bool:

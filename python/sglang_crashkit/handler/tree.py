@@ -14,6 +14,8 @@ from sglang_crashkit.core.pidfd import ExitStatus, ProcessHandle
 logger = logging.getLogger(__name__)
 
 _OOM_AGE_SECS = 30.0
+#: More are not between a process and the one that started its program.
+_MAX_ANCESTORS = 8
 #: How the name begins that the kernel keeps of a dead Python process; torch gives the second one.
 _PYTHON_NAMES = ("python", "pt_main_thread")
 
@@ -28,10 +30,10 @@ class TrackedProcess:
         is_root: it is the process that launched the server.
         is_python: it runs a Python interpreter, so it has a stack to photograph.
         is_nameless: it was dead when it was first seen, so that nothing is known of it but its executable.
-        is_workers_child: a worker started it; whatever its title says, it is no worker itself.
         is_awaited: the server named it as one that it waits for; until it has a title of its own, that name is it.
         parent: the process of the server that started it; None for the root, and where that was gone already.
-        outlived_parent: its parent ended, it did not, and the crash handler killed it.
+        is_own: the launch registered it as a process of this server.
+        hosts_server: it started processes with workers' titles that are not this server's, so it is another server.
         oom_counter: the OOM counter of its memory cgroup as it stood a while ago.
         newer_oom_counter: the same as it stood lately; it takes the other's place in time.
         exited_at: when its exit was noticed, in seconds since the epoch; None while it lives.
@@ -44,10 +46,10 @@ class TrackedProcess:
     oom_counter: oom.OomCounter | None
     newer_oom_counter: oom.OomCounter | None = None
     is_nameless: bool = False
-    is_workers_child: bool = False
     is_awaited: bool = False
     parent: TrackedProcess | None = None
-    outlived_parent: bool = False
+    is_own: bool = False
+    hosts_server: bool = False
     exited_at: float | None = field(default=None)
 
     @property
@@ -58,7 +60,9 @@ class TrackedProcess:
     @property
     def role(self) -> str:
         """Its role; see `titles.role_of`."""
-        return "helper" if self.is_workers_child else titles.role_of(self.title, is_root=self.is_root)
+        role = titles.role_of(self.title, is_root=self.is_root)
+        # What has a worker's title without being registered is a helper of one, or another server's.
+        return role if self.is_own or self.is_root or role == "starting" else "helper"
 
     @property
     def rank(self) -> dict[str, int]:
@@ -67,8 +71,8 @@ class TrackedProcess:
 
     @property
     def matters(self) -> bool:
-        """Whether its unexpected end is the end of the server."""
-        return self.is_awaited or self.role not in ("helper", "starting")
+        """Whether it is the server's own, so that its unexpected end concerns it."""
+        return self.is_awaited or self.is_own or self.is_root
 
     @property
     def is_starting(self) -> bool:
@@ -99,13 +103,29 @@ class TrackedProcess:
         """Whether it is dead and nobody said that it was more than a helper."""
         return self.exited_at is not None and not self.matters and not self.is_starting
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it belongs to another server that a process of this one started, or is a crash handler."""
+        if self.is_own or self.is_root:
+            return False
+        is_handler = titles.role_of(self.title) == "crash_handler"
+        return self.hosts_server or is_handler or (self.parent is not None and self.parent.is_foreign)
+
+    @property
+    def ended_with_parent(self) -> bool:
+        """Whether it was killed as upstream has the kernel do it when its parent ends (``PR_SET_PDEATHSIG``)."""
+        if self.is_root or self.exited_at is None or self.exit_status().signal != "SIGKILL":
+            return False
+        parent = self.parent
+        return parent is not None and parent.exited_at is not None and parent.exited_at <= self.exited_at
+
     def exit_status(self) -> ExitStatus:
         """How it ended; see `ProcessHandle.exit_status`."""
         return self.handle.exit_status()
 
 
 class ProcessTree:
-    """All processes of the server, dead ones included.
+    """All processes of the server, dead ones included; not those of another server that one of them started.
 
     Raises:
         ProcessLookupError: there is no process `root_pid`.
@@ -119,7 +139,7 @@ class ProcessTree:
         self._changed_at = self._aged_at = time.monotonic()
 
     def __iter__(self) -> Iterator[TrackedProcess]:
-        return iter(list(self._processes.values()))
+        return iter([process for process in self._processes.values() if not process.is_foreign])
 
     def __contains__(self, pid: int) -> bool:
         return pid in self._processes
@@ -155,6 +175,9 @@ class ProcessTree:
         for process in new:
             # Only now, because a child may have been found before its parent.
             process.parent = self._parent_of(process)
+            above = process.parent
+            if process.title.startswith("sglang::") and above is not None and not (above.is_root or above.is_own):
+                above.hosts_server = True
         for process in self.alive():
             if self._may_get_a_title(process):
                 self.reread_title(process)
@@ -166,7 +189,10 @@ class ProcessTree:
     @staticmethod
     def _may_get_a_title(process: TrackedProcess) -> bool:
         # SGLang sets its titles once. A process that has none yet, or after a fork its parent's, is about to set it.
-        return process.is_workers_child or process.has_parents_title or not process.title.startswith("sglang::")
+        # One that did not let itself be read is known by the first letters of its title.
+        is_cut = len(process.title) == procfs.COMM_BYTES
+        is_titled = process.title.startswith("sglang::") and not is_cut
+        return process.has_parents_title or not is_titled
 
     def reread_title(self, process: TrackedProcess) -> None:
         """Take in the title that a process has now: between two scans it may have become what it is."""
@@ -177,8 +203,41 @@ class ProcessTree:
         if title != process.title:
             process.title = title
             process.is_python = procfs.is_python(process.pid)
-            process.is_workers_child = self._is_workers_child(process)
             self._changed_at = time.monotonic()
+
+    def register(self, pid: int, start_ticks: int) -> TrackedProcess | None:
+        """Take a process for the server's own, which the launch says that it started.
+
+        Args:
+            pid: its process id.
+            start_ticks: its start time, 0 where whoever says so is the process itself; see `procfs.ProcStat`.
+
+        Returns:
+            None where there is no such process below the main one.
+        """
+        process = self._processes.get(pid)
+        if process is None or process.is_root or start_ticks not in (0, process.handle.start_ticks):
+            return None
+        if not process.is_own:
+            process.is_own = True
+            self._changed_at = time.monotonic()
+        self.reread_title(process)
+        return process
+
+    def started_by_own(self, process: TrackedProcess) -> bool:
+        """Say whether the main process or one of the server's own started a process, and nobody else in between.
+
+        A program that is no Python may be in between, such as one that binds memory to a socket.
+        """
+        above, seen = procfs.read_stat(process.pid), 0
+        while above is not None and above.ppid and seen < _MAX_ANCESTORS:
+            parent = self._processes.get(above.ppid)
+            if parent is not None and (parent.is_root or parent.is_own):
+                return True
+            if procfs.is_python(above.ppid):
+                return False
+            above, seen = procfs.read_stat(above.ppid), seen + 1
+        return False
 
     def add_reaped(self, pid: int, title: str, status: ExitStatus, seconds: float) -> TrackedProcess:
         """Add a rank that was reaped before it could be seen.
@@ -197,6 +256,7 @@ class ProcessTree:
             # A server's processes are in one memory cgroup.
             oom_counter=self.root.oom_counter,
             is_awaited=True,
+            is_own=True,
             parent=self.root,
             exited_at=seconds,
         )
@@ -249,26 +309,12 @@ class ProcessTree:
             title=procfs.read_title(pid),
             is_root=is_root,
             is_python=procfs.is_python(pid),
-            is_nameless=not procfs.read_cmdline(pid),
+            is_nameless=not procfs.read_cmdline(pid) and procfs.is_dead(pid),
             oom_counter=oom.find_counter(pid),
         )
-        process.is_workers_child = self._is_workers_child(process)
         self._processes[pid] = process
         return process
 
     def _parent_of(self, process: TrackedProcess) -> TrackedProcess | None:
         stat = procfs.read_stat(process.pid)
         return self._processes.get(stat.ppid) if stat is not None else None
-
-    def _is_workers_child(self, process: TrackedProcess) -> bool:
-        # SGLang's workers run helpers (a compiler, ldconfig), which have the worker's own title between fork and exec.
-        # The parent's title is read anew: it may have changed since the last scan.
-        stat = procfs.read_stat(process.pid)
-        if process.is_root or stat is None or stat.ppid == self.root.pid:
-            return False
-        title = procfs.read_title(stat.ppid)
-        parent = self._processes.get(stat.ppid)
-        if parent is not None and parent.is_workers_child:
-            return True
-        is_controller = titles.role_of(title) == "data_parallel_controller"
-        return title.startswith("sglang::") and (not is_controller or title == process.title)

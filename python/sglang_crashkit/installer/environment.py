@@ -63,6 +63,14 @@ class Environment:
         return _reinstall(self.python, self.release, has_pip=self.has_pip)
 
     @property
+    def rebuild_wheel(self) -> str:
+        """What to do where a wheel of other patches is installed, which may have the same version."""
+        return (
+            f"sglang-crashkit wheel {self.release} --out DIR, then what that prints "
+            "with pip install --force-reinstall --no-deps"
+        )
+
+    @property
     def install_kit(self) -> str:
         """The command that installs this kit where that python imports it."""
         checkout = Path(__file__).resolve().parents[3]

@@ -134,6 +134,5 @@ def _refuse_wheel(tree: Tree, command: str) -> None:
         )
     raise RefusedError(
         f"SGLang {environment.version} came patched, from a wheel that another kit built",
-        next_step=f"sglang-crashkit wheel {environment.release} --out DIR, then install it, or "
-        f"{environment.reinstall} and sglang-crashkit apply",
+        next_step=f"{environment.rebuild_wheel}, or {environment.reinstall} and sglang-crashkit apply",
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import shlex
 import zipfile
 from pathlib import Path
 
@@ -26,6 +27,21 @@ from sglang_crashkit.installer.ziparchive import Member, write_archive
 
 _SIGNATURES = ("RECORD.jws", "RECORD.p7s")
 _VERSION_LINE = re.compile(rb"^Version: (.*)$", re.MULTILINE)
+
+
+def patched_version(release: str) -> str:
+    """Return the version of the patched wheel of `release`: ``0.5.23+crashkit.0.1.0``."""
+    return f"{release}+crashkit.{__version__}"
+
+
+def install_command(folder: Path, release: str) -> str:
+    """Return the shell command that installs the patched wheel of `release` from `folder`, and shows that it did.
+
+    It names the whole version: what is installed as ``0.5.23`` satisfies ``sglang==0.5.23`` and would stay. The wheel
+    requires the kit, which lies beside it; what upstream requires comes from the index where it is not installed.
+    """
+    wanted = f"sglang=={patched_version(release)}"
+    return f"pip install --find-links {shlex.quote(str(folder))} {wanted} && sglang-crashkit status"
 
 
 def build_patched_wheel(wheel: Path, out: Path, patches: PatchTree, lock: Lock) -> Path:
@@ -49,7 +65,7 @@ def build_patched_wheel(wheel: Path, out: Path, patches: PatchTree, lock: Lock) 
         raise RefusedError(f"{wheel} is not a wheel of SGLang as upstream built it")
     locked = lock.require(name.version)
     check_wheel(wheel, locked.wheels)
-    version = f"{name.version}+crashkit.{__version__}"
+    version = patched_version(name.version)
     try:
         with zipfile.ZipFile(wheel) as archive:
             members = [

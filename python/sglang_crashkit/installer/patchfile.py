@@ -87,8 +87,9 @@ class Patch:
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """Dotted names of the kit's functions that the patch calls."""
-        return tuple(name.strip() for name in self.header["Calls"].split(",") if name.strip())
+        """Dotted names of the kit's functions that the patch calls; ``Calls: none`` names none."""
+        text = self.header["Calls"]
+        return () if text == "none" else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def split_lines(data: bytes) -> list[bytes]:

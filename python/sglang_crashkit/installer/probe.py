@@ -42,6 +42,9 @@ def find_kit(functions: list[str]) -> dict[str, object]:
         kit = importlib.import_module("sglang_crashkit")
     except ImportError as error:
         return {"error": str(error)}
+    if kit.__file__ is None:
+        # What an uninstalled kit left behind counts as a package of no files.
+        return {"error": f"{next(iter(kit.__path__))} holds no kit"}
     missing: dict[str, str] = {}
     for name in functions:
         module, _, function = name.rpartition(".")

@@ -35,7 +35,7 @@ class Status:
         if overall is Overall.UNSUPPORTED:
             return f"scripts/port_release {environment.release} (in a checkout of the kit)"
         if overall is Overall.OUTDATED and self.tree.by_wheel:
-            return f"sglang-crashkit wheel {environment.release} --out DIR, then install it"
+            return environment.rebuild_wheel
         if overall is Overall.OUTDATED and self.tree.locked is None:
             return environment.command("revert")
         if not self.kit_ready:

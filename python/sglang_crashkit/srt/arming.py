@@ -2,7 +2,7 @@
 
 faulthandler writes to a descriptor by number. SGLang lets it write a fatal error of a scheduler to standard error; here
 it writes to a private file, which becomes part of the incident, and the server's main process copies it to standard
-error before it ends the server.
+error as soon as the rank is dead.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 
 from sglang_crashkit.core import procfs
 from sglang_crashkit.core.armed import (
-    DEFAULT_PARENT_SIGNAL,
     DEFAULT_SIGNAL,
+    FAULT,
     Armed,
     ArmedFiles,
     describe,
@@ -34,17 +34,16 @@ from sglang_crashkit.core.armed import (
 )
 from sglang_crashkit.core.channel import Mailbox
 from sglang_crashkit.core.settings import SOCKET_VARIABLE, Settings, read_number, runtime_folder
-from sglang_crashkit.srt import child_watch, crash_exit, parent_death, responder, server_log
+from sglang_crashkit.srt import child_watch, crash_exit, responder, server_log
 from sglang_crashkit.srt.child_watch import ChildWatch
 from sglang_crashkit.srt.flight_recorder import prepare_flight_recorder
-from sglang_crashkit.srt.hooks import never_raises
+from sglang_crashkit.srt.hooks import never_raises, notify
 
 logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 SIGNAL_VARIABLE = "SGLANG_CRASHKIT_STACK_SIGNAL"
-PARENT_SIGNAL_VARIABLE = "SGLANG_CRASHKIT_PARENT_SIGNAL"
 
 _WORKER = "sglang::"
 _PR_SET_PTRACER = 0x59616D61  # linux/prctl.h; the Yama module's
@@ -57,7 +56,6 @@ class _State:
 
     files: ArmedFiles
     signal: int
-    parent_signal: int
     descriptors: list[int]
     listener: socket.socket | None
     mailbox: socket.socket | None
@@ -104,7 +102,7 @@ def arm_worker() -> None:
     """Arm this process where it is one of SGLang's own workers, by its title, and has a crash handler."""
     # Not setproctitle's own answer: to give it, it rewrites the process's command line.
     if procfs.read_title(os.getpid()).startswith(_WORKER) and Settings.from_environ().enabled:
-        parent_death.end_if_orphaned()
+        notify("member")
         prepare_flight_recorder()
         _arm(takes_over=True)
 
@@ -119,7 +117,8 @@ def arm_server() -> None:
 def tell_of_faults() -> None:
     """Copy to standard error what faulthandler wrote of workers that a fatal signal ended, each once.
 
-    To be called in the server's main process before it ends the server; nothing happens in another.
+    To be called in the server's main process, when the crash handler says that there is something, and before it ends
+    the server; nothing happens in another.
     """
     stat = procfs.read_stat(os.getpid())
     if stat is None or not os.environ.get(SOCKET_VARIABLE):
@@ -145,28 +144,27 @@ def _arm(*, takes_over: bool) -> None:
     files = ArmedFiles.of(folder, stat.pid, stat.start_ticks)
     if _state is not None and files.description.exists():
         return
-    _allow_tracing(folder)
+    if takes_over:
+        # Not in a main process, which may be a user's program: whom that lets trace it is its own.
+        _allow_tracing(folder)
     if _state is not None and _state.listener is not None:
         responder.stop(_state.listener)
         _state.listener = None
     _disarm()
-    state = _state = _State(files, 0, 0, [], None, None, None, faulthandler.is_enabled(), enabled_faulthandler=False)
+    state = _state = _State(files, 0, [], None, None, None, faulthandler.is_enabled(), enabled_faulthandler=False)
     _care_for_children()
     if takes_over or not state.had_faulthandler:
         faulthandler.enable(file=_open(state, files.fault))
         state.enabled_faulthandler = True
-    handler = _open_handler(state, folder) if takes_over else None
     if takes_over:
-        state.listener = responder.start(files.socket, {handler: _on_handlers_end} if handler is not None else {})
+        state.listener = responder.start(files.socket)
     else:
         state.listener = _start_with_watch(state, folder)
     state.signal = _signal_of(SIGNAL_VARIABLE, DEFAULT_SIGNAL)
     if state.signal:
         faulthandler.register(state.signal, file=_open(state, files.stack), all_threads=True, chain=False)
-    if handler is not None:
-        state.parent_signal = _arm_for_parents_end(state)
     main_thread = threading.main_thread().ident or 0
-    armed = Armed(stat.pid, stat.start_ticks, main_thread, state.signal, tuple(sys.path), state.parent_signal)
+    armed = Armed(stat.pid, stat.start_ticks, main_thread, state.signal, tuple(sys.path))
     describe(folder, armed)
 
 
@@ -191,25 +189,14 @@ def _own_mailbox(state: _State) -> dict[int, Callable[[], bool]]:
     return {state.mailbox.fileno(): functools.partial(_say_all, Mailbox(state.mailbox))}
 
 
-def _on_handlers_end() -> bool:
-    parent_death.ask_for_sigkill()
-    return False
-
-
 def _say_all(mailbox: Mailbox) -> bool:
     for message in mailbox.receive():
+        if message.event == FAULT:
+            tell_of_faults()
         text = message.fields.get("text")
         if isinstance(text, str):
             server_log.say_line(text)
     return True
-
-
-def _arm_for_parents_end(state: _State) -> int:
-    """Return the signal that the parent's end sends from now on, 0 where it sends what it did."""
-    signum = read_number(os.environ, PARENT_SIGNAL_VARIABLE, DEFAULT_PARENT_SIGNAL)
-    if signum == 0 or not parent_death.is_wanted(signum) or not _signal_of(PARENT_SIGNAL_VARIABLE, signum):
-        return 0
-    return signum if parent_death.arm(signum, _open(state, state.files.orphan)) else 0
 
 
 def _signal_of(variable: str, default: int) -> int:
@@ -224,18 +211,6 @@ def _signal_of(variable: str, default: int) -> int:
         logger.warning("crash kit: signal %d is in use here; next: name another in %s", signum, variable)
         return 0
     return signum
-
-
-def _open_handler(state: _State, folder: Path) -> int | None:
-    """Return a pidfd of the crash handler, None where there is none or nothing is known of it."""
-    pid = read_handler_pid(folder)
-    if pid is None:
-        return None
-    try:
-        state.descriptors.append(os.pidfd_open(pid))
-    except OSError:
-        return None
-    return state.descriptors[-1]
 
 
 def _open(state: _State, path: Path) -> int:
@@ -272,8 +247,6 @@ def _disarm() -> None:
         return
     if state.signal:
         faulthandler.unregister(state.signal)
-    if state.parent_signal:
-        parent_death.disarm(state.parent_signal)
     if state.enabled_faulthandler:
         faulthandler.disable()
         if state.had_faulthandler:

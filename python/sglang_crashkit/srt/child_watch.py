@@ -1,4 +1,4 @@
-"""Without a crash handler the server's main process watches its workers itself: the death of one ends the server.
+"""Without a crash handler a server program watches its workers itself: the death of one ends the server.
 
 The crash handler may be killed, for lack of memory for example, or not have started. What SGLang notices by itself then
 depends on the release: nothing before 0.5.10, and nothing of the ranks below a data-parallel controller to this day. As
@@ -14,16 +14,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from sglang_crashkit.core import channel, oom, procfs
-from sglang_crashkit.core.armed import read_handler_pid
+from sglang_crashkit.core import channel, oom, procfs, signals
 from sglang_crashkit.core.exit_status import FATAL_SIGNALS, OUT_OF_MEMORY, is_orderly, status_of_exit
 from sglang_crashkit.core.pidfd import ExitStatus
 from sglang_crashkit.core.settings import SOCKET_VARIABLE, Settings
 from sglang_crashkit.srt import crash_exit, server_log
-from sglang_crashkit.srt.hooks import never_raises
-from sglang_crashkit.srt.own_workers import OwnWorkers, Worker, is_named_as_worker
+from sglang_crashkit.srt.hooks import handler_pid, never_raises
+from sglang_crashkit.srt.own_workers import OwnWorkers, Worker
 
 _NAME = "crashkit-children"
 
@@ -105,7 +103,8 @@ class ChildWatch:
         """Note that this process is about to end these on purpose."""
         for pid in pids:
             stat = procfs.read_stat(pid)
-            if stat is not None and is_named_as_worker(pid):
+            # Workers or not: to read a title may wait for the process, which an end must not.
+            if stat is not None:
                 self._excused[pid] = stat.start_ticks
 
     def close(self) -> None:
@@ -124,7 +123,7 @@ class ChildWatch:
         return False
 
     def _look(self) -> float:
-        if crash_exit.has_begun():
+        if crash_exit.has_begun() or not crash_exit.ends_with_the_server():
             return _LOOK_SECS
         if channel.is_reachable(os.environ.get(SOCKET_VARIABLE, "")):
             return _LOOK_SECS
@@ -175,11 +174,7 @@ class ChildWatch:
         # Whatever comes of the signal, this process ends.
         crash_exit.begin(code, 2 * Settings.from_environ().end_secs if is_handled else 0.0)
         if is_handled:
-            # As SGLang's own processes do when they fail; to the thread that Python runs handlers in, which may be in a
-            # call that another thread's signal would not end.
-            main_thread = threading.main_thread().ident
-            assert main_thread is not None
-            signal.pthread_kill(main_thread, signal.SIGQUIT)
+            signals.tell_itself()
 
     def _read_oom_counter(self) -> None:
         if time.monotonic() >= self._oom_read_at + _OOM_AGE_SECS:
@@ -217,9 +212,9 @@ def ensure(*, follows: bool) -> None:
     Args:
         follows: see `ChildWatch`.
     """
-    watch, socket_path = _watch, os.environ.get(SOCKET_VARIABLE)
+    watch = _watch
     if watch is None or not watch.lives:
-        watch = replace(read_handler_pid(Path(socket_path).parent) if socket_path else None)
+        watch = replace(handler_pid())
         threading.Thread(target=watch.run, name=_NAME, daemon=True).start()
     watch.follows = follows
 

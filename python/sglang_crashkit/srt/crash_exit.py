@@ -1,5 +1,8 @@
 """End this process after a crash, with a status that tells of it (see `sglang_crashkit.core.exit_status`).
 
+That is done to a server program only; see `sglang_crashkit.core.policy`. A user's program ends as upstream has it, once
+its incident is whole. All that one end waits for is over within ``SGLANG_CRASHKIT_EXIT_SECS``.
+
 Upstream ends its server by SIGKILL of itself, to which process 1 of a container is deaf. Here the process ends by
 ``_exit``; and it does so by a deadline, whatever hangs in the handling of the crash: a thread that takes no lock sees
 to it, and where Python itself stands still the timer of `faulthandler`, which needs no interpreter, ends it with 1.
@@ -7,11 +10,9 @@ to it, and where Python itself stands still the timer of `faulthandler`, which n
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import logging
 import os
-import signal
 import sys
 import time
 from _thread import start_new_thread
@@ -19,10 +20,11 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
-from sglang_crashkit.core import procfs
+from sglang_crashkit.core import policy, signals
 from sglang_crashkit.core.exit_status import ServerExit, while_starting
-from sglang_crashkit.core.settings import SOCKET_VARIABLE, Settings
-from sglang_crashkit.srt.hooks import never_raises, request
+from sglang_crashkit.core.policy import Event, Mode
+from sglang_crashkit.core.settings import MODE_VARIABLE, Settings
+from sglang_crashkit.srt.hooks import handler_pid, never_raises, request
 
 logger = logging.getLogger(__name__)
 
@@ -36,33 +38,62 @@ class _Crash:
     """What is known of the crash of this process's server.
 
     Attributes:
-        is_server: this process launched a server.
+        mode: what this process is, where it launched a server; None where it did not.
+        is_program: SGLang's own launcher of servers runs in this process, and not a library's user.
         started: the ranks were ready at some time.
         launching: it waits for the ranks of a server, the first one or another.
         draining: the server was asked to end.
         has_failed: looks whether there was a crash that nobody noted yet.
         status: what this process ends with; None while there was no crash.
         deadline: when it ends at the latest, by the monotonic clock.
+        latest: beyond this the deadline does not move.
         nowhere: a descriptor that takes all that is written; -1 before it is needed.
     """
 
     def __init__(self) -> None:
-        self.is_server = False
+        self.mode: Mode | None = None
+        self.is_program = False
         self.started = False
         self.launching = False
         self.draining = False
         self.has_failed: Callable[[], bool] | None = None
         self.status: int | None = None
-        self.deadline = float("inf")
+        self.deadline = self.latest = float("inf")
         self.nowhere = -1
 
 
 _crash = _Crash()
 
 
-def note_launch() -> None:
-    """Note that this process launches a server: from now on a crash of it ends this process."""
-    _crash.is_server = _crash.launching = True
+def note_server_program() -> None:
+    """Note that SGLang's own launcher of servers runs in this process, and not a library's user."""
+    _crash.is_program = True
+
+
+def note_launch(server_args: Any) -> Mode:
+    """Note that this process launches a server, and let the processes that it starts know what it is.
+
+    Args:
+        server_args: SGLang's ``ServerArgs``.
+
+    Returns:
+        What this process is.
+    """
+    _crash.launching, _crash.draining = True, False
+    _crash.mode = policy.mode_of(server_args, is_program=_crash.is_program)
+    os.environ[MODE_VARIABLE] = _crash.mode.value
+    return _crash.mode
+
+
+def ends_with_the_server() -> bool:
+    """Say whether a crash of the server that this process is of ends this process; see `policy`."""
+    mode = _crash.mode.value if _crash.mode is not None else os.environ.get(MODE_VARIABLE)
+    return mode in tuple(Mode) and policy.decide(Mode(mode), Event.DIED).ends
+
+
+def is_server_program() -> bool:
+    """Say whether SGLang's own launcher of servers runs in this process, and not a library's user."""
+    return _crash.is_program
 
 
 def note_started() -> None:
@@ -98,21 +129,29 @@ def ask_before_the_end(has_failed: Callable[[], bool]) -> None:
 def begin(status: int, within_secs: float) -> None:
     """Note a crash; this process ends by itself `within_secs` from now at the latest.
 
-    Does nothing where this process belongs to no server, and so in a test that calls a hooked function.
+    Does nothing where no crash ends this process; see `ends_with_the_server`.
 
     Args:
         status: what it ends with as long as nothing better is known.
         within_secs: the longest that the handling of the crash may take, in seconds.
     """
-    if not _crash.is_server and SOCKET_VARIABLE not in os.environ:
+    if not ends_with_the_server():
         return
     is_first = _crash.status is None
     if _crash.status is None:
+        _crash.latest = time.monotonic() + Settings.from_environ().exit_secs
         _crash.status = status if _crash.started else while_starting(status)
     allow(within_secs)
     if is_first:
         # Not threading.Thread: its start waits for a lock that the code which a signal interrupted may hold.
         start_new_thread(_watch_the_time, ())
+
+
+def withdraw() -> None:
+    """Note that it was no crash: what was asked to end has ended, and upstream goes on to end this process."""
+    if _crash.status is not None:
+        _crash.status = None
+        faulthandler.cancel_dump_traceback_later()
 
 
 def has_begun() -> bool:
@@ -121,10 +160,10 @@ def has_begun() -> bool:
 
 
 def allow(seconds: float) -> None:
-    """Move the deadline to `seconds` from now; nothing without a crash."""
+    """Move the deadline to `seconds` from now, within the cap of all waits; nothing without a crash."""
     if _crash.status is not None:
-        _crash.deadline = time.monotonic() + seconds
-        _arm_last_resort(seconds + _LAST_RESORT_SECS)
+        _crash.deadline = min(time.monotonic() + seconds, _crash.latest)
+        _arm_last_resort(_crash.deadline - time.monotonic() + _LAST_RESORT_SECS)
 
 
 def await_evidence(seconds: float) -> None:
@@ -134,6 +173,9 @@ def await_evidence(seconds: float) -> None:
 
 def learn(answer: dict[str, Any] | None) -> None:
     """Take the status from what the crash handler answered, where it knows one."""
+    if answer and answer.get("orderly") is True:
+        withdraw()
+        return
     status = _status_in(answer)
     if _crash.status is not None and status is not None:
         _crash.status = status if _crash.started else while_starting(status)
@@ -159,6 +201,9 @@ def is_due(*, whole: bool) -> bool:
     if not whole or _crash.draining:
         return False
     answer = request("await_incident", settings.budget_secs, on_wait=await_evidence)
+    if not ends_with_the_server():
+        # Upstream ends it, now that its incident is whole.
+        return False
     status = _status_in(answer)
     # Process 1 is deaf to its own SIGKILL, and would end with 0.
     if status is not None or os.getpid() == 1:
@@ -174,12 +219,13 @@ def end(kill_children: Callable[[], object]) -> NoReturn:
     """
     status = ServerExit.CRASHED if _crash.status is None else _crash.status
     try:
-        logger.error("crash kit: the server ends with exit status %d", status)
+        if not Settings.from_environ().keeps_exit_status:
+            logger.error("crash kit: the server ends with exit status %d", status)
         kill_children()
     except Exception:
         logger.exception("crash kit: the server's processes could not be ended")
     finally:
-        os._exit(status)
+        _leave(status)
 
 
 def end_by_status(error: BaseException, answer: dict[str, Any] | None) -> None:
@@ -189,6 +235,8 @@ def end_by_status(error: BaseException, answer: dict[str, Any] | None) -> None:
         error: about to be raised.
         answer: what the crash handler answered.
     """
+    if not ends_with_the_server() or Settings.from_environ().keeps_exit_status:
+        return
     status, report = while_starting(_status_in(answer)), sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
@@ -226,9 +274,18 @@ def _watch_the_time() -> None:
     # No logging, no lock: whoever holds them may be what hangs.
     while (left := _crash.deadline - time.monotonic()) > 0:
         time.sleep(min(left, 1.0))
+        if _crash.status is None:
+            return
     try:
-        for pid in procfs.TreeScanner(os.getpid()).scan() - {os.getpid()}:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        # As process 1 of a container this is above the crash handler, too.
+        signals.kill_below(os.getpid(), {handler_pid() or 0})
     finally:
-        os._exit(ServerExit.CRASHED if _crash.status is None else _crash.status)
+        _leave(ServerExit.CRASHED if _crash.status is None else _crash.status)
+
+
+def _leave(status: int) -> NoReturn:
+    if Settings.from_environ().keeps_exit_status:
+        # As upstream does; process 1 of a container is deaf to it, and ends with 0 there.
+        signals.kill_itself()
+        status = 0
+    os._exit(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -47,6 +48,9 @@ def _write_record(message: str, trace: TracebackType | None) -> Path | None:
     spool = os.environ.get(SPOOL_VARIABLE)
     if not spool:
         return None
+    with contextlib.suppress(OSError):
+        # Another server's crash handler removes it where this one's was killed.
+        Path(spool).mkdir(mode=0o700)
     path = Path(spool) / f"exception-{os.getpid()}.json"
     record = {
         "pid": os.getpid(),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sglang_crashkit.core import procfs, titles
 from sglang_crashkit.core.flight_request import BUFFER_SIZE, DUMP_STEMS, OTHER_BUFFER_SIZE, PIPE_STEM, FlightPlace
-from sglang_crashkit.core.private_files import make_private_folder
+from sglang_crashkit.core.identity_key import server_key
 from sglang_crashkit.core.settings import FLIGHT_VARIABLE, SOCKET_VARIABLE, read_number
 from sglang_crashkit.srt.hooks import never_raises
 
@@ -34,16 +34,13 @@ def prepare_flight_recorder() -> None:
     if FlightPlace.file_of(runtime, stat.pid, stat.start_ticks).exists():
         return
     theirs = [os.environ[name] for name in DUMP_STEMS if name in os.environ]
-    if not theirs:
-        # What is not there when it is asked for is never written: so before PyTorch is told of anything.
-        make_private_folder(Path(folder))
     if PIPE_STEM not in os.environ:
         stem = runtime / f"{stat.pid}-{stat.start_ticks}.nccl-"
         _try_pipe(Path(f"{stem}test.pipe"))
         os.environ[PIPE_STEM] = str(stem)
     if not theirs:
-        # The time of its start too: a process of before may have left a dump, and had the same number.
-        os.environ[DUMP_STEMS[0]] = f"{folder}/{stat.pid}-{stat.start_ticks}-rank"
+        # Not the pid alone: a process of before, or another server's, may leave a dump there and have the same one.
+        os.environ[DUMP_STEMS[0]] = f"{folder}/{server_key(stat.pid, stat.start_ticks)}-rank"
     place = FlightPlace(os.environ[PIPE_STEM], os.environ.get(DUMP_STEMS[0]) or theirs[0], is_own=not theirs)
     place.write(runtime, stat.pid, stat.start_ticks)
 

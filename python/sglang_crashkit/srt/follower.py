@@ -7,7 +7,6 @@ ends with 0 whatever they died of. Its schedulers end with 0 when rank 0, which 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -54,7 +53,7 @@ class LocalSchedulers:
         To be called before this process does anything that their end may lead to; waits for the crash handler at most
         ``SGLANG_CRASHKIT_BUDGET_SECS``.
         """
-        if not self._lock.acquire(timeout=self._settings.budget_secs + self._settings.core_most_secs):
+        if not self._lock.acquire(timeout=self._settings.exit_secs):
             return crash_exit.has_begun()
         try:
             if not crash_exit.has_begun():
@@ -106,8 +105,7 @@ def watch_local_schedulers(processes: Sequence[Any]) -> None:
     Args:
         processes: see `LocalSchedulers`.
     """
-    if os.environ.get("SGLANG_BLOCK_NONZERO_RANK_CHILDREN") == "0":
-        # The node is a program's, which does not wait for its schedulers.
+    if not crash_exit.ends_with_the_server():
         return
     schedulers = LocalSchedulers(processes)
     crash_exit.ask_before_the_end(schedulers.have_failed)

@@ -1,138 +1,172 @@
-"""Start the crash handler beside this server."""
+"""Start the crash handler beside this server, and let it go at the server's end."""
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import json
 import logging
 import os
+import select
 import shutil
-import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from sglang_crashkit.core import channel, procfs, settings
-from sglang_crashkit.core.journal_place import is_safe_to_map, journal_folder
 from sglang_crashkit.core.private_files import make_private_folder
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.srt.hooks import handler_pid, never_raises, request
+from sglang_crashkit.srt.server_args import note_changed
 
 logger = logging.getLogger(__name__)
 
+#: An interpreter starts within this time, in seconds.
 _START_SECS = 20.0
-#: A server that crashes at every start writes a few lines each time.
-_MAX_LOG_BYTES = 1 << 20
+#: From then on the handler has this long to say that it is ready, in seconds: longer than it waits for a disk.
+_READY_SECS = 5.0
+#: At the server's end the handler has this long to remove what nobody needs any more, in seconds.
+_FAREWELL_SECS = 3.0
+_MOST_BYTES = 1 << 16
+_CORE_FILE = "CUDA_COREDUMP_FILE"
 
 
 def start(crash_folder: str | None) -> None:
     """Start the handler, and let this process and its children find it by environment variables.
 
     Its standard streams are its own, and it holds none of the server's descriptors but the socket: a program that reads
-    the server's output sees its end when the server ends.
+    the server's output sees its end when the server ends. Where it does not get ready the log has one line with the
+    reason, and the server goes on without it. The crash folder is touched by the handler alone, which does not wait for
+    a disk that does not answer.
 
     Args:
         crash_folder: what the server was given as ``--crash-dump-folder``; a private folder in the temporary one where
             it was given none or cannot be written to.
-
-    Raises:
-        OSError: the socket cannot be made or Python cannot be started.
-        CrashkitError: a folder on the way belongs to somebody else.
-        subprocess.SubprocessError: the handler did not start.
     """
     pid = os.getpid()
     stat = procfs.read_stat(pid)
     assert stat is not None
-    runtime = settings.runtime_folder(pid, stat.start_ticks)
     socket_path = settings.socket_path(pid, stat.start_ticks)
     if os.environ.get(settings.SOCKET_VARIABLE) == str(socket_path) and channel.is_reachable(str(socket_path)):
         return
-    host_folder, spool = _make_folders(crash_folder, f".spool-{pid}-{stat.start_ticks}")
-    journal = _make_journal_folder(host_folder, pid, stat.start_ticks) if crash_folder else None
+    # Those that are set already are of the server which started this one.
+    for name in (settings.SOCKET_VARIABLE, settings.SPOOL_VARIABLE):
+        os.environ.pop(name, None)
+    try:
+        answer = _start(str(Path(crash_folder).absolute()) if crash_folder else None, socket_path)
+    except (OSError, CrashkitError, subprocess.SubprocessError) as error:
+        logger.warning("crash kit: no crash handler, so a crash of this server leaves no incident: %s", error)
+        return
+    for warning in answer["warnings"]:
+        logger.warning("crash kit: %s", warning)
+    os.environ[settings.SOCKET_VARIABLE] = str(socket_path)
+    os.environ[settings.SPOOL_VARIABLE] = answer["spool"]
+    if answer["core_file"]:
+        note_changed(_CORE_FILE, answer["core_file"])
+    if answer["flight_folder"]:
+        note_changed(settings.FLIGHT_VARIABLE, answer["flight_folder"])
+    else:
+        os.environ.pop(settings.FLIGHT_VARIABLE, None)
+    atexit.unregister(say_farewell)
+    atexit.register(say_farewell)
+    logger.info("crash kit: incidents of this server go to %s", Path(answer["host_folder"]) / "incidents")
+
+
+@never_raises
+def say_farewell() -> None:
+    """Let the handler remove what it made, and wait for that 3 s at most: this process is about to end.
+
+    A container may end with this process, and the handler with it. Does nothing in a process that has no handler of its
+    own, such as a worker.
+    """
+    if _own_socket() is not None:
+        request("farewell", _FAREWELL_SECS)
+
+
+def pid_below() -> int | None:
+    """Return the pid of the crash handler where it is a child of this process, as it is of process 1 of a container."""
+    pid = handler_pid()
+    stat = procfs.read_stat(pid) if pid is not None else None
+    return pid if stat is not None and stat.ppid == os.getpid() else None
+
+
+def _own_socket() -> Path | None:
+    stat = procfs.read_stat(os.getpid())
+    if stat is None:
+        return None
+    path = settings.socket_path(stat.pid, stat.start_ticks)
+    return path if os.environ.get(settings.SOCKET_VARIABLE) == str(path) and path.exists() else None
+
+
+def _start(crash_folder: str | None, socket_path: Path) -> dict[str, Any]:
+    """Start the handler and return what it said when it was ready.
+
+    Raises:
+        OSError: the socket cannot be made or Python cannot be started.
+        CrashkitError: a folder on the way belongs to somebody else, or the handler did not get ready.
+        subprocess.SubprocessError: Python did not start.
+    """
+    runtime = socket_path.parent
     for folder in (runtime.parent.parent, runtime.parent):
         make_private_folder(folder)
     shutil.rmtree(runtime, ignore_errors=True)
     make_private_folder(runtime)
     try:
-        with channel.Mailbox.bind(socket_path) as receiver, _open_log(host_folder / "crash_handler.log") as log:
+        with channel.Mailbox.bind(socket_path) as receiver:
             options = {
-                "server-pid": pid,
+                "server-pid": os.getpid(),
                 "socket-fd": receiver.fileno(),
-                "host-folder": host_folder,
-                "spool": spool,
                 "runtime": runtime,
-            } | ({"journal": journal} if journal else {})
-            # The child forks the handler and ends at once: this waits for an interpreter's start, not for the handler.
-            subprocess.run(
+                "core-file": os.environ.get(_CORE_FILE, "") if crash_folder else "",
+                "flight-folder": os.environ.get(settings.FLIGHT_VARIABLE, ""),
+            } | ({"crash-folder": crash_folder} if crash_folder else {})
+            with subprocess.Popen(
                 [sys.executable, "-m", "sglang_crashkit.handler", *(f"--{k}={v}" for k, v in options.items())],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
                 pass_fds=[receiver.fileno()],
                 start_new_session=True,
                 # Python looks for modules in its working directory first, which is the user's.
                 cwd="/",
                 env=_environment(),
-                timeout=_START_SECS,
-                check=True,
-            )
+            ) as process:
+                return _await_ready(process)
     except BaseException:
+        # A handler that gets ready later finds nobody who reads that, and ends.
         shutil.rmtree(runtime, ignore_errors=True)
-        for made in (spool, journal):
-            with contextlib.suppress(OSError):
-                if made is not None:
-                    made.rmdir()
         raise
-    os.environ[settings.SOCKET_VARIABLE] = str(socket_path)
-    os.environ[settings.SPOOL_VARIABLE] = str(spool)
-    # One that is set already is that of the server which started this one.
-    os.environ.pop(settings.JOURNAL_VARIABLE, None)
-    if journal is not None:
-        os.environ[settings.JOURNAL_VARIABLE] = str(journal)
-    logger.info("crash kit: incidents of this server go to %s", host_folder / "incidents")
 
 
-def _make_folders(crash_folder: str | None, spool_name: str) -> tuple[Path, Path]:
-    hostname = os.getenv("HOSTNAME", socket.gethostname())
-    fallback = settings.fallback_folder() / hostname
-    candidates = [Path(crash_folder).absolute() / hostname, fallback] if crash_folder else [fallback]
-    for folder in candidates:
-        try:
-            # One after the other: a link that somebody put in a shared crash folder is not followed.
-            make_private_folder(folder)
-            make_private_folder(folder / "incidents")
-            # SGLang may have created it before, for everybody to read; cores and prompts go there.
-            folder.chmod(0o700)
-            # A folder that is there may still be full or read-only; the spool shows it.
-            return folder, make_private_folder(folder / "incidents" / spool_name)
-        except (OSError, CrashkitError) as error:
-            logger.warning(
-                "crash kit: crash folder %s cannot be used (%s); next: check the --crash-dump-folder",
-                folder,
-                error,
-            )
-            failure = error
-    raise failure
-
-
-def _make_journal_folder(host_folder: Path, pid: int, start_ticks: int) -> Path | None:
-    """Return the folder of this server's request journals, on a file system where writing them is no risk."""
-    if not settings.Settings.from_environ().journal:
-        return None
-    for place in (host_folder, settings.fallback_folder() / host_folder.name):
-        try:
-            make_private_folder(place)
-            if is_safe_to_map(place):
-                folder = journal_folder(place, pid, start_ticks)
-                make_private_folder(folder.parent)
-                return make_private_folder(folder)
-        except (OSError, CrashkitError) as error:
-            logger.warning("crash kit: no request journal below %s: %s", place, error)
-    logger.warning(
-        "crash kit: neither %s nor the temporary folder is on a local disk: no request journal; "
-        "next: set TMPDIR to a folder on one",
-        host_folder,
-    )
-    return None
+def _await_ready(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    try:
+        # The child forks the handler and ends at once: this waits for an interpreter's start, not for the handler.
+        process.wait(_START_SECS)
+    except BaseException:
+        process.kill()
+        raise
+    assert process.stdout is not None
+    text, deadline = b"", time.monotonic() + _READY_SECS
+    # Not select(2), which ends at descriptor 1023.
+    poller = select.poll()
+    poller.register(process.stdout, select.POLLIN)
+    while len(text) < _MOST_BYTES:
+        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise CrashkitError(f"it was not ready within {_READY_SECS:g} s")
+        chunk = os.read(process.stdout.fileno(), _MOST_BYTES)
+        text += chunk
+        for line in text[: text.rfind(b"\n") + 1].splitlines():
+            if line.startswith(b"{"):
+                answer: dict[str, Any] = json.loads(line)
+                if "error" in answer:
+                    raise CrashkitError(answer["error"])
+                return answer
+        if not chunk:
+            break
+    last = text.decode(errors="replace").strip().splitlines()[-1:]
+    raise CrashkitError(last[0] if last else f"it ended with status {process.returncode} before it was ready")
 
 
 def _environment() -> dict[str, str]:
@@ -141,13 +175,3 @@ def _environment() -> dict[str, str]:
         entries = environ["PYTHONPATH"].split(os.pathsep)
         environ["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in entries if entry)
     return environ
-
-
-def _open_log(path: Path) -> BinaryIO:
-    with contextlib.suppress(OSError):
-        if path.lstat().st_size > _MAX_LOG_BYTES:
-            path.replace(path.with_name(f"{path.name}.1"))
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        return os.fdopen(descriptor, "wb")
-    return open(os.devnull, "wb")  # noqa: PTH123

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from sglang_crashkit.core import channel
-from sglang_crashkit.core.settings import SOCKET_VARIABLE
+from sglang_crashkit.core import channel, procfs
+from sglang_crashkit.core.armed import read_handler_pid
+from sglang_crashkit.core.settings import SOCKET_VARIABLE, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +20,8 @@ Result = TypeVar("Result")
 
 #: The longest that a process waits for the crash handler to photograph the others, in seconds.
 PHOTOGRAPH_WAIT_SECS = 2.0
+#: So many processes are named in one message, which has a limit.
+_MOST_AT_ONCE = 512
 
 
 def never_raises(hook: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]:
@@ -53,7 +57,12 @@ def notify(event: str, **fields: Any) -> bool:
 
 @never_raises
 def request(
-    event: str, timeout_secs: float, *, on_wait: Callable[[float], object] | None = None, **fields: Any
+    event: str,
+    timeout_secs: float,
+    *,
+    on_wait: Callable[[float], object] | None = None,
+    most_secs: float | None = None,
+    **fields: Any,
 ) -> dict[str, Any] | None:
     """Tell the crash handler of this server and wait for its acknowledgement.
 
@@ -61,6 +70,8 @@ def request(
         event: what happened.
         timeout_secs: see `channel.request`.
         on_wait: see `channel.request`.
+        most_secs: the longest to wait in all, in seconds, whatever the handler asks for; by default
+            ``SGLANG_CRASHKIT_EXIT_SECS``.
         fields: the rest of the message.
 
     Returns:
@@ -69,11 +80,32 @@ def request(
     socket_path = os.environ.get(SOCKET_VARIABLE)
     if not socket_path:
         return None
+    most_secs = Settings.from_environ().exit_secs if most_secs is None else most_secs
     try:
-        return channel.request(socket_path, event, timeout_secs, on_wait=on_wait, **fields)
+        return channel.request(socket_path, event, timeout_secs, on_wait=on_wait, most_secs=most_secs, **fields)
     except channel.HandlerUnreachableError as error:
         logger.warning("crash kit: no crash handler: %s", error)
         return None
+
+
+@never_raises
+def register_workers(processes: Iterable[Any]) -> None:
+    """Tell the crash handler which processes this one started for the server.
+
+    Args:
+        processes: as of `multiprocessing.Process`; others are passed over.
+    """
+    pids = [process.pid for process in processes or () if type(getattr(process, "pid", None)) is int]
+    stats = [stat for pid in pids if (stat := procfs.read_stat(pid)) is not None]
+    for first in range(0, len(stats), _MOST_AT_ONCE):
+        some = stats[first : first + _MOST_AT_ONCE]
+        notify("members", started=[(stat.pid, stat.start_ticks) for stat in some])
+
+
+def handler_pid() -> int | None:
+    """Return the pid of the crash handler of this server; None where there is none."""
+    socket_path = os.environ.get(SOCKET_VARIABLE)
+    return read_handler_pid(Path(socket_path).parent) if socket_path else None
 
 
 def log_incident(answer: dict[str, Any] | None) -> None:

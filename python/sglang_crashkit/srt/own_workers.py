@@ -127,10 +127,5 @@ class OwnWorkers:
         return False
 
 
-def is_named_as_worker(pid: int) -> bool:
-    """Say whether a process, maybe a dead one, has the title of one of SGLang's workers, or its first 15 characters."""
-    return _is_workers(procfs.read_title(pid))
-
-
 def _is_workers(title: str) -> bool:
     return title[:_NAME_CHARS] in _NAMES

@@ -6,12 +6,10 @@ are named and left alive.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import signal
 
-from sglang_crashkit.core import procfs
+from sglang_crashkit.core import procfs, signals
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +28,7 @@ def kill_own_group() -> None:
     members = {pid for pid in present if _group_of(pid) == group}
     strangers = sorted(members - own)
     if not strangers:
-        os.killpg(group, signal.SIGKILL)
+        signals.kill_group(group)
         return
     named = ", ".join(f"{pid} {procfs.read_title(pid)}" for pid in strangers[:_MOST_NAMED])
     more = f" and {len(strangers) - _MOST_NAMED} more" if len(strangers) > _MOST_NAMED else ""
@@ -41,9 +39,7 @@ def kill_own_group() -> None:
         named,
         more,
     )
-    for pid in [*sorted(members & own - {os.getpid()}), os.getpid()]:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+    signals.kill_all([*sorted(members & own - {os.getpid()}), os.getpid()])
 
 
 def find_server(pid: int) -> int:

@@ -6,19 +6,21 @@ enters or leaves it was begun or has ended. A dictionary that notes this stands 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from itertools import compress
 from typing import Any
 
-from sglang_crashkit.core.disk import why_no_room
 from sglang_crashkit.core.journal import JournalWriter
-from sglang_crashkit.core.journal_place import new_ring
 from sglang_crashkit.core.redact import REDACTED, is_secret_name
-from sglang_crashkit.core.request_record import describe
-from sglang_crashkit.core.settings import JOURNAL_VARIABLE, Settings
+from sglang_crashkit.core.request_record import MOST_WEIGHT, describe, weigh
+from sglang_crashkit.core.settings import SOCKET_VARIABLE, Prompts, Settings
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.srt.hooks import notify
 
 logger = logging.getLogger(__name__)
 
@@ -43,32 +45,37 @@ _INTERNAL = frozenset(
         "encoder_urls"
     ).split()
 )
+#: Of those the ones that say what a prompt is made of, or is expected to be answered with.
+_TOKENS = frozenset({"token_ids_logprob"})
+_SCALARS = frozenset({bool, int, float})
 _WITHHELD = "withheld: the request asks for no logs"
+_WITHHELD_BY_FLAG = "withheld by SGLANG_CRASHKIT_PROMPTS={}: {}"
+
+#: Of the few classes of requests that there are.
+_defaults: dict[type, dict[str, Any]] = {}
 
 _is_secret_name = functools.lru_cache(maxsize=1024)(is_secret_name)
 
 
 def open_journal() -> JournalWriter | None:
-    """Return a journal for the requests of this process; None where none is wanted, or the disk is too full for one.
+    """Return a journal for the requests of this process, which the crash handler holds, too.
 
-    Raises:
-        RingError: its space cannot be reserved.
+    Returns:
+        None where none is wanted, there is no crash handler, or no memory for it.
     """
-    settings, folder = Settings.from_environ(), os.environ.get(JOURNAL_VARIABLE)
-    if not settings.enabled or not settings.journal or not folder:
+    settings = Settings.from_environ()
+    if not settings.enabled or not settings.journal or not os.environ.get(SOCKET_VARIABLE):
         return None
-    size = int(settings.journal_mb * 2**20)
-    problem = why_no_room(Path(folder), size, settings.disk)
-    if problem:
-        logger.warning(
-            "crash kit: no request journal of %g MiB in %s: %s; next: make room there, or set "
-            "SGLANG_CRASHKIT_JOURNAL_MB or SGLANG_CRASHKIT_KEEP_FREE_MB lower",
-            settings.journal_mb,
-            folder,
-            problem,
-        )
+    try:
+        journal = JournalWriter(int(settings.journal_mb * 2**20))
+    except CrashkitError as error:
+        logger.warning("crash kit: no request journal: %s", error)
         return None
-    return JournalWriter(new_ring(Path(folder)), size)
+    if not notify("journal", descriptor=journal.fd):
+        logger.warning("crash kit: no request journal: the crash handler did not take it")
+        journal.close()
+        return None
+    return journal
 
 
 class JournaledStates(dict[str, Any]):
@@ -79,11 +86,13 @@ class JournaledStates(dict[str, Any]):
     Args:
         states: the requests under way now.
         journal: where they are noted.
+        prompts: what is kept of their prompts.
     """
 
-    def __init__(self, states: Mapping[str, Any], journal: JournalWriter) -> None:
+    def __init__(self, states: Mapping[str, Any], journal: JournalWriter, prompts: Prompts = "full") -> None:
         super().__init__()
         self._journal: JournalWriter | None = journal
+        self._prompts = prompts
         self._numbers: dict[str, int] = {}
         self._warned = False
         self.update(states)
@@ -148,12 +157,15 @@ class JournaledStates(dict[str, Any]):
         except Exception:
             self._journal = None
             logger.warning("crash kit: the request journal is switched off", exc_info=True)
+            # It would call requests unfinished that were answered since.
+            with contextlib.suppress(ValueError):
+                journal.switch_off()
 
     def _begin(self, journal: JournalWriter, rid: str, earlier: Any, state: Any) -> None:
         if earlier is not None:
             self._end(journal, rid, earlier)
         try:
-            request = read_request(state.obj)
+            request = read_request(state.obj, self._prompts)
         except Exception as error:  # noqa: BLE001 - another request may be an ordinary one
             request = {"rid": rid, "omitted": {"request": f"{type(error).__name__}: {error}"}}, None, None
         self._numbers[rid] = journal.begin(*request)
@@ -164,33 +176,61 @@ class JournaledStates(dict[str, Any]):
             journal.end(number, finished=bool(getattr(state, "finished", False)))
 
 
-def read_request(request: Any) -> tuple[dict[str, Any], object, object]:
+def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any], object, object]:
     """Return what is kept of a request, its text, and its token ids.
 
     Fields with their default value are left out. Images and other large inputs, and fields that this release has and
-    the kit does not know, are described below ``omitted``; secrets are taken out.
+    the kit does not know, are described below ``omitted``, and so is what `prompts` keeps back; secrets are taken out.
 
     Args:
         request: SGLang's ``GenerateReqInput`` or ``EmbeddingReqInput``, of one request.
+        prompts: what is kept of its prompt.
     """
-    kind = type(request)
-    values = vars(request)
+    kind, values = type(request), vars(request)
     fields: dict[str, Any] = {"kind": kind.__name__}
     omitted: dict[str, str] = {}
-    for name, value in values.items():
-        if value is None or name in _INTERNAL or value is getattr(kind, name, None):
+    room = MOST_WEIGHT
+    # In C where it can be: a request has about seventy fields, most of which nobody sets.
+    is_set = map(operator.is_not, values.values(), map(_defaults_of(kind).get, values))
+    for name, value in compress(values.items(), is_set):
+        if value is None or name in _INTERNAL:
             continue
-        if name in _KEPT:
-            fields[name] = _without_secrets(value) if type(value) is dict else value
-        else:
+        if name not in _KEPT:
             omitted[name] = describe(value)
+        elif type(value) in _SCALARS:
+            fields[name] = value
+        elif prompts == "none" and name in _TOKENS:
+            omitted[name] = _WITHHELD_BY_FLAG.format(prompts, describe(value))
+        else:
+            weight = weigh(value, room)
+            if weight > room:
+                omitted[name] = describe(value)
+            else:
+                room -= weight
+                fields[name] = _without_secrets(value) if type(value) is dict else value
     text, input_ids = values.get("text"), values.get("input_ids")
     if values.get("no_logs"):
         omitted |= {name: _WITHHELD for name in ("text", "input_ids") if values.get(name) is not None}
         text = input_ids = None
+    if prompts != "full" and text is not None:
+        omitted["text"] = _WITHHELD_BY_FLAG.format(prompts, describe(text))
+        text = None
+    if prompts == "none" and input_ids is not None:
+        omitted["input_ids"] = _WITHHELD_BY_FLAG.format(prompts, describe(input_ids))
+        input_ids = None
     if omitted:
         fields["omitted"] = omitted
     return fields, text, input_ids
+
+
+def _defaults_of(kind: type) -> dict[str, Any]:
+    """Return the default values of a class's fields by name; None is that of any other."""
+    found = _defaults.get(kind)
+    if found is None:
+        bases = reversed(kind.__mro__)
+        found = {name: value for base in bases for name, value in vars(base).items() if value is not None}
+        _defaults[kind] = found
+    return found
 
 
 def _without_secrets(mapping: dict[Any, Any]) -> dict[Any, Any]:

@@ -3,135 +3,131 @@
 The driver reads its variables when a process initialises CUDA, and PyTorch those of its flight recorder when it makes
 its first process group, so they are set while the arguments are resolved, before the first child process starts. What
 differs between the processes is set in each of them; see `srt.flight_recorder`.
+
+A user's program that launches an ``Engine`` has them only while it launches one: what it starts itself inherits none.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
 import socket
-import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sglang_crashkit.core.flight_request import BUFFER_SIZE, OTHER_BUFFER_SIZE
-from sglang_crashkit.core.private_files import make_private_folder
-from sglang_crashkit.core.settings import FLIGHT_VARIABLE, Settings, fallback_folder
-from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.core.settings import FLIGHT_VARIABLE, Settings
 from sglang_crashkit.srt.hooks import never_raises
 
 logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+#: What was set here in this process, and not by the user: what SGLang's own processes are to inherit.
+_set_here: dict[str, str] = {}
+
 _SKIPPED = ("nonrelocated_elf_images", "global_memory", "shared_memory", "local_memory", "constbank_memory")
 
 
 @never_raises
 def set_crash_dump_env(server_args: Any) -> None:
-    """Set the variables of GPU cores and of the flight recorder that the user did not set; create the folder of cores.
+    """Set the variables of GPU cores and of the flight recorder that the user did not set.
 
-    Nothing happens without ``--crash-dump-folder``. ``%h`` stays in the values, as upstream has them: the driver
-    expands it, by gethostname(2), in each process that uses CUDA. The folder created is therefore named by
-    gethostname(2) too and not by ``$HOSTNAME``, after which SGLang names the folder of its request dumps: the two
-    differ where somebody set the variable, and the driver creates no folder.
+    Nothing happens without ``--crash-dump-folder``, and nothing is done about cores where
+    ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH`` is switched off. ``%h`` stays in the values, as upstream has them: the driver
+    expands it, by gethostname(2), in each process that uses CUDA. The driver creates no folder. The crash handler does,
+    before the first process that uses CUDA is started: the disk may be one that does not answer.
 
     Args:
         server_args: SGLang's ``ServerArgs``.
     """
-    crash_folder = server_args.crash_dump_folder
-    # That of another server of this program, or of the one that started it.
+    crash_folder, settings = getattr(server_args, "crash_dump_folder", None), Settings.from_environ()
+    # Those of another server of this program, or of the one that started it.
     os.environ.pop(FLIGHT_VARIABLE, None)
-    if not crash_folder or not Settings.from_environ().enabled:
-        return
-    _set_defaults(_core_dump_variables(crash_folder))
-    _make_core_folder(os.environ["CUDA_COREDUMP_FILE"])
-    _set_flight_variables(crash_folder)
+    variables: dict[str, str] = {}
+    if crash_folder and settings.enabled:
+        variables |= _core_dump_variables(crash_folder) if settings.cores else {}
+        variables |= _flight_variables(crash_folder) if settings.diagnostics else {}
+    _set_defaults(variables)
 
 
 def in_place_of_crash_dump_env(handle: Function) -> Function:
-    """Let `set_crash_dump_env` do what `handle` does; `handle` itself does it when the kit is switched off."""
+    """Let `set_crash_dump_env` do what `handle` does; `handle` itself does it too where the kit leaves cores alone.
+
+    That is where the kit or ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH`` is switched off: then all is as the release has it.
+    """
 
     @functools.wraps(handle)
     def wrapper(server_args: Any) -> Any:
-        if Settings.from_environ().enabled:
-            return set_crash_dump_env(server_args)
+        settings = Settings.from_environ()
+        if settings.enabled:
+            set_crash_dump_env(server_args)
+            if settings.cores:
+                return None
         return handle(server_args)
 
     return wrapper  # type: ignore[return-value]
+
+
+@never_raises
+def withdraw_crash_dump_env() -> None:
+    """Take out of this process's environment what `set_crash_dump_env` put there; what was changed since stays.
+
+    For a program that is not SGLang's own, once the processes of its engine run, which have it all.
+    """
+    for name in _set_here:
+        if _is_ours(name):
+            del os.environ[name]
+
+
+def crash_dump_environ() -> dict[str, str]:
+    """Return the environment that the last launch of this process gave to SGLang's processes, as far as it is known."""
+    return _set_here | dict(os.environ)
 
 
 def _core_dump_variables(crash_folder: str) -> dict[str, str]:
     return {
         "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
         "CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1",
+        # Otherwise the driver aborts the process for a core of the CPU's part too, before Python can say what failed.
+        "CUDA_ENABLE_CPU_COREDUMP_ON_EXCEPTION": "0",
         "CUDA_COREDUMP_SHOW_PROGRESS": "1",
         "CUDA_COREDUMP_GENERATION_FLAGS": ",".join(f"skip_{part}" for part in _SKIPPED),
-        "CUDA_COREDUMP_FILE": f"{_core_base(crash_folder)}/%h/core.cuda.%t.%p",
+        "CUDA_COREDUMP_FILE": f"{Path(crash_folder).absolute()}/%h/core.cuda.%t.%p",
         "CUDA_COREDUMP_PIPE": "/tmp/corepipe.cuda.%h.%p",  # noqa: S108 - upstream's name for it
     }
 
 
-@never_raises
-def _set_flight_variables(crash_folder: str) -> None:
-    """Switch PyTorch's flight recorder on where there will be a crash handler to ask it."""
-    if not Settings.from_environ().diagnostics:
-        return
-    if OTHER_BUFFER_SIZE not in os.environ:
-        # So many collectives as PyTorch keeps from 2.11 on where nothing is set; before, it keeps none then.
-        _set_defaults({BUFFER_SIZE: "2000"})
-    folder = Path(_core_base(crash_folder)).absolute() / socket.gethostname() / "flight_recorder"
-    os.environ[FLIGHT_VARIABLE] = str(folder)
+def _flight_variables(crash_folder: str) -> dict[str, str]:
+    """Return what switches PyTorch's flight recorder on, for a crash handler to ask it."""
+    folder = Path(crash_folder).absolute() / socket.gethostname() / "flight_recorder"
+    # So many collectives as PyTorch keeps from 2.11 on where nothing is set; before, it keeps none then.
+    size = {} if OTHER_BUFFER_SIZE in os.environ else {BUFFER_SIZE: "2000"}
+    return {FLIGHT_VARIABLE: str(folder)} | size
 
 
 def _set_defaults(variables: Mapping[str, str]) -> None:
+    """Set what the user did not set; take out what an earlier server of this program left and this one has not."""
+    earlier = {name for name in _set_here if _is_ours(name)}
+    _set_here.clear()
+    for name in earlier - variables.keys():
+        del os.environ[name]
     for name, value in variables.items():
-        if name not in os.environ:
-            os.environ[name] = value
-            logger.info("Auto-set %s=%s (from --crash-dump-folder)", name, value)
+        if name not in os.environ or name in earlier:
+            # The kit's own variable concerns nobody else.
+            if os.environ.get(name) != value and name != FLIGHT_VARIABLE:
+                logger.info("Auto-set %s=%s (from --crash-dump-folder)", name, value)
+            os.environ[name] = _set_here[name] = value
 
 
-def _core_base(crash_folder: str) -> str:
-    """Return the crash folder, or the fallback folder where somebody else prepared this host's folder in it.
-
-    The driver follows links, and a core holds the memory of a GPU.
-    """
-    folder = Path(crash_folder) / socket.gethostname()
-    with contextlib.suppress(OSError):
-        status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            logger.error("%s is not a folder of this user: GPU cores go to %s", folder, fallback_folder())
-            return str(fallback_folder())
-    return crash_folder
+def note_changed(name: str, value: str) -> None:
+    """Set a variable that was set here to what the crash handler made of it."""
+    if name in _set_here and _is_ours(name):
+        _set_here[name] = value
+    os.environ[name] = value
 
 
-def _make_core_folder(template: str) -> None:
-    """Create the folder in which the driver will write, for its owner alone; say so where that cannot be."""
-    if template.startswith("|") or _is_fifo(template):
-        return
-    folder = Path(os.path.dirname(template).replace("%h", socket.gethostname()))  # noqa: PTH120 - may be empty
-    if "%" in str(folder):
-        logger.error(
-            "CUDA_COREDUMP_FILE=%s: its folder has another specifier than %%h and cannot be created ahead; "
-            "GPU cores are lost unless it is there",
-            template,
-        )
-        return
-    if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
-        return
-    try:
-        make_private_folder(folder)
-    except (OSError, CrashkitError) as error:
-        logger.error(
-            "The folder %s cannot be created (%s): GPU cores are lost; next: check --crash-dump-folder", folder, error
-        )
-
-
-def _is_fifo(path: str) -> bool:
-    try:
-        return stat.S_ISFIFO(os.stat(path).st_mode)  # noqa: PTH116
-    except OSError:
-        return False
+def _is_ours(name: str) -> bool:
+    return os.environ.get(name) == _set_here[name]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_crashkit.core.incident_store import StoredIncident
+from sglang_crashkit.core.summary import headline, mapping_of
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,11 @@ class Death:
 
     @property
     def headline(self) -> str:
-        """Who ended, and how."""
-        return f"{self.name} (pid={self.pid}) exited rc={self.returncode}"
+        """Who ended, and how; and who failed first in it, once its incident is known."""
+        who = f"{self.name} (pid={self.pid}) exited rc={self.returncode}"
+        document = (self.incident.document if self.incident is not None else None) or {}
+        first = mapping_of(mapping_of(document.get("verdict")).get("first_failure"))
+        return f"{who}; {headline(document)}" if first and first.get("pid") != self.pid else who
 
     @property
     def verdict(self) -> str:

@@ -1,11 +1,10 @@
-"""The surviving side of a death: photographed, then killed; and the dead side's own incident."""
+"""The surviving side of a death: photographed, then killed."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import select
-import shlex
 import signal
 import socket
 import time
@@ -14,7 +13,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from sglang_crashkit.core import channel, procfs, settings, titles
-from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
 from sglang_crashkit.core.pidfd import ProcessHandle
 from sglang_crashkit.core.private_files import make_private_folder, write_private
 from sglang_crashkit.core.pyspy import photograph_all
@@ -23,7 +21,6 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.test.death import Death, Survivor
 
 _FRAMES = 3
-_CRASH_FOLDER = "--crash-dump-folder"
 
 
 def default_folder() -> Path:
@@ -56,32 +53,6 @@ def photograph(death: Death, survivors: Iterable[tuple[str, int]], folder: Path,
             # multiprocessing's own helpers only wait.
             death.survivors.append(Survivor(name, result.pid, title, doing, result.reason))
     death.folder = written.path
-
-
-def find_incident(pid: int, since: float, command: object, deadline_secs: float) -> StoredIncident | None:
-    """Return the incident that the crash handler of the dead server `pid` wrote.
-
-    Waits while the handler is still at work.
-
-    Args:
-        pid: the server.
-        since: when it was seen first, in seconds since the epoch.
-        command: its command, which tells its crash folder.
-        deadline_secs: the longest to wait, in seconds.
-    """
-    deadline = time.monotonic() + deadline_secs
-    folders = [folder for folder in (_crash_folder(command), settings.fallback_folder()) if folder is not None]
-    while True:
-        # Asked first: what the handler writes last is there once it has left.
-        at_work = any(settings.runtime_folder(pid, 0).parent.glob(f"{pid}-*"))
-        for path in (path for folder in folders for path in _written_since(folder, since)):
-            for stored in _incidents(path):
-                server = (stored.document or {}).get("server") or {}
-                if stored.finished and server.get("pid") == pid:
-                    return stored
-        if not at_work or time.monotonic() >= deadline:
-            return None
-        time.sleep(0.02)
 
 
 def kill_trees(roots: Sequence[int], timeout_secs: float) -> list[int]:
@@ -127,37 +98,6 @@ class _Folder:
         with contextlib.suppress(OSError, CrashkitError):
             self.path = make_private_folder(self._wanted)
             write_private(self.path / name.replace("/", "_"), ("\n".join(lines) + "\n").encode(errors="replace"))
-
-
-def _written_since(folder: Path, since: float) -> Iterator[Path]:
-    # A folder that has served many runs holds many incidents; most need not be read.
-    for pattern in ("incidents/*", "*/incidents/*"):
-        for path in folder.glob(pattern):
-            with contextlib.suppress(OSError):
-                if path.is_dir() and path.stat().st_mtime >= since:
-                    yield path
-
-
-def _incidents(folder: Path) -> list[StoredIncident]:
-    try:
-        return find_incidents(folder)
-    except (OSError, CrashkitError):
-        return []
-
-
-def _crash_folder(command: object) -> Path | None:
-    words: list[str] = []
-    if isinstance(command, str):
-        with contextlib.suppress(ValueError):
-            words = shlex.split(command)
-    elif isinstance(command, Sequence):
-        words = [os.fsdecode(word) for word in command if isinstance(word, (str, bytes, os.PathLike))]
-    for position, word in enumerate(words):
-        option, _, value = word.partition("=")
-        if option == _CRASH_FOLDER:
-            following = words[position + 1] if position + 1 < len(words) else ""
-            return Path(value or following) if value or following else None
-    return None
 
 
 def _announce_teardown(pid: int) -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
 
+from sglang_crashkit.core.incident_store import find_incident_of
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.test import evidence
 from sglang_crashkit.test.death import Death
@@ -236,7 +237,7 @@ class Watcher:
                 folder = self._folder or evidence.default_folder()
                 evidence.photograph(death, roots, folder, min(settings.photograph_secs, EVIDENCE_SECS))
             left = max(0.0, began + EVIDENCE_SECS - time.monotonic())
-            death.incident = evidence.find_incident(death.pid, first.since, getattr(first.process, "args", None), left)
+            death.incident = find_incident_of(death.pid, first.since, getattr(first.process, "args", None), left)
         except Exception:
             logger.exception("crash kit: the evidence of %s is not whole", death.headline)
         death.seconds = time.monotonic() - began

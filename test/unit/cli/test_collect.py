@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.cli.main import main
-from sglang_crashkit.core.discovery import Discovery, find_processes
+from sglang_crashkit.core.discovery import Discovery, FoundProcess, find_processes
 from sglang_crashkit.core.procfs import TreeScanner, read_title
 from sglang_crashkit.core.slurm_place import Place
 from sglang_crashkit.core.snapshot import parse
@@ -20,7 +20,7 @@ from unit.targets import SLEEPER, functions_of, settle, settle_in_sleep, state_o
 from unit.waiting import LONG, child, wait_until
 
 TITLE = "sglang::scheduler_TP0"
-QUICK = ("--snapshots", "2", "--interval", "0", "--no-debugger")
+QUICK = ("--snapshots", "2", "--interval", "0")
 #: A stand-in for gdb: it says which process it was asked for, at once or never.
 GDB = '#!/bin/sh\nwhile [ "$1" != -p ]; do shift; done\necho "asked for $2"\n'
 
@@ -50,7 +50,7 @@ def test_every_process_has_its_two_files_and_every_moment_its_snapshot(
     output = tmp_path / "deep" / "out"
     with child(SLEEPER, title=TITLE) as process:
         settle_in_sleep(process.pid)
-        status = collect(process.pid, output, "--snapshots", "2", "--interval", "0.2")
+        status = collect(process.pid, output, "--snapshots", "2", "--interval", "0.2", "--native")
     host = os.uname().nodename
     python, native = output / f"pyspy_{host}_{process.pid}.txt", output / f"cudagdb_{host}_{process.pid}.txt"
     snapshots = sorted(output.glob(f"snapshot_{host}_*.json"))
@@ -78,11 +78,28 @@ def test_every_process_has_its_two_files_and_every_moment_its_snapshot(
     assert printed[3:] == [f"{printed[0]}: cuda-gdb: cuda-gdb printed no stack", f"files: {output}"]
 
 
+def test_no_debugger_runs_unless_it_is_asked_for(tmp_path: Path, gdb: Path) -> None:
+    gdb.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    with child(SLEEPER, title=TITLE) as process:
+        settle_in_sleep(process.pid)
+        assert collect(process.pid, tmp_path / "out", *QUICK) == 0
+    assert not (tmp_path / "ran").exists()
+    assert not list((tmp_path / "out").glob("cudagdb_*"))
+
+
+def test_the_older_option_is_taken_with_a_word(tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with child(SLEEPER, title=TITLE) as process:
+        settle_in_sleep(process.pid)
+        assert collect(process.pid, tmp_path / "out", *QUICK, "--no-debugger") == 0
+    assert "--no-debugger is what happens anyway, and goes with the next release" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("cudagdb_*"))
+
+
 def test_the_verdict_is_there_before_the_debuggers_end(tmp_path: Path, gdb: Path) -> None:
     gdb.write_text(f"{GDB}exec sleep 600\n")
     output = tmp_path / "out"
     with child(SLEEPER, title=TITLE) as process:
-        arguments = ["--pid", str(process.pid), "--output-dir", str(output), "--snapshots", "1"]
+        arguments = ["--pid", str(process.pid), "--output-dir", str(output), "--snapshots", "1", "--native"]
         with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, text=True) as collector:
             assert collector.stdout is not None
             assert any(line.startswith("verdict (") for line in collector.stdout)
@@ -102,7 +119,7 @@ def test_what_native_stacks_add_to_the_verdict_is_told_after_them(
         listing = f'Thread 1 (Thread 0x7f (LWP {process.pid}) "python"):\n#0  0x01 in poll () from /lib/libc.so.6\n'
         listing += "#1  0x02 in ncclCommInitRank () from /lib/libnccl.so.2\n#2  0x03 in main ()\n"
         (tmp_path / "listing").write_text(listing)
-        assert collect(process.pid, tmp_path / "out", "--snapshots", "1") == 0
+        assert collect(process.pid, tmp_path / "out", "--snapshots", "1", "--native") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" (")[0] for line in lines if line.startswith("verdict")] == [
         "verdict",
@@ -131,11 +148,14 @@ def test_a_stopped_process_is_photographed_and_left_stopped(
         settle_in_sleep(process.pid)
         process.send_signal(signal.SIGSTOP)
         settle(process.pid, "T")
-        assert collect(process.pid, tmp_path / "out", "--snapshots", "1") == 0
+        assert collect(process.pid, tmp_path / "out", "--snapshots", "1", "--native") == 0
         assert state_of(process.pid) == "T"
     printed = capsys.readouterr().out
     assert "    1   T  inner_function (" in printed
-    assert f"{TITLE} (pid {process.pid}): cuda-gdb: not run: it is stopped, and must stay as it was found\n" in printed
+    assert "native stacks: not taken: the verdict is established without it\n" in printed
+    (native,) = (tmp_path / "out").glob("cudagdb_*.txt")
+    assert "# cuda-gdb: not run: the verdict is established without it\n" in native.read_text()
+    assert "asked for" not in native.read_text()
     verdict = f"{TITLE} (pid {process.pid}) is stopped (state T) until somebody sends SIGCONT."
     assert f"verdict (established): {verdict}\n" in printed
 
@@ -194,6 +214,67 @@ def test_a_jobs_file_says_where_to_and_how_long_to_wait(tmp_path: Path, capsys: 
         assert main([*arguments, *QUICK]) == 0
     assert f"collecting in 1 s: 1 process: {TITLE}\n" in capsys.readouterr().err
     assert list((tmp_path / "logs" / "backtraces").glob("pyspy_*.txt"))
+
+
+@pytest.mark.parametrize(("options", "runs"), [((), True), (("--no-native",), False), (("--no-debugger",), False)])
+def test_a_jobs_file_asks_for_native_stacks(tmp_path: Path, gdb: Path, options: tuple[str, ...], runs: bool) -> None:
+    config = job(tmp_path, "debug: {enabled: true, wait_seconds: 0}\n")
+    with child(SLEEPER, title=TITLE) as process:
+        settle_in_sleep(process.pid)
+        assert collect(process.pid, tmp_path / "out", *QUICK, "--config", config, *options) == 0
+    found = [path.read_text() for path in (tmp_path / "out").glob("cudagdb_*")]
+    assert [f"asked for {process.pid}" in text for text in found] == [True] * runs
+
+
+def scheduler(pid: int, server: int | None, *arguments: str) -> FoundProcess:
+    title = "sglang::scheduler_TP0"
+    return FoundProcess(pid, 1, title, "scheduler", {"tp": 0}, server, arguments, os.geteuid(), "title")
+
+
+TWO = (
+    scheduler(2**22 + 1, 2**22, "python", "-m", "sglang.launch_server", "--api-key", "sk-secret", "--port", "31000"),
+    scheduler(2**22 + 2, 2**22, "python", "-m", "sglang.launch_server", "--api-key", "sk-secret", "--port", "31000"),
+    scheduler(2**22 + 11, 2**22 + 10, "python", "-m", "sglang.launch_server", "--disaggregation-mode=decode"),
+)
+
+
+def test_of_several_servers_one_must_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sglang_crashkit.core.discovery.find_processes", lambda **_options: Discovery(TWO))
+    assert main(["collect", *QUICK, "--output-dir", str(tmp_path / "out")]) == 4
+    assert capsys.readouterr().err == (
+        "sglang-crashkit collect: there are 2 SGLang servers on this host, and it is not said which:\n"
+        f"  --pid {2**22}: 2 schedulers, port 31000\n"
+        f"  --pid {2**22 + 10}: 1 scheduler, decode side, port 30000\n"
+        f"  next: sglang-crashkit collect --pid {2**22}, or --all-servers\n"
+    )
+    # A long wait would be in vain.
+    assert main(["collect", *QUICK, "--wait-seconds", "600", "--output-dir", str(tmp_path / "out")]) == 4
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("how", ["--all-servers", "--config", "a Slurm job"])
+def test_all_servers_are_taken_where_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    monkeypatch.setattr("sglang_crashkit.core.discovery.find_processes", lambda **_options: Discovery(TWO))
+    arguments = {
+        "--all-servers": ["--all-servers"],
+        "--config": ["--config", job(tmp_path, "debug: {enabled: true, wait_seconds: 0}\n")],
+    }
+    if how == "a Slurm job":
+        monkeypatch.setattr(Place, "of_environ", lambda _environ: Place("8", "n2"))
+    # None of them lives, so that none gives a stack.
+    assert main(["collect", *QUICK, "--json", "--output-dir", str(tmp_path / "out"), *arguments.get(how, [])]) == 1
+    found = json.loads(capsys.readouterr().out)["processes"]
+    assert [one["pid"] for one in found] == [one.pid for one in TWO]
+
+
+def test_one_server_is_named_or_all(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["collect", "--pid", "1", "--all-servers"])
+    assert "not allowed with argument" in capsys.readouterr().err
 
 
 def test_the_command_line_is_stronger_than_the_file(tmp_path: Path) -> None:
@@ -258,7 +339,7 @@ def test_an_interrupt_ends_the_debugger_and_keeps_what_it_printed(tmp_path: Path
     gdb.write_text(f"{GDB}exec sleep 600\n")
     output = tmp_path / "out"
     with child(SLEEPER, title=TITLE) as process:
-        arguments = ["--pid", str(process.pid), "--output-dir", str(output), "--snapshots", "1"]
+        arguments = ["--pid", str(process.pid), "--output-dir", str(output), "--snapshots", "1", "--native"]
         with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) as collector:
             assert collector.stderr is not None
             for line in collector.stderr:

@@ -45,7 +45,7 @@ def test_a_program_reads_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (found["path"], found["finished"], found["problem"]) == (str(path), True, None)
     assert found["verdict"]["text"] == "TP1 was killed."
     assert found.keys() == {
-        *("path", "finished", "problem", "id", "kind", "trigger", "server", "requests", "peers", "verdict"),
+        *("path", "finished", "problem", "headline", "id", "kind", "trigger", "server", "requests", "peers", "verdict"),
         "fault",
     }
 

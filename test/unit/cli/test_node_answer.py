@@ -44,7 +44,7 @@ def test_all_but_the_debuggers_part_is_sent_before_they_run(debugger: Path, tmp_
     debugger.write_text("#!/bin/sh\nexec sleep 600\n")
     with child(SLEEPER, title=RANK) as rank:
         settle_in_sleep(rank.pid)
-        argv = [sys.executable, "-m", "sglang_crashkit", "collect", *QUICK, f"--pid={rank.pid}"]
+        argv = [sys.executable, "-m", "sglang_crashkit", "collect", *QUICK, "--native", f"--pid={rank.pid}"]
         with subprocess.Popen([*argv, f"--output-dir={tmp_path}/out"], stdout=subprocess.PIPE, text=True) as collector:
             assert collector.stdout is not None
             (document,) = documents_in(collector.stdout.readline() + collector.stdout.readline())
@@ -62,7 +62,8 @@ def test_all_but_the_debuggers_part_is_sent_before_they_run(debugger: Path, tmp_
 def test_after_the_debuggers_all_is_sent(debugger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with child(SLEEPER, title=RANK) as rank:
         settle_in_sleep(rank.pid)
-        assert main.main(["collect", *QUICK, f"--pid={rank.pid}", f"--output-dir={tmp_path}/out"]) == ExitCode.DONE
+        arguments = [*QUICK, "--native", f"--pid={rank.pid}", f"--output-dir={tmp_path}/out"]
+        assert main.main(["collect", *arguments]) == ExitCode.DONE
     before, after = documents_in(capsys.readouterr().out)
     assert [before[PENDING], after[PENDING]] == [True, False]
     assert [len(one["processes"][0]["files"]) for one in (before, after)] == [1, 2]
@@ -73,7 +74,7 @@ def test_after_the_debuggers_all_is_sent(debugger: Path, tmp_path: Path, capsys:
 
 def test_without_debuggers_there_is_one_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with child(SLEEPER, title=RANK) as rank:
-        main.main(["collect", *QUICK, "--no-debugger", f"--pid={rank.pid}", f"--output-dir={tmp_path}/out"])
+        main.main(["collect", *QUICK, f"--pid={rank.pid}", f"--output-dir={tmp_path}/out"])
     (only,) = documents_in(capsys.readouterr().out)
     assert only[PENDING] is False
 
@@ -94,7 +95,7 @@ def test_a_node_on_which_the_folder_cannot_be_made_sends_its_snapshots_neverthel
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    arguments = ["--json", "--with-snapshots", "--snapshots=1", "--no-debugger", "--output-dir=/proc/no/folder"]
+    arguments = ["--json", "--with-snapshots", "--snapshots=1", "--output-dir=/proc/no/folder"]
     with child("ready(); pause()", title="sglang::scheduler_TP0") as rank:
         assert main.main(["collect", f"--pid={rank.pid}", *arguments]) == ExitCode.DONE
     document = json.loads(capsys.readouterr().out)
@@ -108,7 +109,7 @@ def test_in_a_step_of_a_job_the_collector_merges_under_slurms_name_of_the_node(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
-    arguments = ["--json", "--with-snapshots", "--snapshots=2", "--interval=0", "--no-debugger"]
+    arguments = ["--json", "--with-snapshots", "--snapshots=2", "--interval=0"]
     with child("ready(); pause()", title="sglang::scheduler_TP0") as rank:
         assert main.main(["collect", f"--pid={rank.pid}", f"--output-dir={tmp_path}", *arguments]) == ExitCode.DONE
         document = json.loads(capsys.readouterr().out)

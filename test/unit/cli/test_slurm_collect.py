@@ -93,9 +93,18 @@ def test_each_node_runs_the_collector_in_its_container_with_its_own_folder(slurm
             f"--container-name=sglang_12_{node}",
             "--mem=0",
             *("python3", "-m", "sglang_crashkit", "collect", "--json", "--gathered-within=300"),
-            *("--snapshots=2", "--interval=0.5", "--all"),
+            *("--snapshots=2", "--interval=0.5", "--all", "--no-debugger"),
             *("--output-dir", f"{tmp_path}/out/{node}"),
         ]
+
+
+@pytest.mark.parametrize(("options", "passed_on"), [((), "--no-debugger"), (("--native",), "--native")])
+def test_native_stacks_are_for_the_nodes_to_take_where_they_are_asked_for(
+    slurm: Slurm, tmp_path: Path, options: tuple[str, ...], passed_on: str
+) -> None:
+    # The older name: an older kit in a node's image would run its debuggers unless it is told not to.
+    collect(tmp_path, *options)
+    assert [word for word in slurm.asked("n1") if word in ("--native", "--no-native", "--no-debugger")] == [passed_on]
 
 
 def test_without_a_container_it_is_this_python_and_any_command_when_asked_for(slurm: Slurm, tmp_path: Path) -> None:
@@ -169,7 +178,7 @@ def test_of_a_node_that_is_given_up_while_its_debuggers_run_there_is_all_else(
     assert lines[2:5] == [
         "n2  TP1          pid 4711     T  no Python frame",
         "native stacks of node n2: the debuggers had not ended: no answer within 2 s",
-        "  next: raise --node-timeout, or leave the debuggers out: --no-debugger",
+        "  next: raise --node-timeout, or leave the debuggers out: --no-native",
     ]
     assert "(pid 4711 on n2) is stopped" in lines[-1]
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.cli.main import main
+from sglang_crashkit.core.settings import fallback_folder
 from sglang_crashkit.core.snapshot import parse
 from unit.http_server import answering
 from unit.served import RANKS, Served, served
+from unit.stored import make_incident
 from unit.targets import settle, state_of
 from unit.waiting import LONG, child, wait_until
 
@@ -102,6 +105,46 @@ def test_once_ends_after_the_first_hang(tmp_path: Path) -> None:
         hang(server)
         assert watch.end() == 0
         assert [event["event"] for event in watch.events()][-3:] == ["hang", "snapshots", "verdict"]
+
+
+def test_a_crash_is_told_with_who_failed_first_and_no_hang_after_it(tmp_path: Path) -> None:
+    with served(tmp_path) as server, watching(tmp_path, "--pid", str(server.popen.pid)) as watch:
+        watch.await_event("serving")
+        pid = server.ranks[RANKS[1]]
+        os.kill(pid, signal.SIGKILL)
+        server.mode.write_text("hang")
+        crash = watch.await_event("crash")
+        assert crash["text"] == f"{RANKS[1]} (pid {pid}) was killed by SIGKILL; the others went on"
+        assert (crash["level"], crash["first"]["pid"], crash["first"]["signal"]) == ("established", pid, "SIGKILL")
+        snapshots = watch.await_event("snapshots")
+        (path,) = Path(snapshots["output_dir"]).glob("snapshot_*.json")
+        assert {process.pid for process in parse(path.read_bytes()).processes} >= {server.ranks[RANKS[0]]}
+        server.mode.write_text("200")
+        server.end()
+        assert watch.end() == 3
+    assert [event["event"] for event in watch.events()] == ["watching", "serving", "crash", "snapshots", "gone"]
+
+
+def test_the_incident_of_a_patched_server_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with served(tmp_path) as server, watching(tmp_path, "--pid", str(server.popen.pid), "--once") as watch:
+        watch.await_event("serving")
+        pid = server.ranks[RANKS[1]]
+        os.kill(pid, signal.SIGKILL)
+        watch.await_event("crash")
+        verdict = {"text": "It was killed.", "level": "established", "first_failure": {"pid": pid, "title": RANKS[1]}}
+        handler = fallback_folder() / "run" / f"{server.popen.pid}-1"
+        handler.mkdir(parents=True)
+        make_incident(fallback_folder() / "host" / "incidents", server={"pid": 1})
+        made = make_incident(
+            fallback_folder() / "host" / "incidents", server={"pid": server.popen.pid}, verdict=verdict, kind="killed"
+        )
+        handler.rmdir()
+        incident = watch.await_event("incident")
+        assert watch.end() == 0
+    assert incident["text"] == f"It was killed. Incident: {made}"
+    assert (incident["headline"], incident["path"]) == (f"killed: {RANKS[1]} (pid {pid})", str(made))
 
 
 def test_a_paused_server_that_hangs_then_is_seen(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ def told(debugger: Path) -> Told:
     return Told(debugger.with_name("cuda-gdb.ran"))
 
 
-def capture(pid: int, output: Path, told: Told, *, with_debugger: bool = True, details: bool = False) -> ExitCode:
-    plan = Plan(output, snapshots=1, interval_secs=0.0, debugger=with_debugger)
+def capture(pid: int, output: Path, told: Told, *, native: bool = True, details: bool = False) -> ExitCode:
+    plan = Plan(output, snapshots=1, interval_secs=0.0, native=native)
     return Capture(find_processes(pid=pid).processes, plan, told, details=details).take()
 
 
@@ -88,7 +88,7 @@ def test_a_verdict_that_native_stacks_change_is_told_again(tmp_path: Path, told:
 def test_no_debugger_runs_unless_it_is_asked_for(tmp_path: Path, told: Told) -> None:
     with child(SLEEPER, title=TITLE) as process:
         settle_in_sleep(process.pid)
-        capture(process.pid, tmp_path / "out", told, with_debugger=False)
+        capture(process.pid, tmp_path / "out", told, native=False)
     assert told.kinds == ["snapshots", "verdict"]
 
 

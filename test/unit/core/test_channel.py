@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.core import channel
-from sglang_crashkit.core.channel import HandlerUnreachableError, Mailbox, Message
+from sglang_crashkit.core.armed import HANDLER_PID
+from sglang_crashkit.core.channel import WAIT_FIELD, HandlerUnreachableError, Mailbox, Message
+from sglang_crashkit.core.private_files import write_private
 from unit.waiting import LONG, child, descriptors, wait_until
 
 
@@ -31,6 +33,7 @@ def path() -> Iterator[str]:
 
 @pytest.fixture
 def mailbox(path: str) -> Iterator[Mailbox]:
+    write_private(Path(path).with_name(HANDLER_PID), str(os.getpid()).encode())
     with Mailbox.bind(Path(path)) as receiver:
         yield Mailbox(receiver)
 
@@ -42,7 +45,7 @@ def receive_one(mailbox: Mailbox) -> Message:
 
 
 @contextlib.contextmanager
-def answering(mailbox: Mailbox, **answer: str) -> Iterator[list[Message]]:
+def answering(mailbox: Mailbox, **answer: object) -> Iterator[list[Message]]:
     """Acknowledge the next message in the background."""
     got: list[Message] = []
 
@@ -79,7 +82,7 @@ def test_one_who_waits_gets_the_answer(path: str, mailbox: Mailbox) -> None:
 
 def test_one_who_does_not_wait_is_not_answered(path: str, mailbox: Mailbox) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        sender.bind("")
+        sender.bind(f"{path}.reply")
         sender.sendto(b'{"event": "x"}', path)
         mailbox.acknowledge(receive_one(mailbox), ack="done")
         sender.setblocking(False)
@@ -271,6 +274,101 @@ def test_at_most_so_many_messages_are_taken_at_once(path: str, mailbox: Mailbox)
     assert mailbox.receive() == []
 
 
+#: Tells every datagram socket of this machine that is to be had to wait, for as long as it runs.
+ATTACKER = """
+import json, re, socket
+from pathlib import Path
+if len(sys.argv) > 2: os.setuid(int(sys.argv[2]))
+attacker = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+attacker.setblocking(False)
+ready()
+while True:
+    for line in Path("/proc/net/unix").read_text().splitlines():
+        address = line.split()[7:]
+        is_wanted = address and (sys.argv[1] in address[0] or re.fullmatch("@[0-9a-f]{5}", address[0]))
+        if is_wanted and line.split()[4] == "0002":
+            try: attacker.sendto(json.dumps({"ack": "wait", "wait_secs": 5.0}).encode(), address[0].replace("@", "\\0"))
+            except OSError: pass
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("uid", [pytest.param(["65534"], id="another"), pytest.param([], id="own")])
+def test_nobody_but_the_handler_moves_the_end_of_a_wait(path: str, mailbox: Mailbox, uid: list[str]) -> None:
+    if uid and os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    with child(ATTACKER, str(Path(path).parent), *uid):
+        started = time.monotonic()
+        assert channel.request(path, "event", 1.0) == {}
+        assert time.monotonic() - started < 4.0
+        assert receive_one(mailbox).event == "event"
+        with answering(mailbox, ack="done"):
+            assert channel.request(path, "event", LONG) == {"ack": "done"}
+
+
+@pytest.mark.parametrize("asked", [600.0, 1e300, 3])
+def test_a_wait_is_capped_by_the_one_who_waits(path: str, mailbox: Mailbox, asked: float) -> None:
+    told: list[float] = []
+    started = time.monotonic()
+    with answering(mailbox, ack="wait", **{WAIT_FIELD: asked}):
+        assert channel.request(path, "event", 0.5, on_wait=told.append, most_secs=1.0) == {}
+    assert 1.0 <= time.monotonic() - started < 1.0 + LONG / 10
+    assert len(told) == 1
+    assert told[0] < 1.0
+
+
+@pytest.mark.parametrize("asked", ["long", None, [1], True, float("nan"), float("inf"), -5])
+def test_what_is_no_time_extends_no_wait(path: str, mailbox: Mailbox, asked: object) -> None:
+    with answering(mailbox, **{WAIT_FIELD: asked}):
+        assert channel.request(path, "event", 0.5) == {}
+
+
+def test_a_handler_that_did_not_say_who_it_is_is_not_believed(path: str, mailbox: Mailbox) -> None:
+    Path(path).with_name(HANDLER_PID).unlink()
+    with answering(mailbox, ack="done"):
+        assert channel.request(path, "event", 0.5) == {}
+
+
+def test_one_who_waits_elsewhere_is_not_answered(path: str, mailbox: Mailbox, tmp_path: Path) -> None:
+    for elsewhere in (tmp_path / "s", "\0crashkit-test"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.bind(str(elsewhere))
+            sender.sendto(b'{"event": "x", "wait": true}', path)
+            mailbox.acknowledge(receive_one(mailbox), ack="done")
+            sender.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                sender.recv(100)
+
+
+def test_a_message_arrives_where_there_is_no_room_for_a_reply(
+    path: str, mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "_numbers", iter([7]))
+    Path(path).with_name(f"reply-{os.getpid()}-7.sock").touch()
+    assert channel.request(path, "event", LONG) == {}
+    assert receive_one(mailbox).address is None
+
+
+def test_one_who_waits_is_answered_after_the_folder_was_removed(path: str, mailbox: Mailbox) -> None:
+    def answer() -> None:
+        message = receive_one(mailbox)
+        with mailbox.line_to(message) as line:
+            shutil.rmtree(Path(path).parent)
+            line(ack="clean")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert channel.request(path, "farewell", LONG) == {"ack": "clean"}
+    thread.join(LONG)
+    Path(path).parent.mkdir()
+
+
+def test_waiting_leaves_nothing_in_the_folder(path: str, mailbox: Mailbox) -> None:
+    before = sorted(Path(path).parent.iterdir())
+    channel.request(path, "event", 0.0)
+    assert sorted(Path(path).parent.iterdir()) == before
+
+
 def test_a_sender_that_is_gone_is_no_error(path: str, mailbox: Mailbox) -> None:
     assert channel.request(path, "event", 0.0) == {}
     mailbox.acknowledge(receive_one(mailbox), ack="late")
@@ -278,7 +376,7 @@ def test_a_sender_that_is_gone_is_no_error(path: str, mailbox: Mailbox) -> None:
 
 def test_an_answer_is_json(path: str, mailbox: Mailbox) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        sender.bind("")
+        sender.bind(f"{path}.reply")
         sender.sendto(b'{"event": "x", "wait": true}', path)
         mailbox.acknowledge(receive_one(mailbox), ack="done", path=None)
         assert json.loads(sender.recv(1000)) == {"ack": "done", "path": None}

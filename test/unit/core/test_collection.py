@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def found(pid: int, title: str = TITLE, server: int | None = 1) -> FoundProcess:
 
 def collect(output: Path, *processes: FoundProcess, **plan) -> tuple[Collection, list[NodeSnapshot]]:
     """Collect; gives the collection, and the snapshots as they are in the files."""
-    options = {"snapshots": 1, "interval_secs": 0.0, "debugger": False, "tool_secs": LONG} | plan
+    options = {"snapshots": 1, "interval_secs": 0.0, "native": False, "tool_secs": LONG} | plan
     collection = Collection(processes, Plan(output, **options), lambda _line: None)
     collection.take_snapshots()
     collection.debug()
@@ -79,7 +80,7 @@ def test_a_process_in_uninterruptible_sleep_is_photographed_and_not_waited_for(
     tmp_path: Path, runtime: Path, no_debugger: None
 ) -> None:
     with asleep(runtime) as target:
-        collection, (seen,) = collect(tmp_path, found(target.pid), debugger=True)
+        collection, (seen,) = collect(tmp_path, found(target.pid), native=True)
     assert seen.processes[0].state == "D"
     assert "sleep_uninterruptibly" in functions_of(seen.processes[0].threads)
     debugged = collection.collected[0].debugged
@@ -143,17 +144,58 @@ def test_processes_are_photographed_side_by_side_whatever_server_they_are_of(
 def test_without_a_debugger_py_spy_takes_native_stacks_and_the_file_says_what_is_missing(
     tmp_path: Path, no_debugger: None
 ) -> None:
+    with child(SLEEPER) as process:
+        settle_in_sleep(process.pid)
+        collection, (seen,) = collect(tmp_path, found(process.pid), native=True)
+    assert [bool(one.native) for one in seen.processes] == [True]
+    text = (tmp_path / collection.collected[0].files[1]).read_text()
+    assert "# neither is installed; next: apt-get install gdb\n" in text
+    assert "    inner_function (" in text
+
+
+IDLE = "def recv_requests(): time.sleep(120)\nready(); recv_requests()"
+
+
+def test_no_process_is_stopped_for_a_verdict_that_is_established(tmp_path: Path, no_debugger: None) -> None:
     with child(SLEEPER) as running, child(SLEEPER) as stopped:
         settle_in_sleep(running.pid)
         settle_in_sleep(stopped.pid)
         stopped.send_signal(signal.SIGSTOP)
         settle(stopped.pid, "T")
-        collection, (seen,) = collect(tmp_path, found(running.pid), found(stopped.pid), debugger=True)
+        collection, (seen,) = collect(tmp_path, found(running.pid), found(stopped.pid), native=True)
         assert state_of(stopped.pid) == "T"
-    assert [bool(one.native) for one in seen.processes] == [True, False]
-    assert [problem.what for problem in seen.problems] == [f"py-spy --native of {TITLE} (pid {stopped.pid})"]
-    texts = [(tmp_path / one.files[1]).read_text() for one in collection.collected]
-    for text in texts:
-        assert "# neither is installed; next: apt-get install gdb\n" in text
-    assert "    inner_function (" in texts[0]
-    assert "# py-spy --native: not run: it is stopped, and must stay as it was found\n" in texts[1]
+    assert [one.native for one in seen.processes] == [(), ()]
+    assert collection.spared == "the verdict is established without it"
+    for one in collection.collected:
+        text = (tmp_path / one.files[1]).read_text()
+        assert "# py-spy --native: not run: the verdict is established without it\n" in text
+
+
+def test_a_server_that_does_not_hang_is_spared_beside_one_that_may(tmp_path: Path, no_debugger: None) -> None:
+    # GIVEN one that waits for requests in each of several looks, and one of which nothing is certain
+    with child(IDLE, title=TITLE) as idle, child(SLEEPER) as unclear:
+        settle_in_sleep(idle.pid)
+        settle_in_sleep(unclear.pid)
+        arguments = ("python", "-m", "sglang.launch_server")
+        one = replace(found(idle.pid, server=2**22 + 1), server_arguments=arguments)
+        other = replace(found(unclear.pid, server=2**22 + 2), server_arguments=arguments)
+        collection, _rounds = collect(tmp_path, one, other, native=True, snapshots=2)
+        assert collection.spared == ""
+        problems = [each.debugged.problem for each in collection.collected if each.debugged is not None]
+        assert problems == ["not run: no hang is seen", ""]
+        alone, _rounds = collect(tmp_path / "alone", one, native=True, snapshots=2)
+    assert alone.spared == "no hang is seen"
+
+
+def test_no_process_is_signalled_for_its_stacks(tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN a process that would answer nothing but the signal on which faulthandler writes
+    monkeypatch.setattr("sglang_crashkit.core.collection.runtime_folder", lambda _pid, _ticks: runtime)
+    monkeypatch.setattr("sglang_crashkit.core.ladder.ask_responders", lambda *_args: [])
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "sglang_crashkit.core.ladder.ask_faulthandler", lambda armed, *_args: asked.extend(a.pid for a in armed) or []
+    )
+    monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, "exit 1"))
+    with armed(runtime, SLEEPER) as target:
+        _collection, (seen,) = collect(tmp_path / "out", found(target.pid))
+    assert (asked, seen.processes[0].threads) == ([], ())

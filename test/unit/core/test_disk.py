@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core import disk
+from sglang_crashkit.core import disk, procfs
 from sglang_crashkit.core.disk import (
     MB,
     DiskLimits,
@@ -17,7 +17,6 @@ from sglang_crashkit.core.disk import (
     remove_incident,
     size_of,
     status_of,
-    why_no_room,
 )
 from sglang_crashkit.core.folder_lock import FolderLock
 from sglang_crashkit.core.incident_folder import IncidentFolder
@@ -50,21 +49,6 @@ def test_limits_are_read_from_the_environment() -> None:
     assert DiskLimits.from_environ(environ) == DiskLimits(10 * MB, 0, MB // 2)
     bad = dict.fromkeys(environ, "much") | {"SGLANG_CRASHKIT_MAX_INCIDENT_MB": "-1"}
     assert DiskLimits.from_environ(bad) == DiskLimits()
-
-
-def test_what_is_written_for_long_is_to_leave_as_much_free(tmp_path: Path) -> None:
-    free = shutil.disk_usage(tmp_path).free
-    assert why_no_room(tmp_path, MB, DiskLimits(keep_free=0)) == ""
-    reason = why_no_room(tmp_path, MB, DiskLimits(keep_free=2 * free))
-    assert reason.startswith("less than SGLANG_CRASHKIT_KEEP_FREE_MB (")
-    assert why_no_room(tmp_path, 2 * free, DiskLimits()) == disk.FULL
-    assert why_no_room(tmp_path / "gone", MB, DiskLimits(keep_free=2 * free)) == ""
-
-
-def test_what_is_written_for_long_leaves_a_share_of_a_small_disk(tmp_path: Path) -> None:
-    with mounted(tmp_path / "small") as folder:
-        assert why_no_room(folder, 3 * MB, DiskLimits()) == ""
-        assert why_no_room(folder, 4 * MB - 100 * KB, DiskLimits()) != ""
 
 
 def test_the_oldest_incidents_make_room(tmp_path: Path) -> None:
@@ -153,8 +137,7 @@ def test_the_oldest_incidents_make_room_for_what_others_write_beside_them(
     old = old_incidents(tmp_path, 6)
     before = size_of(tmp_path)
     monkeypatch.setattr(disk, "_space_of", lambda folder: (1000 * MB, 50 * MB + before - size_of(tmp_path)))
-    # What is counted is full: that is none of its business.
-    ledger = Ledger(tmp_path, OWN, DiskLimits(max_use=1, keep_free=10 * MB))
+    ledger = Ledger(tmp_path, OWN, DiskLimits(max_use=1000 * MB, keep_free=10 * MB))
     assert ledger.make_room_beside(tmp_path, 40 * MB) == ""
     assert left(old) == [True] * 6
     assert ledger.make_room_beside(tmp_path, 40 * MB + 150 * KB) == ""
@@ -319,3 +302,109 @@ def test_limits_that_leave_no_room_for_a_reserve_are_no_full_disk(tmp_path: Path
     folder = IncidentFolder(tmp_path, "killed", "0123abcd", NOON, DiskLimits(max_use=8 * KB, keep_free=0))
     folder.save({"schema_version": 1}, "summary")
     assert (folder.publish() / "incident.json").is_file()
+
+
+def with_core(incidents: Path, number: int, *, server: dict[str, int] | None = None, age_secs: float = 3600.0) -> Path:
+    """Write a finished incident that names a core and a dump beside it, of 1 MB each, and return its folder."""
+    core, dump = incidents.parent / f"core.cuda.179500000{number}.77", incidents.parent / f"crash_dump_{number}.pkl"
+    for path in (core, dump):
+        path.write_bytes(os.urandom(MB))
+        os.utime(path, (time.time() - age_secs,) * 2)
+    process = {"evidence": [{"kind": "cuda_core", "status": "captured", "path": f"../../{core.name}"}]}
+    fields = {"processes": [process], "requests": {"path": str(dump)}}
+    return make_incident(
+        incidents,
+        seconds=NOON + number,
+        limits=DiskLimits(max_use=1000 * MB, keep_free=0),
+        **(fields | ({"server": server} if server else {})),
+    )
+
+
+def beside(incidents: Path) -> list[str]:
+    return sorted(path.name for path in incidents.parent.iterdir() if path != incidents)
+
+
+def test_an_incident_goes_with_its_cores_and_dumps(tmp_path: Path) -> None:
+    incidents = tmp_path / "host" / "incidents"
+    incidents.mkdir(parents=True)
+    old = [with_core(incidents, number) for number in range(3)]
+    (tmp_path / "host" / "core.cuda.5.5").write_bytes(b"x" * MB)
+    (tmp_path / "host" / "notes.pkl").write_bytes(b"x" * MB)
+    ledger = Ledger(incidents, OWN, DiskLimits(max_use=5 * MB, keep_free=0))
+    ledger.charge("stacks/x", 100 * KB)
+    assert left(old) == [False, True, True]
+    stay = [f"core.cuda.179500000{n}.77" for n in (1, 2)] + ["core.cuda.5.5", "crash_dump_1.pkl", "crash_dump_2.pkl"]
+    assert beside(incidents) == [*stay, "notes.pkl"]
+
+
+def test_what_nobody_names_counts_for_cores_and_never_goes(tmp_path: Path) -> None:
+    incidents = tmp_path / "host" / "incidents"
+    incidents.mkdir(parents=True)
+    (incidents.parent / "core.cuda.5.5").write_bytes(b"x" * 3 * MB)
+    ledger = Ledger(incidents, OWN, DiskLimits(max_use=4 * MB, keep_free=0))
+    # Who died of what has room.
+    ledger.charge("stacks/x", MB)
+    assert ledger.make_room_beside(incidents.parent, 0) == ""
+    reason = "incidents would take more than SGLANG_CRASHKIT_MAX_USE_MB (4 MB)"
+    assert ledger.make_room_beside(incidents.parent, MB) == reason
+    # One that grows on.
+    (incidents.parent / "core.cuda.5.6").write_bytes(b"x" * MB)
+    assert ledger.make_room_beside(incidents.parent, 0) == reason
+    assert beside(incidents) == ["core.cuda.5.5", "core.cuda.5.6"]
+
+
+def test_the_oldest_incidents_make_room_for_cores(tmp_path: Path) -> None:
+    incidents = tmp_path / "host" / "incidents"
+    incidents.mkdir(parents=True)
+    old = [with_core(incidents, number) for number in range(3)]
+    ledger = Ledger(incidents, OWN, DiskLimits(max_use=6 * MB, keep_free=0))
+    assert ledger.make_room_beside(incidents.parent, 3 * MB) == ""
+    assert left(old) == [False, False, True]
+    assert beside(incidents) == ["core.cuda.1795000002.77", "crash_dump_2.pkl"]
+
+
+def test_what_may_be_written_still_stays(tmp_path: Path) -> None:
+    incidents = tmp_path / "host" / "incidents"
+    incidents.mkdir(parents=True)
+    old = [with_core(incidents, 0, age_secs=10.0), with_core(incidents, 1)]
+    ledger = Ledger(incidents, OWN, DiskLimits(max_use=3 * MB, keep_free=0))
+    ledger.charge("stacks/x", 100 * KB)
+    assert left(old) == [True, False]
+
+
+def test_what_another_living_server_left_stays(tmp_path: Path) -> None:
+    incidents = tmp_path / "host" / "incidents"
+    incidents.mkdir(parents=True)
+    stat = procfs.read_stat(os.getpid())
+    assert stat is not None
+    old = [with_core(incidents, 0, server={"pid": stat.pid, "start_ticks": stat.start_ticks})]
+    ledger = Ledger(incidents, OWN, DiskLimits(max_use=MB, keep_free=0), server=1)
+    with pytest.raises(NoRoomError):
+        ledger.charge("stacks/x", 100 * KB)
+    assert left(old) == [True]
+    Ledger(incidents, OWN, DiskLimits(max_use=MB, keep_free=0), server=stat.pid).charge("stacks/x", 100 * KB)
+    assert left(old) == [False]
+
+
+def test_incidents_elsewhere_count_and_go_too(tmp_path: Path) -> None:
+    incidents, fallback = tmp_path / "crash" / "host" / "incidents", tmp_path / "fallback" / "incidents"
+    for folder in (incidents, fallback):
+        folder.mkdir(parents=True)
+    newer, older = with_core(incidents, 5), with_core(fallback, 1)
+    limits = DiskLimits(max_use=3 * MB, keep_free=0)
+    elsewhere = [fallback, tmp_path / "none" / "incidents"]
+    Ledger(incidents, OWN, limits, elsewhere).charge("stacks/x", 100 * KB)
+    assert left([older, newer]) == [False, True]
+    assert beside(fallback) == []
+    # On another file system they make no room for it there.
+    older = with_core(fallback, 2)
+    ledger = Ledger(incidents, OWN, DiskLimits(max_use=1000 * MB, keep_free=1 << 60), elsewhere)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "_space_of", lambda folder: (1 << 50, 0))
+        patch.setattr(disk._Other, "__init__", other_device)
+        ledger.make_room(1)
+    assert left([older, newer]) == [True, True]
+
+
+def other_device(self: disk._Other, size: int, device: int) -> None:
+    self.size, self.device, self.files = size, -1, ()

@@ -42,7 +42,7 @@ def incident(kind: str, signal_name: str | None = None) -> Incident:
         ("signal", "SIGQUIT", 84),
         ("exception", None, 83),
         ("exit_status", None, 84),
-        ("parent_ended", "SIG46", 84),
+        ("parent_ended", "SIGKILL", 84),
         ("hang", None, 85),
         ("lost_peer", None, 87),
         ("unknown", None, None),

@@ -97,6 +97,14 @@ def test_what_tells_faults_apart_does(document: dict[str, Any], path: str, value
     assert fault.key != other.key
 
 
+def test_hangs_of_which_no_stack_was_seen_are_not_taken_for_the_same() -> None:
+    hung = changed(changed(RAISED, "verdict.kind", "hang"), "timeline", [])
+    assert fault_of(hung) is not None
+    for process in hung["processes"]:
+        process["doing"] = []
+    assert fault_of(hung) is None
+
+
 def test_the_line_where_others_waited_does_not_matter() -> None:
     assert fault_of(changed(KILLED, "processes.1.doing", ["wait (y.py:5)", "run (x.py:9)"])) == fault_of(KILLED)
 

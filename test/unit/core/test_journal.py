@@ -1,10 +1,10 @@
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -32,15 +32,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> Iterator[JournalWriter]:
-    writer = JournalWriter(tmp_path / "test.ring", SIZE)
+def writer() -> Iterator[JournalWriter]:
+    writer = JournalWriter(SIZE)
     yield writer
     writer.close()
 
 
-def rids(path: Path, *, ended: bool) -> list[str]:
-    with JournalReader(path) as reader:
-        loaded = [(reader.load(request), request.ended) for request in reader.requests]
+def rids(descriptor: int, *, ended: bool) -> list[str]:
+    reader = JournalReader(descriptor)
+    loaded = [(reader.load(request), request.ended) for request in reader.requests]
     return [request["rid"] for request, end in loaded if request and (end is not None) == ended]
 
 
@@ -52,10 +52,10 @@ def test_requests_are_told_by_what_became_of_them(writer: JournalWriter, clock: 
     clock.now = 1002.0
     writer.end(first, finished=True)
     writer.end(third, finished=False)
-    with JournalReader(writer.path) as reader:
-        told = {str((reader.load(r) or {})["rid"]): (r.arrived, r.ended, r.finished) for r in reader.requests}
-        assert (reader.lost, reader.torn) == (0, 0)
-        assert reader.load(reader.requests[0]) == {"rid": "second", "input_ids": [1, 2, 3]}
+    reader = JournalReader(writer.fd)
+    told = {str((reader.load(r) or {})["rid"]): (r.arrived, r.ended, r.finished) for r in reader.requests}
+    assert (reader.lost, reader.torn) == (0, 0)
+    assert reader.load(reader.requests[0]) == {"rid": "second", "input_ids": [1, 2, 3]}
     assert told == {
         "second": (1001.0, None, False),
         "first": (1000.0, 1002.0, True),
@@ -72,8 +72,8 @@ def test_unfinished_ones_come_first_and_then_the_latest(writer: JournalWriter, c
     for name in "cab":
         clock.now += 1
         writer.end(numbers[name], finished=True)
-    assert rids(writer.path, ended=False) == ["d", "e", "f"]
-    assert rids(writer.path, ended=True) == ["b", "a", "c"]
+    assert rids(writer.fd, ended=False) == ["d", "e", "f"]
+    assert rids(writer.fd, ended=True) == ["b", "a", "c"]
 
 
 def test_what_ended_long_before_the_last_event_is_left_out(writer: JournalWriter, clock: Clock) -> None:
@@ -83,30 +83,30 @@ def test_what_ended_long_before_the_last_event_is_left_out(writer: JournalWriter
     clock.now += 1
     writer.end(kept, finished=True)
     # Nothing happened since: all of it is the last that did.
-    assert rids(writer.path, ended=True) == ["kept", "old"]
+    assert rids(writer.fd, ended=True) == ["kept", "old"]
     clock.now += KEPT_SECS - 0.5
     writer.begin({"rid": "new"})
-    assert rids(writer.path, ended=True) == ["kept"]
-    assert rids(writer.path, ended=False) == ["unfinished", "new"]
+    assert rids(writer.fd, ended=True) == ["kept"]
+    assert rids(writer.fd, ended=False) == ["unfinished", "new"]
 
 
 def test_an_unfinished_request_outlives_any_number_of_finished_ones(writer: JournalWriter) -> None:
     writer.begin({"rid": "stays"}, text="hung")
     for number in range(500):
         writer.end(writer.begin({"rid": str(number)}, text="x" * 10_000), finished=True)
-    with JournalReader(writer.path) as reader:
-        assert [reader.load(request) for request in reader.requests if request.ended is None] == [
-            {"rid": "stays", "text": "hung"}
-        ]
+    reader = JournalReader(writer.fd)
+    assert [reader.load(request) for request in reader.requests if request.ended is None] == [
+        {"rid": "stays", "text": "hung"}
+    ]
     assert writer.lost == 0
 
 
 def test_unfinished_requests_without_room_are_counted(writer: JournalWriter) -> None:
     for number in range(200):
         writer.begin({"rid": str(number)}, text="x" * 10_000)
-    found = rids(writer.path, ended=False)
-    with JournalReader(writer.path) as reader:
-        assert reader.lost == writer.lost > 0
+    found = rids(writer.fd, ended=False)
+    reader = JournalReader(writer.fd)
+    assert reader.lost == writer.lost > 0
     assert len(found) + writer.lost == 200
     assert found == [str(number) for number in range(writer.lost, 200)]
 
@@ -117,18 +117,18 @@ def test_a_closed_journal_says_so(writer: JournalWriter) -> None:
         writer.begin({"rid": "a"})
 
 
-def test_another_file_is_no_journal(tmp_path: Path) -> None:
-    (tmp_path / "test.ring").write_text("something else")
+def test_a_journal_that_is_switched_off_is_none(writer: JournalWriter) -> None:
+    writer.begin({"rid": "answered since"})
+    writer.switch_off()
     with pytest.raises(RingError):
-        JournalReader(tmp_path / "test.ring")
+        JournalReader(writer.fd)
 
 
 SERVE = """
-from pathlib import Path
 from sglang_crashkit.core.journal import JournalWriter
-writer = JournalWriter(Path(sys.argv[1]), 2**20)
+writer = JournalWriter(2**20)
 writer.begin({"rid": "hung"}, text="never answered")
-ready()
+ready(str(writer.fd))
 under_way = []
 for number in range(10**9):
     ids = list(range(number % 3000))
@@ -138,17 +138,18 @@ for number in range(10**9):
 """
 
 
-def test_a_server_that_is_killed_leaves_its_requests(tmp_path: Path) -> None:
-    for turn in range(8):
-        path = tmp_path / f"{turn}.ring"
-        with child(SERVE, str(path)) as process:
+def test_a_server_that_is_killed_leaves_its_requests() -> None:
+    for _ in range(8):
+        with child(SERVE) as process:
+            descriptor = os.open(f"/proc/{process.pid}/fd/{process.first_line.strip()}", os.O_RDONLY)
             time.sleep(random.random() * 0.1)
             process.send_signal(signal.SIGKILL)
             process.wait(timeout=30)
-        with JournalReader(path) as reader:
-            assert reader.torn <= 1
-            assert reader.lost == 0
-            loaded = [(reader.load(request), request.ended) for request in reader.requests]
+        reader = JournalReader(descriptor)
+        assert reader.torn <= 1
+        assert reader.lost == 0
+        loaded = [(reader.load(request), request.ended) for request in reader.requests]
+        os.close(descriptor)
         assert any(request == {"rid": "hung", "text": "never answered"} for request, _ended in loaded)
         numbers = []
         for request, ended in loaded:

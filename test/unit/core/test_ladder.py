@@ -36,7 +36,7 @@ import dataclasses, json, pathlib, sys
 from sglang_crashkit.core.ladder import capture_all
 from sglang_crashkit.core.pidfd import ProcessHandle
 processes = {int(pid): ProcessHandle(int(pid)).start_ticks for pid in sys.argv[2:]}
-found = capture_all(processes, pathlib.Path(sys.argv[1]), 3)
+found = capture_all(processes, pathlib.Path(sys.argv[1]), 3, may_signal=True)
 print(json.dumps([dataclasses.asdict(one) for one in found]))
 """
 
@@ -52,7 +52,7 @@ def use_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_py_spy_is_first_and_asks_nothing_of_the_process(runtime: Path) -> None:
     with armed(runtime, LOCK_HOLDER) as target:
         settle_in_lock(target.pid)
-        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG)
+        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
     assert (photograph.source, photograph.reason) == ("py-spy", "")
     assert "hold_the_lock" in functions_of(photograph.threads)
 
@@ -76,7 +76,7 @@ def test_whatever_py_spy_does_every_process_gets_its_stack_within_the_time(
         settle_in_lock(held.pid)
         settle(free.pid, "S")
         started = time.monotonic()
-        first, second = capture_all({one.pid: one.start_ticks for one in (free, held)}, runtime, 10.0)
+        first, second = capture_all({one.pid: one.start_ticks for one in (free, held)}, runtime, 10.0, may_signal=True)
         # Five times the budget is what a loaded machine may take.
         assert time.monotonic() - started < 50.0
     assert (first.source, first.reason.startswith(reason)) == ("in-process", True), first.reason
@@ -104,7 +104,7 @@ def test_a_machine_that_stood_still_until_the_time_was_over_does_not_cost_the_st
     monkeypatch.setattr(ladder, "ask_responders", answer_late)
     with armed(runtime, SLEEPER) as free, armed(runtime, LOCK_HOLDER) as held:
         settle_in_lock(held.pid)
-        first, second = capture_all({one.pid: one.start_ticks for one in (free, held)}, runtime, 10.0)
+        first, second = capture_all({one.pid: one.start_ticks for one in (free, held)}, runtime, 10.0, may_signal=True)
     # THEN there are two ways left
     assert (first.source, second.source) == ("in-process", "faulthandler"), (first.reason, second.reason)
 
@@ -112,7 +112,7 @@ def test_a_machine_that_stood_still_until_the_time_was_over_does_not_cost_the_st
 def test_a_missing_py_spy_is_named(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EXECUTABLE_VARIABLE, str(runtime / "absent"))
     with armed(runtime, SLEEPER) as target:
-        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG)
+        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
     assert photograph.source == "in-process"
     assert photograph.reason == f"{runtime}/absent: No such file or directory"
 
@@ -120,7 +120,7 @@ def test_a_missing_py_spy_is_named(runtime: Path, monkeypatch: pytest.MonkeyPatc
 def test_one_that_prints_for_ever_is_ended_early(runtime: Path, use_tool) -> None:
     use_tool("exec yes")
     with armed(runtime, SLEEPER) as target:
-        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG)
+        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
     assert photograph.source == "in-process"
     assert photograph.reason == "py-spy printed more than 16 MiB"
 
@@ -155,7 +155,9 @@ def test_a_stopped_process_costs_the_others_nothing_and_stays_stopped(runtime: P
     with armed(runtime, SLEEPER) as stopped, armed(runtime, SLEEPER) as free:
         os.kill(stopped.pid, signal.SIGSTOP)
         settle(stopped.pid, "T")
-        first, second = capture_all({one.pid: one.start_ticks for one in (stopped, free)}, runtime, LONG)
+        first, second = capture_all(
+            {one.pid: one.start_ticks for one in (stopped, free)}, runtime, LONG, may_signal=True
+        )
         assert state_of(stopped.pid) == "T"
     assert first.threads is None
     assert first.reason.endswith("faulthandler: it is stopped, and would take the signal when it goes on")
@@ -165,11 +167,11 @@ def test_a_stopped_process_costs_the_others_nothing_and_stays_stopped(runtime: P
 
 def test_a_thread_in_uninterruptible_sleep_is_waited_for_by_no_rung(runtime: Path, use_tool) -> None:
     with asleep(runtime) as target:
-        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG)
+        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
         assert photograph.source == "py-spy"
         assert "sleep_uninterruptibly" in functions_of(photograph.threads)
         use_tool("exit 1")
-        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, 3.0)
+        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, 3.0, may_signal=True)
         assert photograph.source == "faulthandler"
         assert "sleep_uninterruptibly" in functions_of(photograph.threads)
         assert state_of(target.pid) == "D"
@@ -178,7 +180,7 @@ def test_a_thread_in_uninterruptible_sleep_is_waited_for_by_no_rung(runtime: Pat
 def test_a_traced_process_is_photographed_beside_its_tracer(runtime: Path) -> None:
     with armed(runtime, SLEEPER) as target, traced(target.pid) as tracer:
         settle(target.pid, "S")
-        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG)
+        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
         assert Path(f"/proc/{target.pid}/status").read_text().split("TracerPid:")[1].split()[0] == str(tracer)
     assert (photograph.source, photograph.reason) == ("py-spy", "")
 
@@ -186,7 +188,7 @@ def test_a_traced_process_is_photographed_beside_its_tracer(runtime: Path) -> No
 def test_one_that_armed_nothing_has_py_spys_reason_and_all_of_the_time(runtime: Path, use_tool) -> None:
     use_tool("sleep 0.6; exit 1")
     with child(SLEEPER) as process:
-        (photograph,) = capture_all({process.pid: start_ticks(process.pid)}, runtime, 0.9)
+        (photograph,) = capture_all({process.pid: start_ticks(process.pid)}, runtime, 0.9, may_signal=True)
     assert photograph.reason == "py-spy did not end within 0.9 s"
 
 
@@ -194,5 +196,19 @@ def test_one_that_is_gone_is_asked_for_nothing_more(runtime: Path, use_tool) -> 
     use_tool("echo Error: no such process >&2; exit 1")
     with armed(runtime, SLEEPER) as target:
         pass
-    (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG)
+    (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
     assert photograph == dataclasses.replace(photograph, threads=None, reason="no such process", source="py-spy")
+
+
+def test_a_process_that_goes_on_is_not_signalled(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(ladder, "ask_faulthandler", lambda *arguments: asked.append(arguments) or [])
+    monkeypatch.setattr(ladder, "ask_responders", lambda files, _secs: [no_stack(pid, "in-process") for pid in files])
+    monkeypatch.setattr(ladder, "photograph_all", lambda pids, _secs: [no_stack(pid, "py-spy") for pid in pids])
+    with armed(runtime, SLEEPER) as target:
+        (result,) = capture_all({target.pid: target.start_ticks}, runtime, LONG)
+    assert (result.threads, asked) == (None, [])
+
+
+def no_stack(pid: int, source: str) -> Photograph:
+    return Photograph(pid, None, "none", 0.0, source)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sglang_crashkit.core.peers import MOST_NAMED, LostPeer, WaitingRequest, describe
+from sglang_crashkit.core.peers import MOST_NAMED, LostPeer, PeerProcess, WaitingRequest, describe
 
 SINCE = "2026-09-01T00:00:00.000000Z"
 
@@ -106,3 +106,31 @@ def test_ranks_that_have_the_same_requests_count_them_once_and_others_are_added(
     assert [request.rid for request in peer.requests] == ["a", "b", "c"]
     assert (peer.count, peer.reported_by, peer.sign) == (9, [7, 8], "refused")
     assert peer.since == "2026-08-01T00:00:00.000000Z"
+
+
+def test_the_servers_of_many_hosts_are_told_of_in_one_sentence() -> None:
+    few = [LostPeer.of(f"10.0.0.{n}:1", "prefill", "refused", SINCE, requests(f"of {n}")) for n in range(4)]
+    assert len(describe(few)) == 4
+    many = [LostPeer.of(f"10.0.0.{n}:1", "prefill", "refused", SINCE, requests(f"of {n}")) for n in range(5)]
+    assert describe([*many, LostPeer.of("10.0.0.9:1", "prefill", "unreachable", SINCE)]) == [
+        "prefill server 10.0.0.0:1 and 10.0.0.1:1 and 10.0.0.2:1 and 10.0.0.3:1 and 10.0.0.4:1 are gone; "
+        "5 requests wait for them: of 0, of 1, of 2, of 3, of 4. Their ports refuse connections.",
+        "prefill server 10.0.0.9:1 does not answer; no request waits for it. Its host is silent.",
+    ]
+
+
+def test_the_requests_of_many_servers_are_added_up_those_of_ranks_of_one_are_not() -> None:
+    ranks = [
+        LostPeer.of(f"10.0.0.1:{n}", "decode", "refused", SINCE, requests(*map(str, range(100)))) for n in range(8)
+    ]
+    assert "100 requests wait for it" in describe(ranks)[0]
+    servers = [
+        LostPeer.of(f"10.0.0.{n}:1", "decode", "refused", SINCE, requests(*map(str, range(99)))) for n in range(9)
+    ]
+    (text,) = describe(servers)
+    assert "decode server 10.0.0.0:1, 10.0.0.1:1, " in text
+    assert "10.0.0.7:1 and 1 more are gone; 891 requests wait for them" in text
+
+
+def test_an_address_has_brackets_where_it_is_ipv6() -> None:
+    assert (PeerProcess(0, "::1", 8).address, PeerProcess(3, "10.0.0.1", 9).address) == ("[::1]:8", "10.0.0.1:9")

@@ -157,11 +157,11 @@ def test_one_that_closes_its_pipes_and_stays_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["echo rubbish", "echo '{}'", "echo '[{\"frames\": []}]'", "exit 1", "kill -9 $$"])
-def test_one_that_fails_is_tried_three_times(tmp_path: Path, script: str) -> None:
+def test_one_that_fails_is_tried_six_times(tmp_path: Path, script: str) -> None:
     (photograph,) = photograph_all([1], LONG, make_tool(tmp_path, f"echo x >> {tmp_path}/tries\n{script}"))
     assert photograph.threads is None
     assert photograph.reason
-    assert (tmp_path / "tries").read_text() == "x\n" * 3
+    assert (tmp_path / "tries").read_text() == "x\n" * 6
 
 
 def test_one_that_fails_once_is_tried_again(tmp_path: Path) -> None:

@@ -122,9 +122,16 @@ def test_what_the_server_said_of_its_requests_counts_before_the_journal(tmp_path
 
 
 def test_a_failing_ranks_own_record_is_taken_in(tmp_path: Path) -> None:
-    server = {"pid": 77, "start_ticks": 1, "sglang_version": "0.5.23", "kit_version": "0.1", "hostname": "h"}
-    theirs = ".spool-77-2/exception-8.json", ".spool-78-1/exception-8.json"
-    for name in (".spool-77-1/exception-8.json", ".spool-77-1/exception-99.json", *theirs):
+    server = {
+        "pid": 77,
+        "start_ticks": 1,
+        "pid_namespace": 5,
+        "sglang_version": "0.5.23",
+        "kit_version": "0.1",
+        "hostname": "h",
+    }
+    theirs = [f".spool-{key}/exception-8.json" for key in ("77-2-5", "78-1-5", "77-1-6")]
+    for name in (".spool-77-1-5/exception-8.json", ".spool-77-1-5/exception-99.json", *theirs):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"message": "mine"}')
     abandon(tmp_path, processes=[REPORT], server=server)
@@ -132,8 +139,8 @@ def test_a_failing_ranks_own_record_is_taken_in(tmp_path: Path) -> None:
     (piece, _stack) = document_of(path)["processes"][0]["evidence"]
     assert (piece["kind"], piece["status"]) == ("exception", "captured")
     assert json.loads((path / piece["path"]).read_text()) == {"message": "mine"}
-    assert not (tmp_path / ".spool-77-1" / "exception-8.json").exists()
-    assert (tmp_path / ".spool-77-1" / "exception-99.json").exists()
+    assert not (tmp_path / ".spool-77-1-5" / "exception-8.json").exists()
+    assert (tmp_path / ".spool-77-1-5" / "exception-99.json").exists()
     assert all((tmp_path / name).exists() for name in theirs)
 
 

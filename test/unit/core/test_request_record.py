@@ -9,13 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_crashkit.core.request_record import (
-    HEAD_BYTES,
+    MOST_CHARACTERS,
+    MOST_IDS,
+    MOST_WEIGHT,
     Head,
     decode_request,
     describe,
     encode_begin,
     encode_end,
     read_head,
+    weigh,
 )
 
 MOST = 100_000
@@ -43,7 +46,7 @@ def test_a_request_comes_back_as_it_was(
     number: int, seconds: float, fields: dict[str, Any], text: str | None, input_ids: list[int] | None
 ) -> None:
     record = encode_begin(number, seconds, fields, text, input_ids, MOST)
-    assert read_head(record) == read_head(record[:HEAD_BYTES]) == Head(number, seconds, begun=True)
+    assert read_head(record) == Head(number, seconds, begun=True)
     expected = fields | ({} if text is None else {"text": text})
     assert decode_request(record) == expected | ({} if input_ids is None else {"input_ids": input_ids})
 
@@ -76,11 +79,73 @@ def test_a_pair_of_texts_is_kept() -> None:
     assert decode_request(begin({}, text=["question", "answer"])) == {"text": ["question", "answer"]}
 
 
-def test_too_long_a_prompt_is_described_and_the_rest_kept() -> None:
+@pytest.mark.parametrize("length", [MOST_IDS, MOST_IDS + 1, 900_000])
+def test_of_many_token_ids_the_first_and_the_last_are_kept(length: int) -> None:
+    ids = list(range(length))
+    request = decode_request(begin({"rid": "r"}, input_ids=ids, most=2**20))
+    if length <= MOST_IDS:
+        assert request == {"rid": "r", "input_ids": ids}
+        return
+    half = MOST_IDS // 2
+    assert request["input_ids"] == ids[:half] + ids[-half:]
+    assert request["truncated"] == {"input_ids": {"first": half, "last": half, "of": length}}
+
+
+@pytest.mark.parametrize("letter", ["x", "ж", "漢", "😀", "\ud800"])
+def test_of_a_long_text_the_beginning_and_the_end_are_kept(letter: str) -> None:
+    text = f"begin{letter * 900_000}end"
+    record = begin({"rid": "r"}, text=text, most=2**20)
+    assert len(record) <= 2**20
+    request = decode_request(record)
+    told = request["truncated"]["text"]
+    assert told["of"] == len(text)
+    assert request["text"] == text[: told["first"]] + text[-told["last"] :]
+    assert abs(told["first"] - told["last"]) <= 5
+    assert len(request["text"]) == min(MOST_CHARACTERS, len(request["text"]))
+    assert len(request["text"]) > 2**20 // 4 - 1000
+
+
+def test_what_has_no_room_in_the_record_is_kept_in_part() -> None:
     request = decode_request(begin({"rid": "r"}, text="x" * 9000, most=8192))
-    assert request == {"rid": "r", "omitted": {"text": "str, 9000 characters"}}
-    request = decode_request(begin({"rid": "r"}, text="x", input_ids=[1] * 9000, most=8192))
-    assert request == {"rid": "r", "omitted": {"text": "str, 1 characters", "input_ids": "list of 9000"}}
+    told = request["truncated"]["text"]
+    assert told["first"] + told["last"] == len(request["text"]) > 7000
+    assert told["of"] == 9000
+    # The first of them that takes eight bytes may be anywhere.
+    ids = [1] * 8000 + [2**40]
+    request = decode_request(begin({"rid": "r"}, text="x", input_ids=ids, most=8192))
+    told = request["truncated"]["input_ids"]
+    assert request["text"] == "x"
+    assert request["input_ids"] == ids[: told["first"]] + ids[-told["last"] :]
+    assert (told["of"], request["input_ids"][-1]) == (8001, 2**40)
+
+
+class Number:
+    """What only stands for an integer, which takes long to find out."""
+
+    asked = 0
+
+    def __index__(self) -> int:
+        Number.asked += 1
+        return 7
+
+
+def test_of_what_only_stands_for_integers_little_is_looked_at() -> None:
+    request = decode_request(begin({}, input_ids=[Number()] * 100_000, most=2**20))
+    assert set(request["input_ids"]) == {7}
+    assert request["truncated"]["input_ids"]["of"] == 100_000
+    assert Number.asked <= 10_000
+
+
+def test_what_is_heavy_is_not_looked_through() -> None:
+    assert weigh({"temperature": 0.5, "stop": ["</s>"]}, 1000) == 3 * 32 + 15 + 4
+    assert weigh("x" * 10, 5) > 5
+    for heavy in ([0] * 10**6, {str(number): 1 for number in range(10**5)}, [["x"] * 1000] * 1000, {"x" * 10**6: 1}):
+        assert weigh(heavy, MOST_WEIGHT) > MOST_WEIGHT
+    circle: list[object] = []
+    circle.append(circle)
+    assert weigh(circle, MOST_WEIGHT) > MOST_WEIGHT
+    request = decode_request(begin({}, text=["x" * 10**6, "y"]))
+    assert request == {"omitted": {"text": "list of 2, 1000001 characters"}}
 
 
 def test_too_long_a_field_is_described_and_the_rest_kept() -> None:

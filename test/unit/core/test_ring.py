@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import random
 import signal
 import stat
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.core.ring import RingError, RingReader, RingWriter
+from sglang_crashkit.core.ring import Record, RingError, RingReader, RingWriter, is_ring
 from unit.waiting import child
 
 SIZE = 4096 + 64 * 1024
@@ -34,17 +31,35 @@ def content(number: int, size: int) -> bytes:
 
 @contextmanager
 def new_ring() -> Iterator[RingWriter]:
-    with tempfile.TemporaryDirectory() as folder:
-        writer = RingWriter(Path(folder) / "test.ring", SIZE)
-        yield writer
-        writer.close()
+    writer = RingWriter(SIZE)
+    yield writer
+    writer.close()
 
 
-def payloads(path: Path) -> list[bytes]:
-    with RingReader(path) as reader:
-        found = [reader.payload(record) for record in reader.records]
-    assert None not in found
-    return found  # type: ignore[return-value]
+@contextmanager
+def copy_of(data: bytes) -> Iterator[int]:
+    """Give a descriptor of memory that holds these bytes."""
+    descriptor = os.memfd_create("copy")
+    try:
+        os.write(descriptor, data)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def content_of(writer: RingWriter) -> bytes:
+    return os.pread(writer.fd, SIZE, 0)
+
+
+def records(descriptor: int) -> list[Record]:
+    return sorted(RingReader(descriptor).records())
+
+
+def payloads(descriptor: int) -> list[bytes]:
+    reader = RingReader(descriptor)
+    found = sorted(reader.records())
+    assert [reader.payload(record.offset, record.sequence) for record in found] == [each.payload for each in found]
+    return [record.payload for record in found]
 
 
 def take(writer: RingWriter, step: object, number: int, held: dict[int, bytes]) -> bytes | None:
@@ -74,10 +89,10 @@ def test_the_newest_records_are_there_in_order_and_nothing_else(written: list[in
             if room < 0:
                 break
             expected.insert(0, content(number, size))
-        assert payloads(writer.path) == expected
-        with RingReader(writer.path, head_bytes=8) as reader:
-            assert reader.torn == 0
-            assert [record.head for record in reader.records] == [payload[:8] for payload in expected]
+        assert payloads(writer.fd) == expected
+        reader = RingReader(writer.fd)
+        list(reader.records())
+        assert reader.torn == 0
 
 
 @given(steps)
@@ -89,17 +104,17 @@ def test_a_held_record_that_is_not_there_is_counted(written: list[object]) -> No
             lost_before = writer.lost
             take(writer, step, number, held)
             if writer.lost > lost_before:
-                there = set(payloads(writer.path))
+                there = set(payloads(writer.fd))
                 missing = [hold for hold, payload in held.items() if payload not in there]
                 assert len(missing) == writer.lost - lost_before
                 for hold in missing:
                     del held[hold]
                 gone += len(missing)
-        assert set(held.values()) <= set(payloads(writer.path))
+        assert set(held.values()) <= set(payloads(writer.fd))
         assert writer.lost == gone
-        with RingReader(writer.path) as reader:
-            # What was lost with the last record is said by it.
-            assert (reader.records[-1].lost if reader.records else 0) == gone
+        # What was lost with the last record is said by it.
+        there = records(writer.fd)
+        assert (there[-1].lost if there else 0) == gone
 
 
 @given(
@@ -128,7 +143,7 @@ def test_no_held_record_is_lost_while_they_fit_in_half_of_the_ring(
             number += 1
             written += size + 32
         assert writer.lost == 0
-        assert set(held.values()) <= set(payloads(writer.path))
+        assert set(held.values()) <= set(payloads(writer.fd))
 
 
 @given(steps, st.integers(0, SIZE))
@@ -136,11 +151,10 @@ def test_a_file_that_is_cut_off_gives_some_of_what_was_written(written: list[obj
     with new_ring() as writer:
         held: dict[int, bytes] = {}
         known = {take(writer, step, number, held) for number, step in enumerate(written)}
-        before = payloads(writer.path)
-        copy = writer.path.with_name("copy.ring")
-        copy.write_bytes(writer.path.read_bytes()[:length])
+        before = payloads(writer.fd)
         try:
-            after = payloads(copy)
+            with copy_of(content_of(writer)[:length]) as copy:
+                after = payloads(copy)
         except RingError:
             assert length < 4096
         else:
@@ -155,13 +169,12 @@ def test_what_was_damaged_is_never_believed(written: list[object], damage: list[
     with new_ring() as writer:
         held: dict[int, bytes] = {}
         known = {take(writer, step, number, held) for number, step in enumerate(written)}
-        data = bytearray(writer.path.read_bytes())
+        data = bytearray(content_of(writer))
         for position, noise in damage:
             data[position : position + len(noise)] = noise
-        copy = writer.path.with_name("copy.ring")
-        copy.write_bytes(data)
         try:
-            after = payloads(copy)
+            with copy_of(data) as copy:
+                after = payloads(copy)
         except RingError:
             assert any(position < 28 + 4 for position, _noise in damage)
         else:
@@ -174,153 +187,180 @@ def test_a_record_that_is_torn_costs_no_other(written: list[object], size: int, 
         held: dict[int, bytes] = {}
         known = {take(writer, step, number, held) for number, step in enumerate(written)}
         lost = writer.lost
-        before = writer.path.read_bytes()
+        before = content_of(writer)
         last = content(len(written), size)
         writer.append(last)
-        after = writer.path.read_bytes()
-        copy = writer.path.with_name("copy.ring")
-        copy.write_bytes(after[:cut] + before[cut:] if first else before[:cut] + after[cut:])
-        with RingReader(copy) as reader:
+        after = content_of(writer)
+        with copy_of(after[:cut] + before[cut:] if first else before[:cut] + after[cut:]) as copy:
+            reader = RingReader(copy)
+            list(reader.records())
             # A held record that is renewed may be torn beside the new one.
             assert reader.torn <= 1 + len(held)
-        there = payloads(copy)
+            there = payloads(copy)
         assert set(there) <= known | {last}
         if writer.lost == lost == 0:
             assert set(held.values()) <= set(there)
 
 
-def test_a_payload_cannot_hold_a_record_that_is_believed(tmp_path: Path) -> None:
-    known = RingWriter(tmp_path / "known.ring", SIZE)
-    known.append(b"believe me")
-    forged = (tmp_path / "known.ring").read_bytes()[4096 : 4096 + 64]
-    known.close()
-    writer = RingWriter(tmp_path / "test.ring", SIZE)
-    writer.append(forged * 60)
-    for _ in range(20):
-        writer.append(forged * 50)
-    found = payloads(writer.path)
-    writer.close()
-    assert b"believe me" not in found
+def test_a_payload_cannot_hold_a_record_that_is_believed() -> None:
+    with new_ring() as known, new_ring() as writer:
+        known.append(b"believe me")
+        forged = content_of(known)[4096 : 4096 + 64]
+        writer.append(forged * 60)
+        for _ in range(20):
+            writer.append(forged * 50)
+        assert b"believe me" not in payloads(writer.fd)
 
 
-def test_the_file_is_private_and_has_its_blocks_before_the_first_record(tmp_path: Path) -> None:
+def test_it_is_private_sealed_and_in_no_file() -> None:
     before = os.umask(0)
     try:
-        writer = RingWriter(tmp_path / "test.ring", 2**20)
+        writer = RingWriter(2**20)
     finally:
         os.umask(before)
-    status = writer.path.stat()
+    status = os.fstat(writer.fd)
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_size <= 2**20
-    assert status.st_blocks * 512 >= status.st_size
+    assert Path(f"/proc/self/fd/{writer.fd}").readlink().name.startswith("memfd:sglang-crashkit-journal")
+    with pytest.raises(PermissionError):
+        os.ftruncate(writer.fd, 0)
+    assert is_ring(writer.fd)
     writer.close()
 
 
-def test_the_file_never_grows(tmp_path: Path) -> None:
-    writer = RingWriter(tmp_path / "test.ring", SIZE)
-    for number in range(3000):
-        writer.append(content(number, 500), hold=number)
-    assert writer.path.stat().st_size == SIZE
-    assert writer.lost > 0
+def test_it_takes_no_more_memory_than_was_written_to_it() -> None:
+    def blocks() -> int:
+        return os.fstat(writer.fd).st_blocks * 512
+
+    writer = RingWriter(8 * 2**20)
+    assert blocks() <= 2**19
+    # To read it takes none either.
+    assert list(RingReader(writer.fd).records()) == []
+    assert blocks() <= 2**19
+    for number in range(100):
+        writer.append(content(number, 10_000))
+        # It is there before it is stored to: no store may end in SIGBUS.
+        assert blocks() >= (number + 1) * 10_000
+    assert blocks() <= 100 * 10_048 + 2**19
+    for number in range(2000):
+        writer.append(content(number, 10_000))
+    assert blocks() <= 8 * 2**20
     writer.close()
 
 
-def test_the_lock_is_held_as_long_as_the_writer_is_open(tmp_path: Path) -> None:
-    writer = RingWriter(tmp_path / "test.ring", SIZE)
-    with writer.path.open("rb") as file:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        writer.close()
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def test_a_ring_that_nobody_closes_goes_with_its_writer() -> None:
+    writer = RingWriter(SIZE)
+    descriptor = writer.fd
+    del writer
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
-def test_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "test.ring").write_text("somebody's")
-    with pytest.raises(RingError, match="File exists"):
-        RingWriter(tmp_path / "test.ring", SIZE)
-    assert (tmp_path / "test.ring").read_text() == "somebody's"
-
-
-def test_a_full_disk_gives_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_space(*_args: object) -> None:
+def test_without_memory_there_is_an_error_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "posix_fallocate", no_space)
-    with pytest.raises(RingError, match=r"1 MiB .*No space left on device\n.*df -h"):
-        RingWriter(tmp_path / "test.ring", 2**20)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
-def test_a_small_disk_that_is_full_takes_no_ring(tmp_path: Path) -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", tmp_path], timeout=30, check=True)
-    try:
-        with pytest.raises(RingError, match="No space left on device"):
-            RingWriter(tmp_path / "test.ring", 2**21)
-        assert list(tmp_path.iterdir()) == []
-        writer = RingWriter(tmp_path / "test.ring", 2**19)
-        with pytest.raises(OSError, match="No space left"):
-            (tmp_path / "rest").write_bytes(bytes(2**20))
-        # It has its blocks, whatever fills the disk.
-        for number in range(3000):
-            writer.append(content(number, 1000))
-        writer.close()
-    finally:
-        subprocess.run(["umount", tmp_path], timeout=30, check=True)
-
-
-def test_too_long_a_record_is_refused(tmp_path: Path) -> None:
-    writer = RingWriter(tmp_path / "test.ring", SIZE)
-    with pytest.raises(ValueError, match="is over"):
-        writer.append(bytes(writer.max_payload + 1))
-    writer.append(bytes(writer.max_payload))
-    assert payloads(writer.path) == [bytes(writer.max_payload)]
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    writer = RingWriter(2**20)
+    monkeypatch.setattr(os, "posix_fallocate", no_memory)
+    with pytest.raises(RingError, match=r"there is no memory: No space left on device\n.*free -m"):
+        RingWriter(2**20)
+    while writer._head + 10_048 <= writer._reserved:
+        writer.append(bytes(10_000))
+    with pytest.raises(RingError, match="there is no memory"):
+        writer.append(bytes(10_000))
     writer.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-@pytest.mark.parametrize("data", [b"", b"text", bytes(SIZE), b"SGLCKJ01" + bytes(SIZE)])
-def test_another_file_is_no_ring(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "test.ring").write_bytes(data)
-    with pytest.raises(RingError):
-        RingReader(tmp_path / "test.ring")
+def test_too_long_a_record_is_refused() -> None:
+    with new_ring() as writer:
+        with pytest.raises(ValueError, match="is over"):
+            writer.append(bytes(writer.max_payload + 1))
+        writer.append(bytes(writer.max_payload))
+        assert payloads(writer.fd) == [bytes(writer.max_payload)]
 
 
-def test_a_record_that_is_overwritten_meanwhile_is_not_read(tmp_path: Path) -> None:
-    writer = RingWriter(tmp_path / "test.ring", SIZE)
-    writer.append(b"first")
-    with RingReader(writer.path) as reader:
-        assert reader.payload(reader.records[0]) == b"first"
+def test_a_ring_that_was_made_invalid_is_none() -> None:
+    with new_ring() as writer:
+        writer.append(b"something")
+        writer.invalidate()
+        with pytest.raises(RingError, match="was switched off"):
+            RingReader(writer.fd)
+
+
+@pytest.mark.parametrize("data", [b"", b"text", bytes(SIZE), b"SGLCKJ02" + bytes(SIZE)])
+def test_another_file_is_no_ring(data: bytes) -> None:
+    with copy_of(data) as descriptor:
+        assert not is_ring(descriptor)
+        with pytest.raises(RingError):
+            RingReader(descriptor)
+
+
+def test_a_pipe_is_no_ring() -> None:
+    reading, writing = os.pipe()
+    assert not is_ring(reading)
+    with pytest.raises(RingError, match="cannot be read"):
+        RingReader(reading)
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_record_that_is_overwritten_meanwhile_is_not_read() -> None:
+    with new_ring() as writer:
+        writer.append(b"first")
+        reader = RingReader(writer.fd)
+        (first,) = reader.records()
+        assert reader.payload(first.offset, first.sequence) == b"first"
         for number in range(40):
             writer.append(content(number, MAX_PAYLOAD))
-        assert reader.payload(reader.records[0]) is None
+        assert reader.payload(first.offset, first.sequence) is None
+
+
+def test_no_call_copies_much_more_than_the_longest_record() -> None:
+    """A row of held records that comes due at once is renewed little by little."""
+    writer = RingWriter(8 * 2**20)
+    big = content(1, writer.max_payload)
+    for hold in range(7):
+        writer.append(big, hold=hold)
+    moved = 0
+    for _ in range(60_000):
+        before = writer._head
+        writer.append(b"x" * 100)
+        moved = max(moved, writer._head - before)
+    assert writer.lost == 0
+    assert writer._head > writer.capacity
+    assert len(big) <= moved <= len(big) + 1024
     writer.close()
 
 
 WRITE = """
-from pathlib import Path
+import os
 from sglang_crashkit.core.ring import RingWriter
-writer = RingWriter(Path(sys.argv[1]), 4096 + 64 * 1024)
+writer = RingWriter(4096 + 64 * 1024)
 writer.append(b"held", hold=0)
-ready()
+ready(str(writer.fd))
 number = 1
 while True:
-    writer.append(number.to_bytes(4, "little") * (1 + number * 7919 % 1500))
+    writer.append(number.to_bytes(4, "little") * (1 + number * 7919 % 1000))
     number += 1
 """
 
 
-def test_a_writer_that_is_killed_leaves_all_but_the_last_record(tmp_path: Path) -> None:
-    for turn in range(12):
-        path = tmp_path / f"{turn}.ring"
-        with child(WRITE, str(path)) as process:
+def test_a_writer_that_is_killed_leaves_all_but_the_last_record() -> None:
+    for _ in range(12):
+        with child(WRITE) as process:
+            descriptor = os.open(f"/proc/{process.pid}/fd/{process.first_line.strip()}", os.O_RDONLY)
             time.sleep(random.random() * 0.05)
             process.send_signal(signal.SIGKILL)
             process.wait(timeout=30)
-        with RingReader(path) as reader:
-            assert reader.torn <= 1
-        found = payloads(path)
+        reader = RingReader(descriptor)
+        list(reader.records())
+        assert reader.torn <= 1
+        found = payloads(descriptor)
+        os.close(descriptor)
         assert found.count(b"held") >= 1
         numbers = [int.from_bytes(payload[:4], "little") for payload in found if payload != b"held"]
         assert numbers == list(range(numbers[0], numbers[-1] + 1)) if numbers else True
         for payload in found:
-            assert payload == b"held" or len(payload) == 4 * (1 + int.from_bytes(payload[:4], "little") * 7919 % 1500)
+            assert payload == b"held" or len(payload) == 4 * (1 + int.from_bytes(payload[:4], "little") * 7919 % 1000)

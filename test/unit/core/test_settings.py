@@ -64,12 +64,13 @@ def test_every_setting_has_its_variable() -> None:
         "SGLANG_CRASHKIT_PHOTOGRAPH_SECS": "0.5",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "7",
         "SGLANG_CRASHKIT_HANG_SECS": "8.5",
+        "SGLANG_CRASHKIT_EXIT_SECS": "9",
     }
     read = Settings.from_environ(environ)
     assert (read.hang_secs, Settings.from_environ({}).hang_secs) == (8.5, 60.0)
     assert (read.peer_watch, Settings.from_environ({}).peer_watch) == (False, True)
     assert (read.enabled, read.budget_secs, read.photograph_secs, read.core_wait_secs) == (False, 3.0, 0.5, 7.0)
-    assert read.core_most_secs == 70.0
+    assert (read.exit_secs, Settings.from_environ({}).exit_secs) == (9.0, 60.0)
 
 
 def test_the_environment_is_read_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +112,7 @@ def test_a_number_is_read_or_the_default_is_taken(value: str, expected: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "megabytes"), [("1", 1.0), ("2.5", 2.5), ("1024", 1024.0), ("0", 64.0), ("1025", 64.0), ("much", 64.0)]
+    ("text", "megabytes"), [("1", 1.0), ("2.5", 2.5), ("1024", 1024.0), ("0", 32.0), ("1025", 32.0), ("much", 32.0)]
 )
 def test_the_size_of_the_journal_is_read(text: str, megabytes: float) -> None:
     assert Settings.from_environ({"SGLANG_CRASHKIT_JOURNAL_MB": text}).journal_mb == megabytes
@@ -120,3 +121,11 @@ def test_the_size_of_the_journal_is_read(text: str, megabytes: float) -> None:
 def test_the_journal_has_its_flag() -> None:
     assert Settings.from_environ({}).journal
     assert not Settings.from_environ({"SGLANG_CRASHKIT_JOURNAL": "0"}).journal
+
+
+@pytest.mark.parametrize(
+    ("text", "prompts"), [("", "full"), ("full", "full"), (" IDS ", "ids"), ("none", "none"), ("idz", "none")]
+)
+def test_what_is_kept_of_prompts_is_read_and_a_typing_error_keeps_back_all(text: str, prompts: str) -> None:
+    assert Settings.from_environ({}).prompts == "full"
+    assert Settings.from_environ({"SGLANG_CRASHKIT_PROMPTS": text}).prompts == prompts

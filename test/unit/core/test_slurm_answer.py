@@ -88,7 +88,7 @@ def test_the_last_answer_that_came_whole_counts() -> None:
     assert answer.problem == Problem(
         "native stacks of node n1",
         "the debuggers had not ended: no answer within 9 s",
-        "raise --node-timeout, or leave the debuggers out: --no-debugger",
+        "raise --node-timeout, or leave the debuggers out: --no-native",
     )
     killed = NodeRun("n1", 137, printed[:-5], "")
     problem = read_answer(killed, "7", needed="exit_code").problem

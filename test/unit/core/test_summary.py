@@ -8,6 +8,7 @@ from sglang_crashkit.core.incident import (
     Collectives,
     Evidence,
     Exit,
+    Failure,
     Incident,
     ProcessReport,
     Requests,
@@ -16,7 +17,7 @@ from sglang_crashkit.core.incident import (
     Verdict,
 )
 from sglang_crashkit.core.peers import MOST_NAMED, LostPeer, WaitingRequest
-from sglang_crashkit.core.summary import format_summary
+from sglang_crashkit.core.summary import format_summary, format_termination_message, headline
 
 
 def make_incident() -> Incident:
@@ -47,7 +48,7 @@ def test_a_summary_says_everything_once() -> None:
     assert (
         format_summary(incident.to_json())
         == """\
-# killed: sglang::scheduler_TP1
+# killed: who failed first is not known (sglang::scheduler_TP1 told of it)
 
 **It was killed.** (established)
 
@@ -85,6 +86,26 @@ def test_a_summary_names_lost_servers_and_those_who_wait_for_them() -> None:
     assert "- waits for it: 64 (room 64)" not in lines
     assert "- waits for it: 5 more" in lines
     assert "- waits for a decode server: x (room None)" in lines
+
+
+def test_the_headline_names_who_failed_first_and_not_who_told_of_it() -> None:
+    incident = make_incident()
+    incident.trigger = Trigger("exception", "t", 9, "sglang::scheduler_TP0")
+    before = headline(incident.to_json())
+    incident.verdict = Verdict("signal", Failure(8, "sglang::scheduler_TP1"), "established", "TP1 was killed.")
+    document = incident.to_json()
+    assert before == "killed: who failed first is not known (sglang::scheduler_TP0 told of it)"
+    assert headline(document) == "killed: sglang::scheduler_TP1 (pid 8)"
+    assert format_summary(document).startswith(f"# {headline(document)}\n")
+    assert format_termination_message(document, "/x").startswith("TP1 was killed. (established)\n")
+    assert format_termination_message(document | {"verdict": None}, "/x").startswith(f"{before}\n")
+
+
+def test_the_headline_of_a_lost_peer_names_the_peer() -> None:
+    incident = make_incident()
+    incident.kind = "peer_lost"
+    incident.peers = [LostPeer.of("10.0.0.2:41", "decode", "refused", "yesterday", [], [])]
+    assert headline(incident.to_json()) == "peer_lost: decode server 10.0.0.2:41"
 
 
 def test_an_incident_without_a_verdict_and_requests_has_a_summary() -> None:

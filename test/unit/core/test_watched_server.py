@@ -10,7 +10,7 @@ from sglang_crashkit.core.health_probe import Address
 from sglang_crashkit.core.watched_server import WatchedServer, find_listener, is_here
 from unit.served import RANKS, served
 from unit.targets import settle
-from unit.waiting import child, wait_until
+from unit.waiting import LONG, child, wait_until
 
 
 def test_it_is_found_by_its_main_process_by_a_rank_and_by_its_address(tmp_path: Path) -> None:
@@ -50,6 +50,22 @@ def test_a_stopped_rank_and_one_that_has_ended_are_seen(tmp_path: Path) -> None:
         settle(first, "T")
         settle(second, "Z")
         assert {look.pid: look.state for look in watched.look(stacks=True)} == {first: "T", second: "Z"}
+        watched.close()
+
+
+def test_who_ends_first_is_known_and_one_that_had_ended_before_it_was_watched(tmp_path: Path) -> None:
+    with served(tmp_path) as server:
+        first, second = (server.ranks[title] for title in RANKS)
+        os.kill(first, signal.SIGKILL)
+        settle(first, "Z")
+        watched = WatchedServer(server.popen.pid)
+        watched.look(stacks=False)
+        watched.wait(LONG)
+        os.kill(second, signal.SIGSEGV)
+        watched.wait(LONG)
+        assert [(death.pid, death.end.signal) for death in watched.deaths] == [(first, "SIGKILL"), (second, "SIGSEGV")]
+        # All that is left of the title of one that has ended.
+        assert watched.deaths[0].title.startswith("sglang::")
         watched.close()
 
 

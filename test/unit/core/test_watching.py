@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_crashkit.core.deaths import Death
+from sglang_crashkit.core.pidfd import ExitStatus
 from sglang_crashkit.core.stacks import Frame
 from sglang_crashkit.core.standstill import RankLook
 from sglang_crashkit.core.watching import Event, Health, Observation, Watching
@@ -27,6 +29,7 @@ class Server:
         self.state = "S"
         self.stopped: set[int] = set()
         self.gone: set[int] = set()
+        self.deaths: list[Death] = []
         self.is_busy = False
         self.has_ranks = True
 
@@ -45,9 +48,15 @@ class Server:
         ranks = tuple(self._rank(number, stacks=stacks) for number in range(2)) if self.has_ranks else ()
         state = self.state if self.has_ranks else ""
         if not self.watching.wants_answer:
-            return Observation(self.at, health, ranks, state)
+            return Observation(self.at, health, ranks, state, deaths=tuple(self.deaths))
         asking = self.watching.silent_secs < self.answers_after
-        return Observation(self.at, health, ranks, state, None if asking else self.answers, asking)
+        answers = None if asking else self.answers
+        return Observation(self.at, health, ranks, state, answers, asking, deaths=tuple(self.deaths))
+
+    def end(self, number: int, end: ExitStatus, *, alone: bool = True) -> None:
+        """Let a rank end."""
+        self.gone.add(number)
+        self.deaths.append(Death(number, f"sglang::scheduler_TP{number}", self.at, end, alone))
 
     def _rank(self, number: int, *, stacks: bool) -> RankLook:
         is_stopped = number in self.stopped
@@ -155,8 +164,91 @@ def test_a_server_that_waits_for_the_exit_of_its_ranks_has_more_time(server: Ser
 def test_a_rank_that_has_just_ended_may_be_the_first_of_all(server: Server) -> None:
     server.gone.add(1)
     assert server.pass_by(1.4 * HANG_SECS, "waiting") == []
-    assert server.pass_by(HANG_SECS, "waiting") == ["hang"]
+    assert server.pass_by(HANG_SECS, "waiting") == ["crash"]
     assert "had ended" in server.told[-1].text
+
+
+KILLED, FAULT, RAISED = ExitStatus(signal="SIGKILL"), ExitStatus(signal="SIGSEGV"), ExitStatus(code=1)
+
+
+@pytest.mark.parametrize("end", [KILLED, FAULT, RAISED, ExitStatus(code=0), ExitStatus()])
+def test_a_rank_that_ends_alone_is_a_crash_at_once_and_nothing_else_after_it(server: Server, end: ExitStatus) -> None:
+    server.end(1, end)
+    assert server.pass_by(1, "waiting") == ["crash"]
+    crash = server.told[-1]
+    assert crash.text.startswith("sglang::scheduler_TP1 (pid 1) ")
+    assert crash.text.endswith("; the others went on")
+    assert (crash.level, crash.first) == ("established", server.deaths[0])
+    # The other rank stands in a collective for ever, and ends in the end.
+    assert server.pass_by(20 * HANG_SECS, "failed") == []
+    assert server.watching.phase == "crashed"
+    server.end(0, KILLED)
+    events = server.watching.observe(Observation(server.at + 1, "refused", gone=True, deaths=tuple(server.deaths)))
+    assert [event.kind for event in events] == ["gone"]
+
+
+def test_the_first_of_several_is_named(server: Server) -> None:
+    server.end(1, KILLED)
+    server.end(0, KILLED, alone=False)
+    assert server.pass_by(1, "waiting") == ["crash"]
+    assert server.told[-1].text == "sglang::scheduler_TP1 (pid 1) was killed by SIGKILL; 1 more ended after it"
+
+
+def test_a_fault_is_a_crash_also_where_the_others_end_with_it(server: Server) -> None:
+    server.end(1, FAULT, alone=False)
+    server.end(0, KILLED, alone=False)
+    assert server.pass_by(1, "waiting") == ["crash"]
+    assert (server.told[-1].text, server.told[-1].level) == (
+        "sglang::scheduler_TP1 (pid 1) was killed by SIGSEGV",
+        "supported",
+    )
+
+
+def test_ranks_that_are_killed_together_are_no_crash(server: Server) -> None:
+    server.end(0, KILLED, alone=False)
+    server.end(1, KILLED, alone=False)
+    events = server.watching.observe(Observation(server.at + 1, "refused", gone=True, deaths=tuple(server.deaths)))
+    assert [event.kind for event in events] == ["gone"]
+
+
+def test_processes_that_are_all_asked_to_end_are_no_crash(server: Server) -> None:
+    # As systemctl stop does it; the main process takes its time.
+    server.end(1, ExitStatus(signal="SIGTERM"))
+    server.pass_by(1, "waiting")
+    server.end(0, ExitStatus(signal="SIGTERM"))
+    assert server.pass_by(HANG_SECS - 2, "waiting") == []
+
+
+def test_a_rank_that_alone_was_asked_to_end_is_a_crash_after_a_while(server: Server) -> None:
+    server.end(1, ExitStatus(signal="SIGTERM"))
+    assert server.pass_by(4, "waiting") == []
+    assert server.pass_by(2, "waiting") == ["crash"]
+
+
+def test_what_ends_while_the_server_ends_is_no_crash(server: Server) -> None:
+    server.pass_by(1, "starting")
+    server.end(1, KILLED)
+    assert server.pass_by(HANG_SECS - 1, "starting") == []
+
+
+def test_a_server_that_serves_on_without_a_rank_is_said_to_and_watched_on(server: Server) -> None:
+    server.end(1, KILLED)
+    # The answer of the moment before is still there for a while.
+    assert server.pass_by(10, "ok") == ["crash"]
+    assert server.pass_by(10, "ok") == ["serving"]
+    assert server.told[-1].text == "the server serves on"
+    server.stopped = {0}
+    assert server.pass_by(HANG_SECS, "waiting") == ["hang"]
+    assert server.told[-1].text.endswith(
+        "sglang::scheduler_TP0 (pid 0) was stopped (state T) until somebody sends SIGCONT"
+    )
+
+
+def test_a_hang_that_ends_in_a_death_is_a_crash(server: Server) -> None:
+    server.stopped = {1}
+    assert server.pass_by(HANG_SECS, "waiting") == ["hang"]
+    server.end(1, KILLED)
+    assert server.pass_by(1, "waiting") == ["crash"]
 
 
 def test_a_server_that_answers_again_was_not_to_end(server: Server) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.core import procfs
+from sglang_crashkit.core.incident_store import _crash_folder
 from sglang_crashkit.test.death import Death, Survivor
-from sglang_crashkit.test.evidence import _crash_folder
 from sglang_crashkit.test.fail_fast import Watcher
 from sglang_crashkit.test.held import Held
 from sglang_crashkit.test.test_utils import on_start_fail_fast_watcher, start_subprocess_fail_fast_watcher

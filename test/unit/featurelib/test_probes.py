@@ -11,7 +11,7 @@ import pytest
 from featurelib import crash_probes, probes
 from featurelib.finding import ABSENT, Finding, kit, upstream
 from featurelib.probes import FEATURES
-from featurelib.sglangsource import SglangTree
+from featurelib.sglangsource import HOOK_FILE, SglangTree
 
 MANAGER = "srt/managers/tokenizer_manager.py"
 ROUTER = "srt/managers/multi_tokenizer_mixin.py"
@@ -49,7 +49,7 @@ HOOKS = """
     def wake(): os.pidfd_open(1)
     def limit(settings): settings.startup_timeout_secs
     def wait(arguments): arguments.pop("wait_timeout")
-    def tell(): notify("peer_lost")
+    def tell(): notify("pair")
     def beat(scheduler, requests): os.memfd_create("beat")
     def idle(): ...
 
@@ -61,7 +61,12 @@ HOOKS = """
 """
 PLUGIN = '[project.entry-points.pytest11]\nsglang_crashkit = "sglang_crashkit.plugin"\n'
 KIT = {"hooks.py": HOOKS, "handler/__main__.py": HANDLER}
-IMPORT = "from sglang_crashkit.hooks import {}\n"
+IMPORT = "from sglang.srt.crashkit import {}\n"
+NAMES = (
+    *("beat", "core", "extend", "flags", "gone", "idle", "kill", "limit"),
+    *("record", "save", "start", "tell", "wait", "wake"),
+)
+HOOK_TABLE = repr({"stand_in": ("few", None)} | dict.fromkeys(NAMES, ("hooks", None)))
 STARTED = {ENGINE: IMPORT.format("start") + "def launch():\n    start()\n"}
 
 ROUND = """
@@ -284,7 +289,7 @@ CASES = [
     Case(
         crash_probes.diagnostics_importable,
         ABSENT,
-        {DIAGNOSTICS: "from sglang_crashkit.few import stand_in\nstand_in(__name__)\n"},
+        {DIAGNOSTICS: "from sglang.srt.crashkit import stand_in\nstand_in(__name__)\n"},
         {"few.py": "def stand_in(): ...\ndef collect_scheduler_processes(): ...\n"},
     ),
     Case(crash_probes.flags_known, ABSENT, {"srt/environ.py": flagged()}),
@@ -435,7 +440,7 @@ CASES = [
     Case(
         probes.watcher_there,
         ABSENT,
-        {UTILITIES: "from sglang_crashkit.hooks import gone\nstart_subprocess_fail_fast_watcher = gone()\n"},
+        {UTILITIES: "from sglang.srt.crashkit import gone\nstart_subprocess_fail_fast_watcher = gone()\n"},
         {},
     ),
     Case(probes.pd_fixture_watched, ABSENT, {FIXTURE: textwrap.dedent(PAIR).format("pass", "", "", "pass")}),
@@ -497,10 +502,15 @@ CASES = [
 ]
 
 
+def files_of(case: Case) -> dict[str, bytes]:
+    files = {HOOK_FILE: f"_HOOKS = {HOOK_TABLE}\n", **case.files}
+    return {path: text.encode() for path, text in files.items()}
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.probe.__name__}-{case.finding.owner.value}")
 def test_a_probe_finds_what_is_there(case: Case, make_kit) -> None:
     source = None if case.kit is None else make_kit(KIT | case.kit, case.pyproject)
-    files = {path: text.encode() for path, text in case.files.items()}
+    files = files_of(case)
     assert case.probe(SglangTree(files.get, source, case.entry_points)) == case.finding
 
 
@@ -519,5 +529,5 @@ def test_an_empty_tree_has_no_feature(feature, make_kit) -> None:
 def test_without_the_kit_no_hook_counts() -> None:
     """A tree that is patched but lacks the kit's package is not taken for the kit's version of anything."""
     for case in CASES:
-        files = {path: text.encode() for path, text in case.files.items()}
+        files = files_of(case)
         assert case.probe(SglangTree(files.get, None, case.entry_points)).owner.value != "kit", case

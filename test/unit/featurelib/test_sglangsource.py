@@ -12,6 +12,7 @@ from featurelib.sglangsource import (
     calls_in,
     default_of,
     keyword,
+    read_hooks,
     refers_to,
 )
 
@@ -41,8 +42,8 @@ PRISTINE = """
     def serve_all(): ...
 """
 PATCHED = """
-    from sglang_crashkit.hooks import on_serve, provide, there
-    from sglang_crashkit.hooks import gone
+    from sglang.srt.crashkit import on_serve, provide, there
+    from sglang.srt.crashkit import gone
 
     def helper():
         there()
@@ -62,13 +63,29 @@ PATCHED = """
 """
 
 
+#: ``gone`` is a name that the kit lacks.
+HOOK_TABLE = b"""
+_HOOKS = {
+    "on_serve": ("hooks", _undecorated),
+    "provide": ("hooks", _nothing),
+    "there": ("hooks", _nothing),
+    "gone": ("hooks", _nothing),
+}
+"""
+
+
 @pytest.fixture
 def kit(make_kit):
     return make_kit({"hooks.py": "def on_serve(): ...\ndef provide(): ...\ndef there(): ...\n"})
 
 
 def parsed(text, kit=None) -> SglangFile:
-    return SglangFile(textwrap.dedent(text).encode(), kit)
+    return SglangFile(textwrap.dedent(text).encode(), kit, read_hooks(HOOK_TABLE))
+
+
+def test_the_table_of_hooks_is_read_from_the_file_that_hands_them_out():
+    assert read_hooks(HOOK_TABLE)["on_serve"] == "sglang_crashkit.hooks.on_serve"
+    assert read_hooks(b"") == read_hooks(b"import os\n") == {}
 
 
 def test_definitions_are_found_by_name():

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.core import procfs
+from sglang_crashkit.core.identity_key import server_key
 from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
 from sglang_crashkit.core.pidfd import ProcessHandle
 from unit.waiting import LONG, wait_until, watched_pids
@@ -146,13 +147,13 @@ class Server:
     @property
     def runtime(self) -> Path:
         """The folder of the handler's socket."""
-        return self.fallback / "run" / f"{self.pid}-{self._handles[0].start_ticks}"
+        return self.fallback / "run" / server_key(self.pid, self._handles[0].start_ticks)
 
     @property
     def spool(self) -> Path:
         """The folder of the ranks' records."""
         assert self.crash_folder is not None
-        return self.crash_folder / HOST / "incidents" / f".spool-{self.pid}-{self._handles[0].start_ticks}"
+        return self.crash_folder / HOST / "incidents" / f".spool-{server_key(self.pid, self._handles[0].start_ticks)}"
 
     def close(self) -> None:
         """End whatever is left of it."""

@@ -24,6 +24,7 @@ import setproctitle
 
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.arming import on_configure_logger
+from sglang_crashkit.srt.disaggregation.prefill import watch_decode_servers
 from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_launch_phase_sigquit
 from sglang_crashkit.srt.hooks import notify, request
 from sglang_crashkit.srt.managers.scheduler import on_parent_told, on_scheduler_exception
@@ -44,6 +45,7 @@ from unit import cuda_driver, torch_recorder
 
 PR_SET_PDEATHSIG = 1
 SCHEDULER = SimpleNamespace(_engine_paused=False)
+queues: list[SimpleNamespace] = []
 children: dict[str, tuple[int, int]] = {}  # by title: pid, write end of the pipe of its commands
 
 
@@ -156,6 +158,21 @@ def sleep_in_the_kernel(fifo: str) -> None:
     os.waitpid(os.posix_spawn("/bin/true", ["true"], {}, file_actions=actions), 0)
 
 
+def work_with(port: int) -> None:
+    """Stand for a prefill rank, for whose decode rank at `port` of this host a request waits."""
+
+    class Queue(SimpleNamespace):
+        pass
+
+    its = SimpleNamespace(endpoint="127.0.0.1", dst_port=port, dst_tp_rank=0)
+    waiting = SimpleNamespace(
+        rid="waits", bootstrap_room=1, disagg_kv_sender=SimpleNamespace(bootstrap_server_url="here:8998")
+    )
+    manager = SimpleNamespace(decode_kv_args_table={"session": its}, transfer_infos={1: {"session": its}})
+    queues.append(Queue(queue=[waiting], kv_manager=manager, scheduler=SimpleNamespace()))
+    watch_decode_servers(queues[-1])
+
+
 def become_controller(title: str, *, is_worker: bool) -> int:
     """Take the data-parallel controller's title and fork a rank below it, which may be a worker with all it arms."""
     setproctitle.setproctitle("sglang::data_parallel_controller")
@@ -207,6 +224,8 @@ def wait_for_a_command(commands: int, answers: int) -> None:
                     os.kill(os.getppid(), signal.SIGQUIT)
             elif verb == "lost":
                 notify("peer_lost", **json.loads(argument))
+            elif verb == "pair":
+                work_with(int(argument))
             elif verb == "snapshot":
                 os.write(answers, f"{pyspy_dump_schedulers() or 'the handler'}\n".encode())
             elif verb == "exit_later":
@@ -365,7 +384,14 @@ def main(options: dict[str, Any]) -> None:
         signal.signal(signal.SIGQUIT, launch_sigquit if options.get("launching") else sigquit)
     if options.get("catches_sigterm", True):
         signal.signal(signal.SIGTERM, sigterm)
-    on_engine_launch(SimpleNamespace(crash_dump_folder=options["crash_folder"]))
+    if options.get("mode", "server") != "library":
+        crash_exit.note_server_program()
+    on_engine_launch(
+        SimpleNamespace(
+            crash_dump_folder=options["crash_folder"],
+            elastic_ep_backend="mooncake" if options.get("mode") == "elastic" else None,
+        )
+    )
     for title in ("sglang::scheduler_TP0", "sglang::scheduler_TP1", "sglang::detokenizer"):
         start_child(title)
     # After the children, as upstream's tokenizer manager: what is forked later would hold the journal's lock, too.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.core.channel import Mailbox, Message
+from sglang_crashkit.core.policy import Mode
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
@@ -71,6 +72,19 @@ class Case:
         return run.incident.verdict
 
 
+def launch(handler: CrashHandler, *own: int) -> None:
+    """Have the handler know that it is a server program's, and of its own processes as soon as it sees them."""
+    handler._outlook.begin(Mode.SERVER)
+    look = handler.look
+
+    def look_and_register() -> None:
+        look()
+        for pid in own:
+            handler._tree.register(pid, 0)
+
+    handler.look = look_and_register  # type: ignore[method-assign]
+
+
 @contextlib.contextmanager
 def watched(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
     settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
@@ -78,6 +92,7 @@ def watched(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
     with child(LAUNCHER) as process, Mailbox.bind(short_folder / "sock") as receiver:
         titled, starting = (int(pid) for pid in process.first_line.split())
         handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
+        launch(handler, titled)
         yield Case(handler, titled, starting)
         for one in handler._tree:
             one.handle.close()

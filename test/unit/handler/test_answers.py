@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.core import channel
+from sglang_crashkit.core.armed import HANDLER_PID
 from sglang_crashkit.core.channel import Mailbox, Message
 from sglang_crashkit.handler.answers import Answers
 from unit.waiting import LONG, wait_until
@@ -35,6 +37,7 @@ class Sender:
 
 @pytest.fixture
 def path(short_folder: Path) -> str:
+    (short_folder / HANDLER_PID).write_text(str(os.getpid()))
     return str(short_folder / "sock")
 
 
@@ -57,13 +60,13 @@ def heard(sender: Sender, count: int) -> list[float]:
 def test_who_waits_is_told_anew_when_the_end_has_moved(path: str, mailbox: Mailbox) -> None:
     answers, sender = Answers(mailbox, STEP), Sender(path)
     answers.add(received(mailbox), None)
-    answers.tell(60.0)
+    answers.tell(10.0)
     assert len(heard(sender, 1)) == 1
     # Little was written meanwhile.
-    answers.tell(60.0 + STEP / 2)
-    answers.tell(60.0 + STEP + 1.0)
+    answers.tell(10.0 + STEP / 2)
+    answers.tell(10.0 + STEP + 1.0)
     first, second = heard(sender, 2)
-    assert (first, second) == (pytest.approx(65.0), pytest.approx(65.0 + STEP + 1.0))
+    assert (first, second) == (pytest.approx(15.0), pytest.approx(15.0 + STEP + 1.0))
     answers.give(lambda message: mailbox.acknowledge(message, ack="finished"))
     sender.join()
     assert (sender.answer, len(sender.asked)) == ({"ack": "finished"}, 2)

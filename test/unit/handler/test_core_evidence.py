@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -220,13 +221,68 @@ def test_a_core_that_grows_is_waited_for_beyond_the_wait(start_gpu_server: Start
     assert piece["seconds"] > 3.0
 
 
-def test_a_core_that_never_stops_growing_is_given_up(start_gpu_server: Start) -> None:
-    server = start_gpu_server(**{WAIT: "0.4"})
+def test_all_that_the_end_waits_for_has_one_end(start_gpu_server: Start) -> None:
+    server = start_gpu_server(**{WAIT: "60", "SGLANG_CRASHKIT_EXIT_SECS": "8", "SGLANG_CRASHKIT_END_SECS": "1"})
     assert server.ask("tell scheduler_TP0 cuda 60 1 - hung 600") == "listening"
-    piece = core_of(server, crash(server), "scheduler_TP0")
+    before = time.monotonic()
+    stored = crash(server)
+    piece = core_of(server, stored, "scheduler_TP0")
     assert piece["status"] == "failed"
-    assert piece["reason"].startswith("not whole within 4 s: ")
-    assert 4.0 <= piece["seconds"] < LONG
+    reason = "cut short, as the server's end waits no longer than SGLANG_CRASHKIT_EXIT_SECS (8 s): "
+    assert piece["reason"].startswith(reason)
+    assert "core.cuda." in piece["reason"]
+    assert piece["reason"].endswith(" bytes so far")
+    assert piece["seconds"] < 8.0
+    assert time.monotonic() - before < LONG
+
+
+def test_without_time_for_a_core_none_is_asked_for(start_gpu_server: Start) -> None:
+    server = start_gpu_server(SGLANG_CRASHKIT_EXIT_SECS="0.1")
+    assert server.ask("tell scheduler_TP0 cuda 60 1") == "listening"
+    piece = core_of(server, crash(server), "scheduler_TP0")
+    assert (piece["status"], piece["reason"]) == ("skipped", "SGLANG_CRASHKIT_EXIT_SECS (0.1 s) leaves no time for it")
+
+
+def test_a_core_that_grows_too_long_is_cut_short(start_gpu_server: Start) -> None:
+    server = start_gpu_server(SGLANG_CRASHKIT_MAX_CORE_MB="0.00195313")
+    assert server.ask("tell scheduler_TP0 cuda 60 1 - hung 600") == "listening"
+    stored = crash(server)
+    piece = core_of(server, stored, "scheduler_TP0")
+    assert piece["status"] == "failed"
+    pid = server.ranks["scheduler_TP0"]
+    assert piece["reason"].startswith(
+        f"cut short, that of process {pid} takes more than SGLANG_CRASHKIT_MAX_CORE_MB (0.00195312 MB): "
+    )
+    assert piece["reason"].endswith(" bytes so far")
+    assert stored.document is not None
+    (event,) = (entry for entry in stored.document["timeline"] if entry["event"] == "cuda_cores_cut_short")
+    assert event["bytes"] == {str(pid): 4096}
+
+
+def test_of_a_repeated_fault_no_second_core_is_asked_for(start_gpu_server: Start, tmp_path: Path) -> None:
+    ids = []
+    for _time in range(2):
+        server = start_gpu_server()
+        assert server.ask("tell scheduler_TP0 cuda 0.1 1") == "listening"
+        server.kill("scheduler_TP1")
+        assert server.process.wait(2 * LONG) == ServerExit.KILLED
+        server.wait_for_handler()
+        stored = server.incidents()[0]
+        assert stored.document is not None
+        ids.append(stored.document["id"])
+    piece = core_of(server, stored, "scheduler_TP0")
+    reason = f"the same fault as in incident {ids[0]}, which has its cores"
+    assert (piece["status"], piece["reason"]) == ("skipped", reason)
+    assert len(list((tmp_path / "crash" / HOST).glob("core.cuda.*"))) == 1
+
+
+def test_cores_count_for_what_incidents_may_take(start_gpu_server: Start, tmp_path: Path) -> None:
+    server = start_gpu_server(SGLANG_CRASHKIT_MAX_USE_MB="100")
+    assert server.ask("tell scheduler_TP0 cuda 60 1") == "listening"
+    piece = core_of(server, crash(server), "scheduler_TP0")
+    reason = "incidents would take more than SGLANG_CRASHKIT_MAX_USE_MB (100 MB)"
+    assert (piece["status"], piece["reason"]) == ("skipped", reason)
+    assert list((tmp_path / "crash" / HOST).glob("core.cuda.*")) == []
 
 
 @pytest.mark.parametrize(

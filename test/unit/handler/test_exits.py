@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.core import procfs
-from sglang_crashkit.core.armed import DEFAULT_PARENT_SIGNAL
 from sglang_crashkit.core.channel import Mailbox
 from sglang_crashkit.core.incident_store import find_incidents
+from sglang_crashkit.core.policy import Event
 from sglang_crashkit.core.responder import ask_exit
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler import exits
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
 from sglang_crashkit.handler.tree import TrackedProcess
+from unit.handler.launching import launch
 from unit.targets import ARM
 from unit.waiting import LONG, child, wait_until
 
@@ -46,6 +47,7 @@ def test_a_server_that_is_reaped_while_it_is_looked_at_has_ended_before_its_rank
     place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
     with child(SERVER) as process, Mailbox.bind(short_folder / "sock") as receiver:
         handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
+        launch(handler, int(process.first_line))
         handler.look()
         rank = handler._tree.get(int(process.first_line))
         assert rank is not None
@@ -90,6 +92,7 @@ def handled_replicas(
     place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
     with child(REPLICAS) as process, Mailbox.bind(short_folder / "sock") as receiver:
         handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
+        launch(handler, *(int(pid) for pid in process.first_line.split()))
         handler.look()
         controller, rank = (handler._tree.get(int(pid)) for pid in process.first_line.split())
         assert controller is not None
@@ -105,30 +108,6 @@ def handled_replicas(
             handler._selector.close()
 
 
-def test_an_incident_is_of_the_kind_of_its_first_failure_although_a_consequence_was_told_before(
-    tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A large process takes longer to die than its ranks are believed.
-    monkeypatch.setattr(exits, "_PARENT_SECS", 0.0)
-    with handled_replicas(tmp_path, short_folder) as (handler, controller, rank):
-        os.kill(rank.pid, DEFAULT_PARENT_SIGNAL)
-        wait_until(rank.handle.has_exited, "the rank has ended")
-        handler.collect_exits()
-        (stored,) = find_incidents(tmp_path)
-        assert "-exited-" in stored.name
-        os.kill(controller.pid, signal.SIGKILL)
-        wait_until(controller.handle.has_exited, "the controller has ended")
-        handler.collect_exits()
-        handler._current.finish()
-        (stored,) = find_incidents(tmp_path)
-        assert "-killed-" in stored.name
-        assert stored.finished
-        assert stored.document is not None
-        assert stored.document["kind"] == "killed"
-        assert stored.document["trigger"]["pid"] == rank.pid
-        assert stored.document["verdict"]["first_failure"]["pid"] == controller.pid
-
-
 @pytest.mark.parametrize("event", ["crash_dump", "child_failed"])
 def test_an_incident_that_the_main_process_told_first_is_of_the_kind_of_the_first_failure(
     tmp_path: Path, short_folder: Path, event: str
@@ -136,7 +115,7 @@ def test_an_incident_that_the_main_process_told_first_is_of_the_kind_of_the_firs
     with handled_replicas(tmp_path, short_folder) as (handler, controller, _rank):
         os.kill(controller.pid, signal.SIGKILL)
         wait_until(controller.handle.has_exited, "the controller has ended")
-        handler._current.join("child_failure", event, handler._tree.root, time.time())
+        handler._current.join("child_failure", event, handler._tree.root, time.time(), Event.FAILED)
         (stored,) = find_incidents(tmp_path)
         assert "-child_failure-" in stored.name
         handler.collect_exits()
@@ -180,6 +159,7 @@ def test_of_whom_it_may_not_trace_the_parent_says_how_it_ended(
         Mailbox.bind(short_folder / "sock") as receiver,
     ):
         handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
+        launch(handler, *(int(pid) for pid in process.first_line.split()))
         handler.look()
         ranks = [handler._tree.get(int(pid)) for pid in process.first_line.split()]
         if not answers:

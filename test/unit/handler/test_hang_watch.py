@@ -36,9 +36,11 @@ class Run:
     """What the watch uses of an incident."""
 
     problem, path = "", "/incidents/one"
-    incident = SimpleNamespace(verdict=SimpleNamespace(text="TP1 hangs."))
 
     def __init__(self) -> None:
+        self.incident = SimpleNamespace(id="one", verdict=SimpleNamespace(kind="hang", text="TP1 hangs."))
+        self.last_signs: dict[int, str] = {}
+        self.is_removed = False
         self.finished = False
         self.silent: list[int] = []
         self.photographs = 0
@@ -51,6 +53,12 @@ class Run:
     def add_failure(self, event: FailureEvent) -> None:
         assert event.kind == "hang"
         self.silent.append(event.pid)
+
+    def tell_last_sign(self, process: Any, beat: Beat, secs: float) -> None:
+        self.last_signs[process.pid] = beat.doing
+
+    def discard(self) -> None:
+        self.is_removed = True
 
     def photograph(self) -> None:
         self.photographs += 1
@@ -69,6 +77,7 @@ class Current:
         self.triggers: list[int] = []
         self.is_free = True
         self.expected = "no_progress"
+        self.last_signs: Callable[[], Any] = dict
         self.discarded: list[Run] = []
         self.gpus = SimpleNamespace(writing_cores=frozenset())
         self.awaited = SimpleNamespace(pardonable=False)
@@ -142,8 +151,8 @@ class World:
             flags = {"paused": False, "is_busy": False, "is_off": False}
             self.beats[pid] = Beat(**(made | flags | fields))  # type: ignore[arg-type]
 
-    def batch(self, *pids: int, number: int = 100) -> None:
-        self.beat(*pids, batch_at=self.now + 0.001, batches=number, requests=3)
+    def batch(self, *pids: int, number: int = 100, **fields: Any) -> None:
+        self.beat(*pids, batch_at=self.now + 0.001, batches=number, requests=3, **fields)
 
     def stop(self, *pids: int, state: str = "T") -> None:
         for pid in pids:
@@ -175,8 +184,9 @@ def world_of(monkeypatch: pytest.MonkeyPatch) -> list[World]:
         made(self, *args, **options)
 
     class Reader:
-        def __init__(self, pid: int, fd: int) -> None:
+        def __init__(self, pid: int, fd: int, modes: Any) -> None:
             assert pid == os.getpid()
+            assert modes == {}
             if fd < 0:
                 raise NotABeatError("no heartbeat")
             self.pid = fd
@@ -650,3 +660,85 @@ def test_one_that_announces_itself_again_is_followed_there() -> None:
     world = World().follow().follow()
     world.pass_time(60, world.beat)
     assert world.hangs == []
+
+
+# -- busy
+
+
+def busy(world: World) -> Run:
+    """Let the incident at hand say that the schedulers are at work."""
+    (run,) = world.hangs
+    run.incident.verdict.kind = "busy"
+    return run
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("is_at_hand", [False, True])
+def test_an_incident_that_says_busy_is_withdrawn_when_the_server_goes_on(is_whole: bool, is_at_hand: bool) -> None:
+    world = World().follow()
+    world.pass_time(6 if not is_whole else 15)
+    run = busy(world)
+    assert run.finished is is_whole
+    if not is_at_hand:
+        world.current.run = None
+    world.pass_time(5, world.beat)
+    assert (world.current.discarded, run.is_removed) == (([run], False) if is_at_hand else ([], True))
+    assert world.current.hang is None
+    assert world.said[-1].startswith("Progress returned after ")
+    assert world.said[-1].endswith(" s: it was no hang, and incident one is withdrawn.")
+
+
+def test_a_hang_that_is_over_stays_an_incident() -> None:
+    world = World().follow()
+    world.pass_time(15)
+    world.pass_time(5, world.beat)
+    (run,) = world.hangs
+    assert (world.current.discarded, run.is_removed, len(run.progress)) == ([], False, 1)
+
+
+def test_what_is_busy_for_too_long_is_another_incident() -> None:
+    world = World(5.0).follow()
+    world.pass_time(15)
+    run = busy(world)
+    world.current.expected = "busy_too_long"
+    world.pass_time(84)
+    assert world.hangs == [run]
+    world.pass_time(3)
+    assert len(world.hangs) == 2
+    assert world.current.discarded == [run]
+    # By now it is a hang, which stays.
+    world.pass_time(200)
+    world.pass_time(5, world.beat)
+    assert (len(world.hangs), world.current.discarded) == (2, [run])
+
+
+def test_a_prompt_that_is_taken_in_at_once_has_the_more_time_the_longer_it_is() -> None:
+    for tokens, limit in ((0, 5), (16_384, 5), (32_767, 5), (32_768, 10), (1_000_000, 100)):
+        world = World(5.0).follow()
+        world.batch(mode="extend", tokens=tokens)
+        world.pass_time(limit - 1)
+        assert world.hangs == [], tokens
+        world.pass_time(3)
+        assert len(world.hangs) == 1, tokens
+        assert f"{tokens:,} tokens" in world.hangs[0].last_signs[10] or tokens == 0
+
+
+# -- what the dead did last
+
+
+def test_what_a_heartbeat_said_last_outlives_its_process() -> None:
+    world = World().follow()
+    world.batch(10, number=7)
+    assert {pid: beat.batches for pid, beat in world.current.last_signs().items()} == {10: 7, 11: 100}
+    world.batch(10, number=8)
+    for process in world.processes:
+        process.exited_at = 1.0
+    world.pass_time(3)
+    assert {pid: beat.batches for pid, beat in world.current.last_signs().items()} == {10: 8, 11: 100}
+
+
+@pytest.mark.parametrize("modes", [None, 7, ["extend"], {"x": "a", "": "b", "-1": "c"}, {1: "extend"}])
+def test_names_of_modes_that_are_none_are_passed_over(modes: Any) -> None:
+    world = World()
+    world.watch.follow(world.processes[0], 10, modes)  # type: ignore[arg-type]
+    assert world.watch.next_due() < float("inf")

@@ -153,7 +153,8 @@ def test_what_holds_a_rank_is_said(
     assert document["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP1"]
     looks = process_of(document, "scheduler_TP1")["looks"]
     assert [(look["state"], look["lock"]) for look in looks] == [(state, lock) for state in states]
-    assert all(look["doing"][0].startswith(f"{way} (") for look in looks)
+    # Of one that goes on, nobody but py-spy tells what it does while it holds its lock.
+    assert all(look["doing"][0].startswith(f"{way} (") if not tool else look["doing"] == [] for look in looks)
     # The frames are in files of their own.
     assert looks[0].keys() == {"time", "state", "cpu_secs", "doing", "lock"}
     # On a machine that is busy with other tests it may not get the CPU that it wants.
@@ -241,3 +242,64 @@ def test_hangs_are_not_looked_for_where_that_is_switched_off(start_server: Start
     threading.Event().wait(4.0)
     server.settle()
     assert server.incidents() == []
+
+
+@pytest.mark.parametrize("victim", ["the server", "scheduler_TP1"])
+def test_what_the_heartbeat_of_a_dead_rank_said_last_is_told_without_its_stack(
+    start_server: Start, victim: str
+) -> None:
+    server = start_beating(start_server)
+    os.kill(server.pid if victim == "the server" else server.ranks[victim], signal.SIGKILL)
+    server.process.wait(LONG)
+    server.wait_for_handler()
+    (stored,) = finished(server, 1)
+    document = document_of(stored)
+    dead = [name for name in RANKS if process_of(document, name)["exit"] is not None]
+    assert victim in (*dead, "the server")
+    for name in dead:
+        sign = process_of(document, name)["last_sign"]
+        assert (sign["doing"], sign["batches"], sign["mode"]) == ("the event loop, without a batch", 0, "")
+        assert 0 <= sign["seconds_before"] < LONG
+    summary = (stored.path / "summary.md").read_text()
+    assert summary.count("- last sign: the event loop, without a batch, ") == len(dead) > 0
+    assert process_of(document, "detokenizer")["last_sign"] is None
+
+
+def test_what_compiles_is_busy_and_its_incident_is_withdrawn_when_it_goes_on(
+    start_server: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = start_beating(start_server)
+    # GIVEN a rank that is in a compiler for longer than a hang takes to be noticed
+    go_on = server.temp / "go_on"
+    programs = {
+        "scheduler_TP0": ("torch/distributed/distributed_c10d.py", "all_reduce", "time.sleep(0.1)"),
+        "scheduler_TP1": ("triton/compiler/compiler.py", "compile", "sum(range(10**6))"),
+    }
+    for name, (file, function, work) in programs.items():
+        program = server.temp / file
+        program.parent.mkdir(parents=True)
+        for package in (program.parent, program.parent.parent):
+            # Otherwise py-spy leaves it out.
+            (package / "__init__.py").touch()
+        loop = f"    while not os.path.exists({str(go_on)!r}): {work}"
+        program.write_text(f"import os, time\ndef {function}():\n{loop}\n{function}()\n")
+        assert server.ask(f"tell {name} hush") == "silent"
+        server.say(f"tell {name} run {program}")
+    # THEN it is said to be busy
+    (stored,) = finished(server, 1)
+    verdict = document_of(stored)["verdict"]
+    # WHEN it goes on THEN nothing is left of it
+    go_on.touch()
+    for name in RANKS:
+        assert server.ask(f"tell {name} beat") == "beating"
+    assert (verdict["kind"], verdict["first_failure"]) == ("busy", None)
+    wait_until(lambda: server.incidents() == [], "the incident is withdrawn")
+    assert not stored.path.exists()
+    said: list[str] = []
+
+    def told() -> bool:
+        said.append(capfd.readouterr().err)
+        return f"it was no hang, and incident {document_id} is withdrawn." in "".join(said)
+
+    document_id = stored.document["id"] if stored.document else ""
+    wait_until(told, "the server says so itself")

@@ -15,8 +15,8 @@ from sglang_crashkit.core.remains import REQUESTS
 from sglang_crashkit.handler.journal_export import export_requests
 
 
-def ring(folder: Path, pid: int) -> JournalWriter:
-    return JournalWriter(folder / f"{pid}-1.ring", 2**20)
+def ring() -> JournalWriter:
+    return JournalWriter(2**20)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -24,15 +24,15 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_unfinished_requests_of_all_processes_come_first(tmp_path: Path) -> None:
+    writers = {}
     for pid in (7, 8):
-        writer = ring(tmp_path, pid)
+        writer = writers[pid] = ring()
         done = writer.begin({"rid": f"done-{pid}"})
         writer.begin({"rid": f"under-way-{pid}"}, input_ids=[1, 2])
         dropped = writer.begin({"rid": f"dropped-{pid}"})
         writer.end(done, finished=True)
         writer.end(dropped, finished=False)
-        writer.close()
-    told = export_requests(sorted(tmp_path.glob("*.ring")), tmp_path, 30)
+    told = export_requests([(pid, writer.fd) for pid, writer in writers.items()], tmp_path, 30)
     assert (told.path, told.finished, told.unfinished, told.reason) == (REQUESTS, 2, 2, None)
     found = lines(tmp_path)
     assert [(line["rid"], line["pid"], line["state"]) for line in found[:2]] == [
@@ -48,37 +48,35 @@ def test_the_unfinished_requests_of_all_processes_come_first(tmp_path: Path) -> 
 
 def test_health_checks_are_nobodys_requests(tmp_path: Path) -> None:
     # Their ids are of the time, or of a random number, by release.
-    writer = ring(tmp_path, 7)
+    writer = ring()
     check = {"log_metrics": False}
     writer.end(writer.begin(check | {"rid": "HEALTH_CHECK_1763780000.5"}), finished=True)
     writer.end(writer.begin(check | {"rid": "HEALTH_CHECK_1763780001.5"}), finished=False)
     writer.begin(check | {"rid": "HEALTH_CHECK_0f3c"})
     writer.begin({"rid": "users"})
-    writer.close()
-    told = export_requests([writer.path], tmp_path, 30)
+    told = export_requests([(7, writer.fd)], tmp_path, 30)
     assert (told.finished, told.unfinished, told.left_out, told.reason) == (0, 1, 0, None)
     assert [line["rid"] for line in lines(tmp_path)] == ["users"]
 
 
 def test_what_was_answered_without_metrics_is_left_out_and_what_is_under_way_is_not(tmp_path: Path) -> None:
-    writer = ring(tmp_path, 7)
+    writer = ring()
     writer.end(writer.begin({"rid": "answered", "log_metrics": False}), finished=True)
     writer.begin({"rid": "under way", "log_metrics": False})
-    writer.close()
-    told = export_requests([writer.path], tmp_path, 30)
+    told = export_requests([(7, writer.fd)], tmp_path, 30)
     assert (told.finished, told.unfinished) == (0, 1)
     assert [line["rid"] for line in lines(tmp_path)] == ["under way"]
 
 
 def test_what_ended_long_before_the_incident_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The worker that wrote the first ring died hours before the other one wrote its last.
+    writers = {}
     for pid, hours in ((7, 0), (8, 6)):
         monkeypatch.setattr(journal, "time", SimpleNamespace(time=lambda hours=hours: 1000.0 + 3600 * hours))
-        writer = ring(tmp_path, pid)
+        writer = writers[pid] = ring()
         writer.end(writer.begin({"rid": f"done-{pid}"}), finished=True)
         writer.begin({"rid": f"under-way-{pid}"})
-        writer.close()
-    rings, last = sorted(tmp_path.glob("*.ring")), 1000.0 + 6 * 3600
+    rings, last = [(pid, writer.fd) for pid, writer in writers.items()], 1000.0 + 6 * 3600
     for seconds, kept in (
         (None, ["done-8"]),
         (last + KEPT_SECS - 1, ["done-8"]),
@@ -91,22 +89,20 @@ def test_what_ended_long_before_the_incident_is_left_out(tmp_path: Path, monkeyp
 
 
 def test_what_does_not_fit_in_the_time_is_counted(tmp_path: Path) -> None:
-    writer = ring(tmp_path, 7)
+    writer = ring()
     for number in range(5):
         writer.begin({"rid": str(number)})
-    writer.close()
-    told = export_requests([writer.path], tmp_path, -1)
+    told = export_requests([(7, writer.fd)], tmp_path, -1)
     assert (told.left_out, told.unfinished, told.path) == (5, 0, REQUESTS)
     assert told.reason == "5 requests could not be read, found no room, or not within -1 s"
 
 
 def test_what_there_is_no_room_for_is_counted_and_those_in_flight_come_first(tmp_path: Path) -> None:
-    writer = ring(tmp_path, 7)
+    writer = ring()
     for number in range(5):
         writer.end(writer.begin({"rid": f"done-{number}", "text": "x" * 1000}), finished=True)
     for number in range(3):
         writer.begin({"rid": f"under-way-{number}", "text": "x" * 1000})
-    writer.close()
     asked: list[int] = []
 
     def charge(name: str, size: int) -> None:
@@ -114,7 +110,7 @@ def test_what_there_is_no_room_for_is_counted_and_those_in_flight_come_first(tmp
         if size > 5000:
             raise NoRoomError(28, "full")
 
-    told = export_requests([writer.path], tmp_path, 30, charge)
+    told = export_requests([(7, writer.fd)], tmp_path, 30, charge)
     assert (told.unfinished, told.finished, told.left_out, told.path) == (3, 1, 4, REQUESTS)
     assert (tmp_path / REQUESTS).stat().st_size <= max(size for size in asked if size <= 5000)
     assert len(lines(tmp_path)) == 4
@@ -123,18 +119,17 @@ def test_what_there_is_no_room_for_is_counted_and_those_in_flight_come_first(tmp
 
 
 def test_a_request_that_is_nested_too_deep_does_not_hide_the_others(tmp_path: Path) -> None:
-    writer = ring(tmp_path, 7)
+    writer = ring()
     deep: list[Any] = []
     for _ in range(900):
         deep = [deep]
     writer.begin({"rid": "deep", "sampling_params": {"custom_params": deep}})
     writer.begin({"rid": "flat"})
-    writer.close()
     limit = sys.getrecursionlimit()
     # The writer had more room than the reader has.
     sys.setrecursionlimit(600)
     try:
-        told = export_requests([writer.path], tmp_path, 30)
+        told = export_requests([(7, writer.fd)], tmp_path, 30)
     finally:
         sys.setrecursionlimit(limit)
     assert [line["rid"] for line in lines(tmp_path)] == ["flat"]
@@ -142,23 +137,22 @@ def test_a_request_that_is_nested_too_deep_does_not_hide_the_others(tmp_path: Pa
 
 
 def test_a_ring_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
-    writer = ring(tmp_path, 7)
+    writer = ring()
     writer.begin({"rid": "a"})
-    writer.close()
-    (tmp_path / "8-1.ring").write_bytes(b"rubbish")
-    told = export_requests(sorted(tmp_path.glob("*.ring")), tmp_path, 30)
+    off = ring()
+    off.switch_off()
+    told = export_requests([(8, off.fd), (7, writer.fd)], tmp_path, 30)
     assert told.unfinished == 1
     assert told.reason is not None
-    assert "8-1.ring is no ring" in told.reason
+    assert "the journal of process 8 is no ring" in told.reason
 
 
 def test_a_folder_that_somebody_else_prepared_is_named_and_not_used(tmp_path: Path) -> None:
-    writer = ring(tmp_path, 7)
+    writer = ring()
     writer.begin({"rid": "a"})
-    writer.close()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "requests").symlink_to(tmp_path / "elsewhere")
-    told = export_requests([writer.path], tmp_path, 30)
+    told = export_requests([(7, writer.fd)], tmp_path, 30)
     assert told.path is None
     assert told.reason is not None
     assert "is not a folder" in told.reason

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
 from unit.handler.driver import HOST, Server
+from unit.handler.launching import launch
 from unit.waiting import LONG, child, descriptors, wait_until
 
 Start = Callable[..., Server]
@@ -76,7 +78,9 @@ def test_a_killed_rank_makes_one_whole_incident(start_server: Start) -> None:
     assert document["id"] in stored.path.name
     killed = {"pid": server.ranks["scheduler_TP1"], "title": "sglang::scheduler_TP1"}
     assert {"event": "process_exited"} | killed == {k: v for k, v in document["trigger"].items() if k != "time"}
-    assert {"pid", "start_ticks", "sglang_version", "kit_version", "hostname"} == document["server"].keys()
+    assert {"pid", "start_ticks", "pid_namespace", "sglang_version", "kit_version", "hostname"} == document[
+        "server"
+    ].keys()
     assert document["server"]["pid"] == server.pid
     assert document["requests"] == {
         "finished": 3,
@@ -365,6 +369,7 @@ pause()
         monkeypatch.setattr(CurrentIncident, "open", begin_late)
         handler = CrashHandler(server.pid, Mailbox(receiver), place, Settings.from_environ({}))
         os.kill(int(server.first_line), signal.SIGTERM)  # type: ignore[attr-defined]
+        launch(handler, int(server.first_line))  # type: ignore[attr-defined]
         # WHEN the handler does its work
         handler.run()
     # THEN there is no incident
@@ -538,10 +543,9 @@ sys.exit(program.main())
 def test_a_handler_whose_server_is_gone_at_once_leaves_no_folder(short_folder: Path, program: tuple[str, str]) -> None:
     with child("ready()") as process:
         process.wait(LONG)
-    runtime, spool = short_folder / "runtime", short_folder / "spool"
+    runtime, crash = short_folder / "runtime", short_folder / "crash"
     runtime.mkdir()
-    spool.mkdir()
-    options = {"server-pid": process.pid, "host-folder": short_folder, "spool": spool, "runtime": runtime}
+    options = {"server-pid": process.pid, "crash-folder": crash, "runtime": runtime}
     with Mailbox.bind(runtime / "handler.sock") as receiver:
         options |= {"socket-fd": receiver.fileno()}
         subprocess.run(
@@ -549,9 +553,11 @@ def test_a_handler_whose_server_is_gone_at_once_leaves_no_folder(short_folder: P
             pass_fds=[receiver.fileno()],
             check=True,
             timeout=LONG,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env=os.environ | {"SGLANG_CRASHKIT_JOURNAL": "0"},
         )
-    wait_until(lambda: not runtime.exists() and not spool.exists(), "both folders are removed")
+    wait_until(lambda: not runtime.exists() and not list(crash.glob("*/incidents/.*")), "both folders are removed")
 
 
 # -- watchdogs
@@ -614,8 +620,9 @@ def test_stacks_can_be_asked_for(start_server: Start) -> None:
     assert document is not None
     assert (document["kind"], document["verdict"]["kind"]) == ("snapshot", "unknown")
     assert piece_of(process_of(document, "scheduler_TP1"), "stack")["status"] == "captured"
-    # What it has by now is no answer to another question.
-    assert server.ask("tell scheduler_TP0 snapshot") == "upstream's"
+    # What it has by now is no answer to another question, which is an incident of its own.
+    assert server.ask("tell scheduler_TP0 snapshot") == "the handler"
+    wait_until(lambda: finished_kinds(server) == ["snapshot"] * 2, "the second incident is finished")
 
 
 def test_no_stack_is_promised_where_stacks_are_switched_off(start_server: Start) -> None:
@@ -720,7 +727,7 @@ def test_a_node_that_waits_for_its_ranks_in_order_ends_with_any_of_them(start_se
 
 def test_a_rank_below_the_data_parallel_controller_is_watched(start_server: Start) -> None:
     server = start_server()
-    pid = int(server.ask("tell scheduler_TP1 become_controller sglang::scheduler_DP1_TP0"))
+    pid = int(server.ask("tell scheduler_TP1 become_armed_controller sglang::scheduler_DP1_TP0"))
     server.settle()
     os.kill(pid, signal.SIGKILL)
     document = document_of(server)
@@ -795,6 +802,32 @@ def test_rubbish_is_passed_over(quiet_server: Server) -> None:
             sender.sendto(data, path)
     server.settle()
     assert server.incidents() == []
+
+
+#: Sends without an end, as fast as the handler takes it.
+FLOOD = """
+import json, socket
+sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+data = json.dumps({"event": "exception", "wait": True}).encode()
+sender.sendto(data, sys.argv[1])
+ready()
+while True:
+    try: sender.sendto(data, sys.argv[1])
+    except OSError: time.sleep(0.01)
+"""
+
+
+def test_a_flood_of_messages_of_another_process_holds_nobody(start_server: Start) -> None:
+    server = start_server()
+    with child(FLOOD, str(server.runtime / "handler.sock")):
+        server.kill("scheduler_TP1")
+        assert server.line() == "sigquit"
+        began = time.monotonic()
+        assert server.process.wait(LONG) == ServerExit.KILLED
+        assert time.monotonic() - began < 10.0
+        document = server.incident().document
+    assert document is not None
+    assert document["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP1"]
 
 
 @pytest.mark.parametrize(

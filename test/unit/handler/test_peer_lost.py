@@ -1,4 +1,4 @@
-"""A rank says that the other server of its pair is lost: an incident of a server that goes on."""
+"""The other server of a pair is lost: an incident of a server that goes on, without stacks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,22 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 
 from sglang_crashkit.core.channel import notify
 from unit.handler.driver import Server
-from unit.waiting import LONG, wait_until
+from unit.waiting import LONG, child, descriptors, wait_until
 
+#: A decode rank, as far as a connection shows.
+LISTEN = """
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+ready(listener.getsockname()[1])
+kept = []
+while True:
+    kept.append(listener.accept())
+"""
 Start = Callable[..., Server]
 SINCE = "2026-09-01T00:00:00.000000Z"
 
@@ -50,7 +60,7 @@ def test_a_lost_peer_is_an_incident_that_names_it_and_those_that_wait(start_serv
             "count": 3,
             "unassigned": [],
             "unassigned_count": 0,
-            "alone": False,
+            "alone": True,
             "reported_by": [rank],
         }
     ]
@@ -66,8 +76,9 @@ def test_a_lost_peer_is_an_incident_that_names_it_and_those_that_wait(start_serv
     for process in document["processes"]:
         assert {piece["kind"]: piece["status"] for piece in process["evidence"]} == {
             "proc_state": "captured",
-            "stack": "captured",
+            "stack": "skipped",
         }
+    assert not (stored.path / "stacks").exists()
     assert {process["title"] for process in document["processes"]} >= {"sglang::scheduler_TP0", "sglang::scheduler_TP1"}
     summary = (stored.path / "summary.md").read_text()
     assert text in summary
@@ -102,24 +113,43 @@ def test_all_ranks_reports_of_a_peer_are_one_incident(start_server: Start) -> No
     assert document["verdict"]["text"].count(" is gone") == 2
 
 
-def test_a_rank_that_is_late_adds_its_word_to_the_incident_that_is_there(start_server: Start) -> None:
+def test_another_peer_that_is_lost_soon_after_it_is_added_to_the_incident_that_is_there(start_server: Start) -> None:
     server = start_server()
     tell(server, "scheduler_TP0", "10.0.0.2:41", role="decode", waiting=["a"])
     server.incident()
     tell(server, "scheduler_TP1", "10.0.0.2:42", role="decode", waiting=["a"])
     wait_until(lambda: len(finished(server)[0]["peers"]) == 2, "the incident is written anew")
-    document = server.incident().document
-    assert document is not None
+    (document,) = finished(server)
     assert "decode server 10.0.0.2:41 and 10.0.0.2:42 are gone; 1 request waits" in document["verdict"]["text"]
 
 
-def test_another_peer_that_is_lost_later_is_an_incident_of_its_own(start_server: Start) -> None:
+def test_a_peer_that_was_told_of_is_not_told_of_again(start_server: Start) -> None:
     server = start_server()
     tell(server, "scheduler_TP0")
     server.incident()
-    tell(server, "scheduler_TP0", "10.0.0.7:8998")
-    wait_until(lambda: len(finished(server)) == 2, "the second incident is finished")
-    assert [document["peers"][0]["address"] for document in finished(server)] == ["10.0.0.1:8998", "10.0.0.7:8998"]
+    tell(server, "scheduler_TP0", sign="heartbeat", waiting=["a"])
+    tell(server, "scheduler_TP0", "10.0.0.7:8998", waiting=["b"])
+    wait_until(lambda: len(finished(server)[0]["peers"]) == 2, "the incident is written anew")
+    (document,) = finished(server)
+    assert [(peer["sign"], peer["count"]) for peer in document["peers"]] == [("refused", 0), ("refused", 1)]
+
+
+def test_a_peer_that_a_rank_works_with_is_watched_from_outside(start_server: Start) -> None:
+    server = start_server()
+    with child(LISTEN) as peer:
+        port = int(peer.first_line)
+        server.say(f"tell scheduler_TP0 pair {port}")
+        wait_until(lambda: sum("socket" in name for name in descriptors(peer.pid).values()) > 1, "it is watched")
+        (owner,) = {its.pid for its in psutil.net_connections("tcp4") if its.raddr and its.raddr.port == port} - {None}
+        assert server.handler is not None
+        assert owner == server.handler.pid
+        peer.kill()
+        document = server.incident().document
+    assert document is not None
+    (lost,) = document["peers"]
+    assert (lost["address"], lost["sign"], lost["role"]) == (f"127.0.0.1:{port}", "refused", "decode")
+    assert (lost["count"], lost["requests"]) == (1, [{"rid": "waits", "room": 1}])
+    assert lost["reported_by"] == [document["trigger"]["pid"]] == [server.ranks["scheduler_TP0"]]
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -194,4 +224,6 @@ def test_very_many_peers_leave_the_incident_readable(start_server: Start) -> Non
         return sum(entry["event"] == "peer_lost" for entry in document["timeline"])
 
     wait_until(lambda: told() == 100, "the incident tells of all of them")
-    assert len(finished(server)[0]["peers"]) == 64
+    (document,) = finished(server)
+    assert len(document["peers"]) == 64
+    assert "10.0.1.7:8998 and 56 more are gone; no request waits for them." in document["verdict"]["text"]

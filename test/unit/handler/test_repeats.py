@@ -87,6 +87,26 @@ def test_the_stacks_of_a_repeated_fault_are_given_up_but_for_those_of_the_one_th
     assert stacks[0].reason == f"the same fault as in incident {ids[0]}, which has its stacks"
 
 
+def test_of_a_fault_that_has_cores_no_more_are_wanted(tmp_path: Path) -> None:
+    first, second = (IncidentFolder(tmp_path, "killed", new_id(), number) for number in range(2))
+    incident, repeated = stored(first, []), stored(second, [])
+    assert repeats.incident_with_core(repeated, second, keep=3) is None
+    repeats.count(incident, first, keep=3)
+    # The first one had none.
+    assert repeats.incident_with_core(repeated, second, keep=3) is None
+    incident.processes[1].evidence.append(Evidence("cuda_core", "captured", path="../../core.cuda.1.9"))
+    repeats.count(incident, first, keep=3)
+    assert repeats.incident_with_core(repeated, second, keep=3) == first.id
+    assert repeats.incident_with_core(repeated, second, keep=0) is None
+    assert repeats.incident_with_core(repeated, NowhereFolder("full"), keep=3) is None
+    repeated.processes[0].exit = Exit(None, "SIGBUS", "signal", "", "t")
+    assert repeats.incident_with_core(repeated, second, keep=3) is None
+    # WHEN it has made room for others
+    repeated.processes[0].exit = incident.processes[0].exit
+    first.discard()
+    assert repeats.incident_with_core(repeated, second, keep=3) is None
+
+
 def test_what_is_written_nowhere_or_has_no_fault_is_not_counted(tmp_path: Path) -> None:
     folder = IncidentFolder(tmp_path, "snapshot", new_id(), 1.0)
     incident = stored(folder, [])
@@ -104,6 +124,8 @@ def tree() -> Iterator[ProcessTree]:
 
         def schedulers() -> bool:
             tree.refresh()
+            for process in tree:
+                tree.register(process.pid, 0)
             return sum(its.role == "scheduler" for its in tree) == 3
 
         wait_until(schedulers, "three ranks have their titles")
@@ -126,7 +148,7 @@ def test_a_hundred_crashes_are_a_hundred_incidents_within_the_limits(tree: Proce
     made = []
     for _ in range(100):
         with one_that_died(tree) as rank:
-            folder = IncidentFolder(tmp_path, "killed", new_id(), time.time(), limits)
+            folder = IncidentFolder(tmp_path, "killed", new_id(), time.time(), limits, server=tree.root.pid)
             run = IncidentRun("killed", "process_exited", rank, time.time(), tree, folder, tmp_path, settings)
             run.photograph()
             run.add_exit(rank)

@@ -6,12 +6,17 @@ import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang_crashkit.core.incident import ProcessReport
+from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
+from sglang_crashkit.core.photograph import Photograph
 from sglang_crashkit.core.stacks import Frame, Thread
-from sglang_crashkit.handler.stack_evidence import innermost
+from sglang_crashkit.handler import stack_evidence
+from sglang_crashkit.handler.stack_evidence import capture_stacks, innermost
 from unit.handler.driver import Server, document_of, report_of
 from unit.targets import make_tool, state_of
 from unit.waiting import wait_until
@@ -35,6 +40,33 @@ def test_of_one_that_compiles_it_is_kept_what_started_the_compiler() -> None:
     batch = Frame("run_batch", "sglang/srt/managers/scheduler.py", 7)
     thread = Thread("MainThread", 7, active=False, owns_gil=False, frames=(*waits, compiles, compiles, batch))
     assert innermost([thread], 7) == [*map(str, waits[:3]), str(compiles)]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "doing"),
+    [
+        (("", "forward", "sample"), "forward"),
+        (("", "", "sample"), "sample"),
+        (("forward", "", "sample"), "forward"),
+        (("", "", ""), None),
+    ],
+)
+def test_what_a_process_was_doing_is_of_the_first_round_that_gave_its_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: tuple[str, ...], doing: str | None
+) -> None:
+    process: Any = SimpleNamespace(
+        pid=7, is_python=True, handle=SimpleNamespace(start_ticks=1, has_exited=lambda: False)
+    )
+    report = ProcessReport(7, "TP0", "scheduler", {})
+    folder = IncidentFolder(tmp_path, "hang", new_id(), 0)
+    for number, function in enumerate(rounds, 1):
+        frames = (Frame(function, "model.py", 1),)
+        threads = (Thread("MainThread", 7, active=False, owns_gil=False, frames=frames),) if function else None
+        taken = [Photograph(7, threads, "" if function else "py-spy did not end in time", 0.1)]
+        monkeypatch.setattr(stack_evidence, "capture_all", lambda *_, taken=taken, **_how: taken)
+        capture_stacks([process], {7: report}, folder, tmp_path, 1.0, number)
+    assert report.doing == ([f"{doing} (model.py:1)"] if doing else [])
+    assert [bool(look.doing) for look in report.looks] == [bool(function) for function in rounds]
 
 
 @pytest.fixture

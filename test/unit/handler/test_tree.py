@@ -5,14 +5,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from sglang_crashkit.core import oom, procfs
+from sglang_crashkit.core.guarded_read import BlockedReadError, GuardedReader, guard_reads
 from sglang_crashkit.handler import tree as tree_module
 from sglang_crashkit.handler.tree import ProcessTree
+from unit.locked_memory import locked_process
 from unit.waiting import LONG, child, descriptors, wait_until
 
 RANKS = """
@@ -122,6 +126,8 @@ def test_a_child_of_a_worker_does_not_matter_whatever_its_title(
     with server_with_a_rank() as (server, rank):
         tree = make_tree(server.pid)
         (original,) = tree.refresh()
+        assert (original.role, original.matters) == ("helper", False)
+        tree.register(original.pid, original.handle.start_ticks)
         assert (original.title, original.role, original.rank) == ("sglang::scheduler_TP0", "scheduler", {"tp": 0})
         assert original.matters
         pid = int(rank.ask("fork"))
@@ -179,7 +185,9 @@ def test_a_new_title_is_read(server: Rank, make_tree: Callable[[int], ProcessTre
     (tracked,) = tree.refresh()
     assert (tracked.role, tracked.matters) == ("helper", False)
     os.kill(pid, signal.SIGUSR1)
-    wait_until(lambda: tree.refresh() == [] and tracked.matters, "it has a title")
+    wait_until(lambda: tree.refresh() == [] and tracked.title.startswith("sglang::"), "it has a title")
+    tree.register(pid, 0)
+    assert tracked.matters
     assert (tracked.role, tracked.rank) == ("scheduler", {"dp": 1, "tp": 2})
 
 
@@ -254,6 +262,7 @@ def test_a_child_of_a_worker_is_told_although_the_workers_title_is_new_as_well(
     tree = make_tree(server.pid)
     pid = int(server.ask(f"start {code}"))
     (worker,) = tree.refresh()
+    tree.register(pid, 0)
     # The tree does not look again before the child is there.
     os.kill(pid, signal.SIGUSR1)
     wait_until(lambda: len(procfs.TreeScanner(pid).scan()) == 2, "the worker has a child")
@@ -272,10 +281,49 @@ def test_a_child_of_the_data_parallel_controller_matters(server: Rank, make_tree
     tree = make_tree(server.pid)
     server.ask(f"start {code}")
     tree.refresh()
-    wait_until(lambda: tree.refresh() == [] and {"scheduler"} < {p.role for p in tree}, "both have their titles")
+
+    def both_are_registered() -> bool:
+        tree.refresh()
+        for pid in sorted(procfs.TreeScanner(server.pid).scan()):
+            process = tree.get(pid)
+            # The main process names the controller, and that one the ranks that it started.
+            if process is not None and not process.is_root and tree.started_by_own(process):
+                tree.register(pid, process.handle.start_ticks)
+        return {"scheduler"} < {process.role for process in tree}
+
+    wait_until(both_are_registered, "both have their titles")
     roles = {process.role: process.matters for process in tree}
     assert roles == {"server": True, "data_parallel_controller": True, "scheduler": True}
     end(next(process.pid for process in tree if process.role == "scheduler"))
+
+
+def test_another_server_that_a_process_started_is_not_this_servers(
+    server: Rank, make_tree: Callable[[int], ProcessTree]
+) -> None:
+    # A program that only uses an engine, and runs a whole server as a subprocess.
+    code = "import os, setproctitle, signal, sys; pid = os.fork(); "
+    code += "pid or setproctitle.setproctitle('sglang::scheduler_TP0'); pid and print(flush=True); sys.stdin.read()"
+    tree = make_tree(server.pid)
+    other = int(server.ask(f"start {code}"))
+    wait_until(lambda: tree.refresh() == [] and other not in {p.pid for p in tree}, "it is known for a server")
+    rank = next(pid for pid in procfs.TreeScanner(other).scan() - {other})
+    assert {process.pid for process in tree} == {server.pid}
+    found = tree.get(rank)
+    assert found is not None
+    assert (found.role, found.matters, tree.started_by_own(found)) == ("helper", False, False)
+    end(rank)
+
+
+@pytest.mark.parametrize("start_ticks", [1, 4711])
+def test_nobody_is_registered_by_the_pid_of_an_earlier_process(
+    server: Rank, make_tree: Callable[[int], ProcessTree], start_ticks: int
+) -> None:
+    tree = make_tree(server.pid)
+    pid = int(server.ask("start import sys; print(flush=True); sys.stdin.read()"))
+    (tracked,) = tree.refresh()
+    assert tree.register(pid, start_ticks) is None
+    assert tree.register(4194305, 0) is None
+    assert not tracked.matters
 
 
 def test_an_oom_kill_of_long_ago_is_not_counted(
@@ -383,3 +431,32 @@ def test_a_child_that_was_never_known_does_not_hide_another_with_its_pid(
     (later,) = tree.refresh()
     assert (later.pid, later.exited_at) == (pid, None)
     assert tree.refresh() == []
+
+
+def test_a_process_that_does_not_let_itself_be_read_holds_nothing_up(tmp_path: Path) -> None:
+    guard_reads(GuardedReader())
+    try:
+        with locked_process(tmp_path, title="sglang::scheduler_TP1") as process:
+            before = time.monotonic()
+            tree = ProcessTree(process.pid)
+            for _scan in range(10):
+                tree.refresh()
+            assert time.monotonic() - before < LONG / 2
+            found = tree.root
+            assert (found.title, found.is_python, found.is_nameless) == ("sglang::schedul", True, False)
+            # Who dies meanwhile is noticed nonetheless.
+            process.kill()
+            assert found.handle.has_exited(LONG)
+    finally:
+        guard_reads(None)
+
+
+def test_it_gets_its_title_once_it_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with child("ready()\npause()", title="sglang::scheduler_TP1") as process:
+        with monkeypatch.context() as patch:
+            patch.setattr(procfs, "read_guarded", Mock(side_effect=BlockedReadError))
+            tree = ProcessTree(process.pid)
+            tree.refresh()
+        assert (tree.root.title, tree.root.is_nameless) == ("sglang::schedul", False)
+        tree.refresh()
+        assert (tree.root.title, tree.root.rank) == ("sglang::scheduler_TP1", {"tp": 1})

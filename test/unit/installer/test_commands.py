@@ -66,7 +66,7 @@ def test_apply_status_and_revert_say_what_they_did(site, run):
     assert run("apply")[:2] == (0, f"SGLang 0.5.9 in {site.resolve()}/sglang is already patched\n")
     code, out, _ = run("status")
     assert "state    patched\n" in out
-    assert "next" not in out
+    assert "next     sglang-crashkit" not in out
     assert run("revert")[1].splitlines()[0].endswith("has upstream's bytes again:")
     assert run("revert")[:2] == (0, f"SGLang 0.5.9 in {site.resolve()}/sglang is not patched\n")
     assert snapshot(site) == pristine
@@ -156,7 +156,8 @@ def test_wheel_builds_both_wheels_and_says_how_to_install_them(tmp_path, capsys,
     version = sglang_crashkit.__version__
     names = sorted(path.name for path in out.iterdir())
     assert names == [f"sglang-0.5.9+crashkit.{version}-py3-none-any.whl", f"sglang_crashkit-{version}-py3-none-any.whl"]
-    assert f"pip install --no-index --find-links {out} sglang==0.5.9" in capsys.readouterr().out
+    command = f"pip install --find-links {out} sglang==0.5.9+crashkit.{version} && sglang-crashkit status"
+    assert f"install  {command}\n" in capsys.readouterr().out
     assert cli.main(["wheel", str(tmp_path / "no.whl"), "--out", str(out)]) == 2
     assert "neither a release of SGLang nor a wheel" in capsys.readouterr().err
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))

@@ -52,6 +52,12 @@ def test_an_installation_is_found_without_importing_it(venv, site, wheel, monkey
     require_kit(found)
 
 
+def test_the_empty_folder_of_an_uninstalled_kit_is_no_kit(venv, site, wheel):
+    install(wheel, site)
+    (site / "sglang_crashkit").mkdir()
+    assert find_environment(str(venv)).kit is None
+
+
 def test_start_up_files_that_print_do_no_harm(venv, site, wheel):
     install(wheel, site)
     (site / "noise.pth").write_text("import sys; print('noise'); print('more', file=sys.stderr)\n")

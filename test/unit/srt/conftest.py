@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.settings import JOURNAL_VARIABLE, LAUNCH_VARIABLE, SOCKET_VARIABLE, SPOOL_VARIABLE
+from sglang_crashkit.core.armed import HANDLER_PID
+from sglang_crashkit.core.settings import (
+    LAUNCH_VARIABLE,
+    MODE_VARIABLE,
+    SOCKET_VARIABLE,
+    SPOOL_VARIABLE,
+)
 from sglang_crashkit.srt import crash_exit
 from unit.waiting import LONG
 
@@ -42,16 +48,24 @@ class Listener:
 
     def __init__(self, path: Path, answers: dict[str, dict[str, Any] | None]) -> None:
         self.path = path
+        self._pid = path.with_name(HANDLER_PID)
         self.process = subprocess.Popen(
             [sys.executable, "-c", _SCRIPT, str(path), json.dumps(answers)], stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
+        self._pid.write_text(str(self.process.pid))
 
     def heard(self) -> dict[str, Any]:
         """Return the next message."""
         assert self.process.stdout is not None
         message: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return message
+
+    def heard_but_members(self) -> dict[str, Any]:
+        """Return the next message that does not name the processes that were started."""
+        while (message := self.heard())["event"] == "members":
+            pass
         return message
 
     def kill(self) -> None:
@@ -69,7 +83,7 @@ def short_folder() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def without_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (SOCKET_VARIABLE, SPOOL_VARIABLE, LAUNCH_VARIABLE, JOURNAL_VARIABLE):
+    for name in (SOCKET_VARIABLE, SPOOL_VARIABLE, LAUNCH_VARIABLE, MODE_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -97,6 +111,7 @@ def listener(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Li
     found = Listener(short_folder / "sock", answers)
     (short_folder / "spool").mkdir()
     monkeypatch.setenv(SOCKET_VARIABLE, str(found.path))
+    monkeypatch.setenv(MODE_VARIABLE, "server")
     monkeypatch.setenv(SPOOL_VARIABLE, str(short_folder / "spool"))
     yield found
     found.kill()

@@ -193,6 +193,19 @@ def test_the_crash_handler_may_trace_it_where_yama_is(runtime: Path, monkeypatch
     assert asked == [(int.from_bytes(b"Yama", "big"), 4711)]
 
 
+def test_a_main_process_lets_trace_it_whom_its_program_chose(runtime: Path) -> None:
+    code = """
+from sglang_crashkit.srt import arming
+asked = []
+arming._allow_tracing = asked.append
+arming.arm_server()
+print(len(asked), arming._state is not None)
+arming._disarm()
+"""
+    done = run(runtime, code, **{SOCKET_VARIABLE: str(runtime / "handler.sock")})
+    assert done.stdout == "0 True\n", done.stderr
+
+
 @pytest.fixture
 def own_folder(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The runtime folder of this process, were it a server."""

@@ -29,6 +29,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(crash_exit, "begin", lambda status, _secs: told.append(int(status)))
     monkeypatch.setattr(signal, "pthread_kill", lambda *_: None)
     monkeypatch.delenv(settings.SOCKET_VARIABLE, raising=False)
+    monkeypatch.setenv(settings.MODE_VARIABLE, "server")
     monkeypatch.setattr(child_watch, "_watch", None)
     return told
 

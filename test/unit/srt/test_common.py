@@ -38,7 +38,7 @@ def test_what_upstream_raises_is_raised() -> None:
 
 def test_the_handler_is_told_first(listener: Listener) -> None:
     @on_kill_process_tree
-    def kill_and_listen(parent_pid: int | None) -> Any:
+    def kill_and_listen(parent_pid: int | None, skip_pid: int | None = None) -> Any:
         return listener.heard()
 
     told = kill_and_listen(None)

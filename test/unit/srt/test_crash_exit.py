@@ -40,7 +40,8 @@ def start_child():
     print(child.pid, flush=True)
     return child.pid
 
-crash_exit.note_launch()
+crash_exit.note_server_program()
+crash_exit.note_launch(None)
 crash_exit.note_started()
 """
 
@@ -114,6 +115,29 @@ def test_a_child_that_is_to_live_on_does() -> None:
 def test_without_a_crash_upstreams_function_does_what_it_does() -> None:
     assert run("kill_process_tree(os.getpid())").returncode == -signal.SIGKILL
     assert run("kill_process_tree(os.getpid(), include_parent=False); sys.exit(7)").returncode == 7
+
+
+def test_whoever_wants_upstreams_exit_status_gets_it() -> None:
+    code = "start_child(); crash_exit.begin(82, 60); kill_process_tree(os.getpid())"
+    done = run(code, SGLANG_CRASHKIT_EXIT_STATUS="upstream")
+    assert done.returncode == -signal.SIGKILL
+    pid = int(done.stdout)
+    wait_until(lambda: is_gone(pid), "the child is gone")
+
+
+@pytest.mark.parametrize("mode", ["library", "elastic"])
+def test_a_crash_ends_nobody_but_a_server_program(mode: str) -> None:
+    arguments = "types.SimpleNamespace(elastic_ep_backend='mooncake')" if mode == "elastic" else "None"
+    code = f"""
+        import types
+        crash_exit._crash.is_program = {mode == "elastic"}
+        crash_exit.note_launch({arguments})
+        crash_exit.begin(82, 0.1)
+        time.sleep(1.5)
+        print(crash_exit.has_begun(), crash_exit.is_due(whole=False))
+        """
+    done = run(code)
+    assert (done.returncode, done.stdout.split()) == (0, ["False", "False"])
 
 
 def test_with_the_kit_off_upstreams_function_does_what_it_does() -> None:
@@ -268,7 +292,7 @@ def test_a_program_that_catches_it_goes_on() -> None:
 def test_a_server_serves_from_when_its_ranks_are_ready_until_others_are_waited_for() -> None:
     code = """
         print(crash_exit.is_serving(), crash_exit.is_draining())
-        crash_exit.note_launch()
+        crash_exit.note_launch(None)
         print(crash_exit.is_serving(), crash_exit.has_started())
         crash_exit.note_started()
         crash_exit.note_draining()

@@ -276,7 +276,7 @@ def test_each_pipe_gets_a_byte(
     assert [os.read(reader, 16) for reader in readers] == [b"1", b"1"]
     for reader in readers:
         os.close(reader)
-    assert caplog.text.count("Triggered a GPU core of PID") == 2
+    assert caplog.text.count("Triggered CUDA user coredump for PID ") == 2
 
 
 def test_pipes_that_do_not_answer_are_named_one_by_one(
@@ -286,13 +286,14 @@ def test_pipes_that_do_not_answer_are_named_one_by_one(
     monkeypatch.delenv("CUDA_ENABLE_USER_TRIGGERED_COREDUMP")
     os.mkfifo(tmp_path / str(two[1].pid))
     dump_utils.trigger_cuda_user_coredump(scheduler_only=True)
-    assert f"there is no pipe {tmp_path / str(two[0].pid)}" in caplog.text
-    assert f"pipe {tmp_path / str(two[1].pid)}: nobody reads it" in caplog.text
-    assert "CUDA_ENABLE_USER_TRIGGERED_COREDUMP" in caplog.text
+    first, second = (f"for PID {process.pid}: {tmp_path / str(process.pid)}" for process in two)
+    assert f"CUDA coredump pipe not found {first}. Ensure CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 was set" in caplog.text
+    assert f"CUDA coredump pipe has no reader {second}" in caplog.text
+    assert "CUDA user-triggered coredump is not enabled." in caplog.text
 
 
 def test_a_write_that_fails_leaves_no_descriptor_and_the_next_one_is_asked(
-    two: list[Process], monkeypatch: pytest.MonkeyPatch
+    two: list[Process], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     closed = []
     monkeypatch.setattr(os, "open", lambda path, flags: 1000)
@@ -304,6 +305,8 @@ def test_a_write_that_fails_leaves_no_descriptor_and_the_next_one_is_asked(
     monkeypatch.setattr(os, "write", refuse)
     dump_utils.trigger_cuda_user_coredump(scheduler_only=True)
     assert closed == [1000, 1000]
+    assert caplog.text.count("Failed to trigger CUDA user coredump for PID ") == 2
+    assert caplog.text.count("OSError: [Errno 5] broken") == 2
 
 
 # -- both
@@ -317,12 +320,22 @@ def test_each_diagnostic_has_its_flag(monkeypatch: pytest.MonkeyPatch, stacks: s
     monkeypatch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", stacks)
     monkeypatch.setenv("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", cores)
     monkeypatch.setenv("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "30")
+    monkeypatch.setattr(dump_utils, "collect_scheduler_processes", lambda: [Process()])
     monkeypatch.setattr(dump_utils, "pyspy_dump_schedulers", lambda scheduler_only: done.append("stacks"))
     monkeypatch.setattr(dump_utils, "trigger_cores", lambda scheduler_only: done.append("cores") or answering)
     monkeypatch.setattr(time, "sleep", done.append)
     dump_utils.diagnose_schedulers()
     waits = cores == "1" and answering
     assert done == ["stacks"] * int(stacks) + ["cores"] * int(cores) + ([30.0] if waits else [])
+
+
+def test_without_live_schedulers_neither_is_tried(
+    monkeypatch: pytest.MonkeyPatch, commands: list[list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dump_utils, "collect_scheduler_processes", list)
+    dump_utils.diagnose_schedulers()
+    assert commands == []
+    assert caplog.messages == ["No live scheduler processes found; skipping py-spy and CUDA coredump."]
 
 
 def test_the_module_stands_in_under_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,36 @@
 from __future__ import annotations
 
-import subprocess
+import contextlib
+import logging
+import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from sglang_crashkit.core import settings
-from sglang_crashkit.srt import child_watch, handler_process
-from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_launch_phase_sigquit
+from sglang_crashkit.srt import child_watch, crash_exit, handler_process
+from sglang_crashkit.srt.entrypoints.engine import (
+    on_engine_launch,
+    on_launch_phase_sigquit,
+    on_wait_for_scheduler_ready,
+)
 from unit.srt.conftest import Listener
 from unit.waiting import descriptors
 
 STACKS, CORES = "SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"
+
+
+@pytest.fixture(autouse=True)
+def own_environ() -> Iterator[None]:
+    """What a launch sets is not there for other tests."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +87,9 @@ def test_a_handler_that_cannot_be_started_leaves_the_server_alone(
     monkeypatch.setattr(sys, "executable", "/bin/false")
     before = descriptors()
     on_engine_launch(SimpleNamespace(crash_dump_folder=str(tmp_path)))
-    assert "on_engine_launch failed" in caplog.text
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert line.startswith("crash kit: no crash handler, so a crash of this server leaves no incident: ")
+    assert "incidents of this server go to" not in caplog.text
     assert settings.SOCKET_VARIABLE not in handler_process.os.environ
     assert watches == [{"follows": False}]
     assert descriptors().items() <= before.items()
@@ -89,8 +106,8 @@ def test_a_handler_that_hangs_at_its_start_is_ended(
     monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
     monkeypatch.setattr(sys, "executable", str(tool))
     monkeypatch.setattr(handler_process, "_START_SECS", 0.2)
-    with pytest.raises(subprocess.TimeoutExpired):
-        handler_process.start(str(tmp_path / "crash"))
+    handler_process.start(str(tmp_path / "crash"))
+    assert settings.SOCKET_VARIABLE not in os.environ
     assert list((settings.fallback_folder() / "run").iterdir()) == []
 
 
@@ -116,3 +133,30 @@ def test_a_node_above_the_first_follows(
     monkeypatch.setattr(handler_process, "start", lambda _folder: None)
     on_engine_launch(SimpleNamespace(crash_dump_folder=None, node_rank=rank))
     assert watches == [{"follows": follows}]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("is_program", [False, True])
+def test_a_users_program_has_the_variables_of_cores_while_its_ranks_are_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_program: bool, fails: bool
+) -> None:
+    seen: list[bool] = []
+
+    def is_set() -> bool:
+        return "CUDA_COREDUMP_FILE" in os.environ
+
+    @on_wait_for_scheduler_ready
+    def wait(_readers: object, _processes: object) -> str:
+        seen.append(is_set())
+        if fails:
+            raise RuntimeError("not ready")
+        return "infos"
+
+    monkeypatch.setattr(handler_process, "start", lambda _folder: None)
+    monkeypatch.setattr(crash_exit, "is_server_program", lambda: is_program)
+    on_engine_launch(SimpleNamespace(crash_dump_folder=str(tmp_path)))
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        # Stand-ins for pipes and processes, as Ray's actors are.
+        wait([object()], [object()])
+    assert seen == [True]
+    assert is_set() is is_program

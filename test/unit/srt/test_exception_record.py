@@ -138,7 +138,7 @@ def test_outside_an_exception_it_does_nothing(listener: Listener, short_folder: 
 
 
 def test_a_spool_that_is_gone_does_not_silence_the_rank(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SPOOL_VARIABLE, "/nowhere")
+    monkeypatch.setenv(SPOOL_VARIABLE, "/nowhere/spool")
     hit(ValueError("odd"))
     heard = listener.heard()
     assert (heard["message"], heard["record"]) == ("ValueError: odd", None)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.core.flight_request import FlightPlace
+from sglang_crashkit.core.identity_key import server_key
 from unit.waiting import LONG
 
 _SCRIPT = """
@@ -64,10 +64,12 @@ def run(tmp_path: Path) -> Run:
 def test_each_scheduler_gets_names_of_its_own_that_nobody_else_can_use(run: Run, tmp_path: Path, times: int) -> None:
     told = run(times=times)
     name = f"{told['pid']}-{told['start_ticks']}"
-    pipe, dump = f"{tmp_path}/runtime/{name}.nccl-", f"{tmp_path}/crash/flight_recorder/{name}-rank"
+    key = server_key(told["pid"], told["start_ticks"])
+    pipe, dump = f"{tmp_path}/runtime/{name}.nccl-", f"{tmp_path}/crash/flight_recorder/{key}-rank"
     assert told["environ"] == {SIZE: "2000", PIPE: pipe, DUMP: dump}
     assert told["place"] == FlightPlace(pipe, dump, is_own=True)
-    assert stat.S_IMODE((tmp_path / "crash" / "flight_recorder").stat().st_mode) == 0o700
+    # The crash handler makes it: the disk may be one that does not answer.
+    assert not (tmp_path / "crash").exists()
     assert sorted(path.name for path in (tmp_path / "runtime").iterdir()) == [f"{name}.flight"]
     assert told["stderr"] == ""
 
@@ -111,11 +113,3 @@ def test_where_no_pipe_can_be_made_pytorch_is_not_told_to_make_one(run: Run, tmp
     told = run(SGLANG_CRASHKIT_SOCKET=str(tmp_path / "missing" / "handler.sock"))
     assert told["environ"] == {SIZE: "2000"}
     assert "prepare_flight_recorder failed" in told["stderr"]
-
-
-def test_a_link_in_place_of_the_folder_gets_no_dumps(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "theirs")
-    told = run(SGLANG_CRASHKIT_FLIGHT_FOLDER=str(tmp_path / "link"))
-    assert DUMP not in told["environ"]
-    assert told["place"] is None

@@ -20,7 +20,7 @@ from unit.waiting import LONG, wait_until
 NODE = """
 import ctypes, multiprocessing, os, signal, sys
 from types import SimpleNamespace
-from sglang_crashkit.srt import handler_process
+from sglang_crashkit.srt import crash_exit, handler_process
 from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_wait_for_scheduler_ready
 from sglang_crashkit.srt.utils.common import on_kill_process_tree
 
@@ -40,6 +40,8 @@ def scheduler(writer, commands):
 
 if __name__ == "__main__":
     handler_process.start = lambda folder: None
+    if os.environ.get("SGLANG_BLOCK_NONZERO_RANK_CHILDREN") != "0":
+        crash_exit.note_server_program()
     context = multiprocessing.get_context("fork")
     on_engine_launch(SimpleNamespace(crash_dump_folder=None, node_rank=int(sys.argv[1])))
     readers, processes, commands = [], [], []
@@ -124,7 +126,7 @@ def test_it_ends_as_upstreams_when_rank_0_ends_its_schedulers(listener: Listener
     for line in ("0 0", "1 0", "join x"):
         node.say(line)
     assert node.process.wait(LONG) == 0
-    assert [listener.heard()["event"] for _ in range(2)] == ["draining", "teardown"]
+    assert [listener.heard()["event"] for _ in range(4)] == ["launch", "members", "draining", "teardown"]
 
 
 def test_a_scheduler_that_does_not_follow_the_others_ends_it(start: Start) -> None:
@@ -146,6 +148,7 @@ def test_the_handlers_word_is_waited_for(listener: Listener, start: Start) -> No
     node = start(**{SOCKET_VARIABLE: str(listener.path)})
     os.kill(node.schedulers[1], signal.SIGKILL)
     assert node.process.wait(LONG) == 137
+    assert [listener.heard()["event"] for _ in range(2)] == ["launch", "members"]
     told = listener.heard()
     assert told["event"] == "child_failed"
     assert f"(pid {node.schedulers[1]}) was killed by SIGKILL" in told["message"]

@@ -206,3 +206,31 @@ def test_a_function_that_can_wait_keeps_its_signature_and_default():
     wrapped(parent_pid=999_999_999)
     wrapped(999_999_999, wait_timeout=None)
     assert calls == [(999_999_999, True, None, 60), (999_999_999, True, None, None)]
+
+
+@pytest.mark.parametrize("arguments", [((), {}), ((1, 2, 3, 4, 5), {}), ((), {"parent_pid": 1, "unknown": 2})])
+def test_arguments_that_it_does_not_take_are_answered_under_upstreams_name(kill, arguments):
+    args, kwargs = arguments
+    with pytest.raises(TypeError, match=r"^(old_)?kill_process_tree\(\) "):
+        kill(*args, **kwargs, **({} if len(args) > 3 else {"wait_timeout": 1.0}))
+
+
+def test_errors_come_from_a_function_of_that_name(old_release, family):
+    process, _pids = family
+    kill = old_release.kill_process_tree
+    assert (kill.__name__, kill.__wrapped__) == ("old_kill_process_tree", old_kill_process_tree)
+    with (
+        mock.patch.object(old_release, "_still_holding_resources", lambda procs: list(procs)),
+        pytest.raises(RuntimeError, match=r"^kill_process_tree: 3 process\(es\) not reaped within 0.05s") as raised,
+    ):
+        kill(process.pid, wait_timeout=0.05)
+    assert "kill_process_tree" in [entry.name for entry in raised.traceback]
+
+
+def test_a_wait_is_logged_as_upstream_does(kill, family, caplog):
+    process, _pids = family
+    with caplog.at_level(logging.INFO):
+        kill(process.pid, wait_timeout=LONG)
+    assert caplog.messages == [
+        f"kill_process_tree called: parent_pid={process.pid}, include_parent=True, pid={os.getpid()}"
+    ]

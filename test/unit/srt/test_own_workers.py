@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from sglang_crashkit.core.pidfd import ExitStatus
-from sglang_crashkit.srt.own_workers import OwnWorkers, Worker, is_named_as_worker
+from sglang_crashkit.srt.own_workers import OwnWorkers, Worker
 from unit.waiting import LONG, child, wait_until
 
 SLEEPER = "ready(); pause()"
@@ -147,9 +147,3 @@ def test_one_that_is_gone_and_done_with_is_dropped(workers: OwnWorkers) -> None:
         found.done = True
         workers.find()
         assert list(workers) == []
-
-
-def test_a_worker_is_known_by_its_title() -> None:
-    with child(SLEEPER, title=TITLE) as process:
-        assert is_named_as_worker(process.pid)
-    assert not is_named_as_worker(os.getpid())

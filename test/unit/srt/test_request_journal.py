@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang_crashkit.core.journal import JournalReader, JournalWriter
-from sglang_crashkit.core.settings import JOURNAL_VARIABLE
+from sglang_crashkit.core.ring import RingError
+from sglang_crashkit.core.settings import SOCKET_VARIABLE, Prompts
 from sglang_crashkit.srt.managers.tokenizer_manager import on_request_states
 from sglang_crashkit.srt.request_journal import JournaledStates, open_journal, read_request
+from unit.srt.conftest import Listener
 
 
 @dataclass
@@ -24,6 +27,7 @@ class GenerateReqInput:
     input_ids: list[int] | None = None
     image_data: Any = None
     sampling_params: dict[str, Any] | None = None
+    token_ids_logprob: list[int] | None = None
     stream: bool = False
     log_metrics: bool = True
     no_logs: bool = False
@@ -38,8 +42,8 @@ def state(rid: str, **fields: Any) -> SimpleNamespace:
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Iterator[JournalWriter]:
-    writer = JournalWriter(tmp_path / "7-1.ring", 2**20)
+def journal() -> Iterator[JournalWriter]:
+    writer = JournalWriter(2**20)
     yield writer
     writer.close()
 
@@ -50,15 +54,15 @@ def states(journal: JournalWriter) -> JournaledStates:
 
 
 def told(journal: JournalWriter) -> dict[str, str]:
-    with JournalReader(journal.path) as reader:
-        return {
-            str((reader.load(request) or {})["rid"]): "finished"
-            if request.finished
-            else "unfinished"
-            if request.ended is None
-            else "dropped"
-            for request in reader.requests
-        }
+    reader = JournalReader(journal.fd)
+    return {
+        str((reader.load(request) or {})["rid"]): "finished"
+        if request.finished
+        else "unfinished"
+        if request.ended is None
+        else "dropped"
+        for request in reader.requests
+    }
 
 
 def test_what_enters_has_begun_and_what_leaves_has_ended(states: JournaledStates, journal: JournalWriter) -> None:
@@ -90,8 +94,8 @@ def test_a_request_id_may_come_back(states: JournaledStates, journal: JournalWri
     states["a"].finished = True
     states["a"] = state("a", text="second")
     states["a"] = states["a"]
-    with JournalReader(journal.path) as reader:
-        found = [(reader.load(request) or {}, request.finished) for request in reader.requests]
+    reader = JournalReader(journal.fd)
+    found = [(reader.load(request) or {}, request.finished) for request in reader.requests]
     assert [(request["text"], finished) for request, finished in found] == [("second", False), ("first", True)]
 
 
@@ -167,6 +171,47 @@ def test_a_request_that_asks_for_no_logs_keeps_its_prompt_to_itself() -> None:
 
 
 @pytest.mark.parametrize(
+    ("prompts", "text", "ids", "omitted"),
+    [
+        ("full", "private", [1, 2], set()),
+        ("ids", None, [1, 2], {"text"}),
+        ("none", None, None, {"text", "input_ids", "token_ids_logprob"}),
+    ],
+)
+def test_what_is_kept_of_a_prompt_is_the_users_to_say(
+    prompts: Prompts, text: object, ids: object, omitted: set[str]
+) -> None:
+    request = GenerateReqInput(
+        rid="a", text="private", input_ids=[1, 2], token_ids_logprob=[3], sampling_params={"top_p": 0.5}
+    )
+    fields, *prompt = read_request(request, prompts)
+    assert prompt == [text, ids]
+    assert fields["rid"] == "a"
+    assert fields["sampling_params"] == {"top_p": 0.5}
+    assert fields.get("omitted", {}).keys() == omitted
+    if "text" in omitted:
+        assert fields["omitted"]["text"] == f"withheld by SGLANG_CRASHKIT_PROMPTS={prompts}: str, 7 characters"
+    assert ("private" in json.dumps(fields)) is False
+
+
+def test_a_pair_of_texts_is_a_prompt_too() -> None:
+    fields, text, _ids = read_request(GenerateReqInput(text=["private", "b"]), "none")  # type: ignore[arg-type]
+    assert text is None
+    assert "private" not in json.dumps(fields)
+
+
+def test_what_is_heavy_is_described() -> None:
+    params = {"logit_bias": {str(number): 1.0 for number in range(100_000)}}
+    request = GenerateReqInput(rid="a", sampling_params=params, token_ids_logprob=list(range(100_000)))
+    fields = read_request(request)[0]
+    assert fields == {
+        "kind": "GenerateReqInput",
+        "rid": "a",
+        "omitted": {"sampling_params": "dict", "token_ids_logprob": "list of 100000"},
+    }
+
+
+@pytest.mark.parametrize(
     ("environ", "folder", "is_on"),
     [
         ({}, True, True),
@@ -175,11 +220,10 @@ def test_a_request_that_asks_for_no_logs_keeps_its_prompt_to_itself() -> None:
         ({}, False, False),
     ],
 )
-def test_the_manager_keeps_a_journal_where_one_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], folder: bool, is_on: bool
+def test_the_manager_keeps_a_journal_where_one_is_wanted_and_passes_it_on(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], folder: bool, is_on: bool
 ) -> None:
     monkeypatch.setenv("SGLANG_CRASHKIT_JOURNAL_MB", "2")
-    monkeypatch.setenv(JOURNAL_VARIABLE, str(tmp_path))
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     before: dict[str, Any] = {"a": state("a")}
@@ -187,42 +231,57 @@ def test_the_manager_keeps_a_journal_where_one_is_wanted(
     on_request_states(manager)
     assert manager.rid_to_state == before
     assert isinstance(manager.rid_to_state, JournaledStates) == is_on
-    assert [path.stat().st_size for path in tmp_path.iterdir()] == ([2 * 2**20] if is_on else [])
+    if is_on:
+        heard = listener.heard()
+        assert (heard["event"], heard["has_descriptor"]) == ("journal", True)
 
 
-def test_two_managers_in_one_process_have_a_ring_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_CRASHKIT_JOURNAL_MB", "1")
-    monkeypatch.setenv(JOURNAL_VARIABLE, str(tmp_path))
-    opened = [open_journal(), open_journal()]
-    assert len(list(tmp_path.iterdir())) == 2
-    for journal in opened:
-        assert journal is not None
-        journal.close()
+def test_the_flag_for_prompts_reaches_the_journal(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CRASHKIT_PROMPTS", "none")
+    assert listener.path.exists()
+    manager: Any = SimpleNamespace(crash_dump_folder="/crash", rid_to_state={})
+    on_request_states(manager)
+    manager.rid_to_state["a"] = state("a", text="private")
+    reader = JournalReader(manager.rid_to_state._journal.fd)
+    (request,) = reader.requests
+    assert "private" not in json.dumps(reader.load(request))
 
 
-def test_a_journal_for_which_the_disk_is_too_full_is_not_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_without_a_crash_handler_there_is_no_journal(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(JOURNAL_VARIABLE, str(tmp_path))
-    monkeypatch.setenv("SGLANG_CRASHKIT_KEEP_FREE_MB", "1e12")
+    listener.kill()
+    assert open_journal() is None
+    assert "the crash handler did not take it" in caplog.text
+    monkeypatch.delenv(SOCKET_VARIABLE)
+    assert open_journal() is None
+
+
+def test_a_journal_for_which_there_is_no_memory_leaves_the_server_as_it_is(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_memory(*_arguments: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    assert listener.path.exists()
+    monkeypatch.setattr(os, "memfd_create", no_memory)
     states: dict[str, Any] = {}
     manager = SimpleNamespace(crash_dump_folder="/crash", rid_to_state=states)
     on_request_states(manager)
     assert manager.rid_to_state is states
-    assert list(tmp_path.iterdir()) == []
     (record,) = caplog.records
-    assert record.levelname == "WARNING"
     assert record.exc_info is None
-    assert "no request journal of 64 MiB" in record.message
-    assert "SGLANG_CRASHKIT_KEEP_FREE_MB" in record.message
+    assert "no request journal: there is no memory" in record.message
 
 
-def test_a_journal_that_cannot_be_made_leaves_the_server_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_journal_that_is_switched_off_is_not_believed_any_more(
+    states: JournaledStates, journal: JournalWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(JOURNAL_VARIABLE, str(tmp_path / "gone"))
-    states: dict[str, Any] = {}
-    manager = SimpleNamespace(crash_dump_folder="/crash", rid_to_state=states)
-    on_request_states(manager)
-    assert manager.rid_to_state is states
-    assert caplog.text.count("cannot be reserved") >= 1
+    def fail(*_arguments: object, **_named: object) -> None:
+        raise RingError("there is no memory")
+
+    states["a"] = state("a")
+    monkeypatch.setattr(journal, "end", fail)
+    del states["a"]
+    with pytest.raises(RingError, match="was switched off"):
+        JournalReader(journal.fd)

@@ -4,6 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from enum import IntEnum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,7 +76,7 @@ def test_the_first_round_tells_the_handler_where_the_beat_is(listener: Listener,
 
 def test_a_batch_is_counted_with_its_requests(listener: Listener, scheduler: Scheduler) -> None:
     reader = beating(listener, scheduler)
-    scheduler.run_batch(SimpleNamespace(reqs=["a", "b", "c"]))
+    scheduler.run_batch(SimpleNamespace(reqs=["a", "b", "c"], forward_mode=None, extend_num_tokens=None))
     found = reader.read()
     assert (found.in_batch, found.batches, found.requests) == (True, 1, 3)
     assert found.doing == "batch 1, of 3 requests"
@@ -120,8 +121,8 @@ def test_a_request_that_may_take_any_time_is_told(
     assert not read(reader).is_busy
 
 
-@pytest.mark.parametrize("place", [0, 2, 97, 99])
-def test_it_is_found_among_the_first_and_the_last_of_many(listener: Listener, scheduler: Scheduler, place: int) -> None:
+@pytest.mark.parametrize("place", [0, 2, 50, 97, 99])
+def test_it_is_found_among_many(listener: Listener, scheduler: Scheduler, place: int) -> None:
     reader = beating(listener, scheduler)
     requests = [request_of("TokenizedGenerateReqInput") for _ in range(100)]
     scheduler.process_input_requests(requests)
@@ -131,28 +132,30 @@ def test_it_is_found_among_the_first_and_the_last_of_many(listener: Listener, sc
     assert read(reader).is_busy
 
 
-class Counting(list[Any]):
-    """Counts what is taken out of it."""
+class Mode(IntEnum):
+    """Stands for ``ForwardMode``."""
 
-    taken = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in super().__iter__():
-            self.taken += 1
-            yield item
-
-    def __getitem__(self, index: Any) -> Any:
-        found = super().__getitem__(index)
-        self.taken += len(found) if isinstance(index, slice) else 1
-        return found
+    EXTEND = 1
+    DECODE = 2
 
 
-def test_a_round_with_many_requests_costs_no_more_than_one_with_a_few(listener: Listener, scheduler: Scheduler) -> None:
-    reader = beating(listener, scheduler)
-    requests = Counting([request_of("TokenizedGenerateReqInput")] * 10_000)
-    scheduler.process_input_requests(requests)
-    assert requests.taken <= 8
-    reader.close()
+def test_the_forward_mode_and_the_tokens_of_an_extend_are_told(listener: Listener, scheduler: Scheduler) -> None:
+    beating(listener, scheduler).close()
+    assert scheduler_beat._writer is not None
+    reader = BeatReader(os.getpid(), scheduler_beat._writer.fd, {1: "extend", 2: "decode"})
+    batch = SimpleNamespace(reqs=["a"], forward_mode=Mode.EXTEND, extend_num_tokens=40_000)
+    scheduler.run_batch(batch)
+    found = reader.read()
+    assert (found.mode, found.tokens, found.doing) == (
+        "extend",
+        40_000,
+        "batch 1, of 1 request (extend of 40,000 tokens)",
+    )
+    # The batch goes on as another kind, and keeps the number.
+    batch.forward_mode = Mode.DECODE
+    scheduler.run_batch(batch)
+    found = read(reader)
+    assert (found.mode, found.tokens, found.doing) == ("decode", 0, "batch 2, of 1 request (decode)")
 
 
 def test_the_requests_stay_as_they_are(listener: Listener, scheduler: Scheduler) -> None:

@@ -3,8 +3,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import stat
-import tempfile
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +10,17 @@ from unittest.mock import patch
 
 import pytest
 
-from sglang_crashkit.srt.server_args import in_place_of_crash_dump_env, set_crash_dump_env
+from sglang_crashkit.srt.server_args import (
+    crash_dump_environ,
+    in_place_of_crash_dump_env,
+    set_crash_dump_env,
+    withdraw_crash_dump_env,
+)
 
 NAMES = {
     "CUDA_ENABLE_COREDUMP_ON_EXCEPTION",
     "CUDA_ENABLE_USER_TRIGGERED_COREDUMP",
+    "CUDA_ENABLE_CPU_COREDUMP_ON_EXCEPTION",
     "CUDA_COREDUMP_SHOW_PROGRESS",
     "CUDA_COREDUMP_GENERATION_FLAGS",
     "CUDA_COREDUMP_FILE",
@@ -59,7 +63,6 @@ def test_without_a_crash_handler_the_recorder_is_left_alone(environ: MutableMapp
     environ |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false"}
     set_crash_dump_env(args(tmp_path))
     assert environ.keys() & {"TORCH_NCCL_TRACE_BUFFER_SIZE", OWN} == set()
-    assert "CUDA_COREDUMP_FILE" in environ
 
 
 @pytest.mark.parametrize("folder", [None, ""])
@@ -84,10 +87,13 @@ def test_each_variable_is_set_and_said(
         "skip_local_memory",
         "skip_constbank_memory",
     ]
+    # Only the GPU's part is wanted: for the other the driver aborts the process.
+    assert environ["CUDA_ENABLE_CPU_COREDUMP_ON_EXCEPTION"] == "0"
     assert environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
     assert environ["SGLANG_CRASHKIT_FLIGHT_FOLDER"] == f"{tmp_path}/what-the-kernel-says/flight_recorder"
     for name in NAMES:
         assert f"Auto-set {name}={environ[name]} (from --crash-dump-folder)" in caplog.messages
+    assert OWN not in caplog.text
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - {"CUDA_COREDUMP_FILE"}))
@@ -99,76 +105,17 @@ def test_what_the_user_set_stays(environ: MutableMapping[str, str], tmp_path: Pa
     assert environ.keys() >= NAMES
 
 
-def test_the_folder_is_the_one_that_the_driver_writes_to(environ: MutableMapping[str, str], tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        set_crash_dump_env(args(tmp_path / "new"))
-    finally:
-        os.umask(before)
-    written_to = Path(environ["CUDA_COREDUMP_FILE"].replace("%h", "what-the-kernel-says")).parent
-    assert written_to.is_dir()
-    assert stat.S_IMODE(written_to.stat().st_mode) == 0o700
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["what-the-kernel-says"]
-
-
-def test_the_folder_of_the_users_own_file_is_created(environ: MutableMapping[str, str], tmp_path: Path) -> None:
-    environ["CUDA_COREDUMP_FILE"] = f"{tmp_path}/cores/%h/core.%p"
+def test_the_crash_folder_is_not_touched(environ: MutableMapping[str, str], tmp_path: Path) -> None:
     set_crash_dump_env(args(tmp_path / "crash"))
-    assert (tmp_path / "cores" / "what-the-kernel-says").is_dir()
-    assert not (tmp_path / "crash").exists()
-
-
-@pytest.mark.parametrize("template", ["core.%p", "| gzip > core.%h", "fifo"])
-def test_a_core_without_a_folder_needs_none(environ: MutableMapping[str, str], tmp_path: Path, template: str) -> None:
-    if template == "fifo":
-        template = str(tmp_path / "fifo")
-        os.mkfifo(template)
-    environ["CUDA_COREDUMP_FILE"] = template
-    before = sorted(tmp_path.iterdir())
-    set_crash_dump_env(args(tmp_path / "crash"))
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_folder_that_only_the_driver_can_name_is_an_error_that_names_it(
-    environ: MutableMapping[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    environ["CUDA_COREDUMP_FILE"] = f"{tmp_path}/%p/core"
-    set_crash_dump_env(args(tmp_path))
-    assert f"{tmp_path}/%p/core" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_created_is_an_error_that_names_it(
-    environ: MutableMapping[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_relative_crash_folder_is_the_same_for_every_process(
+    environ: MutableMapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "file").write_text("")
-    set_crash_dump_env(args(tmp_path / "file" / "below"))
-    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert len(errors) == 1
-    assert str(tmp_path / "file" / "below" / "what-the-kernel-says") in errors[0]
-    assert environ.keys() >= NAMES
-
-
-def test_a_folder_that_is_there_is_taken_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = tmp_path / "what-the-kernel-says"
-    folder.mkdir(mode=0o755)
-    set_crash_dump_env(args(tmp_path))
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-
-
-def test_a_link_in_a_shared_crash_folder_gets_no_cores(
-    environ: MutableMapping[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "what-the-kernel-says").symlink_to(tmp_path / "theirs")
-    set_crash_dump_env(args(tmp_path))
-    safe = tmp_path / "temp" / f"sglang-crashkit-{os.geteuid()}"
-    assert environ["CUDA_COREDUMP_FILE"] == f"{safe}/%h/core.cuda.%t.%p"
-    assert environ["SGLANG_CRASHKIT_FLIGHT_FOLDER"] == f"{safe}/what-the-kernel-says/flight_recorder"
-    assert (safe / "what-the-kernel-says").is_dir()
-    assert "is not a folder of this user" in caplog.text
+    monkeypatch.chdir(tmp_path)
+    set_crash_dump_env(args("crash"))
+    assert environ["CUDA_COREDUMP_FILE"] == f"{tmp_path}/crash/%h/core.cuda.%t.%p"
 
 
 def test_arguments_of_another_shape_do_not_stop_the_server(environ: MutableMapping[str, str]) -> None:
@@ -204,3 +151,64 @@ def test_upstreams_function_runs_only_when_the_kit_is_off(environ: MutableMappin
     assert calls == [given]
     assert not environ.keys() & NAMES
     assert handle_crash_dump_env.__name__ == "handle_crash_dump_env"
+
+
+def test_the_switch_of_cores_leaves_them_to_the_release(environ: MutableMapping[str, str], tmp_path: Path) -> None:
+    calls = []
+
+    @in_place_of_crash_dump_env
+    def handle_crash_dump_env(server_args: object) -> None:
+        """Upstream's, from 0.5.13 on."""
+        calls.append(server_args)
+
+    environ["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] = "0"
+    given = args(tmp_path / "crash")
+    set_crash_dump_env(given)
+    assert [name for name in environ if name.startswith("CUDA_")] == []
+    assert not (tmp_path / "crash").exists()
+    handle_crash_dump_env(given)
+    assert calls == [given]
+
+
+def test_a_program_gives_what_it_starts_later_none_of_it(environ: MutableMapping[str, str], tmp_path: Path) -> None:
+    before = dict(environ)
+    set_crash_dump_env(args(tmp_path))
+    launched = dict(environ)
+    withdraw_crash_dump_env()
+    assert environ == before
+    # Its own look for cores still knows where the driver of a rank listens.
+    assert crash_dump_environ() == launched
+    withdraw_crash_dump_env()
+    assert environ == before
+
+
+def test_the_next_launch_of_a_program_has_it_again(environ: MutableMapping[str, str], tmp_path: Path) -> None:
+    set_crash_dump_env(args(tmp_path))
+    launched = dict(environ)
+    withdraw_crash_dump_env()
+    set_crash_dump_env(args(tmp_path))
+    assert environ == launched
+
+
+def test_what_the_user_set_or_changed_is_not_withdrawn(environ: MutableMapping[str, str], tmp_path: Path) -> None:
+    environ["CUDA_COREDUMP_PIPE"] = "theirs"
+    set_crash_dump_env(args(tmp_path))
+    environ["CUDA_COREDUMP_SHOW_PROGRESS"] = "0"
+    withdraw_crash_dump_env()
+    assert {name: environ[name] for name in environ if name.startswith(("CUDA_", "TORCH_", "SGLANG_"))} == {
+        "CUDA_COREDUMP_PIPE": "theirs",
+        "CUDA_COREDUMP_SHOW_PROGRESS": "0",
+    }
+
+
+def test_another_server_of_a_program_has_its_own(
+    environ: MutableMapping[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_crash_dump_env(args(tmp_path / "first"))
+    caplog.set_level(logging.INFO)
+    set_crash_dump_env(args(tmp_path / "second"))
+    assert environ["CUDA_COREDUMP_FILE"] == f"{tmp_path}/second/%h/core.cuda.%t.%p"
+    # What stays as it was is not said again.
+    assert [name for name in NAMES if f"Auto-set {name}=" in caplog.text] == ["CUDA_COREDUMP_FILE"]
+    set_crash_dump_env(args(None))
+    assert not environ.keys() & {*NAMES, OWN}

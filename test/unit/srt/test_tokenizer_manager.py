@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit.core import procfs
+from sglang_crashkit.core.identity_key import server_key
 from sglang_crashkit.srt.managers import tokenizer_manager
 from sglang_crashkit.srt.managers.tokenizer_manager import (
     on_crash_dump,
@@ -352,11 +354,15 @@ def test_a_file_system_without_hard_links_keeps_the_dump(
     assert (tmp_path / "dump.pkl").read_bytes() == b"kept"
 
 
-def test_what_an_earlier_process_of_this_pid_left_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / f".dump.pkl.{os.getpid()}.partial").write_bytes(b"old")
+def test_what_this_process_left_torn_is_replaced_and_no_others(tmp_path: Path) -> None:
+    stat = procfs.read_stat(os.getpid())
+    assert stat is not None
+    other = tmp_path / f".dump.pkl.{server_key(stat.pid, stat.start_ticks + 1)}.partial"
+    for torn in (tmp_path / f".dump.pkl.{server_key(stat.pid, stat.start_ticks)}.partial", other):
+        torn.write_bytes(b"old")
     with open_crash_dump(SimpleNamespace(), str(tmp_path / "dump.pkl"), {}) as file:
         file.write(b"new")
-    assert [path.name for path in tmp_path.iterdir()] == ["dump.pkl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "dump.pkl"]
 
 
 @pytest.fixture

@@ -58,8 +58,10 @@ def find_suspect(ranks: Sequence[ProcessReport]) -> Suspect | None:
 def tell(report: ProcessReport | None) -> list[str]:
     """Return what one rank alone was seen doing, in sentences; nothing where it was not seen."""
     member = member_of(report) if report is not None else None
-    if member is None or not member.seen:
+    if member is None:
         return []
+    if not member.seen:
+        return _of_lock(member)
     return [f"{member.name} {describe(member)}.", *_more_of(member)]
 
 
@@ -106,12 +108,16 @@ def _more_of(member: Member) -> list[str]:
     sleeps = all(sight.state == "S" for sight in member.sights)
     is_known = member.seconds() > 0 and not (sleeps and member.motion() == "spinning")
     motion = motion_words(member).removeprefix("; it ") if is_known else ""
-    said = [f"{member.name} {motion}."] if motion else []
+    return [*([f"{member.name} {motion}."] if motion else []), *_of_lock(member)]
+
+
+def _of_lock(member: Member) -> list[str]:
+    """Return in a sentence that nobody in a process got its GIL, where that is so."""
     report: ProcessReport = member.source
-    seen = [look for look in report.looks if look.doing]
+    seen = [look for look in report.looks if look.doing or look.lock]
     if len(seen) > 1 and all(look.lock == "taken" for look in seen):
-        said.append(f"No other thread of {member.name} got its interpreter lock in time to answer.")
-    return said
+        return [f"No other thread of {member.name} got its interpreter lock in time to answer."]
+    return []
 
 
 def _seconds_of(time: str) -> float:

@@ -29,6 +29,7 @@ Kind = Literal[
     "socket",
     "compiling",
     "loading",
+    "profiling",
     "idle",
     "unknown",
 ]
@@ -46,6 +47,7 @@ _WORDS: dict[Kind, str] = {
     "socket": "waited for a socket",
     "compiling": "compiled a kernel",
     "loading": "loaded weights",
+    "profiling": "wrote a profile",
     "idle": "was in its loop for requests",
     "unknown": "was",
 }
@@ -90,6 +92,7 @@ _COMPILING = re.compile(
 )
 _LOADING_FILE = re.compile(r"(^|/)(model_loader/|safetensors/|huggingface_hub/)")
 _LOADING = re.compile(r"^(load_model|load_weights|_?load_weights_\w+)$")
+_PROFILING = re.compile(r"^(_?(start|stop)_profile|export_chrome_trace|export_stacks)$")
 _RECEIVING = re.compile(
     r"^(recv_requests|ingest_requests|maybe_sleep|maybe_sleep_on_idle|on_idle|self_check_during_idle"
     # With prefill and decode apart, what asks after the transfers.
@@ -198,8 +201,8 @@ def of_thread(thread: Thread) -> Activity:
 
 
 def caller_that_tells(frames: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame by which a thread is known to compile or to load, None where it does neither."""
-    return next(filter(_compiles, frames), None) or next(filter(_loads, frames), None)
+    """Return the innermost frame by which a thread is known to compile, load or profile, None where it does not."""
+    return next(filter(None, (next(filter(does, frames), None) for does in (_compiles, _loads, _profiles))), None)
 
 
 def _compiles(frame: Frame) -> bool:
@@ -208,6 +211,10 @@ def _compiles(frame: Frame) -> bool:
 
 def _loads(frame: Frame) -> bool:
     return bool(_LOADING_FILE.search(frame.file) or _LOADING.match(bare_name(frame)))
+
+
+def _profiles(frame: Frame) -> bool:
+    return _PROFILING.match(bare_name(frame)) is not None
 
 
 def bare_name(frame: Frame) -> str:
@@ -261,6 +268,8 @@ def _of_python(frames: Sequence[Frame]) -> tuple[Kind, str]:
         return "compiling", ""
     if any(map(_loads, frames)):
         return "loading", ""
+    if any(map(_profiles, frames)):
+        return "profiling", ""
     caller = next((frame for frame in frames if not _BETWEEN.search(frame.file)), leaf)
     is_loop = _RECEIVING.match(bare_name(caller)) or _LOOP.match(bare_name(caller))
     if is_loop or _RECEIVING_FILE.search(caller.file) or _SERVING.search(caller.file):

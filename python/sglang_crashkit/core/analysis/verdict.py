@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sglang_crashkit.core.analysis.busy import find_busy
 from sglang_crashkit.core.analysis.grouping import groups_of, rank_at
 from sglang_crashkit.core.analysis.hang import all_stopped, find_suspect, frame_of, tell
 from sglang_crashkit.core.analysis.member import name_some
@@ -26,6 +27,8 @@ FailureKind = Literal["exit", "exception", "hang"]
 _SAME_MOMENT_SECS = 0.005
 #: Of so many process groups the verdict tells what is seen; of the others, the incident does.
 _MOST_COLLECTIVES = 2
+#: Triggers by which the kit itself noticed a silence; upstream's watchdog ends the server, busy or not.
+_NOTICED = ("no_progress", "silent_at_sigterm")
 _LOST_PEER = re.compile(
     r"connection (closed|reset)|closed by peer|broken pipe|socket timeout|timed out waiting|remote (process|peer)"
     r"|nccl.*(abort|remote|unhandled)|store.*(timeout|closed)|recv(?:value)? failed",
@@ -137,6 +140,10 @@ def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Seque
     peers = [process for process in incident.processes if process.pid in pids or process.pid in hung]
     peers.sort(key=lambda process: (hung.index(process.pid) if process.pid in hung else -1, process.pid))
     silences, collectives = _silences(incident, ordered), _collectives(incident)
+    busy = find_busy(peers) if incident.trigger.event in _NOTICED else ""
+    if busy and all(event.kind == "hang" for event in ordered):
+        basis = [busy, *silences, *_doings(incident), *_on_gpus(incident), *lost]
+        return Verdict("busy", None, "supported", " ".join(basis), basis)
     if stopped := all_stopped(peers):
         basis = [stopped, *silences, *collectives, *_doings(incident), *_on_gpus(incident), *lost]
         return Verdict("hang", None, "established", " ".join(basis), basis)
@@ -199,7 +206,7 @@ def _doings(incident: Incident, without: int | None = None) -> list[str]:
 
 def _doing(frames: Sequence[str]) -> str:
     activity = of_frames([frame_of(text) for text in frames])
-    return activity.words if activity.kind in ("compiling", "loading") else f"was in {frames[0]}"
+    return activity.words if activity.kind in ("compiling", "loading", "profiling") else f"was in {frames[0]}"
 
 
 def _on_gpus(incident: Incident) -> list[str]:

@@ -1,4 +1,4 @@
-"""Hook of ``sglang/srt/disaggregation/prefill.py``: a prefill scheduler watches the decode servers it has heard of.
+"""Hook of ``sglang/srt/disaggregation/prefill.py``: a prefill scheduler tells of the decode servers it has heard of.
 
 A decode rank registers with a prefill rank by a message, and asks for each request by another; both say where it
 listens. That is so with every transfer backend.
@@ -8,26 +8,30 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-from sglang_crashkit.core.peers import Role, WaitingRequest
-from sglang_crashkit.srt.disaggregation.peer_watch import replace_watch
-from sglang_crashkit.srt.disaggregation.view import MOST_REQUESTS, Endpoint, Look, QueueView, name_of
+from sglang_crashkit.core.peer_report import KnownPeers
+from sglang_crashkit.core.peers import PeerProcess, Role, WaitingRequest
+from sglang_crashkit.srt.disaggregation.peer_answers import replace
+from sglang_crashkit.srt.disaggregation.view import MOST_REQUESTS, PeerView, Waiting
 from sglang_crashkit.srt.hooks import never_raises
+
+#: What the backends call the tensor-parallel rank of a decode rank.
+_RANKS = ("dst_tp_rank", "decode_tp_rank")
 
 
 @never_raises
 def watch_decode_servers(queue: Any) -> None:
-    """Watch the decode servers from now on.
+    """Have the decode servers watched from now on.
 
     Args:
         queue: SGLang's ``PrefillBootstrapQueue``, once it has its ``kv_manager``.
     """
-    replace_watch(DecodeServers(queue))
+    replace(DecodeServers(queue))
 
 
-class DecodeServers(QueueView):
+class DecodeServers(PeerView):
     """The decode servers as a prefill scheduler knows them: each rank that registered, by its address.
 
     Args:
@@ -36,29 +40,31 @@ class DecodeServers(QueueView):
 
     role: Role = "decode"
 
-    def look_at(self, queue: Any) -> Look:
-        """See `QueueView.look_at`."""
+    def _tables_of(self, queue: Any) -> tuple[Mapping[str, Any], Set[str]]:
         manager = queue.kv_manager
-        # Copied in one step each: SGLang's own threads add to them.
-        registered = dict(getattr(manager, "decode_kv_args_table", {}))
-        asked = dict(getattr(manager, "transfer_infos", {}))
-        # Only the backends that send into memory of the other side keep such a table.
-        failed = set(getattr(manager, "failed_sessions", ()))
-        peers: dict[str, frozenset[Endpoint]] = {}
+        # Copied in one step each: SGLang's own threads add to them. Only the backends that send into memory of the
+        # other side keep the second one.
+        return dict(getattr(manager, "decode_kv_args_table", {})), set(getattr(manager, "failed_sessions", ()))
+
+    def _known_from(self, table: Mapping[str, Any], names: Set[str]) -> KnownPeers:
+        processes = {session: _process_of(info) for session, info in table.items()}
+        return KnownPeers(
+            {process.address: frozenset({process}) for process in processes.values()},
+            frozenset(process.address for session, process in processes.items() if session in names),
+        )
+
+    def _waiting_in(self, queue: Any) -> Waiting:
+        asked = dict(getattr(queue.kv_manager, "transfer_infos", {}))
         waiting: dict[str | None, list[WaitingRequest]] = defaultdict(list)
-        for info in registered.values():
-            endpoint = _endpoint_of(info)
-            peers[name_of(endpoint)] = frozenset({endpoint})
         for request in _requests(queue):
+            # Copied in one step, too.
             infos = list(asked.get(request.bootstrap_room, {}).values())
             who = WaitingRequest(str(request.rid), request.bootstrap_room)
-            for endpoint in map(_endpoint_of, infos):
-                peers[name_of(endpoint)] = frozenset({endpoint})
-                waiting[name_of(endpoint)].append(who)
+            for address in {_process_of(info).address for info in infos}:
+                waiting[address].append(who)
             if not infos:
                 waiting[None].append(who)
-        gone = [_endpoint_of(info) for session, info in registered.items() if session in failed]
-        return Look(peers, waiting, frozenset(map(name_of, gone)))
+        return waiting
 
 
 def _requests(queue: Any) -> Iterable[Any]:
@@ -74,6 +80,7 @@ def _requests(queue: Any) -> Iterable[Any]:
     return itertools.islice(real, MOST_REQUESTS)
 
 
-def _endpoint_of(info: Any) -> Endpoint:
+def _process_of(info: Any) -> PeerProcess:
     """Return where a decode rank listens, from its ``KVArgsRegisterInfo`` or ``TransferInfo``."""
-    return str(info.endpoint), int(info.dst_port)
+    rank = next((getattr(info, name) for name in _RANKS if hasattr(info, name)), 0)
+    return PeerProcess(int(rank), str(info.endpoint), int(info.dst_port))

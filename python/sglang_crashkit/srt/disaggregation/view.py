@@ -2,72 +2,77 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
+from sglang_crashkit.core.peer_report import KnownPeers
 from sglang_crashkit.core.peers import Role, WaitingRequest
-
-Endpoint = tuple[str, int]
 
 #: No more requests than this are looked at, so that a look stays short.
 MOST_REQUESTS = 2048
 
-
-@dataclass(frozen=True)
-class Look:
-    """What SGLang knows of its peers at one moment.
-
-    Attributes:
-        peers: the addresses of each peer's processes, by the peer's name.
-        waiting: the requests that wait, by the name of the peer; None stands for one that is not known.
-        failed: the peers that SGLang has given up after a transfer.
-    """
-
-    peers: Mapping[str, frozenset[Endpoint]]
-    waiting: Mapping[str | None, Sequence[WaitingRequest]] = field(default_factory=dict)
-    failed: frozenset[str] = frozenset()
-
-    def waiting_for(self, address: str | None) -> Sequence[WaitingRequest]:
-        """Return the requests that wait for the peer `address`; those for an unknown one where it is None."""
-        return self.waiting.get(address, ())
+#: The requests that wait, by the name of the peer; None stands for one that is not known.
+Waiting = Mapping[str | None, Sequence[WaitingRequest]]
 
 
-class View(Protocol):
-    """SGLang's own tables, as one side of the pair has them."""
-
-    #: What the peers do.
-    role: Role
-
-    def look(self) -> Look | None:
-        """Return what is there now; None once there is no such table any more."""
-
-
-class QueueView(ABC):
-    """A `View` of one of SGLang's queues.
+class PeerView(ABC):
+    """SGLang's own tables, as one of its queues has them.
 
     Args:
         queue: the queue; it is not kept alive.
+
+    Attributes:
+        role: what the peers do.
     """
 
     role: Role
 
     def __init__(self, queue: Any) -> None:
         self._queue = weakref.ref(queue)
+        self._seen: tuple[list[Any], Set[str]] = [], frozenset()
+        self._known = KnownPeers()
 
-    def look(self) -> Look | None:
-        """See `View.look`."""
+    @property
+    def is_lead(self) -> bool:
+        """Whether this rank tells of the peers for its group, all of whose ranks work with the same servers.
+
+        Each of the others speaks to its counterparts there, and has the same requests. A replica has a lead of its own.
+        """
+        manager = getattr(self._queue(), "kv_manager", None)
+        return not any(getattr(manager, name, 0) for name in ("attn_tp_rank", "attn_cp_rank", "pp_rank"))
+
+    def known(self) -> KnownPeers | None:
+        """Return the peers that are known now; None once the queue is gone."""
         queue = self._queue()
-        return None if queue is None else self.look_at(queue)
+        if queue is None:
+            return None
+        table, names = self._tables_of(queue)
+        entries = list(table.values())
+        before, names_before = self._seen
+        # SGLang replaces an entry and changes none. That most often nothing has changed costs next to nothing to see,
+        # as the scheduler cannot go on meanwhile.
+        is_same = len(entries) == len(before) and all(map(operator.is_, entries, before)) and names == names_before
+        if not is_same:
+            self._known = self._known_from(table, names)
+            self._seen = entries, names
+        return self._known
+
+    def waiting(self) -> Waiting | None:
+        """Return the requests that wait now; None once the queue is gone."""
+        queue = self._queue()
+        return None if queue is None else self._waiting_in(queue)
 
     @abstractmethod
-    def look_at(self, queue: Any) -> Look:
-        """Return what the queue and its ``kv_manager`` know now."""
+    def _tables_of(self, queue: Any) -> tuple[Mapping[str, Any], Set[str]]:
+        """Return copies of the table of peers that the ``kv_manager`` of `queue` has, and of the names beside it."""
 
+    @abstractmethod
+    def _known_from(self, table: Mapping[str, Any], names: Set[str]) -> KnownPeers:
+        """Return what the tables say."""
 
-def name_of(endpoint: Endpoint) -> str:
-    """Return host and port in one string, an IPv6 address in brackets."""
-    host, port = endpoint
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    @abstractmethod
+    def _waiting_in(self, queue: Any) -> Waiting:
+        """Return the requests that wait in `queue`."""

@@ -13,7 +13,8 @@ from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.core.startup_report import Member
 from sglang_crashkit.srt import child_watch, crash_exit, follower, handler_process, startup
 from sglang_crashkit.srt.arming import arm_server
-from sglang_crashkit.srt.hooks import log_incident, never_raises, request
+from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, register_workers, request
+from sglang_crashkit.srt.server_args import set_crash_dump_env, withdraw_crash_dump_env
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +36,14 @@ def on_engine_launch(server_args: Any) -> None:
     crash_folder = getattr(server_args, "crash_dump_folder", None)
     if not settings.enabled:
         return
-    crash_exit.note_launch()
+    set_crash_dump_env(server_args)
+    mode = crash_exit.note_launch(server_args)
     startup.note_launch()
     _follows = (getattr(server_args, "node_rank", 0) or 0) > 0
     if crash_folder or settings.diagnostics:
         try:
             handler_process.start(crash_folder)
+            notify("launch", mode=mode.value)
             arm_server()
         finally:
             # Where the handler did not start it is needed at once.
@@ -75,6 +78,7 @@ def on_wait_for_scheduler_ready(wait: Handler) -> Handler:
     def wrapper(scheduler_pipe_readers: Sequence[Any], scheduler_procs: Sequence[Any]) -> Any:
         if not startup.is_on():
             return wait(scheduler_pipe_readers, scheduler_procs)
+        register_workers(scheduler_procs)
         can_watch = startup.can_watch(scheduler_pipe_readers, scheduler_procs)
         if not can_watch:
             infos = wait(scheduler_pipe_readers, scheduler_procs)
@@ -89,7 +93,20 @@ def on_wait_for_scheduler_ready(wait: Handler) -> Handler:
             follower.watch_local_schedulers(scheduler_procs)
         return infos
 
-    return wrapper  # type: ignore[return-value]
+    return _then_withdraw_crash_dump_env(wrapper)  # type: ignore[return-value]
+
+
+def _then_withdraw_crash_dump_env(wait: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(wait)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return wait(*args, **kwargs)
+        finally:
+            # The ranks have been started, whatever became of them.
+            if not crash_exit.is_server_program():
+                withdraw_crash_dump_env()
+
+    return wrapper
 
 
 def _members(readers: Sequence[Any], processes: Sequence[Any]) -> list[Member]:

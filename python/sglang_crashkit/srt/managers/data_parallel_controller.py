@@ -22,6 +22,7 @@ from sglang_crashkit.core.readiness import StartupError
 from sglang_crashkit.core.startup_report import Member
 from sglang_crashkit.srt import startup
 from sglang_crashkit.srt.exception_record import tell_exception
+from sglang_crashkit.srt.hooks import register_workers
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ def on_scheduler_group_started(controller: Any, readers: list[Any]) -> list[Any]
     """
     if not startup.is_on() or not startup.can_watch(readers, []):
         return readers
+    register_workers(_own_processes(controller))
     members = _members_of_group(controller, readers)
     groups = getattr(controller, _GROUPS, None)
     if isinstance(groups, _Groups):

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sglang_crashkit.core import procfs, titles
+from sglang_crashkit.core import procfs, signals, titles
 from sglang_crashkit.core.exit_status import ServerExit
 from sglang_crashkit.core.pidfd import ProcessHandle
 from sglang_crashkit.core.settings import Settings
@@ -64,7 +64,7 @@ def dump_requests_of_workers(_router: Any = None) -> None:
         return
     if not _claim.acquire(blocking=False):
         # The caller kills the process next.
-        _done.wait(2 * settings.budget_secs + settings.core_most_secs)
+        _done.wait(settings.exit_secs)
         return
     try:
         _end_workers(settings)
@@ -80,8 +80,7 @@ def _end_workers(settings: Settings) -> None:
     handles = _find_workers()
     try:
         for handle in handles:
-            with contextlib.suppress(OSError):
-                handle.send_signal(signal.SIGQUIT)
+            signals.tell(handle)
         _await_exits(handles, settings.budget_secs)
     finally:
         for handle in handles:
@@ -100,6 +99,8 @@ def _watch_sigquit(router: Any) -> None:
     The interpreter writes the number of each signal that has a Python handler to one descriptor, before that runs.
     """
     if threading.current_thread() is not threading.main_thread() or not Settings.from_environ().enabled:
+        return
+    if not crash_exit.ends_with_the_server():
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from sglang_crashkit.core import procfs
 from sglang_crashkit.core.exit_status import ServerExit
+from sglang_crashkit.core.identity_key import server_key
 from sglang_crashkit.core.private_files import create_private
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.srt import crash_exit
@@ -72,7 +74,7 @@ def on_crash_dump(dump: Method) -> Method:
         if earlier is not None:
             if earlier.thread != threading.get_ident():
                 # Its caller kills the process next.
-                earlier.done.wait(settings.budget_secs + settings.core_most_secs)
+                earlier.done.wait(settings.exit_secs)
                 return None
             return save() if getattr(manager, "crash_dump_performed", False) else None
         if unwanted:
@@ -90,14 +92,15 @@ def on_crash_dump(dump: Method) -> Method:
 def on_request_states(manager: Any) -> None:
     """Note from now on in the request journal what enters and leaves ``TokenizerManager.rid_to_state``.
 
-    Without ``--crash-dump-folder``, or where ``SGLANG_CRASHKIT_JOURNAL`` is false, there is no journal.
+    Without ``--crash-dump-folder`` or a crash handler, or where ``SGLANG_CRASHKIT_JOURNAL`` is false, there is no
+    journal.
 
     Args:
         manager: the ``TokenizerManager`` with its dictionary.
     """
     journal = open_journal() if getattr(manager, "crash_dump_folder", None) else None
     if journal is not None:
-        manager.rid_to_state = JournaledStates(manager.rid_to_state, journal)
+        manager.rid_to_state = JournaledStates(manager.rid_to_state, journal, Settings.from_environ().prompts)
 
 
 @never_raises
@@ -192,7 +195,10 @@ def open_crash_dump(manager: Any, filename: str, data: dict[str, Any]) -> Iterat
     """
     redact_dump(data)
     path = safe_folder(Path(filename).parent) / Path(filename).name
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    stat = procfs.read_stat(os.getpid())
+    # The folder may be another server's, too, whose process has the same pid.
+    key = server_key(os.getpid(), stat.start_ticks if stat is not None else 0)
+    temporary = path.with_name(f".{path.name}.{key}.partial")
     temporary.unlink(missing_ok=True)
     try:
         with create_private(temporary) as file:
@@ -230,6 +236,9 @@ def _is_unhealthy(arguments: Sequence[Any]) -> bool:
 @never_raises
 def _ignore_further_sigquit() -> None:
     """Let no second SIGQUIT cut the dump short: upstream's handler kills the tree when it finds a dump under way."""
+    if not crash_exit.ends_with_the_server():
+        # A user's program may have a handler of its own, and live on.
+        return
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGQUIT, _do_nothing)
 

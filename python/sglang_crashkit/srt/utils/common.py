@@ -22,7 +22,7 @@ import psutil
 
 from sglang_crashkit.core import channel, procfs, settings
 from sglang_crashkit.core.reaping import DeathAlarm
-from sglang_crashkit.srt import child_watch, crash_exit
+from sglang_crashkit.srt import child_watch, crash_exit, handler_process
 from sglang_crashkit.srt.arming import tell_of_faults
 from sglang_crashkit.srt.hooks import never_raises, notify
 
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _MODULE = "sglang.srt.utils.common"
+#: The argument that releases before 0.5.11 lack.
+_WAIT = "wait_timeout"
 #: Upstream's polling interval, in seconds; the longest sleep here.
 _POLL_SECS = 0.1
 _MOST_WARN_SECS = 10.0
@@ -51,27 +53,42 @@ def on_kill_process_tree(kill: Function) -> Function:
     """
     signature = inspect.signature(kill)
     parameters = list(signature.parameters.values())
-    waits = any(p.name == "wait_timeout" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    waits = any(p.name == _WAIT or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     if not waits:
-        extra = inspect.Parameter("wait_timeout", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        extra = inspect.Parameter(_WAIT, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
         signature = signature.replace(parameters=[*parameters, extra])
 
+    # Named so for the traceback of what it raises.
     @functools.wraps(kill)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
+    def kill_process_tree(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            # Upstream's own words for arguments that it does not take.
+            return kill(*args, **(kwargs if waits else {name: kwargs[name] for name in kwargs if name != _WAIT}))
         pid = bound.arguments["parent_pid"]
+        whole = pid is not None and bound.arguments.get("include_parent", True)
         if pid is None or pid == os.getpid():
             tell_of_faults()
-            whole = pid is not None and bound.arguments.get("include_parent", True)
             if crash_exit.is_due(whole=whole):
                 end_after_crash(bound.arguments.get("skip_pid"))
-        _announce_teardown(pid)
-        if not waits and bound.arguments.pop("wait_timeout", None) is not None:
-            return _kill_and_wait(*args, **kwargs)
+        _announce_teardown(pid, whole=whole)
+        # As process 1 of a container this process is above its crash handler, too.
+        spared = handler_process.pid_below() if pid is None or pid == os.getpid() else None
+        if whole and pid == os.getpid():
+            handler_process.say_farewell()
+        if spared is not None:
+            if "skip_pid" not in signature.parameters or bound.arguments.get("skip_pid") is not None:
+                bound.apply_defaults()
+                return _kill_and_wait(**bound.arguments, spared=spared)
+            bound.arguments["skip_pid"] = spared
+        seconds = None if waits else bound.arguments.pop(_WAIT, None)
+        if seconds is not None:
+            return _kill_and_wait(**bound.arguments, wait_timeout=seconds)
         return kill(*bound.args, **bound.kwargs)
 
-    wrapper.__signature__ = signature  # type: ignore[attr-defined]
-    return wrapper  # type: ignore[return-value]
+    kill_process_tree.__signature__ = signature  # type: ignore[attr-defined]
+    return kill_process_tree  # type: ignore[return-value]
 
 
 def end_after_crash(skip_pid: int | None = None) -> NoReturn:
@@ -81,8 +98,10 @@ def end_after_crash(skip_pid: int | None = None) -> NoReturn:
         skip_pid: a child that lives on.
     """
     tell_of_faults()
-    _announce_teardown(os.getpid())
-    crash_exit.end(functools.partial(_kill_own_children, skip_pid))
+    _announce_teardown(os.getpid(), whole=True)
+    spared = handler_process.pid_below()
+    handler_process.say_farewell()
+    crash_exit.end(functools.partial(_kill_own_children, skip_pid, spared))
 
 
 def on_wait_for_reap(wait: Function) -> Function:
@@ -170,14 +189,21 @@ def _names() -> Any:
 
 
 def _kill_and_wait(
-    parent_pid: int | None, include_parent: bool = True, skip_pid: int | None = None, wait_timeout: float = 0.0
+    parent_pid: int | None,
+    include_parent: bool = True,
+    skip_pid: int | None = None,
+    wait_timeout: float | None = 0.0,
+    spared: int | None = None,
 ) -> None:
     module = _names()
+    module.logger.info(
+        "kill_process_tree called: parent_pid=%s, include_parent=%s, pid=%s", parent_pid, include_parent, os.getpid()
+    )
     if parent_pid is None:
         parent_pid, include_parent = os.getpid(), False
     try:
         itself = module.psutil.Process(parent_pid)
-        doomed = [child for child in itself.children(recursive=True) if child.pid != skip_pid]
+        doomed = [child for child in itself.children(recursive=True) if child.pid not in (skip_pid, spared)]
     except psutil.NoSuchProcess:
         return
     killed = [child for child in doomed if _kill(child)]
@@ -189,16 +215,16 @@ def _kill_and_wait(
         with contextlib.suppress(psutil.NoSuchProcess):
             # PID 1 of a container is deaf to SIGKILL from inside, and upstream's servers end on SIGQUIT.
             itself.send_signal(signal.SIGQUIT)
-    if killed:
+    if killed and wait_timeout is not None:
         module._wait_for_reap_or_raise(killed, wait_timeout)
 
 
-def _kill_own_children(skip_pid: int | None) -> None:
+def _kill_own_children(*spared: int | None) -> None:
     module = _names()
     # Another thread, that of the supervisor of tokenizer workers, may start new ones for those that died.
     for _ in range(_SWEEPS):
         children = module.psutil.Process().children(recursive=True)
-        killed = [child for child in children if child.pid != skip_pid and _kill(child)]
+        killed = [child for child in children if child.pid not in spared and _kill(child)]
         module._wait_for_reap_or_raise(killed, _CHILDREN_SECS)
 
 
@@ -211,9 +237,9 @@ def _kill(process: Any) -> bool:
 
 
 @never_raises
-def _announce_teardown(parent_pid: int | None) -> None:
+def _announce_teardown(parent_pid: int | None, *, whole: bool) -> None:
     pid = os.getpid() if parent_pid is None else parent_pid
-    notify("teardown", pid=pid)
+    notify("teardown", pid=pid, whole=whole)
     child_watch.excuse(pid)
     if pid != os.getpid():
         # The tree may be another server, which has a handler of its own.
@@ -221,4 +247,4 @@ def _announce_teardown(parent_pid: int | None) -> None:
         if stat is not None:
             path = str(settings.socket_path(pid, stat.start_ticks))
             if path != os.environ.get(settings.SOCKET_VARIABLE) and os.path.exists(path):  # noqa: PTH110
-                channel.notify(path, "teardown", pid=pid)
+                channel.notify(path, "teardown", pid=pid, whole=whole)

@@ -1,7 +1,8 @@
 """Diagnostics of the schedulers before a crash: py-spy stacks, and GPU cores on demand.
 
 Releases from 0.5.13 on ship a module of this name; there `on_pyspy_dump` hands over to the crash handler and the rest
-is theirs. In earlier ones this module stands in for it under upstream's name, with the same functions and meaning. The
+is theirs. In earlier ones this module stands in for it under upstream's name, with the same functions and meaning, and
+what it logs can be searched for by upstream's words. The
 names that a caller may replace (`collect_scheduler_processes`, `subprocess`, `os`, `time`, `psutil`) are looked up in
 this module at each call.
 """
@@ -29,6 +30,7 @@ from sglang_crashkit.core.cuda_core import TRIGGER
 from sglang_crashkit.core.pyspy import find_pyspy
 from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.srt.hooks import PHOTOGRAPH_WAIT_SECS, never_raises, request
+from sglang_crashkit.srt.server_args import crash_dump_environ
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -37,6 +39,8 @@ _NAME = "sglang.srt.utils.cudacore_pyspy_dump_utils"
 logger = logging.getLogger(_NAME)
 
 _SCHEDULER = "sglang::scheduler"
+_NO_TARGETS_OF_PYSPY = "No sglang scheduler processes found for py-spy dump."
+_NO_TARGETS_OF_CORES = "No sglang scheduler processes found for CUDA coredump."
 #: The longest that py-spy may take with the native stack, which stops the process, and without, in seconds.
 _NATIVE_SECS = 5.0
 _SNAPSHOT_SECS = 2.0
@@ -97,7 +101,7 @@ def pyspy_dump_schedulers(scheduler_only: bool = False) -> None:
     """
     if _photographed_by_handler():
         return
-    pids = [process.pid for process in _targets(scheduler_only, "py-spy dump")]
+    pids = [process.pid for process in _targets(scheduler_only, _NO_TARGETS_OF_PYSPY)]
     deadline = time.monotonic() + max(Settings.from_environ().budget_secs, _SNAPSHOT_SECS)
     for pid in pids:
         _dump_stack(pid, deadline)
@@ -114,22 +118,25 @@ def trigger_cuda_user_coredump(scheduler_only: bool = False) -> None:
 
 def trigger_cores(scheduler_only: bool) -> int:
     """Do what `trigger_cuda_user_coredump` does and return how many processes were asked."""
-    if os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
+    if crash_dump_environ().get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
         logger.error(
-            "No GPU core on demand: CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 was not set before CUDA was initialised; "
-            "next: start the server with --crash-dump-folder"
+            "CUDA user-triggered coredump is not enabled. Set CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 before CUDA "
+            "initialization. next: start the server with --crash-dump-folder"
         )
-    return sum(_trigger(process) for process in _targets(scheduler_only, "CUDA coredump"))
+    return sum(_trigger(process) for process in _targets(scheduler_only, _NO_TARGETS_OF_CORES))
 
 
 def diagnose_schedulers() -> None:
     """Run both diagnostics on the schedulers, each as its flag says, and wait for the cores that were asked for."""
     settings = Settings.from_environ()
+    if not collect_scheduler_processes():
+        logger.error("No live scheduler processes found; skipping py-spy and CUDA coredump.")
+        return
     if settings.stacks:
         pyspy_dump_schedulers(scheduler_only=True)
     # Without a pipe there is no core to wait for.
     if settings.cores and trigger_cores(scheduler_only=True) and settings.core_wait_secs > 0:
-        logger.info("Waiting %.1f s for GPU cores.", settings.core_wait_secs)
+        logger.info("Waiting %.1f seconds for CUDA coredumps before exiting.", settings.core_wait_secs)
         time.sleep(settings.core_wait_secs)
 
 
@@ -145,7 +152,7 @@ def _resolve_cuda_coredump_pipe_path(proc: psutil.Process) -> Path:
 
     ``%t`` is the time at which the driver made it, which only the process's open files tell.
     """
-    template = os.environ.get("CUDA_COREDUMP_PIPE", "corepipe.cuda.%h.%p")
+    template = crash_dump_environ().get("CUDA_COREDUMP_PIPE", "corepipe.cuda.%h.%p")
     known = template.replace("%h", platform.node()).replace("%p", str(proc.pid))
     if "%t" in known:
         found = _open_pipe(proc.pid, known)
@@ -171,12 +178,12 @@ def _open_pipe(pid: int, template: str) -> Path | None:
     return None
 
 
-def _targets(scheduler_only: bool, purpose: str) -> list[psutil.Process]:
+def _targets(scheduler_only: bool, if_none: str) -> list[psutil.Process]:
     if not scheduler_only:
         return [psutil.Process()]
     processes = collect_scheduler_processes()
     if not processes:
-        logger.error("No sglang scheduler processes found for %s.", purpose)
+        logger.error(if_none)
     return processes
 
 
@@ -228,11 +235,18 @@ def _trigger(process: psutil.Process) -> bool:
         finally:
             os.close(descriptor)
     except FileNotFoundError:
-        logger.error("No GPU core of PID %s: there is no pipe %s; CUDA was not initialised for it", process.pid, path)
+        logger.error(
+            "CUDA coredump pipe not found for PID %s: %s. Ensure CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 was set before "
+            "this process initialized CUDA.",
+            process.pid,
+            path,
+        )
     except OSError as error:
-        why = "nobody reads it" if error.errno == errno.ENXIO else error.strerror or str(error)
-        logger.error("No GPU core of PID %s: pipe %s: %s", process.pid, path, why)
+        if error.errno == errno.ENXIO:
+            logger.error("CUDA coredump pipe has no reader for PID %s: %s", process.pid, path)
+        else:
+            logger.exception("Failed to trigger CUDA user coredump for PID %s via %s", process.pid, path)
     else:
-        logger.error("Triggered a GPU core of PID %s via %s", process.pid, path)
+        logger.error("Triggered CUDA user coredump for PID %s via %s", process.pid, path)
         return True
     return False

@@ -15,7 +15,7 @@ ENDS: dict[str, Exit] = {
     "oom": Exit(None, "SIGKILL", "oom_kill", "1 more", "t"),
     "status": Exit(3, None, "exit_status", "no exception", "t"),
     "unknown": Exit(None, None, "unknown", "reaped", "t"),
-    "orphaned": Exit(None, "SIG46", "parent_ended", "its parent ended", "t"),
+    "orphaned": Exit(None, "SIGKILL", "parent_ended", "its parent ended", "t"),
 }
 LOST = "RuntimeError: [../gloo/pair.cc] Connection closed by peer [127.0.0.1]:4711"
 

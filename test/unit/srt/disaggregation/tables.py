@@ -6,7 +6,8 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_crashkit.srt.disaggregation.view import Look, View
+from sglang_crashkit.core.peer_report import KnownPeers
+from sglang_crashkit.srt.disaggregation.view import PeerView, Waiting
 
 
 class Queue(SimpleNamespace):
@@ -52,7 +53,13 @@ def receiving(rid: str, room: int, address: str) -> Any:
     return SimpleNamespace(req=request(rid, room), kv_receiver=SimpleNamespace(bootstrap_addr=address))
 
 
-def look_at(view: View) -> Look:
-    look = view.look()
-    assert look is not None
-    return look
+def known_to(view: PeerView) -> KnownPeers:
+    known = view.known()
+    assert known is not None
+    return known
+
+
+def waiting_in(view: PeerView) -> Waiting:
+    waiting = view.waiting()
+    assert waiting is not None
+    return waiting

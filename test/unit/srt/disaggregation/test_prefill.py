@@ -5,20 +5,29 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_crashkit.core.peers import WaitingRequest
-from sglang_crashkit.srt.disaggregation.peer_watch import current_watch
+from sglang_crashkit.core.peers import PeerProcess, WaitingRequest
+from sglang_crashkit.srt.disaggregation import peer_answers
 from sglang_crashkit.srt.disaggregation.prefill import DecodeServers, watch_decode_servers
 from sglang_crashkit.srt.disaggregation.view import MOST_REQUESTS
 from unit.srt.conftest import Listener
-from unit.srt.disaggregation.tables import look_at, prefill_queue, request, sending
+from unit.srt.disaggregation.tables import known_to, prefill_queue, rank, request, sending, waiting_in
 
 
 def test_prefill_knows_each_decode_rank_that_registered() -> None:
     queue = prefill_queue()
-    assert look_at(DecodeServers(queue)).peers == {
-        "10.0.0.2:41": {("10.0.0.2", 41)},
-        "[fd00::2]:42": {("fd00::2", 42)},
+    assert known_to(DecodeServers(queue)).peers == {
+        "10.0.0.2:41": {PeerProcess(0, "10.0.0.2", 41)},
+        "[fd00::2]:42": {PeerProcess(0, "fd00::2", 42)},
     }
+
+
+@pytest.mark.parametrize("name", ["dst_tp_rank", "decode_tp_rank"])
+def test_prefill_knows_the_rank_of_each_as_its_backend_calls_it(name: str) -> None:
+    queue = prefill_queue()
+    info = rank("10.0.0.2", 43)
+    setattr(info, name, 5)
+    queue.kv_manager.decode_kv_args_table = {"s3": info}
+    assert known_to(DecodeServers(queue)).peers == {"10.0.0.2:43": {PeerProcess(5, "10.0.0.2", 43)}}
 
 
 def test_prefill_knows_whom_each_request_waits_for_at_each_stage() -> None:
@@ -27,26 +36,23 @@ def test_prefill_knows_whom_each_request_waits_for_at_each_stage() -> None:
     queue.queue = [sending("nobody asked", 9), warm_up, sending("just asked", 1)]
     queue.scheduler.waiting_queue = [sending("both", 2)]
     queue.scheduler.disagg_prefill_inflight_queue = [sending("on its way", 1)]
-    look = look_at(DecodeServers(queue))
-    assert look.waiting_for("10.0.0.2:41") == [
-        WaitingRequest("just asked", 1),
-        WaitingRequest("both", 2),
-        WaitingRequest("on its way", 1),
-    ]
-    assert look.waiting_for("[fd00::2]:42") == [WaitingRequest("both", 2)]
-    assert look.waiting_for(None) == [WaitingRequest("nobody asked", 9)]
-    assert look.failed == frozenset()
+    assert waiting_in(DecodeServers(queue)) == {
+        "10.0.0.2:41": [WaitingRequest("just asked", 1), WaitingRequest("both", 2), WaitingRequest("on its way", 1)],
+        "[fd00::2]:42": [WaitingRequest("both", 2)],
+        None: [WaitingRequest("nobody asked", 9)],
+    }
+    assert known_to(DecodeServers(queue)).failed == frozenset()
 
 
 def test_prefill_knows_whom_sglang_gave_up() -> None:
     queue = prefill_queue(failed_sessions={"s2", "never registered"})
-    assert look_at(DecodeServers(queue)).failed == {"[fd00::2]:42"}
+    assert known_to(DecodeServers(queue)).failed == {"[fd00::2]:42"}
 
 
 def test_a_look_stays_short_with_very_many_requests() -> None:
     queue = prefill_queue()
     queue.queue = [sending(str(number), number + 100) for number in range(MOST_REQUESTS * 3)]
-    assert len(look_at(DecodeServers(queue)).waiting_for(None)) == MOST_REQUESTS
+    assert len(waiting_in(DecodeServers(queue))[None]) == MOST_REQUESTS
 
 
 def test_a_queue_is_not_kept_alive() -> None:
@@ -54,21 +60,23 @@ def test_a_queue_is_not_kept_alive() -> None:
     view = DecodeServers(queue)
     del queue
     gc.collect()
-    assert view.look() is None
+    assert (view.known(), view.waiting()) == (None, None)
 
 
 def test_a_backend_without_peers_has_none() -> None:
     queue = prefill_queue()
     queue.kv_manager = SimpleNamespace()
-    assert look_at(DecodeServers(queue)).peers == {}
+    assert known_to(DecodeServers(queue)).peers == {}
 
 
 def test_a_queue_is_watched_from_its_creation(listener: Listener) -> None:
     queue = prefill_queue()
     watch_decode_servers(queue)
-    watch = current_watch()
-    assert watch is not None
-    watch.stop()
+    heard = listener.heard()
+    assert (heard["event"], heard["role"], heard["lead"], heard["has_descriptor"]) == ("pair", "decode", True, True)
+    answers = peer_answers.current()
+    assert answers is not None
+    answers.stop()
 
 
 def test_a_hook_that_cannot_watch_does_not_stop_the_server(
@@ -76,3 +84,16 @@ def test_a_hook_that_cannot_watch_does_not_stop_the_server(
 ) -> None:
     watch_decode_servers(None)
     assert "watch_decode_servers failed" in caplog.text
+
+
+def test_a_rank_that_registers_anew_elsewhere_and_one_that_fails_are_seen() -> None:
+    queue = prefill_queue(failed_sessions=set())
+    view = DecodeServers(queue)
+    first = known_to(view)
+    assert known_to(view) is first
+    queue.kv_manager.decode_kv_args_table["s1"] = rank("10.0.0.2", 49)
+    assert known_to(view).peers.keys() == {"10.0.0.2:49", "[fd00::2]:42"}
+    queue.kv_manager.failed_sessions.add("s1")
+    assert known_to(view).failed == {"10.0.0.2:49"}
+    queue.kv_manager.failed_sessions.clear()
+    assert known_to(view).failed == set()

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sglang_crashkit.srt.disaggregation.peer_watch import current_watch
+from sglang_crashkit.srt.disaggregation import peer_answers
 from sglang_crashkit.srt.hooks import never_raises
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -25,6 +25,6 @@ def on_node_failure(handle: Function) -> Function:
 
 @never_raises
 def _note(address: str) -> None:
-    watch = current_watch()
-    if watch is not None:
-        watch.note_heartbeat(address)
+    answers = peer_answers.current()
+    if answers is not None:
+        answers.note_heartbeat(address)

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_crashkit.srt.disaggregation import peer_watch
+from sglang_crashkit.srt.disaggregation import peer_answers
 from sglang_crashkit.srt.disaggregation.common.conn import on_node_failure
 from sglang_crashkit.srt.disaggregation.decode import watch_prefill_servers
-from sglang_crashkit.srt.disaggregation.peer_watch import current_watch
+from sglang_crashkit.srt.hooks import notify
 from unit.srt.conftest import Listener
 from unit.srt.disaggregation.tables import Queue, decode_queue, receiving
 
@@ -23,21 +23,25 @@ class Manager:
         return f"{failed_bootstrap_addr} failed"
 
 
-def test_the_heartbeat_tells_before_the_waiting_requests_are_gone(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peer_watch, "_LOOK_SECS", 0.05)
+@pytest.mark.parametrize("is_lead", [True, False])
+def test_the_lead_of_its_group_tells_before_the_waiting_requests_are_gone(listener: Listener, is_lead: bool) -> None:
     queue = decode_queue()
     queue.kv_manager.connection_pool = {}
     queue.queue = [receiving("a", 1, "10.0.0.1:8998")]
+    queue.kv_manager.attn_tp_rank = 0 if is_lead else 1
     watch_prefill_servers(queue)
+    assert listener.heard()["event"] == "pair"
     assert Manager(queue)._handle_node_failure("10.0.0.1:8998") == "10.0.0.1:8998 failed"
+    notify("marker")
     heard = listener.heard()
-    assert (heard["sign"], heard["address"]) == ("heartbeat", "10.0.0.1:8998")
-    assert heard["requests"] == [{"rid": "a", "room": 1}]
-    watch = current_watch()
-    assert watch is not None
-    watch.stop()
+    if is_lead:
+        assert (heard["sign"], heard["address"]) == ("heartbeat", "10.0.0.1:8998")
+        assert heard["requests"] == [{"rid": "a", "room": 1}]
+    else:
+        assert heard["event"] == "marker"
+    answers = peer_answers.current()
+    assert answers is not None
+    answers.stop()
 
 
 def test_without_a_watch_the_heartbeat_does_what_it_did() -> None:

@@ -1,4 +1,4 @@
-"""One TCP connection to a process of a peer, held open: the kernel tells at once when the process is gone.
+"""One TCP connection to a peer server, held open: the kernel tells at once when the process behind it is gone.
 
 Nothing is sent over it, and what comes is not read as anything. The listener may close it for being silent, as ZeroMQ's
 does after 30 s (ZMQ_HANDSHAKE_IVL); then it is made anew. A peer that is slow, busy or stopped keeps it, because it is
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import random
 import select
 import socket
 import time
@@ -18,8 +19,11 @@ from sglang_crashkit.core.peers import Sign
 #: This many failures in a row are no accident.
 _ENOUGH = 3
 _RETRY_SECS = 0.25
-_LOST_RETRY_SECS = 5.0
 _RETRY_LATER_SECS = 1.0
+#: A peer that stays away is tried again after this time, in seconds, then after twice, four times as long, and so on.
+_LOST_RETRY_SECS, _LONGEST_RETRY_SECS = 5.0, 120.0
+#: Each pause is longer or shorter by up to this part of it, so that the servers that lost a peer come one by one.
+_JITTER = 0.2
 #: The kernel gives up the search for a host of the same network after 3 s, and says so.
 _CONNECT_SECS = 4.0
 #: A connection that was closed sooner than this after it was made, in seconds, was turned away.
@@ -41,13 +45,26 @@ class Link:
 
     Times are by the monotonic clock unless it says otherwise.
 
+    Args:
+        host: an IP address; a name is not looked up, which might take any time.
+        port: where a process of the peer listens.
+
     Attributes:
         since: the first sign that something is wrong, in seconds since the epoch; None while nothing is.
+        opened: how many sockets it has had; a descriptor of an earlier one may be anybody's by now.
+
+    Raises:
+        ValueError: `host` is no IP address.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self._address = (host, port)
-        self._untried: list[tuple[int, tuple[object, ...]]] = []
+        try:
+            found = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+            )
+        except OSError as error:
+            raise ValueError(f"{host} is no IP address") from error
+        self._family, self._address = found[0][0], found[0][4]
         self._socket: socket.socket | None = None
         self._connecting = False
         self._changed = 0.0
@@ -55,7 +72,9 @@ class Link:
         self._was_silent = False
         self._refusals = 0
         self._silences = 0
+        self._tries = 0
         self.since: float | None = None
+        self.opened = 0
 
     @property
     def lost(self) -> Sign | None:
@@ -120,21 +139,13 @@ class Link:
         self._socket = None
 
     def _connect(self, now: float) -> None:
-        if not self._untried:
-            try:
-                found = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
-            except OSError:
-                # A name that cannot be looked up says nothing of the peer.
-                self._due = now + _LOST_RETRY_SECS
-                return
-            self._untried = [(family, address) for family, _type, _protocol, _name, address in found]
-        family, address = self._untried.pop(0)
         self._changed, self._connecting = now, True
         try:
-            self._socket = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+            self._socket = socket.socket(self._family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+            self.opened += 1
             for option in _KEEPALIVE:
                 self._socket.setsockopt(*option)
-            outcome = self._socket.connect_ex(address)
+            outcome = self._socket.connect_ex(self._address)
         except OSError as error:
             outcome = error.errno or errno.EIO
         if outcome not in (0, errno.EINPROGRESS):
@@ -145,7 +156,7 @@ class Link:
         if outcome:
             self._fail(outcome, now)
         else:
-            self._changed, self._connecting, self._untried = now, False, []
+            self._changed, self._connecting = now, False
 
     def _read(self, connection: socket.socket, now: float, *, hung_up: bool) -> None:
         try:
@@ -171,19 +182,19 @@ class Link:
 
     def _fail(self, error: int, now: float) -> None:
         self.close()
-        if self._untried:
-            self._due = now
-            return
         self.since = self.since or time.time()
         if error in _REFUSED:
             self._refusals += 1
         elif error in _SILENT and (error != errno.ETIMEDOUT or self._was_silent):
             # Without more a connection that is not taken in time may be a full backlog.
             self._silences += 1
-        quickly = _RETRY_SECS if error in _REFUSED else _RETRY_LATER_SECS
-        self._due = now + (_LOST_RETRY_SECS if self.lost else quickly)
+        self._tries += 1
+        pause = _RETRY_SECS if error in _REFUSED else _RETRY_LATER_SECS
+        if self._tries >= _ENOUGH:
+            pause = min(_LONGEST_RETRY_SECS, _LOST_RETRY_SECS * 2.0 ** min(self._tries - _ENOUGH, 16))
+        self._due = now + pause * random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311 - it guards no secret
 
     def _recover(self) -> None:
         self._was_silent = False
-        self._refusals = self._silences = 0
+        self._refusals = self._silences = self._tries = 0
         self.since = None

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.srt.disaggregation import link as link_module
-from sglang_crashkit.srt.disaggregation.link import Link
+from sglang_crashkit.handler import peer_link as link_module
+from sglang_crashkit.handler.peer_link import Link
 from unit.waiting import LONG, child, descriptors
 
 #: Listens, and does with each connection what it is told to: keep, turn away at once, or close after a while.
@@ -154,25 +154,38 @@ def test_one_whose_connections_are_taken_and_reset_is_lost(made: list[Link]) -> 
         assert link.lost == "refused"
 
 
-def test_a_name_with_several_addresses_is_lost_only_when_all_refuse(
-    made: list[Link], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with listening("keep") as peer:
-        found = socket.getaddrinfo("127.0.0.1", int(peer.first_line), type=socket.SOCK_STREAM)
-        refusing = socket.getaddrinfo("127.0.0.1", 1, type=socket.SOCK_STREAM)
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_options: refusing + found)
-        link = connect(made, peer.first_line)
-        run_until(link, "is_up")
-        assert link.since is None
-        peer.kill()
-        run_until(link, "lost")
+def test_a_host_name_is_not_looked_up() -> None:
+    with pytest.raises(ValueError, match="localhost is no IP address"):
+        Link("localhost", 1)
 
 
-def test_a_name_that_cannot_be_looked_up_says_nothing(made: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "_LOST_RETRY_SECS", 0.01)
-    made.append(Link("nowhere.invalid", 1))
-    run(made[0], 0.3)
-    assert (made[0].lost, made[0].since, made[0].fileno()) == (None, None, -1)
+def test_one_that_stays_away_is_tried_ever_more_rarely(made: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "_JITTER", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    link, now = connect(made, port), 0.0
+    pauses = []
+    while len(pauses) < 9:
+        link.step(now, 0)
+        if link.fileno() >= 0:
+            link.step(now, select.POLLOUT)
+        pauses.append(link.due - now)
+        now = link.due
+    assert pauses == pytest.approx([0.25, 0.25, 5, 10, 20, 40, 80, 120, 120])
+
+
+def test_those_that_lost_the_same_peer_do_not_come_back_at_one_moment(made: list[Link]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    dues = set()
+    for _ in range(10):
+        link = connect(made, port)
+        link.step(0.0, 0)
+        if link.fileno() >= 0:
+            link.step(0.0, select.POLLOUT)
+        dues.add(link.due)
+    assert len(dues) > 5
+    assert all(0.2 <= due <= 0.3 for due in dues)
 
 
 def test_no_descriptor_is_left(made: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,9 +204,9 @@ def test_no_descriptor_is_left(made: list[Link], monkeypatch: pytest.MonkeyPatch
 SILENT_HOST = """
 import subprocess, sys, time
 sys.path[:0] = sys.argv[1:]
-from sglang_crashkit.srt.disaggregation import link as link_module
-from sglang_crashkit.srt.disaggregation.link import Link
-import unit.srt.disaggregation.test_link as test_link
+from sglang_crashkit.handler import peer_link as link_module
+from sglang_crashkit.handler.peer_link import Link
+import unit.handler.test_peer_link as test_link
 
 def ip(*words, inside=()):
     subprocess.run([*inside, "ip", *words], check=True, timeout=10)
@@ -241,7 +254,7 @@ def can_have_networks() -> bool:
 
 @pytest.mark.skipif(not can_have_networks(), reason="needs root, iproute2 and network namespaces")
 def test_a_host_that_is_silent_is_lost_although_nothing_refuses() -> None:
-    roots = [str(Path(__file__).parents[3]), str(Path(__file__).parents[4] / "python")]
+    roots = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3] / "python")]
     done = subprocess.run(
         ["unshare", "-n", sys.executable, "-c", SILENT_HOST, *roots],
         capture_output=True,

@@ -1,0 +1,141 @@
+"""Who may be ended, told and looked at for what happened: the one place that decides it.
+
+The kit observes and upstream decides. Where upstream would have let a process live, the kit does not signal it, and
+looks at it only by means that cannot hurt it. One case is different: a server program, one of whose own processes died
+or raised an exception. Upstream means to end it, and forgets to in some releases; it is ended with a telling status.
+
+``docs/policy.md`` holds the table for readers; its test compares the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Mode(str, Enum):
+    """What the program is that launched the server."""
+
+    #: SGLang's own HTTP or gRPC launcher.
+    SERVER = "server"
+    #: A user's program: ``Engine``, a Ray actor, an RL trainer, a notebook.
+    LIBRARY = "library"
+    #: It serves on without a rank: elastic expert parallelism, or upstream's fault tolerance.
+    ELASTIC = "elastic"
+
+
+class Event(str, Enum):
+    """What happened to a server."""
+
+    #: A process of it ended unasked.
+    DIED = "died"
+    #: A process of it ended as one does that is asked to, while the server was asked to end.
+    LEFT = "left"
+    #: A process of it raised an exception that ends it.
+    RAISED = "raised"
+    #: A tokenizer worker ended, which the HTTP server starts anew.
+    WORKER_DIED = "worker_died"
+    #: The main process says that the ranks will not get ready, or that a child failed; it ends by itself.
+    FAILED = "failed"
+    #: The main process saves its requests because it is about to end.
+    DUMPED = "dumped"
+    #: A watchdog of upstream's timed out that ends the server.
+    TIMED_OUT = "timed_out"
+    #: A process makes no progress, or a watchdog that ends nothing says so.
+    HUNG = "hung"
+    #: Another server of a prefill and decode pair is gone.
+    PEER_LOST = "peer_lost"
+    #: Somebody asks for the stacks.
+    STACKS_WANTED = "stacks_wanted"
+    #: It was asked to end while its health check failed, or one of its schedulers was silent.
+    HUNG_AT_END = "hung_at_end"
+
+
+class Capture(str, Enum):
+    """By which means the living processes are looked at."""
+
+    #: Not at all.
+    NONE = "none"
+    #: By those that cannot hurt: ``/proc``, a py-spy that does not stop its target, the process's own thread.
+    OBSERVE = "observe"
+    #: Also by those that may: faulthandler on a signal, GPU cores on demand, native stacks.
+    FULL = "full"
+
+
+@dataclass(frozen=True)
+class Action:
+    """What is done about an event.
+
+    Attributes:
+        records: an incident is written.
+        tells: the main process is sent SIGQUIT, by which SGLang's own processes tell it that they failed.
+        ends: the main process ends with a status that tells of the cause, by a deadline.
+        captures: by which means the living processes are looked at.
+    """
+
+    records: bool = True
+    tells: bool = False
+    ends: bool = False
+    captures: Capture = Capture.OBSERVE
+
+
+_OBSERVED = Action()
+#: What happens to a server program; a library's and an elastic server's are only observed, unless it ends itself.
+_OF_SERVER = {
+    Event.DIED: Action(tells=True, ends=True, captures=Capture.FULL),
+    Event.RAISED: Action(tells=True, ends=True, captures=Capture.FULL),
+    Event.FAILED: Action(ends=True, captures=Capture.FULL),
+    Event.DUMPED: Action(ends=True, captures=Capture.FULL),
+    Event.TIMED_OUT: Action(captures=Capture.FULL),
+    Event.HUNG_AT_END: Action(captures=Capture.FULL),
+}
+#: The same in every mode: the main process ends by upstream's own decision, or nobody's stacks would tell anything.
+_OF_ALL = {
+    Event.DUMPED: Action(captures=Capture.FULL),
+    Event.PEER_LOST: Action(captures=Capture.NONE),
+    Event.LEFT: Action(records=False, captures=Capture.NONE),
+}
+
+
+def decide(mode: Mode, event: Event) -> Action:
+    """Return what is done about an event.
+
+    Args:
+        mode: what the program is.
+        event: what happened.
+    """
+    return (_OF_SERVER if mode is Mode.SERVER else {}).get(event) or _OF_ALL.get(event, _OBSERVED)
+
+
+def death(*, orderly: bool, draining: bool, replaced: bool = False) -> Event:
+    """Return which event the end of one of the server's processes is.
+
+    Args:
+        orderly: it ended with status 0, or by a signal that asks for an end.
+        draining: the server was asked to end. Whoever stops a service or a job signals all of its processes.
+        replaced: it is a tokenizer worker.
+    """
+    if orderly and draining:
+        return Event.LEFT
+    return Event.WORKER_DIED if replaced else Event.DIED
+
+
+def mode_of(server_args: Any, *, is_program: bool) -> Mode:
+    """Return what the program is that launches a server.
+
+    Args:
+        server_args: SGLang's ``ServerArgs``.
+        is_program: SGLang's own launcher runs it.
+    """
+    # On the command line "none" stands for none.
+    if getattr(server_args, "elastic_ep_backend", None) not in (None, "", "none") or _is_fault_tolerant(server_args):
+        return Mode.ELASTIC
+    return Mode.SERVER if is_program else Mode.LIBRARY
+
+
+def _is_fault_tolerant(server_args: Any) -> bool:
+    # Upstream's coming arguments are not named yet; none of today's is called so.
+    names = (name for name in dir(type(server_args)) if "fault_toleran" in name)
+    fields = (name for name in getattr(server_args, "__dict__", {}) if "fault_toleran" in name)
+    return any(getattr(server_args, name, None) not in (None, False, "", 0) for name in {*names, *fields})

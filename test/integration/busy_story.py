@@ -1,0 +1,240 @@
+"""What keeps one real server busy for longer than a hang takes to be noticed, and is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lanelib.servers import Server
+from sglang_crashkit.core.incident_store import find_incidents
+
+HANG_SECS = 3.0
+LONG = 400.0
+#: More than upstream lets a chunk be on any GPU.
+PROMPT_TOKENS = 40_000
+PROFILED_STEPS = 200
+#: Each way takes at least so long, in seconds: otherwise a hang would not have been noticed either.
+BUSY_SECS = 6.0
+
+#: Runs in every Python process of the server. On SIGUSR1 the main thread compiles Triton kernels, as a batch does that
+#: meets a new shape; reading weights takes as long as it does of a real model.
+SITECUSTOMIZE = f"""
+import importlib.machinery
+import os
+import signal
+import sys
+import time
+
+BUSY_SECS = {BUSY_SECS}
+
+
+def compile_kernels(_signal, _frame):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    import crashkit_kernel
+
+    began, number = time.monotonic(), 0
+    while time.monotonic() < began + 2 * BUSY_SECS:
+        number += 1
+        source = ASTSource(
+            crashkit_kernel.unrolled,
+            signature={{"pointer": "*fp32", "COUNT": "constexpr"}},
+            constexprs={{(1,): 400 + number}},
+        )
+        try:
+            triton.compile(source, target=GPUTarget("cuda", 90, 32))
+        except Exception:
+            # Without ptxas, which comes last, it is as it is up to there.
+            pass
+    with open(os.path.join(os.path.dirname(__file__), f"compiled-{{os.getpid()}}"), "w") as file:
+        file.write(str(number))
+
+
+signal.signal(signal.SIGUSR1, compile_kernels)
+NAME = "sglang.srt.model_loader.weight_utils"
+
+
+def change(module):
+    for name in [name for name in vars(module) if name.endswith("safetensors_weights_iterator")]:
+        setattr(module, name, slowed(getattr(module, name)))
+
+
+def slowed(iterate):
+    def safetensors_weights_iterator(*args, **kwargs):
+        weights = list(iterate(*args, **kwargs))
+        for name, weight in weights:
+            due = time.monotonic() + 2 * BUSY_SECS / len(weights)
+            while time.monotonic() < due:
+                weight.clone()
+            yield name, weight
+
+    return safetensors_weights_iterator
+
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name != NAME:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            change(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
+"""
+KERNEL = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def unrolled(pointer, COUNT: tl.constexpr):
+    offsets = tl.arange(0, 1024)
+    value = tl.load(pointer + offsets)
+    for step in tl.static_range(COUNT):
+        value = value * 1.5 + tl.load(pointer + offsets + step)
+    tl.store(pointer + offsets, value)
+"""
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass
+class Busy:
+    """What came of one way to be busy.
+
+    Attributes:
+        secs: how long no answer came.
+        verdicts: what incidents said of it meanwhile, as far as a poll saw.
+        left: the incidents that were still there afterwards.
+    problem: what went wrong with the work itself; empty where nothing did.
+    """
+
+    secs: float = 0.0
+    verdicts: list[tuple[str, str]] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    problem: str = ""
+
+
+def ask(server: Server, path: str, **body: Any) -> Any:
+    """Post to a server and return its answer."""
+    request = urllib.request.Request(
+        f"{server.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with _opener.open(request, timeout=LONG) as response:
+        text = response.read()
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text.decode()
+
+
+def generate(server: Server, tokens: list[int], new: int) -> int:
+    """Have tokens generated after `tokens`, and return how many came."""
+    sampling = {"max_new_tokens": new, "temperature": 0, "ignore_eos": True}
+    return len(ask(server, "/generate", input_ids=tokens, sampling_params=sampling)["output_ids"])
+
+
+def profile(server: Server, folder: Path) -> None:
+    """Export a trace in the middle of a batch, as a profile of so many steps does."""
+    ask(
+        server,
+        "/start_profile",
+        num_steps=PROFILED_STEPS,
+        with_stack=True,
+        record_shapes=True,
+        output_dir=str(folder),
+        activities=["CPU"],
+    )
+    assert generate(server, [1, 2, 3], PROFILED_STEPS + 10) == PROFILED_STEPS + 10
+
+
+def prefill(server: Server) -> None:
+    """Take in a long prompt in one piece."""
+    assert generate(server, [7 + number % 400 for number in range(PROMPT_TOKENS)], 2) == 2
+
+
+def compile_in_a_batch(server: Server, folder: Path) -> None:
+    """Let the scheduler compile in the middle of a request."""
+    pid = server.pid_of("sglang::scheduler")
+    timer = threading.Timer(1.0, os.kill, (pid, signal.SIGUSR1))
+    timer.start()
+    assert generate(server, [1, 2, 3], 400) == 400
+    timer.join()
+    assert int((folder / f"compiled-{pid}").read_text()) > 0
+
+
+def update_weights(server: Server, model: Path) -> None:
+    """Load other weights while requests come."""
+    answers: list[int] = []
+
+    def go_on() -> None:
+        answers.append(generate(server, [5, 6], 4))
+
+    threads = []
+
+    def send() -> None:
+        for _ in range(20):
+            threads.append(threading.Thread(target=go_on))
+            threads[-1].start()
+            time.sleep(0.1)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    time.sleep(0.5)
+    done = ask(server, "/update_weights_from_disk", model_path=str(model), load_format="auto")
+    sender.join()
+    for thread in threads:
+        thread.join()
+    assert done["success"], done
+    assert answers == [4] * 20
+
+
+def watch(crash_folder: Path, work: Callable[[], None]) -> Busy:
+    """Do some work, and return what incidents said meanwhile, and which stayed."""
+    told, done = Busy(), threading.Event()
+
+    def poll() -> None:
+        while not done.wait(0.1):
+            for stored in find_incidents(crash_folder):
+                verdict = (stored.document or {}).get("verdict") or {}
+                if not verdict:
+                    # It was opened in this moment.
+                    continue
+                said = (str(verdict.get("kind")), str(verdict.get("text")))
+                if said not in told.verdicts:
+                    told.verdicts.append(said)
+
+    poller = threading.Thread(target=poll)
+    poller.start()
+    began = time.monotonic()
+    try:
+        work()
+    except (OSError, AssertionError) as error:
+        # The other ways are to be seen, too.
+        told.problem = repr(error)
+    finally:
+        told.secs = time.monotonic() - began
+        # Progress is noticed at the second sign of it.
+        time.sleep(2.0)
+        done.set()
+        poller.join()
+    told.left = [str(stored.path) for stored in find_incidents(crash_folder)]
+    return told

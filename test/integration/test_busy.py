@@ -1,0 +1,69 @@
+"""A real server that is busy for long: no incident stays, and one that is seen meanwhile says that it is at work."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from integration import busy_story
+from integration.busy_story import BUSY_SECS, HANG_SECS, KERNEL, SITECUSTOMIZE, Busy
+from lanelib.lanes import Lane, ensure_lane
+from lanelib.servers import Server
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
+
+#: Weights that fit the lane's model.
+SAVE = """
+import sys
+from transformers import AutoConfig, AutoModelForCausalLM
+AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1])).save_pretrained(sys.argv[2])
+"""
+
+
+def _weights(lane: Lane, folder: Path) -> Path:
+    command = [str(lane.python), "-c", SAVE, str(lane.model_dir), str(folder)]
+    subprocess.run(command, env=lane.serve_env(), check=True, timeout=300)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Busy]:
+    lane, crash = ensure_lane("0.5.23"), tmp_path_factory.mktemp("crash")
+    hook, model = tmp_path_factory.mktemp("hook"), tmp_path_factory.mktemp("model")
+    (hook / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    (hook / "crashkit_kernel.py").write_text(KERNEL)
+    weights = _weights(lane, model)
+    tokens = str(busy_story.PROMPT_TOKENS + 4096)
+    arguments = ["--crash-dump-folder", str(crash), "--chunked-prefill-size", "-1", "--max-total-tokens", tokens]
+    arguments += ["--context-length", tokens, "--max-prefill-tokens", tokens, "--disable-radix-cache"]
+    environ = {
+        "SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}",
+        "SGLANG_CRASHKIT_PHOTOGRAPH_SECS": "10",
+        "SGLANG_CRASHKIT_BUDGET_SECS": "60",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        "PYTHONPATH": str(hook),
+        "TRITON_CACHE_DIR": str(hook / "triton"),
+    }
+    found = {}
+    with Server.start(lane, extra_args=arguments, env=environ) as server:
+        server.wait_ready()
+        # Later batches have less patience than the first ones.
+        busy_story.generate(server, [1, 2, 3], 20)
+        found["profile"] = busy_story.watch(crash, lambda: busy_story.profile(server, hook))
+        found["compile"] = busy_story.watch(crash, lambda: busy_story.compile_in_a_batch(server, hook))
+        found["weights"] = busy_story.watch(crash, lambda: busy_story.update_weights(server, weights))
+        found["prefill"] = busy_story.watch(crash, lambda: busy_story.prefill(server))
+        assert server.popen.poll() is None
+    return found
+
+
+@pytest.mark.parametrize("way", ["profile", "compile", "weights", "prefill"])
+def test_what_is_busy_is_no_hang(ways: dict[str, Busy], way: str) -> None:
+    busy = ways[way]
+    assert busy.problem == "", busy
+    assert busy.secs > BUSY_SECS, busy
+    assert busy.left == [], busy
+    # Before the first look it is known of nobody what he does.
+    assert {kind for kind, _text in busy.verdicts} <= {"busy", "hang", "unknown"}

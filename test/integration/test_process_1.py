@@ -1,0 +1,182 @@
+"""A real server in a container: as process 1, below ``tini`` or a shell, and beside another server of the same name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from integration.scenario import RELEASES
+from lanelib.lanes import Lane, ensure_lane
+from lanelib.managed import free_port, wait_all_ready
+from lanelib.procs import tree_of
+from lanelib.servers import Server
+from sglang_crashkit.core.exit_status import ServerExit
+from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
+from unit.handler.driver import Server as StandIn
+
+pytestmark = [
+    pytest.mark.live,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a PID namespace"),
+]
+
+CONTAINER = ("unshare", "-pf", "--mount-proc", "--kill-child")
+HOST = "test-host"
+EXIT_S = 90.0
+#: Two servers in one container; a later argument wins.
+TWO = (
+    'second=$1; shift; "$@" & one=$!; "$@" --port "$second" & two=$!; trap "kill $one $two" TERM; '
+    # The signal ends the first of them.
+    "wait $one; wait $two; wait $one"
+)
+
+
+@dataclass(frozen=True)
+class Host:
+    """Folders that servers share: `crash` for incidents, `temporary` for what is gone with a server."""
+
+    crash: Path
+    temporary: Path
+
+    def start(self, lane: Lane, *prefix: str) -> Server:
+        """Start a server in a container, below `prefix` there."""
+        environment = {"TMPDIR": str(self.temporary), "HOSTNAME": HOST}
+        arguments = ["--crash-dump-folder", str(self.crash)]
+        return Server.start(lane, extra_args=arguments, env=environment, prefix=(*CONTAINER, *prefix))
+
+    @property
+    def left(self) -> list[str]:
+        """What servers left, but for the folders that every server makes anew and the log of crash handlers."""
+        runtime = self.temporary / f"sglang-crashkit-{os.getuid()}" / "run"
+        below = list((self.crash / HOST).rglob("*"))
+        found = [*below, *(runtime.iterdir() if runtime.is_dir() else [])]
+        return sorted(str(path) for path in found if path.name not in ("incidents", "crash_handler.log"))
+
+    @property
+    def places(self) -> list[str]:
+        """What servers have while they live: each a runtime folder and a spool."""
+        paths = [Path(path) for path in self.left]
+        return [str(path) for path in paths if path.parent.name == "run" or path.name.startswith(".spool-")]
+
+    @property
+    def incidents(self) -> list[StoredIncident]:
+        return find_incidents(self.crash)
+
+    def next_start_reports(self) -> list[StoredIncident]:
+        """Start and end another server on this host, and return the incidents that are there then."""
+        server = StandIn(self.temporary, crash_folder=self.crash)
+        try:
+            server.say("teardown")
+            server.process.wait(EXIT_S)
+            server.wait_for_handler()
+        finally:
+            server.close()
+        return self.incidents
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    # The path of a socket must be short.
+    temporary = Path(tempfile.mkdtemp(prefix="ck-"))
+    yield Host(tmp_path / "crash", temporary)
+    shutil.rmtree(temporary)
+
+
+def first_process_of(server: Server) -> int:
+    """Return the container's process 1, as it is called outside."""
+    (pid,) = (process.pid for process in tree_of(server.pid) if process.parent == server.pid)
+    return pid
+
+
+def stop(server: Server) -> int:
+    """Stop a container as its runtime does, and return its exit status."""
+    os.kill(first_process_of(server), signal.SIGTERM)
+    return server.popen.wait(EXIT_S)
+
+
+@pytest.fixture(params=RELEASES)
+def lane(request: pytest.FixtureRequest) -> Lane:
+    return ensure_lane(request.param)
+
+
+def test_a_clean_stop_of_process_1_leaves_nothing_and_is_no_crash(lane: Lane, host: Host) -> None:
+    with host.start(lane) as server:
+        server.wait_ready()
+        server.generate("Hello", max_new_tokens=4, timeout_s=120)
+        assert len(host.places) == 2, host.left
+        assert stop(server) == 0
+    assert host.left == []
+    assert host.next_start_reports() == []
+    assert host.left == []
+
+
+def test_a_crash_of_process_1_leaves_a_whole_incident_and_nothing_else(lane: Lane, host: Host) -> None:
+    with host.start(lane) as server:
+        server.wait_ready()
+        os.kill(server.pid_of("sglang::scheduler"), signal.SIGKILL)
+        assert server.popen.wait(EXIT_S) == ServerExit.KILLED
+    (incident,) = host.incidents
+    assert incident.finished
+    assert incident.document is not None
+    assert incident.document["complete"] is True
+    assert incident.document["verdict"]["first_failure"]["title"] == "sglang::scheduler"
+    assert host.places == []
+    assert [found.path for found in host.next_start_reports()] == [incident.path]
+
+
+def test_the_end_of_a_container_that_is_killed_is_no_crash_of_the_next(host: Host) -> None:
+    with host.start(ensure_lane("0.5.23")) as server:
+        server.wait_ready()
+        os.kill(first_process_of(server), signal.SIGKILL)
+        server.popen.wait(EXIT_S)
+    # Nothing could remove it; the next one on this host does. It does not know whether a process of another namespace
+    # lives, so the runtime folder stays in the temporary folder, which goes with the container.
+    assert host.next_start_reports() == []
+    assert [place for place in host.places if Path(place).parent.name != "run"] == []
+
+
+@pytest.mark.skipif(shutil.which("tini") is None, reason="tini is not installed: apt-get install tini")
+def test_a_clean_stop_below_tini_leaves_nothing(host: Host) -> None:
+    with host.start(ensure_lane("0.5.23"), "tini", "--") as server:
+        server.wait_ready()
+        stop(server)
+    assert host.left == []
+    assert host.next_start_reports() == []
+
+
+def test_two_servers_of_one_container_leave_nothing(host: Host) -> None:
+    port = free_port()
+    with host.start(ensure_lane("0.5.23"), "sh", "-c", TWO, "sh", str(port)) as server:
+        server.wait_ready()
+        first, server.url = server.url, f"http://127.0.0.1:{port}"
+        server.wait_ready()
+        assert len(host.places) == 4, host.left
+        server.url = first
+        stop(server)
+    assert host.left == []
+    assert host.next_start_reports() == []
+
+
+def test_the_end_of_one_process_1_takes_nothing_from_another(host: Host) -> None:
+    lane = ensure_lane("0.5.23")
+    with host.start(lane) as one, host.start(lane) as other:
+        wait_all_ready([one, other])
+        before = host.places
+        assert len(before) == 4, before
+        assert stop(one) == 0
+        assert len(host.places) == 2
+        assert set(host.places) < set(before)
+        assert other.generate("Hello", max_new_tokens=4, timeout_s=120)["output_ids"]
+        os.kill(other.pid_of("sglang::scheduler"), signal.SIGKILL)
+        assert other.popen.wait(EXIT_S) == ServerExit.KILLED
+    (incident,) = host.incidents
+    assert incident.document is not None
+    assert incident.document["complete"] is True
+    assert host.places == []

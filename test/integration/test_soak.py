@@ -1,0 +1,28 @@
+"""A healthy server with the kit beside one without it: what is observed, and the observer's end, cannot be seen."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lanelib.lanes import ensure_lane
+from lanelib.soak import soak
+
+RELEASE = "0.5.23"
+#: ``benchmarks/soak`` goes on for an hour.
+MINUTES = float(os.environ.get("SGLANG_CRASHKIT_TEST_SOAK_MINUTES", "4"))
+#: Beside other servers two of them take minutes to start.
+START_S = 600.0
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(60 * MINUTES + START_S + 300)]
+
+
+def test_a_healthy_server_does_the_same_with_the_kit_as_without_it(tmp_path: Path) -> None:
+    lanes = [ensure_lane(RELEASE, pristine=pristine) for pristine in (False, True)]
+    outcome = soak(*lanes, tmp_path, seconds=60 * MINUTES)
+    assert outcome.problems == [], outcome.table
+    # It was disturbed in every way.
+    assert len(outcome.actions) == 6
+    assert {"hang", "snapshot"} <= set(outcome.kinds)

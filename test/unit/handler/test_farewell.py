@@ -1,0 +1,155 @@
+"""A stand-in server in a container, whose end takes its crash handler with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.core.exit_status import ServerExit
+from sglang_crashkit.core.incident_store import find_incidents
+from unit.handler.driver import HOST, Server
+from unit.waiting import LONG
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a PID namespace")
+
+SCRIPT = Path(__file__).with_name("fake_server.py")
+CONTAINER = ("unshare", "-pf", "--mount-proc", "--kill-child")
+OPTIONS = {"answers_sigquit": True, "catches_sigquit": True, "tears_down_on_sigterm": True}
+#: A shell as process 1, which ends with what it runs.
+SHELL = ("sh", "-c", 'exec 3<&0; "$@" <&3 & wait', "sh")
+
+
+class Contained:
+    """A server in a container that is given commands."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], LONG)[0], "the server says nothing"
+        return self.process.stdout.readline().decode().strip()
+
+    def say(self, command: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command.encode() + b"\n")
+
+
+@contextmanager
+def contained(temporary: Path, crash: Path, *prefix: str) -> Iterator[Contained]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
+    environ = inherited | {"TMPDIR": str(temporary), "HOSTNAME": HOST, "SGLANG_CRASHKIT_JOURNAL": "0"}
+    options = json.dumps(OPTIONS | {"crash_folder": str(crash)})
+    with subprocess.Popen(
+        [*CONTAINER, *prefix, sys.executable, str(SCRIPT), options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        env=environ,
+    ) as process:
+        try:
+            server = Contained(process)
+            words = server.line().split()
+            assert words[0] == "ready", words
+            yield server
+        finally:
+            process.kill()
+
+
+def left(temporary: Path, crash: Path) -> list[str]:
+    run = temporary / f"sglang-crashkit-{os.getuid()}" / "run"
+    host = crash / HOST
+    found = [*run.iterdir(), *(host / "incidents").iterdir(), *host.glob(".*")]
+    # The record of which faults there were is of all servers.
+    return [str(path) for path in found if path.name != "faults.json"]
+
+
+@pytest.mark.parametrize("prefix", [(), ("tini", "--"), SHELL], ids=["process 1", "tini", "shell"])
+def test_a_clean_stop_in_a_container_leaves_nothing(short_folder: Path, tmp_path: Path, prefix: Sequence[str]) -> None:
+    with contained(short_folder, tmp_path, *prefix) as server:
+        assert len(left(short_folder, tmp_path)) == 2
+        server.say("teardown")
+        server.process.wait(LONG)
+        assert left(short_folder, tmp_path) == []
+
+
+def test_the_handler_of_process_1_outlives_the_end_of_its_children(short_folder: Path, tmp_path: Path) -> None:
+    with contained(short_folder, tmp_path) as server:
+        # WHEN the program shuts its engine down, and a process that is none of the server's asks for nothing
+        server.say("teardown children")
+        assert server.line() == "done"
+        assert len(left(short_folder, tmp_path)) == 2
+        # THEN its own end is still no crash, and leaves nothing
+        server.say("teardown")
+        server.process.wait(LONG)
+        assert left(short_folder, tmp_path) == []
+
+
+def test_a_crash_of_process_1_leaves_a_whole_incident_and_nothing_else(short_folder: Path, tmp_path: Path) -> None:
+    with contained(short_folder, tmp_path) as server:
+        server.say("tell scheduler_TP1 abort")
+        assert server.line() == "sigquit"
+        assert server.process.wait(LONG) == 128 + signal.SIGABRT
+        (incident,) = find_incidents(tmp_path)
+        assert incident.document is not None
+        assert incident.document["complete"] is True
+        assert left(short_folder, tmp_path) == [str(incident.path)]
+
+
+def test_what_a_killed_container_leaves_is_removed_by_the_next_start_and_is_no_crash(
+    short_folder: Path, tmp_path: Path
+) -> None:
+    with contained(short_folder, tmp_path) as server:
+        server.process.kill()
+        server.process.wait(LONG)
+    spools = list((tmp_path / HOST / "incidents").iterdir())
+    assert len(spools) == 1
+    for path in spools:
+        os.utime(path, (time.time() - 60,) * 2)
+    following = Server(short_folder, crash_folder=tmp_path)
+    try:
+        following.settle()
+        assert not spools[0].exists()
+        following.say("teardown")
+        assert following.wait_for_the_end() is None
+    finally:
+        following.close()
+
+
+def test_the_end_of_one_process_1_takes_nothing_from_another_of_that_name(short_folder: Path, tmp_path: Path) -> None:
+    with contained(short_folder, tmp_path) as one, contained(short_folder, tmp_path) as other:
+        before = set(left(short_folder, tmp_path))
+        one.say("teardown")
+        one.process.wait(LONG)
+        after = set(left(short_folder, tmp_path))
+        assert len(before) == 4
+        assert len(after) == 2
+        assert after < before
+        other.say("tell scheduler_TP0 exit 7")
+        assert other.line() == "sigquit"
+        assert other.process.wait(LONG) == ServerExit.EXITED
+    (incident,) = find_incidents(tmp_path)
+    assert incident.document is not None
+    assert incident.document["complete"] is True
+
+
+def test_an_incident_at_hand_is_written_before_the_container_ends(short_folder: Path, tmp_path: Path) -> None:
+    with contained(short_folder, tmp_path) as server:
+        # An observed one, of a server that goes on: it would be finished some seconds later.
+        server.say("tell scheduler_TP0 snapshot")
+        assert server.line() == "the handler"
+        server.say("teardown")
+        server.process.wait(LONG)
+        (incident,) = find_incidents(tmp_path)
+        assert incident.finished
+        assert left(short_folder, tmp_path) == [str(incident.path)]

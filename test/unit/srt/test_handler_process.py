@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.core import procfs
+from unit.waiting import LONG, wait_until
+
+#: A program that starts a crash handler, says how that went and what it knows then, and ends when it is told to.
+PROGRAM = """
+import json, logging, os, sys, time
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s", level="INFO")
+from sglang_crashkit.srt import handler_process
+from sglang_crashkit.srt.hooks import handler_pid
+began = time.monotonic()
+handler_process.start(sys.argv[1])
+took = time.monotonic() - began
+environ = {name: value for name, value in os.environ.items() if name.startswith("SGLANG_")}
+print(json.dumps({"took": took, "pid": handler_pid(), "environ": environ}))
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+#: What a seccomp profile of a container does that does not know the system call.
+NO_PIDFD = """
+import os, sys
+def refuse(pid, flags=0): raise PermissionError(1, "Operation not permitted")
+if "sglang_crashkit.handler" in sys.orig_argv: os.pidfd_open = refuse
+"""
+BREAKS = """
+import sys
+if "sglang_crashkit.handler" in sys.orig_argv: raise SystemExit("the kit is broken")
+"""
+#: A crash folder on a network disk whose server does not answer: mkdir(2) in it never returns.
+STANDS_STILL = """
+import os, sys, time
+if "sglang_crashkit.handler" in sys.orig_argv:
+    mkdir = os.mkdir
+    def stand_still(path, *args, **kwargs):
+        while "/crash" in str(path): time.sleep(1)
+        return mkdir(path, *args, **kwargs)
+    os.mkdir = stand_still
+"""
+#: One that is slow for another reason than a disk.
+SLOW = """
+import os, sys, time
+if "sglang_crashkit.handler" in sys.orig_argv:
+    fork = os.fork
+    def late():
+        pid = fork()
+        if pid == 0: time.sleep(9)
+        os.fork = fork
+        return pid
+    os.fork = late
+"""
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a program said that started a crash handler.
+
+    Attributes:
+        lines: its log.
+        took: how long the start took, in seconds.
+        handler: the handler's pid; None where there is none.
+        environ: the variables that its children get.
+    """
+
+    lines: list[str]
+    took: float
+    handler: int | None
+    environ: dict[str, str]
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="ck-") as folder:
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def started(temporary: Path, sitecustomize: str = "", *, waits: bool = True, **environ: str) -> Iterator[Started]:
+    """Start a crash handler from a program, which has ended afterwards, and the handler where the test `waits`."""
+    modules = temporary / "modules"
+    modules.mkdir()
+    (modules / "sitecustomize.py").write_text(sitecustomize)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
+    variables = {"TMPDIR": str(temporary), "HOSTNAME": "host", "PYTHONPATH": str(modules)}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(temporary / "crash")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=inherited | variables | environ,
+    ) as process:
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            lines = []
+            while (line := process.stdout.readline()) != "ready\n":
+                assert line, lines
+                lines.append(line.strip())
+            said = json.loads(lines.pop())
+            yield Started(lines, said["took"], said["pid"], said["environ"])
+            process.stdin.close()
+            assert process.wait(LONG) == 0
+            if said["pid"] and waits:
+                wait_until(lambda: procfs.read_stat(said["pid"]) is None, "the handler leaves")
+        finally:
+            process.kill()
+
+
+def left_in(temporary: Path) -> list[str]:
+    """Return what is left of a handler at work."""
+    run = temporary / f"sglang-crashkit-{os.getuid()}" / "run"
+    return [path.name for path in (*run.iterdir(), *temporary.glob("**/.spool-*"), *temporary.glob("**/.partial-*"))]
+
+
+def test_where_incidents_go_is_said_by_a_handler_that_is_ready(temporary: Path) -> None:
+    with started(temporary) as program:
+        assert program.lines == [f"INFO crash kit: incidents of this server go to {temporary}/crash/host/incidents"]
+        assert program.handler is not None
+        assert procfs.read_title(program.handler) == "sglang::crash_handler"
+        spool = Path(program.environ["SGLANG_CRASHKIT_SPOOL"])
+        assert spool.parent == temporary / "crash" / "host" / "incidents"
+        assert spool.is_dir()
+    assert left_in(temporary) == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [(NO_PIDFD, "PermissionError: [Errno 1] Operation not permitted"), (BREAKS, "SystemExit: the kit is broken")],
+    ids=["pidfd", "kit"],
+)
+def test_of_a_handler_that_dies_at_its_start_one_line_has_the_reason(temporary: Path, broken: str, reason: str) -> None:
+    # GIVEN a program that a server started: what it inherited is not its own
+    inherited = {"SGLANG_CRASHKIT_SOCKET": "/theirs/handler.sock", "SGLANG_CRASHKIT_SPOOL": "/theirs/spool"}
+    with started(temporary, broken, **inherited) as program:
+        assert program.lines == [
+            f"WARNING crash kit: no crash handler, so a crash of this server leaves no incident: {reason}"
+        ]
+        assert program.handler is None
+        assert program.environ == {}
+    assert left_in(temporary) == []
+
+
+def test_a_crash_folder_that_does_not_answer_holds_no_launch(temporary: Path) -> None:
+    with started(temporary, STANDS_STILL) as program:
+        assert program.took < 12.0
+        warning, place = program.lines
+        assert warning.startswith(f"WARNING crash kit: crash folder {temporary}/crash/host cannot be used (it did not")
+        assert place.endswith(f"go to {temporary}/sglang-crashkit-{os.getuid()}/host/incidents")
+        assert program.handler is not None
+    assert left_in(temporary) == []
+
+
+def test_a_handler_that_gets_ready_too_late_finds_nobody_and_ends(temporary: Path) -> None:
+    with started(temporary, SLOW) as program:
+        (line,) = program.lines
+        assert line.endswith("leaves no incident: it was not ready within 5 s")
+        (handler,) = handlers_in(temporary)
+    wait_until(lambda: procfs.read_stat(handler) is None, "the handler leaves")
+    assert left_in(temporary) == []
+
+
+def handlers_in(temporary: Path) -> list[int]:
+    """Return the processes of this temporary folder that nobody waits for."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and f"TMPDIR={temporary}".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    stats = [procfs.read_stat(pid) for pid in found]
+    return [stat.pid for stat in stats if stat is not None and stat.ppid != os.getpid()]
+
+
+def test_an_operators_folder_keeps_its_permissions(temporary: Path) -> None:
+    theirs = temporary / "crash" / "host"
+    theirs.mkdir(parents=True)
+    theirs.chmod(0o755)
+    with started(temporary):
+        assert theirs.stat().st_mode & 0o777 == 0o755
+        assert (theirs / "incidents").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_handler_that_is_stuck_or_gone_does_not_hold_the_end(temporary: Path, signum: signal.Signals) -> None:
+    with started(temporary, waits=False) as program:
+        assert program.handler is not None
+        os.kill(program.handler, signum)
+        began = time.monotonic()
+    took = time.monotonic() - began
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(program.handler, signal.SIGKILL)
+    # A second, and what an interpreter takes to end on a busy machine.
+    assert took < 6.0
