@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sglang_crashkit.core.policy import Mode
+from sglang_crashkit.core.settings import MODE_VARIABLE
 from sglang_crashkit.srt.managers.multi_tokenizer_mixin import dump_requests_of_workers, on_tokenizer_router
 from unit.srt.conftest import Listener
 from unit.waiting import LONG, wait_until
@@ -30,6 +33,8 @@ time.sleep(60)
 """
 MAIN = f"""
 import os, signal, subprocess, sys, threading, time
+from sglang_crashkit.core.policy import Mode
+from sglang_crashkit.core.settings import MODE_VARIABLE
 from sglang_crashkit.srt.managers.multi_tokenizer_mixin import on_tokenizer_router
 
 def kill_process_tree(pid, include_parent):
@@ -52,7 +57,7 @@ workers = [
 for worker in workers:
     worker.stdout.readline()
 if "supervised" in sys.argv:
-    signal.signal(signal.SIGQUIT, lambda *_: None)
+    signal.signal(signal.SIGQUIT, lambda *_: print("its own", flush=True) if "loud" in sys.argv else None)
 print("ready", flush=True)
 if "exception" in sys.argv:
     def handle():
@@ -69,7 +74,8 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    monkeypatch.setenv(MODE_VARIABLE, Mode.SERVER)
     started: list[subprocess.Popen[str]] = []
     children: list[psutil.Process] = []
 
@@ -95,6 +101,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def said(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
+    assert select.select([process.stdout], [], [], LONG)[0], "it says nothing"
     return process.stdout.readline()
 
 
@@ -114,6 +121,18 @@ def test_a_sigquit_of_the_launch_phase_is_left_to_it(start: Start, tmp_path: Pat
     assert said(process) == "launch phase\n"
     assert list(tmp_path.iterdir()) == []
     assert process.poll() is None
+
+
+def test_a_sigquit_to_a_users_program_is_left_to_it(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MODE_VARIABLE, Mode.LIBRARY)
+    process = start("supervised", "loud")
+    os.kill(process.pid, signal.SIGQUIT)
+    assert said(process) == "its own\n"
+    assert process.stdout is not None
+    assert not select.select([process.stdout], [], [], 0.5)[0]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from time import monotonic
 from typing import Any
@@ -123,12 +124,12 @@ def _begin() -> memoryview[float] | None:
 
 
 def _modes() -> dict[str, str]:
-    """Return the names of the release's forward modes by their number; nothing where it keeps them elsewhere."""
-    try:
-        from sglang.srt.model_executor.forward_batch_info import ForwardMode
-    except ImportError:
-        return {}
-    return {str(int(mode)): mode.name.lower() for mode in ForwardMode}
+    """Return the names of the release's forward modes by their number; nothing where it keeps them elsewhere.
+
+    A scheduler has imported them long before its first round.
+    """
+    module = sys.modules.get("sglang.srt.model_executor.forward_batch_info")
+    return {str(int(mode)): mode.name.lower() for mode in getattr(module, "ForwardMode", ())}
 
 
 def _switch_off() -> None:
