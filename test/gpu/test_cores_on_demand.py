@@ -19,11 +19,11 @@ import pytest
 from gpu.gpu_server import READY_S, SCHEDULER, account_of, cuda_gdb, pipes_of, start
 from integration.scenario import answers_of
 from lanelib.servers import Server
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.cuda_core import TRIGGER, CoreRequest
-from sglang_crashkit.core.cudacore.reading import read_cuda_core
-from sglang_crashkit.core.debugger import debug, find_debugger
-from sglang_crashkit.core.incident_store import find_incidents
+from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
+from sglang_crashkit.capture.cuda_core.trigger import TRIGGER, CoreRequest
+from sglang_crashkit.capture.debugger import debug, find_debugger
+from sglang_crashkit.incident.store import find_incidents
+from sglang_crashkit.kernel import procfs
 from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.live, pytest.mark.timeout(900)]

@@ -20,7 +20,7 @@ from gpu.gpu_server import SCHEDULER, account_of, break_server, cuda_gdb
 from gpu.kernels import ILLEGAL, ILLEGAL_SIGNAL, SPIN, SPIN_SIGNAL, write_site
 from integration.faults import HANG, UNHEALTHY, send, then_terminate
 from integration.scenario import Wreck
-from sglang_crashkit.core.cudacore.reading import read_cuda_core
+from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
 
 pytestmark = [pytest.mark.gpu, pytest.mark.live, pytest.mark.timeout(900)]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lanelib.servers import Server
-from sglang_crashkit.core.incident_store import find_incidents
+from sglang_crashkit.incident.store import find_incidents
 
 HANG_SECS = 3.0
 LONG = 400.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lanelib.servers import Server
-from sglang_crashkit.core.exit_status import ServerExit
+from sglang_crashkit.incident.exit_status import ServerExit
 
 TP0, TP1, DP1 = "sglang::scheduler_TP0", "sglang::scheduler_TP1", "sglang::scheduler_DP1"
 DETOKENIZER = "sglang::detokenizer"

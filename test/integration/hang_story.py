@@ -16,11 +16,11 @@ from typing import Any
 from integration.scenario import answers_of, handler_pid
 from integration.stuck_rank import StuckRank
 from lanelib.servers import Server
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.analysis.states import bare_name
-from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
-from sglang_crashkit.core.pyspy import photograph_all
-from sglang_crashkit.core.stacks import main_thread
+from sglang_crashkit.analysis.states import bare_name
+from sglang_crashkit.capture.pyspy import photograph_all
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.model.stacks import main_thread
 from unit.waiting import wait_until
 
 VICTIM, WAITING = "sglang::scheduler_TP1", "sglang::scheduler_TP0"

@@ -19,8 +19,8 @@ import pytest
 from lanelib.managed import ManagedProcess
 from lanelib.procs import Process, alive, read_process, title_of, tree_of
 from lanelib.servers import Server
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.incident_store import find_incidents
+from sglang_crashkit.incident.store import find_incidents
+from sglang_crashkit.kernel import procfs
 
 #: For ``params``: a plain run takes the newest release, ``scripts/test --matrix`` the older ones.
 RELEASES = (

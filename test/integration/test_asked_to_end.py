@@ -16,8 +16,8 @@ import pytest
 from integration.scenario import EXIT_TIMEOUT_S, RELEASES, handler_pid
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.kernel import procfs
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

@@ -15,7 +15,7 @@ import pytest
 from integration.scenario import RELEASES, Wreck, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.core import procfs
+from sglang_crashkit.kernel import procfs
 from unit.targets import make_tool
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]

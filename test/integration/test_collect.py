@@ -20,10 +20,10 @@ import pytest
 from integration.scenario import answers_of
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.pyspy import photograph_all
-from sglang_crashkit.core.snapshot import ProcessSnapshot, parse
-from sglang_crashkit.core.stacks import main_thread
+from sglang_crashkit.capture.pyspy import photograph_all
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.model.snapshot import ProcessSnapshot, parse
+from sglang_crashkit.model.stacks import main_thread
 from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]

@@ -16,8 +16,8 @@ import pytest
 from integration.scenario import RELEASES, Wreck, wreck
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.core.exit_status import ServerExit
-from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.small_disk import fill, mounted
 from unit.waiting import LONG, wait_until
 

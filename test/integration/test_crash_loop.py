@@ -19,11 +19,12 @@ from integration.scenario import handlers_of, left_of, members_of
 from lanelib.lanes import ensure_lane
 from lanelib.procs import read_process, tree_of
 from lanelib.servers import Server
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.disk import MB, size_of
-from sglang_crashkit.core.exit_status import ServerExit
-from sglang_crashkit.core.faults import read_faults
-from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.fingerprint import read_faults
+from sglang_crashkit.incident.retention import size_of
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.settings import MB
 
 #: How often it crashes.
 CRASHES = int(os.environ.get("SGLANG_CRASHKIT_TEST_CRASHES", "10"))

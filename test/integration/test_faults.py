@@ -16,8 +16,8 @@ from integration.scenario import RELEASES, Wreck, wreck
 from integration.whole import assert_whole, times_of
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.exit_status import OUT_OF_MEMORY
+from sglang_crashkit.incident.exit_status import OUT_OF_MEMORY
+from sglang_crashkit.kernel import procfs
 
 REQUESTS = 3
 #: What is known of a server that hangs is on disk this soon after SIGTERM, in seconds.

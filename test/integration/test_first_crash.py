@@ -17,7 +17,7 @@ from integration.scenario import PROMPTS, Wreck, answers_of, wreck
 from integration.whole import assert_whole
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.core.exit_status import ServerExit
+from sglang_crashkit.incident.exit_status import ServerExit
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

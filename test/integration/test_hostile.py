@@ -26,11 +26,11 @@ import pytest
 from integration.scenario import Wreck, answers_of, handler_pid, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.exit_status import ServerExit
-from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
-from sglang_crashkit.core.pyspy import find_pyspy
-from sglang_crashkit.core.settings import socket_path
+from sglang_crashkit.capture.pyspy import find_pyspy
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.settings import socket_path
 from unit.targets import make_tool, traced
 from unit.waiting import child, wait_until
 

@@ -21,8 +21,8 @@ import pytest
 from integration.scenario import EXIT_TIMEOUT_S, HANDLER, RELEASES, Wreck, wreck
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.core import settings
-from sglang_crashkit.core.incident_store import find_incidents
+from sglang_crashkit import settings
+from sglang_crashkit.incident.store import find_incidents
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
 

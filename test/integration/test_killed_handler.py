@@ -19,9 +19,9 @@ from integration.whole import assert_saved
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.cli.main import main
-from sglang_crashkit.core.exit_status import ServerExit
-from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
-from sglang_crashkit.core.recovery import REASON
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.recovery import REASON
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.waiting import wait_until
 
 RELEASE = "0.5.23"

@@ -12,8 +12,8 @@ from integration.scenario import RELEASES, Wreck, wreck
 from integration.whole import assert_before_the_end, assert_whole
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.exit_status import ServerExit
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.kernel import procfs
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

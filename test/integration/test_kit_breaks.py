@@ -14,10 +14,10 @@ from integration.faults import DP1, send
 from integration.scenario import EXIT_TIMEOUT_S, RELEASES, answers_of, handler_pid, left_of, members_of, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.exit_status import ServerExit
-from sglang_crashkit.core.incident_store import find_incidents
-from sglang_crashkit.core.settings import socket_path
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.store import find_incidents
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.settings import socket_path
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

@@ -25,7 +25,7 @@ from lanelib.lanes import Lane, ensure_lane
 from lanelib.managed import free_port
 from lanelib.procs import Process, alive, read_process, send, title_of, tree_of, wait_gone, watchers_of
 from lanelib.servers import Server, command_of
-from sglang_crashkit.core.incident_store import StoredIncident, find_incidents, wait_for_incident
+from sglang_crashkit.incident.store import StoredIncident, find_incidents, wait_for_incident
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(3000)]
 
@@ -38,7 +38,7 @@ AFTER_S = 15.0
 READY_S = 600.0
 #: The one place that decides the mode says elastic, in every process of the server, its handler included.
 ELASTIC_SITE = """
-from sglang_crashkit.core import policy
+from sglang_crashkit import policy
 
 policy.mode_of = lambda *args, **kwargs: policy.Mode.ELASTIC
 """

@@ -17,8 +17,8 @@ from lanelib.lanes import Lane, ensure_lane
 from lanelib.managed import free_port, wait_all_ready
 from lanelib.procs import tree_of
 from lanelib.servers import Server
-from sglang_crashkit.core.exit_status import ServerExit
-from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.handler.driver import Server as StandIn
 
 pytestmark = [

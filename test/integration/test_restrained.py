@@ -15,7 +15,7 @@ from integration.restrained import NOBODY, RESTRAIN, can_restrain
 from integration.scenario import RELEASES, Wreck, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.core.exit_status import ServerExit
+from sglang_crashkit.incident.exit_status import ServerExit
 from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]

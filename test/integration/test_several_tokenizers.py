@@ -14,7 +14,7 @@ from integration.scenario import RELEASES, Wreck, wreck
 from integration.whole import assert_saved, assert_whole
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.core.exit_status import ServerExit
+from sglang_crashkit.incident.exit_status import ServerExit
 from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]

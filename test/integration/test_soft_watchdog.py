@@ -10,7 +10,7 @@ import pytest
 
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.core.incident_store import find_incidents
+from sglang_crashkit.incident.store import find_incidents
 from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]

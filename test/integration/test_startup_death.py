@@ -17,8 +17,8 @@ from integration.scenario import RELEASES, Member, left_of, members_of
 from integration.whole import assert_ends, assert_present, assert_told
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.core.exit_status import ServerExit
-from sglang_crashkit.core.incident_store import find_incidents
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.store import find_incidents
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

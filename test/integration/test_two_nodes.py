@@ -19,8 +19,8 @@ from integration.whole import End, assert_ends, assert_present, assert_requests,
 from lanelib.lanes import ensure_lane
 from lanelib.managed import free_port, wait_all_ready
 from lanelib.servers import Server
-from sglang_crashkit.core.exit_status import ServerExit
-from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

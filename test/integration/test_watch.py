@@ -19,8 +19,8 @@ import pytest
 from integration.hang_story import CHUNK, HANG_SECS, LONG, QUIET_SECS, VICTIM, WAITING, ask_later, post
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.snapshot import ProcessSnapshot, parse
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.model.snapshot import ProcessSnapshot, parse
 from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]

@@ -16,8 +16,8 @@ import pytest
 from integration.hang_story import LONG, VICTIM, WAITING
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.core.incident_store import find_incidents
-from sglang_crashkit.core.snapshot import parse
+from sglang_crashkit.incident.store import find_incidents
+from sglang_crashkit.model.snapshot import parse
 from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]

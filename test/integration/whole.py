@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from integration.scenario import Member, Sent, Wreck
-from sglang_crashkit.core.exit_status import ServerExit, tells_of_a_crash
+from sglang_crashkit.incident.exit_status import ServerExit, tells_of_a_crash
 
 #: The cause of an end, and its signal.
 End = tuple[str, str | None]

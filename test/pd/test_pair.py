@@ -13,7 +13,7 @@ import pytest
 from inner_pytest import Run, run_pytest
 from lanelib.machine import PD_PACKAGES, missing_libraries
 from lanelib.paths import ROOT
-from sglang_crashkit.core import procfs
+from sglang_crashkit.kernel import procfs
 
 MISSING = missing_libraries()
 pytestmark = [

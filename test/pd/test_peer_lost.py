@@ -27,7 +27,7 @@ from lanelib.machine import PD_PACKAGES, missing_libraries
 from lanelib.pd import PDServers
 from lanelib.procs import tree_of
 from lanelib.servers import Server
-from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.waiting import wait_until
 
 MISSING = missing_libraries()

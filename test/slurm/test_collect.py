@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.snapshot import parse
 from sglang_crashkit.errors import ExitCode
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.model.snapshot import parse
 from slurm.cluster import LONG_S, NODES, Cluster
 from unit.waiting import wait_until
 

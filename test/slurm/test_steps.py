@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core.slurm import Job, find_job, find_steps, step_command, step_name
-from sglang_crashkit.core.slurm_steps import ERRORS, NodeRun, Steps
+from sglang_crashkit.collect.slurm_job import Job, find_job, find_steps, step_command, step_name
+from sglang_crashkit.collect.slurm_steps import ERRORS, NodeRun, Steps
 from sglang_crashkit.errors import NothingToDoError
 from slurm.cluster import LONG_S, NODES, Cluster
 from unit.waiting import wait_until

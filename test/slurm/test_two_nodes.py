@@ -19,11 +19,11 @@ import pytest
 from lanelib.lanes import ensure_lane
 from lanelib.managed import free_port, wait_all_ready
 from lanelib.servers import Server
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.slurm_place import Place, place_of
-from sglang_crashkit.core.snapshot import ProcessSnapshot, parse
-from sglang_crashkit.core.stacks import main_thread
 from sglang_crashkit.errors import ExitCode
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.slurm_place import Place, place_of
+from sglang_crashkit.model.snapshot import ProcessSnapshot, parse
+from sglang_crashkit.model.stacks import main_thread
 from slurm.cluster import NODES, Cluster
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1500)]

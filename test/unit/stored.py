@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.core.disk import DiskLimits
-from sglang_crashkit.core.incident import Incident, ServerInfo, Trigger
-from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
+from sglang_crashkit.incident.folder import IncidentFolder, new_id
+from sglang_crashkit.model.incident import Incident, ServerInfo, Trigger
+from sglang_crashkit.settings import DiskLimits
 
 NOON = 1_700_000_000.25
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.armed import Armed, read_armed
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.stack_hooks import Armed, read_armed
 from unit.waiting import child, wait_until
 
 TITLE = "sglang::scheduler_TP0"

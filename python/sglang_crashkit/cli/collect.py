@@ -18,8 +18,8 @@ from sglang_crashkit.cli.ending import Terminated, terminable
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, RefusedError, UsageError
 
 if TYPE_CHECKING:
-    from sglang_crashkit.core.collection import Collection
-    from sglang_crashkit.core.discovery import Discovery
+    from sglang_crashkit.collect.collection import Collection
+    from sglang_crashkit.kernel.discovery import Discovery
 
 HELP = "take the stacks of the SGLang processes on this host, of a server that hangs"
 
@@ -108,9 +108,9 @@ def run(args: argparse.Namespace) -> ExitCode:
 def _collect(args: argparse.Namespace, wait_secs: float, output: Path, user: int | None) -> ExitCode:
     # Imported here, so that every command starts without what the others need.
     from sglang_crashkit.cli import collect_report, node_answer
-    from sglang_crashkit.core.collection import Collection, Plan
-    from sglang_crashkit.core.discovery import find_processes
-    from sglang_crashkit.core.slurm_place import Place
+    from sglang_crashkit.collect.collection import Collection, Plan
+    from sglang_crashkit.kernel.discovery import find_processes
+    from sglang_crashkit.kernel.slurm_place import Place
 
     if args.slurm_job is not None:
         wait = functools.partial(_wait, wait_secs, lambda: f"the nodes of job {args.slurm_job}")
@@ -165,7 +165,7 @@ def _collect(args: argparse.Namespace, wait_secs: float, output: Path, user: int
 
 def _read_config(args: argparse.Namespace) -> tuple[float, Path]:
     """Return how long to wait, in seconds, and the output folder: the command line's, else the file's."""
-    from sglang_crashkit.core.debug_config import DEFAULT_OUTPUT, expand_output, read_debug_config
+    from sglang_crashkit.capture.debug_config import DEFAULT_OUTPUT, expand_output, read_debug_config
 
     wait_secs, template = 0.0, DEFAULT_OUTPUT
     if args.config is not None:
@@ -195,7 +195,7 @@ def require_one_server(found: Discovery) -> None:
     Raises:
         RefusedError: they are; it names each server, and the command for one and for all of them.
     """
-    from sglang_crashkit.core.server_arguments import port_of, side_of
+    from sglang_crashkit.capture.server_arguments import port_of, side_of
 
     servers = {one.server: one for one in found.processes if one.role != "router"}
     if len(servers) < 2:

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sglang_crashkit.analysis.explain import Explanation, explain
+from sglang_crashkit.analysis.sightings import Sightings
+from sglang_crashkit.capture.debugger import Debugged
 from sglang_crashkit.cli import node_answer
-from sglang_crashkit.core.analysis.explain import Explanation, explain
-from sglang_crashkit.core.analysis.sightings import Sightings
-from sglang_crashkit.core.collection import Collected, Collection
-from sglang_crashkit.core.debugger import Debugged
-from sglang_crashkit.core.discovery import Discovery
-from sglang_crashkit.core.stacks import main_thread
+from sglang_crashkit.collect.collection import Collected, Collection
 from sglang_crashkit.errors import ExitCode
+from sglang_crashkit.kernel.discovery import Discovery
+from sglang_crashkit.model.stacks import main_thread
 
 
 class TextReport:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.core.faults import read_faults
-from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
-from sglang_crashkit.core.summary import headline, mapping_of
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError
+from sglang_crashkit.incident.fingerprint import read_faults
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.incident.summary import headline, mapping_of
 
 #: What the index of each folder has of each fault.
 Faults = Mapping[Path, Mapping[str, Mapping[str, Any]]]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sglang_crashkit import __version__
-from sglang_crashkit.core.guarded_read import GuardedReader, guard_reads
 from sglang_crashkit.errors import CrashkitError, ExitCode
+from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
 
 #: Module of each command, in the order of ``--help``.
 COMMANDS = ("apply", "revert", "status", "wheel", "incidents", "core", "collect", "watch")

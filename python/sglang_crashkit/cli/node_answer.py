@@ -12,14 +12,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.core.analysis.sightings import Sightings
-from sglang_crashkit.core.analysis.sightings_json import to_json
-from sglang_crashkit.core.collection import Collection
-from sglang_crashkit.core.private_files import make_private_folder
-from sglang_crashkit.core.slurm_answer import PENDING
-from sglang_crashkit.core.slurm_gather import renamed
-from sglang_crashkit.core.slurm_place import Place
+from sglang_crashkit.analysis.sightings import Sightings
+from sglang_crashkit.analysis.sightings_json import to_json
+from sglang_crashkit.collect.collection import Collection
+from sglang_crashkit.collect.slurm_answer import PENDING
+from sglang_crashkit.collect.slurm_gather import renamed
 from sglang_crashkit.errors import CrashkitError, ExitCode
+from sglang_crashkit.kernel.private_files import make_private_folder
+from sglang_crashkit.kernel.slurm_place import Place
 
 #: The debuggers' part of the time that a node has: the start of its step and the end of one debugger are not in it.
 _SHARE, _END_SECS = 0.9, 20.0

@@ -15,10 +15,10 @@ from sglang_crashkit.cli.ending import Terminated
 from sglang_crashkit.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from sglang_crashkit.core.analysis.explain import Explanation
-    from sglang_crashkit.core.analysis.sightings import Seen
-    from sglang_crashkit.core.slurm_gather import JobResult
-    from sglang_crashkit.core.snapshot import ProcessSnapshot
+    from sglang_crashkit.analysis.explain import Explanation
+    from sglang_crashkit.analysis.sightings import Seen
+    from sglang_crashkit.collect.slurm_gather import JobResult
+    from sglang_crashkit.model.snapshot import ProcessSnapshot
 
 _AT_ONCE, _NODE_SECS = 32, 300
 #: More lines, of processes or of what is missing, are in the file only.
@@ -74,9 +74,9 @@ def run(args: argparse.Namespace, output: Path, wait: Callable[[], None], say: C
         NothingToDoError: there is no such job, it does not run, or nothing of SGLang runs in it.
         CrashkitError: Slurm is not here or does not answer.
     """
-    from sglang_crashkit.core.analysis.explain import explain
-    from sglang_crashkit.core.slurm import find_job
-    from sglang_crashkit.core.slurm_gather import Request, gather
+    from sglang_crashkit.analysis.explain import explain
+    from sglang_crashkit.collect.slurm_gather import Request, gather
+    from sglang_crashkit.collect.slurm_job import find_job
 
     if args.pid is not None:
         raise UsageError("--pid names a process of one machine", next_step="leave it out, or leave --slurm-job out")
@@ -149,8 +149,8 @@ def _status_of(result: JobResult) -> ExitCode:
 
 def _write_explanation(result: JobResult, explanation: Explanation, output: Path, say: Callable[[str], None]) -> None:
     """Write all that is told of the job, with the merged stacks of all its ranks."""
-    from sglang_crashkit.core.analysis.explanation_text import format_explanation
-    from sglang_crashkit.core.private_files import make_private_folder, write_private
+    from sglang_crashkit.analysis.explanation_text import format_explanation
+    from sglang_crashkit.kernel.private_files import make_private_folder, write_private
 
     lines = [*_process_lines(result), *_problem_lines(result), ""]
     lines += format_explanation(explanation, result.sightings.tree)
@@ -173,7 +173,7 @@ def _as_text(result: JobResult, explanation: Explanation, output: Path) -> Itera
 
 
 def _process_lines(result: JobResult) -> Iterator[str]:
-    from sglang_crashkit.core.slurm_gather import describe
+    from sglang_crashkit.collect.slurm_gather import describe
 
     width = max(len(node.node) for node in result.nodes)
     for node in result.nodes:

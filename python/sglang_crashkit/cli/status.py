@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Print the status."""
     # Imported here, so that every command starts without what the others need.
-    from sglang_crashkit.core.running_servers import find_running_servers, format_server
+    from sglang_crashkit.cli.running_servers import find_running_servers, format_server
     from sglang_crashkit.installer.session import open_session
     from sglang_crashkit.installer.status import format_status, read_status
 

@@ -14,9 +14,9 @@ from sglang_crashkit.cli.ending import Terminated, terminable
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, UsageError
 
 if TYPE_CHECKING:
-    from sglang_crashkit.core.health_probe import Address, HealthProbe
-    from sglang_crashkit.core.watched_server import WatchedServer
-    from sglang_crashkit.core.watching import Event, Health, Observation
+    from sglang_crashkit.watch.health_probe import Address, HealthProbe
+    from sglang_crashkit.watch.watched_server import WatchedServer
+    from sglang_crashkit.watch.watching import Event, Health, Observation
 
 HELP = "watch a server from outside, patched or not, and take its stacks when it hangs or crashes"
 
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def _check(args: argparse.Namespace) -> float:
     """Return after how many seconds without an answer a server hangs."""
-    from sglang_crashkit.core.settings import read_seconds
+    from sglang_crashkit.settings import read_seconds
 
     if args.pid is None and args.url is None:
         raise UsageError("neither --pid nor --url says which server", next_step="sglang-crashkit watch --pid PID")
@@ -113,11 +113,11 @@ class _Watch:
 
     def __init__(self, args: argparse.Namespace, hang_secs: float) -> None:
         # Imported here, so that every command starts without what the others need.
-        from sglang_crashkit.cli.watch_capture import Capture
-        from sglang_crashkit.core.api_key import read_api_key
-        from sglang_crashkit.core.health_probe import Address
-        from sglang_crashkit.core.watched_server import is_here
-        from sglang_crashkit.core.watching import Watching
+        from sglang_crashkit.watch.api_key import read_api_key
+        from sglang_crashkit.watch.capture import Capture
+        from sglang_crashkit.watch.health_probe import Address
+        from sglang_crashkit.watch.watched_server import is_here
+        from sglang_crashkit.watch.watching import Watching
 
         self._args, self._hang_secs = args, hang_secs
         self._tick_secs = min(_LONGEST_TICK_SECS, hang_secs / 10)
@@ -177,7 +177,7 @@ class _Watch:
                 time.sleep(self._tick_secs)
 
     def _find(self, pid: int) -> None:
-        from sglang_crashkit.core.watched_server import WatchedServer
+        from sglang_crashkit.watch.watched_server import WatchedServer
 
         try:
             self._server = WatchedServer(pid)
@@ -194,8 +194,8 @@ class _Watch:
 
     def _connect(self) -> None:
         """Find by the one what of process and address was not given, as soon as it is there."""
-        from sglang_crashkit.core.health_probe import HealthProbe
-        from sglang_crashkit.core.watched_server import WatchedServer, find_listener
+        from sglang_crashkit.watch.health_probe import HealthProbe
+        from sglang_crashkit.watch.watched_server import WatchedServer, find_listener
 
         if time.monotonic() < self._connected_at + _CONNECT_SECS:
             return
@@ -215,7 +215,7 @@ class _Watch:
                 self._probe = HealthProbe(address, interval_secs, timeout_secs, self._api_key)
 
     def _observe(self) -> Observation:
-        from sglang_crashkit.core.watching import Observation
+        from sglang_crashkit.watch.watching import Observation
 
         if self._server is None or self._probe is None:
             self._connect()
@@ -242,8 +242,8 @@ class _Watch:
         return health
 
     def _capture(self) -> ExitCode:
-        from sglang_crashkit.core.collection import Plan
-        from sglang_crashkit.core.discovery import find_processes
+        from sglang_crashkit.collect.collection import Plan
+        from sglang_crashkit.kernel.discovery import find_processes
 
         processes = find_processes(pid=self._server.pid, everything=True).processes if self._server is not None else ()
         if not processes:
@@ -254,7 +254,7 @@ class _Watch:
         return self._capture_of(processes, plan, self._tell, details=self._args.json).take()
 
     def _capture_survivors(self) -> ExitCode:
-        from sglang_crashkit.core.collection import Plan
+        from sglang_crashkit.collect.collection import Plan
 
         # Those that were known before: they may be gone by the time that it takes to look for them anew.
         ended = {death.pid for death in self._server.deaths} if self._server is not None else set()
@@ -267,8 +267,8 @@ class _Watch:
 
     def _tell_incident(self, *, is_crash: bool, wait_secs: float = 0.0) -> None:
         """Tell once what the server's own crash handler found, where it has one, and wait while that is at work."""
-        from sglang_crashkit.core.incident_store import find_incident_of
-        from sglang_crashkit.core.summary import headline, mapping_of
+        from sglang_crashkit.incident.store import find_incident_of
+        from sglang_crashkit.incident.summary import headline, mapping_of
 
         if self._server is None:
             return

@@ -21,18 +21,18 @@ from typing import Any
 
 import setproctitle
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.armed import HANDLER_PID, read_handler_pid
-from sglang_crashkit.core.channel import Mailbox
-from sglang_crashkit.core.guarded_read import GuardedReader, guard_reads
-from sglang_crashkit.core.identity_key import key_of
-from sglang_crashkit.core.private_files import write_private
-from sglang_crashkit.core.recovery import finish_abandoned
-from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.left_behind import remove_empty_spools, remove_runtime_folders
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
 from sglang_crashkit.handler.work_folders import WorkFolders, lock_spool, make_work_folders
+from sglang_crashkit.incident.recovery import finish_abandoned
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
+from sglang_crashkit.kernel.identity_key import key_of
+from sglang_crashkit.kernel.private_files import write_private
+from sglang_crashkit.kernel.stack_hooks import HANDLER_PID, read_handler_pid
+from sglang_crashkit.protocol import Mailbox
+from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger("sglang_crashkit.handler")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from sglang_crashkit.core.channel import WAIT_FIELD, Mailbox, Message
+from sglang_crashkit.protocol import WAIT_FIELD, Mailbox, Message
 
 #: What comes after the last GPU core, up to the answer, takes no longer than this, in seconds.
 _LAST_LOOK_SECS = 5.0

@@ -12,15 +12,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.cuda_core import CoreRequest, NoCoreError, is_whole_core
-from sglang_crashkit.core.disk import MAX_CORE, MB
-from sglang_crashkit.core.incident import Evidence, ProcessReport
-from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError, is_whole_core
 from sglang_crashkit.handler.core_reading import READ_SECS, CoreReadings
 from sglang_crashkit.handler.gpu_stack_evidence import GpuStacks
 from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.tree import TrackedProcess
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.model.incident import Evidence, ProcessReport
+from sglang_crashkit.settings import MAX_CORE, MB, Settings
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ import logging
 import time
 from pathlib import Path
 
-from sglang_crashkit.core import titles
-from sglang_crashkit.core.cudacore.child import CoreReader, Reading
-from sglang_crashkit.core.disk import status_of
-from sglang_crashkit.core.incident import Evidence, ProcessReport
+from sglang_crashkit.capture.cuda_core.child import CoreReader, Reading
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.incident_run import IncidentRun
+from sglang_crashkit.incident.retention import status_of
+from sglang_crashkit.kernel import titles
+from sglang_crashkit.model.incident import Evidence, ProcessReport
 
 logger = logging.getLogger(__name__)
 

@@ -10,15 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Protocol
 
-from sglang_crashkit.core import procfs, signals
-from sglang_crashkit.core.beat import Beat
-from sglang_crashkit.core.channel import Mailbox, Message
-from sglang_crashkit.core.exit_status import exit_status_of
-from sglang_crashkit.core.policy import Action, Event
-from sglang_crashkit.core.settings import Settings
-from sglang_crashkit.core.shared_memory import LeftSegment
-from sglang_crashkit.core.summary import format_termination_message
-from sglang_crashkit.core.termination_log import write_termination_message
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.answers import Answers
 from sglang_crashkit.handler.awaited import ANSWER_SECS, Awaited
@@ -29,6 +20,15 @@ from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.handler.place import Place
 from sglang_crashkit.handler.request_journals import RequestJournals
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+from sglang_crashkit.incident.exit_status import exit_status_of
+from sglang_crashkit.incident.summary import format_termination_message
+from sglang_crashkit.incident.termination_log import write_termination_message
+from sglang_crashkit.kernel import procfs, signals
+from sglang_crashkit.kernel.shared_memory import LeftSegment
+from sglang_crashkit.memory.heartbeat import Beat
+from sglang_crashkit.policy import Action, Event
+from sglang_crashkit.protocol import Mailbox, Message
+from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
 

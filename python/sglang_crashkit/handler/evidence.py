@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.core import procfs, titles
-from sglang_crashkit.core.disk import status_of
-from sglang_crashkit.core.incident import Evidence, Exit, ProcessReport, iso_time
-from sglang_crashkit.core.incident_folder import IncidentFolder
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.tree import TrackedProcess
+from sglang_crashkit.incident.folder import IncidentFolder
+from sglang_crashkit.incident.retention import status_of
+from sglang_crashkit.kernel import procfs, titles
+from sglang_crashkit.model.incident import Evidence, Exit, ProcessReport, iso_time
 
 logger = logging.getLogger(__name__)
 

@@ -14,15 +14,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_crashkit.core import policy, procfs
-from sglang_crashkit.core.armed import ArmedFiles
-from sglang_crashkit.core.exit_status import FATAL_SIGNALS, is_orderly
-from sglang_crashkit.core.policy import Event, Mode
-from sglang_crashkit.core.responder import ask_exit
+from sglang_crashkit import policy
+from sglang_crashkit.capture.responder import ask_exit
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.handler.server_log import ServerLog
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, is_orderly
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.stack_hooks import ArmedFiles
+from sglang_crashkit.policy import Event, Mode
 
 logger = logging.getLogger(__name__)
 

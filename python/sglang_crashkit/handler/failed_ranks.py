@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_crashkit.core.pidfd import ExitStatus
 from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.handler.tree import ProcessTree
+from sglang_crashkit.kernel.pidfd import ExitStatus
 
 _PID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
 #: More than one machine's server ever waits for, and more than an exit status or a signal.

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 
-from sglang_crashkit.core.channel import WAIT_FIELD, Mailbox, Message
-from sglang_crashkit.core.identity_key import own_namespace
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.place import Place
+from sglang_crashkit.kernel.identity_key import own_namespace
+from sglang_crashkit.protocol import WAIT_FIELD, Mailbox, Message
 
 logger = logging.getLogger(__name__)
 

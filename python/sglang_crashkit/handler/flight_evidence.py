@@ -7,15 +7,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_crashkit.core import procfs, titles
-from sglang_crashkit.core.analysis.collectives import RankRecord, judge_collectives, worlds_of
-from sglang_crashkit.core.disk import status_of
-from sglang_crashkit.core.flight_dump import FlightDumpError
-from sglang_crashkit.core.flight_request import FlightPlace, FlightRequest, Received
-from sglang_crashkit.core.incident import Collectives, Evidence, ProcessReport
+from sglang_crashkit.analysis.collectives import RankRecord, judge_collectives, worlds_of
+from sglang_crashkit.capture.flight_request import FlightPlace, FlightRequest, Received
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+from sglang_crashkit.incident.retention import status_of
+from sglang_crashkit.kernel import procfs, titles
+from sglang_crashkit.model.flight_dump import FlightDumpError
+from sglang_crashkit.model.incident import Collectives, Evidence, ProcessReport
 
 logger = logging.getLogger(__name__)
 

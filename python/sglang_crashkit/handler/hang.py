@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from sglang_crashkit.core.analysis.verdict import FailureEvent
+from sglang_crashkit.analysis.verdict import FailureEvent
 from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.pulse import Pulse
 

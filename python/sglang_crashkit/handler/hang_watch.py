@@ -27,16 +27,16 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.analysis.busy import BUSY_TOO_LONG
-from sglang_crashkit.core.beat import Beat, BeatReader, NotABeatError
-from sglang_crashkit.core.compilers import has_compiler
-from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.analysis.busy import BUSY_TOO_LONG
+from sglang_crashkit.handler.compilers import has_compiler
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.hang import Hang
 from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.handler.pulse import Pulse
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.memory.heartbeat import Beat, BeatReader, NotABeatError
+from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
 

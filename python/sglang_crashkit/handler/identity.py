@@ -7,9 +7,9 @@ import socket
 from importlib import metadata
 
 from sglang_crashkit import __version__
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.identity_key import own_namespace
-from sglang_crashkit.core.incident import HandlerInfo, ServerInfo
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.identity_key import own_namespace
+from sglang_crashkit.model.incident import HandlerInfo, ServerInfo
 
 
 def handler_info() -> HandlerInfo:

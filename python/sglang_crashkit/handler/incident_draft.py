@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.core.analysis.verdict import FailureEvent, judge
-from sglang_crashkit.core.incident import Incident, ProcessReport, Trigger, Verdict, iso_time
-from sglang_crashkit.core.incident_folder import IncidentFolder
-from sglang_crashkit.core.summary import format_summary
+from sglang_crashkit.analysis.verdict import FailureEvent, judge
 from sglang_crashkit.handler import evidence
 from sglang_crashkit.handler.identity import handler_info, server_info
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+from sglang_crashkit.incident.folder import IncidentFolder
+from sglang_crashkit.incident.summary import format_summary
+from sglang_crashkit.model.incident import Incident, ProcessReport, Trigger, Verdict, iso_time
 
 logger = logging.getLogger(__name__)
 

@@ -10,23 +10,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.core.analysis.verdict import FailureEvent, order_failures
-from sglang_crashkit.core.beat import Beat
-from sglang_crashkit.core.exit_status import FATAL_SIGNALS, tells_of_a_crash
-from sglang_crashkit.core.incident import (
+from sglang_crashkit.analysis.verdict import FailureEvent, order_failures
+from sglang_crashkit.handler import evidence, repeats, requests_told, stack_evidence
+from sglang_crashkit.handler.incident_draft import IncidentDraft
+from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, tells_of_a_crash
+from sglang_crashkit.incident.folder import IncidentFolder
+from sglang_crashkit.memory.heartbeat import Beat
+from sglang_crashkit.model.incident import (
     Collectives,
     Evidence,
     JournaledRequests,
     LastSign,
     Requests,
 )
-from sglang_crashkit.core.incident_folder import IncidentFolder
-from sglang_crashkit.core.peers import LostPeer
-from sglang_crashkit.core.policy import Capture
-from sglang_crashkit.core.settings import Settings
-from sglang_crashkit.handler import evidence, repeats, requests_told, stack_evidence
-from sglang_crashkit.handler.incident_draft import IncidentDraft
-from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+from sglang_crashkit.model.peers import LostPeer
+from sglang_crashkit.policy import Capture
+from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
 

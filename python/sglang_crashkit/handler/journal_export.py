@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from sglang_crashkit.core.disk import NoRoomError
-from sglang_crashkit.core.incident import JournaledRequests, iso_time
-from sglang_crashkit.core.journal import KEPT_SECS, JournaledRequest, JournalReader
-from sglang_crashkit.core.private_files import create_private, make_private_folder
-from sglang_crashkit.core.remains import REQUESTS
-from sglang_crashkit.core.ring import RingError
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.incident.remains import REQUESTS
+from sglang_crashkit.incident.retention import NoRoomError
+from sglang_crashkit.kernel.private_files import create_private, make_private_folder
+from sglang_crashkit.memory.journal import KEPT_SECS, JournaledRequest, JournalReader
+from sglang_crashkit.memory.ring import RingError
+from sglang_crashkit.model.incident import JournaledRequests, iso_time
 
 #: See `IncidentFolder.charge`.
 Charge = Callable[[str, int], None]

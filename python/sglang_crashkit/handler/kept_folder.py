@@ -12,8 +12,8 @@ import os
 import time
 from pathlib import Path
 
-from sglang_crashkit.core.folder_lock import FolderLock
-from sglang_crashkit.core.settings import RUN
+from sglang_crashkit.kernel.folder_lock import FolderLock
+from sglang_crashkit.settings import RUN
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import logging
 import signal
 import time
 
-from sglang_crashkit.core import procfs, signals
 from sglang_crashkit.handler.tree import TrackedProcess
+from sglang_crashkit.kernel import procfs, signals
 
 logger = logging.getLogger(__name__)
 

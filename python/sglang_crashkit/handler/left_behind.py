@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.folder_lock import FolderLock
-from sglang_crashkit.core.identity_key import own_namespace
-from sglang_crashkit.core.recovery import SPOOL
+from sglang_crashkit.incident.recovery import SPOOL
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.folder_lock import FolderLock
+from sglang_crashkit.kernel.identity_key import own_namespace
 
 #: A folder without an owner may be one that its owner is about to lock, for this long, in seconds.
 _AGE_SECS = 10.0

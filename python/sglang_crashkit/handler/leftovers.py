@@ -6,9 +6,9 @@ import contextlib
 import logging
 import time
 
-from sglang_crashkit.core import procfs, shared_memory
-from sglang_crashkit.core.shared_memory import LeftSegment, Segment
 from sglang_crashkit.handler.tree import ProcessTree
+from sglang_crashkit.kernel import procfs, shared_memory
+from sglang_crashkit.kernel.shared_memory import LeftSegment, Segment
 
 logger = logging.getLogger(__name__)
 

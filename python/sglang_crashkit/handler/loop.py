@@ -8,9 +8,6 @@ import os
 import selectors
 import time
 
-from sglang_crashkit.core.channel import Mailbox
-from sglang_crashkit.core.identity_key import server_key
-from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.asked_to_end import AskedToEnd
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.exits import Exits
@@ -25,6 +22,9 @@ from sglang_crashkit.handler.place import Place
 from sglang_crashkit.handler.reactions import Reactions
 from sglang_crashkit.handler.server_log import ServerLog
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+from sglang_crashkit.kernel.identity_key import server_key
+from sglang_crashkit.protocol import Mailbox
+from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from sglang_crashkit.core.policy import Action, Event, Mode, decide
+from sglang_crashkit.policy import Action, Event, Mode, decide
 
 
 @dataclass

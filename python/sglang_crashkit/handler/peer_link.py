@@ -14,7 +14,7 @@ import select
 import socket
 import time
 
-from sglang_crashkit.core.peers import Sign
+from sglang_crashkit.model.peers import Sign
 
 #: This many failures in a row are no accident.
 _ENOUGH = 3

@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from sglang_crashkit.core.peers import LostPeer, describe
-from sglang_crashkit.core.policy import Event
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+from sglang_crashkit.model.peers import LostPeer, describe
+from sglang_crashkit.policy import Event
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from sglang_crashkit.core.incident import iso_time
-from sglang_crashkit.core.peer_report import (
+from sglang_crashkit.handler.peer_link import Link
+from sglang_crashkit.model.incident import iso_time
+from sglang_crashkit.model.peer_report import (
     MOST_ASKED,
     MOST_BYTES,
     AnswerReader,
@@ -32,8 +33,7 @@ from sglang_crashkit.core.peer_report import (
     known_question,
     waiting_question,
 )
-from sglang_crashkit.core.peers import LostPeer, PeerProcess, Role, Sign
-from sglang_crashkit.handler.peer_link import Link
+from sglang_crashkit.model.peers import LostPeer, PeerProcess, Role, Sign
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_crashkit.core.channel import Message
-from sglang_crashkit.core.disk import DiskLimits
-from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
-from sglang_crashkit.core.nowhere import NowhereFolder
-from sglang_crashkit.core.settings import fallback_folder
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.incident.folder import IncidentFolder, new_id
+from sglang_crashkit.incident.null_folder import NowhereFolder
+from sglang_crashkit.protocol import Message
+from sglang_crashkit.settings import DiskLimits, fallback_folder
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sglang_crashkit.core.beat import Beat, BeatReader
 from sglang_crashkit.handler.tree import TrackedProcess
+from sglang_crashkit.memory.heartbeat import Beat, BeatReader
 
 
 class Pulse:

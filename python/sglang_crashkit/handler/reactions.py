@@ -6,10 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.channel import Mailbox, Message
-from sglang_crashkit.core.peers import LostPeer
-from sglang_crashkit.core.policy import Event, Mode
 from sglang_crashkit.handler.asked_to_end import AskedToEnd, dump_event
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.failed_ranks import FailedRanks
@@ -19,6 +15,10 @@ from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.handler.peer_prober import PeerProber
 from sglang_crashkit.handler.place import Place
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.model.peers import LostPeer
+from sglang_crashkit.policy import Event, Mode
+from sglang_crashkit.protocol import Mailbox, Message
 
 logger = logging.getLogger(__name__)
 

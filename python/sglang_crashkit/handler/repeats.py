@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_crashkit.core import faults
-from sglang_crashkit.core.faults import count_fault, fault_of
-from sglang_crashkit.core.incident import Incident
-from sglang_crashkit.core.incident_folder import IncidentFolder
+from sglang_crashkit.incident import fingerprint
+from sglang_crashkit.incident.fingerprint import count_fault, fault_of
+from sglang_crashkit.incident.folder import IncidentFolder
+from sglang_crashkit.model.incident import Incident
 
 _STACKS = "stacks/"
 
@@ -42,7 +42,7 @@ def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) ->
         keep: see `count`; with 0 each has its own.
     """
     fault = fault_of(incident.to_json()) if keep and not folder.problem else None
-    return faults.incident_with_core(folder.path.parent, fault) if fault is not None else None
+    return fingerprint.incident_with_core(folder.path.parent, fault) if fault is not None else None
 
 
 def _give_up_stacks(incident: Incident) -> Iterator[str]:

@@ -7,10 +7,10 @@ import os
 import time
 from dataclasses import dataclass
 
-from sglang_crashkit.core.ring import is_ring
 from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.journal_export import export_requests
 from sglang_crashkit.handler.tree import TrackedProcess
+from sglang_crashkit.memory.ring import is_ring
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sglang_crashkit.core.incident import JournaledRequests, Requests
+from sglang_crashkit.model.incident import JournaledRequests, Requests
 
 
 def requests_of(fields: dict[str, Any]) -> Requests:

@@ -6,9 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.core.armed import FAULT, ArmedFiles
-from sglang_crashkit.core.channel import HandlerUnreachableError, notify
 from sglang_crashkit.handler.tree import TrackedProcess
+from sglang_crashkit.kernel.stack_hooks import FAULT, ArmedFiles
+from sglang_crashkit.protocol import HandlerUnreachableError, notify
 
 logger = logging.getLogger(__name__)
 

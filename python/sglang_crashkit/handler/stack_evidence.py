@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from sglang_crashkit.core import procfs, titles
-from sglang_crashkit.core.analysis.states import caller_that_tells
-from sglang_crashkit.core.armed import ArmedFiles, read_armed
-from sglang_crashkit.core.disk import status_of
-from sglang_crashkit.core.faulthandler_output import parse_faulthandler
-from sglang_crashkit.core.incident import Evidence, EvidenceKind, ProcessReport, iso_time
-from sglang_crashkit.core.incident_folder import IncidentFolder
-from sglang_crashkit.core.ladder import capture_all
-from sglang_crashkit.core.look import Look
-from sglang_crashkit.core.native_stacks import capture_native
-from sglang_crashkit.core.photograph import Photograph
-from sglang_crashkit.core.stacks import Frame, Thread, format_threads, main_thread
+from sglang_crashkit.analysis.states import caller_that_tells
+from sglang_crashkit.capture.faulthandler_output import parse_faulthandler
+from sglang_crashkit.capture.ladder import capture_all
+from sglang_crashkit.capture.native_stacks import capture_native
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.tree import TrackedProcess
+from sglang_crashkit.incident.folder import IncidentFolder
+from sglang_crashkit.incident.retention import status_of
+from sglang_crashkit.kernel import procfs, titles
+from sglang_crashkit.kernel.stack_hooks import ArmedFiles, read_armed
+from sglang_crashkit.model.incident import Evidence, EvidenceKind, ProcessReport, iso_time
+from sglang_crashkit.model.look import Look
+from sglang_crashkit.model.photograph import Photograph
+from sglang_crashkit.model.stacks import Frame, Thread, format_threads, main_thread
 
 _KIT = "sglang_crashkit"
 #: Where the thread sleeps that answers for its process; of no interest.

@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from sglang_crashkit.core import oom, procfs, titles
-from sglang_crashkit.core.pidfd import ExitStatus, ProcessHandle
+from sglang_crashkit.kernel import cgroup, procfs, titles
+from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ class TrackedProcess:
     title: str
     is_root: bool
     is_python: bool
-    oom_counter: oom.OomCounter | None
-    newer_oom_counter: oom.OomCounter | None = None
+    oom_counter: cgroup.OomCounter | None
+    newer_oom_counter: cgroup.OomCounter | None = None
     is_nameless: bool = False
     is_awaited: bool = False
     parent: TrackedProcess | None = None
@@ -295,7 +295,7 @@ class ProcessTree:
         self._aged_at = time.monotonic()
         for process in self.alive():
             process.oom_counter = process.newer_oom_counter or process.oom_counter
-            process.newer_oom_counter = oom.find_counter(process.pid)
+            process.newer_oom_counter = cgroup.find_counter(process.pid)
 
     def _is_forgotten(self, pid: int) -> bool:
         if pid not in self._forgotten:
@@ -310,7 +310,7 @@ class ProcessTree:
             is_root=is_root,
             is_python=procfs.is_python(pid),
             is_nameless=not procfs.read_cmdline(pid) and procfs.is_dead(pid),
-            oom_counter=oom.find_counter(pid),
+            oom_counter=cgroup.find_counter(pid),
         )
         self._processes[pid] = process
         return process

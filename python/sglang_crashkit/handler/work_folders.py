@@ -20,11 +20,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_crashkit.core.folder_lock import FolderLock
-from sglang_crashkit.core.private_files import make_private_folder
-from sglang_crashkit.core.recovery import SPOOL
-from sglang_crashkit.core.settings import fallback_folder
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.incident.recovery import SPOOL
+from sglang_crashkit.kernel.folder_lock import FolderLock
+from sglang_crashkit.kernel.private_files import make_private_folder
+from sglang_crashkit.settings import fallback_folder
 
 #: A disk that answers does it within this time, in seconds.
 ANSWER_SECS = 2.0

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.armed import (
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.stack_hooks import (
     DEFAULT_SIGNAL,
     FAULT,
     Armed,
@@ -32,8 +32,8 @@ from sglang_crashkit.core.armed import (
     is_usable,
     read_handler_pid,
 )
-from sglang_crashkit.core.channel import Mailbox
-from sglang_crashkit.core.settings import SOCKET_VARIABLE, Settings, read_number, runtime_folder
+from sglang_crashkit.protocol import Mailbox
+from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, read_number, runtime_folder
 from sglang_crashkit.srt import child_watch, crash_exit, responder, server_log
 from sglang_crashkit.srt.child_watch import ChildWatch
 from sglang_crashkit.srt.flight_recorder import prepare_flight_recorder

@@ -15,10 +15,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from sglang_crashkit.core import channel, oom, procfs, signals
-from sglang_crashkit.core.exit_status import FATAL_SIGNALS, OUT_OF_MEMORY, is_orderly, status_of_exit
-from sglang_crashkit.core.pidfd import ExitStatus
-from sglang_crashkit.core.settings import SOCKET_VARIABLE, Settings
+from sglang_crashkit import protocol
+from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, OUT_OF_MEMORY, is_orderly, status_of_exit
+from sglang_crashkit.kernel import cgroup, procfs, signals
+from sglang_crashkit.kernel.pidfd import ExitStatus
+from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 from sglang_crashkit.srt import crash_exit, server_log
 from sglang_crashkit.srt.hooks import handler_pid, never_raises
 from sglang_crashkit.srt.own_workers import OwnWorkers, Worker
@@ -59,7 +60,7 @@ class ChildWatch:
         self._closed = False
         self._workers = OwnWorkers()
         self._excused: dict[int, int] = {}  # start times by pid
-        counter = oom.find_counter(self._pid)
+        counter = cgroup.find_counter(self._pid)
         self._oom_counters = (counter, counter)
         self._oom_read_at = time.monotonic()
 
@@ -125,7 +126,7 @@ class ChildWatch:
     def _look(self) -> float:
         if crash_exit.has_begun() or not crash_exit.ends_with_the_server():
             return _LOOK_SECS
-        if channel.is_reachable(os.environ.get(SOCKET_VARIABLE, "")):
+        if protocol.is_reachable(os.environ.get(SOCKET_VARIABLE, "")):
             return _LOOK_SECS
         self._read_oom_counter()
         for worker in self._workers.find():
@@ -179,7 +180,7 @@ class ChildWatch:
     def _read_oom_counter(self) -> None:
         if time.monotonic() >= self._oom_read_at + _OOM_AGE_SECS:
             self._oom_read_at = time.monotonic()
-            self._oom_counters = (self._oom_counters[1], oom.find_counter(self._pid))
+            self._oom_counters = (self._oom_counters[1], cgroup.find_counter(self._pid))
 
     def _was_out_of_memory(self) -> bool:
         counter = self._oom_counters[0]

@@ -1,6 +1,6 @@
-"""End this process after a crash, with a status that tells of it (see `sglang_crashkit.core.exit_status`).
+"""End this process after a crash, with a status that tells of it (see `sglang_crashkit.incident.exit_status`).
 
-That is done to a server program only; see `sglang_crashkit.core.policy`. A user's program ends as upstream has it, once
+That is done to a server program only; see `sglang_crashkit.policy`. A user's program ends as upstream has it, once
 its incident is whole. All that one end waits for is over within ``SGLANG_CRASHKIT_EXIT_SECS``.
 
 Upstream ends its server by SIGKILL of itself, to which process 1 of a container is deaf. Here the process ends by
@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
-from sglang_crashkit.core import policy, signals
-from sglang_crashkit.core.exit_status import ServerExit, while_starting
-from sglang_crashkit.core.policy import Event, Mode
-from sglang_crashkit.core.settings import MODE_VARIABLE, Settings
+from sglang_crashkit import policy
+from sglang_crashkit.incident.exit_status import ServerExit, while_starting
+from sglang_crashkit.kernel import signals
+from sglang_crashkit.policy import Event, Mode
+from sglang_crashkit.settings import MODE_VARIABLE, Settings
 from sglang_crashkit.srt.hooks import handler_pid, never_raises, request
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ import os
 import shutil
 from pathlib import Path
 
-from sglang_crashkit.core.private_files import make_private_folder
-from sglang_crashkit.core.settings import fallback_folder
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.kernel.private_files import make_private_folder
+from sglang_crashkit.settings import fallback_folder
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import setproctitle
 
-from sglang_crashkit.core.private_files import write_json
-from sglang_crashkit.core.settings import SPOOL_VARIABLE
+from sglang_crashkit.kernel.private_files import write_json
+from sglang_crashkit.settings import SPOOL_VARIABLE
 from sglang_crashkit.srt.hooks import PHOTOGRAPH_WAIT_SECS, never_raises, request
 from sglang_crashkit.srt.on_traceback import find_batch, find_configuration, find_prompts
 from sglang_crashkit.srt.paths import shorten

@@ -10,10 +10,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from sglang_crashkit.core import procfs, titles
-from sglang_crashkit.core.flight_request import BUFFER_SIZE, DUMP_STEMS, OTHER_BUFFER_SIZE, PIPE_STEM, FlightPlace
-from sglang_crashkit.core.identity_key import server_key
-from sglang_crashkit.core.settings import FLIGHT_VARIABLE, SOCKET_VARIABLE, read_number
+from sglang_crashkit.capture.flight_request import (
+    BUFFER_SIZE,
+    DUMP_STEMS,
+    OTHER_BUFFER_SIZE,
+    PIPE_STEM,
+    FlightPlace,
+)
+from sglang_crashkit.kernel import procfs, titles
+from sglang_crashkit.kernel.identity_key import server_key
+from sglang_crashkit.settings import FLIGHT_VARIABLE, SOCKET_VARIABLE, read_number
 from sglang_crashkit.srt.hooks import never_raises
 
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from multiprocessing import connection
 from typing import Any
 
-from sglang_crashkit.core.exit_status import status_of_exit
-from sglang_crashkit.core.settings import Settings
-from sglang_crashkit.core.startup_report import Member
+from sglang_crashkit.incident.exit_status import status_of_exit
+from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.hooks import never_raises, notify, request
+from sglang_crashkit.srt.startup_report import Member
 from sglang_crashkit.srt.utils.common import end_after_crash
 
 logger = logging.getLogger(__name__)

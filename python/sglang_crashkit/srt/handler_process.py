@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.core import channel, procfs, settings
-from sglang_crashkit.core.private_files import make_private_folder
+from sglang_crashkit import protocol, settings
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.private_files import make_private_folder
 from sglang_crashkit.srt.hooks import handler_pid, never_raises, request
 from sglang_crashkit.srt.server_args import note_changed
 
@@ -48,7 +49,7 @@ def start(crash_folder: str | None) -> None:
     stat = procfs.read_stat(pid)
     assert stat is not None
     socket_path = settings.socket_path(pid, stat.start_ticks)
-    if os.environ.get(settings.SOCKET_VARIABLE) == str(socket_path) and channel.is_reachable(str(socket_path)):
+    if os.environ.get(settings.SOCKET_VARIABLE) == str(socket_path) and protocol.is_reachable(str(socket_path)):
         return
     # Those that are set already are of the server which started this one.
     for name in (settings.SOCKET_VARIABLE, settings.SPOOL_VARIABLE):
@@ -113,7 +114,7 @@ def _start(crash_folder: str | None, socket_path: Path) -> dict[str, Any]:
     shutil.rmtree(runtime, ignore_errors=True)
     make_private_folder(runtime)
     try:
-        with channel.Mailbox.bind(socket_path) as receiver:
+        with protocol.Mailbox.bind(socket_path) as receiver:
             options = {
                 "server-pid": os.getpid(),
                 "socket-fd": receiver.fileno(),

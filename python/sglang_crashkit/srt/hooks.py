@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from sglang_crashkit.core import channel, procfs
-from sglang_crashkit.core.armed import read_handler_pid
-from sglang_crashkit.core.settings import SOCKET_VARIABLE, Settings
+from sglang_crashkit import protocol
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.stack_hooks import read_handler_pid
+from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,8 @@ def notify(event: str, **fields: Any) -> bool:
     if not socket_path:
         return False
     try:
-        channel.notify(socket_path, event, **fields)
-    except channel.HandlerUnreachableError:
+        protocol.notify(socket_path, event, **fields)
+    except protocol.HandlerUnreachableError:
         return False
     return True
 
@@ -68,8 +69,8 @@ def request(
 
     Args:
         event: what happened.
-        timeout_secs: see `channel.request`.
-        on_wait: see `channel.request`.
+        timeout_secs: see `protocol.request`.
+        on_wait: see `protocol.request`.
         most_secs: the longest to wait in all, in seconds, whatever the handler asks for; by default
             ``SGLANG_CRASHKIT_EXIT_SECS``.
         fields: the rest of the message.
@@ -82,8 +83,8 @@ def request(
         return None
     most_secs = Settings.from_environ().exit_secs if most_secs is None else most_secs
     try:
-        return channel.request(socket_path, event, timeout_secs, on_wait=on_wait, most_secs=most_secs, **fields)
-    except channel.HandlerUnreachableError as error:
+        return protocol.request(socket_path, event, timeout_secs, on_wait=on_wait, most_secs=most_secs, **fields)
+    except protocol.HandlerUnreachableError as error:
         logger.warning("crash kit: no crash handler: %s", error)
         return None
 

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sglang_crashkit.core import procfs, titles
-from sglang_crashkit.core.pidfd import ExitStatus, ProcessHandle
+from sglang_crashkit.kernel import procfs, titles
+from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle
 
 _TITLES = ("sglang::scheduler", "sglang::detokenizer", "sglang::data_parallel_controller")
 #: What the kernel keeps of a title, which is all that there is of a process that has ended.

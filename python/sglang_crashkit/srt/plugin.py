@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import os
 
-from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
 

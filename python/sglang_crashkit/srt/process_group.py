@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 
-from sglang_crashkit.core import procfs, signals
+from sglang_crashkit.kernel import procfs, signals
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
-from sglang_crashkit.core.redact import (
+from sglang_crashkit.redact import (
     REDACTED,
     is_secret_name,
     redact_prompts,

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
 from typing import Any
 
-from sglang_crashkit.core.journal import JournalWriter
-from sglang_crashkit.core.redact import REDACTED, is_secret_name
-from sglang_crashkit.core.request_record import MOST_WEIGHT, describe, weigh
-from sglang_crashkit.core.settings import SOCKET_VARIABLE, Prompts, Settings
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.memory.journal import JournalWriter
+from sglang_crashkit.memory.request_record import MOST_WEIGHT, describe, weigh
+from sglang_crashkit.redact import REDACTED, is_secret_name
+from sglang_crashkit.settings import SOCKET_VARIABLE, Prompts, Settings
 from sglang_crashkit.srt.hooks import notify
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from sglang_crashkit.core.responder import EXIT, STACKS, peer_of
+from sglang_crashkit.capture.responder import EXIT, STACKS, peer_of
 from sglang_crashkit.srt.paths import shorten
 
 _ANSWER_SECS = 2.0

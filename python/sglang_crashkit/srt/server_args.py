@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sglang_crashkit.core.flight_request import BUFFER_SIZE, OTHER_BUFFER_SIZE
-from sglang_crashkit.core.settings import FLIGHT_VARIABLE, Settings
+from sglang_crashkit.capture.flight_request import BUFFER_SIZE, OTHER_BUFFER_SIZE
+from sglang_crashkit.settings import FLIGHT_VARIABLE, Settings
 from sglang_crashkit.srt.hooks import never_raises
 
 logger = logging.getLogger(__name__)

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from sglang_crashkit.core.pidfd import ProcessHandle
-from sglang_crashkit.core.readiness import Readiness, StartupError, no_more_to_come
-from sglang_crashkit.core.settings import LAUNCH_VARIABLE, Settings
-from sglang_crashkit.core.startup_report import Member
+from sglang_crashkit.kernel.pidfd import ProcessHandle
+from sglang_crashkit.settings import LAUNCH_VARIABLE, Settings
 from sglang_crashkit.srt.hooks import log_incident, never_raises, request
+from sglang_crashkit.srt.readiness import Readiness, StartupError, no_more_to_come
 from sglang_crashkit.srt.redaction import redact
+from sglang_crashkit.srt.startup_report import Member
 
 logger = logging.getLogger(__name__)
 

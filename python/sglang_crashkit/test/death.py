@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_crashkit.core.incident_store import StoredIncident
-from sglang_crashkit.core.summary import headline, mapping_of
+from sglang_crashkit.incident.store import StoredIncident
+from sglang_crashkit.incident.summary import headline, mapping_of
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from sglang_crashkit.core import channel, procfs, settings, titles
-from sglang_crashkit.core.pidfd import ProcessHandle
-from sglang_crashkit.core.private_files import make_private_folder, write_private
-from sglang_crashkit.core.pyspy import photograph_all
-from sglang_crashkit.core.stacks import format_threads, main_thread
+from sglang_crashkit import protocol, settings
+from sglang_crashkit.capture.pyspy import photograph_all
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.kernel import procfs, titles
+from sglang_crashkit.kernel.pidfd import ProcessHandle
+from sglang_crashkit.kernel.private_files import make_private_folder, write_private
+from sglang_crashkit.model.stacks import format_threads, main_thread
 from sglang_crashkit.test.death import Death, Survivor
 
 _FRAMES = 3
@@ -105,8 +106,8 @@ def _announce_teardown(pid: int) -> None:
     if stat is not None:
         path = settings.socket_path(pid, stat.start_ticks)
         if path.exists():
-            with contextlib.suppress(channel.HandlerUnreachableError):
-                channel.notify(str(path), "teardown", pid=pid)
+            with contextlib.suppress(protocol.HandlerUnreachableError):
+                protocol.notify(str(path), "teardown", pid=pid)
 
 
 def _wait(handle: ProcessHandle, deadline: float) -> bool:

@@ -28,8 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
 
-from sglang_crashkit.core.incident_store import find_incident_of
-from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.incident.store import find_incident_of
+from sglang_crashkit.settings import Settings
 from sglang_crashkit.test import evidence
 from sglang_crashkit.test.death import Death
 from sglang_crashkit.test.held import REAP_SECS, Held, Process, StopEvent

@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Protocol
 
-from sglang_crashkit.core.pidfd import ProcessHandle
+from sglang_crashkit.kernel.pidfd import ProcessHandle
 
 #: Whoever waits for a child in another thread is given this long to reap it, in seconds.
 REAP_SECS = 1.0

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.settings import Settings
 from sglang_crashkit.test.fail_fast import NamedProcesses, Watcher, abort_on_death
 from sglang_crashkit.test.runner import get_runner
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.cli.main import main
-from sglang_crashkit.core.discovery import Discovery, FoundProcess, find_processes
-from sglang_crashkit.core.procfs import TreeScanner, read_title
-from sglang_crashkit.core.slurm_place import Place
-from sglang_crashkit.core.snapshot import parse
+from sglang_crashkit.kernel.discovery import Discovery, FoundProcess, find_processes
+from sglang_crashkit.kernel.procfs import TreeScanner, read_title
+from sglang_crashkit.kernel.slurm_place import Place
+from sglang_crashkit.model.snapshot import parse
 from unit.targets import SLEEPER, functions_of, settle, settle_in_sleep, state_of
 from unit.waiting import LONG, child, wait_until
 
@@ -193,7 +193,7 @@ def test_in_the_shell_of_a_slurm_job_those_of_another_job_are_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = Discovery(elsewhere={Place("8", "n2"): (4711, 4712)})
-    monkeypatch.setattr("sglang_crashkit.core.discovery.find_processes", lambda **_options: found)
+    monkeypatch.setattr("sglang_crashkit.kernel.discovery.find_processes", lambda **_options: found)
     monkeypatch.chdir(tmp_path)
     assert main(["collect", *QUICK]) == 3
     lines = capsys.readouterr().err.splitlines()
@@ -241,7 +241,7 @@ TWO = (
 def test_of_several_servers_one_must_be_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sglang_crashkit.core.discovery.find_processes", lambda **_options: Discovery(TWO))
+    monkeypatch.setattr("sglang_crashkit.kernel.discovery.find_processes", lambda **_options: Discovery(TWO))
     assert main(["collect", *QUICK, "--output-dir", str(tmp_path / "out")]) == 4
     assert capsys.readouterr().err == (
         "sglang-crashkit collect: there are 2 SGLang servers on this host, and it is not said which:\n"
@@ -258,7 +258,7 @@ def test_of_several_servers_one_must_be_named(
 def test_all_servers_are_taken_where_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
-    monkeypatch.setattr("sglang_crashkit.core.discovery.find_processes", lambda **_options: Discovery(TWO))
+    monkeypatch.setattr("sglang_crashkit.kernel.discovery.find_processes", lambda **_options: Discovery(TWO))
     arguments = {
         "--all-servers": ["--all-servers"],
         "--config": ["--config", job(tmp_path, "debug: {enabled: true, wait_seconds: 0}\n")],

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_crashkit.capture.cuda_core.text import INFERRED
 from sglang_crashkit.cli.main import main
-from sglang_crashkit.core.cudacore.text import INFERRED
 from unit.synthetic_core import COPY_NAME, SPIN_NAME, CoreSpec, DeviceSpec, core_bytes, failed_core, hung_core
 
 Output = pytest.CaptureFixture[str]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.cli.main import main
-from sglang_crashkit.core.faults import Fault, count_fault, read_faults
-from sglang_crashkit.core.incident import Incident, ServerInfo, Trigger, Verdict
-from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
+from sglang_crashkit.incident.fingerprint import Fault, count_fault, read_faults
+from sglang_crashkit.incident.folder import IncidentFolder, new_id
+from sglang_crashkit.model.incident import Incident, ServerInfo, Trigger, Verdict
 
 
 def make_incident(folder: Path, seconds: float, text: str, *, publish: bool = True) -> Path:

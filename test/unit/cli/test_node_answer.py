@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit.analysis.explain import explain
 from sglang_crashkit.cli import main, node_answer
-from sglang_crashkit.core.analysis.explain import explain
-from sglang_crashkit.core.slurm_answer import PENDING
-from sglang_crashkit.core.slurm_gather import read_document
-from sglang_crashkit.core.snapshot import parse
+from sglang_crashkit.collect.slurm_answer import PENDING
+from sglang_crashkit.collect.slurm_gather import read_document
 from sglang_crashkit.errors import ExitCode
+from sglang_crashkit.model.snapshot import parse
 from unit.targets import SLEEPER, functions_of, settle_in_sleep
 from unit.waiting import LONG, child
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from sglang_crashkit.analysis.sightings import Sightings
+from sglang_crashkit.analysis.sightings_json import to_json
 from sglang_crashkit.cli import main
-from sglang_crashkit.core.analysis.sightings import Sightings
-from sglang_crashkit.core.analysis.sightings_json import to_json
-from sglang_crashkit.core.slurm_answer import PENDING
-from sglang_crashkit.core.snapshot import NodeSnapshot, Problem, ProcessSnapshot, parse
+from sglang_crashkit.collect.slurm_answer import PENDING
 from sglang_crashkit.errors import ExitCode
+from sglang_crashkit.model.snapshot import NodeSnapshot, Problem, ProcessSnapshot, parse
 
 RANK = ProcessSnapshot("host", 4711, 1, "sglang::scheduler_TP0", "scheduler", {"tp": 0}, 1.0, state="S")
 ROUND = NodeSnapshot("host", 1.0, (RANK,))
@@ -187,7 +187,7 @@ def test_snapshots_that_are_sent_as_text_are_read_only_where_they_are_needed(
     slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    monkeypatch.setattr("sglang_crashkit.core.snapshot.parse", lambda text: read.append(text) or parse(text))
+    monkeypatch.setattr("sglang_crashkit.model.snapshot.parse", lambda text: read.append(text) or parse(text))
     as_text = {"rounds": [json.dumps(ROUND.to_json())] * 2}
     slurm.answer(n1=merged_on("n1") | as_text, n2=merged_on("n2") | as_text)
     assert collect(tmp_path) == ExitCode.DONE

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.cli.main import main
-from sglang_crashkit.core.settings import fallback_folder
-from sglang_crashkit.core.snapshot import parse
+from sglang_crashkit.model.snapshot import parse
+from sglang_crashkit.settings import fallback_folder
 from unit.http_server import answering
 from unit.served import RANKS, Served, served
 from unit.stored import make_incident

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.incident_store import _crash_folder
+from sglang_crashkit.incident.store import _crash_folder
+from sglang_crashkit.kernel import procfs
 from sglang_crashkit.test.death import Death, Survivor
 from sglang_crashkit.test.fail_fast import Watcher
 from sglang_crashkit.test.held import Held
@@ -258,7 +258,7 @@ def test_a_tool_that_hangs_does_not_hold_the_message_up(tmp_path, start, monkeyp
     slow = tmp_path / "py-spy"
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
-    monkeypatch.setattr("sglang_crashkit.core.pyspy.find_pyspy", lambda: str(slow))
+    monkeypatch.setattr("sglang_crashkit.capture.pyspy.find_pyspy", lambda: str(slow))
     victim, survivor = start(), start()
     watch = Watch([("victim", victim), ("survivor", survivor)], tmp_path / "evidence")
     victim.kill()

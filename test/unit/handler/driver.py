@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.identity_key import server_key
-from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
-from sglang_crashkit.core.pidfd import ProcessHandle
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.identity_key import server_key
+from sglang_crashkit.kernel.pidfd import ProcessHandle
 from unit.waiting import LONG, wait_until, watched_pids
 
 HOST = "test-host"

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.core.channel import Mailbox, Message
-from sglang_crashkit.core.policy import Mode
-from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
+from sglang_crashkit.policy import Mode
+from sglang_crashkit.protocol import Mailbox, Message
+from sglang_crashkit.settings import Settings
 from unit.waiting import child, wait_until
 
 #: A main process with two children: one that has its title, and one that has not got so far.

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core import channel
-from sglang_crashkit.core.armed import HANDLER_PID
-from sglang_crashkit.core.channel import Mailbox, Message
+from sglang_crashkit import protocol
 from sglang_crashkit.handler.answers import Answers
+from sglang_crashkit.kernel.stack_hooks import HANDLER_PID
+from sglang_crashkit.protocol import Mailbox, Message
 from unit.waiting import LONG, wait_until
 
 STEP = 20.0
@@ -28,7 +28,7 @@ class Sender:
         self._thread.start()
 
     def _work(self, path: str) -> None:
-        self.answer = channel.request(path, "crash_dump_ended", LONG, on_wait=self.asked.append)
+        self.answer = protocol.request(path, "crash_dump_ended", LONG, on_wait=self.asked.append)
 
     def join(self) -> None:
         self._thread.join(LONG)
@@ -98,7 +98,7 @@ def test_a_sender_that_reads_late_gets_its_answer(path: str, mailbox: Mailbox) -
         gate.wait(LONG)
 
     work = threading.Thread(
-        target=lambda: results.append(channel.request(path, "crash_dump_ended", LONG, on_wait=read_late))
+        target=lambda: results.append(protocol.request(path, "crash_dump_ended", LONG, on_wait=read_late))
     )
     work.start()
     answers.add(received(mailbox), None)

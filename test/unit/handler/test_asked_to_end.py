@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.incident_store import StoredIncident
+from sglang_crashkit.incident.store import StoredIncident
 from unit.handler.driver import Server, report_of
 from unit.waiting import LONG, wait_until
 

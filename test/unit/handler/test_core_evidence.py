@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.cuda_core import is_whole_core
-from sglang_crashkit.core.exit_status import ServerExit
-from sglang_crashkit.core.incident_store import StoredIncident
+from sglang_crashkit.capture.cuda_core.trigger import is_whole_core
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.store import StoredIncident
 from unit.handler.driver import HOST, Server, report_of
 from unit.synthetic_core import COPY_NAME, SPIN_NAME, failed_core
 from unit.waiting import LONG, wait_until

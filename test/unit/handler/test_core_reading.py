@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.cudacore.child import Reading
-from sglang_crashkit.core.disk import NoRoomError
-from sglang_crashkit.core.incident import Evidence, ProcessReport
+from sglang_crashkit.capture.cuda_core.child import Reading
 from sglang_crashkit.handler import core_reading
 from sglang_crashkit.handler.core_reading import CoreReadings
+from sglang_crashkit.incident.retention import NoRoomError
+from sglang_crashkit.model.incident import Evidence, ProcessReport
 
 
 class Run:

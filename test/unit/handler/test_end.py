@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.exit_status import ServerExit
-from sglang_crashkit.core.termination_log import VARIABLE
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.termination_log import VARIABLE
+from sglang_crashkit.kernel import procfs
 from unit.handler.driver import HOST, Server
 from unit.waiting import LONG, wait_until
 

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.channel import Mailbox
-from sglang_crashkit.core.incident_store import find_incidents
-from sglang_crashkit.core.policy import Event
-from sglang_crashkit.core.responder import ask_exit
-from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.capture.responder import ask_exit
 from sglang_crashkit.handler import exits
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
 from sglang_crashkit.handler.tree import TrackedProcess
+from sglang_crashkit.incident.store import find_incidents
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.policy import Event
+from sglang_crashkit.protocol import Mailbox
+from sglang_crashkit.settings import Settings
 from unit.handler.launching import launch
 from unit.targets import ARM
 from unit.waiting import LONG, child, wait_until

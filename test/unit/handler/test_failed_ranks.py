@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.pidfd import ProcessHandle
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.pidfd import ProcessHandle
 from unit.handler.launching import Case, watched
 from unit.waiting import wait_until
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core.exit_status import ServerExit
-from sglang_crashkit.core.incident_store import find_incidents
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.store import find_incidents
 from unit.handler.driver import HOST, Server
 from unit.waiting import LONG
 

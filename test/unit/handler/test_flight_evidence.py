@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.exit_status import ServerExit
-from sglang_crashkit.core.flight_dump import read_dump
-from sglang_crashkit.core.incident_store import StoredIncident
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.store import StoredIncident
+from sglang_crashkit.model.flight_dump import read_dump
 from unit.flight_dumps import document, entry, pickled
 from unit.handler.driver import HOST, Server, report_of
 from unit.waiting import LONG, wait_until

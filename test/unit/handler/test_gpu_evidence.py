@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.core.exit_status import ServerExit
+from sglang_crashkit.incident.exit_status import ServerExit
 from unit.flight_dumps import document, entry, pickled
 from unit.handler.driver import HOST, Server, report_of
 from unit.waiting import LONG

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.debugger import Debugger
-from sglang_crashkit.core.incident import ProcessReport
-from sglang_crashkit.core.incident_store import StoredIncident
+from sglang_crashkit.capture.debugger import Debugger
 from sglang_crashkit.handler import gpu_stack_evidence
 from sglang_crashkit.handler.gpu_stack_evidence import GpuStacks
+from sglang_crashkit.incident.store import StoredIncident
+from sglang_crashkit.model.incident import ProcessReport
 from unit.handler.driver import HOST, Server, report_of
 from unit.waiting import LONG
 

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 
-from sglang_crashkit.core.incident_store import StoredIncident
+from sglang_crashkit.incident.store import StoredIncident
 from unit.handler.driver import Server
 from unit.waiting import LONG, wait_until
 

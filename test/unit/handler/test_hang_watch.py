@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.core.analysis.verdict import FailureEvent
-from sglang_crashkit.core.beat import Beat, NotABeatError
-from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.analysis.verdict import FailureEvent
 from sglang_crashkit.handler import hang_watch
 from sglang_crashkit.handler.hang_watch import HangWatch
 from sglang_crashkit.handler.outlook import Outlook
+from sglang_crashkit.memory.heartbeat import Beat, NotABeatError
+from sglang_crashkit.settings import Settings
 
 ROOT = 1
 

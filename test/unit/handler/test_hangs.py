@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.incident_store import StoredIncident
+from sglang_crashkit.incident.store import StoredIncident
+from sglang_crashkit.kernel import procfs
 from unit.handler.driver import Server
 from unit.targets import make_tool
 from unit.waiting import LONG, wait_until

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core.settings import RUN
 from sglang_crashkit.handler import kept_folder
 from sglang_crashkit.handler.kept_folder import KeptFolder
+from sglang_crashkit.settings import RUN
 
 
 @pytest.fixture

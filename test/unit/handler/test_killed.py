@@ -13,15 +13,16 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core import procfs, recovery
-from sglang_crashkit.core.identity_key import server_key
-from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
-from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
-from sglang_crashkit.core.policy import Capture
-from sglang_crashkit.core.recovery import REASON, finish_abandoned
-from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.tree import ProcessTree
+from sglang_crashkit.incident import recovery
+from sglang_crashkit.incident.folder import IncidentFolder, new_id
+from sglang_crashkit.incident.recovery import REASON, finish_abandoned
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.identity_key import server_key
+from sglang_crashkit.policy import Capture
+from sglang_crashkit.settings import Settings
 from unit.handler.driver import Server
 from unit.killing import kill_at_file_operation
 from unit.waiting import LONG, child, wait_until

@@ -4,12 +4,12 @@ import signal
 
 import pytest
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.pidfd import ProcessHandle
-from sglang_crashkit.core.shared_memory import FOLDER
 from sglang_crashkit.handler import leftovers as leftovers_module
 from sglang_crashkit.handler.leftovers import Leftovers
 from sglang_crashkit.handler.tree import ProcessTree
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.pidfd import ProcessHandle
+from sglang_crashkit.kernel.shared_memory import FOLDER
 from unit.strangers import nothing_where_forbidden
 from unit.waiting import LONG, child
 

@@ -21,14 +21,14 @@ import pytest
 import setproctitle
 
 import sglang_crashkit
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.channel import Mailbox, notify
-from sglang_crashkit.core.exit_status import ServerExit
-from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.incident_run import IncidentRun
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.protocol import Mailbox, notify
+from sglang_crashkit.settings import Settings
 from unit.handler.driver import HOST, Server
 from unit.handler.launching import launch
 from unit.waiting import LONG, child, descriptors, wait_until

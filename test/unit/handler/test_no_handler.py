@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.exit_status import ServerExit
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.kernel import procfs
 from unit.handler.driver import HOST, Server
 from unit.waiting import LONG, wait_until, watched_pids
 

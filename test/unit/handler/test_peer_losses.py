@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.channel import Mailbox
-from sglang_crashkit.core.incident_store import find_incidents
-from sglang_crashkit.core.peers import LostPeer, WaitingRequest
-from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.peer_losses import PeerLosses
 from sglang_crashkit.handler.place import Place
+from sglang_crashkit.incident.store import find_incidents
+from sglang_crashkit.model.peers import LostPeer, WaitingRequest
+from sglang_crashkit.protocol import Mailbox
+from sglang_crashkit.settings import Settings
 from unit.handler.launching import launch
 from unit.waiting import child, wait_until
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sglang_crashkit.core.channel import notify
+from sglang_crashkit.protocol import notify
 from unit.handler.driver import Server
 from unit.waiting import LONG, child, descriptors, wait_until
 

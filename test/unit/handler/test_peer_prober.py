@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.peer_report import UNCHANGED, KnownPeers, read_question, waiting_answers
-from sglang_crashkit.core.peers import LostPeer, PeerProcess, Role, WaitingRequest
 from sglang_crashkit.handler import peer_link, peer_prober
 from sglang_crashkit.handler.peer_prober import PeerProber
+from sglang_crashkit.model.peer_report import UNCHANGED, KnownPeers, read_question, waiting_answers
+from sglang_crashkit.model.peers import LostPeer, PeerProcess, Role, WaitingRequest
 from unit.waiting import LONG, child, descriptors
 
 SINCE = "2026-09-01T00:00:00.000000Z"

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.channel import Mailbox, Message
-from sglang_crashkit.core.incident_store import find_incidents
-from sglang_crashkit.core.settings import Settings
 from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.place import Place
+from sglang_crashkit.incident.store import find_incidents
+from sglang_crashkit.protocol import Mailbox, Message
+from sglang_crashkit.settings import Settings
 from unit.handler.launching import LAUNCHER, Case, launch
 from unit.waiting import child, wait_until
 

@@ -12,9 +12,15 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.disk import MB, DiskLimits, size_of
-from sglang_crashkit.core.faults import read_faults
-from sglang_crashkit.core.incident import (
+from sglang_crashkit.handler import repeats
+from sglang_crashkit.handler.incident_run import IncidentRun
+from sglang_crashkit.handler.tree import ProcessTree
+from sglang_crashkit.incident.fingerprint import read_faults
+from sglang_crashkit.incident.folder import IncidentFolder, new_id
+from sglang_crashkit.incident.null_folder import NowhereFolder
+from sglang_crashkit.incident.retention import size_of
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.model.incident import (
     Evidence,
     Exit,
     Failure,
@@ -24,13 +30,7 @@ from sglang_crashkit.core.incident import (
     Trigger,
     Verdict,
 )
-from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
-from sglang_crashkit.core.incident_store import StoredIncident, find_incidents
-from sglang_crashkit.core.nowhere import NowhereFolder
-from sglang_crashkit.core.settings import Settings
-from sglang_crashkit.handler import repeats
-from sglang_crashkit.handler.incident_run import IncidentRun
-from sglang_crashkit.handler.tree import ProcessTree
+from sglang_crashkit.settings import MB, DiskLimits, Settings
 from unit.handler.driver import HOST, Server
 from unit.waiting import LONG, child, wait_until
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.incident import JournaledRequests
-from sglang_crashkit.core.journal import JournalWriter
 from sglang_crashkit.handler.request_journals import RequestJournals
+from sglang_crashkit.memory.journal import JournalWriter
+from sglang_crashkit.model.incident import JournaledRequests
 from unit.handler.driver import Server
 from unit.waiting import wait_until
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_crashkit.core.incident import JournaledRequests, Requests
 from sglang_crashkit.handler.requests_told import add, add_journal, requests_of
+from sglang_crashkit.model.incident import JournaledRequests, Requests
 
 
 def test_what_was_saved_has_a_path_and_counts() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core.armed import ArmedFiles
-from sglang_crashkit.core.channel import Mailbox
 from sglang_crashkit.handler.server_log import ServerLog
 from sglang_crashkit.handler.tree import ProcessTree
+from sglang_crashkit.kernel.stack_hooks import ArmedFiles
+from sglang_crashkit.protocol import Mailbox
 from unit.targets import start_ticks
 
 

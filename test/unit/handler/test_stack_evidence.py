@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.incident import ProcessReport
-from sglang_crashkit.core.incident_folder import IncidentFolder, new_id
-from sglang_crashkit.core.photograph import Photograph
-from sglang_crashkit.core.stacks import Frame, Thread
 from sglang_crashkit.handler import stack_evidence
 from sglang_crashkit.handler.stack_evidence import capture_stacks, innermost
+from sglang_crashkit.incident.folder import IncidentFolder, new_id
+from sglang_crashkit.model.incident import ProcessReport
+from sglang_crashkit.model.photograph import Photograph
+from sglang_crashkit.model.stacks import Frame, Thread
 from unit.handler.driver import Server, document_of, report_of
 from unit.targets import make_tool, state_of
 from unit.waiting import wait_until

@@ -12,10 +12,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from sglang_crashkit.core import oom, procfs
-from sglang_crashkit.core.guarded_read import BlockedReadError, GuardedReader, guard_reads
 from sglang_crashkit.handler import tree as tree_module
 from sglang_crashkit.handler.tree import ProcessTree
+from sglang_crashkit.kernel import cgroup, procfs
+from sglang_crashkit.kernel.guarded_read import BlockedReadError, GuardedReader, guard_reads
 from unit.locked_memory import locked_process
 from unit.waiting import LONG, child, descriptors, wait_until
 
@@ -331,7 +331,9 @@ def test_an_oom_kill_of_long_ago_is_not_counted(
 ) -> None:
     events = tmp_path / "memory.events"
     events.write_text("oom_kill 3\n")
-    monkeypatch.setattr(oom, "find_counter", lambda pid: oom.OomCounter(events, int(events.read_text().split()[1])))
+    monkeypatch.setattr(
+        cgroup, "find_counter", lambda pid: cgroup.OomCounter(events, int(events.read_text().split()[1]))
+    )
     tree = make_tree(server.pid)
     counter = tree.root.oom_counter
     assert counter is not None
@@ -351,7 +353,7 @@ def test_an_oom_kill_of_long_ago_is_not_counted(
 RECYCLED = """
 import os, signal, time
 from pathlib import Path
-from sglang_crashkit.core import procfs
+from sglang_crashkit.kernel import procfs
 from sglang_crashkit.handler.tree import ProcessTree
 
 def start():

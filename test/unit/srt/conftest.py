@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.armed import HANDLER_PID
-from sglang_crashkit.core.settings import (
+from sglang_crashkit.kernel.stack_hooks import HANDLER_PID
+from sglang_crashkit.settings import (
     LAUNCH_VARIABLE,
     MODE_VARIABLE,
     SOCKET_VARIABLE,
@@ -24,7 +24,7 @@ from unit.waiting import LONG
 _SCRIPT = """
 import json, sys
 from pathlib import Path
-from sglang_crashkit.core.channel import Mailbox
+from sglang_crashkit.protocol import Mailbox
 mailbox = Mailbox(Mailbox.bind(Path(sys.argv[1])))
 answers = json.loads(sys.argv[2])
 print("ready", flush=True)

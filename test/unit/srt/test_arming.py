@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.armed import DEFAULT_SIGNAL, HANDLER_PID, ArmedFiles, read_armed
-from sglang_crashkit.core.channel import notify
-from sglang_crashkit.core.faulthandler_output import parse_faulthandler
-from sglang_crashkit.core.settings import SOCKET_VARIABLE, runtime_folder
+from sglang_crashkit.capture.faulthandler_output import parse_faulthandler
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.stack_hooks import DEFAULT_SIGNAL, HANDLER_PID, ArmedFiles, read_armed
+from sglang_crashkit.protocol import notify
+from sglang_crashkit.settings import SOCKET_VARIABLE, runtime_folder
 from sglang_crashkit.srt import arming
 from unit.targets import ARM, SLEEPER, TITLE, armed, start_ticks
 from unit.targets import runtime as runtime
@@ -91,7 +91,7 @@ def test_a_process_whose_crash_handler_is_another_now_is_armed_anew(runtime: Pat
     ids=["kit off", "stacks off", "no worker"],
 )
 def test_where_nothing_is_to_be_armed_nothing_is(runtime: Path, title: str, environ: dict[str, str]) -> None:
-    code = "from sglang_crashkit.core.procfs import catches_signal\n"
+    code = "from sglang_crashkit.kernel.procfs import catches_signal\n"
     code += "print(catches_signal(os.getpid(), 45), __import__('faulthandler').is_enabled())"
     done = run(runtime, ARM + code, title=title, **environ)
     assert (done.stdout.split(), done.stderr) == (["False", "False"], "")
@@ -273,7 +273,7 @@ def test_a_worker_takes_nothing_for_the_log(runtime: Path) -> None:
 
 
 def test_a_server_that_cannot_be_told_is_armed_all_the_same(runtime: Path) -> None:
-    taken = "from pathlib import Path\nfrom sglang_crashkit.core import procfs\n"
+    taken = "from pathlib import Path\nfrom sglang_crashkit.kernel import procfs\n"
     taken += "stat = procfs.read_stat(os.getpid())\n"
     taken += "Path(sys.argv[1], f'{stat.pid}-{stat.start_ticks}.say').touch()\n"
     with child(taken + SERVER + SLEEPER, str(runtime)) as server:
@@ -284,7 +284,7 @@ def test_the_hooks_arm_after_what_they_wrap(runtime: Path) -> None:
     code = """
 from sglang_crashkit.srt.arming import on_configure_logger, on_tokenizer_worker
 os.environ["SGLANG_CRASHKIT_SOCKET"] = sys.argv[1] + "/handler.sock"
-from sglang_crashkit.core.procfs import catches_signal
+from sglang_crashkit.kernel.procfs import catches_signal
 armed = lambda: catches_signal(os.getpid(), 45)
 @on_configure_logger
 def configure_logger(arguments, prefix=""): return arguments, prefix, armed()

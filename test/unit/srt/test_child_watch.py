@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core import oom, settings
-from sglang_crashkit.core.channel import Mailbox
-from sglang_crashkit.core.exit_status import OUT_OF_MEMORY, ServerExit
+from sglang_crashkit import settings
+from sglang_crashkit.incident.exit_status import OUT_OF_MEMORY, ServerExit
+from sglang_crashkit.kernel import cgroup
+from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.srt import child_watch, crash_exit
 from sglang_crashkit.srt.child_watch import ChildWatch
 from unit.waiting import LONG, child, descriptors, wait_until
@@ -82,7 +83,7 @@ def test_a_kill_that_the_memory_cgroup_counts_is_told_from_another(
 ) -> None:
     events = tmp_path / "memory.events"
     events.write_text("oom_kill 1\n")
-    monkeypatch.setattr(oom, "find_counter", lambda _pid: oom.OomCounter(events, 1))
+    monkeypatch.setattr(cgroup, "find_counter", lambda _pid: cgroup.OomCounter(events, 1))
     with child(SLEEPER, title=TITLE) as worker:
         watch = make()
         events.write_text("oom_kill 2\n")
@@ -96,7 +97,9 @@ def test_a_count_of_long_ago_is_forgotten(
 ) -> None:
     events = tmp_path / "memory.events"
     events.write_text("oom_kill 1\n")
-    monkeypatch.setattr(oom, "find_counter", lambda _pid: oom.OomCounter(events, int(events.read_text().split()[1])))
+    monkeypatch.setattr(
+        cgroup, "find_counter", lambda _pid: cgroup.OomCounter(events, int(events.read_text().split()[1]))
+    )
     watch = make()
     events.write_text("oom_kill 2\n")
     assert watch._was_out_of_memory()

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core import procfs, settings
+from sglang_crashkit import settings
+from sglang_crashkit.kernel import procfs
 from sglang_crashkit.srt.utils.common import on_kill_process_tree
 from unit.srt.conftest import Listener
 from unit.waiting import LONG, child

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core.exit_status import OUT_OF_MEMORY, ServerExit
-from sglang_crashkit.core.settings import SOCKET_VARIABLE
+from sglang_crashkit.incident.exit_status import OUT_OF_MEMORY, ServerExit
+from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt import crash_exit
 from unit.srt.conftest import Listener
 from unit.waiting import LONG, wait_until

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core.settings import fallback_folder
+from sglang_crashkit.settings import fallback_folder
 from sglang_crashkit.srt import dump_folder
 from sglang_crashkit.srt.dump_folder import give_name, safe_folder
 from unit.small_disk import fill, mounted

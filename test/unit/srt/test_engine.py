@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from sglang_crashkit.core import settings
+from sglang_crashkit import settings
 from sglang_crashkit.srt import child_watch, crash_exit, handler_process
 from sglang_crashkit.srt.entrypoints.engine import (
     on_engine_launch,

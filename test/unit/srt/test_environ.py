@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt.environ import crash_dump_flags
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.readiness import StartupError
-from sglang_crashkit.core.settings import SPOOL_VARIABLE
+from sglang_crashkit.settings import SPOOL_VARIABLE
 from sglang_crashkit.srt import exception_record
 from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.managers.data_parallel_controller import on_controller_exception
 from sglang_crashkit.srt.managers.detokenizer_manager import on_detokenizer_exception
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
+from sglang_crashkit.srt.readiness import StartupError
 from unit.srt.conftest import Listener
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.flight_request import FlightPlace
-from sglang_crashkit.core.identity_key import server_key
+from sglang_crashkit.capture.flight_request import FlightPlace
+from sglang_crashkit.kernel.identity_key import server_key
 from unit.waiting import LONG
 
 _SCRIPT = """
 import json, os, sys, setproctitle
-from sglang_crashkit.core import procfs
+from sglang_crashkit.kernel import procfs
 from sglang_crashkit.srt.flight_recorder import prepare_flight_recorder
 setproctitle.setproctitle(sys.argv[1])
 for _ in range(int(sys.argv[2])):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core.settings import SOCKET_VARIABLE
+from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt import hooks
 from unit.srt.conftest import Listener
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_crashkit.core.policy import Mode
-from sglang_crashkit.core.settings import MODE_VARIABLE
+from sglang_crashkit.policy import Mode
+from sglang_crashkit.settings import MODE_VARIABLE
 from sglang_crashkit.srt.managers.multi_tokenizer_mixin import dump_requests_of_workers, on_tokenizer_router
 from unit.srt.conftest import Listener
 from unit.waiting import LONG, wait_until
@@ -33,8 +33,8 @@ time.sleep(60)
 """
 MAIN = f"""
 import os, signal, subprocess, sys, threading, time
-from sglang_crashkit.core.policy import Mode
-from sglang_crashkit.core.settings import MODE_VARIABLE
+from sglang_crashkit.policy import Mode
+from sglang_crashkit.settings import MODE_VARIABLE
 from sglang_crashkit.srt.managers.multi_tokenizer_mixin import on_tokenizer_router
 
 def kill_process_tree(pid, include_parent):

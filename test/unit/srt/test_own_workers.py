@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglang_crashkit.core.pidfd import ExitStatus
+from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.srt.own_workers import OwnWorkers, Worker
 from unit.waiting import LONG, child, wait_until
 

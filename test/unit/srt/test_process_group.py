@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglang_crashkit.core import procfs
+from sglang_crashkit.kernel import procfs
 from sglang_crashkit.srt.managers import scheduler
 from sglang_crashkit.srt.process_group import find_server
 from unit.waiting import LONG, child, wait_until

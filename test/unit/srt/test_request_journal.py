@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.journal import JournalReader, JournalWriter
-from sglang_crashkit.core.ring import RingError
-from sglang_crashkit.core.settings import SOCKET_VARIABLE, Prompts
+from sglang_crashkit.memory.journal import JournalReader, JournalWriter
+from sglang_crashkit.memory.ring import RingError
+from sglang_crashkit.settings import SOCKET_VARIABLE, Prompts
 from sglang_crashkit.srt.managers.tokenizer_manager import on_request_states
 from sglang_crashkit.srt.request_journal import JournaledStates, open_journal, read_request
 from unit.srt.conftest import Listener

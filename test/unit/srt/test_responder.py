@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core.pidfd import ExitStatus
-from sglang_crashkit.core.responder import ask_exit
-from sglang_crashkit.core.stacks import parse_pyspy
+from sglang_crashkit.capture.responder import ask_exit
+from sglang_crashkit.kernel.pidfd import ExitStatus
+from sglang_crashkit.model.stacks import parse_pyspy
 from sglang_crashkit.srt import responder
 from sglang_crashkit.srt.paths import shorten
 from unit.waiting import LONG, child, wait_until

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.beat import Beat, BeatReader
-from sglang_crashkit.core.settings import SOCKET_VARIABLE
+from sglang_crashkit.memory.heartbeat import Beat, BeatReader
+from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt.managers import scheduler_beat
 from sglang_crashkit.srt.managers.scheduler_beat import on_batch, on_iteration
 from unit.srt.conftest import Listener

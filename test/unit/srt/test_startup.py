@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core.readiness import StartupError
-from sglang_crashkit.core.settings import LAUNCH_VARIABLE
+from sglang_crashkit.settings import LAUNCH_VARIABLE
 from sglang_crashkit.srt import startup
 from sglang_crashkit.srt.entrypoints.engine import on_wait_for_scheduler_ready
 from sglang_crashkit.srt.managers import data_parallel_controller as hooks
+from sglang_crashkit.srt.readiness import StartupError
 from unit.srt.conftest import Listener
 from unit.srt.fake_scheduler import scheduler
 from unit.waiting import LONG, wait_until

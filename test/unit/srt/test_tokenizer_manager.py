@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.identity_key import server_key
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.identity_key import server_key
 from sglang_crashkit.srt.managers import tokenizer_manager
 from sglang_crashkit.srt.managers.tokenizer_manager import (
     on_crash_dump,

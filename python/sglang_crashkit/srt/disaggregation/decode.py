@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-from sglang_crashkit.core.peer_report import KnownPeers
-from sglang_crashkit.core.peers import PeerProcess, Role, WaitingRequest
+from sglang_crashkit.model.peer_report import KnownPeers
+from sglang_crashkit.model.peers import PeerProcess, Role, WaitingRequest
 from sglang_crashkit.srt.disaggregation.peer_answers import replace
 from sglang_crashkit.srt.disaggregation.view import MOST_REQUESTS, PeerView, Waiting
 from sglang_crashkit.srt.hooks import never_raises

@@ -18,8 +18,8 @@ import threading
 import time
 from collections.abc import Iterable
 
-from sglang_crashkit.core.incident import iso_time
-from sglang_crashkit.core.peer_report import (
+from sglang_crashkit.model.incident import iso_time
+from sglang_crashkit.model.peer_report import (
     MOST_BYTES,
     MOST_PROCESSES,
     UNCHANGED,
@@ -27,8 +27,8 @@ from sglang_crashkit.core.peer_report import (
     read_question,
     waiting_answers,
 )
-from sglang_crashkit.core.peers import LostPeer
-from sglang_crashkit.core.settings import SOCKET_VARIABLE, Settings
+from sglang_crashkit.model.peers import LostPeer
+from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 from sglang_crashkit.srt.disaggregation.view import PeerView
 from sglang_crashkit.srt.hooks import never_raises, notify
 

@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from sglang_crashkit.core.peer_report import KnownPeers
-from sglang_crashkit.core.peers import Role, WaitingRequest
+from sglang_crashkit.model.peer_report import KnownPeers
+from sglang_crashkit.model.peers import Role, WaitingRequest
 
 #: No more requests than this are looked at, so that a look stays short.
 MOST_REQUESTS = 2048

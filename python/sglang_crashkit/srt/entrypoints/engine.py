@@ -7,14 +7,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from sglang_crashkit.core.exit_status import ServerExit
-from sglang_crashkit.core.readiness import StartupError
-from sglang_crashkit.core.settings import Settings
-from sglang_crashkit.core.startup_report import Member
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import child_watch, crash_exit, follower, handler_process, startup
 from sglang_crashkit.srt.arming import arm_server
 from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, register_workers, request
+from sglang_crashkit.srt.readiness import StartupError
 from sglang_crashkit.srt.server_args import set_crash_dump_env, withdraw_crash_dump_env
+from sglang_crashkit.srt.startup_report import Member
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sglang_crashkit.core.readiness import StartupError
-from sglang_crashkit.core.startup_report import Member
 from sglang_crashkit.srt import startup
 from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import register_workers
+from sglang_crashkit.srt.readiness import StartupError
+from sglang_crashkit.srt.startup_report import Member
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sglang_crashkit.core import procfs, signals, titles
-from sglang_crashkit.core.exit_status import ServerExit
-from sglang_crashkit.core.pidfd import ProcessHandle
-from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.kernel import procfs, signals, titles
+from sglang_crashkit.kernel.pidfd import ProcessHandle
+from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, request

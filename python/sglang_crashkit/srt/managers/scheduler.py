@@ -6,8 +6,8 @@ import contextlib
 import os
 import select
 
-from sglang_crashkit.core.pidfd import ProcessHandle
-from sglang_crashkit.core.settings import Settings, read_bool
+from sglang_crashkit.kernel.pidfd import ProcessHandle
+from sglang_crashkit.settings import Settings, read_bool
 from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import never_raises, request
 from sglang_crashkit.srt.process_group import find_server, kill_own_group

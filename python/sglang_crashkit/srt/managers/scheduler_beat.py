@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
-from sglang_crashkit.core import channel
-from sglang_crashkit.core.beat import (
+from sglang_crashkit import protocol
+from sglang_crashkit.memory.heartbeat import (
     BATCH_TIME,
     BATCHES,
     BUSY,
@@ -27,7 +27,7 @@ from sglang_crashkit.core.beat import (
     TOKENS,
     BeatWriter,
 )
-from sglang_crashkit.core.settings import SOCKET_VARIABLE, Settings
+from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +114,8 @@ def _begin() -> memoryview[float] | None:
         return None
     writer = BeatWriter()
     try:
-        channel.notify(socket_path, "beat", descriptor=writer.fd, modes=_modes())
-    except channel.HandlerUnreachableError as error:
+        protocol.notify(socket_path, "beat", descriptor=writer.fd, modes=_modes())
+    except protocol.HandlerUnreachableError as error:
         logger.warning("crash kit: hangs of this scheduler are not noticed: %s", error)
         writer.close()
         return None

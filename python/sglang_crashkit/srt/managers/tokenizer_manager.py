@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.exit_status import ServerExit
-from sglang_crashkit.core.identity_key import server_key
-from sglang_crashkit.core.private_files import create_private
-from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.identity_key import server_key
+from sglang_crashkit.kernel.private_files import create_private
+from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.dump_folder import give_name, safe_folder
 from sglang_crashkit.srt.exception_record import tell_exception

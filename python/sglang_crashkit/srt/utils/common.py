@@ -20,11 +20,12 @@ from typing import Any, NoReturn, TypeVar
 
 import psutil
 
-from sglang_crashkit.core import channel, procfs, settings
-from sglang_crashkit.core.reaping import DeathAlarm
+from sglang_crashkit import protocol, settings
+from sglang_crashkit.kernel import procfs
 from sglang_crashkit.srt import child_watch, crash_exit, handler_process
 from sglang_crashkit.srt.arming import tell_of_faults
 from sglang_crashkit.srt.hooks import never_raises, notify
+from sglang_crashkit.srt.reaping import DeathAlarm
 
 logger = logging.getLogger(__name__)
 
@@ -247,4 +248,4 @@ def _announce_teardown(parent_pid: int | None, *, whole: bool) -> None:
         if stat is not None:
             path = str(settings.socket_path(pid, stat.start_ticks))
             if path != os.environ.get(settings.SOCKET_VARIABLE) and os.path.exists(path):  # noqa: PTH110
-                channel.notify(path, "teardown", pid=pid, whole=whole)
+                protocol.notify(path, "teardown", pid=pid, whole=whole)

@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 
 import psutil
 
-from sglang_crashkit.core import procfs
-from sglang_crashkit.core.cuda_core import TRIGGER
-from sglang_crashkit.core.pyspy import find_pyspy
-from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.capture.cuda_core.trigger import TRIGGER
+from sglang_crashkit.capture.pyspy import find_pyspy
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt.hooks import PHOTOGRAPH_WAIT_SECS, never_raises, request
 from sglang_crashkit.srt.server_args import crash_dump_environ
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang_crashkit.core.settings import Settings
+from sglang_crashkit.settings import Settings
 from sglang_crashkit.test.fail_fast import Watcher, watch
 from sglang_crashkit.test.held import Process
 

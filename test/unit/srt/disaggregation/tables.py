@@ -6,7 +6,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_crashkit.core.peer_report import KnownPeers
+from sglang_crashkit.model.peer_report import KnownPeers
 from sglang_crashkit.srt.disaggregation.view import PeerView, Waiting
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.core.channel import Mailbox
-from sglang_crashkit.core.peer_report import AnswerReader, KnownPeers, Waits, known_question, waiting_question
-from sglang_crashkit.core.peers import PeerProcess, Role, WaitingRequest
-from sglang_crashkit.core.settings import SOCKET_VARIABLE
+from sglang_crashkit.model.peer_report import AnswerReader, KnownPeers, Waits, known_question, waiting_question
+from sglang_crashkit.model.peers import PeerProcess, Role, WaitingRequest
+from sglang_crashkit.protocol import Mailbox
+from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt.disaggregation import peer_answers
 from sglang_crashkit.srt.disaggregation.peer_answers import PeerAnswers
 from sglang_crashkit.srt.disaggregation.view import PeerView, Waiting

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_crashkit.core.peers import PeerProcess, WaitingRequest
+from sglang_crashkit.model.peers import PeerProcess, WaitingRequest
 from sglang_crashkit.srt.disaggregation import peer_answers
 from sglang_crashkit.srt.disaggregation.prefill import DecodeServers, watch_decode_servers
 from sglang_crashkit.srt.disaggregation.view import MOST_REQUESTS

@@ -1,0 +1,1 @@
+"""Judgement: pure functions from a model to a verdict."""

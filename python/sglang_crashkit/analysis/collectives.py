@@ -1,0 +1,296 @@
+"""Compare how far the ranks came in their collectives, process group by process group, from their flight recorders.
+
+A collective is done when every rank of its group has begun it. So of a group in which one waits, those are to be looked
+at that have not begun what the others wait in, or that have begun something else in its place. What is established here
+is what the recorders say; that a rank is behind is no explanation of why it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sglang_crashkit.analysis.collective_steps import by_group, find_mismatch, messages_of, steps_of
+from sglang_crashkit.analysis.member import name_some
+from sglang_crashkit.model.flight_dump import Entry, FlightDump
+from sglang_crashkit.model.incident import Level
+
+#: ``mismatch``: they did different things in the same place; ``behind``: somebody has not begun what others wait in;
+#: ``message``: somebody waits for a message of one who did not send it, or the other way round; ``waiting``: all that
+#: are known of have begun it, and it is not done; ``in_step``: nobody waits.
+FindingKind = Literal["mismatch", "behind", "message", "waiting", "in_step"]
+
+_KINDS = ("mismatch", "behind", "message", "waiting", "in_step")
+_LEVELS: dict[Level, int] = {"established": 0, "supported": 1, "unknown": 2}
+#: A wait of less than this, in seconds, is what a rank of a server at work is found in.
+_MOMENT_SECS = 1.0
+_MOST_EVIDENCE, _MOST_FINDINGS = 8, 32
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """The dump of one rank.
+
+    Attributes:
+        rank: its number among all of its world.
+        name: its process, in words.
+        world: tells ranks with the same number apart, such as those of replicas; empty where there is one world.
+        dump: what it says.
+        seconds: when it was written, since the epoch.
+    """
+
+    rank: int
+    name: str
+    world: str
+    dump: FlightDump
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CollectiveFinding:
+    """What is seen of one process group.
+
+    Attributes:
+        group: its name, in words.
+        kind: see `FindingKind`.
+        named: the ranks to be looked at; empty where nobody stands out.
+        processes: the processes of those of them that gave a dump, in words.
+        statement: what is seen, in one or two sentences.
+        evidence: what it rests on, a sentence each.
+        level: how well it is supported.
+    """
+
+    group: str
+    kind: FindingKind
+    named: tuple[int, ...]
+    processes: tuple[str, ...]
+    statement: str
+    evidence: tuple[str, ...]
+    level: Level
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "group": self.group,
+            "kind": self.kind,
+            "named": list(self.named),
+            "processes": list(self.processes),
+            "statement": self.statement,
+            "evidence": list(self.evidence),
+            "level": self.level,
+        }
+
+
+def worlds_of(places: Mapping[int, Mapping[str, int]]) -> dict[int, str]:
+    """Return which world each scheduler is in, by its pid.
+
+    Args:
+        places: the ranks in the schedulers' titles, of all of them, by pid. Replicas number their ranks anew; with
+            data-parallel attention all are of one world.
+    """
+    within = [tuple(sorted((axis, n) for axis, n in place.items() if axis != "dp")) for place in places.values()]
+    if len(set(within)) == len(within):
+        return dict.fromkeys(places, "")
+    return {pid: f"DP{place['dp']}" if "dp" in place else "" for pid, place in places.items()}
+
+
+def judge_collectives(records: Sequence[RankRecord]) -> list[CollectiveFinding]:
+    """Return what is seen of each process group, what tells most first.
+
+    Args:
+        records: the dumps that there are, of some ranks or of all.
+    """
+    findings = []
+    for world in sorted({record.world for record in records}):
+        members = {record.rank: record for record in records if record.world == world}
+        entries = {rank: by_group(record.dump) for rank, record in members.items()}
+        configured = {name for record in members.values() for name in record.dump.groups}
+        for name in sorted(configured.union(*entries.values()), key=_natural):
+            some = {rank: its[name] for rank, its in entries.items() if name in its}
+            finding = _Group(world, name, members, some).judge() if some else None
+            findings += [finding] if finding else []
+    findings.sort(key=lambda finding: (_KINDS.index(finding.kind), _LEVELS[finding.level]))
+    return findings[:_MOST_FINDINGS]
+
+
+class _Group:
+    """One process group and what is known of its ranks."""
+
+    def __init__(
+        self, world: str, name: str, records: Mapping[int, RankRecord], entries: Mapping[int, Sequence[Entry]]
+    ) -> None:
+        configured = [record.dump.groups[name] for record in records.values() if name in record.dump.groups]
+        inside = {rank for group in configured for rank in group.ranks}
+        self.ranks = sorted(inside | entries.keys())
+        self.records = {rank: records[rank] for rank in self.ranks if rank in records}
+        self.absent = [rank for rank in self.ranks if rank not in records]
+        self.steps = {
+            rank: steps_of(entries.get(rank, ()), from_the_start=record.dump.is_from_the_start)
+            for rank, record in self.records.items()
+        }
+        self.messages = {rank: messages_of(entries.get(rank, ())) for rank in self.records}
+        description = next((group.description for group in configured if group.description), "")
+        words = [*([world] if world else []), *([description] if description else []), f"ranks {_ranges(self.ranks)}"]
+        self.words = f"process group {name} ({', '.join(words)})"
+
+    def judge(self) -> CollectiveFinding | None:
+        """Return what is seen of it, None where it is of no interest: of one rank, or never used."""
+        if len(self.ranks) < 2 or not (any(self.steps.values()) or any(self.messages.values())):
+            return None
+        return self._mismatch() or self._behind() or self._message() or self._waiting() or self._in_step()
+
+    def _mismatch(self) -> CollectiveFinding | None:
+        found = find_mismatch(self.steps)
+        if found is None:
+            return None
+        sequence, sides = found
+        told = [f"{self._name(ranks)} began {words}" for words, ranks in sides]
+        text = f"The ranks of {self.words} did not do the same: as number {sequence}, {name_some(told)}."
+        odd = sides[-1][1] if len(sides[0][1]) > len(sides[-1][1]) else []
+        return self._finding("mismatch", odd, text, "established")
+
+    def _behind(self) -> CollectiveFinding | None:
+        pending = self._pending()
+        if pending is None:
+            return None
+        sequence, waiting = pending
+        reached = {rank: self._reached(rank) for rank in self.records}
+        unknown = [rank for rank, number in reached.items() if number is None]
+        # Of a dump from before the others began it, nothing follows.
+        began = min(self.steps[rank][sequence].created for rank in waiting)
+        unknown += [rank for rank in reached if rank not in unknown and self.records[rank].seconds < began]
+        behind = [rank for rank, number in reached.items() if rank not in unknown and (number or 0) < sequence]
+        if not behind:
+            return None
+        step = self.steps[waiting[0]][sequence]
+        text = (
+            f"{self._name(behind)} had not begun {step.words} of {self.words}, number {sequence}, which "
+            f"{self._name(waiting)} had begun {self._since(waiting, sequence)} before and not finished{step.where}."
+        )
+        level: Level = "supported" if self.absent or unknown else "established"
+        return self._finding("behind", behind, text + self._absent_text(), level, self._since_secs(waiting, sequence))
+
+    def _waiting(self) -> CollectiveFinding | None:
+        pending = self._pending()
+        if pending is None:
+            return None
+        sequence, waiting = pending
+        step, secs = self.steps[waiting[0]][sequence], self._since_secs(waiting, sequence)
+        begun = f"{self._name(waiting)} had begun {step.words} of {self.words}, number {sequence},"
+        text = f"{begun} {self._since(waiting, sequence)} before and not finished it{step.where}."
+        done = [rank for rank in self.records if rank not in waiting]
+        if self.absent:
+            return self._finding("waiting", self.absent, text + self._absent_text(), "unknown", secs)
+        queued = [rank for rank in waiting if not self.steps[rank][sequence].is_started]
+        if queued and len(queued) < len(waiting):
+            text += f" On {self._name(queued)} it had not started on the GPU, as it had elsewhere."
+            return self._finding("waiting", queued, text, "supported", secs)
+        if done:
+            text += f" {self._name(done)} had finished it."
+        return self._finding("waiting", [], text, "unknown", secs)
+
+    def _message(self) -> CollectiveFinding | None:
+        begun = {(rank, m.sender, m.receiver, m.is_sent) for rank, its in self.messages.items() for m in its}
+        for rank, messages in self.messages.items():
+            for message in messages:
+                sender, receiver = (self._global(local) for local in (message.sender, message.receiver))
+                other = receiver if rank == sender else sender
+                if other is None or other == rank or sender is None or receiver is None:
+                    continue
+                if (other, message.sender, message.receiver, not message.is_sent) in begun:
+                    continue
+                act, not_done = ("send to", "receive") if message.is_sent else ("receive from", "send")
+                secs = self.records[rank].seconds - message.created
+                who = self._name([other])
+                text = f"{self._name([rank])} waits since {secs:.1f} s to {act} rank {other} in {self.words}"
+                if other in self.records:
+                    text += f", and {who} is not about to {not_done}{message.where}."
+                    return self._finding("message", [other], text, "supported", secs)
+                return self._finding("message", [other], f"{text}, of which there is no dump.", "unknown", secs)
+        return None
+
+    def _in_step(self) -> CollectiveFinding:
+        last = sorted({reached for rank in self.records if (reached := self._reached(rank)) is not None})
+        at = f"the last one begun is number {last[0]}" if last else "nothing is known of the last one"
+        if len(last) > 1:
+            at = f"the last ones begun are numbers {last[0]} to {last[-1]}"
+        text = f"Nobody in {self.words} waits for a collective; {at}."
+        return self._finding("in_step", [], text + self._absent_text(), "supported")
+
+    # -- what they are made of
+
+    def _pending(self) -> tuple[int, list[int]] | None:
+        """Return the first collective that is begun and not done, and on which ranks it is so."""
+        open_ = {rank: [n for n, step in steps.items() if not step.is_done] for rank, steps in self.steps.items()}
+        numbers = [number for its in open_.values() for number in its]
+        if not numbers:
+            return None
+        return min(numbers), [rank for rank, its in open_.items() if min(numbers) in its]
+
+    def _reached(self, rank: int) -> int | None:
+        """Return the number of the last collective that a rank began, None where that is not known."""
+        if self.steps[rank]:
+            return max(self.steps[rank])
+        return 0 if self.records[rank].dump.is_from_the_start else None
+
+    def _finding(
+        self, kind: FindingKind, named: Sequence[int], text: str, level: Level, secs: float = _MOMENT_SECS
+    ) -> CollectiveFinding:
+        processes = tuple(self.records[rank].name for rank in named if rank in self.records)
+        level = level if secs >= _MOMENT_SECS else "unknown"
+        return CollectiveFinding(self.words, kind, tuple(named), processes, text, self._evidence(), level)
+
+    def _evidence(self) -> tuple[str, ...]:
+        """Return how far the ranks came, those alike together."""
+        alike: dict[str, list[int]] = {}
+        for rank, steps in self.steps.items():
+            open_ = [number for number, step in steps.items() if not step.is_done]
+            reached = self._reached(rank)
+            begun = "an unknown number of collectives" if reached is None else f"{reached} collectives"
+            first = (
+                f", of which number {min(open_)}, {steps[min(open_)].words}, is the first unfinished" if open_ else ""
+            )
+            alike.setdefault(f"had begun {begun}{first or ' and finished them'}", []).append(rank)
+        lines = [f"{self._name(ranks)} {words}." for words, ranks in alike.items()]
+        lines = lines[:_MOST_EVIDENCE] + (
+            [f"{len(lines) - _MOST_EVIDENCE} more."] if len(lines) > _MOST_EVIDENCE else []
+        )
+        return tuple(lines + ([self._absent_text().strip()] if self.absent else []))
+
+    def _since_secs(self, ranks: Sequence[int], sequence: int) -> float:
+        return min(self.records[rank].seconds - self.steps[rank][sequence].created for rank in ranks)
+
+    def _since(self, ranks: Sequence[int], sequence: int) -> str:
+        return f"{max(0.0, self._since_secs(ranks, sequence)):.1f} s"
+
+    def _absent_text(self) -> str:
+        return f" There is no dump of rank{'s' if len(self.absent) > 1 else ''} {_ranges(self.absent)}." * bool(
+            self.absent
+        )
+
+    def _name(self, ranks: Sequence[int]) -> str:
+        if len(ranks) > 3:
+            return f"{len(ranks)} ranks ({_ranges(ranks)})"
+        return name_some([self.records[rank].name if rank in self.records else f"rank {rank}" for rank in ranks])
+
+    def _global(self, local: int) -> int | None:
+        return self.ranks[local] if local < len(self.ranks) else None
+
+
+def _natural(name: str) -> tuple[int, str]:
+    return (int(name), "") if name.isdecimal() and len(name) < 10 else (1 << 30, name)
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Return numbers as a person would write them: ``0-3,5``."""
+    parts: list[str] = []
+    numbers = sorted(ranks)
+    start = 0
+    for position, number in enumerate(numbers):
+        if position + 1 < len(numbers) and numbers[position + 1] == number + 1:
+            continue
+        first = numbers[start]
+        parts.append(str(first) if first == number else f"{first}-{number}")
+        start = position + 1
+    return ",".join(parts)

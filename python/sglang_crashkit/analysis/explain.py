@@ -1,0 +1,180 @@
+"""Explain a hang from what snapshots show: who is to be looked at, what that rests on, and how well it is supported."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sglang_crashkit.analysis.grouping import group_of, split_replicas
+from sglang_crashkit.analysis.groups import Finding, doubt_alone, judge_group
+from sglang_crashkit.analysis.member import Member, describe
+from sglang_crashkit.analysis.outliers import find_odd
+from sglang_crashkit.analysis.rank_set import Rank, Scope, scope_of
+from sglang_crashkit.analysis.sightings import Seen, Sightings
+from sglang_crashkit.analysis.untitled import ROLE, judge_untitled, name_untitled, untitled_role
+from sglang_crashkit.model.incident import Level
+from sglang_crashkit.model.snapshot import Problem, ProcessSnapshot
+
+SCHEMA_VERSION = 1
+
+_LEVELS: dict[Level, int] = {"established": 0, "supported": 1, "unknown": 2}
+_KINDS = ("odd", "waiting", "unclear", "moving", "idle")
+#: Beside the schedulers, those without which no request is answered; a compiler or another helper comes and goes.
+_NEEDED = frozenset({"server", "detokenizer", "detokenizer_router", "data_parallel_controller", "tokenizer_worker"})
+_MOST_STATEMENTS = 3
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What the snapshots say.
+
+    Attributes:
+        kind: that of the finding that matters most, see `groups.FindingKind`; ``unclear`` where nothing was seen.
+        statement: the verdict in words.
+        level: how well it is supported.
+        named: who is to be looked at.
+        findings: of each group, those that matter most first.
+        problems: what could not be had.
+        processes: how many processes were seen.
+    """
+
+    kind: str
+    statement: str
+    level: Level
+    named: tuple[Member, ...]
+    findings: tuple[Finding, ...]
+    problems: tuple[Problem, ...]
+    processes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values, ``schema_version`` first."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "kind": self.kind,
+            "statement": self.statement,
+            "level": self.level,
+            "named": [_named_to_json(member) for member in self.named],
+            "groups": [
+                {
+                    "group": finding.group,
+                    "kind": finding.kind,
+                    "statement": finding.statement,
+                    "level": finding.level,
+                    "named": [_named_to_json(member) for member in finding.named],
+                    "evidence": list(finding.evidence),
+                }
+                for finding in self.findings
+            ],
+            "problems": [vars(problem) for problem in self.problems],
+            "processes": self.processes,
+        }
+
+
+def explain(sightings: Sightings) -> Explanation:
+    """Return what was seen, in words."""
+    findings = _findings(sightings)
+    findings.sort(key=_importance)
+    problems = sightings.problems()
+    if not findings:
+        text = "No process was seen." if not len(sightings) else "Of no process enough was seen."
+        return Explanation("unclear", text, "unknown", (), (), problems, len(sightings))
+    first = findings[0]
+    # What is less certain than the first is evidence, and not part of the verdict.
+    telling = [f for f in findings if (f.kind, f.level) == (first.kind, first.level)]
+    texts = [f"{finding.group}: {finding.statement}" if finding.group else finding.statement for finding in telling]
+    if len(texts) > _MOST_STATEMENTS:
+        texts[_MOST_STATEMENTS:] = [f"The same kind of thing is seen of {len(texts) - _MOST_STATEMENTS} more groups."]
+    if first.kind == "odd":
+        texts += [f"{f.group}: {f.statement}" for f in findings if f.kind == "waiting"][:1]
+    named = tuple(member for finding in telling for member in finding.named)
+    return Explanation(first.kind, " ".join(texts), first.level, named, tuple(findings), problems, len(sightings))
+
+
+def _findings(sightings: Sightings) -> list[Finding]:
+    groups: dict[Scope, dict[Rank, list[Member]]] = {}
+    untitled: dict[Scope, list[Member]] = {}
+    findings = []
+    judged: list[tuple[Scope, Finding, list[Member]]] = []
+    sides: set[str | None] = set()
+    for seen in sightings.processes():
+        member = _member(seen, sightings.rounds)
+        sides.add(seen.process.side)
+        role = seen.process.role
+        untitled_as = untitled_role(member) if role == ROLE else None
+        if role == "scheduler":
+            groups.setdefault(group_of(seen.rank), {}).setdefault(seen.rank, []).append(member)
+        elif untitled_as == "rank":
+            server = scope_of({name: place for name, place in seen.rank.scope if name != "role"})
+            untitled.setdefault(server, []).append(name_untitled(member))
+        elif _is_needed(role, untitled_as, member) and (odd := find_odd([member])) is not None:
+            findings.append(Finding("", "odd", (member,), odd.statement, (), odd.level))
+    common = set.intersection(*(set(scope) for scope in groups)) if groups else set()
+    common = {place for place in common if place[0] != "side"}
+    for scope, ranks in groups.items():
+        words = [str(p) if n in ("side", "server") else f"{n.upper()}{p}" for n, p in scope if (n, p) not in common]
+        replicas = split_replicas(ranks)
+        for dp, lists in replicas:
+            name = " ".join([*words, *([] if dp is None else [f"DP{dp}"])])
+            members = [member for some in lists for member in some]
+            alone = len(groups) == 1 and len(replicas) == 1 and not untitled and "side" not in dict(scope)
+            judged.append((scope, judge_group("" if alone else name, members), members))
+    for scope, members in untitled.items():
+        name = " ".join([*(str(place) for _name, place in scope), "untitled"])
+        alone = len(untitled) == 1 and not groups and "side" not in dict(scope)
+        findings.append(_of_pair(scope, judge_untitled("" if alone else name, members), members, sides))
+    found = zip(judged, _judge_stages(judged), strict=True)
+    return findings + [_of_pair(scope, finding, members, sides) for (scope, _own, members), finding in found]
+
+
+def _of_pair(scope: Scope, finding: Finding, members: list[Member], seen: Collection[str | None]) -> Finding:
+    """Return the finding of a group with what it is worth where it is of a pair, of which these sides were seen."""
+    side = dict(scope).get("side")
+    other = {"prefill": "decode", "decode": "prefill"}.get(str(side))
+    return finding if other is None or other in seen else doubt_alone(finding, members, other)
+
+
+def _is_needed(role: str, untitled_as: str | None, member: Member) -> bool:
+    return role in _NEEDED or untitled_as == "worker" or (untitled_as == "helper" and not member.has_ended())
+
+
+def _member(seen: Seen, rounds: Mapping[str, float]) -> Member:
+    process = seen.process
+    where = f" on {process.host}" if len(rounds) > 1 else ""
+    # Side by side those of a pair have the same titles.
+    side = f" of the {process.side} side" if process.side else ""
+    name = f"{process.title} (pid {process.pid}{where}){side}"
+    # One that a later round on its host does not have has ended.
+    is_gone = seen.gone > 0 or seen.last < rounds.get(process.host, seen.last)
+    return Member(name, seen.in_order(), seen.rank, is_gone, process)
+
+
+def _judge_stages(judged: list[tuple[Scope, Finding, list[Member]]]) -> list[Finding]:
+    """Return the findings, with the one pipeline stage named for which all others wait, where there is one."""
+    pipelines: dict[tuple[Scope, str], list[int]] = {}
+    for position, (scope, finding, _members) in enumerate(judged):
+        replica = finding.group.rpartition(" ")[2]
+        without = tuple(place for place in scope if place[0] != "pp")
+        pipelines.setdefault((without, replica if replica.startswith("DP") else ""), []).append(position)
+    findings = [finding for _scope, finding, _members in judged]
+    for stages in pipelines.values():
+        working = [position for position in stages if not findings[position].waits]
+        if len(working) != 1 or len(stages) == 1 or findings[working[0]].kind != "unclear":
+            continue
+        (position,) = working
+        members, finding = judged[position][2], findings[position]
+        others = ", ".join(findings[other].group for other in stages if other != position)
+        text = f"{finding.statement} All of {others} waited meanwhile."
+        level: Level = "supported" if all(len(member.seen) > 1 for member in members) else "unknown"
+        findings[position] = replace(finding, kind="odd", named=tuple(members), statement=text, level=level)
+    return findings
+
+
+def _importance(finding: Finding) -> tuple[int, int, str]:
+    return (_KINDS.index(finding.kind), _LEVELS[finding.level], finding.group)
+
+
+def _named_to_json(member: Member) -> dict[str, Any]:
+    process: ProcessSnapshot = member.source
+    place = {"host": process.host, "pid": process.pid, "title": process.title, "side": process.side}
+    return {**place, "doing": describe(member)}

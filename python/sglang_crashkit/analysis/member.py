@@ -1,0 +1,191 @@
+"""One process as it is compared with others: what it did at each look, and whether it moved between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sglang_crashkit.analysis.rank_set import Rank, RankSet
+from sglang_crashkit.analysis.states import WAITS_FOR_OTHERS, Activity
+from sglang_crashkit.model.stacks import Frame
+
+#: What the looks at a process say together. ``still``: the same functions and hardly any CPU time; ``spinning``: the
+#: same functions and much of it; ``moving``: other functions; ``unknown``: there are not two looks with a stack.
+Motion = Literal["still", "spinning", "moving", "unknown"]
+
+#: Shares of one CPU above which a process is busy, and below which it rests.
+_BUSY, _RESTING = 0.5, 0.05
+_MOST_NAMES = 8
+#: Of several that did different things, so many are told.
+_MOST_TOLD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What one look saw.
+
+    Attributes:
+        state: the letter that ``/proc`` has for the state of its main thread; empty where it is not known.
+        cpu_secs: CPU time that it had used since its start, in seconds.
+        activity: what it was doing.
+        frames: its main thread, innermost first, as far as it is kept; empty without a stack.
+        time: when, in seconds since the epoch; 0 where it is not known.
+        problem: why there is no stack; empty where there is one, or nobody said.
+    """
+
+    state: str
+    cpu_secs: float
+    activity: Activity
+    frames: tuple[Frame, ...]
+    time: float = 0.0
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of a group.
+
+    Attributes:
+        name: what it is called in sentences.
+        sights: what each look saw, in order of time; none of one that is only known to have been there.
+        rank: its place among many, None where it is called by its name alone.
+        is_gone: it was there before and no more at the last look.
+        source: what it stands for.
+    """
+
+    name: str
+    sights: tuple[Sight, ...]
+    rank: Rank | None = None
+    is_gone: bool = False
+    source: Any = None
+
+    @property
+    def seen(self) -> tuple[Sight, ...]:
+        """The looks with a stack, or with native frames that tell as much."""
+        return tuple(sight for sight in self.sights if sight.activity.function)
+
+    @property
+    def last(self) -> Activity | None:
+        """What it did last, None where no look tells."""
+        return self.sights[-1].activity if self.sights else None
+
+    def has_ended(self) -> bool:
+        """Say whether it was there before and no more, or only as a zombie, at the last look."""
+        return self.is_gone or (self.last is not None and self.last.kind == "gone")
+
+    def always(self, *kinds: str) -> bool:
+        """Say whether it was in one of these states at each look."""
+        return bool(self.sights) and all(sight.activity.kind in kinds for sight in self.sights)
+
+    def waits(self) -> bool:
+        """Say whether it waited for others whenever its stack was seen."""
+        return bool(self.seen) and all(sight.activity.kind in WAITS_FOR_OTHERS for sight in self.seen)
+
+    def cpu_used(self) -> float:
+        """Return the CPU time that it used from the first look to the last, in seconds."""
+        return self.sights[-1].cpu_secs - self.sights[0].cpu_secs if self.sights else 0.0
+
+    def seconds(self) -> float:
+        """Return the time from the first look to the last, in seconds; 0 where it is not known."""
+        return max(0.0, self.sights[-1].time - self.sights[0].time) if self.sights else 0.0
+
+    def motion(self) -> Motion:
+        """Compare the looks."""
+        if len(self.seen) < 2:
+            return "unknown"
+        if len({_functions(sight.frames) for sight in self.seen}) > 1:
+            return "moving"
+        return "spinning" if self.cpu_used() >= _BUSY * self.seconds() > 0 else "still"
+
+    def rests(self) -> bool:
+        """Say whether it stayed in the same functions all the time and used hardly any CPU time."""
+        return self.motion() == "still" and self.cpu_used() <= _RESTING * self.seconds()
+
+    def is_alike(self, other: Member) -> bool:
+        """Say whether both were in the same innermost functions."""
+        return self.innermost() == other.innermost()
+
+    def innermost(self) -> frozenset[tuple[str, str]]:
+        """Return the innermost function, with its file, of each look that has one."""
+        return frozenset((sight.frames[0].function, sight.frames[0].file) for sight in self.seen if sight.frames)
+
+    def common_function(self) -> str:
+        """Return the innermost call that all looks have in common, empty where there is none."""
+        stacks = [tuple(reversed(sight.frames)) for sight in self.seen]
+        common = ""
+        for frames in zip(*stacks, strict=False):
+            if any((frame.function, frame.file) != (frames[0].function, frames[0].file) for frame in frames):
+                break
+            common = frames[0].function
+        return common
+
+
+def name_some(names: Sequence[str], most: int = _MOST_NAMES) -> str:
+    """Return the names as part of a sentence, at most `most` of them."""
+    shown = list(names[:most])
+    if len(names) > most:
+        shown.append(f"{len(names) - most} more")
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def name_members(members: Sequence[Member]) -> str:
+    """Return who they are as part of a sentence; of many, as a set of ranks."""
+    ranks = [member.rank for member in members if member.rank is not None]
+    if len(members) <= 3 or len(ranks) < len(members):
+        return name_some([member.name for member in members])
+    together = RankSet(ranks)
+    return f"{len(members)} ranks ({together.format(hide=list(together.places()))})"
+
+
+def be(members: Sequence[Member], *, past: bool = False) -> str:
+    """Return the form of "to be" that goes with them."""
+    return ("was", "were")[len(members) != 1] if past else ("is", "are")[len(members) != 1]
+
+
+def describe(member: Member) -> str:
+    """Return what it was seen doing, without its name and a full stop."""
+    words = list(dict.fromkeys(sight.activity.words for sight in member.seen or member.sights))
+    functions = list(dict.fromkeys(sight.activity.function for sight in member.seen))
+    if len(functions) > 1:
+        words = [f"was in {' and '.join(_some(functions))}"]
+    elif len(words) > 1:
+        # The last look, at which native stacks are taken, tells most.
+        words = words[-1:]
+    looks = f" at {len(member.sights)} looks" if len(member.sights) > 1 else ""
+    cpu = f" and used {member.cpu_used():.1f} s of CPU time meanwhile" if len(member.sights) > 1 else ""
+    return f"{words[0] if words else 'was not seen'}{looks}{cpu}"
+
+
+def describe_several(members: Sequence[Member]) -> str:
+    """Return who they are and what they were seen doing, which is the same for all, without a full stop."""
+    words = members[0].sights[-1].activity.words if members[0].sights else "are known from before only"
+    words = f"were {words[4:]}" if words.startswith("was ") else words
+    used = [member.cpu_used() for member in members]
+    looks = len(members[0].sights)
+    cpu = f" at the last of {looks} looks and used {min(used):.1f} to {max(used):.1f} s of CPU time meanwhile"
+    return f"{name_members(members)} {words}{cpu if looks > 1 else ''}"
+
+
+def describe_some(members: Sequence[Member]) -> str:
+    """Return who they are and what they were seen doing, those alike together, without a full stop.
+
+    Args:
+        members: at least one; each has been looked at.
+    """
+    alike: dict[str, list[Member]] = {}
+    for member in members:
+        alike.setdefault(member.sights[-1].activity.words, []).append(member)
+    groups = list(alike.values())
+    told = [f"{some[0].name} {describe(some[0])}" if len(some) == 1 else describe_several(some) for some in groups]
+    if len(told) > _MOST_TOLD:
+        told[_MOST_TOLD:] = [f"{sum(len(some) for some in groups[_MOST_TOLD:])} more did other things"]
+    return "; ".join(told)
+
+
+def _some(functions: Sequence[str]) -> list[str]:
+    return [*functions[:3], *([f"{len(functions) - 3} more places"] if len(functions) > 3 else [])]
+
+
+def _functions(frames: Sequence[Frame]) -> tuple[tuple[str, str], ...]:
+    return tuple((frame.function, frame.file) for frame in frames)

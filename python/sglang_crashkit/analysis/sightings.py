@@ -1,0 +1,189 @@
+"""What snapshots show, merged: small for 100,000 ranks, and the same in whatever order and grouping it came together.
+
+Snapshots are taken in one by one and not kept: of each process stays what each look saw of its main thread, and of the
+Python stacks of all threads the merged tree. Hosts can merge what is theirs and send that (`sightings_json`). Each
+snapshot is to be taken in once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from sglang_crashkit.analysis.grouping import rank_of
+from sglang_crashkit.analysis.member import Sight
+from sglang_crashkit.analysis.rank_set import Rank
+from sglang_crashkit.analysis.stack_tree import PrefixTree
+from sglang_crashkit.analysis.states import Activity, activity_of
+from sglang_crashkit.model.snapshot import NodeSnapshot, Problem, ProcessSnapshot
+from sglang_crashkit.model.stacks import Frame, main_thread
+
+_MOST_CACHED = 1 << 16
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was seen of one process.
+
+    Attributes:
+        process: who it is by the latest word, without what it did.
+        rank: its place among all.
+        last: the time of the last round that has it, in seconds since the epoch.
+        sights: what each look saw, in no order; see `in_order`.
+        gone: how many looks did not find it any more.
+    """
+
+    process: ProcessSnapshot
+    rank: Rank
+    last: float
+    sights: list[Sight] = field(default_factory=list)
+    gone: int = 0
+
+    def in_order(self) -> tuple[Sight, ...]:
+        """Return what each look saw in order of time."""
+        ordered = sorted(self.sights, key=lambda sight: sight.time)
+        if any(one.time == other.time for one, other in pairwise(ordered)):
+            ordered.sort(key=lambda sight: (sight.time, repr(sight)))
+        return tuple(ordered)
+
+
+class Sightings:
+    """Takes in snapshots and other sightings, in any order.
+
+    Attributes:
+        tree: the Python stacks of all threads of all processes, of all snapshots.
+        rounds: the time of the last round on each host, in seconds since the epoch.
+    """
+
+    def __init__(self) -> None:
+        self.tree = PrefixTree()
+        self.rounds: dict[str, float] = {}
+        self._seen: dict[tuple[str, int, int], Seen] = {}
+        self._problems: dict[Problem, None] = {}
+        self._activities: dict[tuple[object, ...], tuple[Activity, tuple[Frame, ...]]] = {}
+
+    @classmethod
+    def of(cls, snapshots: Iterable[NodeSnapshot]) -> Sightings:
+        """Return what all of `snapshots` show."""
+        sightings = cls()
+        for one in snapshots:
+            sightings.add(one)
+        return sightings
+
+    def __len__(self) -> int:
+        """Return how many processes were seen."""
+        return len(self._seen)
+
+    def processes(self) -> Iterator[Seen]:
+        """Yield what was seen of each process, in an order that depends on nothing but them."""
+        return (seen for _key, seen in sorted(self._seen.items(), key=lambda item: item[0]))
+
+    def problems(self) -> tuple[Problem, ...]:
+        """Return what could not be had, each once."""
+        return tuple(sorted(self._problems, key=lambda problem: (problem.what, problem.why, problem.next)))
+
+    def add(self, node: NodeSnapshot) -> None:
+        """Take in what one round saw on one host."""
+        self.note_round(node.host, node.time)
+        self.note_problems(node.problems)
+        for process in node.processes:
+            seen = self.seen(process, node.time)
+            rank = seen.rank if _name(process) == _name(seen.process) else rank_of(process)
+            # Threads of a pool mostly have the same stack, as the same object.
+            for frames in {id(thread.frames): thread.frames for thread in process.threads}.values():
+                self.tree.add(rank, frames)
+            if process.state or process.threads or process.native:
+                seen.sights.append(self._sight(process))
+            else:
+                seen.gone += 1
+
+    def merge(self, other: Sightings) -> None:
+        """Take in all of other sightings, which stay as they are."""
+        self.tree.merge(other.tree)
+        self.note_problems(other._problems)
+        for host, time in other.rounds.items():
+            self.note_round(host, time)
+        for key, theirs in other._seen.items():
+            if key in self._seen:
+                seen = self.seen(theirs.process, theirs.last)
+                seen.sights += theirs.sights
+                seen.gone += theirs.gone
+            else:
+                self._seen[key] = replace(theirs, sights=[*theirs.sights])
+
+    def note_round(self, host: str, time: float) -> None:
+        """Take in that there was a round on a host, at a time in seconds since the epoch."""
+        self.rounds[host] = max(time, self.rounds.get(host, time))
+
+    def note_problems(self, problems: Iterable[Problem]) -> None:
+        """Take in what could not be had."""
+        self._problems.update(dict.fromkeys(problems))
+
+    def seen(self, process: ProcessSnapshot, last: float) -> Seen:
+        """Return what was seen of a process; what `process` says of its doings is not taken in.
+
+        Args:
+            process: which, and what it is called at its time.
+            last: the time of the last round that has it, in seconds since the epoch.
+        """
+        key = (process.host, process.pid, process.start_ticks)
+        seen = self._seen.get(key)
+        if seen is None:
+            seen = self._seen[key] = Seen(_without_doings(process), rank_of(process), last)
+        seen.last = max(seen.last, last)
+        # A process gets its title, and is told from others by it, after it was started.
+        if process.time >= seen.process.time and (name := _name(process)) != (before := _name(seen.process)):
+            if process.time > seen.process.time or name > before:
+                seen.process, seen.rank = _without_doings(process), rank_of(process)
+        elif process.time > seen.process.time:
+            seen.process = replace(seen.process, time=process.time)
+        return seen
+
+    def _sight(self, process: ProcessSnapshot) -> Sight:
+        main = main_thread(process.threads, process.pid)
+        native = main_thread(process.native, process.pid)
+        frames = main.frames if main else ()
+        key = (
+            frames,
+            native.frames if native else (),
+            process.kernels,
+            process.state,
+            process.wchan,
+            process.tracer,
+            bool(main and main.owns_gil),
+        )
+        known = self._activities.get(key)
+        if known is None:
+            if len(self._activities) >= _MOST_CACHED:
+                self._activities.clear()
+            known = self._activities[key] = (activity_of(process), frames)
+        # With the frames of the first that had them, so that equal ones are kept once.
+        return Sight(process.state, process.cpu_secs, known[0], known[1], process.time, process.problem)
+
+
+def _name(process: ProcessSnapshot) -> tuple[object, ...]:
+    """Return what may change of a process while it lives, with an order."""
+    return (
+        process.title,
+        process.role,
+        sorted(process.ranks.items()),
+        process.server or -1,
+        process.rendezvous or "",
+        process.side or "",
+    )
+
+
+def _without_doings(process: ProcessSnapshot) -> ProcessSnapshot:
+    return ProcessSnapshot(
+        process.host,
+        process.pid,
+        process.start_ticks,
+        process.title,
+        process.role,
+        process.ranks,
+        process.time,
+        process.server,
+        process.rendezvous,
+        process.side,
+    )

@@ -1,0 +1,1 @@
+"""Stacks and other evidence, taken from running processes."""

@@ -1,0 +1,142 @@
+"""Read a core in a process of its own, for who must neither wait nor grow for it: the crash handler.
+
+Whatever the core does to its reader, the handler is not touched by it: the process has limits of memory and time, and
+is killed when its time is over. Run as a program with the core's path and the time in seconds, it writes one JSON
+object: what `Reading` has, or ``error``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit.capture.cuda_core.model import CudaCore
+from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
+from sglang_crashkit.capture.cuda_core.source import CudaCoreError
+from sglang_crashkit.capture.cuda_core.text import brief
+
+#: Python with a core of a whole GPU takes 100 MB of address space and 30 MB of memory.
+_MOST_MEMORY = 1 << 30
+#: What an incident keeps of a core: so many kernels and exceptions.
+_MOST_KEPT = 256
+_MOST_OUTPUT = 16 << 20
+#: After its deadline the process has this long to end by itself, in seconds, if its starter is gone.
+_GRACE_SECS = 5
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What came of reading a core.
+
+    Attributes:
+        core: what `CudaCore.to_json` gives, without the single warps; None where it could not be read.
+        brief: the same in a few lines.
+        reason: why it could not be read; empty where it could.
+    """
+
+    core: dict[str, Any] | None
+    brief: list[str] = field(default_factory=list)
+    reason: str = ""
+
+
+class CoreReader:
+    """Reads one core; ask `look` until it has an answer.
+
+    Args:
+        path: the core.
+        seconds: the longest that it may take.
+
+    Raises:
+        OSError: no process can be started.
+    """
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+        self._output = bytearray()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(path), str(seconds)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+
+    def look(self) -> Reading | None:
+        """Return what came of it, None while it is under way; never wait."""
+        assert self._process.stdout is not None
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._process.stdout.fileno(), 1 << 16):
+                self._output += chunk
+                if len(self._output) > _MOST_OUTPUT:
+                    self.close()
+                    return Reading(None, reason=f"what it holds is more than {_MOST_OUTPUT >> 20} MiB")
+        status = self._process.poll()
+        if status is None:
+            if time.monotonic() < self._deadline:
+                return None
+            self.close()
+            return Reading(None, reason=f"it could not be read within {self._seconds:g} s")
+        self.close()
+        return _reading_of(bytes(self._output), status)
+
+    def close(self) -> None:
+        """End it."""
+        with contextlib.suppress(OSError):
+            self._process.kill()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        # Killed, it is gone as soon as the disk lets go of it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+
+
+def _reading_of(output: bytes, status: int) -> Reading:
+    try:
+        answer = json.loads(output)
+        if "error" in answer:
+            return Reading(None, reason=str(answer["error"]))
+        return Reading(dict(answer["core"]), [str(line) for line in answer["brief"]])
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return Reading(None, reason=f"its reader ended with status {status}")
+
+
+def _kept(core: CudaCore) -> CudaCore:
+    left_out = max(0, len(core.kernels) - _MOST_KEPT) + max(0, len(core.faults) - _MOST_KEPT)
+    notes = (*core.notes, f"{left_out} kernels and exceptions are left out here") if left_out else core.notes
+    return replace(core, kernels=core.kernels[:_MOST_KEPT], faults=core.faults[:_MOST_KEPT], notes=notes)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Read the core and write what it says."""
+    path, seconds = Path(arguments[0]), float(arguments[1])
+    resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.alarm(int(seconds) + _GRACE_SECS)
+    answer: dict[str, Any]
+    try:
+        core = read_cuda_core(path, most_seconds=seconds)
+        answer = {"core": _kept(core).to_json(warps=False), "brief": list(brief(core))}
+    except CudaCoreError as error:
+        answer = {"error": error.message}
+    except MemoryError:
+        answer = {"error": f"{path}: it takes more memory to read than {_MOST_MEMORY >> 20} MiB"}
+    sys.stdout.write(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,266 @@
+"""Read a core: its tables, joined, with the names of the functions.
+
+Every table belongs to a row of another one: ``sh_link`` is that one's section, ``sh_info`` the row. A link to anything
+but the kind of table that belongs there is an error, so that no chain of links is longer than the format's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from sglang_crashkit.capture.cuda_core import tables
+from sglang_crashkit.capture.cuda_core.model import (
+    CudaCore,
+    Device,
+    Dimensions,
+    Fault,
+    Kernel,
+    Place,
+    Warp,
+    exception_in_words,
+    most_frequent,
+    status_in_words,
+)
+from sglang_crashkit.capture.cuda_core.sections import ElfPart, Kind, Section
+from sglang_crashkit.capture.cuda_core.source import MOST_BYTES, MOST_SECONDS, CudaCoreError, Source
+from sglang_crashkit.capture.cuda_core.symbols import Symbols
+from sglang_crashkit.capture.cuda_core.tables import Layout, Row, Rows
+
+_Known = TypeVar("_Known")
+
+_TABLES = frozenset(kind for kind in Kind if kind is not Kind.SYMTAB)
+_STRINGS = ".strtab"
+#: The places where the most warps were; a hang has one or two.
+_MOST_HOT = 8
+#: An exception of every warp of a GPU of 148 SMs is as many.
+_MOST_FAULTS = 10_000
+#: Notes beyond that say the same.
+_MOST_NOTES = 20
+
+
+def read_cuda_core(path: Path, *, most_bytes: int = MOST_BYTES, most_seconds: float = MOST_SECONDS) -> CudaCore:
+    """Return what a core says.
+
+    What can be told without them, is told without the threads, and without the names, where those cannot be read; then
+    the notes say so.
+
+    Args:
+        path: the core itself, not a link to it.
+        most_bytes: how much of it is read, in bytes.
+        most_seconds: how long that may take.
+
+    Raises:
+        CudaCoreError: it is no core of the CUDA driver's, is damaged, or is more than is read of one.
+    """
+    with Source(path, most_bytes, most_seconds) as source:
+        return _Reading(source).result()
+
+
+class _Reading:
+    """One core while it is read."""
+
+    def __init__(self, source: Source) -> None:
+        self._core = ElfPart(source)
+        self._core.check_is_core()
+        self._sections: dict[int, list[Section]] = {kind: [] for kind in _TABLES}
+        for section in self._core.sections(_TABLES):
+            self._sections[section.kind].append(section)
+        self._rows = Rows(self._core)
+        self._notes: list[str] = []
+        self._strings = self._find_strings()
+        self._devices: list[Device] = []
+        self._kernels: list[Kernel] = []
+        self._faults: list[Fault] = []
+        #: By section and row: what is below refers to them so.
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._sms: dict[tuple[int, int], tuple[int, int]] = {}
+        self._blocks: dict[tuple[int, int], tuple[int, int, int, Dimensions]] = {}
+        self._warps: dict[tuple[int, int], Warp] = {}
+
+    def result(self) -> CudaCore:
+        self._read_devices()
+        self._read_kernels()
+        self._read_sms()
+        has_all_warps = True
+        try:
+            self._read_blocks()
+            self._read_warps()
+            self._read_lanes()
+        except CudaCoreError as error:
+            # Which kernels there are, and what failed, is known by now.
+            has_all_warps = False
+            self._note(f"not all warps were read: {error.message}")
+        driver, cuda, seconds = self._read_meta()
+        self._count()
+        warps = tuple(self._warps.values())
+        places = self._name_places(most_frequent(warps, _MOST_HOT))
+        return CudaCore(
+            devices=tuple(self._devices),
+            kernels=tuple(self._kernels),
+            faults=tuple(self._faults),
+            warps=warps,
+            hot=places,
+            driver=driver,
+            cuda=cuda,
+            seconds=seconds,
+            has_all_warps=has_all_warps,
+            notes=tuple(self._notes),
+        )
+
+    def _read_devices(self) -> None:
+        found = self._sections[Kind.DEVICES]
+        if len(found) != 1:
+            raise self._core.source.error(
+                f"it has {len(found)} tables of devices, and a core has one", "wait until the driver has written it"
+            )
+        for index, row in enumerate(self._rows.of(found[0], tables.DEVICES)):
+            self._numbers[found[0].index, index] = row["device"]
+            self._devices.append(
+                Device(
+                    number=row["device"],
+                    name=self._string(row["name"]),
+                    sm_type=self._string(row["sm_type"]),
+                    pci_bus=row["pci_bus"],
+                    sms=row["sms"],
+                    warps_per_sm=row["warps_per_sm"],
+                    lanes_per_warp=row["lanes_per_warp"],
+                    sm_major=row["sm_major"],
+                    sm_minor=row["sm_minor"],
+                )
+            )
+
+    def _read_kernels(self) -> None:
+        for section in self._sections[Kind.GRIDS]:
+            device = self._parent(section, tables.GRIDS, self._numbers)
+            for row in self._rows.of(section, tables.GRIDS):
+                self._kernels.append(
+                    Kernel(
+                        device=device,
+                        grid_id=row["grid"],
+                        entry=Place(row["entry"]),
+                        grid=(row["grid_x"], row["grid_y"], row["grid_z"]),
+                        block=(row["block_x"], row["block_y"], row["block_z"]),
+                        status=status_in_words(row["status"]),
+                        host_thread=row["host_thread"],
+                        parent_grid_id=row["parent"],
+                        blocks=0,
+                        warps=0,
+                    )
+                )
+
+    def _read_sms(self) -> None:
+        for section in self._sections[Kind.SMS]:
+            device = self._parent(section, tables.SMS, self._numbers)
+            for index, row in enumerate(self._rows.of(section, tables.SMS)):
+                self._sms[section.index, index] = (device, row["sm"])
+                code = row.get("exception", 0)
+                if code:
+                    pc = row["error_pc"] if row.get("error_pc_valid") and "error_pc" in row else None
+                    place = None if pc is None else Place(pc)
+                    self._faults.append(Fault(device, row["sm"], code, exception_in_words(code), place))
+
+    def _read_blocks(self) -> None:
+        for section in self._sections[Kind.BLOCKS]:
+            device, sm = self._parent(section, tables.BLOCKS, self._sms)
+            for index, row in enumerate(self._rows.of(section, tables.BLOCKS)):
+                self._blocks[section.index, index] = (device, sm, row["grid"], (row["x"], row["y"], row["z"]))
+
+    def _read_warps(self) -> None:
+        for section in self._sections[Kind.WARPS]:
+            device, sm, grid, block = self._parent(section, tables.WARPS, self._blocks)
+            for index, row in enumerate(self._rows.of(section, tables.WARPS)):
+                error = row["error_pc"] if row["error_pc_valid"] else None
+                self._warps[section.index, index] = Warp(device, sm, row["warp"], grid, block, (), error)
+
+    def _read_lanes(self) -> None:
+        for section in self._sections[Kind.LANES]:
+            warp = self._parent(section, tables.LANES, self._warps)
+            pcs: Counter[int] = Counter()
+            failed: Counter[tuple[int, int]] = Counter()
+            for row in self._rows.of(section, tables.LANES):
+                pcs[row["pc"]] += 1
+                if row["exception"]:
+                    failed[row["exception"], row["pc"]] += 1
+            self._warps[section.link, section.info] = replace(warp, pcs=tuple(sorted(pcs.items())))
+            for (code, pc), lanes in sorted(failed.items()):
+                place = Place(pc if warp.error is None else warp.error)
+                where = (warp.number, warp.grid_id, warp.block_index, lanes)
+                if len(self._faults) < _MOST_FAULTS:
+                    self._faults.append(Fault(warp.device, warp.sm, code, exception_in_words(code), place, *where))
+
+    def _read_meta(self) -> tuple[str, str, int | None]:
+        try:
+            rows = [row for section in self._sections[Kind.META] for row in self._rows.of(section, tables.META)]
+        except CudaCoreError as error:
+            self._note(error.message)
+            return "", "", None
+        if not rows:
+            return "", "", None
+        return _version(rows[0], "driver"), _version(rows[0], "cuda"), rows[0]["seconds"] or None
+
+    def _count(self) -> None:
+        """Tell each kernel how much of it was on the GPU."""
+        blocks = Counter((device, grid) for device, _sm, grid, _index in self._blocks.values())
+        warps = Counter((warp.device, warp.grid_id) for warp in self._warps.values())
+        for position, kernel in enumerate(self._kernels):
+            key = (kernel.device, kernel.grid_id)
+            self._kernels[position] = replace(kernel, blocks=blocks[key], warps=warps[key])
+
+    def _name_places(self, hot: list[tuple[int, int]]) -> tuple[tuple[Place, int], ...]:
+        """Name the functions of kernels and faults, and of the places where the most warps were, which are returned."""
+        symbols = Symbols(self._core, self._sections[Kind.RELOCATED_IMAGE])
+        if not self._sections[Kind.RELOCATED_IMAGE]:
+            self._note("it holds no relocated cubin, so that no function has a name")
+        self._kernels = [replace(kernel, entry=_named(kernel.entry, symbols)) for kernel in self._kernels]
+        self._faults = [
+            replace(fault, place=None if fault.place is None else _named(fault.place, symbols))
+            for fault in self._faults
+        ]
+        places = tuple((_named(Place(pc), symbols), count) for pc, count in hot)
+        for problem in symbols.problems:
+            self._note(f"not all functions have names: {problem}")
+        return places
+
+    def _parent(self, section: Section, layout: Layout, known: Mapping[tuple[int, int], _Known]) -> _Known:
+        try:
+            return known[section.link, section.info]
+        except KeyError:
+            raise self._core.source.error(
+                f"the table of {layout.what} (section {section.index}) belongs to row {section.info} of section "
+                f"{section.link}, and there is no such row"
+            ) from None
+
+    def _find_strings(self) -> Section | None:
+        try:
+            for section in self._sections[Kind.STRTAB]:
+                if self._core.name_of(section) == _STRINGS:
+                    return section
+        except CudaCoreError as error:
+            # What a GPU is called is not what a core is read for.
+            self._note(error.message)
+        return None
+
+    def _string(self, offset: int) -> str:
+        try:
+            return "" if self._strings is None else self._core.string(self._strings, offset)
+        except CudaCoreError as error:
+            self._note(error.message)
+            return ""
+
+    def _note(self, words: str) -> None:
+        if len(self._notes) < _MOST_NOTES:
+            self._notes.append(words)
+
+
+def _named(place: Place, symbols: Symbols) -> Place:
+    function = symbols.at(place.address)
+    return place if function is None else Place(place.address, function.name, place.address - function.start)
+
+
+def _version(row: Row, what: str) -> str:
+    major, minor = row[f"{what}_major"], row[f"{what}_minor"]
+    return f"{major}.{minor}" if major else ""

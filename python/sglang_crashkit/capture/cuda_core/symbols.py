@@ -1,0 +1,144 @@
+"""Whose function an address of the GPU is.
+
+A core holds the cubin of every module that was loaded, relocated: an ELF file whose sections say where they lie on the
+GPU. A function's symbol gives its place in its section, and so an address its function. That is an inference: nothing
+in the core itself names a kernel.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sglang_crashkit.capture.cuda_core.sections import MOST_NAME_BYTES, ElfPart, Kind, Section
+from sglang_crashkit.capture.cuda_core.source import CudaCoreError, Source, parsing
+
+#: The largest cubins of today hold some ten thousand.
+_MOST_SYMBOLS = 200_000
+_MOST_PROBLEMS = 10
+_TEXT = ".text."
+_FUNCTION = "STT_FUNC"
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that an address lies in.
+
+    Attributes:
+        name: as the compiler has it, not demangled.
+        start: its address.
+        size: how long it is, in bytes.
+    """
+
+    name: str
+    start: int
+    size: int
+
+
+@dataclass
+class _Image:
+    """A cubin and where its sections lie, by address."""
+
+    part: ElfPart
+    loaded: list[Section]
+    functions: list[Function] | None = None
+
+    def section_at(self, address: int) -> Section | None:
+        position = bisect_right(self.loaded, address, key=lambda section: section.address) - 1
+        # Sections of a broken image may overlap; that of the nearest beginning counts.
+        section = self.loaded[position] if position >= 0 else None
+        return section if section is not None and address < section.address + section.size else None
+
+
+class Symbols:
+    """The functions of all cubins in a core.
+
+    Args:
+        core: the core.
+        images: its sections with relocated cubins.
+
+    Attributes:
+        problems: why some of them could not be used, in words.
+    """
+
+    def __init__(self, core: ElfPart, images: Iterable[Section]) -> None:
+        self.problems: list[str] = []
+        self._source = core.source
+        self._known: dict[int, Function | None] = {}
+        self._images: list[_Image] = []
+        for section in images:
+            try:
+                self._images.append(_open(core.source, section))
+            except CudaCoreError as error:
+                self._note(error)
+
+    def at(self, address: int) -> Function | None:
+        """Return the function that `address` lies in, None where no cubin has one there."""
+        if address not in self._known:
+            self._known[address] = self._find(address)
+        return self._known[address]
+
+    def _find(self, address: int) -> Function | None:
+        try:
+            for image in self._images:
+                # Many addresses in many cubins take their time, too.
+                self._source.spend(0)
+                section = image.section_at(address)
+                if section is None:
+                    continue
+                if image.functions is None:
+                    # Once, whatever comes of it.
+                    image.functions = []
+                    image.functions = _functions_of(image.part)
+                found = _function_at(image.functions, address)
+                return found or _named_by_section(image.part, section)
+        except CudaCoreError as error:
+            self._note(error)
+        return None
+
+    def _note(self, error: CudaCoreError) -> None:
+        if len(self.problems) < _MOST_PROBLEMS:
+            self.problems.append(error.message)
+
+
+def _open(source: Source, section: Section) -> _Image:
+    part = ElfPart(source, section.offset, section.size, f"the cubin in section {section.index}")
+    loaded = [found for found in part.sections(loaded=True) if found.size]
+    return _Image(part, sorted(loaded, key=lambda found: found.address))
+
+
+def _functions_of(part: ElfPart) -> list[Function]:
+    """Return the functions of a cubin by address."""
+    found = []
+    loaded = {section.index: section for section in part.sections(loaded=True)}
+    for table in part.sections((Kind.SYMTAB,)):
+        with parsing(part.source, "the symbol table of a cubin"):
+            symbols = part.elf.get_section(table.index)
+            if symbols.num_symbols() > _MOST_SYMBOLS:
+                raise ValueError(f"it says that there are {symbols.num_symbols()} symbols")
+            for symbol in symbols.iter_symbols():
+                section = loaded.get(symbol["st_shndx"])
+                if symbol["st_info"]["type"] == _FUNCTION and section is not None:
+                    value = int(symbol["st_value"])
+                    # Of some linkers it is the address already, and not the place in the section.
+                    start = value if value >= section.address else section.address + value
+                    name = symbol.name[:MOST_NAME_BYTES]
+                    found.append(Function(name, start, int(symbol["st_size"])))
+    return sorted(found, key=lambda function: (function.start, function.size))
+
+
+def _function_at(functions: list[Function], address: int) -> Function | None:
+    position = bisect_right(functions, address, key=lambda function: function.start) - 1
+    if position < 0:
+        return None
+    function = functions[position]
+    return function if function.name and address < function.start + max(1, function.size) else None
+
+
+def _named_by_section(part: ElfPart, section: Section) -> Function | None:
+    """Return the kernel that has a section of its own, as nvcc gives each one."""
+    name = part.name_of(section)
+    if not name.startswith(_TEXT) or len(name) == len(_TEXT):
+        return None
+    return Function(name.removeprefix(_TEXT)[:MOST_NAME_BYTES], section.address, section.size)

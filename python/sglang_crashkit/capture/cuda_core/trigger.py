@@ -1,0 +1,296 @@
+"""Ask the CUDA driver of a process for a GPU core, and tell when the core is whole.
+
+The driver of a process with ``CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1`` makes a named pipe, waits for somebody to write
+to it, and then writes a core, an ELF file, at the place that ``CUDA_COREDUMP_FILE`` names. Sources: NVIDIA's CUDA-GDB
+manual, "GPU core dump support", and the driver API's coredump attributes. "Asked" is not "written": a core of a busy
+GPU takes seconds to minutes, and a process that is killed meanwhile leaves half a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+import socket
+import stat
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.fifo import FifoError, WriteOutcome, open_files, owner_of, write_to_fifo
+
+_ENABLED, _PIPE, _FILE = "CUDA_ENABLE_USER_TRIGGERED_COREDUMP", "CUDA_COREDUMP_PIPE", "CUDA_COREDUMP_FILE"
+#: The driver's own names, by the manual and as seen with other drivers.
+_DEFAULT_PIPE = "corepipe.cuda.%h.%p"
+_KNOWN_PIPE = re.compile(r"corepipe[._].*")
+_DEFAULT_FILE = "core_%t_%h_%p.nvcudmp"
+#: A file that nobody is seen to hold open and that does not grow for this long, in seconds, is not written any more.
+_STILL_SECS = 1.0
+#: What is written to the pipe. SGLang writes one byte; vLLM writes 1 MB, since a short write was seen to do nothing.
+TRIGGER = b"1"
+_ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+#: Of a row of either table, its kind and what it names of the file: where that begins, and how long it is.
+_SECTION_EXTENT, _SEGMENT_EXTENT = struct.Struct("<4xI16xQQ24x"), struct.Struct("<I4xQ16xQ16x")
+_NO_BITS = 8
+#: A core of a busy GPU of 148 SMs has most of a million sections.
+_MOST_ROWS = 4_000_000
+_BYTES_AT_A_TIME = 1 << 20
+#: The unit of stat(2)'s ``st_blocks``.
+_BLOCK_BYTES = 512
+
+#: What came of asking: ``sent`` says nothing of the core itself.
+Outcome = Literal["sent", "switched_off"] | WriteOutcome
+
+
+class NoCoreError(Exception):
+    """There will be no core; the message says why, in a few words.
+
+    Attributes:
+        outcome: what came of asking for it; ``sent`` where it was asked for and there is none nonetheless.
+    """
+
+    def __init__(self, message: str, outcome: Outcome = "sent") -> None:
+        super().__init__(message)
+        self.outcome: Outcome = outcome
+
+
+class CoreRequest:
+    """One core of one process, from the trigger to the whole file.
+
+    Args:
+        pid: the process.
+        environ: the environment that it was started with, as far as its own cannot be read: setproctitle writes the
+            title over it.
+    """
+
+    def __init__(self, pid: int, environ: Mapping[str, str] = os.environ) -> None:
+        self.pid = pid
+        self._environ = {name: environ[name] for name in (_ENABLED, _PIPE, _FILE) if name in environ}
+        self._environ |= _environment_of(pid)
+        self._before: set[Path] = set()
+        self._sizes: dict[Path, tuple[int, float]] = {}  # size, and since when, by the monotonic clock
+
+    def find_pipes(self) -> list[Path]:
+        """Return where the driver may listen, the likeliest first: what an earlier process left may have the same name.
+
+        Raises:
+            NoCoreError: there is no pipe, or the driver was not told to make one.
+        """
+        if self._environ.get(_ENABLED) != "1":
+            raise NoCoreError(f"{_ENABLED}=1 was not set when it started", "switched_off")
+        template = self._environ.get(_PIPE, _DEFAULT_PIPE)
+        known, found = self._absolute(template), []
+        # Pipes are told from other things before they are opened: to open a device may do something.
+        if "%t" not in template and _is_fifo(known):
+            found.append(known)
+        wanted = re.compile(_pattern_of(Path(template).name, self.pid))
+        for _link, path in open_files(self.pid):
+            if (wanted.fullmatch(path.name) or _KNOWN_PIPE.fullmatch(path.name)) and _is_fifo(path):
+                found.append(path)
+        if found:
+            return list(dict.fromkeys(found))
+        if os.path.lexists(known):
+            raise NoCoreError(f"{known} is not a pipe of the process's own user", "foreign_pipe")
+        raise NoCoreError(f"there is no pipe {known}: CUDA was not initialised", "no_pipe")
+
+    def send(self, pipes: Sequence[Path] = ()) -> None:
+        """Ask for the core; return at once.
+
+        Args:
+            pipes: where the driver may listen, where that was found out before.
+
+        Raises:
+            NoCoreError: it cannot be asked: there is no pipe, nobody reads it, or it is not the process's own.
+        """
+        pipes = pipes or self.find_pipes()
+        self._before = set(self._files())
+        first_error: FifoError | None = None
+        for path in pipes:
+            try:
+                write_to_fifo(path, TRIGGER, owner_of(self.pid))
+            except FifoError as error:
+                first_error = first_error or error
+            else:
+                return
+        assert first_error is not None
+        raise NoCoreError(str(first_error), first_error.outcome) from first_error
+
+    def join(self) -> bool:
+        """Say whether the driver writes a core by now without being asked, which `look` then returns.
+
+        It does so when the GPU fails.
+        """
+        opened = {path for _link, path in open_files(self.pid)}
+        files = set(self._files())
+        self._before = files - opened
+        return bool(files & opened)
+
+    @property
+    def is_watchable(self) -> bool:
+        """Whether the core becomes a file; ``CUDA_COREDUMP_FILE`` may name a command or a pipe instead."""
+        template = self._environ.get(_FILE, _DEFAULT_FILE)
+        return not template.startswith("|") and not _is_fifo(Path(template))
+
+    def look(self, *, has_ended: bool = False) -> Path | None:
+        """Return the core when it is whole, None while it is not.
+
+        Args:
+            has_ended: the process is gone, and writes no more.
+
+        Raises:
+            NoCoreError: the driver left a file that is no whole core.
+        """
+        for path in set(self._files()) - self._before:
+            if not self._has_settled(path) and not has_ended:
+                continue
+            if is_whole_core(path):
+                return path
+            if has_ended or time.monotonic() - self._sizes[path][1] >= _STILL_SECS:
+                raise NoCoreError(f"{path} is no whole core ({self._size_of(path)} bytes)")
+        return None
+
+    @property
+    def written(self) -> int:
+        """How much of the core is on the disk, in bytes, of a file with holes also what fills them; it grows on."""
+        total = 0
+        for path in set(self._files()) - self._before:
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                total += status.st_size + status.st_blocks * _BLOCK_BYTES
+        return total
+
+    @property
+    def size_on_disk(self) -> int:
+        """How many bytes of the disk the core takes by now."""
+        total = 0
+        for path in set(self._files()) - self._before:
+            with contextlib.suppress(OSError):
+                total += path.stat().st_blocks * _BLOCK_BYTES
+        return total
+
+    @property
+    def folder(self) -> Path:
+        """Return where the core will lie; see `is_watchable`."""
+        return self._absolute(self._environ.get(_FILE, _DEFAULT_FILE)).parent
+
+    def written_since(self, seconds: float) -> Path | None:
+        """Return the last core that the driver wrote of the process by itself, as it does when the GPU fails.
+
+        Args:
+            seconds: since when, since the epoch: what is older has another cause, or was of another process.
+        """
+        found = []
+        for path in self._files():
+            with contextlib.suppress(OSError):
+                changed = path.stat().st_mtime
+                if changed >= seconds:
+                    found.append((changed, path))
+        return max(found)[1] if found else None
+
+    def leftover(self) -> str:
+        """Say what there is of a core that did not become whole."""
+        parts = sorted(set(self._files()) - self._before)
+        return ", ".join(f"{path} has {self._size_of(path)} bytes so far" for path in parts) or "no file appeared"
+
+    def _files(self) -> Iterator[Path]:
+        path = self._absolute(self._environ.get(_FILE, _DEFAULT_FILE))
+        # The time in the name is that of the core, which is not known.
+        for name in glob.iglob(glob.escape(str(path)).replace("%t", "*")):  # noqa: PTH207 - an absolute pattern
+            with contextlib.suppress(OSError):
+                if stat.S_ISREG(os.lstat(name).st_mode):
+                    yield Path(name)
+
+    def _absolute(self, template: str) -> Path:
+        path = Path(template.replace("%h", socket.gethostname()).replace("%p", str(self.pid)))
+        if not path.is_absolute():
+            with contextlib.suppress(OSError):
+                return Path(f"/proc/{self.pid}/cwd").readlink() / path
+        return path
+
+    def _has_settled(self, path: Path) -> bool:
+        """Say whether it has not grown since the last look, and the process has closed it."""
+        size = self._size_of(path)
+        known = self._sizes.get(path)
+        if known is None or known[0] != size:
+            self._sizes[path] = (size, time.monotonic())
+            return False
+        return not any(path == name for _link, name in open_files(self.pid))
+
+    @staticmethod
+    def _size_of(path: Path) -> int:
+        try:
+            return path.stat().st_size
+        except OSError:
+            return 0
+
+
+def is_whole_core(path: Path) -> bool:
+    """Say whether `path` is a 64-bit ELF file that holds all that its headers name."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header = file.read(_ELF_HEADER.size)
+            if len(header) < _ELF_HEADER.size or not header.startswith(b"\x7fELF\x02\x01"):
+                return False
+            _, _, _, _, _, segments, sections, _, _, *numbers = _ELF_HEADER.unpack(header)
+            segment_size, segment_count, section_size, section_count, _names = numbers
+            if sections and not section_count:
+                # More sections than the header can say: the first one says how many.
+                file.seek(sections)
+                row = file.read(_SECTION.size)
+                section_count = _SECTION.unpack(row)[5] if len(row) == _SECTION.size else 0
+            end = 0
+            if sections and section_count:
+                end = _end_of(file, sections, section_count, section_size, _SECTION_EXTENT, _NO_BITS)
+            if segments and segment_count:
+                end = max(end, _end_of(file, segments, segment_count, segment_size, _SEGMENT_EXTENT, None))
+            return 0 < end <= size
+    except (OSError, OverflowError, ValueError, struct.error):
+        return False
+
+
+def _end_of(
+    file: BinaryIO, offset: int, count: int, row_size: int, extent: struct.Struct, without_bytes: int | None
+) -> int:
+    """Return where the table and all that its rows name ends, in bytes from the file's beginning.
+
+    It is read in pieces: the handler, which asks for this, is to stay small.
+
+    Raises:
+        ValueError: there is no such table, or it is cut off.
+    """
+    if row_size < extent.size or not 0 < count <= _MOST_ROWS:
+        raise ValueError("no table")
+    row = struct.Struct(f"{extent.format}{row_size - extent.size}x")
+    end = offset + count * row_size
+    file.seek(offset)
+    step = _BYTES_AT_A_TIME // row_size
+    for first in range(0, count, step):
+        rows = min(step, count - first)
+        data = file.read(rows * row_size)
+        if len(data) < rows * row_size:
+            raise ValueError("the table is cut off")
+        for kind, start, length in row.iter_unpack(data):
+            if kind != without_bytes:
+                end = max(end, start + length)
+    return end
+
+
+def _environment_of(pid: int) -> dict[str, str]:
+    return {name: value for name, value in procfs.read_environ(pid).items() if name in (_ENABLED, _PIPE, _FILE)}
+
+
+def _pattern_of(template: str, pid: int) -> str:
+    return re.escape(template).replace("%h", ".*").replace("%p", str(pid)).replace("%t", r"\d+")
+
+
+def _is_fifo(path: Path) -> bool:
+    try:
+        return stat.S_ISFIFO(path.lstat().st_mode)
+    except OSError:
+        return False

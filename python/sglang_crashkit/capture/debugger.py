@@ -1,0 +1,258 @@
+"""Take native stacks and CUDA kernels with cuda-gdb, or native stacks with gdb.
+
+A debugger stops its target while it reads, for as long as the symbols of torch's libraries take: gdb took 39 s of CPU
+time and 1.9 GB for all that a scheduler maps, 14 s and 0.7 GB for those that were on its stacks. So py-spy tells gdb
+which these are; cuda-gdb, which looks for CUDA's driver among them as it attaches, reads all.
+
+It is run only on a target that stops at once and that nobody else holds, and the target runs on afterwards, whatever
+becomes of the debugger; see `native_stacks`. Sources: GDB's manual, "Mode Options" and "Attach"; NVIDIA's CUDA-GDB
+manual, "info cuda Commands".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sglang_crashkit.capture.gdb_output import parse_kernels, parse_stacks
+from sglang_crashkit.capture.native_stacks import capture_native, obstacle_of, release
+from sglang_crashkit.capture.tool_guard import ToolGuard
+from sglang_crashkit.capture.tool_run import run_tool
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.model.stacks import Thread, format_threads
+
+Name = Literal["cuda-gdb", "gdb"]
+
+#: Where the CUDA toolkit puts it without adding it to PATH.
+_TOOLKITS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
+#: Nothing of the target's or the user's is run or asked for, and no server of symbols is waited for. Arguments of
+#: functions may be prompts or keys.
+_BEFORE = (
+    *("set debuginfod enabled off", "set auto-load off", "set confirm off", "set pagination off", "set width 0"),
+    "set print frame-arguments none",
+)
+_CUDA = ("info cuda devices", "info cuda kernels")
+_STACKS = "thread apply all bt"
+#: What gdb takes of memory for the symbols of one process: of torch's libraries alone more than a gigabyte.
+_BYTES_EACH = 4 << 30
+GET_CUDA_GDB = "install cuda-gdb (of the CUDA toolkit) and put it on PATH"
+GET_GDB = "apt-get install gdb"
+SUBSTITUTE = "py-spy --native"
+MAY_TRACE = "run it as root or with CAP_SYS_PTRACE (docker run --cap-add=SYS_PTRACE)"
+_NO_SYMBOLS = ("set auto-solib-add off",)
+_LIBRARY = re.compile(r"([\w.+-]+?\.so)(?:\.[\w.]+)?$")
+#: A frame of Python's may be told by its source file, and threads that run no Python are not py-spy's.
+_OFTEN = frozenset(
+    {"libc.so", "libstdc++.so", "libnccl.so", "libcuda.so", "libcudart.so"}
+    | {f"libpython3.{minor}.so" for minor in range(10, 15)}
+)
+#: py-spy takes 1 to 2 s with native frames, of a scheduler on a busy machine 6.
+_SPY_SECS = 15.0
+_REFUSED = "ptrace: Operation not permitted"
+_NO_TURN = "not run: called off before its turn"
+
+
+@dataclass(frozen=True)
+class Debugger:
+    """A debugger that is installed.
+
+    Attributes:
+        name: which.
+        path: its executable.
+    """
+
+    name: Name
+    path: str
+
+
+@dataclass(frozen=True)
+class Debugged:
+    """What came of taking the native stacks of one process.
+
+    Attributes:
+        tool: what took them, or would have; see `Debugger`, or py-spy in its place.
+        text: what it printed.
+        problem: why that is not all, or nothing; empty where it is all.
+        seconds: how long it took; 0 where it was not run.
+        threads: the stacks in it, innermost frame first.
+        kernels: the names of the CUDA kernels in it.
+    """
+
+    tool: str
+    text: str = ""
+    problem: str = ""
+    seconds: float = 0.0
+    threads: tuple[Thread, ...] = ()
+    kernels: tuple[str, ...] = ()
+
+
+def find_debugger(environ: Mapping[str, str] = os.environ) -> tuple[Debugger | None, str]:
+    """Return the debugger to use, None where there is none, and what is missing and how to get it."""
+    search = os.pathsep.join([environ.get("PATH", ""), *_toolkit_folders(environ)])
+    cuda_gdb = shutil.which("cuda-gdb", path=search)
+    if cuda_gdb:
+        return Debugger("cuda-gdb", cuda_gdb), ""
+    gdb = shutil.which("gdb", path=search)
+    if gdb:
+        return Debugger("gdb", gdb), f"cuda-gdb is not installed, so CUDA kernels are not listed; next: {GET_CUDA_GDB}"
+    return None, f"neither cuda-gdb nor gdb is installed; next: {GET_GDB}, or {GET_CUDA_GDB}"
+
+
+def debug(
+    debugger: Debugger,
+    pid: int,
+    start_ticks: int,
+    deadline_secs: float,
+    stop: threading.Event | None = None,
+    guard: ToolGuard | None = None,
+) -> Debugged:
+    """Debug a process, where nothing speaks against stopping it.
+
+    Args:
+        debugger: see `find_debugger`.
+        pid: the process.
+        start_ticks: its start time; see `procfs.ProcStat`.
+        deadline_secs: the longest that it may take, in seconds.
+        stop: calls it off when it is set.
+        guard: ends it where this process is killed.
+    """
+    if stop is not None and stop.is_set():
+        return Debugged(debugger.name, problem=_NO_TURN)
+    obstacle = obstacle_of(pid, start_ticks)
+    if obstacle:
+        return Debugged(debugger.name, problem=f"not run: {obstacle}")
+    spied = _spy(pid, start_ticks, deadline_secs, guard) if debugger.name == "gdb" else ()
+    command = command_of(debugger, pid, _libraries_of(pid, spied))
+    with guard.over(pid, start_ticks) if guard is not None else contextlib.nullcontext() as on_start:
+        run = run_tool(command, deadline_secs, stop, on_start)
+        # One that ended by itself has let go by itself.
+        left_stopped = run.reason and release({pid: start_ticks})
+    problem = f"it may not be traced; next: {MAY_TRACE}" if _REFUSED in run.text else run.reason
+    if left_stopped:
+        problem += "; it left the process stopped, which was sent SIGCONT"
+    threads = parse_stacks(run.text)
+    if not threads and not problem:
+        problem = f"{debugger.name} printed no stack"
+    return Debugged(debugger.name, run.text, problem, run.seconds, threads or spied, parse_kernels(run.text))
+
+
+def debug_all(
+    debugger: Debugger,
+    processes: Mapping[int, int],
+    deadline_secs: float,
+    take: Callable[[int, Debugged], None],
+    within_secs: float = threading.TIMEOUT_MAX,
+) -> None:
+    """Debug processes, as many at a time as this host has room for.
+
+    Args:
+        debugger: see `find_debugger`.
+        processes: start time of each process by its pid; see `procfs.ProcStat`.
+        deadline_secs: the longest that one may take from its own start, in seconds.
+        take: called with each pid and what came of it, as it ends. When this is interrupted, with what each has printed
+            by then.
+        within_secs: when all are called off, in seconds; py-spy's part of one may take some seconds longer.
+    """
+    stop = threading.Event()
+    until = time.monotonic() + within_secs
+    pool = ThreadPoolExecutor(most_at_once())
+    guard = ToolGuard()
+    left: dict[Future[Debugged], int] = {}
+    try:
+        for pid, start_ticks in processes.items():
+            left[pool.submit(debug, debugger, pid, start_ticks, deadline_secs, stop, guard)] = pid
+        while left and (secs := until - time.monotonic()) > 0:
+            for future in wait(left, secs, FIRST_COMPLETED).done:
+                take(left.pop(future), future.result())
+    finally:
+        stop.set()
+        try:
+            for future, pid in left.items():
+                take(pid, future.result())
+        finally:
+            pool.shutdown(cancel_futures=True)
+            guard.close()
+
+
+def most_at_once() -> int:
+    """Return how many debuggers this host has the cores and the memory for, at least one."""
+    cores = len(os.sched_getaffinity(0))
+    available = procfs.available_bytes()
+    return max(1, cores if available is None else min(cores, available // _BYTES_EACH))
+
+
+def substitute(processes: Mapping[int, int], deadline_secs: float) -> dict[int, Debugged]:
+    """Take native stacks without a debugger, with py-spy, of those processes that may be stopped for it.
+
+    Args:
+        processes: start time of each process by its pid; see `procfs.ProcStat`.
+        deadline_secs: the longest that it may take, in seconds.
+    """
+    guard = ToolGuard()
+    try:
+        photographs, obstacles = capture_native(processes, deadline_secs, guard)
+    finally:
+        guard.close()
+    found = {pid: Debugged(SUBSTITUTE, problem=f"not run: {obstacle}") for pid, obstacle in obstacles.items()}
+    for one in photographs:
+        threads = one.threads or ()
+        text = "\n".join(format_threads(procfs.read_title(one.pid), one.pid, threads)) if threads else ""
+        found[one.pid] = Debugged(SUBSTITUTE, text, one.reason, one.seconds, threads)
+    return found
+
+
+def command_of(debugger: Debugger, pid: int, libraries: Sequence[str] = ()) -> list[str]:
+    """Return the debugger's command line for process `pid`.
+
+    Args:
+        debugger: which, and where.
+        pid: the process.
+        libraries: names of the libraries that symbols are read of, up to ``.so``; of all where there are none.
+    """
+    command = [debugger.path, "-nx", "-batch"]
+    for setting in (*_BEFORE, *(_NO_SYMBOLS if libraries else ())):
+        command += ["-iex", setting]
+    command += ["-p", str(pid)]
+    if libraries:
+        command += ["-ex", f"echo \\n== symbols of {' '.join(libraries)} only\\n"]
+    for library in libraries:
+        # A regular expression on the path, in which re.escape would make "+" an operator.
+        command += ["-ex", "sharedlibrary /" + library.replace(".", r"\.")]
+    for listing in (*(_CUDA if debugger.name == "cuda-gdb" else ()), _STACKS):
+        command += ["-ex", f"echo \\n== {listing}\\n", "-ex", listing]
+    return command
+
+
+def _spy(pid: int, start_ticks: int, deadline_secs: float, guard: ToolGuard | None) -> tuple[Thread, ...]:
+    if not procfs.is_python(pid):
+        return ()
+    photographs, _obstacles = capture_native({pid: start_ticks}, min(_SPY_SECS, deadline_secs), guard)
+    return photographs[0].threads or () if photographs else ()
+
+
+def _libraries_of(pid: int, threads: Sequence[Thread]) -> list[str]:
+    """Return the names of the libraries on the stacks, and of those that other threads mostly are in, up to ``.so``.
+
+    What follows may differ: a process maps a file, and gdb knows it by the name of the link to it.
+    """
+    found = _names_of(frame.file for thread in threads for frame in thread.frames)
+    return sorted(found | {name for name in _names_of(procfs.mapped_files(pid)) if name in _OFTEN}) if found else []
+
+
+def _names_of(paths: Iterable[str]) -> set[str]:
+    matches = (_LIBRARY.match(Path(path).name) for path in paths)
+    return {match[1] for match in matches if match}
+
+
+def _toolkit_folders(environ: Mapping[str, str]) -> list[str]:
+    homes = [environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
+    return [*(str(Path(home) / "bin") for home in homes), *_TOOLKITS]

@@ -1,0 +1,206 @@
+"""Ask PyTorch's flight recorder of a process for its dump, and tell when the dump is whole.
+
+The first NCCL process group of a process has a thread that makes a named pipe, ``<stem><rank>.pipe``, looks about once
+a second whether somebody wrote to it, and has another thread write the dump, ``<stem><rank>``. Sources, as of PyTorch
+2.9 to 2.14: ``DumpPipe`` in ``ProcessGroupNCCL.hpp``, ``HeartbeatMonitor::runLoop`` in ``ProcessGroupNCCL.cpp``, and
+``DebugInfoWriter`` in ``FlightRecorder.cpp``.
+
+The dump has the Python stacks with it, which no variable turns off there, and for them the writing thread needs the
+interpreter lock: where another thread holds that for ever, there is no dump. Nothing in the process waits for the one
+that writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sglang_crashkit.kernel.fifo import FifoError, open_files, owner_of, write_to_fifo
+from sglang_crashkit.kernel.private_files import write_private
+from sglang_crashkit.model.flight_dump import FlightDump, FlightDumpError, parse_dump, read_bytes
+
+BUFFER_SIZE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+#: PyTorch looks for this name first.
+OTHER_BUFFER_SIZE = "TORCH_FR_BUFFER_SIZE"
+PIPE_STEM = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+#: The first that is set counts.
+DUMP_STEMS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
+_DELETED = " (deleted)"
+_MOST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class FlightPlace:
+    """Where the flight recorder of one process is asked and where it writes, as the process itself was told.
+
+    Attributes:
+        pipe_stem: what the name of its pipe begins with; empty where it makes none.
+        dump_stem: what the name of its dump begins with.
+        is_own: no other process writes there.
+    """
+
+    pipe_stem: str
+    dump_stem: str
+    is_own: bool
+
+    @staticmethod
+    def file_of(runtime: Path, pid: int, start_ticks: int) -> Path:
+        """Return where process `pid` that started at `start_ticks` says so, in the handler's runtime folder."""
+        return runtime / f"{pid}-{start_ticks}.flight"
+
+    def write(self, runtime: Path, pid: int, start_ticks: int) -> None:
+        """Say so for process `pid`.
+
+        Raises:
+            OSError: the folder is gone or full.
+        """
+        write_private(self.file_of(runtime, pid, start_ticks), json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def read(cls, runtime: Path, pid: int, start_ticks: int) -> FlightPlace | None:
+        """Return what process `pid` said, None where it said nothing."""
+        try:
+            with cls.file_of(runtime, pid, start_ticks).open("rb") as file:
+                document = json.loads(file.read(_MOST_BYTES))
+            place = cls(str(document["pipe_stem"]), str(document["dump_stem"]), document["is_own"] is True)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return place if place.dump_stem else None
+
+
+@dataclass(frozen=True)
+class Received:
+    """One dump: the global rank whose it is, its bytes, what they say, and when it was written, since the epoch."""
+
+    rank: int
+    data: bytes
+    dump: FlightDump
+    seconds: float
+
+
+class FlightRequest:
+    """One dump of one process, from the trigger to the whole file.
+
+    Args:
+        pid: the process.
+        place: where its recorder is asked and where it writes.
+
+    Attributes:
+        is_unasked: the dump was there before anybody asked for it: PyTorch writes one before it ends a process in which
+            a collective took too long.
+    """
+
+    def __init__(self, pid: int, place: FlightPlace) -> None:
+        self.pid = pid
+        self.is_unasked = False
+        self._place = place
+        self._rank: int | None = None
+        self._before: tuple[int, ...] | None = None
+        self._tried: tuple[int, ...] | None = None
+
+    def send(self, *, after_one_too_late: bool = False) -> None:
+        """Ask for the dump; return at once.
+
+        Args:
+            after_one_too_late: the process was asked before and did not answer in time: a dump that is there by now is
+                the answer to that.
+
+        Raises:
+            FlightDumpError: it cannot be asked: there is no pipe, nobody reads it, or it is not the process's own.
+        """
+        if not after_one_too_late and self.take_unasked():
+            return
+        link, self._rank = self._find_pipe()
+        self._before = self._mark()
+        try:
+            write_to_fifo(link, b"1", owner_of(self.pid), follow=True)
+        except FifoError as error:
+            raise FlightDumpError(str(error)) from error
+
+    def take_unasked(self) -> bool:
+        """Say whether there is a dump already, which `look` will return then."""
+        if not self._place.is_own:
+            # It may be one of weeks ago, and of another process.
+            return False
+        stem = Path(self._place.dump_stem)
+        for path in _entries(stem.parent):
+            number = path.name.removeprefix(stem.name)
+            if path.name.startswith(stem.name) and _is_rank(number):
+                self._rank, self.is_unasked = int(number), True
+                return True
+        return False
+
+    def look(self) -> Received | None:
+        """Return the dump when it is whole, None while it is not.
+
+        Raises:
+            FlightDumpError: the file is none.
+        """
+        mark, path = self._mark(), self._path
+        if mark is None or mark in (self._before, self._tried) or self._rank is None or path is None:
+            return None
+        if any(path == name for _link, name in open_files(self.pid)):
+            return None
+        owner, seconds = owner_of(self.pid), path.stat().st_mtime
+        data = read_bytes(path, os.geteuid() if owner is None else owner)
+        try:
+            dump = parse_dump(data)
+        except FlightDumpError as error:
+            if not error.is_cut_off:
+                raise
+            self._tried = mark
+            return None
+        if self._place.is_own:
+            # The next one is told from this one by its being there.
+            path.unlink(missing_ok=True)
+        return Received(self._rank, data, dump, seconds)
+
+    def leftover(self) -> str:
+        """Say what there is of a dump that did not become whole."""
+        mark = self._mark()
+        if mark is None or mark == self._before:
+            return "no file appeared"
+        return f"{self._path} has {mark[-1]} bytes"
+
+    @property
+    def _path(self) -> Path | None:
+        return None if self._rank is None else Path(f"{self._place.dump_stem}{self._rank}")
+
+    def _find_pipe(self) -> tuple[Path, int]:
+        """Return the kernel's link to the pipe that the process reads, and the rank in its name.
+
+        Not the name itself: of several processes that have the same stem and the same rank, as replicas have, each
+        takes away the name of the pipe of the one before, which reads it nonetheless.
+        """
+        stem = self._place.pipe_stem
+        for link, path in open_files(self.pid):
+            number = str(path).removesuffix(_DELETED).removeprefix(stem).removesuffix(".pipe")
+            if stem and _is_rank(number) and str(path).removesuffix(_DELETED) == f"{stem}{number}.pipe":
+                return link, int(number)
+        raise FlightDumpError(f"there is no pipe {stem or '<unset>'}<rank>.pipe: NCCL was not initialised")
+
+    def _mark(self) -> tuple[int, ...] | None:
+        """Return what changes when the dump is written anew, its length in bytes last; None where there is none."""
+        path = self._path
+        if path is None:
+            return None
+        try:
+            status = path.lstat()
+        except OSError:
+            return None
+        return (status.st_ino, status.st_mtime_ns, status.st_size)
+
+
+def _is_rank(text: str) -> bool:
+    return re.fullmatch(r"\d{1,9}", text, re.ASCII) is not None
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []

@@ -1,0 +1,117 @@
+"""Take the Python stacks of processes, one way after the other until one gives them, within one time.
+
+1. py-spy, from outside, without a pause: needs permission to trace, and nothing of the process.
+2. a thread of the process itself: needs its interpreter lock, and no permission.
+3. faulthandler, in a signal handler of the process: needs neither, and a thread that takes a signal. It may crash the
+   process, so that it is for one that is about to be ended.
+
+The second and the third work for a process that prepared them at its start; see `armed`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from sglang_crashkit.capture.pyspy import photograph_all
+from sglang_crashkit.capture.responder import ask_responders
+from sglang_crashkit.capture.stack_signal import ask_faulthandler
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.stack_hooks import Armed, ArmedFiles, read_armed
+from sglang_crashkit.model.photograph import Photograph
+
+#: What py-spy gets of the time where there is another way, and what the threads get.
+_PYSPY_SHARE, _RESPONDER_SHARE = 0.5, 0.2
+#: What either way within the process gets at least, also when the time is over: a machine that stood still, as a
+#: virtual one does now and then, gave it to nobody.
+_LEAST_SHARE = 0.15
+
+
+def capture_all(
+    processes: Mapping[int, int],
+    folder: Path | Mapping[int, Path],
+    deadline_secs: float,
+    *,
+    may_signal: bool = False,
+) -> list[Photograph]:
+    """Take the stacks of all processes side by side.
+
+    Args:
+        processes: start time of each process by its pid; see `procfs.ProcStat`.
+        folder: the runtime folder, where processes say what they armed; by pid where they are of several servers.
+        deadline_secs: the longest that it may take, in seconds; a third more on a machine that stood still meanwhile.
+        may_signal: the third way is open: the processes are about to be ended.
+
+    Returns:
+        A result for each process, in the order given.
+    """
+    folders = dict.fromkeys(processes, folder) if isinstance(folder, Path) else folder
+    return _Ascent(processes, folders, deadline_secs, may_signal=may_signal).climb()
+
+
+class _Ascent:
+    """The results so far, and who has none yet."""
+
+    def __init__(
+        self, processes: Mapping[int, int], folders: Mapping[int, Path], deadline_secs: float, *, may_signal: bool
+    ) -> None:
+        self._folders = folders
+        self._deadline_secs = deadline_secs
+        self._may_signal = may_signal
+        self._started = time.monotonic()
+        self._pids = list(processes)
+        self._armed = {
+            pid: armed
+            for pid, start_ticks in processes.items()
+            if (armed := read_armed(folders[pid], pid, start_ticks)) is not None
+        }
+        self._results: dict[int, Photograph] = {}
+
+    def climb(self) -> list[Photograph]:
+        share = _PYSPY_SHARE if self._armed else 1.0
+        self._take_in(photograph_all(self._pids, share * self._deadline_secs), 0.0)
+        self._try(self._ask_responders, self._answering())
+        if self._may_signal:
+            self._try(self._ask_faulthandler, self._without())
+        return [self._results[pid] for pid in self._pids]
+
+    def _try(self, ask: Callable[[Sequence[Armed]], list[Photograph]], processes: Sequence[Armed]) -> None:
+        if processes:
+            self._take_in(ask(processes), time.monotonic() - self._started)
+
+    def _ask_responders(self, processes: Sequence[Armed]) -> list[Photograph]:
+        files = {a.pid: ArmedFiles.of(self._folders[a.pid], a.pid, a.start_ticks).socket for a in processes}
+        return ask_responders(files, min(self._remaining(), _RESPONDER_SHARE * self._deadline_secs))
+
+    def _ask_faulthandler(self, processes: Sequence[Armed]) -> list[Photograph]:
+        return ask_faulthandler(processes, self._folders, self._remaining())
+
+    def _without(self) -> list[Armed]:
+        """Return those that live and have no result."""
+        armed = [self._armed[pid] for pid in self._pids if pid in self._armed and self._results[pid].threads is None]
+        return [one for one in armed if _state_of(one) not in "ZX"]
+
+    def _answering(self) -> list[Armed]:
+        """Return those without a result that are not stopped: waiting for one that is costs the others their time."""
+        return [one for one in self._without() if _state_of(one) not in "Tt"]
+
+    def _remaining(self) -> float:
+        least = _LEAST_SHARE * self._deadline_secs
+        return max(least, self._started + self._deadline_secs - time.monotonic())
+
+    def _take_in(self, photographs: Sequence[Photograph], later_secs: float) -> None:
+        for new in photographs:
+            earlier = self._results.get(new.pid)
+            reasons = [earlier.reason] if earlier else []
+            if new.reason:
+                reasons.append(new.reason if new.source == "py-spy" else f"{new.source}: {new.reason}")
+            seconds = round(new.seconds + later_secs, 4)
+            taken = new.lock_taken or (earlier is not None and earlier.lock_taken)
+            self._results[new.pid] = replace(new, reason="; ".join(reasons), seconds=seconds, lock_taken=taken)
+
+
+def _state_of(armed: Armed) -> str:
+    stat = procfs.read_stat(armed.pid)
+    return stat.state if stat is not None and stat.start_ticks == armed.start_ticks else "X"

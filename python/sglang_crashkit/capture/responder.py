@@ -1,0 +1,140 @@
+"""Ask processes what only they can tell: each has a thread that answers at a socket in the runtime folder.
+
+Asked for its stacks, a process answers in the form of ``py-spy dump --json``. It needs no permission to trace, and it
+names every thread. Asked how a child of its own ended, which the kernel tells to a parent and to whoever may trace, it
+answers with a status as waitpid(2) has it. A process whose interpreter lock is held, by C code or by a thread that is
+stuck, takes the connection and never answers; so does one that is stopped.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sglang_crashkit.kernel.pidfd import ExitStatus
+from sglang_crashkit.model.photograph import Photograph
+from sglang_crashkit.model.stacks import parse_pyspy
+
+#: What is asked, followed by the end of the line; the latter with a child's pid before that.
+STACKS, EXIT = b"stacks", b"exit"
+
+_MOST_BYTES = 16 << 20
+_PEER = struct.Struct("3i")  # pid, uid, gid
+
+
+@dataclass
+class _Conversation:
+    pid: int
+    connection: socket.socket
+    answer: bytearray = field(default_factory=bytearray)
+
+
+def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Photograph]:
+    """Ask all processes side by side.
+
+    Args:
+        sockets: the socket of each process by its pid.
+        deadline_secs: the longest that it may take, in seconds.
+
+    Returns:
+        A result for each process, in the order given.
+    """
+    started = time.monotonic()
+    results: dict[int, Photograph] = {}
+
+    def finish(pid: int, answer: bytes | None, reason: str, *, lock_taken: bool = False) -> None:
+        threads = None
+        if answer is not None:
+            try:
+                threads = parse_pyspy(answer.decode(errors="replace"))
+            except ValueError as error:
+                reason = str(error)
+            else:
+                if not any(thread.frames for thread in threads):
+                    threads, reason = None, "it named no Python frame"
+        seconds = round(time.monotonic() - started, 4)
+        results[pid] = Photograph(pid, threads, reason, seconds, "in-process", lock_taken)
+
+    with selectors.DefaultSelector() as selector:
+        for pid, path in sockets.items():
+            try:
+                connection = _connect(path, pid, STACKS)
+            except OSError as error:
+                finish(pid, None, f"{path.name}: {error.strerror or error}")
+            else:
+                selector.register(connection, selectors.EVENT_READ, _Conversation(pid, connection))
+        while selector.get_map() and (remaining := started + deadline_secs - time.monotonic()) > 0:
+            for key, _events in selector.select(remaining):
+                conversation: _Conversation = key.data
+                reason = _read(conversation)
+                if reason is not None:
+                    selector.unregister(conversation.connection)
+                    conversation.connection.close()
+                    finish(conversation.pid, None if reason else bytes(conversation.answer), reason)
+        for key in list(selector.get_map().values()):
+            key.data.connection.close()
+            reason = f"no answer within {deadline_secs:g} s: its interpreter lock is not to be had"
+            finish(key.data.pid, None, reason, lock_taken=True)
+    return [results[pid] for pid in sockets]
+
+
+def ask_exit(path: Path, pid: int, child: int, deadline_secs: float) -> ExitStatus | None:
+    """Ask process `pid` how its child ended, which has exited.
+
+    Args:
+        path: the socket of `pid`.
+        pid: who is asked.
+        child: of whom.
+        deadline_secs: the longest that it may take, in seconds.
+
+    Returns:
+        None where it has no answer: it cannot be reached, is stuck, or has reaped the child.
+    """
+    try:
+        with _connect(path, pid, EXIT + b" %d" % child) as connection:
+            connection.settimeout(deadline_secs)
+            return ExitStatus.from_wait_status(int(connection.recv(16)))
+    except (OSError, ValueError):
+        return None
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return pid and uid of whoever is at the other end, by the kernel's word."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    pid, uid, _gid = _PEER.unpack(raw)
+    return pid, uid
+
+
+def _connect(path: Path, pid: int, question: bytes) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        connection.connect(str(path))
+        # The kernel remembers who listened: one that was forked since is not asked in the process's place.
+        if peer_of(connection)[0] != pid:
+            raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
+        connection.sendall(question + b"\n")
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _read(conversation: _Conversation) -> str | None:
+    """Take in what there is; return None while more is to come, else why it failed, empty when it did not."""
+    try:
+        chunk = conversation.connection.recv(1 << 16)
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        return error.strerror or str(error)
+    if not chunk:
+        return "" if conversation.answer else "it had no answer"
+    conversation.answer += chunk
+    return "it answered more than 16 MiB" if len(conversation.answer) > _MOST_BYTES else None

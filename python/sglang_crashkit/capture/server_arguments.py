@@ -1,0 +1,45 @@
+"""What a server's command line says of the server: with whom its processes meet, and which side of a pair it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sglang_crashkit.model.snapshot import Side
+
+#: SGLang's names of the option, the older one last.
+_RENDEZVOUS = ("--dist-init-addr", "--nccl-init-addr")
+_MODE = ("--disaggregation-mode",)
+#: What a server listens on that names no port.
+_DEFAULT_PORT = 30000
+
+
+def rendezvous_of(arguments: Sequence[str]) -> str | None:
+    """Return the address at which the processes of one server on all its hosts meet, None where none is named."""
+    return _value_of(arguments, _RENDEZVOUS)
+
+
+def side_of(arguments: Sequence[str]) -> Side | None:
+    """Return which side of a prefill and decode pair the server is, None where it is none."""
+    value = _value_of(arguments, _MODE)
+    if value == "prefill":
+        return "prefill"
+    return "decode" if value == "decode" else None
+
+
+def port_of(arguments: Sequence[str]) -> int:
+    """Return the port on which the server answers HTTP; SGLang's own default where none is named."""
+    value = _value_of(arguments, ("--port",)) or ""
+    return int(value) if value.isascii() and value.isdigit() and int(value) < 1 << 16 else _DEFAULT_PORT
+
+
+def serves_tls(arguments: Sequence[str]) -> bool:
+    """Say whether the server answers HTTPS."""
+    return _value_of(arguments, ("--ssl-certfile",)) is not None
+
+
+def _value_of(arguments: Sequence[str], names: Sequence[str]) -> str | None:
+    for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        name, equals, value = argument.partition("=")
+        if name in names:
+            return (value if equals else following) or None
+    return None

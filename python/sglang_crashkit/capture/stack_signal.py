@@ -1,0 +1,147 @@
+"""Have faulthandler write the stacks of processes, in their signal handlers: the last rung, without their interpreter.
+
+A signal handler runs when the kernel delivers the signal, whatever holds the interpreter lock. faulthandler walks all
+threads' frames without that lock; where another thread runs Python meanwhile it may read a frame that is being freed,
+and crash the process. So it is asked only when the interpreter lock is not to be had, when nothing runs Python. A
+stopped or traced process is not asked: it would take the signal whenever it goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_crashkit.capture.faulthandler_output import FaulthandlerOutput, parse_faulthandler
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.stack_hooks import Armed, ArmedFiles
+from sglang_crashkit.model.photograph import Photograph
+
+_POLL_SECS = 0.005
+#: Output that has not grown for this long, in seconds, is all there is, whatever it looks like.
+_STILL_SECS = 0.1
+_MOST_BYTES = 4 << 20
+
+
+@dataclass
+class _Question:
+    armed: Armed
+    file: Path
+    size: int = 0
+    grown_at: float = 0.0
+
+
+def ask_faulthandler(processes: Sequence[Armed], folders: Mapping[int, Path], deadline_secs: float) -> list[Photograph]:
+    """Ask all processes side by side.
+
+    Args:
+        processes: what each of them armed.
+        folders: the runtime folder of each, by its pid.
+        deadline_secs: the longest that it may take, in seconds.
+
+    Returns:
+        A result for each process, in the order given.
+    """
+    started = time.monotonic()
+    results: dict[int, Photograph] = {}
+    waiting: list[_Question] = []
+    for armed in processes:
+        question = _Question(armed, ArmedFiles.of(folders[armed.pid], armed.pid, armed.start_ticks).stack)
+        refusal = _ask(question)
+        if refusal:
+            results[armed.pid] = Photograph(armed.pid, None, refusal, 0.0, "faulthandler")
+        else:
+            waiting.append(question)
+    while waiting:
+        is_last = time.monotonic() >= started + deadline_secs
+        for question in list(waiting):
+            output = _read(question, is_last=is_last)
+            if output is not None:
+                waiting.remove(question)
+                results[question.armed.pid] = _result(question, output, started)
+        if waiting:
+            time.sleep(_POLL_SECS)
+    return [results[armed.pid] for armed in processes]
+
+
+def _ask(question: _Question) -> str:
+    """Send the signal; return why it was not sent, empty when it was."""
+    armed = question.armed
+    if armed.signal == 0:
+        return "faulthandler is not armed"
+    try:
+        pidfd = os.pidfd_open(armed.pid)
+    except OSError as error:
+        return error.strerror or str(error)
+    try:
+        stat = procfs.read_stat(armed.pid)
+        if stat is None or stat.start_ticks != armed.start_ticks or stat.state in "ZX":
+            return "it has ended"
+        if stat.state in "Tt":
+            return "it is stopped, and would take the signal when it goes on"
+        if tracer := procfs.read_tracer(armed.pid):
+            return f"process {tracer} traces it, and would take the signal"
+        if not procfs.catches_signal(armed.pid, armed.signal):
+            return f"it does not catch signal {armed.signal} any more"
+        thread = _thread_to_ask(armed)
+        if thread is None:
+            return "no thread of it can take a signal now: all are in uninterruptible sleep or block it"
+        os.truncate(question.file, 0)
+        _send(pidfd, armed, thread)
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        os.close(pidfd)
+    return ""
+
+
+def _thread_to_ask(armed: Armed) -> int | None:
+    """Return a thread that takes the signal at once: the main thread where it does, as the kernel prefers it too."""
+    states = procfs.thread_states(armed.pid)
+    for thread in sorted(states, key=lambda thread: (thread != armed.pid, thread)):
+        if states[thread] in "RSI":
+            blocked = procfs.read_status(armed.pid, thread).get("SigBlk")
+            if not procfs.in_mask(blocked, armed.signal):
+                return thread
+    return None
+
+
+def _send(pidfd: int, armed: Armed, thread: int) -> None:
+    # Before glibc 2.30 there is no function for it.
+    tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)
+    if thread == armed.pid or tgkill is None:
+        signal.pidfd_send_signal(pidfd, armed.signal)
+    elif tgkill(armed.pid, thread, armed.signal):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _read(question: _Question, *, is_last: bool) -> FaulthandlerOutput | None:
+    """Return the output once it is whole or stands still, and what there is of it when this is the last look."""
+    now = time.monotonic()
+    with contextlib.suppress(OSError):
+        size = question.file.stat().st_size
+        if size != question.size:
+            question.size, question.grown_at = size, now
+    if question.size == 0 and not is_last:
+        return None
+    text = ""
+    with contextlib.suppress(OSError), question.file.open("rb") as file:
+        text = file.read(_MOST_BYTES).decode(errors="replace")
+    armed = question.armed
+    output = parse_faulthandler(text, armed.pid, armed.main_thread, armed.roots)
+    stands_still = question.size > 0 and now - question.grown_at >= _STILL_SECS
+    return output if output.is_whole or stands_still or is_last else None
+
+
+def _result(question: _Question, output: FaulthandlerOutput, started: float) -> Photograph:
+    seconds = round(time.monotonic() - started, 4)
+    if any(thread.frames for thread in output.threads):
+        reason = "" if output.is_whole else "what it wrote is not whole"
+        return Photograph(question.armed.pid, output.threads, reason, seconds, "faulthandler")
+    reason = f"it wrote nothing within {seconds:g} s"
+    return Photograph(question.armed.pid, None, reason, seconds, "faulthandler")

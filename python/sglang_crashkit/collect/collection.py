@@ -1,0 +1,297 @@
+"""Collect what the processes of the servers on this host do: a few rounds of stacks, and a debugger on request.
+
+Rounds neither stop nor signal a process; several tell one that stands still from one that goes on. The debugger, which
+stops its target for seconds, comes last, so that what it changes is in no round, and only where the rounds leave a
+question: not of a server that does not hang, nor where they show for certain who it is that does. Files are written as
+soon as there is something for them, whole at every moment.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from sglang_crashkit.analysis.explain import explain
+from sglang_crashkit.analysis.sightings import Sightings
+from sglang_crashkit.capture.debugger import (
+    MAY_TRACE,
+    SUBSTITUTE,
+    Debugged,
+    debug_all,
+    find_debugger,
+    substitute,
+)
+from sglang_crashkit.capture.ladder import capture_all
+from sglang_crashkit.capture.server_arguments import rendezvous_of, side_of
+from sglang_crashkit.collect import text as collected_text
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.discovery import FoundProcess
+from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
+from sglang_crashkit.model.photograph import Photograph
+from sglang_crashkit.model.snapshot import NodeSnapshot, Problem, ProcessSnapshot
+from sglang_crashkit.settings import runtime_folder
+
+#: The longest that one tool may take for one process, in seconds.
+TOOL_SECS = 60.0
+#: What a round gets when earlier ones have taken all the time, in seconds; py-spy takes 0.02.
+_LEAST_SECS = 1.0
+_TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be collected.
+
+    Attributes:
+        output: the folder for the files.
+        snapshots: number of rounds, 1 or more.
+        interval_secs: from the start of a round to the start of the next, in seconds.
+        native: whether a debugger is run at the end on each process of which the rounds leave a question.
+        tool_secs: the longest that one tool may take for one process, in seconds.
+    """
+
+    output: Path
+    snapshots: int = 3
+    interval_secs: float = 5.0
+    native: bool = False
+    tool_secs: float = TOOL_SECS
+
+
+@dataclass
+class Collected:
+    """What was collected of one process.
+
+    Attributes:
+        process: which.
+        moments: what each round saw.
+        debugged: what came of the debugger, None where it has not run.
+        files: names of its files in the output folder.
+    """
+
+    process: FoundProcess
+    moments: list[ProcessSnapshot] = field(default_factory=list)
+    debugged: Debugged | None = None
+    files: list[str] = field(default_factory=list)
+
+    @property
+    def gave_something(self) -> bool:
+        """Whether there is any stack of it."""
+        return any(moment.threads or moment.native for moment in self.moments)
+
+
+class Collection:
+    """One run.
+
+    Args:
+        processes: of whom; not empty.
+        plan: what is to be collected.
+        tell: called with a line for a person when something begins.
+
+    Attributes:
+        host: this host's name.
+        collected: what there is so far, in the order of the processes.
+        rounds: the snapshot of each round so far.
+        snapshot_files: names of their files in the output folder.
+        tool: the debugger's name, empty where there is none.
+        missing: which tool is missing and how to get it; empty where none is.
+        spared: why the debugger was run on none of them; empty where it was on some, or was not to be.
+
+    Raises:
+        CrashkitError: the output folder is no folder of this user.
+        OSError: it cannot be created or written to.
+    """
+
+    def __init__(self, processes: Sequence[FoundProcess], plan: Plan, tell: Callable[[str], None]) -> None:
+        self.host = socket.gethostname()
+        self.collected = [Collected(process) for process in processes]
+        self.rounds: list[NodeSnapshot] = []
+        self.snapshot_files: list[str] = []
+        self._plan, self._tell = plan, tell
+        self._pyspy_secs = 0.0
+        self._debugger, self.missing = find_debugger() if plan.native else (None, "")
+        self.spared = ""
+        self.tool = self._debugger.name if self._debugger else ""
+        self._started = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        make_private_folder(plan.output.absolute())
+
+    def take_snapshots(self) -> None:
+        """Collect what stops no process; what is there when this is interrupted is in the files.
+
+        Raises:
+            OSError: the disk is full, or the folder is gone.
+        """
+        due = time.monotonic()
+        for number in range(1, self._plan.snapshots + 1):
+            time.sleep(max(0.0, due - time.monotonic()))
+            due = time.monotonic() + self._plan.interval_secs
+            self._tell(f"snapshot {number} of {self._plan.snapshots}")
+            self._take_snapshot()
+
+    def debug(self, within_secs: float | None = None) -> None:
+        """Run the debugger, if that is planned, once there are snapshots; of it the same holds.
+
+        It is run on no process of a server of which the snapshots say for certain what is wrong, or that nothing is.
+
+        Args:
+            within_secs: how long that may take for all processes together, in seconds; no limit when None.
+
+        Raises:
+            OSError: see `take_snapshots`.
+        """
+        if not self._plan.native:
+            return
+        by_pid = self._without_those_spared()
+        if not by_pid:
+            return
+        self._tell(f"{self.tool or SUBSTITUTE} of {len(by_pid)} processes")
+        limit = threading.TIMEOUT_MAX if within_secs is None else within_secs
+        if self._debugger is not None:
+            processes = {pid: one.process.start_ticks for pid, one in by_pid.items()}
+
+            def take(pid: int, debugged: Debugged) -> None:
+                self._take_in(by_pid[pid], debugged)
+
+            debug_all(self._debugger, processes, self._plan.tool_secs, take, limit)
+            return
+        python = {pid: one.process.start_ticks for pid, one in by_pid.items() if _is_python(one.process)}
+        found = substitute(python, min(self._plan.tool_secs, limit))
+        for pid, one in by_pid.items():
+            self._take_in(one, found.get(pid) or Debugged(SUBSTITUTE, problem="it is no Python process"))
+
+    def _without_those_spared(self) -> dict[int, Collected]:
+        """Return those that the debugger is for, by pid; of each other one its file says why it is not."""
+        whole = _why_spared(self.rounds)
+        reasons: dict[int, str] = {}
+        for pids in _systems(self.collected):
+            parts = [
+                replace(one, processes=tuple(seen for seen in one.processes if seen.pid in pids)) for one in self.rounds
+            ]
+            reasons |= dict.fromkeys(pids, whole or _why_spared(parts))
+        for one in self.collected:
+            if reason := reasons[one.process.pid]:
+                one.debugged = Debugged(self.tool or SUBSTITUTE, problem=f"not run: {reason}")
+                self._write_debugged(one)
+        if all(reasons.values()):
+            self.spared = "; ".join(dict.fromkeys(reasons.values()))
+        return {one.process.pid: one for one in self.collected if not reasons[one.process.pid]}
+
+    def _take_snapshot(self) -> None:
+        began = time.time()
+        photographs = self._photograph_all()
+        seen = [self._snapshot_of(one.process, photographs.get(one.process.pid)) for one in self.collected]
+        for one, moment in zip(self.collected, seen, strict=True):
+            one.moments.append(moment)
+        problems = tuple(
+            Problem(
+                f"Python stacks of {moment.title} (pid {moment.pid})",
+                moment.problem,
+                MAY_TRACE if "ermission" in moment.problem else "",
+            )
+            for moment in seen
+            if moment.problem
+        )
+        self.rounds.append(NodeSnapshot(self.host, began, tuple(seen), problems))
+        self.snapshot_files.append(f"snapshot_{self.host}_{self._started}_{len(self.rounds)}.json")
+        self._write_round()
+        for one in self.collected:
+            self._write(one, "pyspy", collected_text.python_stacks(one.process, self.host, one.moments))
+
+    def _photograph_all(self) -> dict[int, Photograph]:
+        """Photograph the processes that are there, side by side."""
+        there = [one.process for one in self.collected if _is_python(one.process)]
+        began = time.monotonic()
+        found = capture_all(
+            {process.pid: process.start_ticks for process in there},
+            {process.pid: _runtime_of(process) for process in there},
+            # The limit is for all rounds: a py-spy that hangs, hangs in each.
+            max(_LEAST_SECS, self._plan.tool_secs - self._pyspy_secs),
+            may_signal=False,
+        )
+        self._pyspy_secs += time.monotonic() - began
+        return {photograph.pid: photograph for photograph in found}
+
+    def _snapshot_of(self, process: FoundProcess, photograph: Photograph | None) -> ProcessSnapshot:
+        stat = procfs.read_stat(process.pid)
+        is_there = stat is not None and stat.start_ticks == process.start_ticks
+        if photograph is None:
+            problem = "it is no Python process" if is_there else "it has ended"
+        else:
+            problem = photograph.reason if photograph.threads is None else ""
+        return ProcessSnapshot(
+            host=self.host,
+            pid=process.pid,
+            start_ticks=process.start_ticks,
+            title=process.title,
+            role=process.role,
+            ranks=process.ranks,
+            time=time.time(),
+            server=process.server,
+            rendezvous=rendezvous_of(process.server_arguments),
+            side=side_of(process.server_arguments),
+            state=stat.state if stat is not None and is_there else "",
+            wchan=procfs.read_wchan(process.pid) if is_there else "",
+            tracer=procfs.read_tracer(process.pid) if is_there else 0,
+            cpu_secs=stat.cpu_ticks / _TICKS_PER_SEC if stat is not None and is_there else 0.0,
+            threads=(photograph.threads if photograph else None) or (),
+            problem=problem,
+        )
+
+    def _take_in(self, one: Collected, debugged: Debugged) -> None:
+        """Put what came of the debugger into the process's file and into the last round."""
+        one.debugged = debugged
+        one.moments[-1] = moment = replace(one.moments[-1], native=debugged.threads, kernels=debugged.kernels)
+        last = self.rounds[-1]
+        processes = tuple(moment if each.pid == moment.pid else each for each in last.processes)
+        what = f"{debugged.tool} of {moment.title} (pid {moment.pid})"
+        problems = (*last.problems, Problem(what, debugged.problem)) if debugged.problem else last.problems
+        self.rounds[-1] = replace(last, processes=processes, problems=problems)
+        self._write_round()
+        self._write_debugged(one)
+
+    def _write_debugged(self, one: Collected) -> None:
+        assert one.debugged is not None
+        self._write(one, "cudagdb", collected_text.native_stacks(one.process, self.host, one.debugged, self.missing))
+
+    def _write_round(self) -> None:
+        write_json(self._plan.output / self.snapshot_files[-1], self.rounds[-1].to_json())
+
+    def _write(self, one: Collected, tool: str, text: str) -> None:
+        name = f"{tool}_{self.host}_{one.process.pid}.txt"
+        write_private(self._plan.output / name, text.encode(errors="backslashreplace"))
+        if name not in one.files:
+            one.files.append(name)
+
+
+def _systems(collected: Sequence[Collected]) -> list[set[int]]:
+    """Return the pids of each server; those of a prefill and decode pair hang together, so they are one."""
+    systems: dict[object, set[int]] = {}
+    for one in collected:
+        of_pair = side_of(one.process.server_arguments) is not None
+        systems.setdefault("pair" if of_pair else one.process.server, set()).add(one.process.pid)
+    return list(systems.values())
+
+
+def _why_spared(rounds: Sequence[NodeSnapshot]) -> str:
+    """Return why a debugger would add harm and no knowledge, empty where the rounds leave a question."""
+    explanation = explain(Sightings.of(rounds))
+    if explanation.kind in ("idle", "moving"):
+        return "no hang is seen"
+    return "the verdict is established without it" if explanation.level == "established" else ""
+
+
+def _is_python(process: FoundProcess) -> bool:
+    stat = procfs.read_stat(process.pid)
+    is_there = stat is not None and stat.start_ticks == process.start_ticks
+    return is_there and procfs.is_python(process.pid)
+
+
+def _runtime_of(process: FoundProcess) -> Path:
+    """Return the folder in which the process says what it armed, if it did."""
+    server = process.server if process.server is not None else process.pid
+    stat = procfs.read_stat(server)
+    return runtime_folder(server, stat.start_ticks if stat is not None else 0)

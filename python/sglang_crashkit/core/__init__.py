@@ -1,1 +1,0 @@
-"""Processes, stacks, exits and incidents. Imports neither sglang nor torch."""

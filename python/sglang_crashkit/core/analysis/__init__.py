@@ -1,1 +1,0 @@
-"""Pure functions from evidence to statements about it."""

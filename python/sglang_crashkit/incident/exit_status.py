@@ -1,0 +1,110 @@
+"""The exit status that a server ends with after a crash: what an orchestrator reads without reading any file.
+
+Upstream's servers end by a SIGKILL of themselves, 137, which reads as out of memory, or, as process 1 of a container,
+with 0. Here 137 is said of an out-of-memory kill alone, and 128 + N where a process of the server was killed by signal
+N; what no signal caused has a status of its own, above those of ``sysexits.h`` and below those of a shell.
+
+====== =============================================================================================================
+status what came first
+====== =============================================================================================================
+81     it crashed; of what nobody could tell, for example because there was no crash handler
+82     a process was killed by SIGKILL, and its memory cgroup counts no out-of-memory kill
+83     a process raised a Python exception
+84     a process ended by itself: with a status, 0 included, or by a signal that asks for an orderly end
+85     no progress: a watchdog timed out, or SIGTERM came while the health check failed
+86     the ranks did not get ready: one raised an exception or ended by itself, or they took too long
+87     a rank lost its connection to a rank of another node, where the cause is to be looked for
+134    a process was killed by SIGABRT; 135 SIGBUS, 136 SIGFPE, 139 SIGSEGV, and so on: 128 + the signal's number
+137    a process was killed by the kernel for lack of memory
+142    the server's main process stood still after a crash, and the crash handler ended it by SIGALRM
+====== =============================================================================================================
+
+The status is 1 where a main process that stands still has to end itself, as process 1 of a container must: Python's own
+timer knows no other. A server that was asked to end by SIGTERM ends as upstream's does, and so does one whose kit is
+switched off.
+"""
+
+from __future__ import annotations
+
+import signal
+from enum import IntEnum
+
+from sglang_crashkit.kernel.pidfd import ExitStatus
+from sglang_crashkit.model.incident import Incident
+
+#: 128 and SIGKILL, as the kernel's own out-of-memory kill of a container's first process reads.
+OUT_OF_MEMORY = 128 + signal.SIGKILL
+#: Signals that a process does not get by an orderly shutdown.
+FATAL_SIGNALS = frozenset({"SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP"})
+
+#: Signals by which somebody asks for an end.
+_ORDERLY_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
+
+
+class ServerExit(IntEnum):
+    """The statuses that no signal stands for; see the table above."""
+
+    CRASHED = 81
+    KILLED = 82
+    RAISED = 83
+    EXITED = 84
+    HUNG = 85
+    FAILED_START = 86
+    LOST_PEER = 87
+
+
+_BY_KIND = {
+    "oom_kill": OUT_OF_MEMORY,
+    "exception": ServerExit.RAISED,
+    "lost_peer": ServerExit.LOST_PEER,
+    "exit_status": ServerExit.EXITED,
+    "parent_ended": ServerExit.EXITED,
+    "hang": ServerExit.HUNG,
+}
+#: What says no more than that the server did not start, where it had not.
+_ANY_START = {ServerExit.CRASHED, ServerExit.RAISED, ServerExit.EXITED, ServerExit.HUNG}
+
+
+def tells_of_a_crash(code: int | None) -> bool:
+    """Say whether a main process ends with this status because of what happened to another process."""
+    if code is None:
+        return False
+    by_signal = {128 + signal.Signals[name] for name in FATAL_SIGNALS}
+    return code in by_signal or code in tuple(ServerExit)
+
+
+def exit_status_of(incident: Incident) -> int | None:
+    """Return the status that an incident's verdict stands for, None where the verdict names no cause."""
+    verdict = incident.verdict
+    if verdict is None or verdict.first_failure is None:
+        return None
+    if verdict.kind != "signal":
+        status = _BY_KIND.get(verdict.kind)
+        return None if status is None else int(status)
+    process = incident.process(verdict.first_failure.pid)
+    name = process.exit.signal if process is not None and process.exit is not None else None
+    return status_of_exit(ExitStatus(signal=name))
+
+
+def is_orderly(end: ExitStatus) -> bool:
+    """Say whether a process ended as one does that is asked to: with status 0, or by a signal that asks for it."""
+    return end.code == 0 or end.signal in _ORDERLY_SIGNALS
+
+
+def status_of_exit(end: ExitStatus) -> int:
+    """Return the status that the end of one process stands for, where nothing else is known."""
+    if not end.known:
+        return int(ServerExit.CRASHED)
+    if end.signal not in FATAL_SIGNALS:
+        return int(ServerExit.EXITED)
+    number = signal.Signals[end.signal]
+    return int(ServerExit.KILLED if number == signal.SIGKILL else 128 + number)
+
+
+def while_starting(status: int | None) -> int:
+    """Return the status of a server that had not started yet.
+
+    Args:
+        status: what the incident says of the cause, None where it says nothing.
+    """
+    return int(ServerExit.FAILED_START) if status is None or status in _ANY_START else status

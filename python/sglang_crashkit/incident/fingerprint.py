@@ -1,0 +1,218 @@
+"""Recognise the same fault, so that a server that crashes at every start does not fill the disk.
+
+A fault is what failed first (a role and its ranks), of what, where in the code, and in which release. An index
+in the folder of all incidents of a host counts each; of each fault some incidents a day are kept in full. Servers that
+share the folder share the index, under a lock; without the lock an incident is kept in full.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit.incident.name import PARTIAL
+from sglang_crashkit.incident.summary import mapping_of, mappings_of
+from sglang_crashkit.kernel.folder_lock import FolderLock
+from sglang_crashkit.kernel.private_files import write_json
+from sglang_crashkit.model.incident import Occurrence, iso_time
+
+logger = logging.getLogger(__name__)
+
+INDEX = "faults.json"
+_SCHEMA_VERSION = 1
+#: An incident is finished without being counted rather than later.
+_LOCK_SECS = 0.2
+#: An incident kept in full counts for this long, in seconds: evidence of another day is worth its room.
+_DAY_SECS = 86400.0
+_MOST_FAULTS = 200
+_MOST_FRAMES = 4
+#: Of those that wait for the one that failed, the line and what is below depend on the moment.
+_MOST_WAITING_FRAMES = 2
+_LINE = re.compile(r":\d+\)$")
+#: What a server that starts calls a rank which died before it had its title: by its tensor-parallel rank, where there
+#: is one pipeline stage only.
+_NAMED = re.compile(r"(?:DP(?P<dp>\d+) )?Rank (?P<tp>\d+) scheduler")
+_FAILED_STARTS = ("launch_failed", "startup_timeout")
+#: Ranks that load are elsewhere each time.
+_STARTING = "(the server was starting)"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What makes two crashes the same.
+
+    Attributes:
+        release: SGLang's version.
+        kind: the verdict's, such as ``oom_kill``.
+        who: role and ranks above 0 of what failed first, such as ``scheduler tp=1``.
+        what: its signal, exit status or type of exception.
+        frames: where it failed, innermost first; where it could not say, where the other ranks were, or that the server
+            was starting.
+    """
+
+    release: str
+    kind: str
+    who: str
+    what: str
+    frames: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """A short name for it."""
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
+
+
+def fault_of(document: Mapping[str, Any]) -> Fault | None:
+    """Return the fault that an incident tells of; None where nothing was seen to fail, or a hang has no stack.
+
+    Args:
+        document: see `Incident.to_json`.
+    """
+    verdict, server = mapping_of(document.get("verdict")), mapping_of(document.get("server"))
+    pid = mapping_of(verdict.get("first_failure")).get("pid")
+    processes = mappings_of(document.get("processes"))
+    first = next((process for process in processes if process.get("pid") == pid), None)
+    if first is None:
+        return None
+    kind, frames = str(verdict.get("kind")), tuple(_frames_of(first, processes, document))
+    if kind == "hang" and not frames:
+        # Where nobody was seen, nothing tells one hang from another.
+        return None
+    return Fault(
+        release=str(server.get("sglang_version")),
+        kind=kind,
+        who=_who(first),
+        what=_what_happened_to(first, document),
+        frames=frames,
+    )
+
+
+def _who(process: Mapping[str, Any]) -> str:
+    role, ranks = str(process.get("role")), mapping_of(process.get("rank"))
+    if named := _NAMED.fullmatch(str(process.get("title"))):
+        role, ranks = "scheduler", {name: int(number) for name, number in named.groupdict().items() if number}
+    # The only rank of its kind has no number in its title.
+    return " ".join([role, *(f"{name}={number}" for name, number in sorted(ranks.items()) if number != 0)])
+
+
+def _what_happened_to(process: Mapping[str, Any], document: Mapping[str, Any]) -> str:
+    for entry in mappings_of(document.get("timeline")):
+        if entry.get("event") == "exception" and entry.get("pid") == process.get("pid"):
+            # The rest of the message holds addresses and sizes.
+            return str(entry.get("message")).partition(":")[0]
+    end = mapping_of(process.get("exit"))
+    return str(end.get("signal") or f"status {end.get('code')}") if end else "alive"
+
+
+def _frames_of(first: Mapping[str, Any], processes: list[Mapping[str, Any]], document: Mapping[str, Any]) -> list[str]:
+    own = [str(frame) for frame in first.get("doing") or ()]
+    if own:
+        return own[:_MOST_FRAMES]
+    if any(entry.get("event") in _FAILED_STARTS for entry in mappings_of(document.get("timeline"))):
+        return [_STARTING]
+    waiting = {
+        _LINE.sub(")", str(frame))
+        for process in processes
+        if process.get("role") == "scheduler"
+        for frame in (process.get("doing") or ())[:_MOST_WAITING_FRAMES]
+    }
+    return sorted(waiting)
+
+
+def count_fault(
+    incidents: Path, fault: Fault, incident_id: str, name: str, keep: int, *, has_core: bool = False
+) -> Occurrence | None:
+    """Count a fault in the index, and say whether its incident is one more of the same.
+
+    Args:
+        incidents: the folder of all incidents of this host.
+        fault: what happened.
+        incident_id: the incident's id.
+        name: what its folder is called when it is finished.
+        keep: how many incidents of a fault are kept in full a day; 0 for all.
+        has_core: it has a GPU core.
+
+    Returns:
+        None where the index could not be had or written; then the incident is to be kept in full.
+    """
+    lock = FolderLock(incidents)
+    try:
+        if lock.acquire(_LOCK_SECS) != "held":
+            logger.warning("the index of faults in %s could not be locked", incidents)
+            return None
+        index = _read(incidents / INDEX)
+        entry = index.setdefault(fault.key, {"fault": asdict(fault), "count": 0, "first": iso_time(time.time())})
+        count, repeats = _count(entry, incidents, incident_id, name, keep)
+        if has_core:
+            entry["core"] = {"id": incident_id, "name": name, "seconds": time.time()}
+        _write(incidents / INDEX, index)
+    except OSError as error:
+        logger.warning("the index of faults in %s could not be written: %s", incidents, error)
+        return None
+    finally:
+        lock.release()
+    return Occurrence(fault.key, count, str(entry.get("first")), repeats)
+
+
+def read_faults(incidents: Path) -> dict[str, dict[str, Any]]:
+    """Return what the index in folder `incidents` has of each fault, by its key; empty where it cannot be read.
+
+    ``fault`` is the fault, ``count`` how often it was seen, ``first`` and ``last`` when.
+    """
+    return _read(incidents / INDEX)
+
+
+def _count(entry: dict[str, Any], incidents: Path, incident_id: str, name: str, keep: int) -> tuple[int, str | None]:
+    now = time.time()
+    full = [its for its in mappings_of(entry.get("full")) if _counts(its, incidents, now)]
+    is_repeat = 0 < keep <= len(full)
+    if not is_repeat:
+        full.append({"id": incident_id, "name": name, "seconds": now})
+    count = entry.get("count")
+    entry["count"] = (count if isinstance(count, int) else 0) + 1
+    entry["last"] = iso_time(now)
+    entry["full"] = full
+    return entry["count"], str(full[0].get("id")) if is_repeat else None
+
+
+def _counts(its: Mapping[str, Any], incidents: Path, now: float) -> bool:
+    """Say whether an incident that the index has is there still, and of this day."""
+    is_recent = isinstance(its.get("seconds"), (int, float)) and abs(now - its["seconds"]) < _DAY_SECS
+    return is_recent and any((incidents / f"{mark}{its.get('name')}").is_dir() for mark in ("", PARTIAL))
+
+
+def incident_with_core(incidents: Path, fault: Fault) -> str | None:
+    """Return the id of an incident of the same fault, of this day, that has a GPU core; None where there is none.
+
+    Args:
+        incidents: the folder of all incidents of this host.
+        fault: what happened.
+    """
+    core = mapping_of(mapping_of(_read(incidents / INDEX).get(fault.key)).get("core"))
+    return str(core.get("id")) if _counts(core, incidents, time.time()) else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the index; an empty one where there is none or it cannot be read, from which counting begins anew."""
+    try:
+        index = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        logger.warning("the index of faults %s cannot be read and is begun anew: %s", path, error)
+        return {}
+    if mapping_of(index).get("schema_version") != _SCHEMA_VERSION:
+        return {}
+    return {key: entry for key, entry in mapping_of(index.get("faults")).items() if isinstance(entry, dict)}
+
+
+def _write(path: Path, index: dict[str, Any]) -> None:
+    latest = sorted(index, key=lambda key: str(index[key].get("last")), reverse=True)[:_MOST_FAULTS]
+    write_json(path, {"schema_version": _SCHEMA_VERSION, "faults": {key: index[key] for key in latest}})

@@ -1,0 +1,244 @@
+"""Where incidents lie on disk: written under a temporary name, renamed when whole.
+
+::
+
+    <crash folder>/<hostname>/incidents/<UTC time>-<kind>-<id>/
+        incident.json   the incident (``schema_version`` tells the form)
+        summary.md      the same for a person
+        stacks/         one file a process, as text and as JSON
+        ranks/          what a failing rank wrote of itself
+        gpu/            what the GPU cores say, one file a process; the flight recorders, ``flight_recorder_<rank>``, as
+                        PyTorch's own ``torchfrtrace`` reads them
+
+A folder that begins with ``.partial-`` is not finished. Its writer holds a lock on it for as long as it lives, so that
+one whose writer died is told from one that is still written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit.incident.name import PARTIAL, IncidentName, parse_name
+from sglang_crashkit.incident.retention import FULL, Ledger, NoRoomError
+from sglang_crashkit.kernel.folder_lock import FolderLock
+from sglang_crashkit.kernel.private_files import (
+    create_private,
+    encode_json,
+    make_private_folder,
+    sync_folder,
+    write_private,
+)
+from sglang_crashkit.settings import DiskLimits
+
+RESERVE = ".reserve"
+#: Twice what ``incident.json`` and ``summary.md`` of a few dozen processes take: each is written anew beside its elder.
+_RESERVE_BYTES = 512 * 1024
+_LEAST_RESERVE_BYTES = 16 * 1024
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class IncidentFolder:
+    """The folder of one incident while it is written.
+
+    Args:
+        incidents: the folder of all incidents of this host.
+        kind: the incident's kind.
+        incident_id: its id.
+        seconds: when it was opened, since the epoch.
+        limits: what it may take of the disk; the oldest incidents make room for it.
+        elsewhere: other folders of incidents of this host, which count as well.
+        server: the pid of the server that it happened to.
+
+    Attributes:
+        id: its id.
+        path: where it is now.
+        problem: why what is written to it goes nowhere; empty where it does not.
+
+    Raises:
+        NoRoomError: there is no room even for what is essential.
+        OSError: it cannot be created.
+        CrashkitError: a folder on the way is not this user's.
+    """
+
+    problem = ""
+
+    def __init__(
+        self,
+        incidents: Path,
+        kind: str,
+        incident_id: str,
+        seconds: float,
+        limits: DiskLimits | None = None,
+        elsewhere: Sequence[Path] = (),
+        server: int = 0,
+    ) -> None:
+        name = str(IncidentName(seconds, kind, incident_id))
+        self.id = incident_id
+        self._final = incidents / name
+        make_private_folder(incidents)
+        self._ledger = Ledger(incidents, name, limits or DiskLimits(), elsewhere, server)
+        self.path = make_private_folder(incidents / f"{PARTIAL}{name}")
+        self._ownership = FolderLock(self.path)
+        self._ownership.acquire()
+        if not self._hold_reserve():
+            self._ledger.make_room(_LEAST_RESERVE_BYTES)
+            if not self._hold_reserve():
+                self.discard()
+                raise NoRoomError(errno.ENOSPC, FULL)
+
+    @property
+    def name(self) -> str:
+        """What it is called when it is finished."""
+        return self._final.name
+
+    def rename(self, kind: str) -> None:
+        """Have it called after another kind of incident when it is finished."""
+        name = parse_name(self.name)
+        assert name is not None
+        self._final = self._final.with_name(str(replace(name, kind=kind)))
+        self._ledger.rename(self.name)
+
+    def write_text(self, name: str, text: str) -> str:
+        """Write a file below the folder and return its name relative to it.
+
+        Raises:
+            NoRoomError: there is no room for it.
+            OSError: the folder is gone.
+        """
+        self._write(name, text.encode(errors="backslashreplace"))
+        return name
+
+    def write_bytes(self, name: str, data: bytes) -> str:
+        """Write `data` below the folder and return its name relative to it; see `write_text`."""
+        self._write(name, data)
+        return name
+
+    def write_json(self, name: str, value: Any) -> str:
+        """Write `value` as JSON below the folder and return its name relative to it; see `write_text`."""
+        self._write(name, json.dumps(value, indent=1, default=str).encode())
+        return name
+
+    def remove(self, name: str) -> None:
+        """Remove a file below the folder where it is there.
+
+        Raises:
+            OSError: the folder may not be written any more.
+        """
+        (self.path / name).unlink(missing_ok=True)
+        self._ledger.forget(name)
+
+    def adopt(self, source: Path, name: str) -> str:
+        """Move a file of this user's into the folder and return its name relative to it; see `write_text`."""
+        self._write(name, source.read_bytes())
+        source.unlink()
+        return name
+
+    def charge(self, name: str, size: int) -> None:
+        """Count a file that is written by somebody else, and make room for it; see `Ledger.charge`.
+
+        Args:
+            name: the file, relative to the folder.
+            size: how long it will be, in bytes.
+
+        Raises:
+            NoRoomError: there is no room for it.
+        """
+        self._ledger.charge(name, size)
+
+    def make_room_beside(self, folder: Path, size: int) -> str:
+        """Make room for what somebody else is about to write to another folder; see `Ledger.make_room_beside`."""
+        return self._ledger.make_room_beside(folder, size)
+
+    def save(self, document: Mapping[str, Any], summary: str, *, sync: bool = False) -> None:
+        """Write ``incident.json`` and ``summary.md`` as they are now, for which room is kept.
+
+        Args:
+            document: what is known by now; see `Incident.to_json`.
+            summary: the same for a person.
+            sync: reach the disk before returning.
+
+        Raises:
+            OSError: there is no room even so, or the folder is gone; what was there before is still there.
+        """
+        self._write_essential("incident.json", encode_json(document), sync=sync)
+        self._write_essential("summary.md", summary.encode(errors="backslashreplace"))
+
+    def publish(self) -> Path:
+        """Give the folder its final name and return it."""
+        if self.path != self._final:
+            self._release_reserve()
+            self.path.rename(self._final)
+            self.path = self._final
+            sync_folder(self._final.parent)
+            self._ownership.release()
+            self._ledger.settle()
+        return self.path
+
+    def discard(self) -> None:
+        """Remove the folder and what is in it."""
+        for folder, _folders, files in os.walk(self.path, topdown=False):
+            for name in files:
+                (Path(folder) / name).unlink()
+            Path(folder).rmdir()
+        self._ownership.release()
+
+    def _write(self, name: str, data: bytes) -> None:
+        path = self.path / name
+        self._ledger.charge(name, len(data))
+        try:
+            make_private_folder(path.parent)
+            write_private(path, data)
+        except OSError as error:
+            self._ledger.forget(name)
+            if error.errno in _NO_SPACE:
+                raise NoRoomError(error.errno, FULL) from error
+            raise
+
+    def _write_essential(self, name: str, data: bytes, *, sync: bool = False) -> None:
+        self._ledger.charge(name, len(data), essential=True)
+        try:
+            write_private(self.path / name, data, sync=sync)
+        except OSError as error:
+            if error.errno not in _NO_SPACE or not self._release_reserve():
+                raise
+            write_private(self.path / name, data, sync=sync)
+            self._hold_reserve()
+
+    def _hold_reserve(self) -> bool:
+        """Take disk space that the essential files get when there is no other, and say whether there is as much.
+
+        It is less where there is not enough for all of it, and none where the limits do not allow it.
+        """
+        size = min(_RESERVE_BYTES, self._ledger.share)
+        if size < _LEAST_RESERVE_BYTES:
+            return True
+        self._release_reserve()
+        with contextlib.suppress(OSError), create_private(self.path / RESERVE) as file:
+            while size >= _LEAST_RESERVE_BYTES:
+                with contextlib.suppress(OSError):
+                    os.posix_fallocate(file.fileno(), 0, size)
+                    self._ledger.charge(RESERVE, size, essential=True)
+                    return True
+                os.ftruncate(file.fileno(), 0)
+                size //= 2
+        return False
+
+    def _release_reserve(self) -> bool:
+        try:
+            (self.path / RESERVE).unlink()
+        except OSError:
+            return False
+        self._ledger.forget(RESERVE)
+        return True
+
+
+def new_id() -> str:
+    """Return a new incident id: eight hexadecimal digits."""
+    return os.urandom(4).hex()

@@ -1,0 +1,151 @@
+"""Find the incidents on disk, newest first; `incident_folder` writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit import settings
+from sglang_crashkit.errors import CrashkitError, NothingToDoError
+from sglang_crashkit.incident.name import PARTIAL, parse_name
+
+_CRASH_FOLDER = "--crash-dump-folder"
+
+
+@dataclass(frozen=True)
+class StoredIncident:
+    """An incident found on disk.
+
+    Attributes:
+        path: its folder.
+        finished: False for a folder that was left half-written.
+        document: what its ``incident.json`` holds, None where that is missing or unreadable.
+        problem: why `document` is None; empty otherwise.
+    """
+
+    path: Path
+    finished: bool
+    document: dict[str, Any] | None
+    problem: str = ""
+
+    @property
+    def name(self) -> str:
+        """The folder's name without the mark of an unfinished one."""
+        return self.path.name.removeprefix(PARTIAL)
+
+
+def find_incidents(folder: Path) -> list[StoredIncident]:
+    """Return the incidents below `folder`, newest first.
+
+    Args:
+        folder: a crash folder, a host's folder in it, its ``incidents`` folder, or one incident's folder.
+
+    Raises:
+        NothingToDoError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise NothingToDoError(
+            f"{folder} is not a folder",
+            next_step="name the folder that the server was given as --crash-dump-folder",
+        )
+    if parse_name(folder.absolute().name):
+        found = [folder]
+    else:
+        patterns = ("*", "incidents/*", "*/incidents/*")
+        found = [path for pattern in patterns for path in folder.glob(pattern)]
+    incidents = [_read(path) for path in found if parse_name(path.absolute().name) and path.is_dir()]
+    return sorted(incidents, key=lambda incident: incident.name, reverse=True)
+
+
+def _read(path: Path) -> StoredIncident:
+    finished = not path.absolute().name.startswith(PARTIAL)
+    try:
+        document = json.loads((path / "incident.json").read_text())
+    except FileNotFoundError:
+        return StoredIncident(path, finished, None, "has no incident.json")
+    except (OSError, ValueError, RecursionError) as error:
+        return StoredIncident(path, finished, None, f"incident.json cannot be read: {error}")
+    if not isinstance(document, dict):
+        return StoredIncident(path, finished, None, "incident.json is not an object")
+    return StoredIncident(path, finished, document)
+
+
+def wait_for_incident(folder: Path, timeout_secs: float) -> StoredIncident | None:
+    """Wait until there is a finished incident below `folder` and return the newest; None at the end of the time."""
+    deadline = time.monotonic() + timeout_secs
+    while True:
+        if folder.is_dir():
+            for incident in find_incidents(folder):
+                if incident.finished and incident.document is not None:
+                    return incident
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(0.02)
+
+
+def find_incident_of(pid: int, since: float, command: object, deadline_secs: float) -> StoredIncident | None:
+    """Return the newest incident that the crash handler of server `pid` wrote, None where there is none.
+
+    Waits while the handler is still at work.
+
+    Args:
+        pid: the server's main process.
+        since: when it was seen first, in seconds since the epoch.
+        command: its command, as words or as one text, which tells its crash folder.
+        deadline_secs: the longest to wait, in seconds.
+    """
+    deadline = time.monotonic() + deadline_secs
+    folders = [folder for folder in (_crash_folder(command), settings.fallback_folder()) if folder is not None]
+    while True:
+        # Asked first: what the handler writes last is there once it has left.
+        at_work = any(settings.runtime_folder(pid, 0).parent.glob(f"{pid}-*"))
+        found = [stored for folder in folders for path in _written_since(folder, since) for stored in _incidents(path)]
+        of_server = [one for one in found if one.finished and _server_of(one) == pid]
+        if of_server:
+            return max(of_server, key=lambda one: one.name)
+        if not at_work or time.monotonic() >= deadline:
+            return None
+        time.sleep(0.02)
+
+
+def _server_of(incident: StoredIncident) -> object:
+    server = (incident.document or {}).get("server")
+    return server.get("pid") if isinstance(server, dict) else None
+
+
+def _written_since(folder: Path, since: float) -> Iterator[Path]:
+    # A folder that has served many runs holds many incidents; most need not be read.
+    for pattern in ("incidents/*", "*/incidents/*"):
+        for path in folder.glob(pattern):
+            with contextlib.suppress(OSError):
+                if path.is_dir() and path.stat().st_mtime >= since:
+                    yield path
+
+
+def _incidents(folder: Path) -> list[StoredIncident]:
+    try:
+        return find_incidents(folder)
+    except (OSError, CrashkitError):
+        return []
+
+
+def _crash_folder(command: object) -> Path | None:
+    words: list[str] = []
+    if isinstance(command, str):
+        with contextlib.suppress(ValueError):
+            words = shlex.split(command)
+    elif isinstance(command, Sequence):
+        words = [os.fsdecode(word) for word in command if isinstance(word, (str, bytes, os.PathLike))]
+    for position, word in enumerate(words):
+        option, _, value = word.partition("=")
+        if option == _CRASH_FOLDER:
+            following = words[position + 1] if position + 1 < len(words) else ""
+            return Path(value or following) if value or following else None
+    return None

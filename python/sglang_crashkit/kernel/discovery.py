@@ -1,0 +1,266 @@
+"""Find the processes of the SGLang servers on this host, without SGLang's help.
+
+SGLang titles its workers (see `titles`). Where no scheduler is titled, because setproctitle is missing or the ranks
+have not got that far, the Python processes that run SGLang are taken, and those that multiprocessing spawned for them.
+Whether any scheduler is titled is asked for each user and Slurm job: of what others run here, nothing follows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from sglang_crashkit.kernel import procfs, titles
+from sglang_crashkit.kernel.sglang_command import may_run_sglang, runs_router, runs_sglang
+from sglang_crashkit.kernel.slurm_place import Place, other_place_of
+
+_SPAWNED = ("-c", "multiprocessing.spawn")
+_TITLE = "sglang::"
+#: The kit's own are no part of the server; its handler watches the server from beside it.
+_HANDLER = "crash_handler"
+
+#: How a process was known: by its title, or by its command line where no scheduler has one.
+Way = Literal["title", "command line"]
+
+
+@dataclass(frozen=True)
+class FoundProcess:
+    """A process of a server.
+
+    Attributes:
+        pid: process id.
+        start_ticks: start time; see `procfs.ProcStat`.
+        title: its title; see `procfs.title_of`.
+        role: as `titles.role_of` has it, or ``router``.
+        ranks: as `titles.rank_of` has them.
+        server: pid of the process that launched its server, None where that has ended.
+        server_arguments: the command line of that process, empty where it may not be read.
+        user: the user id that it runs as.
+        way: how it was known.
+    """
+
+    pid: int
+    start_ticks: int
+    title: str
+    role: str
+    ranks: Mapping[str, int]
+    server: int | None
+    server_arguments: tuple[str, ...]
+    user: int
+    way: Way
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """What there is on this host.
+
+    Attributes:
+        processes: those that were asked for, by server and pid.
+        others: pids of processes that would have been, if they were not another user's, by user id.
+        servers: pids of the processes that launched a server, those of other users left out.
+        elsewhere: pids of processes that would have been, if they did not belong to another Slurm job or node.
+    """
+
+    processes: tuple[FoundProcess, ...] = ()
+    others: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    servers: tuple[int, ...] = ()
+    elsewhere: Mapping[Place, tuple[int, ...]] = field(default_factory=dict)
+
+
+def find_processes(
+    *,
+    pid: int | None = None,
+    user: int | None = None,
+    everything: bool = False,
+    routers: bool = False,
+    here: Place | None = None,
+) -> Discovery:
+    """Find the schedulers on this host.
+
+    Args:
+        pid: any process of one server, or one that has the server below it; all servers when None.
+        user: of whom; of everybody when None.
+        everything: also the servers' other processes: main process, tokenizers, detokenizer, controller.
+        routers: also what passes requests on to servers.
+        here: leave out what is known to belong to another Slurm job or node.
+    """
+    host = _Host.read()
+    members = host.members_of(pid) if pid is not None else None
+    wanted: dict[int, FoundProcess] = {}
+    for candidates in host.groups(members, here):
+        for one in host.find(candidates, everything=everything):
+            wanted.setdefault(one.pid, one)
+    for one in host.find_routers(members) if routers else ():
+        wanted.setdefault(one.pid, one)
+    wanted.pop(os.getpid(), None)
+    mine: list[FoundProcess] = []
+    others: dict[int, tuple[int, ...]] = {}
+    elsewhere: dict[Place, tuple[int, ...]] = {}
+    for one in wanted.values():
+        place = other_place_of(one.pid, here)
+        is_mine = user is None or one.user == user
+        if is_mine and place is None:
+            mine.append(one)
+        elif is_mine and place is not None:
+            elsewhere[place] = (*elsewhere.get(place, ()), one.pid)
+        elif place is None:
+            others[one.user] = (*others.get(one.user, ()), one.pid)
+    mine.sort(key=lambda one: (one.server or 0, one.pid))
+    servers = sorted({one.server for one in mine if one.server is not None})
+    return Discovery(tuple(mine), others, tuple(servers), elsewhere)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    pid: int
+    ppid: int
+    start_ticks: int
+    comm: str
+    cmdline: list[str]
+
+    @property
+    def is_titled(self) -> bool:
+        return bool(self.cmdline) and self.cmdline[0].startswith(_TITLE)
+
+    @property
+    def is_scheduler(self) -> bool:
+        return self.is_titled and titles.role_of(self.title) == "scheduler"
+
+    @property
+    def title(self) -> str:
+        return procfs.title_of(self.cmdline, self.comm)
+
+    @property
+    def is_spawned(self) -> bool:
+        option, module = _SPAWNED
+        return option in self.cmdline[1:4] and any(module in word for word in self.cmdline[2:5])
+
+
+class _Host:
+    """All processes of this host at one moment."""
+
+    def __init__(self, entries: dict[int, _Entry]) -> None:
+        self._entries = entries
+        self._children: dict[int, list[int]] = {}
+        for entry in entries.values():
+            self._children.setdefault(entry.ppid, []).append(entry.pid)
+
+    @classmethod
+    def read(cls) -> _Host:
+        entries = {}
+        for name in os.listdir("/proc"):  # noqa: PTH208
+            stat = procfs.read_stat(int(name)) if name.isdigit() else None
+            # The main thread of a process may have ended before the rest of it.
+            if stat is not None and (stat.state not in "ZX" or stat.threads > 1):
+                cmdline = procfs.read_cmdline(stat.pid)
+                entries[stat.pid] = _Entry(stat.pid, stat.ppid, stat.start_ticks, stat.comm, cmdline)
+        return cls(entries)
+
+    def groups(self, within: set[int] | None, here: Place | None) -> list[list[_Entry]]:
+        """Return those that may be of SGLang, by their users and, where these are not `here`, their Slurm jobs."""
+        groups: dict[tuple[int | None, Place | None], list[_Entry]] = {}
+        for pid, entry in self._entries.items():
+            if (within is None or pid in within) and (entry.is_titled or may_run_sglang(entry.cmdline)):
+                groups.setdefault((_user_of(pid), other_place_of(pid, here)), []).append(entry)
+        return list(groups.values())
+
+    def find(self, candidates: Sequence[_Entry], *, everything: bool) -> Iterator[FoundProcess]:
+        schedulers = [entry for entry in candidates if entry.is_scheduler]
+        roots = [entry for entry in candidates if not entry.is_titled and runs_sglang(entry.cmdline)]
+        if not schedulers:
+            # Its schedulers may run as another user.
+            titled = {self.server_of(pid) for pid, entry in self._entries.items() if entry.is_scheduler}
+            roots += [entry for entry in candidates if self._is_all_there_is(entry)]
+            chosen = {pid for root in roots if root.pid not in titled for pid in self._python_tree(root.pid)}
+            yield from self._told(chosen, "command line")
+            return
+        chosen = {entry.pid for entry in schedulers}
+        if everything:
+            chosen |= {entry.pid for entry in candidates if entry.is_titled} | {root.pid for root in roots}
+            chosen |= {root for entry in schedulers if (root := self.server_of(entry.pid)) is not None}
+        yield from self._told(chosen, "title")
+
+    def find_routers(self, within: set[int] | None) -> Iterator[FoundProcess]:
+        candidates = [entry for pid, entry in self._entries.items() if within is None or pid in within]
+        chosen = {entry.pid for entry in candidates if not entry.is_titled and runs_router(entry.cmdline)}
+        for one in self._told(chosen, "command line"):
+            yield replace(one, role="router")
+
+    def server_of(self, pid: int) -> int | None:
+        """Return the process that launched the server of `pid`: the highest above it that SGLang runs in.
+
+        That may be any program that uses SGLang's Engine: then it is the parent of the highest one with a title, or the
+        nearest one that is called so.
+        """
+        line = [pid, *self._above(pid)]
+        known = [one for one in line if self._is_sglang(self._entries[one])]
+        if not known:
+            return next((one for one in line if may_run_sglang(self._entries[one].cmdline)), None)
+        top = self._entries[known[-1]]
+        if not top.is_titled:
+            return top.pid
+        parent = self._entries.get(top.ppid)
+        return parent.pid if parent is not None and parent.pid != 1 and procfs.is_python(parent.pid) else None
+
+    def members_of(self, pid: int) -> set[int]:
+        """Return the processes of the server that `pid` belongs to, or of those below it; empty without such a pid."""
+        if pid not in self._entries:
+            return set()
+        top = self.server_of(pid)
+        if top is None:
+            known = [one for one in [pid, *self._above(pid)] if self._is_sglang(self._entries[one])]
+            top = known[-1] if known else pid
+        return set(self._tree(top, lambda _entry: True))
+
+    def _is_sglang(self, entry: _Entry) -> bool:
+        return (entry.is_titled and titles.role_of(entry.title) != _HANDLER) or runs_sglang(entry.cmdline)
+
+    def _is_all_there_is(self, entry: _Entry) -> bool:
+        """Say whether a program that is only called so runs no other one that certainly is SGLang's."""
+        if entry.is_titled or runs_sglang(entry.cmdline):
+            return False
+        below = self._tree(entry.pid, lambda _entry: True)
+        return not any(runs_sglang(self._entries[one].cmdline) for one in below)
+
+    def _above(self, pid: int) -> Iterator[int]:
+        seen = {pid}
+        parent = self._entries[pid].ppid
+        # Entries were read one after the other: a recycled pid could close a circle.
+        while parent in self._entries and parent not in seen:
+            seen.add(parent)
+            yield parent
+            parent = self._entries[parent].ppid
+
+    def _python_tree(self, root: int) -> Iterator[int]:
+        return self._tree(root, lambda entry: entry.is_spawned or entry.is_titled or may_run_sglang(entry.cmdline))
+
+    def _tree(self, root: int, belongs: Callable[[_Entry], bool]) -> Iterator[int]:
+        waiting, seen = [root], {root}
+        while waiting:
+            pid = waiting.pop()
+            yield pid
+            below = [one for one in self._children.get(pid, []) if one not in seen and belongs(self._entries[one])]
+            seen.update(below)
+            waiting += below
+
+    def _told(self, pids: set[int], way: Way) -> Iterator[FoundProcess]:
+        servers = {pid: self.server_of(pid) for pid in pids}
+        for pid in pids:
+            entry = self._entries[pid]
+            # What uses SGLang's Engine is known by the processes below it only.
+            server = pid if pid in servers.values() else servers[pid]
+            role = titles.role_of(entry.title, is_root=pid == server)
+            user = _user_of(pid)
+            if role == _HANDLER or user is None:
+                continue
+            arguments = procfs.read_cmdline(server) if server is not None else []
+            ranks = titles.rank_of(entry.title)
+            yield FoundProcess(pid, entry.start_ticks, entry.title, role, ranks, server, tuple(arguments), user, way)
+
+
+def _user_of(pid: int) -> int | None:
+    """Return the effective user id of `pid`, None when it is gone."""
+    words = procfs.read_status(pid).get("Uid", "").split()
+    return int(words[1]) if len(words) > 1 else None

@@ -1,0 +1,164 @@
+"""Hold on to processes by file descriptor, and learn how they ended without being their parent.
+
+A pidfd turns readable when its process exits (pidfd_open(2), Linux 5.3). How it ended is read from the zombie's stat
+line while its parent has not reaped it, and from the pidfd itself afterwards where the kernel is 6.15 or later
+(``PIDFD_GET_INFO`` with ``PIDFD_INFO_EXIT``, ``linux/pidfd.h``).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+from dataclasses import dataclass
+
+from sglang_crashkit.kernel import procfs
+
+_PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, struct pidfd_info of 64 bytes)
+_PIDFD_INFO_EXIT = 1 << 3
+_INFO = struct.Struct("=QQ3I8Ii")  # mask, cgroup id, pid, tgid, ppid, eight ids, exit status
+
+
+@dataclass(frozen=True)
+class ExitStatus:
+    """How a process ended.
+
+    Attributes:
+        code: its exit status, None when a signal ended it or nothing is known.
+        signal: the name of the signal that ended it, such as ``SIGKILL``.
+        core_dumped: the kernel wrote a core file for it.
+    """
+
+    code: int | None = None
+    signal: str | None = None
+    core_dumped: bool = False
+
+    @property
+    def known(self) -> bool:
+        """Whether the kernel told how the process ended."""
+        return self.code is not None or self.signal is not None
+
+    @classmethod
+    def from_wait_status(cls, status: int) -> ExitStatus:
+        """Decode a status in the form of waitpid(2)."""
+        number = status & 0x7F
+        if number == 0:
+            return cls(code=status >> 8 & 0xFF)
+        return cls(signal=signal_name(number), core_dumped=bool(status & 0x80))
+
+    @classmethod
+    def from_exit_code(cls, code: int) -> ExitStatus:
+        """Decode an exit code as `multiprocessing` writes it, negative for a signal."""
+        return cls(code=code) if code >= 0 else cls(signal=signal_name(-code))
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, also of a real-time one that Python does not name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"
+
+
+class ProcessHandle:
+    """A process identified by pidfd, pid and start time, so that a recycled pid is never mistaken for it.
+
+    Raises:
+        ProcessLookupError: there is no process `pid`.
+        OSError: the kernel gave no pidfd (no descriptors left, a kernel before 5.3).
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        try:
+            self.fd = os.pidfd_open(pid)
+        except OSError as error:
+            if procfs.read_stat(pid) is None:
+                raise ProcessLookupError(f"no process {pid}") from error
+            raise
+        stat = procfs.read_stat(pid)
+        if stat is None:
+            os.close(self.fd)
+            raise ProcessLookupError(f"no process {pid}")
+        self.start_ticks = stat.start_ticks
+        self._exit: ExitStatus | None = None
+
+    @classmethod
+    def of_reaped(cls, pid: int, status: ExitStatus) -> ProcessHandle:
+        """Return what stands for a process that was reaped before anybody held on to it.
+
+        Args:
+            pid: its pid, which may be another's by now.
+            status: how it ended, from who reaped it.
+        """
+        handle = cls.__new__(cls)
+        handle.pid, handle.fd, handle.start_ticks, handle._exit = pid, -1, 0, status
+        return handle
+
+    def fileno(self) -> int:
+        """Return the pidfd, readable once the process has exited."""
+        return self.fd
+
+    def has_exited(self, timeout_secs: float = 0.0) -> bool:
+        """Say whether the process has exited, reaped or not; wait for it for at most `timeout_secs` seconds.
+
+        Once the descriptor is closed, this is whether it was known to have exited by then.
+        """
+        if self.fd < 0:
+            return self._exit is not None
+        poller = select.poll()
+        poller.register(self.fd, select.POLLIN)
+        return bool(poller.poll(timeout_secs * 1000))
+
+    def exit_status(self) -> ExitStatus:
+        """Return how it ended; `ExitStatus.known` is false while it lives or when nobody can tell any more."""
+        if self._exit is None or not self._exit.known:
+            if not self.has_exited():
+                # Its main thread may be a zombie while others run.
+                return ExitStatus()
+            self._exit = self._from_zombie() or self._from_kernel() or ExitStatus()
+        return self._exit
+
+    def take_exit_status(self, status: ExitStatus) -> None:
+        """Take in how it ended from somebody who knows, where the kernel does not tell this process."""
+        if not self.exit_status().known:
+            self._exit = status
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal to this very process.
+
+        Raises:
+            ProcessLookupError: it has been reaped.
+            PermissionError: it belongs to another user.
+        """
+        signal.pidfd_send_signal(self.fd, signum)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _from_zombie(self) -> ExitStatus | None:
+        stat = procfs.read_stat(self.pid)
+        if stat is None or stat.start_ticks != self.start_ticks or stat.state not in "ZX":
+            return None
+        if stat.wait_status == 0 and not procfs.may_inspect(self.pid):
+            # Whoever may not trace it reads 0, however it ended (proc_pid_stat(5), exit_code).
+            return None
+        return ExitStatus.from_wait_status(stat.wait_status)
+
+    def _from_kernel(self) -> ExitStatus | None:
+        if self.fd < 0:
+            return None
+        request = bytearray(_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
+        try:
+            fcntl.ioctl(self.fd, _PIDFD_GET_INFO, request)
+        except OSError:
+            return None
+        answer = _INFO.unpack(request)
+        if not answer[0] & _PIDFD_INFO_EXIT:
+            return None
+        return ExitStatus.from_wait_status(answer[-1])

@@ -1,0 +1,325 @@
+"""Read what the kernel says of processes under ``/proc``.
+
+Field numbers are those of proc_pid_stat(5) and proc_pid_status(5). Every function answers None (or an empty value) for
+a process that is gone: between any two reads a process may go. What may wait for the process is read by `guarded_read`;
+where it does not come in time, that is the answer too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_crashkit.kernel.guarded_read import read_guarded
+from sglang_crashkit.redact import redact_text
+
+_PROC = Path("/proc")
+_MAX_TITLE = 120
+#: The kernel keeps so much of a name.
+COMM_BYTES = 15
+#: linux/sched.h
+_PF_EXITING = 0x4
+_INTERPRETERS = ("python", "pypy")
+
+
+@dataclass(frozen=True)
+class ProcStat:
+    """One line of ``/proc/PID/stat``.
+
+    Attributes:
+        pid: process id.
+        comm: name of the executable, at most 15 bytes.
+        state: one letter; ``Z`` for a zombie, ``T`` for a stopped, ``D`` for an uninterruptible process.
+        ppid: parent's process id.
+        start_ticks: start time in clock ticks since boot; with the pid it identifies a process.
+        threads: number of threads.
+        cpu_ticks: CPU time of all its threads since its start, in clock ticks.
+        wait_status: status as waitpid(2) would return it; meaningful for a zombie only, 0 where it may not be read.
+    """
+
+    pid: int
+    comm: str
+    state: str
+    ppid: int
+    start_ticks: int
+    threads: int
+    wait_status: int
+    cpu_ticks: int = 0
+
+
+def started_at(start_ticks: int) -> float:
+    """Return when a process began, in seconds since the epoch, from its start time in clock ticks since boot."""
+    since_boot = start_ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
+
+
+def read_stat(pid: int) -> ProcStat | None:
+    """Return the stat line of `pid`, or None when there is no such process."""
+    try:
+        raw = (_PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return None
+    # The name stands in parentheses and may itself hold parentheses and spaces.
+    opened, closed = raw.find(b"("), raw.rfind(b")")
+    fields = raw[closed + 2 :].split()
+    return ProcStat(
+        pid=pid,
+        comm=raw[opened + 1 : closed].decode(errors="replace"),
+        state=fields[0].decode(),
+        ppid=int(fields[1]),
+        threads=int(fields[17]),
+        start_ticks=int(fields[19]),
+        wait_status=int(fields[49]) if len(fields) > 49 else 0,
+        cpu_ticks=int(fields[11]) + int(fields[12]),
+    )
+
+
+def read_cmdline(pid: int) -> list[str]:
+    """Return the arguments of `pid`.
+
+    They are empty for a zombie, a kernel thread or a process that is gone, and where they do not come in time.
+    """
+    try:
+        raw = read_guarded(_PROC / str(pid) / "cmdline")
+    except OSError:
+        return []
+    return [part.decode(errors="replace") for part in raw.rstrip(b"\0").split(b"\0")] if raw else []
+
+
+def read_environ(pid: int) -> dict[str, str]:
+    """Return the environment that `pid` was started with, as far as it may be read: a title is written over it."""
+    try:
+        raw = read_guarded(_PROC / str(pid) / "environ")
+    except OSError:
+        return {}
+    pairs = (entry.decode(errors="replace").partition("=") for entry in raw.split(b"\0"))
+    return {name: value for name, _equals, value in pairs if name}
+
+
+def read_maps(pid: int) -> bytes:
+    """Return what `pid` maps, as proc_pid_maps(5) has it; empty for a zombie and a kernel thread.
+
+    Raises:
+        OSError: it may not be read, does not come in time, or the process is gone.
+    """
+    return read_guarded(_PROC / str(pid) / "maps")
+
+
+def title_of(cmdline: Iterable[str], comm: str) -> str:
+    """Return what a person calls the process.
+
+    A title set by setproctitle is returned as it is. Of an ordinary command line only the program and, where it is
+    Python, its module or script are kept: other arguments may be secrets.
+    """
+    arguments = list(cmdline)
+    if not arguments or not arguments[0]:
+        return comm
+    if "::" in arguments[0]:
+        return redact_text(arguments[0].strip()[:_MAX_TITLE])
+    if len(arguments) == 1:
+        # setproctitle, once it was asked anything, may leave the whole command line as one argument.
+        arguments = arguments[0].split() or [comm]
+    kept = [Path(arguments[0]).name]
+    if not kept[0].startswith(_INTERPRETERS):
+        return kept[0][:_MAX_TITLE]
+    for position, argument in enumerate(arguments[1:], start=1):
+        if argument == "-m" and position + 1 < len(arguments):
+            kept += ["-m", arguments[position + 1]]
+            break
+        if argument == "-c":
+            kept += ["-c", _module_of(" ".join(arguments[position + 1 :]))]
+            break
+        if not argument.startswith("-"):
+            if position == 1 and Path(argument).suffix in {".py", ""} and "=" not in argument:
+                kept.append(Path(argument).name)
+            break
+    return " ".join(kept)[:_MAX_TITLE]
+
+
+def _module_of(code: str) -> str:
+    """Return which part of multiprocessing runs this code, or dots."""
+    found = re.match(r"(?:from )?(multiprocessing\.\w+)(?: import |$)", code)
+    return found.group(1) if found else "..."
+
+
+def read_title(pid: int) -> str:
+    """Return the title of the process `pid` (see `title_of`), or an empty string when it is gone.
+
+    Where that does not come in time, it is the first `COMM_BYTES` bytes of it.
+    """
+    cmdline = read_cmdline(pid)
+    if cmdline and cmdline[0]:
+        return title_of(cmdline, "")
+    stat = read_stat(pid)
+    return stat.comm if stat else ""
+
+
+def is_python(pid: int) -> bool:
+    """Say whether `pid` runs a Python interpreter, by the name of its executable.
+
+    That needs permission to trace it; without, its title tells (SGLang's own are Python's) or its command line.
+    """
+    try:
+        executable = (_PROC / str(pid) / "exe").readlink()
+    except PermissionError:
+        words = read_cmdline(pid)
+        return bool(words) and ("::" in words[0] or Path(words[0]).name.startswith(_INTERPRETERS))
+    except OSError:
+        return False
+    return executable.name.startswith(_INTERPRETERS)
+
+
+def is_dead(pid: int) -> bool:
+    """Say whether `pid` is a zombie or gone."""
+    stat = read_stat(pid)
+    return stat is None or stat.state in "ZX"
+
+
+def may_inspect(pid: int) -> bool:
+    """Say whether the kernel lets this process see what only a tracer may see of `pid`, such as an exit status."""
+    try:
+        (_PROC / str(pid) / "cwd").readlink()
+    except PermissionError:
+        return False
+    except OSError:
+        # A zombie has none, but whoever may not look is told so first.
+        return True
+    return True
+
+
+def thread_states(pid: int) -> dict[int, str]:
+    """Return the state letter of each thread of `pid` by its kernel thread id; empty when the process is gone."""
+    states = {}
+    try:
+        entries = list((_PROC / str(pid) / "task").iterdir())
+    except OSError:
+        return {}
+    for entry in entries:
+        try:
+            raw = (entry / "stat").read_bytes()
+        except OSError:
+            continue
+        states[int(entry.name)] = raw[raw.rfind(b")") + 2 :][:1].decode()
+    return states
+
+
+def read_status(pid: int, thread: int | None = None) -> dict[str, str]:
+    """Return the fields of ``/proc/PID/status``, or of one thread's, by name; empty when it is gone."""
+    folder = _PROC / str(pid)
+    try:
+        text = ((folder if thread is None else folder / "task" / str(thread)) / "status").read_text(errors="replace")
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return {name: value.strip() for name, value in pairs}
+
+
+def catches_signal(pid: int, signum: int) -> bool:
+    """Say whether the process has a handler of its own for signal `signum` (field ``SigCgt``)."""
+    return in_mask(read_status(pid).get("SigCgt"), signum)
+
+
+def in_mask(mask: str | None, signum: int) -> bool:
+    """Say whether a signal is in a mask as ``/proc/PID/status`` writes it."""
+    return mask is not None and bool(int(mask, 16) >> (signum - 1) & 1)
+
+
+def read_tracer(pid: int, thread: int | None = None) -> int:
+    """Return the pid of the process that traces the main thread of `pid`, or another, 0 where there is none."""
+    tracer = read_status(pid, thread).get("TracerPid", "0")
+    return int(tracer) if tracer.isdigit() else 0
+
+
+def is_ending(pid: int) -> bool:
+    """Say whether `pid` has been killed, or is about to be gone: it holds what it held for a while then."""
+    pending = read_status(pid)
+    if any(in_mask(pending.get(name), signal.SIGKILL) for name in ("SigPnd", "ShdPnd")):
+        return True
+    try:
+        raw = (_PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return True
+    fields = raw[raw.rfind(b")") + 2 :].split()
+    return fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _PF_EXITING)
+
+
+def read_wchan(pid: int) -> str:
+    """Return the kernel function the main thread sleeps in, or an empty string where it may not be read."""
+    try:
+        return (_PROC / str(pid) / "wchan").read_text(errors="replace").strip("\0 \n0")
+    except OSError:
+        return ""
+
+
+def mapped_files(pid: int) -> set[str]:
+    """Return the paths of the files that `pid` maps, such as its libraries; empty where that may not be read."""
+    try:
+        text = read_maps(pid).decode(errors="replace")
+    except OSError:
+        return set()
+    # Address, permissions, offset, device, inode, path; proc_pid_maps(5).
+    fields = (line.split(None, 5) for line in text.splitlines())
+    return {words[5] for words in fields if len(words) == 6 and words[5].startswith("/")}
+
+
+def available_bytes() -> int | None:
+    """Return how much memory new programs may take before the host swaps, in bytes; None where that is not told."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (_PROC / "meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return None
+
+
+class TreeScanner:
+    """Finds the descendants of a process again and again at little cost.
+
+    Not every kernel has ``/proc/PID/task/TID/children``, so parents are looked up from each process's stat line. Those
+    of processes seen before are remembered; every `refresh_every` scans all are read anew, because a pid may have been
+    recycled and an orphan has a new parent.
+
+    Args:
+        root_pid: the process whose descendants are wanted.
+        without: a process that is left out with its descendants, such as the caller.
+        refresh_every: how many scans what is remembered is good for.
+    """
+
+    def __init__(self, root_pid: int, *, without: int | None = None, refresh_every: int = 16) -> None:
+        self._root_pid = root_pid
+        self._without = without
+        self._refresh_every = refresh_every
+        self._scans = 0
+        self._parents: dict[int, int] = {}
+
+    def scan(self) -> set[int]:
+        """Return the pids of the root and all its descendants that are there now, zombies included."""
+        if self._scans % self._refresh_every == 0:
+            self._parents.clear()
+        self._scans += 1
+        present = {int(name) for name in os.listdir(_PROC) if name.isdigit()}  # noqa: PTH208
+        for pid in self._parents.keys() - present:
+            del self._parents[pid]
+        for pid in present - self._parents.keys():
+            stat = read_stat(pid)
+            if stat is not None:
+                self._parents[pid] = stat.ppid
+        return self._descend(present)
+
+    def _descend(self, present: set[int]) -> set[int]:
+        children: dict[int, list[int]] = {}
+        for pid, parent in self._parents.items():
+            children.setdefault(parent, []).append(pid)
+        members: set[int] = set()
+        waiting = [self._root_pid] if self._root_pid in present else []
+        while waiting:
+            pid = waiting.pop()
+            if pid not in members and pid != self._without:
+                members.add(pid)
+                waiting += children.get(pid, [])
+        return members

@@ -1,0 +1,184 @@
+"""POSIX shared memory and semaphores that a killed server leaves in ``/dev/shm``.
+
+Whoever is killed by SIGKILL unlinks nothing, and Python's resource tracker, which would, is killed with the rest. What
+a server had mapped and left is told of. It is removed only where nobody else can have a use for it: its name bears the
+pid of a process of the server that is dead, and every process of the machine says that it does not map it. Names
+without a pid (``psm_*``, ``nccl-*``, ``sem.mp-*``, ``sglang_loads_*``) do not say whose they are, so these stay.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_crashkit.kernel import procfs
+
+FOLDER = Path("/dev/shm")  # noqa: S108 - where Linux has it
+_MAPPED = re.compile(rb"^\S+ \S+ \S+ \S+ (\d+) +/dev/shm/([^/\n]+)$", re.MULTILINE)
+#: Names that bear the pid of who made them; SGLang's own by ``srt/utils/stale_shm_cleanup.py``.
+_WITH_PID = re.compile(
+    r"torch_(?P<torch>\d+)_\d+_\d+"
+    r"|sgl_shm_[a-z]+_(?P<sglang>\d+)_[0-9a-f]{8}"
+    r"|multi_tokenizer_args_(?P<tokenizers>\d+)"
+)
+_WITHOUT_PID = re.compile(
+    r"psm_[0-9a-f]+"  # multiprocessing.shared_memory
+    r"|sem\.mp-\w+"  # multiprocessing's locks
+    r"|nccl-\w+"
+    r"|sgl_shm_\w+"  # where the name has another form than above
+    r"|sglang_(loads|host_pool)_[\w.-]+"
+)
+#: The longest that all processes are asked what they map, in seconds.
+_LOOK_SECS = 5.0
+#: Inodes of the first namespaces of a machine; ``PROC_IPC_INIT_INO`` and ``PROC_PID_INIT_INO`` of ``linux/proc_ns.h``.
+_FIRST_IPC, _FIRST_PID = 0xEFFFFFFF, 0xEFFFFFFC
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A file of ``/dev/shm``: its name and its inode, because a name may be given again."""
+
+    name: str
+    inode: int
+
+    @property
+    def creator(self) -> int | None:
+        """The pid that its name bears; None where it bears none."""
+        match = _WITH_PID.fullmatch(self.name)
+        return int(next(filter(None, match.groups()))) if match else None
+
+
+@dataclass(frozen=True)
+class LeftSegment:
+    """A segment that stays.
+
+    Attributes:
+        name: its name in ``/dev/shm``.
+        bytes: what it takes of memory.
+        why: why it was not removed.
+    """
+
+    name: str
+    bytes: int
+    why: str
+
+
+def mapped_by(pid: int) -> set[Segment]:
+    """Return the segments with a known kind of name that process `pid` maps.
+
+    Raises:
+        OSError: it cannot be told.
+    """
+    found = {Segment(os.fsdecode(name), int(inode)) for inode, name in _MAPPED.findall(procfs.read_maps(pid))}
+    return {its for its in found if _WITH_PID.fullmatch(its.name) or _WITHOUT_PID.fullmatch(its.name)}
+
+
+def of_server(pid: int) -> set[Segment]:
+    """Return the segments that bear the pid of a server's main process and are not mapped all the time."""
+    name = f"multi_tokenizer_args_{pid}"
+    try:
+        return {Segment(name, (FOLDER / name).lstat().st_ino)}
+    except OSError:
+        return set()
+
+
+def clear(segments: Iterable[Segment], dead: Mapping[int, int]) -> tuple[list[str], list[LeftSegment]]:
+    """Unlink those of `segments` that nobody can have a use for any more.
+
+    Args:
+        segments: what the server's processes had mapped.
+        dead: start times of its own processes by pid, in clock ticks since boot, where all of them are dead; empty
+            where one lives, so that nothing is removed.
+
+    Returns:
+        The names of those that were removed, and those that are there still.
+    """
+    removed, left = [], []
+    there = sorted((one for one in segments if _size_of(one) is not None), key=lambda segment: segment.name)
+    why_not = {one: _why_not_ours(one, dead) for one in there}
+    candidates = {one for one, why in why_not.items() if not why}
+    if candidates:
+        why_not |= _why_in_use(candidates)
+    for one in there:
+        size, why = _size_of(one), why_not[one]
+        if size is None:
+            continue
+        if not why:
+            try:
+                (FOLDER / one.name).unlink()
+                removed.append(one.name)
+                continue
+            except OSError as error:
+                why = f"it cannot be removed: {error.strerror}"
+        left.append(LeftSegment(one.name, size, why))
+    return removed, left
+
+
+def _why_not_ours(segment: Segment, dead: Mapping[int, int]) -> str:
+    creator = segment.creator
+    if creator is None:
+        return "its name does not say whose it is"
+    if not dead:
+        return "a process of the server lives"
+    if creator not in dead:
+        return f"its name bears the pid {creator}, which is none of the server's"
+    stat = procfs.read_stat(creator)
+    if stat is not None and (stat.start_ticks != dead[creator] or stat.state not in "ZX"):
+        return f"there is a process {creator}"
+    return ""
+
+
+def _why_in_use(candidates: Collection[Segment]) -> dict[Segment, str]:
+    """Return of each why it may be in use still; empty where every process says that it is not."""
+    unknown = _why_unseen()
+    users: dict[Segment, str] = {}
+    deadline = time.monotonic() + _LOOK_SECS
+    for name in os.listdir("/proc") if not unknown else ():  # noqa: PTH208
+        if not name.isdigit():
+            continue
+        if time.monotonic() >= deadline:
+            unknown = f"not every process could be asked within {_LOOK_SECS:g} s"
+            break
+        try:
+            mapped = mapped_by(int(name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        except OSError:
+            # A zombie maps nothing, whoever it was.
+            if not procfs.is_dead(int(name)):
+                unknown = f"what process {name} maps cannot be read"
+                break
+            continue
+        users |= {one: f"process {name} maps it" for one in mapped if one in candidates}
+    return {one: users.get(one, unknown) for one in candidates}
+
+
+def _why_unseen() -> str:
+    """Say why there may be processes that use this ``/dev/shm`` and cannot be seen; empty where that is not known."""
+    try:
+        is_shared = os.stat("/proc/self/ns/ipc").st_ino == _FIRST_IPC  # noqa: PTH116
+        is_alone = os.stat("/proc/self/ns/pid").st_ino != _FIRST_PID  # noqa: PTH116
+        mounts = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
+    except OSError as error:
+        return f"what processes there are cannot be told: {error.strerror}"
+    if is_shared and is_alone:
+        return "the container shares the machine's shared memory, and does not see its processes"
+    fields = [line.split(" ") for line in mounts]
+    options = [option for mount in fields if mount[2:3] == ["proc"] for option in mount[3].split(",")]
+    if any(option.startswith("hidepid=") and option not in ("hidepid=0", "hidepid=off") for option in options):
+        return "/proc hides the processes of others"
+    return ""
+
+
+def _size_of(segment: Segment) -> int | None:
+    """Return how many bytes it takes; None where it is not there any more, or is not this user's."""
+    try:
+        stat = (FOLDER / segment.name).lstat()
+    except OSError:
+        return None
+    is_own = stat.st_ino == segment.inode and stat.st_uid == os.geteuid()
+    return stat.st_blocks * 512 if is_own else None

@@ -1,0 +1,67 @@
+"""The signals by which the kit tells or ends processes of a server: nothing else of it sends such.
+
+Whether one is sent is decided by `policy` alone. Sent where they belong are what a tool of the kit's own gets at its
+end, the signal by which faulthandler is asked for stacks (`stack_signal`), SIGCONT for what a debugger may have left
+stopped (`native_stacks`), and what the kit sends in the place of upstream's ``kill_process_tree``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Collection, Iterable
+
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.pidfd import ProcessHandle
+
+
+def tell(process: ProcessHandle) -> bool:
+    """Tell a process that saves requests of a failure, as SGLang's own processes do: by SIGQUIT.
+
+    Returns:
+        Whether it could be told.
+    """
+    return send(process, signal.SIGQUIT)
+
+
+def tell_itself() -> None:
+    """Tell this process of a failure, in its main thread.
+
+    Python runs handlers there; it may be in a call that another thread's signal would not end.
+    """
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    signal.pthread_kill(main_thread, signal.SIGQUIT)
+
+
+def send(process: ProcessHandle, signum: int) -> bool:
+    """Send a signal to this very process, and say whether it was there to get it."""
+    try:
+        process.send_signal(signum)
+    except OSError:
+        return False
+    return True
+
+
+def kill_below(pid: int, spared: Collection[int] = ()) -> None:
+    """Send SIGKILL to all processes below `pid`, but to those that are spared."""
+    kill_all(procfs.TreeScanner(pid).scan() - {pid, *spared})
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """Send SIGKILL to processes; one that is gone is no error."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def kill_group(group: int) -> None:
+    """Send SIGKILL to a process group."""
+    os.killpg(group, signal.SIGKILL)
+
+
+def kill_itself() -> None:
+    """End this process by SIGKILL; returns only in process 1 of a container, which is deaf to it."""
+    os.kill(os.getpid(), signal.SIGKILL)

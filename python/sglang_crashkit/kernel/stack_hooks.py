@@ -1,0 +1,106 @@
+"""What a process of the server prepares at its start, so that its stacks can be had without tracing it.
+
+Its files in the crash handler's runtime folder, which has mode 0700, named after the process's pid and start time:
+
+- ``.json`` says what is armed, and is there for as long as that may be used;
+- ``.sock`` is where a thread of the process answers with the stacks of all its threads (see `responder`);
+- ``.stack`` takes what faulthandler writes when the process gets the signal (see `stack_signal`);
+- ``.fault`` takes what faulthandler writes when a fatal signal ends the process;
+- ``.say`` is where a thread of the server's main process takes lines for the server's log, and the word that a worker
+  wrote a ``.fault``.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sglang_crashkit.kernel.private_files import write_private
+
+#: In the middle of the real-time signals: programs take theirs from either end, systemd takes 34 to 40 and 47 to 64.
+DEFAULT_SIGNAL = 45
+HANDLER_PID = "handler.pid"
+#: The event by which the main process is told that a worker wrote its stacks as it died; see ``.say``.
+FAULT = "fault"
+
+_MOST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Armed:
+    """What one process armed.
+
+    Attributes:
+        pid: the process.
+        start_ticks: its start time; see `procfs.ProcStat`.
+        main_thread: Python's identifier of its main thread, by which faulthandler names threads.
+        signal: on which faulthandler writes the stacks; 0 where that is not armed.
+        roots: its folders of modules, which stacks are shortened by.
+    """
+
+    pid: int
+    start_ticks: int
+    main_thread: int
+    signal: int
+    roots: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ArmedFiles:
+    """The files of one process in the runtime folder."""
+
+    description: Path
+    socket: Path
+    stack: Path
+    fault: Path
+    say: Path
+
+    @classmethod
+    def of(cls, folder: Path, pid: int, start_ticks: int) -> ArmedFiles:
+        """Return the files of the process `pid` that started at `start_ticks`."""
+        name = f"{pid}-{start_ticks}"
+        suffixes = (".json", ".sock", ".stack", ".fault", ".say")
+        return cls(*(folder / f"{name}{suffix}" for suffix in suffixes))
+
+
+def describe(folder: Path, armed: Armed) -> None:
+    """Write down what is armed, which is the last step of arming.
+
+    Raises:
+        OSError: the folder is gone or full.
+    """
+    files = ArmedFiles.of(folder, armed.pid, armed.start_ticks)
+    write_private(files.description, json.dumps(asdict(armed)).encode(errors="backslashreplace"))
+
+
+def read_armed(folder: Path, pid: int, start_ticks: int) -> Armed | None:
+    """Return what the process `pid` that started at `start_ticks` armed, None where that is nothing."""
+    try:
+        with ArmedFiles.of(folder, pid, start_ticks).description.open("rb") as file:
+            document = json.loads(file.read(_MOST_BYTES))
+        armed = Armed(
+            pid=pid,
+            start_ticks=start_ticks,
+            main_thread=int(document["main_thread"]),
+            signal=int(document["signal"]),
+            roots=tuple(str(root) for root in document["roots"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return armed if is_usable(armed.signal) else None
+
+
+def is_usable(signum: int) -> bool:
+    """Say whether a signal may be armed: a real-time one, or 0 for none."""
+    return signum == 0 or signal.SIGRTMIN <= signum <= signal.SIGRTMAX
+
+
+def read_handler_pid(folder: Path) -> int | None:
+    """Return the pid of the crash handler whose runtime folder this is, None where it has not said."""
+    try:
+        pid = int((folder / HANDLER_PID).read_text())
+    except (OSError, ValueError):
+        return None
+    return pid if pid > 0 else None

@@ -1,0 +1,1 @@
+"""What outlives a process in memory: heartbeats and the journal of requests."""

@@ -1,0 +1,1 @@
+"""What the kit knows of processes, stacks and incidents: data, and no judgement."""

@@ -1,0 +1,349 @@
+"""One datagram from a process of the server to its crash handler, and the handler's acknowledgement.
+
+A message is a JSON object of at most 60 kB with ``event`` and ``time``. The sender is taken from the kernel's
+credentials of the socket (``SO_PASSCRED``), never from the message. The handler's socket lies in a folder with mode
+0700, and so does that of a sender which waits, ``reply-<pid>-<n>.sock``, for as long as it does. It takes an answer
+from the process that ``handler.pid`` in that folder names and from nobody else, and the end of its wait is its own: the
+handler may ask it to wait on, up to a total that the sender sets. A message may carry a descriptor, for which the
+handler need not be allowed to look into the sender.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit.kernel.stack_hooks import read_handler_pid
+
+#: In an answer that is not the last one: for how many seconds at most the sender is asked to wait for that.
+WAIT_FIELD = "wait_secs"
+
+_MAX_BYTES = 60_000
+#: The kernel queues ten datagrams (net.unix.max_dgram_qlen); a handler at work lets more wait. Seconds.
+_QUEUE_FULL_SECS = 0.25
+#: The longest that a sender waits in all where it sets no other end, in seconds.
+MOST_SECS = 60.0
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_DESCRIPTOR = struct.Struct("i")
+_numbers = itertools.count()
+
+
+class HandlerUnreachableError(Exception):
+    """There is no crash handler behind the socket, or it took no message."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message as the handler received it.
+
+    Attributes:
+        event: what happened, such as ``watchdog_timeout``.
+        fields: the rest of the message.
+        pid: the sender, by the kernel's word.
+        uid: the sender's user, by the kernel's word.
+        address: where an acknowledgement goes, None when the sender does not wait.
+        descriptor: what came with it, open until `close`; None where nothing did, or it was not wanted.
+    """
+
+    event: str
+    fields: dict[str, Any]
+    pid: int
+    uid: int
+    address: bytes | None
+    descriptor: int | None = None
+
+    def close(self) -> None:
+        """Close the descriptor that came with it; to be called once."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+
+
+def notify(socket_path: str, event: str, *, descriptor: int | None = None, **fields: Any) -> None:
+    """Send a message and return, at once unless the handler is behind (then within a quarter of a second).
+
+    Args:
+        socket_path: the handler's socket.
+        event: what happened.
+        descriptor: passed on with it; the sender's stays open.
+        fields: the rest of the message, JSON values.
+
+    Raises:
+        HandlerUnreachableError: it could not be handed over.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        _send(sender, socket_path, event, fields, _QUEUE_FULL_SECS, descriptor)
+
+
+def request(
+    socket_path: str,
+    event: str,
+    timeout_secs: float,
+    *,
+    on_wait: Callable[[float], object] | None = None,
+    most_secs: float = MOST_SECS,
+    **fields: Any,
+) -> dict[str, Any]:
+    """Send a message and wait for its acknowledgement.
+
+    Args:
+        socket_path: the handler's socket.
+        event: what happened.
+        timeout_secs: the longest to wait, in seconds, as long as the handler does not ask for more.
+        on_wait: told for how many seconds from now the handler asks to wait at most.
+        most_secs: the longest to wait in all, in seconds, whatever the handler asks for.
+        fields: the rest of the message, JSON values.
+
+    Returns:
+        The acknowledgement; empty when the handler took the message but did not answer in time, or cannot, because
+        there is no room for a socket beside the handler's.
+
+    Raises:
+        HandlerUnreachableError: the message could not be handed over, or the handler died before it answered.
+    """
+    began = time.monotonic()
+    timeout_secs = min(timeout_secs, most_secs)
+    with _reply_socket(Path(socket_path).parent) as (sender, is_bound):
+        # Before it is asked: it may be asked to remove that.
+        handler_pid = read_handler_pid(Path(socket_path).parent)
+        _send(sender, socket_path, event, fields | ({"wait": True} if is_bound else {}), timeout_secs)
+        if not is_bound:
+            return {}
+        return _await_answer(sender, socket_path, handler_pid, began, timeout_secs, most_secs, on_wait)
+
+
+def _await_answer(
+    sender: socket.socket,
+    socket_path: str,
+    handler_pid: int | None,
+    began: float,
+    timeout_secs: float,
+    most_secs: float,
+    on_wait: Callable[[float], object] | None,
+) -> dict[str, Any]:
+    deadline = began + timeout_secs
+    # Not select(2), which ends at descriptor 1023: a server with many connections is beyond it.
+    poller = select.poll()
+    poller.register(sender, select.POLLIN)
+    reachable = True
+    while True:
+        remaining = deadline - time.monotonic()
+        # Short turns, so that a handler that died while it worked is noticed long before the deadline.
+        if poller.poll(max(0.0, min(remaining, 0.25)) * 1000):
+            answer = _receive_answer(sender, handler_pid)
+            if answer is None:
+                # Somebody else's word moves no deadline.
+                if remaining <= 0:
+                    return {}
+                continue
+            more_secs = _asked_secs(answer)
+            if more_secs is None:
+                return answer
+            deadline = min(time.monotonic() + more_secs, began + most_secs)
+            if on_wait is not None:
+                on_wait(max(0.0, deadline - time.monotonic()))
+            continue
+        if not reachable:
+            raise HandlerUnreachableError(f"the crash handler behind {socket_path} died")
+        if remaining <= 0:
+            return {}
+        # It may have answered before it left, so its mailbox is looked into once more.
+        reachable = is_reachable(socket_path)
+
+
+@contextlib.contextmanager
+def _reply_socket(folder: Path) -> Iterator[tuple[socket.socket, bool]]:
+    """Yield a socket to send from, and whether an answer can reach it at a path in `folder`; that is removed."""
+    path = folder / f"reply-{os.getpid()}-{next(_numbers)}.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        try:
+            sender.bind(str(path))
+        except OSError:
+            # The disk is full, or somebody removed the folder: the message may still arrive.
+            yield sender, False
+            return
+        try:
+            yield sender, True
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _receive_answer(sender: socket.socket, handler_pid: int | None) -> dict[str, Any] | None:
+    """Return the next answer; None where it is not the handler's."""
+    try:
+        data, ancillary, _flags, _address = sender.recvmsg(
+            _MAX_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+        )
+        answer = json.loads(data)
+    except (OSError, ValueError, RecursionError):
+        return None
+    credentials = _credentials_in(ancillary)
+    is_handlers = credentials is not None and handler_pid is not None and credentials[0] == handler_pid
+    return answer if is_handlers and isinstance(answer, dict) else None
+
+
+def _asked_secs(answer: dict[str, Any]) -> float | None:
+    """Return for how many seconds more the handler asks to be waited for; None where this is its last word."""
+    if WAIT_FIELD not in answer:
+        return None
+    seconds = answer[WAIT_FIELD]
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and math.isfinite(seconds)
+    return max(0.0, float(seconds)) if is_number else 0.0
+
+
+def is_reachable(socket_path: str) -> bool:
+    """Say whether a process holds the socket at `socket_path` open."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
+        try:
+            probe.connect(socket_path)
+        except OSError:
+            return False
+    return True
+
+
+def _send(
+    sender: socket.socket,
+    socket_path: str,
+    event: str,
+    fields: dict[str, Any],
+    patience_secs: float,
+    descriptor: int | None = None,
+) -> None:
+    data = json.dumps({"event": event, "time": time.time(), **fields}, default=str).encode()
+    if len(data) > _MAX_BYTES:
+        raise HandlerUnreachableError(f"message of {len(data)} bytes is over {_MAX_BYTES}")
+    seconds, fraction = divmod(max(patience_secs, 0.001), 1.0)
+    try:
+        # The kernel wakes the sender when there is room again or when the handler dies.
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(seconds), int(fraction * 1e6)))
+        rights = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(descriptor))]
+        sender.sendmsg([data], rights, 0, socket_path)
+    except OSError as error:
+        raise HandlerUnreachableError(f"{socket_path}: {error.strerror}") from error
+
+
+class Mailbox:
+    """The handler's end: receives messages and acknowledges them."""
+
+    def __init__(self, receiver: socket.socket) -> None:
+        receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        receiver.setblocking(False)
+        self._receiver = receiver
+        self._folder = os.path.dirname(receiver.getsockname())  # noqa: PTH120 - as bytes or text, as the kernel has it
+
+    @staticmethod
+    def bind(path: Path) -> socket.socket:
+        """Return a socket bound at `path`; the caller keeps or passes it on.
+
+        Raises:
+            OSError: the path is over 107 bytes, taken, or its folder is missing.
+        """
+        receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        try:
+            receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            receiver.bind(str(path))
+        except OSError:
+            receiver.close()
+            raise
+        return receiver
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return self._receiver.fileno()
+
+    def receive(self, limit: int = 64, *, descriptors: bool = False) -> list[Message]:
+        """Return the messages that are there now; rubbish is passed over.
+
+        Args:
+            limit: so many at most.
+            descriptors: keep the descriptor that came with a message, one at most; the caller closes each message.
+        """
+        messages = []
+        room = socket.CMSG_SPACE(_CREDENTIALS.size) + descriptors * socket.CMSG_SPACE(_DESCRIPTOR.size)
+        for _ in range(limit):
+            try:
+                data, ancillary, _flags, address = self._receiver.recvmsg(_MAX_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+            except OSError:
+                break
+            message, passed = _decode(data, ancillary, address), _passed(ancillary)
+            if message is not None:
+                messages.append(replace(message, descriptor=passed.pop(0)) if passed else message)
+            for descriptor in passed:
+                os.close(descriptor)
+        return messages
+
+    def acknowledge(self, message: Message, **fields: Any) -> None:
+        """Answer a sender that waits beside this socket; one that is gone is no error."""
+        with self.line_to(message) as line:
+            line(**fields)
+
+    @contextlib.contextmanager
+    def line_to(self, message: Message) -> Iterator[Callable[..., None]]:
+        """Yield what answers a sender that waits, also when the folder of its socket has been removed meanwhile."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as line:
+            reached = False
+            if message.address is not None and os.path.dirname(message.address) == os.fsencode(self._folder):  # noqa: PTH120
+                with contextlib.suppress(OSError):
+                    line.connect(message.address)
+                    reached = True
+
+            def answer(**fields: Any) -> None:
+                if reached:
+                    with contextlib.suppress(OSError):
+                        line.send(json.dumps(fields).encode(), socket.MSG_DONTWAIT)
+
+            yield answer
+
+
+def _passed(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    return [
+        descriptor
+        for level, kind, value in ancillary
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS
+        for (descriptor,) in _DESCRIPTOR.iter_unpack(value[: len(value) // _DESCRIPTOR.size * _DESCRIPTOR.size])
+    ]
+
+
+def _credentials_in(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, int, int] | None:
+    """Return pid, uid and gid of a sender by the kernel's word; None where it said nothing."""
+    for level, kind, value in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+            pid, uid, gid = _CREDENTIALS.unpack(value[: _CREDENTIALS.size])
+            return pid, uid, gid
+    return None
+
+
+def _decode(data: bytes, ancillary: list[tuple[int, int, bytes]], address: bytes | str | None) -> Message | None:
+    credentials = _credentials_in(ancillary)
+    if credentials is None:
+        return None
+    pid, uid, _gid = credentials
+    if uid not in (os.geteuid(), 0):
+        return None
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or not isinstance(fields.get("event"), str):
+        return None
+    waits = fields.pop("wait", False) is True
+    reply_to = address.encode() if isinstance(address, str) else address
+    return Message(
+        event=fields.pop("event"),
+        fields=fields,
+        pid=pid,
+        uid=uid,
+        address=(reply_to or None) if waits else None,
+    )

@@ -1,0 +1,233 @@
+"""The environment variables that control the kit.
+
+Truth values are read as SGLang reads them: ``1 true yes y`` and ``0 false no n``, in any case. A value that cannot be
+read counts as unset: a typing error must not stop a server.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from sglang_crashkit.kernel.identity_key import key_of
+
+SOCKET_VARIABLE = "SGLANG_CRASHKIT_SOCKET"
+SPOOL_VARIABLE = "SGLANG_CRASHKIT_SPOOL"
+LAUNCH_VARIABLE = "SGLANG_CRASHKIT_LAUNCHED"
+MODE_VARIABLE = "SGLANG_CRASHKIT_MODE"
+FLIGHT_VARIABLE = "SGLANG_CRASHKIT_FLIGHT_FOLDER"
+
+MB = 1 << 20
+_LIMITS = ("MAX_USE", "KEEP_FREE", "MAX_INCIDENT", "MAX_CORE")
+MAX_USE, KEEP_FREE, MAX_INCIDENT, MAX_CORE = (f"SGLANG_CRASHKIT_{name}_MB" for name in _LIMITS)
+#: The folder, in the fallback folder, of all runtime folders.
+RUN = "run"
+SOCKET = "handler.sock"
+#: The longest name of a socket in the folder: a pid of 7 digits, a start time, a suffix.
+_LONGEST_SOCKET = "4194304-123456789012.sock"
+_MAX_SOCKET_PATH = 107
+_TRUE = {"1", "true", "yes", "y"}
+_FALSE = {"0", "false", "no", "n"}
+
+
+def read_bool(environ: Mapping[str, str], name: str, default: bool) -> bool:
+    """Return the truth value of variable `name`, `default` where it is unset or unreadable."""
+    value = environ.get(name, "").strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    return default
+
+
+def read_seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    """Return variable `name` as seconds of 0 or more, `default` where it is unset or unreadable."""
+    try:
+        seconds = float(environ[name])
+    except (KeyError, ValueError):
+        return default
+    return seconds if 0 <= seconds < float("inf") else default
+
+
+def read_number(environ: Mapping[str, str], name: str, default: int) -> int:
+    """Return variable `name` as a whole number of 0 or more, `default` where it is unset or unreadable."""
+    value = environ.get(name, "").strip()
+    return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else default
+
+
+def read_megabytes(environ: Mapping[str, str], name: str, default: float) -> float:
+    """Return variable `name` as mebibytes, 1 to 1024; `default` where it is unset, unreadable or another number."""
+    megabytes = read_seconds(environ, name, default)
+    return megabytes if 1 <= megabytes <= 1024 else default
+
+
+#: What is kept of prompts: all, token ids only, or nothing but how long they are.
+Prompts = Literal["full", "ids", "none"]
+
+
+def read_prompts(environ: Mapping[str, str]) -> Prompts:
+    """Return ``SGLANG_CRASHKIT_PROMPTS``: ``full`` where it is unset, ``none`` where it is set to another word.
+
+    Whoever sets it wants to keep something back, so a typing error keeps back all.
+    """
+    value = environ.get("SGLANG_CRASHKIT_PROMPTS", "").strip().lower()
+    return "full" if value in ("", "full") else "ids" if value == "ids" else "none"
+
+
+@dataclass(frozen=True)
+class DiskLimits:
+    """What the user allows, in bytes; None is the default.
+
+    Attributes:
+        max_use: ``SGLANG_CRASHKIT_MAX_USE_MB``; all incidents of a host together, with the GPU cores and request dumps
+            beside them. By default 4096 MB, and at most a tenth of the file system.
+        keep_free: ``SGLANG_CRASHKIT_KEEP_FREE_MB``; what incidents leave free on the file system. By default 1024 MB,
+            and at most a twentieth of it.
+        max_incident: ``SGLANG_CRASHKIT_MAX_INCIDENT_MB``; one incident, without what lies beside it. 256 MB by default.
+        max_core: ``SGLANG_CRASHKIT_MAX_CORE_MB``; one GPU core. 4096 MB by default.
+    """
+
+    max_use: int | None = None
+    keep_free: int | None = None
+    max_incident: int = 256 * MB
+    max_core: int = 4096 * MB
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> DiskLimits:
+        """Read them from `environ`; a value that cannot be read counts as unset."""
+        return cls(
+            max_use=_read_size(environ, MAX_USE, cls.max_use),
+            keep_free=_read_size(environ, KEEP_FREE, cls.keep_free),
+            max_incident=_read_size(environ, MAX_INCIDENT, cls.max_incident),
+            max_core=_read_size(environ, MAX_CORE, cls.max_core),
+        )
+
+
+Size = TypeVar("Size", int, "int | None")
+
+
+def _read_size(environ: Mapping[str, str], name: str, default: Size) -> Size:
+    try:
+        megabytes = float(environ[name])
+    except (KeyError, ValueError):
+        return default
+    return int(megabytes * MB) if 0 <= megabytes < float("inf") else default
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks of the kit.
+
+    Attributes:
+        enabled: ``SGLANG_CRASHKIT_ENABLED``; the kit does nothing at all when false.
+        diagnostics: either of upstream's ``SGLANG_PYSPY_DUMP_BEFORE_CRASH`` and
+            ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH``, both true by default.
+        stacks: ``SGLANG_PYSPY_DUMP_BEFORE_CRASH``; no process is photographed when false.
+        cores: ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH``; no GPU core is asked for when false.
+        core_wait_secs: ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS``; how long is waited for a GPU core to come or to
+            grow on, in seconds, within `exit_secs`.
+        budget_secs: ``SGLANG_CRASHKIT_BUDGET_SECS``; the longest an incident may take, in seconds.
+        photograph_secs: ``SGLANG_CRASHKIT_PHOTOGRAPH_SECS``; the longest that one round of stacks may take, in seconds.
+        startup_timeout_secs: ``SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS``; the longest that the ranks may take to get
+            ready, in seconds; 0 for no limit.
+        peer_watch: ``SGLANG_CRASHKIT_PEER_WATCH``; the other servers of a prefill and decode pair are not watched when
+            false.
+        end_secs: ``SGLANG_CRASHKIT_END_SECS``; the longest that the server's end may take once the evidence of a crash
+            is whole, in seconds.
+        hang_secs: ``SGLANG_CRASHKIT_HANG_SECS``; how long a scheduler that makes no progress is taken to be at work, in
+            seconds; 0 where hangs are not looked for.
+        native: ``SGLANG_CRASHKIT_NATIVE``; whether native stacks are taken, which stops each process for a moment. None
+            where it is not set: of a server that hangs and will be ended for it.
+        journal: ``SGLANG_CRASHKIT_JOURNAL``; no request is noted before a crash when false.
+        journal_mb: ``SGLANG_CRASHKIT_JOURNAL_MB``; how much memory the journal of one process may take, in mebibytes,
+            1 to 1024.
+        full_per_fault: ``SGLANG_CRASHKIT_FULL_PER_FAULT``; how many incidents of the same fault a day are kept with all
+            stacks; 0 for all.
+        disk: what incidents may take of the disk.
+        exit_secs: ``SGLANG_CRASHKIT_EXIT_SECS``; the longest that one end of the server may take with all that is
+            waited for, in seconds.
+        keeps_exit_status: ``SGLANG_CRASHKIT_EXIT_STATUS`` is ``upstream``; a crash ends the server with upstream's
+            exit status.
+        prompts: ``SGLANG_CRASHKIT_PROMPTS``; what the journal keeps of prompts.
+    """
+
+    enabled: bool
+    diagnostics: bool
+    stacks: bool
+    cores: bool
+    core_wait_secs: float
+    budget_secs: float
+    photograph_secs: float
+    startup_timeout_secs: float = 0.0
+    peer_watch: bool = True
+    end_secs: float = 15.0
+    hang_secs: float = 60.0
+    native: bool | None = None
+    journal: bool = True
+    journal_mb: float = 32.0
+    full_per_fault: int = 3
+    disk: DiskLimits = field(default_factory=DiskLimits)
+    exit_secs: float = 60.0
+    keeps_exit_status: bool = False
+    prompts: Prompts = "full"
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
+        """Read the settings from `environ`."""
+        stacks = read_bool(environ, "SGLANG_PYSPY_DUMP_BEFORE_CRASH", True)
+        cores = read_bool(environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH", True)
+        return cls(
+            enabled=read_bool(environ, "SGLANG_CRASHKIT_ENABLED", True),
+            diagnostics=stacks or cores,
+            stacks=stacks,
+            cores=cores,
+            core_wait_secs=read_seconds(environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", 60.0),
+            budget_secs=read_seconds(environ, "SGLANG_CRASHKIT_BUDGET_SECS", 20.0),
+            photograph_secs=read_seconds(environ, "SGLANG_CRASHKIT_PHOTOGRAPH_SECS", 1.5),
+            startup_timeout_secs=read_seconds(environ, "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", 0.0),
+            journal=read_bool(environ, "SGLANG_CRASHKIT_JOURNAL", True),
+            journal_mb=read_megabytes(environ, "SGLANG_CRASHKIT_JOURNAL_MB", 32.0),
+            peer_watch=read_bool(environ, "SGLANG_CRASHKIT_PEER_WATCH", True),
+            end_secs=read_seconds(environ, "SGLANG_CRASHKIT_END_SECS", 15.0),
+            hang_secs=read_seconds(environ, "SGLANG_CRASHKIT_HANG_SECS", 60.0),
+            native=_read_native(environ),
+            full_per_fault=read_number(environ, "SGLANG_CRASHKIT_FULL_PER_FAULT", 3),
+            disk=DiskLimits.from_environ(environ),
+            exit_secs=read_seconds(environ, "SGLANG_CRASHKIT_EXIT_SECS", 60.0),
+            keeps_exit_status=environ.get("SGLANG_CRASHKIT_EXIT_STATUS", "").strip().lower() == "upstream",
+            prompts=read_prompts(environ),
+        )
+
+
+def _read_native(environ: Mapping[str, str]) -> bool | None:
+    wanted = read_bool(environ, "SGLANG_CRASHKIT_NATIVE", True)
+    # Unset or unreadable where the answer is whatever the default is.
+    return wanted if wanted == read_bool(environ, "SGLANG_CRASHKIT_NATIVE", False) else None
+
+
+def runtime_folder(server_pid: int, start_ticks: int) -> Path:
+    """Return where the crash handler of a server keeps its socket, and the server's processes what they armed.
+
+    It follows from what the kernel says of the server, so that a program outside it, in another PID namespace too,
+    finds the handler of the server that it is about to end. It lies in the temporary folder because a socket's path may
+    have 107 bytes only.
+    """
+    name = Path(RUN) / key_of(server_pid, start_ticks)
+    folder = fallback_folder() / name
+    if len(str(folder / _LONGEST_SOCKET)) > _MAX_SOCKET_PATH:
+        folder = Path("/tmp") / fallback_folder().name / name  # noqa: S108 - a folder of our own with mode 0700
+    return folder
+
+
+def socket_path(server_pid: int, start_ticks: int) -> Path:
+    """Return the path of the socket of the crash handler of a server; see `runtime_folder`."""
+    return runtime_folder(server_pid, start_ticks) / SOCKET
+
+
+def fallback_folder() -> Path:
+    """Return the folder for incidents where no crash folder is set or it cannot be written to."""
+    return Path(tempfile.gettempdir()) / f"sglang-crashkit-{os.getuid()}"

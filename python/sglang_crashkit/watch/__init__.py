@@ -1,0 +1,1 @@
+"""Watching one server from outside."""

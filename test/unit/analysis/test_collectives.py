@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_crashkit.analysis.collectives import CollectiveFinding, RankRecord, judge_collectives, worlds_of
+from sglang_crashkit.model.flight_dump import parse_dump
+from unit.flight_dumps import BEGAN, document, entry, pickled
+
+LATER = BEGAN + 10_000
+Entries = Sequence[dict[str, Any]]
+
+
+def record(
+    rank: int,
+    entries: Entries,
+    ranks: Sequence[int] = (0, 1),
+    *,
+    world: str = "",
+    seconds: float = LATER,
+    **groups: Any,
+) -> RankRecord:
+    dump = parse_dump(pickled(document(entries, ranks, **groups)))
+    return RankRecord(rank, f"rank{rank}{world}", world, dump, seconds)
+
+
+def done(count: int, first: int = 1) -> list[dict[str, Any]]:
+    """So many collectives that are over."""
+    return [entry(number - 1, number) for number in range(first, first + count)]
+
+
+def judge(*records: RankRecord) -> CollectiveFinding:
+    (finding,) = judge_collectives(records)
+    return finding
+
+
+def test_who_has_not_begun_what_the_others_wait_in_is_named() -> None:
+    frames = [("all_reduce", "/lib/torch/distributed/distributed_c10d.py", 9), ("forward", "sglang/model.py", 7)]
+    waiting = [*done(41), entry(42, 42, state="started", frames=frames)]
+    ranks = (0, 1, 2, 3)
+    finding = judge(*(record(rank, done(41) if rank == 2 else waiting, ranks) for rank in ranks))
+    assert (finding.kind, finding.named, finding.processes, finding.level) == (
+        "behind",
+        (2,),
+        ("rank2",),
+        "established",
+    )
+    assert finding.statement == (
+        "rank2 had not begun all_reduce of 4x3 of process group 0 (default_pg, ranks 0-3), number 42, which rank0, "
+        "rank1 and rank3 had begun 9958.0 s before and not finished; it was begun in forward (sglang/model.py:7)."
+    )
+    assert finding.evidence == (
+        "rank0, rank1 and rank3 had begun 42 collectives, "
+        "of which number 42, all_reduce of 4x3, is the first unfinished.",
+        "rank2 had begun 41 collectives and finished them.",
+    )
+
+
+def test_without_all_dumps_who_is_behind_is_named_less_surely() -> None:
+    finding = judge(record(0, [*done(3), entry(9, 4, state="scheduled")], (0, 1, 2)), record(1, done(3), (0, 1, 2)))
+    assert (finding.kind, finding.named, finding.level) == ("behind", (1,), "supported")
+    assert finding.statement.endswith("There is no dump of rank 2.")
+
+
+def test_a_rank_without_a_dump_is_all_that_is_left_where_the_others_have_begun() -> None:
+    ranks = tuple(range(8))
+    pending = [*done(3), entry(9, 4, state="scheduled")]
+    finding = judge(*(record(rank, pending, ranks) for rank in ranks if rank not in (5, 6)))
+    assert (finding.kind, finding.named, finding.processes, finding.level) == ("waiting", (5, 6), (), "unknown")
+    assert "6 ranks (0-4,7) had begun all_reduce of 4x3" in finding.statement
+    assert finding.statement.endswith("There is no dump of ranks 5-6.")
+
+
+def test_one_dump_alone_says_who_may_be_waited_for() -> None:
+    finding = judge(record(0, [entry(0, 1, state="scheduled")]))
+    assert (finding.kind, finding.named, finding.level) == ("waiting", (1,), "unknown")
+
+
+def test_a_wait_of_a_moment_is_what_work_looks_like() -> None:
+    moment = BEGAN + 4.2
+    finding = judge(
+        record(0, [*done(3), entry(4, 4, state="scheduled")], seconds=moment), record(1, done(3), seconds=moment)
+    )
+    assert (finding.kind, finding.named, finding.level) == ("behind", (1,), "unknown")
+
+
+def test_what_all_have_begun_and_nobody_finished_names_nobody() -> None:
+    finding = judge(*(record(rank, [*done(3), entry(4, 4, state="started")]) for rank in (0, 1)))
+    assert (finding.kind, finding.named, finding.level) == ("waiting", (), "unknown")
+
+
+def test_where_some_gpus_have_not_started_it_they_are_named() -> None:
+    started, queued = ([*done(3), entry(4, 4, state=state)] for state in ("started", "scheduled"))
+    finding = judge(record(0, started), record(1, queued))
+    assert (finding.kind, finding.named, finding.level) == ("waiting", (1,), "supported")
+    assert "On rank1 it had not started on the GPU, as it had elsewhere." in finding.statement
+
+
+def test_one_that_has_finished_what_another_has_not_is_told() -> None:
+    finding = judge(record(0, done(4)), record(1, [*done(3), entry(4, 4, state="scheduled")]))
+    assert (finding.kind, finding.named, finding.level) == ("waiting", (), "unknown")
+    assert finding.statement.endswith("rank0 had finished it.")
+
+
+def test_where_nobody_waits_nobody_is_named() -> None:
+    finding = judge(record(0, done(4)), record(1, done(5)))
+    assert (finding.kind, finding.named, finding.level) == ("in_step", (), "supported")
+    assert finding.statement == (
+        "Nobody in process group 0 (default_pg, ranks 0-1) waits for a collective; "
+        "the last ones begun are numbers 4 to 5."
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (entry(4, 4, "broadcast", state="scheduled"), "broadcast of 4x3"),
+        (entry(4, 4, state="scheduled", sizes=((4, 4),)), "all_reduce of 4x4"),
+        (entry(4, 4, state="scheduled", dtype="Half"), "all_reduce of 4x3"),
+    ],
+)
+def test_something_else_in_the_same_place_is_named(other: dict[str, Any], words: str) -> None:
+    same = [*done(3), entry(4, 4, state="scheduled")]
+    ranks = (0, 1, 2)
+    finding = judge(record(0, same, ranks), record(1, [*done(3), other], ranks), record(2, same, ranks))
+    assert (finding.kind, finding.named, finding.level) == ("mismatch", (1,), "established")
+    assert finding.statement == (
+        "The ranks of process group 0 (default_pg, ranks 0-2) did not do the same: as number 4, "
+        f"rank0 and rank2 began all_reduce of 4x3 and rank1 began {words}."
+    )
+
+
+def test_of_two_that_differ_neither_is_blamed() -> None:
+    finding = judge(record(0, [entry(0, 1, "broadcast")]), record(1, [entry(0, 1, "all_reduce")]))
+    assert (finding.kind, finding.named) == ("mismatch", ())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        # NCCL counts numbers, not shapes.
+        (entry(0, 1, sizes=((4, 3),)), entry(0, 1, sizes=((12,),))),
+        # The root alone has what is scattered, or gets what is gathered; parts may differ in size.
+        (entry(0, 1, "scatter", sizes=((8,),)), entry(0, 1, "scatter", sizes=())),
+        (entry(0, 1, "all_to_all", sizes=((8,), (1,))), entry(0, 1, "all_to_all", sizes=((3,), (2,)))),
+        (entry(0, 1, "all_gather", sizes=((8,),)), entry(0, 1, "all_gather", sizes=((9,),))),
+        (entry(0, 1, "all_reduce", outputs=((12,),)), entry(0, 1, "all_reduce", outputs=((4, 3),))),
+    ],
+)
+def test_what_may_differ_between_ranks_is_no_mismatch(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert judge(record(0, [one]), record(1, [other])).kind == "in_step"
+
+
+def test_several_that_are_carried_out_as_one_are_compared_as_one() -> None:
+    both = [entry(0, 1, "all_reduce"), entry(1, 1, "broadcast")]
+    assert judge(record(0, both), record(1, both)).kind == "in_step"
+    finding = judge(record(0, both), record(1, both[:1]))
+    assert finding.kind == "mismatch"
+    assert "rank0 began all_reduce of 4x3 with broadcast of 4x3" in finding.statement
+
+
+def test_what_fell_out_of_a_recorder_is_not_taken_for_not_begun() -> None:
+    old = [entry(number, number - 50) for number in range(60, 70)]
+    elsewhere = [entry(number, number, group=("1", "")) for number in range(60, 70)]
+    found = judge_collectives([record(0, [*old, entry(70, 20, state="scheduled")], _1=(0, 1)), record(1, elsewhere)])
+    assert [(finding.kind, finding.named) for finding in found if "group 0" in finding.group] == [("waiting", ())]
+
+
+def test_a_rank_that_has_begun_nothing_in_a_group_is_behind() -> None:
+    finding = judge(record(0, [entry(0, 1, state="scheduled")]), record(1, []))
+    assert (finding.kind, finding.named, finding.level) == ("behind", (1,), "established")
+
+
+def test_each_group_is_judged_by_itself_and_what_tells_most_comes_first() -> None:
+    groups: dict[str, Any] = {"_1": (0, 1), "_2": (2, 3), "_10": (0, 2)}
+    pending = entry(9, 1, group=("2", ""), state="scheduled")
+    records = [record(rank, [*done(2), pending] if rank == 2 else done(2), (0, 1, 2, 3), **groups) for rank in range(4)]
+    found = judge_collectives(records)
+    assert [(one.kind, one.named, one.group) for one in found] == [
+        ("behind", (3,), "process group 2 (ranks 2-3)"),
+        ("in_step", (), "process group 0 (default_pg, ranks 0-3)"),
+    ]
+
+
+def message(record_: int, words: str, *, is_over: bool = False) -> dict[str, Any]:
+    return entry(record_, 0, words, is_message=True, message_sequence=1, state="completed" if is_over else "scheduled")
+
+
+def test_a_message_that_nobody_receives_names_who_should() -> None:
+    ranks: dict[str, Any] = {"_7": (4, 6)}
+    sending = message(0, "send 0->1") | {"process_group": ("7", "")}
+    finding = judge(record(4, [sending], (4, 6), **ranks), record(6, [], (4, 6), **ranks))
+    assert (finding.kind, finding.named, finding.level) == ("message", (6,), "supported")
+    assert "rank4 waits since 10000.0 s to send to rank 6 in process group 7 (ranks 4,6)" in finding.statement
+    assert finding.statement.endswith("and rank6 is not about to receive.")
+
+
+def test_a_message_that_is_under_way_names_nobody() -> None:
+    sender, receiver = record(0, [message(0, "send 0->1")]), record(1, [message(0, "recv 1<-0")])
+    assert judge_collectives([sender, receiver])[0].kind == "in_step"
+
+
+def test_who_should_send_and_gave_no_dump_is_named_as_unknown() -> None:
+    finding = judge(record(1, [message(0, "recv 1<-0")]))
+    assert (finding.kind, finding.named, finding.level) == ("message", (0,), "unknown")
+
+
+def test_replicas_are_not_compared_with_one_another() -> None:
+    pending = [*done(3), entry(4, 4, state="scheduled")]
+    found = judge_collectives(
+        [record(rank, its, world=world) for world, its in (("DP0", done(3)), ("DP1", pending)) for rank in (0, 1)]
+    )
+    assert [(one.kind, one.named) for one in found] == [("waiting", ()), ("in_step", ())]
+    assert found[0].group == "process group 0 (DP1, default_pg, ranks 0-1)"
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([{}], [""]),
+        ([{"tp": 0}, {"tp": 1}], ["", ""]),
+        ([{"dp": 0}, {"dp": 1}], ["DP0", "DP1"]),
+        ([{"dp": 0, "tp": 0}, {"dp": 0, "tp": 1}, {"dp": 1, "tp": 0}], ["DP0", "DP0", "DP1"]),
+        # With data-parallel attention, no two have the same number.
+        ([{"dp": 0, "tp": 0}, {"dp": 1, "tp": 1}], ["", ""]),
+        ([{"pp": 0, "tp": 0}, {"pp": 1, "tp": 0}], ["", ""]),
+    ],
+)
+def test_replicas_are_worlds_of_their_own(places: list[Mapping[str, int]], expected: list[str]) -> None:
+    assert list(worlds_of(dict(enumerate(places))).values()) == expected
+
+
+def test_a_finding_is_json() -> None:
+    finding = judge(record(0, [entry(0, 1, state="scheduled")]), record(1, []))
+    document_ = finding.to_json()
+    assert json.loads(json.dumps(document_)) == document_
+    assert (document_["named"], document_["processes"], document_["level"]) == ([1], ["rank1"], "established")
+
+
+def test_nothing_is_said_of_nothing() -> None:
+    assert judge_collectives([]) == []
+    assert judge_collectives([record(0, [entry(0, 1)], (0,))]) == []
+    assert judge_collectives([record(0, []), record(1, [])]) == []
+
+
+def at_step(rank: int, ranks: Sequence[int], finished: int, *, waits: bool, kept: int) -> RankRecord:
+    """A rank that finished so many, and waits in the next one; its recorder keeps the last few."""
+    entries = done(finished) + ([entry(finished + 1, finished + 1, state="scheduled")] if waits else [])
+    for number, one in enumerate(entries):
+        one["record_id"] = number
+    return record(rank, entries[-kept:], ranks)
+
+
+@given(
+    ranks=st.sets(st.integers(0, 30), min_size=2, max_size=8),
+    finished=st.integers(2, 40),
+    kept=st.integers(2, 50),
+    data=st.data(),
+)
+def test_whoever_stops_is_named_and_nobody_else(ranks: set[int], finished: int, kept: int, data: st.DataObject) -> None:
+    # GIVEN ranks of which one stops before a collective, and the dumps of some of them
+    order = sorted(ranks)
+    stopped = data.draw(st.sampled_from(order))
+    given_ = data.draw(st.sets(st.sampled_from(order), min_size=1))
+    records = [at_step(rank, order, finished, waits=rank != stopped, kept=kept) for rank in sorted(given_)]
+    # WHEN they are compared
+    (finding,) = judge_collectives(records)
+    # THEN the one that stopped is named where its dump is there, otherwise as one of those of which nothing is known
+    absent = tuple(rank for rank in order if rank not in given_)
+    if given_ == {stopped}:
+        assert (finding.kind, finding.named) == ("in_step", ())
+    elif stopped in given_:
+        assert (finding.kind, finding.named) == ("behind", (stopped,))
+        assert finding.level == ("supported" if absent else "established")
+    else:
+        assert (finding.kind, finding.named, finding.level) == ("waiting", absent, "unknown")
+        assert stopped in finding.named
+
+
+OPERATIONS = st.sampled_from(["all_reduce", "broadcast", "barrier", "send 0->1", "recv 1<-0", "send 9->8", "odd"])
+
+
+@st.composite
+def anything(draw: Callable[..., Any]) -> list[dict[str, Any]]:
+    """Entries in no order and with no sense."""
+    return [
+        entry(
+            draw(st.integers(0, 9)),
+            draw(st.integers(0, 4)),
+            draw(OPERATIONS),
+            group=draw(st.sampled_from([("0", "default_pg"), ("1", ""), ("", "")])),
+            state=draw(st.sampled_from(["scheduled", "started", "completed"])),
+            sizes=draw(st.lists(st.lists(st.integers(0, 4), max_size=2), max_size=2)),
+            is_message=draw(st.booleans()),
+            retired=draw(st.booleans()),
+        )
+        for _ in range(draw(st.integers(0, 6)))
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), anything()), max_size=4), st.permutations(range(4)))
+def test_whatever_the_dumps_say_the_findings_do_not_depend_on_their_order(
+    dumps: list[tuple[int, list[dict[str, Any]]]], order: Sequence[int]
+) -> None:
+    records = [record(rank, entries, (0, 1, 2), _1=(0, 2)) for rank, entries in dict(dumps).items()]
+    findings = judge_collectives(records)
+    for finding in findings:
+        assert finding.statement.endswith(".")
+        assert set(finding.processes) <= {one.name for one in records}
+        json.dumps(finding.to_json())
+    shuffled = judge_collectives([records[place] for place in order if place < len(records)])
+    assert [one.kind for one in shuffled] == [one.kind for one in findings]

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+
+from sglang_crashkit.analysis.member import Member, Sight, describe, name_members
+from sglang_crashkit.analysis.rank_set import Rank
+from sglang_crashkit.analysis.states import of_frames
+from sglang_crashkit.model.stacks import Frame
+from unit.analysis.real_stacks import ALL_REDUCE, BROADCAST, MATMUL, SPIN, stack
+
+
+def member(*looks: tuple[str, ...], cpu: float = 0.0, secs: float = 5.0) -> Member:
+    """Return one seen at several looks; CPU time and time passed from each to the next."""
+    sights = [
+        Sight("S", cpu * position, of_frames(stack(*frames)), stack(*frames), 100.0 + secs * position)
+        for position, frames in enumerate(looks)
+    ]
+    return Member("TP0 (pid 10)", tuple(sights))
+
+
+@pytest.mark.parametrize(
+    ("motion", "one"),
+    [
+        ("unknown", member(SPIN)),
+        ("unknown", member(SPIN, ())),
+        ("still", member(ALL_REDUCE, ALL_REDUCE, cpu=0.1)),
+        ("spinning", member(SPIN, SPIN, cpu=5.0)),
+        ("moving", member(SPIN, ALL_REDUCE)),
+    ],
+)
+def test_looks_are_compared(motion: str, one: Member) -> None:
+    assert one.motion() == motion
+
+
+def test_another_line_of_the_same_functions_is_no_other_place() -> None:
+    later = tuple(text.replace("sitecustomize.py:12", "sitecustomize.py:13") for text in SPIN)
+    assert member(SPIN, later, cpu=5.0).motion() == "spinning"
+
+
+def test_one_that_rests_uses_hardly_any_cpu_time() -> None:
+    assert member(ALL_REDUCE, ALL_REDUCE, cpu=0.1).rests()
+    assert not member(ALL_REDUCE, ALL_REDUCE, cpu=1.0).rests()
+    assert not member(ALL_REDUCE).rests()
+
+
+def test_one_waits_where_it_waited_at_each_look() -> None:
+    assert member(ALL_REDUCE, BROADCAST).waits()
+    assert not member(ALL_REDUCE, SPIN).waits()
+    assert not member().waits()
+
+
+def test_it_is_described_with_its_places_and_cpu_time() -> None:
+    assert describe(member(SPIN)) == "was in spin (sitecustomize.py:12)"
+    assert describe(member(SPIN, MATMUL, cpu=2.0)) == (
+        "was in spin (sitecustomize.py:12) and linear (torch/nn/functional.py:2300) at 2 looks"
+        " and used 2.0 s of CPU time meanwhile"
+    )
+    assert describe(member()) == "was not seen"
+
+
+def test_of_many_different_places_some_are_told() -> None:
+    looks = [stack(f"f{number} (x.py:1)") for number in range(6)]
+    one = Member("x", tuple(Sight("S", 0.0, of_frames(frames), frames) for frames in looks))
+    assert "3 more places" in describe(one)
+
+
+def test_what_all_looks_have_in_common_is_found() -> None:
+    assert member(SPIN, MATMUL).common_function() == "LlamaModel.forward"
+    assert Member("x", (Sight("S", 0.0, of_frames(()), ()),)).common_function() == ""
+
+
+def test_many_are_named_as_a_set() -> None:
+    many = [Member(f"TP{n} (pid {n})", (), Rank((("server", "n1:1"),), "tp", n)) for n in range(9)]
+    assert name_members(many[:2]) == "TP0 (pid 0) and TP1 (pid 1)"
+    assert name_members(many) == "9 ranks (TP0-8)"
+    assert name_members([*many, Member("x", ())]).endswith("TP7 (pid 7) and 2 more")
+
+
+def test_the_innermost_functions_make_two_alike() -> None:
+    assert member(ALL_REDUCE).is_alike(member(ALL_REDUCE, ALL_REDUCE))
+    assert not member(ALL_REDUCE).is_alike(member(SPIN))
+    assert member(SPIN).innermost() == {("spin", "sitecustomize.py")}
+    assert Frame("spin", "sitecustomize.py", 12) == stack(SPIN[0])[0]

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import pytest
+
+from sglang_crashkit.analysis.states import (
+    WAITS_FOR_OTHERS,
+    activity_of,
+    caller_that_tells,
+    of_frames,
+    of_state,
+    of_thread,
+)
+from sglang_crashkit.capture.gdb_output import parse_stacks
+from sglang_crashkit.model.snapshot import ProcessSnapshot
+from sglang_crashkit.model.stacks import Frame, Thread
+from unit.analysis.real_stacks import ALL_REDUCE, BATCH, BROADCAST, INGEST, LOOP, stack
+
+CHECK_BUILD = ("VecISA.check_build (torch/_inductor/cpu_vec_isa.py:128)", *BATCH)
+
+
+@pytest.mark.parametrize(
+    ("kind", "frames"),
+    [
+        ("collective", ALL_REDUCE),
+        ("collective", BROADCAST),
+        ("collective", ("PyNcclCommunicator.all_reduce (distributed/device_communicators/pynccl.py:99)", *BATCH)),
+        ("collective", ("send_tensor_dict (sglang/srt/distributed/parallel_state.py:1200)", *BATCH)),
+        ("collective", ("barrier (mooncake/mooncake_ep_buffer.py:80)", *BATCH)),
+        ("store", ("_new_process_group_helper (torch/distributed/distributed_c10d.py:1901)", "f (x.py:1)")),
+        ("store", ("_create_gloo_process_group (torch/distributed/distributed_c10d.py:669)", "f (x.py:1)")),
+        ("store", ("_create_c10d_store (torch/distributed/rendezvous.py:189)", "init_process_group (y.py:1)")),
+        ("store", ("StatelessProcessGroup.barrier (distributed/utils.py:190)", "f (x.py:1)")),
+        ("cuda_sync", ("synchronize (torch/cuda/__init__.py:1040)", *BATCH)),
+        ("cuda_sync", ("Event.synchronize (torch/cuda/streams.py:231)", *BATCH)),
+        ("compiling", ("Popen._try_wait (subprocess.py:2004)", "check_call (subprocess.py:408)", *CHECK_BUILD)),
+        ("compiling", ("BaseFileLock.acquire (filelock/_api.py:517)", *CHECK_BUILD)),
+        (
+            "compiling",
+            ("make_cubin (triton/backends/nvidia/compiler.py:400)", "compile (triton/compiler/compiler.py:9)"),
+        ),
+        ("compiling", ("run_ninja (flashinfer/jit/cpp_ext.py:200)", *BATCH)),
+        ("loading", ("safetensors_weights_iterator (model_loader/weight_utils.py:700)", "f (x.py:1)")),
+        ("loading", ("copy_ (torch/_tensor.py:1)", "LlamaForCausalLM.load_weights (llama.py:600)")),
+        ("idle", ("Socket.recv_pyobj (zmq/sugar/socket.py:989)", *INGEST)),
+        ("idle", INGEST),
+        ("idle", ("IdleSleeper.maybe_sleep (managers/utils.py:80)", *LOOP)),
+        ("idle", ("Socket.recv_pyobj (zmq/sugar/socket.py:989)", "DetokenizerManager.event_loop (d.py:148)")),
+        ("idle", ("Runner.run (asyncio/runners.py:118)", "asyncio_run (uvicorn/_compat.py:30)")),
+        ("socket", ("SSLSocket.read (ssl.py:1100)", "fetch (x.py:1)")),
+        ("socket", ("poll (zmq/sugar/poll.py:100)", "wait_for_peer (x.py:1)")),
+        ("lock", ("Condition.wait (threading.py:331)", "Event.wait (threading.py:629)", "f (x.py:1)")),
+        ("unknown", ("match (managers/schedule_batch.py:100)", *BATCH)),
+        ("unknown", ()),
+    ],
+)
+def test_what_python_functions_say(kind: str, frames: tuple[str, ...]) -> None:
+    activity = of_frames(stack(*frames))
+    assert activity.kind == kind
+    assert activity.function == (frames[0] if frames else "")
+    assert activity.words.endswith(activity.function or "in an unknown place")
+
+
+@pytest.mark.parametrize("around", [ALL_REDUCE, BROADCAST, ("Event.synchronize (torch/cuda/streams.py:231)",), INGEST])
+def test_what_runs_inside_a_function_that_waits_is_no_wait(around: tuple[str, ...]) -> None:
+    # As a signal handler does, or a hook.
+    activity = of_frames(stack("spin (sitecustomize.py:12)", "on_stick (sitecustomize.py:30)", *around))
+    assert (activity.kind, activity.words) == ("unknown", "was in spin (sitecustomize.py:12)")
+
+
+def test_compiled_code_that_runs_does_not_compile() -> None:
+    run = ("_TorchDynamoContext.__call__.<locals>.compile_wrapper (torch/_dynamo/eval_frame.py:1024)", *BATCH)
+    assert of_frames(stack("call (x.py:1)", *run)).kind == "unknown"
+    assert of_frames(stack("JITFunction.run (triton/runtime/jit.py:700)", *BATCH)).kind == "unknown"
+
+
+def test_passing_on_requests_is_told_from_working_at_a_batch() -> None:
+    reduce, broadcast = of_frames(stack(*ALL_REDUCE)), of_frames(stack(*BROADCAST))
+    assert (reduce.requests, reduce.batch) == (False, True)
+    assert (broadcast.requests, broadcast.batch) == (True, False)
+
+
+# -- native frames; with the patterns of upstream's guide to hangs
+
+NCCL = """
+Thread 1 (Thread 0x7f12 (LWP 10)):
+#0  __futex_abstimed_wait_common ()
+#1  ncclCommInitRank ()
+#2  0x00007f in _PyEval_EvalFrameDefault () from /usr/bin/python3
+"""
+GIL = """
+Thread 1 (Thread 0x7f12 (LWP 10) "python"):
+#0  __lll_lock_wait ()
+#1  PyGILState_Ensure ()
+"""
+
+
+def native(text: str) -> tuple[Frame, ...]:
+    (thread,) = parse_stacks(text)
+    return thread.frames
+
+
+def test_a_hang_in_nccl_is_recognised() -> None:
+    activity = of_frames((), native(NCCL))
+    assert (activity.kind, activity.backend) == ("collective", "NCCL")
+    assert activity.words == "waited in a collective of NCCL in ncclCommInitRank"
+
+
+def test_contention_for_the_interpreter_lock_is_recognised() -> None:
+    activity = of_frames(stack(*ALL_REDUCE), native(GIL))
+    assert activity.kind == "gil_wait"
+    assert activity.kind not in WAITS_FOR_OTHERS
+
+
+def test_a_kernel_that_runs_is_recognised() -> None:
+    kernels = ["flash_fwd_kernel<...>"]
+    sync = stack("synchronize (torch/cuda/__init__.py:1040)")
+    activity = of_frames(sync, (), kernels)
+    assert activity.kind == "kernel"
+    assert "flash_fwd_kernel<...>" in activity.words
+    assert of_frames(sync, (), ["ncclDevKernel_AllReduce_Sum"]).backend == "NCCL"
+    assert of_frames(stack(*ALL_REDUCE), (), kernels).kind == "collective"
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "function"),
+    [
+        ("collective", "NCCL", "ncclAllReduce"),
+        ("collective", "NCCL", "c10d::ProcessGroupNCCL::WorkNCCL::wait"),
+        ("collective", "gloo", "gloo::transport::tcp::UnboundBuffer::waitRecv"),
+        ("collective", "gloo", "c10d::ProcessGroupGloo::AsyncWork::wait"),
+        ("collective", "mooncake", "mooncake::MooncakeBackend::allreduce"),
+        ("store", "", "c10d::TCPStore::doWait"),
+        ("store", "", "c10d::PrefixStore::get"),
+        ("cuda_sync", "", "cudaStreamSynchronize"),
+        ("cuda_sync", "", "cuEventSynchronize"),
+        ("cuda_sync", "", "cudaMemcpy"),
+        ("gil_wait", "", "take_gil"),
+        ("gil_wait", "", "PyEval_RestoreThread"),
+        ("lock", "", "__pthread_mutex_lock"),
+        ("socket", "", "zmq::socket_poller_t::wait"),
+        ("socket", "", "__libc_recv"),
+        ("socket", "", "epoll_wait"),
+    ],
+)
+def test_what_native_functions_say(kind: str, backend: str, function: str) -> None:
+    activity = of_frames((), (Frame("futex_wait", "libc.so.6", 0), Frame(function, "x.so", 0)))
+    assert (activity.kind, activity.backend) == (kind, backend)
+
+
+def test_to_make_a_group_of_gloo_is_to_wait_in_the_store() -> None:
+    frames = stack(
+        "c10d::detail::UvTcpSocket::wait (libtorch_cpu.so:0)",
+        "gloo::rendezvous::Context::connectFullMesh (libtorch_cpu.so:0)",
+        "c10d::ProcessGroupGloo::ProcessGroupGloo (libtorch_cpu.so:0)",
+    )
+    assert [of_frames((), frames[start:]).kind for start in range(3)] == ["store", "store", "collective"]
+
+
+def test_native_functions_beyond_the_interpreter_say_nothing() -> None:
+    frames = Frame("sum_of", "x.so", 0), Frame("f", "x.py", 3), Frame("gloo::wait", "y.so", 0)
+    assert of_frames(stack("f (x.py:3)"), frames).kind == "unknown"
+
+
+def test_a_lock_inside_a_wait_leaves_it_that_wait() -> None:
+    assert of_frames(stack(*ALL_REDUCE), stack("pthread_cond_wait (libc.so.6:0)")).kind == "collective"
+
+
+# -- the kernel's word
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "words"),
+    [
+        ("T", "stopped", "was stopped (state T) until somebody sends SIGCONT"),
+        ("t", "traced", "was held by process 7, a debugger or tracer (state t)"),
+        ("D", "disk_sleep", "was in uninterruptible sleep (state D) in the kernel's rpc_wait"),
+        ("Z", "gone", "had ended (state Z)"),
+    ],
+)
+def test_what_the_state_says(state: str, kind: str, words: str) -> None:
+    activity = of_state(state, "rpc_wait", 7)
+    assert activity is not None
+    assert (activity.kind, activity.words) == (kind, words)
+
+
+@pytest.mark.parametrize("state", ["R", "S", "I", ""])
+def test_an_ordinary_state_says_nothing(state: str) -> None:
+    assert of_state(state) is None
+
+
+def process(state: str, *frames: str, owns_gil: bool = False) -> ProcessSnapshot:
+    thread = Thread("MainThread", 10, active=False, owns_gil=owns_gil, frames=stack(*frames))
+    return ProcessSnapshot("n1", 10, 1, "sglang::scheduler_TP0", "scheduler", {}, 0.0, state=state, threads=(thread,))
+
+
+def test_the_state_comes_before_the_stack() -> None:
+    assert activity_of(process("T", *ALL_REDUCE)).kind == "stopped"
+    assert activity_of(process("S", *ALL_REDUCE)).kind == "collective"
+
+
+def test_who_sleeps_with_the_interpreter_lock_holds_it_in_native_code() -> None:
+    assert "holding the interpreter lock in native code" in activity_of(process("S", "f (x.py:1)", owns_gil=True)).words
+    assert "lock" not in activity_of(process("R", "f (x.py:1)", owns_gil=True)).words
+
+
+def test_a_worker_without_work_is_idle() -> None:
+    frames = stack("_worker (concurrent/futures/thread.py:81)", "Thread.run (threading.py:982)")
+    assert of_thread(Thread("", 11, active=False, owns_gil=False, frames=frames)).kind == "idle"
+
+
+def test_who_compiles_or_loads_is_told_by_the_innermost_caller_that_does() -> None:
+    compiles, loads = "compile (torch/_inductor/codecache.py:1)", "load_model (model_runner.py:5)"
+    waits = ("_try_wait (subprocess.py:2004)", "wait (subprocess.py:1264)")
+    told = caller_that_tells(stack(*waits, compiles, "run (torch/_inductor/compile_fx.py:9)", loads))
+    assert str(told) == compiles
+    assert str(caller_that_tells(stack(*waits, loads))) == loads
+    assert caller_that_tells(stack(*waits, *BATCH)) is None

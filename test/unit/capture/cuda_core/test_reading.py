@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_crashkit.capture.cuda_core.model import CudaCore
+from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
+from sglang_crashkit.capture.cuda_core.source import CudaCoreError
+from unit.synthetic_core import (
+    CTATBL,
+    CUBIN,
+    DEVTBL,
+    GRIDTBL,
+    HEADER,
+    LNTBL,
+    SECTION,
+    SMTBL,
+    SPIN,
+    SPIN_NAME,
+    WPTBL,
+    BlockSpec,
+    CoreSpec,
+    DeviceSpec,
+    GridSpec,
+    Part,
+    SmSpec,
+    WarpSpec,
+    core_bytes,
+    core_parts,
+    elf_bytes,
+    failed_core,
+    hung_core,
+)
+
+Write = Callable[[bytes], Path]
+#: No core of a few thousand bytes takes longer, in seconds, on whatever machine.
+AGES = 60.0
+
+
+@contextmanager
+def written(data: bytes) -> Iterator[Path]:
+    """A file for each example; `tmp_path` is there once for all of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "core.cuda"
+        path.write_bytes(data)
+        yield path
+
+
+def read(data: bytes) -> CudaCore:
+    with written(data) as path:
+        return read_cuda_core(path)
+
+
+def read_or_refuse(data: bytes) -> CudaCore | None:
+    """Return what was read, None where it was refused as it should be; anything else is raised."""
+    began = time.monotonic()
+    try:
+        return read(data)
+    except CudaCoreError:
+        return None
+    finally:
+        assert time.monotonic() - began < AGES
+
+
+def test_a_kernel_that_hangs_is_named(write: Write) -> None:
+    core = read_cuda_core(write(hung_core()))
+    assert (core.devices[0].name, core.devices[0].sm_type, core.devices[0].sms) == ("NVIDIA H200", "sm_90", 132)
+    kernel = core.kernels[0]
+    assert (kernel.name, kernel.grid_id, kernel.grid, kernel.block) == (SPIN_NAME, 7, (2, 1, 1), (32, 1, 1))
+    assert (kernel.status, kernel.host_thread, kernel.blocks, kernel.warps) == ("active", 4711, 1, 1)
+    warp = core.warps[0]
+    assert (warp.sm, warp.number, warp.grid_id, warp.pcs) == (0, 3, 7, ((SPIN + 0x110, 32),))
+    place, count = core.hot[0]
+    assert (place.function, place.offset, count) == (SPIN_NAME, 0x110, 1)
+    assert (core.driver, core.cuda, core.seconds) == ("580.65", "13.0", 1_795_000_000)
+    assert core.has_all_warps
+    assert core.faults == core.notes == ()
+
+
+def test_a_failure_is_placed_after_its_kernel_is_gone(write: Write) -> None:
+    core = read_cuda_core(write(failed_core()))
+    assert core.kernels == ()
+    fault = core.faults[0]
+    assert (fault.device, fault.sm, fault.exception) == (0, 17, "device illegal address")
+    assert fault.place is not None
+    assert (fault.place.function, fault.place.offset) == ("_Z11copy_kernelPKfPfi", 0x40)
+    assert (fault.warp, fault.grid_id, fault.lanes) == (None, None, None)
+
+
+def test_a_failure_of_a_warp_has_its_block_and_kernel(write: Write) -> None:
+    warp = WarpSpec(5, [SPIN + 0x20] * 4, exception=14, error=SPIN + 0x10)
+    sm = SmSpec(9, [BlockSpec(7, (1, 2, 3), [warp])])
+    spec = CoreSpec([DeviceSpec([GridSpec(7, SPIN)], [sm])], [CUBIN])
+    fault = read_cuda_core(write(core_bytes(spec))).faults[0]
+    assert (fault.sm, fault.warp, fault.grid_id, fault.block_index, fault.lanes) == (9, 5, 7, (1, 2, 3), 1)
+    assert fault.exception == "warp illegal address"
+    # Where it failed counts, not how far the thread had got since.
+    assert fault.place is not None
+    assert fault.place.address == SPIN + 0x10
+
+
+def test_a_core_without_cubins_has_kernels_without_names(write: Write) -> None:
+    spec = CoreSpec([DeviceSpec([GridSpec(7, SPIN)])])
+    core = read_cuda_core(write(core_bytes(spec)))
+    assert core.kernels[0].name is None
+    assert core.kernels[0].entry.address == SPIN
+    assert core.notes == ("it holds no relocated cubin, so that no function has a name",)
+
+
+@pytest.mark.parametrize("what", ["no names of sections", "no strings", "an offset beyond the strings"])
+def test_a_gpu_whose_name_cannot_be_read_has_none(write: Write, what: str) -> None:
+    parts = core_parts(CoreSpec([DeviceSpec([GridSpec(7, SPIN)])], [CUBIN]))
+    if what == "no strings":
+        parts = [part for part in parts if part.name != ".strtab"]
+    elif what == "an offset beyond the strings":
+        parts[0].data = (1 << 40).to_bytes(8, "little") + parts[0].data[8:]
+    data = bytearray(elf_bytes(parts))
+    if what == "no names of sections":
+        data[62:64] = (0).to_bytes(2, "little")
+    core = read_cuda_core(write(bytes(data)))
+    assert core.devices[0].name == ""
+    assert core.kernels[0].name == SPIN_NAME
+
+
+def test_gpus_are_called_by_their_own_numbers(write: Write) -> None:
+    sm = SmSpec(0, [BlockSpec(7, warps=[WarpSpec(1, [SPIN])])], exception=10)
+    spec = CoreSpec([DeviceSpec(), DeviceSpec([GridSpec(7, SPIN)], [sm], number=5)])
+    core = read_cuda_core(write(core_bytes(spec)))
+    assert [device.number for device in core.devices] == [0, 5]
+    assert [core.kernels[0].device, core.faults[0].device, core.warps[0].device] == [5, 5, 5]
+    assert core.kernels[0].warps == 1
+
+
+def test_the_rows_of_an_old_driver_are_read(write: Write) -> None:
+    sm = SmSpec(3, [BlockSpec(7, warps=[WarpSpec(1, [SPIN] * 2)])], exception=10, error=SPIN)
+    spec = CoreSpec([DeviceSpec([GridSpec(7, SPIN)], [sm])], [CUBIN], old=True)
+    core = read_cuda_core(write(core_bytes(spec)))
+    assert core.kernels[0].name == SPIN_NAME
+    assert core.warps[0].pcs == ((SPIN, 2),)
+    # It did not say yet what an SM failed of.
+    assert core.faults == ()
+
+
+numbers = st.integers(0, 2**32 - 1)
+addresses = st.integers(SPIN - 0x10, SPIN + 0x1300)
+triples = st.tuples(numbers, numbers, numbers)
+warps = st.builds(
+    WarpSpec,
+    numbers,
+    st.lists(addresses, min_size=1, max_size=4),
+    st.integers(0, 30),
+    st.none() | addresses,
+)
+blocks = st.builds(BlockSpec, st.integers(0, 3), triples, st.lists(warps, max_size=3))
+sms = st.builds(SmSpec, numbers, st.lists(blocks, max_size=3), st.integers(0, 30), st.none() | addresses)
+grids = st.builds(GridSpec, st.integers(0, 3), addresses, triples, triples, st.integers(0, 7), numbers)
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
+devices = st.builds(DeviceSpec, st.lists(grids, max_size=3), st.lists(sms, max_size=3), texts, texts, numbers)
+specs = st.builds(
+    CoreSpec,
+    st.lists(devices, min_size=1, max_size=3),
+    st.sampled_from([[], [CUBIN]]),
+    st.integers(0, 40),
+    st.just(False),
+    st.booleans(),
+)
+
+
+@given(specs)
+def test_what_was_written_is_read(spec: CoreSpec) -> None:
+    core = read(core_bytes(spec))
+    assert [(one.name, one.sm_type, one.sms) for one in core.devices] == [
+        (one.name, one.sm_type, one.sm_count) for one in spec.devices
+    ]
+    grids = [(number, grid) for number, device in enumerate(spec.devices) for grid in device.grids]
+    assert [
+        (one.device, one.grid_id, one.entry.address, one.grid, one.block, one.host_thread) for one in core.kernels
+    ] == [(number, grid.grid_id, grid.entry, grid.grid, grid.block, grid.host_thread) for number, grid in grids]
+    for kernel in core.kernels:
+        inside = [name for name, (start, size) in CUBIN.items() if start <= kernel.entry.address < start + size]
+        assert kernel.name == (inside[0] if inside and spec.cubins else None)
+    placed = [
+        (number, sm, block, warp)
+        for number, device in enumerate(spec.devices)
+        for sm in device.sms
+        for block in sm.blocks
+        for warp in block.warps
+    ]
+    assert [(one.device, one.sm, one.number, one.grid_id, one.block_index, one.error) for one in core.warps] == [
+        (number, sm.number, warp.number, block.grid_id, block.index, warp.error) for number, sm, block, warp in placed
+    ]
+    assert [dict(one.pcs) for one in core.warps] == [
+        {pc: list(warp.pcs).count(pc) for pc in warp.pcs} for _number, _sm, _block, warp in placed
+    ]
+    failed = [sm for device in spec.devices for sm in device.sms if sm.exception]
+    failed_warps = [warp for _number, _sm, _block, warp in placed if warp.exception]
+    assert [fault.code for fault in core.faults] == [one.exception for one in (*failed, *failed_warps)]
+    assert core.has_all_warps
+
+
+@given(specs, st.integers(1, 40))
+def test_longer_rows_say_the_same(spec: CoreSpec, grown: int) -> None:
+    today, tomorrow = replace(spec, grown=0), replace(spec, grown=grown)
+    assert read(core_bytes(today)) == read(core_bytes(tomorrow))
+
+
+@pytest.mark.parametrize("kind", [DEVTBL, GRIDTBL, SMTBL])
+def test_rows_that_are_too_short_are_refused(kind: int) -> None:
+    parts = core_parts(CoreSpec([DeviceSpec([GridSpec(7, SPIN)], [SmSpec(0)])]))
+    for part in parts:
+        if part.kind == kind:
+            part.row_size, part.data = 4, part.data[:4]
+    with pytest.raises(CudaCoreError, match="has rows of 4 bytes, and at least"):
+        read(elf_bytes(parts))
+
+
+@pytest.mark.parametrize("kind", [CTATBL, WPTBL, LNTBL])
+def test_kernels_are_told_where_warps_cannot_be_read(kind: int) -> None:
+    warp = WarpSpec(1, [SPIN])
+    device = DeviceSpec([GridSpec(7, SPIN)], [SmSpec(0, [BlockSpec(7, warps=[warp])])])
+    parts = core_parts(CoreSpec([device], [CUBIN]))
+    for part in parts:
+        if part.kind == kind:
+            part.row_size, part.data = 4, part.data[:4]
+    core = read(elf_bytes(parts))
+    assert core.kernels[0].name == SPIN_NAME
+    assert not core.has_all_warps
+    assert "not all warps were read: " in core.notes[0]
+
+
+@pytest.mark.parametrize("kind", [GRIDTBL, SMTBL])
+@pytest.mark.parametrize("link", ["itself", "another table", "nowhere", "another row"])
+def test_a_table_that_belongs_nowhere_is_refused(kind: int, link: str) -> None:
+    parts = core_parts(CoreSpec([DeviceSpec([GridSpec(7, SPIN)], [SmSpec(0, [BlockSpec(7)])])]))
+    index = next(index for index, part in enumerate(parts, 1) if part.kind == kind)
+    part = parts[index - 1]
+    if link == "another row":
+        part.info = 99
+    else:
+        part.link = {"itself": index, "another table": len(parts), "nowhere": 1 << 31}[link]
+    with pytest.raises(CudaCoreError, match="belongs to row"):
+        read(elf_bytes(parts))
+
+
+def test_tables_that_belong_to_each_other_in_a_ring_end() -> None:
+    parts = core_parts(
+        CoreSpec([DeviceSpec([GridSpec(7, SPIN)], [SmSpec(0, [BlockSpec(7, warps=[WarpSpec(1, [SPIN])])])])])
+    )
+    ring = [index for index, part in enumerate(parts, 1) if part.kind in (CTATBL, WPTBL, LNTBL)]
+    for index, following in zip(ring, (*ring[1:], ring[0]), strict=True):
+        parts[index - 1].link = following
+    core = read(elf_bytes(parts))
+    assert len(core.kernels) == 1
+    assert not core.has_all_warps
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_core_has_one_table_of_devices(count: int) -> None:
+    parts = [part for part in core_parts(CoreSpec()) if part.kind != DEVTBL]
+    parts += [Part(".cudbg.devtbl", DEVTBL, b"")] * count
+    with pytest.raises(CudaCoreError, match=f"it has {count} tables of devices"):
+        read(elf_bytes(parts))
+
+
+def test_many_tables_of_the_same_bytes_do_not_fill_the_memory() -> None:
+    # 300 tables of 4 MB each, all of them the same 4 MB.
+    parts = core_parts(CoreSpec([DeviceSpec()]))
+    number = next(index for index, part in enumerate(parts) if part.kind == SMTBL)
+    parts[number].data, parts[number].row_size = bytes(8 << 19), 8
+    parts += [replace(parts[number], data=b"") for _ in range(300)]
+    data = bytearray(elf_bytes(parts))
+    table = int.from_bytes(data[40:48], "little")
+    original = SECTION.unpack_from(data, table + (number + 1) * SECTION.size)
+    for index in range(len(parts) - 299, len(parts) + 1):
+        fields = list(SECTION.unpack_from(data, table + index * SECTION.size))
+        fields[4:6] = original[4:6]
+        SECTION.pack_into(data, table + index * SECTION.size, *fields)
+    with pytest.raises(CudaCoreError, match=r"have more than|take more than"):
+        read(bytes(data))
+
+
+def test_a_core_that_is_larger_than_memory_is_no_trouble(tmp_path: Path) -> None:
+    # As of a GPU whose whole memory was dumped: most of the file is of no interest.
+    parts = [
+        *core_parts(CoreSpec([DeviceSpec([GridSpec(7, SPIN)])], [CUBIN])),
+        Part(".cudbg.global.0", 0x80000002, b"g"),
+    ]
+    data = elf_bytes(parts)
+    table = int.from_bytes(data[40:48], "little")
+    size = 1 << 38
+    path = tmp_path / "core.cuda"
+    with path.open("wb") as file:
+        header = bytearray(data[: HEADER.size])
+        header[40:48] = (table + size).to_bytes(8, "little")
+        file.write(header + data[HEADER.size : table])
+        try:
+            os.truncate(path, table + size + len(data) - table)
+        except OSError:
+            pytest.skip("no sparse files here")
+        file.seek(table + size)
+        rows = bytearray(data[table:])
+        for index in range(len(rows) // SECTION.size):
+            fields = list(SECTION.unpack_from(rows, index * SECTION.size))
+            if fields[1] == 0x80000002:
+                fields[5] = size
+            SECTION.pack_into(rows, index * SECTION.size, *fields)
+        file.write(rows)
+    assert read_cuda_core(path).kernels[0].name == SPIN_NAME
+
+
+SMALL = hung_core()
+
+
+def test_a_core_that_is_cut_off_anywhere_is_refused_or_read() -> None:
+    for size in range(0, len(SMALL), 11):
+        assert read_or_refuse(SMALL[:size]) is None, size
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.integers(0, len(SMALL) - 1), st.integers(0, 255)), min_size=1, max_size=8))
+def test_bytes_that_flipped_are_refused_or_read(flips: list[tuple[int, int]]) -> None:
+    data = bytearray(SMALL)
+    for position, value in flips:
+        data[position] = value
+    read_or_refuse(bytes(data))
+
+
+@given(st.binary(max_size=2000))
+def test_anything_is_refused(data: bytes) -> None:
+    assert read_or_refuse(data) is None
+
+
+def test_fuzzed_headers_and_tables_are_refused_or_read() -> None:
+    """Numbers that are likely to hurt, where the format has numbers; the same ones each time."""
+    dice = random.Random(20261121)
+    hurting = (0, 1, 2, 0x7F, 0xFF, 0xFFFF, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
+    table = int.from_bytes(SMALL[40:48], "little")
+    outcomes = set()
+    for _ in range(400):
+        data = bytearray(SMALL)
+        for _ in range(dice.randint(1, 3)):
+            width = dice.choice((1, 2, 4, 8))
+            # Half of them hit the section table or the header, the rest anything.
+            start = dice.choice((0, table, 0)) if dice.random() < 0.5 else 0
+            end = HEADER.size if start == 0 and dice.random() < 0.3 else len(data) - width
+            position = dice.randrange(start, end)
+            data[position : position + width] = (dice.choice(hurting) % (1 << 8 * width)).to_bytes(width, "little")
+        outcomes.add(read_or_refuse(bytes(data)) is None)
+    assert outcomes == {True, False}

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
+from sglang_crashkit.capture.cuda_core.text import INFERRED, brief, format_core
+from unit.synthetic_core import CUBIN, SPIN, CoreSpec, DeviceSpec, GridSpec, SmSpec, core_bytes, failed_core, hung_core
+
+Write = Callable[[bytes], Path]
+
+
+def lines_of(path: Path) -> list[str]:
+    return list(format_core(read_cuda_core(path)))
+
+
+def test_a_hung_kernel_in_words(write: Write) -> None:
+    assert lines_of(write(hung_core())) == [
+        "GPU 0: NVIDIA H200, sm_90, 132 SMs",
+        "driver 580.65, CUDA 13.0, written 2026-11-18T11:06:40Z",
+        "kernel _Z11spin_kernelPVi on GPU 0: grid 2x1x1, block 32x1x1, active",
+        "    grid id 7, 1 block and 1 warp on the GPU, launched by host thread 4711",
+        "    1 warp at _Z11spin_kernelPVi+0x110",
+        INFERRED,
+    ]
+
+
+def test_a_failure_in_words(write: Write) -> None:
+    assert lines_of(write(failed_core()))[2:] == [
+        "no kernel on the GPU",
+        "exception: device illegal address at _Z11copy_kernelPKfPfi+0x40 (GPU 0, SM 17)",
+        INFERRED,
+    ]
+
+
+def test_names_are_shortened_and_printable(write: Write) -> None:
+    name = "evil\x1b[2J" + "n" * 500
+    device = DeviceSpec([GridSpec(1, SPIN)], name="NVIDIA\x1b[2J", sm_type="")
+    spec = CoreSpec([device], [{name: CUBIN["_Z11spin_kernelPVi"]}])
+    assert lines_of(write(core_bytes(spec)))[0] == "GPU 0: NVIDIA?[2J, sm_90, 132 SMs"
+    kernel = next(line for line in lines_of(write(core_bytes(spec))) if line.startswith("kernel"))
+    assert "evil?[2Jnnn" in kernel
+    assert "nnn..." in kernel
+    assert len(kernel) < 300
+
+
+def test_an_address_without_a_name_is_not_called_inferred(write: Write) -> None:
+    spec = CoreSpec([DeviceSpec(sms=[SmSpec(3, exception=14, error=0x4711)])], [CUBIN])
+    lines = lines_of(write(core_bytes(spec)))
+    assert lines[-1] == "exception: warp illegal address at 0x4711 (GPU 0, SM 3)"
+
+
+def test_many_exceptions_are_counted(write: Write) -> None:
+    spec = CoreSpec([DeviceSpec(sms=[SmSpec(number, exception=14) for number in range(100)])])
+    found = [line for line in lines_of(write(core_bytes(spec))) if "exception" in line]
+    assert len(found) == 17
+    assert found[-1] == "84 more exceptions"
+
+
+def test_in_short_it_is_kernels_and_exceptions(write: Write) -> None:
+    grids = [GridSpec(number, SPIN) for number in range(6)]
+    device = DeviceSpec(grids, [SmSpec(number, exception=14) for number in range(6)])
+    lines = list(brief(read_cuda_core(write(core_bytes(CoreSpec([device]))))))
+    assert [line.split()[0] for line in lines] == ["kernel"] * 4 + ["2"] + ["exception:"] * 4 + ["2", "it"]
+    assert lines[0] == f"kernel at {SPIN:#x} on GPU 0: grid 1x1x1, block 32x1x1, active"
+    assert lines[5] == "exception: warp illegal address (GPU 0, SM 0)"
+    assert (lines[4], lines[9]) == ("2 more kernels", "2 more exceptions")
+    assert lines[10].startswith("it holds no relocated cubin")

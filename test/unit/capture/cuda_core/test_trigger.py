@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.capture.cuda_core import trigger as cuda_core
+from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError, is_whole_core
+from sglang_crashkit.kernel.fifo import open_files
+from unit import cuda_driver
+from unit.synthetic_core import PROGBITS, Part, elf_bytes
+from unit.waiting import LONG, wait_until
+
+Start = Callable[..., CoreRequest]
+
+
+def core_bytes(payload: int = 4096, *, many_sections: bool = False) -> bytes:
+    """Return a core that is whole and says nothing."""
+    return elf_bytes([Part("", PROGBITS, b"g" * payload)], many_sections=many_sections)
+
+
+ENABLED = {"CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1"}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a process with a driver that answers one trigger, and return a request for its core."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start_driver(
+        seconds: float = 0.5, fraction: float = 1.0, then: str = "", name: str = "corepipe.%p", pipe: str | None = None
+    ) -> CoreRequest:
+        written = tmp_path / name
+        template = str(tmp_path / "core.cuda.%t.%p")
+        process = subprocess.Popen(
+            [sys.executable, cuda_driver.__file__, written, template, str(seconds), str(fraction), then],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        wait_until(
+            lambda: [p for p in tmp_path.glob("corepipe*") if p.suffix != ".unnamed"], "the driver made its pipe"
+        )
+        environ = ENABLED | {"CUDA_COREDUMP_PIPE": pipe or str(written), "CUDA_COREDUMP_FILE": template}
+        return CoreRequest(process.pid, environ)
+
+    yield start_driver
+    for process in processes:
+        process.kill()
+        process.wait(LONG)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_a_core_is_waited_for_as_long_as_it_grows(start: Start, tmp_path: Path) -> None:
+    request = start(seconds=2.0)
+    request.send()
+    began = time.monotonic()
+    sizes = set()
+    while (path := request.look()) is None:
+        sizes |= {file.stat().st_size for file in tmp_path.glob("core.cuda.*")}
+        assert time.monotonic() - began < LONG
+        time.sleep(0.02)
+    # Ten writes, of which the last but one is a tenth before the end.
+    assert len(sizes) > 3
+    assert time.monotonic() - began > 1.5
+    assert is_whole_core(path)
+    assert path.name.endswith(f".{request.pid}")
+
+
+def test_what_is_written_of_a_core_grows(tmp_path: Path) -> None:
+    (tmp_path / "core.1").write_bytes(core_bytes())
+    request = CoreRequest(os.getpid(), {"CUDA_COREDUMP_FILE": str(tmp_path / "core.%t")})
+    assert not request.join()
+    assert request.written == 0, "it was there before"
+    path = tmp_path / "core.2"
+    path.touch()
+    sizes = [request.written]
+    with path.open("r+b", buffering=0) as file:
+        file.truncate(1 << 20)
+        sizes.append(request.written)
+        for start in (0, 1 << 19):
+            file.seek(start)
+            file.write(b"g" * 8192)
+            sizes.append(request.written)
+    assert sizes == sorted(set(sizes)), "each of the steps is seen, also where a hole is filled"
+
+
+def test_several_processes_write_their_cores_side_by_side(start: Start, tmp_path: Path) -> None:
+    requests = [start(seconds=0.5) for _ in range(3)]
+    for request in requests:
+        wait_until((tmp_path / f"corepipe.{request.pid}").exists, "each driver made its pipe")
+    for request in requests:
+        request.send()
+    paths = {wait_until(request.look, "the core is whole") for request in requests}
+    assert len(paths) == 3
+
+
+@pytest.mark.parametrize("outcome", ["switched_off", "no_pipe", "no_reader", "foreign_pipe"])
+def test_it_says_what_came_of_asking(tmp_path: Path, outcome: str) -> None:
+    pipe = tmp_path / "pipe"
+    if outcome == "no_reader":
+        os.mkfifo(pipe)
+    elif outcome == "foreign_pipe":
+        pipe.touch()
+    environ = {} if outcome == "switched_off" else ENABLED
+    with pytest.raises(NoCoreError) as caught:
+        CoreRequest(os.getpid(), environ | {"CUDA_COREDUMP_PIPE": str(pipe)}).send()
+    assert caught.value.outcome == outcome
+
+
+def test_a_pipe_that_an_earlier_process_left_is_passed_over(start: Start, tmp_path: Path) -> None:
+    # The driver's own has another name, as with some drivers.
+    request = start(name="corepipe_host_%p", pipe=str(tmp_path / "left"))
+    os.mkfifo(tmp_path / "left")
+    wait_until(lambda: "corepipe_host" in str(list(open_files(request.pid))), "the driver opened it")
+    request.send()
+    assert wait_until(request.look, "the core is whole")
+
+
+def test_a_core_that_the_driver_writes_by_itself_is_waited_for(start: Start, tmp_path: Path) -> None:
+    asked = start(seconds=1.0)
+    (tmp_path / f"core.cuda.1.{asked.pid}").write_bytes(core_bytes())
+    assert not asked.join()
+    asked.send()
+    other = CoreRequest(asked.pid, ENABLED | {"CUDA_COREDUMP_FILE": str(tmp_path / "core.cuda.%t.%p")})
+    wait_until(other.join, "the core has begun")
+    path = wait_until(other.look, "the core is whole")
+    assert path.name != f"core.cuda.1.{asked.pid}"
+
+
+def test_of_a_process_that_is_gone_nothing_more_is_waited_for(tmp_path: Path) -> None:
+    template = {"CUDA_COREDUMP_FILE": str(tmp_path / "core.%p")}
+    request, path = CoreRequest(os.getpid(), template), tmp_path / f"core.{os.getpid()}"
+    assert request.look(has_ended=True) is None
+    path.write_bytes(core_bytes())
+    assert CoreRequest(os.getpid(), template).look() is None, "it may grow still"
+    assert request.look(has_ended=True) == path
+    path.write_bytes(core_bytes()[:-1])
+    with pytest.raises(NoCoreError, match="is no whole core"):
+        request.look(has_ended=True)
+
+
+def test_what_the_driver_wrote_by_itself_is_found(tmp_path: Path) -> None:
+    request = CoreRequest(os.getpid(), {"CUDA_COREDUMP_FILE": str(tmp_path / "core.%t.%p")})
+    assert request.written_since(0.0) is None
+    for seconds in (1000, 3000, 2000):
+        path = tmp_path / f"core.{seconds}.{os.getpid()}"
+        path.touch()
+        os.utime(path, (seconds, seconds))
+    (tmp_path / f"core.4000.{os.getpid()}").symlink_to(path)
+    assert request.written_since(1500.0) == tmp_path / f"core.3000.{os.getpid()}"
+    assert request.written_since(5000.0) is None
+
+
+def test_a_core_of_before_is_not_taken_for_the_one_asked_for(start: Start, tmp_path: Path) -> None:
+    request = start(seconds=0.0)
+    old = tmp_path / f"core.cuda.1.{request.pid}"
+    old.write_bytes(core_bytes())
+    request.send()
+    assert wait_until(request.look, "the core is whole") != old
+
+
+def test_a_driver_that_gives_up_in_the_middle_leaves_no_core(start: Start) -> None:
+    request = start(seconds=0.1, fraction=0.6)
+    request.send()
+    with pytest.raises(NoCoreError, match=r"core\.cuda\.\d+\.\d+ is no whole core \(\d+ bytes\)"):
+        wait_until(request.look, "the driver gives up")
+
+
+def test_a_file_that_is_held_open_is_waited_for(start: Start, tmp_path: Path) -> None:
+    request = start(seconds=0.1, fraction=0.6, then="hang")
+    request.send()
+    wait_until(lambda: list(tmp_path.glob("core.cuda.*")), "the core has begun")
+    deadline = time.monotonic() + cuda_core._STILL_SECS + 0.7
+    while time.monotonic() < deadline:
+        assert request.look() is None
+        time.sleep(0.05)
+    assert "bytes so far" in request.leftover()
+
+
+def test_without_a_pipe_there_is_no_core(tmp_path: Path) -> None:
+    request = CoreRequest(os.getpid(), ENABLED | {"CUDA_COREDUMP_PIPE": str(tmp_path / "none.%p")})
+    with pytest.raises(NoCoreError, match=r"there is no pipe .*none\.\d+: CUDA was not initialised"):
+        request.send()
+    assert request.leftover() == "no file appeared"
+
+
+def test_a_driver_that_was_not_told_to_listen_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NoCoreError, match="CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 was not set"):
+        CoreRequest(os.getpid(), {}).send()
+
+
+def test_a_pipe_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(NoCoreError, match="nobody reads it"):
+        CoreRequest(os.getpid(), ENABLED | {"CUDA_COREDUMP_PIPE": str(tmp_path / "pipe")}).send()
+
+
+def test_a_link_and_a_file_in_the_pipes_place_are_not_written_to(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("untouched")
+    (tmp_path / "link").symlink_to(victim)
+    for name in ("link", "victim"):
+        with pytest.raises(NoCoreError):
+            CoreRequest(os.getpid(), ENABLED | {"CUDA_COREDUMP_PIPE": str(tmp_path / name)}).send()
+    assert victim.read_text() == "untouched"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_pipe_of_another_user_is_not_written_to(start: Start, tmp_path: Path) -> None:
+    request = start()
+    os.chown(next(tmp_path.glob("corepipe*")), 65534, 65534)
+    with pytest.raises(NoCoreError, match="is not a pipe of the process's own user"):
+        request.send()
+
+
+def test_a_pipe_with_the_time_in_its_name_is_found_among_the_open_files(start: Start, tmp_path: Path) -> None:
+    # A driver holds its pipe open; here somebody writes to it already.
+    request = start(name="corepipe.%t.%p", pipe=str(tmp_path / "corepipe.%t.%p"))
+    descriptor = os.open(next(tmp_path.glob("corepipe*")), os.O_WRONLY)
+    try:
+        wait_until(lambda: "corepipe" in str([path for _link, path in open_files(request.pid)]), "the driver opened it")
+        request.send()
+        assert wait_until(request.look, "the core is whole")
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("template", ["| gzip > core", "fifo"])
+def test_a_core_that_goes_elsewhere_cannot_be_watched(
+    tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    assert not CoreRequest(os.getpid(), ENABLED | {"CUDA_COREDUMP_FILE": template}).is_watchable
+    assert CoreRequest(os.getpid(), ENABLED).is_watchable
+
+
+@pytest.mark.parametrize("many_sections", [False, True])
+def test_a_core_is_whole_with_its_last_byte(tmp_path: Path, many_sections: bool) -> None:
+    path, data = tmp_path / "core", core_bytes(200, many_sections=many_sections)
+    for size in (0, 10, 63, 64, 100, len(data) - 1):
+        path.write_bytes(data[:size])
+        assert not is_whole_core(path), size
+    path.write_bytes(data)
+    assert is_whole_core(path)
+
+
+def test_what_is_no_core_is_none_in_bounded_time(tmp_path: Path) -> None:
+    path = tmp_path / "core"
+    for hostile in (b"", b"\x7fELF" + b"\xff" * 60, b"\x7fELF\x02\x01" + b"\xff" * 500, b"x" * 5000):
+        path.write_bytes(hostile)
+        assert not is_whole_core(path)
+    assert not is_whole_core(tmp_path)
+    assert not is_whole_core(tmp_path / "none")

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.capture.debug_config import DebugConfig, expand_output, read_debug_config
+from sglang_crashkit.errors import UsageError
+
+JOB = """
+name: my-benchmark
+resources: {gpu_type: gb200, decode_nodes: 2}
+debug:
+  enabled: true
+"""
+
+
+def read(folder: Path, text: str | bytes) -> DebugConfig:
+    path = folder / "job.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_debug_config(path)
+
+
+def test_other_sections_are_other_programs_and_the_defaults_are_the_documents(tmp_path: Path) -> None:
+    assert read(tmp_path, JOB) == DebugConfig(True, 600, "{log_dir}/backtraces")
+
+
+def test_every_option_is_read(tmp_path: Path) -> None:
+    text = JOB + "  wait_seconds: 1800\n  output_dir: /shared/debug\n"
+    assert read(tmp_path, text) == DebugConfig(True, 1800, "/shared/debug")
+
+
+@pytest.mark.parametrize("text", ["", "name: x\n", "debug: {}\n", "debug: {enabled: false, wait_seconds: 1}\n"])
+def test_without_the_word_it_is_off(tmp_path: Path, text: str) -> None:
+    assert not read(tmp_path, text).enabled
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("debug: {enabled: 'yes please'}", "debug.enabled must be true or false, not 'yes please'"),
+        ("debug: {enabled: 1}", "debug.enabled must be true or false, not 1"),
+        ("debug: {wait_seconds: soon}", "debug.wait_seconds must be a whole number of seconds, 0 or more, not 'soon'"),
+        ("debug: {wait_seconds: true}", "debug.wait_seconds must be a whole number of seconds, 0 or more, not True"),
+        ("debug: {wait_seconds: -1}", "debug.wait_seconds must be a whole number of seconds, 0 or more, not -1"),
+        ("debug: {output_dir: [a]}", "debug.output_dir must be the path of a folder, not a list"),
+        ("debug: {output_dir:}", "debug.output_dir must be the path of a folder, not nothing"),
+        ("debug: {wait_secs: 5}", "debug.wait_secs is unknown"),
+        ("debug: true", "debug must hold enabled, wait_seconds, output_dir, not True"),
+        ("debug:", "debug must hold enabled, wait_seconds, output_dir, not nothing"),
+    ],
+)
+def test_what_makes_no_sense_is_named_with_the_file(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        read(tmp_path, text)
+    assert error.value.message == f"{tmp_path}/job.yaml: {message}"
+
+
+@pytest.mark.parametrize("text", ["debug: [", "a: b: c", b"\xff\xfe\xff", "!!python/object/apply:os.system [x]"])
+def test_what_is_no_yaml_is_said_to_be_none(tmp_path: Path, text: str | bytes) -> None:
+    with pytest.raises(UsageError, match=r"job\.yaml is not YAML: "):
+        read(tmp_path, text)
+
+
+def test_a_list_has_no_sections(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="must hold sections such as debug:, not a list"):
+        read(tmp_path, "- a\n- b\n")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"absent\.yaml: No such file or directory"):
+        read_debug_config(tmp_path / "absent.yaml")
+
+
+def test_the_folder_of_logs_is_put_in() -> None:
+    assert expand_output("{log_dir}/backtraces", Path("/logs/7")) == Path("/logs/7/backtraces")
+    assert expand_output("/shared", Path("/logs/7")) == Path("/shared")
+    assert expand_output("~/x", Path()) == Path.home() / "x"
+    with pytest.raises(UsageError, match=r"\{job_id\} is unknown"):
+        expand_output("/shared/{job_id}", Path())

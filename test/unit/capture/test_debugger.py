@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.capture.debugger import Debugged, Debugger, command_of, debug, debug_all, find_debugger, substitute
+from sglang_crashkit.capture.tool_run import run_tool
+from sglang_crashkit.kernel import procfs
+from unit.targets import PTRACE, SLEEPER, asleep, functions_of, settle, settle_in_sleep, start_ticks, state_of, traced
+from unit.waiting import LONG, child, wait_until
+
+needs_gdb = pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb is not installed: apt-get install gdb")
+
+
+def stand_in(folder: Path, script: str, name: str = "gdb") -> Debugger:
+    """Write a stand-in for a debugger; its last but fourth argument is the pid."""
+    tool = folder / name
+    tool.write_text(f'#!/bin/sh\nwhile [ "$1" != -p ]; do shift; done; PID=$2\n{script}\n')
+    tool.chmod(0o755)
+    return Debugger("gdb", str(tool))
+
+
+def runs_on(pid: int) -> bool:
+    states = procfs.thread_states(pid)
+    return set(states.values()) <= set("RSD") and not any(procfs.read_tracer(pid, one) for one in states)
+
+
+@needs_gdb
+def test_gdb_gives_the_stacks_of_all_threads_and_the_target_runs_on() -> None:
+    gdb = Debugger("gdb", shutil.which("gdb") or "")
+    code = "import threading\ndef work(): time.sleep(120)\nthreading.Thread(target=work, daemon=True).start()\n"
+    with child(code + "secret = 'hunter2-in-a-local'\n" + SLEEPER) as process:
+        debugged = debug(gdb, process.pid, start_ticks(process.pid), 4 * LONG)
+        wait_until(lambda: runs_on(process.pid), "it runs on")
+    assert (debugged.problem, debugged.tool) == ("", "gdb")
+    assert len(debugged.threads) == 2
+    assert process.pid in {thread.native_id for thread in debugged.threads}
+    assert any("nanosleep" in function for function in functions_of(debugged.threads))
+    # Arguments of functions may be prompts: python's main has the whole program as one.
+    assert "hunter2" not in debugged.text
+
+
+def test_the_command_line_reads_no_file_of_the_users_and_asks_nothing() -> None:
+    command = command_of(Debugger("cuda-gdb", "/opt/cuda-gdb"), 7)
+    assert command[:3] == ["/opt/cuda-gdb", "-nx", "-batch"]
+    assert command[3:5] == ["-iex", "set debuginfod enabled off"]
+    listings = [word for option, word in itertools.pairwise(command) if option == "-ex"]
+    assert [word for word in listings if not word.startswith("echo")] == [
+        *("info cuda devices", "info cuda kernels", "thread apply all bt"),
+    ]
+    assert not any("cuda" in word for word in command_of(Debugger("gdb", "gdb"), 7))
+
+
+def test_gdb_reads_the_symbols_of_the_libraries_on_the_stacks_and_of_a_few_more(tmp_path: Path) -> None:
+    tool = stand_in(tmp_path, 'echo "$@" > $0.arguments')
+    with child("import ctypes; ctypes.CDLL('libstdc++.so.6')\n" + SLEEPER) as process:
+        settle_in_sleep(process.pid)
+        debugged = debug(tool, process.pid, start_ticks(process.pid), LONG)
+    asked = (tmp_path / "gdb.arguments").read_text()
+    libraries = re.findall(r"-ex sharedlibrary /(\S+)", asked)
+    assert {r"libc\.so", r"libstdc++\.so"} <= set(libraries), asked
+    # Where it prints no stack, there is what py-spy saw.
+    assert "inner_function" in functions_of(debugged.threads)
+    assert debugged.problem == "gdb printed no stack"
+
+
+@needs_gdb
+def test_gdb_finds_the_libraries_by_these_names() -> None:
+    gdb = Debugger("gdb", shutil.which("gdb") or "")
+    with child("import ctypes; ctypes.CDLL('libstdc++.so.6')\n" + SLEEPER) as process:
+        command = command_of(gdb, process.pid, ["libc.so", "libstdc++.so"])
+        run = run_tool([*command, "-ex", "info sharedlibrary"], 4 * LONG)
+    rows = [line.split() for line in run.text.splitlines() if ".so" in line and line.startswith("0x")]
+    # From, to, whether symbols were read (with a star where the file has none for source lines), path.
+    read = {Path(row[-1]).name.split(".so")[0] for row in rows if row[2].startswith("Yes")}
+    assert read == {"libc", "libstdc++"}
+
+
+def test_of_what_py_spy_cannot_see_gdb_reads_all_symbols() -> None:
+    assert not [word for word in command_of(Debugger("gdb", "gdb"), 7) if "auto-solib-add" in word]
+    assert "set auto-solib-add off" in command_of(Debugger("gdb", "gdb"), 7, ["libc.so"])
+
+
+def test_one_that_never_ends_is_killed_in_time_and_its_target_runs_on(tmp_path: Path) -> None:
+    (tmp_path / "tool.py").write_text(
+        PTRACE + "attach(int(sys.argv[1])); os.waitpid(int(sys.argv[1]), 0x40000000); print('#0', flush=True)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)\n"
+    )
+    tool = stand_in(tmp_path, f'exec "{sys.executable}" {tmp_path}/tool.py $PID')
+    with child(SLEEPER) as process:
+        started = time.monotonic()
+        debugged = debug(tool, process.pid, start_ticks(process.pid), 3.0)
+        assert time.monotonic() - started < LONG
+        wait_until(lambda: runs_on(process.pid), "it runs on")
+    assert debugged.problem.startswith("gdb did not end within 3 s")
+    assert debugged.text == "#0\n"
+
+
+def test_one_that_left_its_target_stopped_is_made_good(tmp_path: Path) -> None:
+    tool = stand_in(tmp_path, "kill -STOP $PID; until grep -q '^State:.T' /proc/$PID/status; do :; done; exit 1")
+    with child(SLEEPER) as process:
+        debugged = debug(tool, process.pid, start_ticks(process.pid), LONG)
+        wait_until(lambda: runs_on(process.pid), "it runs on")
+    assert debugged.problem == "gdb ended with status 1; it left the process stopped, which was sent SIGCONT"
+
+
+def test_it_is_called_off(tmp_path: Path) -> None:
+    stop = threading.Event()
+    timer = threading.Timer(0.3, stop.set)
+    tool = Debugger("cuda-gdb", stand_in(tmp_path, "echo first; exec sleep 600").path)
+    with child(SLEEPER) as process:
+        timer.start()
+        debugged = debug(tool, process.pid, start_ticks(process.pid), 2 * LONG, stop)
+        timer.join(LONG)
+        again = debug(tool, process.pid, start_ticks(process.pid), 2 * LONG, stop)
+    assert (debugged.problem, debugged.text) == ("gdb was called off", "first\n")
+    assert again.problem == "not run: called off before its turn"
+
+
+def test_all_together_are_called_off_in_time_with_what_they_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_crashkit.capture.debugger.most_at_once", lambda: 2)
+    # GIVEN one that ends, and more that do not than may run at once
+    with contextlib.ExitStack() as stack:
+        pids = [stack.enter_context(child(SLEEPER)).pid for _each in range(4)]
+        script = f"echo of $PID; [ $PID = {pids[0]} ] || exec sleep 600"
+        tool = Debugger("cuda-gdb", stand_in(tmp_path, script).path)
+        taken: dict[int, Debugged] = {}
+        started = time.monotonic()
+        debug_all(tool, {pid: start_ticks(pid) for pid in pids}, 2 * LONG, taken.__setitem__, 2.0)
+        assert time.monotonic() - started < LONG
+    assert [taken[pid].problem for pid in pids] == [
+        "cuda-gdb printed no stack",
+        *("gdb was called off", "gdb was called off"),
+        "not run: called off before its turn",
+    ]
+    assert [taken[pid].text for pid in pids] == [*(f"of {pid}\n" for pid in pids[:3]), ""]
+
+
+def test_they_run_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_crashkit.capture.debugger.most_at_once", lambda: 3)
+    # GIVEN a tool that ends only when three of it run at the same time
+    script = f"touch {tmp_path}/$PID.here; until [ $(ls {tmp_path}/*.here | wc -l) = 3 ]; do sleep 0.05; done"
+    tool = Debugger("cuda-gdb", stand_in(tmp_path, script).path)
+    with contextlib.ExitStack() as stack:
+        pids = [stack.enter_context(child(SLEEPER)).pid for _each in range(3)]
+        taken: dict[int, Debugged] = {}
+        debug_all(tool, {pid: start_ticks(pid) for pid in pids}, LONG, taken.__setitem__)
+    assert [taken[pid].problem for pid in pids] == ["cuda-gdb printed no stack"] * 3
+
+
+def test_without_permission_the_next_step_is_named(tmp_path: Path) -> None:
+    tool = stand_in(tmp_path, "echo 'ptrace: Operation not permitted.'")
+    with child(SLEEPER) as process:
+        debugged = debug(tool, process.pid, start_ticks(process.pid), LONG)
+    assert debugged.problem.startswith("it may not be traced; next: run it as root or with CAP_SYS_PTRACE")
+
+
+def test_a_stopped_target_is_left_alone(tmp_path: Path) -> None:
+    with child(SLEEPER) as process:
+        settle_in_sleep(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        settle(process.pid, "T")
+        debugged = debug(stand_in(tmp_path, "sleep 600"), process.pid, start_ticks(process.pid), LONG)
+        assert state_of(process.pid) == "T"
+    assert (debugged.problem, debugged.seconds) == ("not run: it is stopped, and must stay as it was found", 0.0)
+
+
+def test_a_traced_target_and_one_in_uninterruptible_sleep_are_left_alone(tmp_path: Path, runtime: Path) -> None:
+    tool = stand_in(tmp_path, "sleep 600")
+    with child(SLEEPER) as process, traced(process.pid) as tracer:
+        debugged = debug(tool, process.pid, start_ticks(process.pid), LONG)
+        assert procfs.read_tracer(process.pid) == tracer
+    assert debugged.problem.startswith(f"not run: process {tracer} ")
+    with asleep(runtime) as target:
+        debugged = debug(tool, target.pid, target.start_ticks, LONG)
+    assert "is in uninterruptible sleep, and would not stop" in debugged.problem
+
+
+@pytest.mark.parametrize(
+    ("names", "found", "missing"),
+    [
+        (("cuda-gdb", "gdb"), "cuda-gdb", ""),
+        (("gdb",), "gdb", "cuda-gdb is not installed, so CUDA kernels are not listed; next: install cuda-gdb"),
+        ((), None, "neither cuda-gdb nor gdb is installed; next: apt-get install gdb, or install cuda-gdb"),
+    ],
+)
+def test_cuda_gdb_comes_first_and_what_is_missing_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], found: str | None, missing: str
+) -> None:
+    monkeypatch.setattr("sglang_crashkit.capture.debugger._TOOLKITS", ())
+    for name in names:
+        stand_in(tmp_path, "", name)
+    debugger, said = find_debugger({"PATH": str(tmp_path)})
+    assert (debugger.name if debugger else None, said.startswith(missing)) == (found, True), said
+
+
+def test_cuda_gdb_is_found_in_the_toolkits_folder(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    stand_in(tmp_path / "bin", "", "cuda-gdb")
+    debugger, _missing = find_debugger({"PATH": "/nonexistent", "CUDA_HOME": str(tmp_path)})
+    assert debugger == Debugger("cuda-gdb", str(tmp_path / "bin" / "cuda-gdb"))
+
+
+def test_without_a_debugger_py_spy_takes_native_stacks() -> None:
+    with child(SLEEPER) as running, child(SLEEPER) as stopped:
+        settle_in_sleep(running.pid)
+        settle_in_sleep(stopped.pid)
+        stopped.send_signal(signal.SIGSTOP)
+        settle(stopped.pid, "T")
+        found = substitute({one.pid: start_ticks(one.pid) for one in (running, stopped)}, LONG)
+        wait_until(lambda: runs_on(running.pid), "it runs on")
+        assert state_of(stopped.pid) == "T"
+    assert found[running.pid].problem == ""
+    assert "inner_function" in functions_of(found[running.pid].threads)
+    assert "inner_function" in found[running.pid].text
+    assert found[stopped.pid].problem == "not run: it is stopped, and must stay as it was found"
+
+
+def test_one_that_is_gone_is_not_run_on(tmp_path: Path) -> None:
+    debugged = debug(stand_in(tmp_path, "sleep 600"), os.getpid(), 1, LONG)
+    assert debugged.problem == "not run: it has ended"

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.capture.flight_request import FlightPlace, FlightRequest, Received
+from sglang_crashkit.model.flight_dump import FlightDumpError
+from unit import torch_recorder
+from unit.flight_dumps import document, entry, pickled
+from unit.waiting import LONG, wait_until
+
+Start = Callable[..., FlightRequest]
+CONTENT = pickled(document([entry(number, number) for number in range(50)]))
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a process with a recorder, and return a request for its dump."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start_recorder(
+        seconds: float = 0.2,
+        how: str = "",
+        rank: int = 3,
+        content: bytes = CONTENT,
+        *,
+        is_own: bool = True,
+        stem: str = "",
+    ) -> FlightRequest:
+        written = tmp_path / "content"
+        written.write_bytes(content)
+        pipe_stem, dump_stem = str(tmp_path / f"{stem}nccl-"), str(tmp_path / f"{stem}rank")
+        process = subprocess.Popen(
+            [sys.executable, torch_recorder.__file__, pipe_stem, dump_stem, str(rank), written, str(seconds), how],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return FlightRequest(process.pid, FlightPlace(pipe_stem, dump_stem, is_own))
+
+    yield start_recorder
+    for process in processes:
+        process.kill()
+        process.wait(LONG)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def receive(request: FlightRequest) -> Received:
+    return wait_until(request.look, "the dump is whole")
+
+
+def test_a_dump_is_waited_for_until_it_is_whole(start: Start, tmp_path: Path) -> None:
+    request = start(seconds=1.0)
+    began = time.monotonic()
+    request.send()
+    received = receive(request)
+    assert time.monotonic() - began > 0.5
+    assert (received.rank, received.data, len(received.dump.entries)) == (3, CONTENT, 50)
+    assert not request.is_unasked
+    assert not (tmp_path / "rank3").exists()
+
+
+def test_it_can_be_asked_again(start: Start) -> None:
+    request = start()
+    for _ in range(3):
+        request.send()
+        assert receive(request).data == CONTENT
+
+
+def test_in_a_folder_that_others_write_to_a_dump_of_before_is_not_taken_and_none_is_removed(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "rank3").write_bytes(pickled(document([])))
+    request = start(is_own=False)
+    assert not request.take_unasked()
+    request.send()
+    assert receive(request).data == CONTENT
+    assert (tmp_path / "rank3").read_bytes() == CONTENT
+
+
+def test_a_dump_that_pytorch_wrote_by_itself_is_taken_without_asking(start: Start, tmp_path: Path) -> None:
+    request = start(how="deaf")
+    (tmp_path / "rank3").write_bytes(CONTENT)
+    request.send()
+    assert request.is_unasked
+    assert receive(request).rank == 3
+
+
+def test_a_dump_that_came_too_late_for_who_asked_before_is_not_taken(start: Start, tmp_path: Path) -> None:
+    request = start()
+    (tmp_path / "rank3").write_bytes(pickled(document([])))
+    request.send(after_one_too_late=True)
+    assert not request.is_unasked
+    assert receive(request).data == CONTENT
+
+
+def test_a_dump_of_a_dead_process_is_found_by_its_name(tmp_path: Path) -> None:
+    process = subprocess.Popen(["true"])
+    process.wait(LONG)
+    request = FlightRequest(process.pid, FlightPlace("", str(tmp_path / "4711-99-rank"), is_own=True))
+    (tmp_path / "4711-99-rank.part").write_bytes(CONTENT)
+    (tmp_path / "4711-990-rank1").write_bytes(CONTENT)
+    assert not request.take_unasked()
+    (tmp_path / "4711-99-rank12").write_bytes(CONTENT)
+    assert request.take_unasked()
+    assert receive(request).rank == 12
+
+
+def test_the_one_whose_pipe_lost_its_name_to_another_is_reached_too(start: Start, tmp_path: Path) -> None:
+    first = start(is_own=False)
+    second = start(is_own=False)
+    first.send()
+    assert receive(first).rank == 3
+    # Nobody asked the second one, whose pipe has the name.
+    os.kill(second.pid, signal.SIGSTOP)
+    first.send()
+    assert receive(first).rank == 3
+
+
+def test_a_process_without_nccl_has_no_pipe(tmp_path: Path) -> None:
+    request = FlightRequest(os.getpid(), FlightPlace(str(tmp_path / "nccl-"), str(tmp_path / "rank"), is_own=True))
+    with pytest.raises(FlightDumpError, match=r"there is no pipe .*nccl-<rank>\.pipe: NCCL was not initialised"):
+        request.send()
+
+
+def test_a_pipe_of_another_name_is_not_written_to(start: Start, tmp_path: Path) -> None:
+    other = start(stem="other-")
+    place = FlightPlace(str(tmp_path / "nccl-"), str(tmp_path / "rank"), is_own=True)
+    with pytest.raises(FlightDumpError, match="there is no pipe"):
+        FlightRequest(other.pid, place).send()
+    with pytest.raises(FlightDumpError, match="there is no pipe <unset>"):
+        FlightRequest(other.pid, FlightPlace("", str(tmp_path / "rank"), is_own=True)).send()
+
+
+@pytest.mark.parametrize("how", ["half", "hang", "die", "deaf"])
+def test_what_does_not_become_whole_is_told(start: Start, tmp_path: Path, how: str) -> None:
+    request = start(seconds=0.1, how=how)
+    request.send()
+    if how != "deaf":
+        wait_until((tmp_path / "rank3").exists, "it has begun")
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        assert request.look() is None
+        time.sleep(0.05)
+    assert ("no file appeared" if how == "deaf" else " bytes") in request.leftover()
+
+
+@pytest.mark.parametrize("content", [b"\x80\x02cos\nsystem\n.", b"text", pickled({"version": "9"})])
+def test_what_is_no_dump_is_an_error(start: Start, content: bytes) -> None:
+    request = start(content=content)
+    request.send()
+    with pytest.raises(FlightDumpError, match="no dump"):
+        receive(request)
+
+
+def test_a_link_in_place_of_the_dump_is_not_followed(start: Start, tmp_path: Path) -> None:
+    request = start(how="deaf", is_own=False)
+    request.send()
+    (tmp_path / "secret").write_bytes(CONTENT)
+    (tmp_path / "rank3").symlink_to(tmp_path / "secret")
+    with pytest.raises(FlightDumpError, match="rank3"):
+        request.look()
+
+
+def test_a_place_is_read_as_it_was_written(tmp_path: Path) -> None:
+    place = FlightPlace("/run/1-2.nccl-", "/crash/1-2-rank", is_own=True)
+    assert FlightPlace.read(tmp_path, 1, 2) is None
+    place.write(tmp_path, 1, 2)
+    assert FlightPlace.read(tmp_path, 1, 2) == place
+    assert FlightPlace.read(tmp_path, 1, 3) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pipe_stem": "a", "dump_stem": "", "is_own": true}', "\x00"])
+def test_a_place_that_makes_no_sense_is_none(tmp_path: Path, text: str) -> None:
+    FlightPlace.file_of(tmp_path, 1, 2).write_text(text)
+    assert FlightPlace.read(tmp_path, 1, 2) is None

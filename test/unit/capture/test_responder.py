@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.capture.responder import ask_responders
+from sglang_crashkit.kernel.stack_hooks import ArmedFiles
+from unit.targets import LOCK_HOLDER, SLEEPER, armed, functions_of, settle
+from unit.waiting import LONG, descriptors
+
+TWO_THREADS = """
+import threading
+def wait_in_a_thread(): threading.Event().wait()
+threading.Thread(target=wait_in_a_thread, name="worker").start()
+"""
+
+
+def sock(folder: Path, pid: int, start: int) -> Path:
+    return ArmedFiles.of(folder, pid, start).socket
+
+
+class Impostor:
+    """Listens where this process would answer, and answers as it is told."""
+
+    def __init__(self, path: Path, answer: bytes) -> None:
+        self.path = path
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve, args=(answer,), daemon=True)
+        self._thread.start()
+
+    def _serve(self, answer: bytes) -> None:
+        # It may never be asked, or only for a part of the answer.
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            with connection:
+                connection.sendall(answer)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(LONG)
+        self._listener.close()
+
+
+@pytest.fixture
+def impostor(runtime: Path):
+    found: list[Impostor] = []
+
+    def make(answer: bytes) -> Path:
+        found.append(Impostor(runtime / f"{len(found)}.sock", answer))
+        return found[-1].path
+
+    yield make
+    for one in found:
+        one.close()
+
+
+def test_a_process_names_its_threads_and_what_each_does(runtime: Path) -> None:
+    with armed(runtime, TWO_THREADS + SLEEPER) as target:
+        settle(target.pid, "S")
+        (photograph,) = ask_responders({target.pid: sock(runtime, target.pid, target.start_ticks)}, LONG)
+    assert (photograph.reason, photograph.source) == ("", "in-process")
+    assert photograph.threads is not None
+    main, worker = sorted(photograph.threads, key=lambda thread: thread.name)
+    assert (main.name, main.native_id) == ("MainThread", target.pid)
+    assert [frame.function for frame in main.frames] == ["inner_function", "outer_function", "<module>"]
+    assert main.frames[0].line > 0
+    assert worker.name == "worker"
+    assert worker.native_id not in (None, target.pid)
+    assert ("threading.py", "wait") in {(frame.file, frame.function) for frame in worker.frames}
+    # The thread that answers is not among them.
+    assert "describe_threads" not in functions_of(photograph.threads)
+
+
+def test_processes_are_asked_side_by_side_and_one_that_cannot_answer_costs_the_others_nothing(runtime: Path) -> None:
+    fds = descriptors()
+    with armed(runtime, LOCK_HOLDER) as held, armed(runtime, SLEEPER) as free:
+        sockets = {one.pid: sock(runtime, one.pid, one.start_ticks) for one in (held, free)}
+        first, second = ask_responders(sockets, 0.5)
+    assert first.pid == held.pid
+    assert first.threads is None
+    assert first.reason == "no answer within 0.5 s: its interpreter lock is not to be had"
+    assert second.threads is not None
+    assert second.seconds < first.seconds
+    assert (first.lock_taken, second.lock_taken) == (True, False)
+    assert descriptors().items() <= fds.items()
+
+
+def test_a_process_that_was_stopped_answers_once_it_goes_on(runtime: Path) -> None:
+    with armed(runtime, SLEEPER) as target:
+        sockets = {target.pid: sock(runtime, target.pid, target.start_ticks)}
+        os.kill(target.pid, signal.SIGSTOP)
+        settle(target.pid, "T")
+        assert ask_responders(sockets, 0.1)[0].threads is None
+        os.kill(target.pid, signal.SIGCONT)
+        # Whoever asked before has hung up, and is not waited for.
+        assert ask_responders(sockets, LONG)[0].threads is not None
+
+
+@pytest.mark.parametrize("answer", [b"", b"rubbish", b"{}", b"[]", b'[{"frames": []}]', b"[" * 100_000])
+def test_rubbish_is_named(impostor, answer: bytes) -> None:
+    (photograph,) = ask_responders({os.getpid(): impostor(answer)}, LONG)
+    assert photograph.threads is None
+    assert photograph.reason
+
+
+def test_an_endless_answer_is_given_up(impostor) -> None:
+    (photograph,) = ask_responders({os.getpid(): impostor(b" " * (20 << 20))}, LONG)
+    assert photograph.reason == "it answered more than 16 MiB"
+
+
+def test_whoever_listens_in_a_processs_place_is_not_asked(impostor) -> None:
+    (photograph,) = ask_responders({1: impostor(b"[]")}, LONG)
+    assert "No such process" in photograph.reason
+
+
+def test_where_nobody_listens_it_is_said(runtime: Path) -> None:
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(runtime / "left.sock"))
+    left.close()
+    first, second = ask_responders({1: runtime / "left.sock", 2: runtime / "absent.sock"}, LONG)
+    assert (first.reason, second.reason) == (
+        "left.sock: Connection refused",
+        "absent.sock: No such file or directory",
+    )
+
+
+def test_nobody_is_asked_for_nothing() -> None:
+    assert ask_responders({}, LONG) == []

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.capture.debugger import MAY_TRACE
+from sglang_crashkit.capture.pyspy import EXECUTABLE_VARIABLE
+from sglang_crashkit.collect.collection import Collection, Plan
+from sglang_crashkit.kernel.discovery import FoundProcess
+from sglang_crashkit.model.snapshot import NodeSnapshot, parse
+from unit.targets import (
+    SLEEPER,
+    TITLE,
+    armed,
+    asleep,
+    functions_of,
+    make_tool,
+    settle,
+    settle_in_sleep,
+    start_ticks,
+    state_of,
+)
+from unit.waiting import LONG, child
+
+ARGUMENTS = ("python", "-m", "sglang.launch_server", "--dist-init-addr", "10.0.0.1:5000")
+ARGUMENTS += ("--disaggregation-mode", "decode")
+
+
+def found(pid: int, title: str = TITLE, server: int | None = 1) -> FoundProcess:
+    return FoundProcess(pid, start_ticks(pid), title, "scheduler", {"tp": 0}, server, ARGUMENTS, 0, "title")
+
+
+def collect(output: Path, *processes: FoundProcess, **plan) -> tuple[Collection, list[NodeSnapshot]]:
+    """Collect; gives the collection, and the snapshots as they are in the files."""
+    options = {"snapshots": 1, "interval_secs": 0.0, "native": False, "tool_secs": LONG} | plan
+    collection = Collection(processes, Plan(output, **options), lambda _line: None)
+    collection.take_snapshots()
+    collection.debug()
+    rounds = [parse((output / name).read_bytes()) for name in collection.snapshot_files]
+    assert rounds == collection.rounds
+    return collection, rounds
+
+
+@pytest.fixture
+def no_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = "neither is installed; next: apt-get install gdb"
+    monkeypatch.setattr("sglang_crashkit.collect.collection.find_debugger", lambda: (None, missing))
+
+
+def test_a_round_is_a_snapshot_with_what_the_server_is(tmp_path: Path) -> None:
+    with child(SLEEPER) as process:
+        settle_in_sleep(process.pid)
+        _collection, (seen,) = collect(tmp_path, found(process.pid))
+    (one,) = seen.processes
+    assert (one.title, one.server, one.rendezvous, one.side) == (TITLE, 1, "10.0.0.1:5000", "decode")
+    assert (one.state, one.problem, seen.problems) == ("S", "", ())
+    assert "nanosleep" in one.wchan
+    assert "inner_function" in functions_of(one.threads)
+
+
+def test_several_rounds_tell_a_process_that_spins_from_one_that_stands(tmp_path: Path) -> None:
+    with child(SLEEPER) as still, child("ready()\nwhile True: pass") as spinning:
+        settle_in_sleep(still.pid)
+        plan = {"snapshots": 3, "interval_secs": 0.3}
+        _collection, rounds = collect(tmp_path, found(still.pid), found(spinning.pid), **plan)
+    used = [
+        [later.cpu_secs - earlier.cpu_secs for earlier, later in zip(one.processes, two.processes, strict=True)]
+        for one, two in [(rounds[0], rounds[2])]
+    ]
+    assert len(rounds) == 3
+    assert used[0][0] == 0.0
+    assert used[0][1] > 0.0
+
+
+def test_a_process_in_uninterruptible_sleep_is_photographed_and_not_waited_for(
+    tmp_path: Path, runtime: Path, no_debugger: None
+) -> None:
+    with asleep(runtime) as target:
+        collection, (seen,) = collect(tmp_path, found(target.pid), native=True)
+    assert seen.processes[0].state == "D"
+    assert "sleep_uninterruptibly" in functions_of(seen.processes[0].threads)
+    debugged = collection.collected[0].debugged
+    assert debugged is not None
+    assert "is in uninterruptible sleep" in debugged.problem
+
+
+def test_one_that_has_ended_is_told_of_and_the_others_are_collected(tmp_path: Path) -> None:
+    with child(SLEEPER) as process, child(SLEEPER) as gone:
+        processes = found(process.pid), found(gone.pid)
+        gone.kill()
+        gone.wait(LONG)
+        collection, (seen,) = collect(tmp_path, *processes)
+    assert [one.gave_something for one in collection.collected] == [True, False]
+    assert seen.problems[0].why == "it has ended"
+    assert "it had ended" in (tmp_path / collection.collected[1].files[0]).read_text()
+
+
+def test_without_permission_the_next_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, "echo Error: Permission denied >&2; exit 1"))
+    with child(SLEEPER) as process:
+        _collection, (seen,) = collect(tmp_path / "out", found(process.pid))
+    assert (seen.problems[0].why, seen.problems[0].next) == ("Permission denied", MAY_TRACE)
+
+
+def test_a_process_of_a_patched_server_tells_its_own_stacks_where_py_spy_cannot(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_crashkit.collect.collection.runtime_folder", lambda _pid, _ticks: runtime)
+    monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, "exit 1"))
+    with armed(runtime, SLEEPER) as target:
+        _collection, (seen,) = collect(tmp_path / "out", found(target.pid))
+    assert "inner_function" in functions_of(seen.processes[0].threads)
+
+
+def test_the_limit_of_a_tool_is_for_all_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, "sleep 600"))
+    with child(SLEEPER) as process:
+        _collection, rounds = collect(tmp_path / "out", found(process.pid), snapshots=2, tool_secs=2.0)
+    assert [one.problems[0].why for one in rounds] == [
+        *("py-spy did not end within 2 s", "py-spy did not end within 1 s"),
+    ]
+
+
+def test_processes_are_photographed_side_by_side_whatever_server_they_are_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a py-spy that ends only when three of it run at the same time
+    stack = [{"thread_id": 1, "os_thread_id": 1, "thread_name": "MainThread", "active": True, "owns_gil": False}]
+    stack[0]["frames"] = [{"name": "waits", "filename": "a.py", "short_filename": "a.py", "line": 1}]
+    (tmp_path / "stack").write_text(json.dumps(stack))
+    others = f"touch {tmp_path}/$5.here; until [ $(ls {tmp_path}/*.here | wc -l) = 3 ]; do sleep 0.05; done"
+    monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, f"{others}; cat {tmp_path}/stack"))
+    with child(SLEEPER) as one, child(SLEEPER) as another, child(SLEEPER) as third:
+        # The servers of two are gone, so that each counts as one.
+        processes = [found(one.pid), found(another.pid, server=None), found(third.pid, server=None)]
+        _collection, (seen,) = collect(tmp_path / "out", *processes, tool_secs=10.0)
+    assert [functions_of(process.threads) for process in seen.processes] == [["waits"]] * 3, seen.problems
+
+
+def test_without_a_debugger_py_spy_takes_native_stacks_and_the_file_says_what_is_missing(
+    tmp_path: Path, no_debugger: None
+) -> None:
+    with child(SLEEPER) as process:
+        settle_in_sleep(process.pid)
+        collection, (seen,) = collect(tmp_path, found(process.pid), native=True)
+    assert [bool(one.native) for one in seen.processes] == [True]
+    text = (tmp_path / collection.collected[0].files[1]).read_text()
+    assert "# neither is installed; next: apt-get install gdb\n" in text
+    assert "    inner_function (" in text
+
+
+IDLE = "def recv_requests(): time.sleep(120)\nready(); recv_requests()"
+
+
+def test_no_process_is_stopped_for_a_verdict_that_is_established(tmp_path: Path, no_debugger: None) -> None:
+    with child(SLEEPER) as running, child(SLEEPER) as stopped:
+        settle_in_sleep(running.pid)
+        settle_in_sleep(stopped.pid)
+        stopped.send_signal(signal.SIGSTOP)
+        settle(stopped.pid, "T")
+        collection, (seen,) = collect(tmp_path, found(running.pid), found(stopped.pid), native=True)
+        assert state_of(stopped.pid) == "T"
+    assert [one.native for one in seen.processes] == [(), ()]
+    assert collection.spared == "the verdict is established without it"
+    for one in collection.collected:
+        text = (tmp_path / one.files[1]).read_text()
+        assert "# py-spy --native: not run: the verdict is established without it\n" in text
+
+
+def test_a_server_that_does_not_hang_is_spared_beside_one_that_may(tmp_path: Path, no_debugger: None) -> None:
+    # GIVEN one that waits for requests in each of several looks, and one of which nothing is certain
+    with child(IDLE, title=TITLE) as idle, child(SLEEPER) as unclear:
+        settle_in_sleep(idle.pid)
+        settle_in_sleep(unclear.pid)
+        arguments = ("python", "-m", "sglang.launch_server")
+        one = replace(found(idle.pid, server=2**22 + 1), server_arguments=arguments)
+        other = replace(found(unclear.pid, server=2**22 + 2), server_arguments=arguments)
+        collection, _rounds = collect(tmp_path, one, other, native=True, snapshots=2)
+        assert collection.spared == ""
+        problems = [each.debugged.problem for each in collection.collected if each.debugged is not None]
+        assert problems == ["not run: no hang is seen", ""]
+        alone, _rounds = collect(tmp_path / "alone", one, native=True, snapshots=2)
+    assert alone.spared == "no hang is seen"
+
+
+def test_no_process_is_signalled_for_its_stacks(tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN a process that would answer nothing but the signal on which faulthandler writes
+    monkeypatch.setattr("sglang_crashkit.collect.collection.runtime_folder", lambda _pid, _ticks: runtime)
+    monkeypatch.setattr("sglang_crashkit.capture.ladder.ask_responders", lambda *_args: [])
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "sglang_crashkit.capture.ladder.ask_faulthandler",
+        lambda armed, *_args: asked.extend(a.pid for a in armed) or [],
+    )
+    monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, "exit 1"))
+    with armed(runtime, SLEEPER) as target:
+        _collection, (seen,) = collect(tmp_path / "out", found(target.pid))
+    assert (asked, seen.processes[0].threads) == ([], ())

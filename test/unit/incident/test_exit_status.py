@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.incident import exit_status
+from sglang_crashkit.incident.exit_status import (
+    OUT_OF_MEMORY,
+    ServerExit,
+    exit_status_of,
+    tells_of_a_crash,
+    while_starting,
+)
+from sglang_crashkit.kernel.pidfd import ExitStatus
+from sglang_crashkit.model.incident import Exit, Failure, Incident, ProcessReport, ServerInfo, Trigger, Verdict
+
+README = Path(__file__).parents[3] / "README.md"
+
+
+def incident(kind: str, signal_name: str | None = None) -> Incident:
+    document = Incident("1", "killed", Trigger("process_exited", "", 10, "x"), ServerInfo(1, "", "", ""))
+    report = ProcessReport(10, "x", "scheduler", {})
+    report.exit = Exit(None, signal_name, "signal", "", "")
+    document.processes.append(report)
+    document.verdict = Verdict(kind, Failure(10, "x"), "established", "")
+    return document
+
+
+@pytest.mark.parametrize(
+    ("kind", "signal_name", "status"),
+    [
+        ("oom_kill", "SIGKILL", 137),
+        ("signal", "SIGKILL", 82),
+        ("signal", "SIGSEGV", 139),
+        ("signal", "SIGABRT", 134),
+        ("signal", "SIGBUS", 135),
+        # 143 and 131 would read as the end of a server that was asked to end.
+        ("signal", "SIGTERM", 84),
+        ("signal", "SIGQUIT", 84),
+        ("exception", None, 83),
+        ("exit_status", None, 84),
+        ("parent_ended", "SIGKILL", 84),
+        ("hang", None, 85),
+        ("lost_peer", None, 87),
+        ("unknown", None, None),
+    ],
+)
+def test_the_cause_of_the_first_failure_has_a_status(kind: str, signal_name: str | None, status: int | None) -> None:
+    assert exit_status_of(incident(kind, signal_name)) == status
+
+
+def test_without_a_verdict_there_is_no_status() -> None:
+    document = incident("signal", "SIGKILL")
+    document.verdict = Verdict("unknown", None, "unknown", "")
+    assert exit_status_of(document) is None
+    document.verdict = None
+    assert exit_status_of(document) is None
+
+
+def test_while_the_server_starts_only_a_signal_and_a_lost_peer_tell_more() -> None:
+    assert {while_starting(status) for status in (None, 81, 83, 84, 85, 86)} == {86}
+    assert [while_starting(status) for status in (OUT_OF_MEMORY, 139, 82, 87)] == [137, 139, 82, 87]
+
+
+def test_no_status_is_one_that_a_shell_python_or_the_kits_commands_use() -> None:
+    for status in ServerExit:
+        assert 78 < status < 126
+    assert OUT_OF_MEMORY == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("text", [exit_status.__doc__ or "", README.read_text()], ids=["docstring", "README"])
+def test_each_status_is_documented(text: str) -> None:
+    rows = set(re.findall(r"^\|? ?(\d{2,3}) ", text, re.MULTILINE))
+    assert {str(int(status)) for status in (*ServerExit, OUT_OF_MEMORY, 134)} <= rows
+
+
+@pytest.mark.parametrize(
+    ("code", "tells"), [(82, True), (87, True), (137, True), (139, True), (0, False), (1, False), (143, False)]
+)
+def test_by_some_statuses_a_main_process_tells_of_another(code: int, tells: bool) -> None:
+    assert tells_of_a_crash(code) is tells
+
+
+def test_the_end_by_a_signal_tells_of_nothing() -> None:
+    assert not tells_of_a_crash(None)
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (ExitStatus(code=0), True),
+        (ExitStatus(signal="SIGTERM"), True),
+        (ExitStatus(code=1), False),
+        (ExitStatus(signal="SIGKILL"), False),
+        (ExitStatus(), False),
+    ],
+)
+def test_an_orderly_end_is_one_that_somebody_may_have_asked_for(end: ExitStatus, expected: bool) -> None:
+    assert exit_status.is_orderly(end) == expected

@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.incident import fingerprint
+from sglang_crashkit.incident.fingerprint import Fault, count_fault, fault_of, read_faults
+from sglang_crashkit.kernel.folder_lock import FolderLock
+from unit.stored import NOON, make_incident
+from unit.waiting import LONG
+
+FAULT = Fault("0.5.23", "exception", "scheduler tp=1", "ValueError", ("forward (model.py:7)",))
+RAISED: dict[str, Any] = {
+    "server": {"sglang_version": "0.5.23", "pid": 1},
+    "verdict": {"kind": "exception", "first_failure": {"pid": 8, "title": "sglang::scheduler_TP1"}},
+    "timeline": [{"event": "exception", "pid": 8, "message": "ValueError: 0x7f"}, {"event": "photographed"}],
+    "processes": [
+        {"pid": 8, "role": "scheduler", "rank": {"tp": 1}, "doing": ["forward (model.py:7)", "run (x.py:1)"]},
+        {"pid": 9, "role": "scheduler", "rank": {"tp": 0}, "doing": ["wait (y.py:1)"]},
+    ],
+}
+KILLED: dict[str, Any] = {
+    "server": {"sglang_version": "0.5.23", "pid": 1},
+    "verdict": {"kind": "oom_kill", "first_failure": {"pid": 8, "title": "sglang::scheduler_TP1"}},
+    "timeline": [],
+    "processes": [
+        {"pid": 8, "role": "scheduler", "rank": {"tp": 1}, "doing": [], "exit": {"signal": "SIGKILL", "code": None}},
+        {"pid": 9, "role": "scheduler", "rank": {"tp": 0}, "doing": ["wait (y.py:1)", "run (x.py:2)", "a (x.py:3)"]},
+        {"pid": 5, "role": "detokenizer", "rank": {}, "doing": ["recv (z.py:1)"]},
+    ],
+}
+
+
+def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """Return a copy of `document` in which what is at the dotted `path` is `value`."""
+    result = copy.deepcopy(document)
+    *folders, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    place: Any = result
+    for folder in folders:
+        place = place[folder]
+    place[last] = value
+    return result
+
+
+def test_a_fault_says_who_failed_of_what_and_where() -> None:
+    assert fault_of(RAISED) == Fault(
+        "0.5.23", "exception", "scheduler tp=1", "ValueError", ("forward (model.py:7)", "run (x.py:1)")
+    )
+    # Where the others waited depends on the moment; the function does not.
+    assert fault_of(KILLED) == Fault("0.5.23", "oom_kill", "scheduler tp=1", "SIGKILL", ("run (x.py)", "wait (y.py)"))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("timeline.0.message", "ValueError: 0x9c"),
+        ("processes.0.pid", 1008),
+        ("processes.1.doing", ["elsewhere (y.py:9)"]),
+        ("server.pid", 99),
+    ],
+)
+def test_what_differs_from_crash_to_crash_is_no_other_fault(path: str, value: Any) -> None:
+    document = changed(RAISED, path, value)
+    if path == "processes.0.pid":
+        document["verdict"]["first_failure"]["pid"] = document["timeline"][0]["pid"] = value
+    fault, same = fault_of(document), fault_of(RAISED)
+    assert fault is not None
+    assert same is not None
+    assert fault.key == same.key
+
+
+@pytest.mark.parametrize(
+    ("document", "path", "value"),
+    [
+        (RAISED, "timeline.0.message", "KeyError: 0x7f"),
+        (RAISED, "processes.0.rank", {"tp": 0}),
+        (RAISED, "processes.0.doing", ["forward (model.py:8)"]),
+        (RAISED, "server.sglang_version", "0.5.9"),
+        (RAISED, "verdict.kind", "hang"),
+        (KILLED, "processes.0.exit", {"signal": "SIGSEGV"}),
+        (KILLED, "processes.0.exit", {"signal": None, "code": 3}),
+        (KILLED, "processes.1.doing", ["elsewhere (y.py:9)"]),
+        (KILLED, "processes.0.role", "detokenizer"),
+    ],
+)
+def test_what_tells_faults_apart_does(document: dict[str, Any], path: str, value: Any) -> None:
+    fault, other = fault_of(changed(document, path, value)), fault_of(document)
+    assert fault is not None
+    assert other is not None
+    assert fault.key != other.key
+
+
+def test_hangs_of_which_no_stack_was_seen_are_not_taken_for_the_same() -> None:
+    hung = changed(changed(RAISED, "verdict.kind", "hang"), "timeline", [])
+    assert fault_of(hung) is not None
+    for process in hung["processes"]:
+        process["doing"] = []
+    assert fault_of(hung) is None
+
+
+def test_the_line_where_others_waited_does_not_matter() -> None:
+    assert fault_of(changed(KILLED, "processes.1.doing", ["wait (y.py:5)", "run (x.py:9)"])) == fault_of(KILLED)
+
+
+def starting(title: str, rank: dict[str, int], doing: list[str]) -> dict[str, Any]:
+    """Return an incident in which a rank was killed while the server started."""
+    role = "scheduler" if title.startswith("sglang::") else "helper"
+    document = changed(KILLED, "processes.0", KILLED["processes"][0] | {"title": title, "role": role, "rank": rank})
+    document["timeline"] = [{"event": "launch_failed", "pid": 1, "message": "died"}]
+    return changed(document, "processes.1.doing", doing)
+
+
+def test_of_a_server_that_starts_neither_the_moment_nor_a_title_that_is_not_set_yet_matters() -> None:
+    one = fault_of(starting("sglang::scheduler_TP1", {"tp": 1}, ["get_code (<frozen importlib>:1)"]))
+    assert one == fault_of(starting("Rank 1 scheduler", {}, ["compile (model.py:7)"]))
+    assert one is not None
+    assert one.who == "scheduler tp=1"
+    assert one not in (fault_of(KILLED), fault_of(starting("Rank 2 scheduler", {}, [])))
+    only = fault_of(starting("sglang::scheduler", {}, []))
+    assert only == fault_of(starting("Rank 0 scheduler", {}, []))
+    replica = fault_of(starting("sglang::scheduler_DP1", {"dp": 1}, []))
+    assert replica == fault_of(starting("DP1 Rank 0 scheduler", {}, []))
+    assert replica not in (one, only)
+
+
+def test_an_exception_while_a_server_starts_is_where_it_was_raised() -> None:
+    document = changed(RAISED, "timeline", [*RAISED["timeline"], {"event": "launch_failed"}])
+    assert fault_of(document) == fault_of(RAISED)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [{}, {"verdict": None}, {"verdict": {"first_failure": None}}, changed(RAISED, "verdict.first_failure.pid", 4)],
+)
+def test_where_nothing_was_seen_to_fail_there_is_no_fault(document: dict[str, Any]) -> None:
+    assert fault_of(document) is None
+
+
+def seen(incidents: Path, number: int, fault: Fault = FAULT, keep: int = 3) -> tuple[int, str | None] | None:
+    """Count a fault and store its incident; return the count, and which one it repeats."""
+    path = make_incident(incidents, seconds=NOON + number)
+    found = count_fault(incidents, fault, f"id-{number}", path.name, keep)
+    assert found is None or found.key == fault.key
+    return found and (found.count, found.repeats)
+
+
+def test_the_first_few_of_a_fault_are_kept_in_full(tmp_path: Path) -> None:
+    found = [seen(tmp_path, number) for number in range(6)]
+    assert found == [
+        (1, None),
+        (2, None),
+        (3, None),
+        (4, "id-0"),
+        (5, "id-0"),
+        (6, "id-0"),
+    ]
+    other = Fault("0.5.9", *list(FAULT.__dict__.values())[1:])
+    assert seen(tmp_path, 7, other) == (1, None)
+    index = json.loads((tmp_path / "faults.json").read_text())
+    assert index["faults"][FAULT.key]["count"] == 6
+    assert index["faults"][FAULT.key]["fault"]["who"] == "scheduler tp=1"
+    assert read_faults(tmp_path) == index["faults"]
+    assert (tmp_path / "faults.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_all_can_be_kept_in_full(tmp_path: Path) -> None:
+    assert [seen(tmp_path, number, keep=0) for number in range(5)] == [(n + 1, None) for n in range(5)]
+
+
+def test_what_was_removed_is_made_up_for(tmp_path: Path) -> None:
+    for number in range(4):
+        seen(tmp_path, number)
+    next(tmp_path.glob("20231114T221320*")).rename(tmp_path / "elsewhere")
+    assert seen(tmp_path, 4) == (5, None)
+    assert seen(tmp_path, 5) == (6, "id-1")
+
+
+def test_one_that_is_still_written_counts(tmp_path: Path) -> None:
+    for number in range(3):
+        path = make_incident(tmp_path, seconds=NOON + number, publish=False)
+        count_fault(tmp_path, FAULT, f"id-{number}", path.name.removeprefix(".partial-"), 3)
+    assert seen(tmp_path, 9) == (4, "id-0")
+
+
+def test_another_day_is_worth_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        seen(tmp_path, number)
+    now = time.time()
+    monkeypatch.setattr(fingerprint.time, "time", lambda: now + 100_000)
+    assert seen(tmp_path, 3) == (4, None)
+
+
+def test_without_the_lock_an_incident_is_kept_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_LOCK_SECS", 0.02)
+    for number in range(4):
+        seen(tmp_path, number)
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    assert seen(tmp_path, 4) is None
+    lock.release()
+    assert seen(tmp_path, 5) == (5, "id-0")
+    assert count_fault(tmp_path / "absent", FAULT, "id", "name", 3) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"schema_version": 9}',
+        '{"schema_version": 1, "faults": []}',
+        '{"schema_version": 1, "faults": {"KEY": 5}}',
+    ],
+)
+def test_an_index_that_cannot_be_read_is_begun_anew(tmp_path: Path, content: str) -> None:
+    (tmp_path / "faults.json").write_text(content.replace("KEY", FAULT.key))
+    assert seen(tmp_path, 0) == (1, None)
+    assert seen(tmp_path, 1) == (2, None)
+
+
+@pytest.mark.parametrize("entry", [{}, {"count": "x", "full": 5}, {"full": [1, {}, {"seconds": "x"}, {"name": 5}]}])
+def test_an_entry_of_another_shape_is_begun_anew(tmp_path: Path, entry: dict[str, Any]) -> None:
+    index = {"schema_version": 1, "faults": {FAULT.key: entry}}
+    (tmp_path / "faults.json").write_text(json.dumps(index))
+    assert seen(tmp_path, 0) == (1, None)
+
+
+def test_the_index_does_not_grow_without_end(tmp_path: Path) -> None:
+    tmp_path.joinpath("x").mkdir()
+    for number in range(220):
+        count_fault(tmp_path, Fault("0", "exception", "scheduler", f"Error{number}", ()), "id", "x", 3)
+    index = json.loads((tmp_path / "faults.json").read_text())["faults"]
+    assert len(index) == 200
+    assert {entry["fault"]["what"] for entry in index.values()} == {f"Error{number}" for number in range(20, 220)}
+
+
+def test_servers_at_the_same_time_count_each_crash_once(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from sglang_crashkit.incident import fingerprint
+from sglang_crashkit.incident.fingerprint import Fault, count_fault
+fingerprint._LOCK_SECS = 30.0
+incidents = Path(sys.argv[1])
+fault = Fault("0.5.23", "exception", "scheduler", "ValueError", ())
+for number in range(25):
+    name = f"{sys.argv[2]}-{number}"
+    (incidents / name).mkdir()
+    print((count_fault(incidents, fault, name, name, 3) or fault).count)
+"""
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(n)], stdout=subprocess.PIPE, text=True)
+        for n in range(4)
+    ]
+    counts = [int(line) for process in processes for line in process.communicate(timeout=LONG)[0].split()]
+    assert sorted(counts) == list(range(1, 101))
+    (entry,) = json.loads((tmp_path / "faults.json").read_text())["faults"].values()
+    assert (entry["count"], len(entry["full"])) == (100, 3)

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.incident.folder import IncidentFolder, new_id
+from sglang_crashkit.settings import DiskLimits
+from unit.stored import NOON, make_incident
+
+
+def test_a_folder_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
+    folder = IncidentFolder(tmp_path / "incidents", "killed", "0123abcd", NOON)
+    assert folder.path.name == ".partial-20231114T221320.250Z-killed-0123abcd"
+    folder.write_text("a/b.txt", "text")
+    assert folder.publish() == tmp_path / "incidents" / "20231114T221320.250Z-killed-0123abcd"
+    assert folder.publish() == folder.path
+    assert [path.name for path in (tmp_path / "incidents").iterdir()] == [folder.path.name]
+    folder.write_text("a/later.txt", "text")
+    assert (folder.path / "a" / "later.txt").read_text() == "text"
+
+
+def test_a_folder_that_is_renamed_is_called_so_when_it_is_whole_and_is_not_removed_to_make_room(tmp_path: Path) -> None:
+    folder = IncidentFolder(tmp_path, "exited", "0123abcd", NOON, DiskLimits(max_use=0, keep_free=0))
+    folder.rename("killed")
+    assert folder.name == "20231114T221320.250Z-killed-0123abcd"
+    assert folder.path.name == ".partial-20231114T221320.250Z-exited-0123abcd"
+    folder.save({}, "")
+    assert folder.publish() == tmp_path / folder.name
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_everything_in_it_is_private(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = IncidentFolder(tmp_path / "crash" / "host" / "incidents", "killed", new_id(), NOON)
+        folder.write_text("stacks/x.txt", "x")
+        folder.write_json("ranks/x.json", {})
+        make_incident(tmp_path / "crash" / "host" / "incidents")
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "crash").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_text_that_is_not_utf_8_is_written_escaped(tmp_path: Path) -> None:
+    folder = IncidentFolder(tmp_path, "killed", new_id(), NOON)
+    folder.write_text("x.txt", "a\udcffb")
+    assert (folder.path / "x.txt").read_text() == "a\\udcffb"
+
+
+def test_a_file_is_adopted_once(tmp_path: Path) -> None:
+    folder = IncidentFolder(tmp_path / "incidents", "killed", new_id(), NOON)
+    (tmp_path / "record").write_text("mine")
+    assert folder.adopt(tmp_path / "record", "ranks/record.json") == "ranks/record.json"
+    assert (folder.path / "ranks" / "record.json").read_text() == "mine"
+    assert not (tmp_path / "record").exists()
+    with pytest.raises(FileNotFoundError):
+        folder.adopt(tmp_path / "record", "ranks/record.json")
+
+
+def test_a_link_that_somebody_put_into_it_is_not_followed(tmp_path: Path) -> None:
+    folder = IncidentFolder(tmp_path / "incidents", "killed", new_id(), NOON)
+    (tmp_path / "elsewhere").mkdir()
+    (folder.path / "stacks").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CrashkitError):
+        folder.write_text("stacks/x.txt", "x")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_discarded_folder_leaves_nothing(tmp_path: Path) -> None:
+    folder = IncidentFolder(tmp_path, "killed", new_id(), NOON)
+    folder.write_text("a/b/c.txt", "x")
+    folder.write_text("d.txt", "x")
+    folder.discard()
+    assert list(tmp_path.iterdir()) == []
+    folder.discard()
+
+
+def test_ids_differ() -> None:
+    ids = {new_id() for _ in range(100)}
+    assert len(ids) == 100
+    assert all(len(each) == 8 and int(each, 16) >= 0 for each in ids)
+
+
+def test_incident_json_begins_with_its_version(tmp_path: Path) -> None:
+    path = make_incident(tmp_path)
+    document = json.loads((path / "incident.json").read_text())
+    assert next(iter(document)) == "schema_version"
+    assert document["complete"] is False

@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.incident import recovery
+from sglang_crashkit.incident.folder import IncidentFolder, new_id
+from sglang_crashkit.incident.recovery import REASON, finish_abandoned
+from sglang_crashkit.incident.store import find_incidents
+from sglang_crashkit.kernel import folder_lock, procfs
+from unit.killing import kill_at_file_operation
+from unit.stored import NOON, make_incident
+from unit.waiting import LONG, child
+
+REPORT = {"pid": 8, "title": "sglang::scheduler_TP1", "role": "scheduler", "evidence": []}
+HOLD = """
+from pathlib import Path
+from sglang_crashkit.incident.folder import IncidentFolder
+folder = IncidentFolder(Path(sys.argv[1]), "killed", "0123abcd", 1.0)
+folder.save({"schema_version": 1, "processes": []}, "")
+ready(); pause()
+"""
+
+
+def document_of(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((path / "incident.json").read_text())
+    return document
+
+
+def age(path: Path) -> None:
+    os.utime(path, (NOON, NOON))
+
+
+def abandon(incidents: Path, **options: Any) -> Path:
+    """Leave an incident as a killed crash handler does."""
+    return make_incident(incidents, publish=False, **options)
+
+
+def test_what_is_missing_is_named_and_the_folder_gets_its_name(tmp_path: Path) -> None:
+    other = REPORT | {"pid": 9, "evidence": [{"kind": "stack", "status": "captured", "path": "stacks/x-9.txt"}]}
+    partial = abandon(tmp_path, processes=[REPORT, other], pieces={"stacks/x-9.txt": "x"})
+    (path,) = finish_abandoned(tmp_path)
+    assert path == partial.with_name(partial.name.removeprefix(".partial-"))
+    assert [found.path for found in find_incidents(tmp_path)] == [path]
+    document = document_of(path)
+    assert document["complete"] is False
+    assert document["processes"][0]["evidence"] == [
+        {"kind": "stack", "status": "failed", "path": None, "reason": REASON, "seconds": None}
+    ]
+    assert document["processes"][1]["evidence"] == other["evidence"]
+    assert document["requests"]["reason"] == REASON
+    assert document["verdict"]["level"] == "unknown"
+    assert document["verdict"]["text"] == "The crash handler was killed before it was done."
+    assert document["timeline"][-1]["event"] == "finished_by_another_handler"
+    assert REASON in (path / "summary.md").read_text()
+    assert sorted(each.name for each in path.iterdir()) == ["incident.json", "stacks", "summary.md"]
+    assert finish_abandoned(tmp_path) == []
+
+
+def test_a_verdict_that_was_reached_stands(tmp_path: Path) -> None:
+    verdict = {"kind": "signal", "first_failure": {"pid": 8, "title": "x"}, "level": "established", "text": "It died."}
+    abandon(tmp_path, verdict=verdict, requests={"path": "/x.pkl", "reason": None, "finished": 1, "unfinished": 2})
+    (path,) = finish_abandoned(tmp_path)
+    document = document_of(path)
+    assert document["verdict"]["kind"] == "signal"
+    assert document["verdict"]["level"] == "established"
+    assert document["verdict"]["text"] == "It died. The crash handler was killed before it was done."
+    assert document["requests"] == {"path": "/x.pkl", "reason": None, "finished": 1, "unfinished": 2}
+
+
+def test_a_whole_one_gets_its_name_only(tmp_path: Path) -> None:
+    partial = abandon(tmp_path, complete=True)
+    before = document_of(partial)
+    (path,) = finish_abandoned(tmp_path)
+    assert document_of(path) == before
+    assert (path / "summary.md").read_text() == "words \\udcff\n"
+
+
+def test_pieces_that_nobody_had_listed_yet_are(tmp_path: Path) -> None:
+    pieces = {
+        "stacks/scheduler_TP1-8.json": "{}",
+        "stacks/scheduler_TP1-8.txt": "x",
+        "stacks/scheduler_TP1-8.2.json": "{}",
+        "stacks/scheduler_TP1-8.2.txt": "x",
+        "stacks/scheduler_TP0-9.json": "{}",
+        "stacks/scheduler_TP2-88.txt": "of another",
+        "ranks/scheduler_TP1-8.exception.json": "{}",
+    }
+    abandon(tmp_path, processes=[REPORT, REPORT | {"pid": 9}], pieces=pieces)
+    (path,) = finish_abandoned(tmp_path)
+    first, second = document_of(path)["processes"]
+    assert [(piece["kind"], piece["status"], piece["path"]) for piece in first["evidence"]] == [
+        ("stack", "captured", "stacks/scheduler_TP1-8.2.txt"),
+        ("stack", "captured", "stacks/scheduler_TP1-8.txt"),
+        ("exception", "captured", "ranks/scheduler_TP1-8.exception.json"),
+    ]
+    assert [piece["path"] for piece in second["evidence"]] == ["stacks/scheduler_TP0-9.json"]
+
+
+def test_the_requests_that_were_written_last_are_counted(tmp_path: Path) -> None:
+    lines = b'{"state": "unfinished"}\n{"state": "finished"}\n{"sta'
+    abandon(tmp_path, pieces={"requests/requests.jsonl": lines.decode()})
+    (path,) = finish_abandoned(tmp_path)
+    requests = document_of(path)["requests"]
+    assert (requests["finished"], requests["unfinished"], requests["source"]) == (1, 1, "journal")
+    assert (requests["reason"], requests["journal"]["reason"]) == (REASON, REASON)
+    assert "1 finished and 1 unfinished, from the journal, in requests/" in (path / "summary.md").read_text()
+
+
+def test_what_the_server_said_of_its_requests_counts_before_the_journal(tmp_path: Path) -> None:
+    told = {"path": "/x.pkl", "reason": None, "finished": 5, "unfinished": 2, "source": "pickle", "journal": None}
+    abandon(tmp_path, requests=told, pieces={"requests/requests.jsonl": '{"state": "unfinished"}\n'})
+    (path,) = finish_abandoned(tmp_path)
+    requests = document_of(path)["requests"]
+    assert requests.pop("journal")["unfinished"] == 1
+    assert requests == {name: value for name, value in told.items() if name != "journal"}
+
+
+def test_a_failing_ranks_own_record_is_taken_in(tmp_path: Path) -> None:
+    server = {
+        "pid": 77,
+        "start_ticks": 1,
+        "pid_namespace": 5,
+        "sglang_version": "0.5.23",
+        "kit_version": "0.1",
+        "hostname": "h",
+    }
+    theirs = [f".spool-{key}/exception-8.json" for key in ("77-2-5", "78-1-5", "77-1-6")]
+    for name in (".spool-77-1-5/exception-8.json", ".spool-77-1-5/exception-99.json", *theirs):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"message": "mine"}')
+    abandon(tmp_path, processes=[REPORT], server=server)
+    (path,) = finish_abandoned(tmp_path)
+    (piece, _stack) = document_of(path)["processes"][0]["evidence"]
+    assert (piece["kind"], piece["status"]) == ("exception", "captured")
+    assert json.loads((path / piece["path"]).read_text()) == {"message": "mine"}
+    assert not (tmp_path / ".spool-77-1-5" / "exception-8.json").exists()
+    assert (tmp_path / ".spool-77-1-5" / "exception-99.json").exists()
+    assert all((tmp_path / name).exists() for name in theirs)
+
+
+def test_one_that_holds_nothing_yet_is_finished_by_its_name(tmp_path: Path) -> None:
+    folder = IncidentFolder(tmp_path, "killed", "0123abcd", NOON)
+    folder._ownership.release()
+    # Its owner may be about to lock it.
+    assert finish_abandoned(tmp_path) == []
+    age(folder.path)
+    (path,) = finish_abandoned(tmp_path)
+    document = document_of(path)
+    assert (document["id"], document["kind"]) == ("0123abcd", "killed")
+    assert document["trigger"]["time"] == "2023-11-14T22:13:20.250000Z"
+    assert document["complete"] is False
+    assert sorted(each.name for each in path.iterdir()) == ["incident.json", "summary.md"]
+
+
+def test_one_that_is_still_written_is_left_alone(tmp_path: Path) -> None:
+    with child(HOLD, str(tmp_path)) as writer:
+        (partial,) = tmp_path.iterdir()
+        age(partial)
+        before = sorted(each.name for each in partial.iterdir())
+        assert finish_abandoned(tmp_path) == []
+        assert sorted(each.name for each in partial.iterdir()) == before
+        writer.kill()
+        writer.wait(LONG)
+        assert len(finish_abandoned(tmp_path)) == 1
+
+
+def test_without_locks_a_writer_is_known_by_its_pid_and_start_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(folder_lock.fcntl, "flock", refuse)
+    stat = procfs.read_stat(os.getpid())
+    assert stat is not None
+    living = abandon(tmp_path, handler={"pid": stat.pid, "start_ticks": stat.start_ticks})
+    recycled = abandon(tmp_path, handler={"pid": stat.pid, "start_ticks": stat.start_ticks - 1}, seconds=NOON + 1)
+    recent = abandon(tmp_path, seconds=NOON + 2)
+    for path in (living, recycled):
+        age(path)
+    assert [path.name for path in finish_abandoned(tmp_path)] == [recycled.name.removeprefix(".partial-")]
+    assert living.exists()
+    assert recent.exists()
+
+
+def test_what_is_not_an_incident_or_not_this_users_is_left_alone(tmp_path: Path) -> None:
+    incidents, elsewhere = tmp_path / "incidents", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    incidents.mkdir()
+    (incidents / ".partial-notes").mkdir()
+    (incidents / ".removing-notes").mkdir()
+    (incidents / ".partial-20231114T221320.250Z-killed-0123abcd").symlink_to(elsewhere)
+    (incidents / ".partial-20231114T221320.250Z-killed-0123abce").write_text("a file")
+    theirs = incidents / ".partial-20231114T221320.250Z-killed-0123abcf"
+    if os.geteuid() == 0:
+        theirs.mkdir()
+        os.chown(theirs, 65534, 65534)
+        age(theirs)
+    before = sorted(incidents.iterdir())
+    assert finish_abandoned(incidents) == []
+    assert sorted(incidents.iterdir()) == before
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"[]", b"\xff", b'{"schema_version": 2}', b'{"schema_version": 1, "processes": [{"evidence": 5}]}'],
+)
+def test_one_that_cannot_be_read_is_named_and_stays(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    partial = abandon(tmp_path)
+    (partial / "incident.json").write_bytes(content)
+    assert finish_abandoned(tmp_path) == []
+    assert (partial / "incident.json").read_bytes() == content
+    assert str(partial) in caplog.text
+    good = abandon(tmp_path, seconds=NOON - 1)
+    assert [path.name for path in finish_abandoned(tmp_path)] == [good.name.removeprefix(".partial-")]
+
+
+def test_a_removal_that_was_cut_short_is_finished(tmp_path: Path) -> None:
+    path = make_incident(tmp_path, pieces={"stacks/x": "x"})
+    path.rename(path.with_name(f".removing-{path.name}"))
+    assert finish_abandoned(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_folder_holds_nothing_to_finish(tmp_path: Path) -> None:
+    assert finish_abandoned(tmp_path / "absent") == []
+    (tmp_path / "file").write_text("")
+    assert finish_abandoned(tmp_path / "file") == []
+
+
+def test_two_at_a_time_finish_each_incident_once(tmp_path: Path) -> None:
+    for number in range(30):
+        abandon(tmp_path, seconds=NOON + number)
+    code = "import sys; from pathlib import Path; from sglang_crashkit.incident.recovery import finish_abandoned\n"
+    code += "print(len(finish_abandoned(Path(sys.argv[1]))))"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    counts = [int(process.communicate(timeout=LONG)[0]) for process in processes]
+    assert sum(counts) == 30
+    assert all(found.finished and found.document for found in find_incidents(tmp_path))
+
+
+def test_recovery_that_is_killed_itself_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_AGE_SECS", 0.0)
+    step = 0
+    while True:
+        incidents = tmp_path / str(step)
+        abandon(incidents, processes=[REPORT], pieces={"stacks/x-8.txt": "x"})
+        if not recover_and_kill(incidents, step):
+            break
+        finish_abandoned(incidents)
+        (found,) = find_incidents(incidents)
+        assert found.finished
+        assert found.document is not None
+        assert found.document["processes"][0]["evidence"][0]["path"] == "stacks/x-8.txt"
+        step += 1
+    assert step > 5
+
+
+def recover_and_kill(incidents: Path, step: int) -> bool:
+    """Finish what is in `incidents` in a child that is killed before its file operation number `step`."""
+    pid = os.fork()
+    if pid == 0:
+        kill_at_file_operation(incidents, step)
+        finish_abandoned(incidents)
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+
+def test_ids_of_finished_incidents_stay(tmp_path: Path) -> None:
+    folder = IncidentFolder(tmp_path, "hang", new_id(), NOON)
+    folder.save({"schema_version": 1, "id": "its own", "processes": []}, "")
+    folder._ownership.release()
+    (path,) = finish_abandoned(tmp_path)
+    assert document_of(path)["id"] == "its own"

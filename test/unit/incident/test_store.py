@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.errors import NothingToDoError
+from sglang_crashkit.incident.store import find_incidents, wait_for_incident
+from unit.stored import NOON, make_incident
+from unit.waiting import LONG
+
+
+def test_incidents_are_found_from_every_folder_newest_first(tmp_path: Path) -> None:
+    old = make_incident(tmp_path / "one" / "incidents")
+    new = make_incident(tmp_path / "two" / "incidents", seconds=NOON + 2, kind="failed_start")
+    torn = make_incident(tmp_path / "one" / "incidents", seconds=NOON + 1, publish=False)
+    assert [found.path for found in find_incidents(tmp_path)] == [new, torn, old]
+    assert [found.finished for found in find_incidents(tmp_path)] == [True, False, True]
+    assert [found.path for found in find_incidents(tmp_path / "one")] == [torn, old]
+    assert [found.path for found in find_incidents(tmp_path / "two" / "incidents")] == [new]
+    (only,) = find_incidents(old)
+    assert only.document is not None
+    assert only.document["kind"] == "killed"
+
+
+def test_an_incident_is_found_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_incident(tmp_path)
+    monkeypatch.chdir(path)
+    assert [found.document is not None for found in find_incidents(Path())] == [True]
+    monkeypatch.chdir(tmp_path)
+    assert len(find_incidents(Path())) == 1
+
+
+def test_what_is_no_incident_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "incidents" / ".spool-1-2").mkdir(parents=True)
+    (tmp_path / "incidents" / "20231114T221320.250Z-killed-0123abcd").write_text("a file")
+    (tmp_path / "crash_dump.pkl").write_text("")
+    assert find_incidents(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "has no incident.json"),
+        (b"{", "incident.json cannot be read"),
+        (b"\xff", "incident.json cannot be read"),
+        (b"[]", "incident.json is not an object"),
+    ],
+)
+def test_a_damaged_incident_is_listed_with_its_problem(tmp_path: Path, content: bytes | None, problem: str) -> None:
+    path = make_incident(tmp_path)
+    (path / "incident.json").unlink()
+    if content is not None:
+        (path / "incident.json").write_bytes(content)
+    (found,) = find_incidents(tmp_path)
+    assert found.document is None
+    assert found.problem.startswith(problem)
+
+
+def test_no_folder_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(NothingToDoError, match="absent is not a folder"):
+        find_incidents(tmp_path / "absent")
+
+
+def test_waiting_ends_with_the_first_finished_incident(tmp_path: Path) -> None:
+    make_incident(tmp_path, publish=False)
+    timer = threading.Timer(0.1, make_incident, [tmp_path])
+    timer.start()
+    found = wait_for_incident(tmp_path, LONG)
+    timer.join(LONG)
+    assert found is not None
+    assert found.finished
+
+
+def test_waiting_has_an_end(tmp_path: Path) -> None:
+    make_incident(tmp_path, publish=False)
+    assert wait_for_incident(tmp_path, 0.05) is None
+    assert wait_for_incident(tmp_path / "absent", 0.05) is None
+
+
+def test_a_killed_writer_leaves_a_folder_that_is_known_as_unfinished(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from pathlib import Path
+from sglang_crashkit.incident.folder import IncidentFolder
+folder = IncidentFolder(Path(sys.argv[1]), "killed", "0123abcd", 1.0)
+folder.write_text("stacks/x.txt", "x")
+os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=LONG)
+    (found,) = find_incidents(tmp_path)
+    assert (found.finished, found.document, found.problem) == (False, None, "has no incident.json")
+    assert found.name == "19700101T000001.000Z-killed-0123abcd"

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.incident.summary import format_summary, format_termination_message, headline
+from sglang_crashkit.model.incident import (
+    Collectives,
+    Evidence,
+    Exit,
+    Failure,
+    Incident,
+    ProcessReport,
+    Requests,
+    ServerInfo,
+    Trigger,
+    Verdict,
+)
+from sglang_crashkit.model.peers import MOST_NAMED, LostPeer, WaitingRequest
+
+
+def make_incident() -> Incident:
+    incident = Incident(
+        "0123abcd",
+        "killed",
+        Trigger("process_exited", "2023-11-14T22:13:20.000000Z", 8, "sglang::scheduler_TP1"),
+        ServerInfo(7, "0.5.23", "0.1.0", "host"),
+    )
+    dead = ProcessReport(8, "sglang::scheduler_TP1", "scheduler", {"tp": 1})
+    dead.exit = Exit(None, "SIGKILL", "oom_kill", "3 more", "later")
+    dead.evidence = [Evidence("stack", "skipped", reason="it was dead")]
+    alive = ProcessReport(9, "sglang::scheduler_TP0", "scheduler", {"tp": 0}, doing=["wait (x.py:1)"])
+    alive.evidence = [Evidence("stack", "captured", path="stacks/x.txt", seconds=0.1234), Evidence("exit", "captured")]
+    failed = ProcessReport(10, "sglang::detokenizer", "detokenizer", {})
+    failed.exit = Exit(3, None, "exit_status", "no exception", "later")
+    incident.processes = [dead, alive, failed]
+    incident.note(2.0, "second", pid=8, seconds=1)
+    incident.note(1.0, "first")
+    return incident
+
+
+def test_a_summary_says_everything_once() -> None:
+    incident = make_incident()
+    incident.complete = True
+    incident.verdict = Verdict("oom_kill", None, "established", "It was killed.")
+    incident.requests = Requests(3, 1, "/crash/x.pkl", None)
+    assert (
+        format_summary(incident.to_json())
+        == """\
+# killed: who failed first is not known (sglang::scheduler_TP1 told of it)
+
+**It was killed.** (established)
+
+- incident 0123abcd on host, 2023-11-14T22:13:20.000000Z
+- SGLang 0.5.23, server pid 7, crash kit 0.1.0
+- requests: 3 finished and 1 unfinished in /crash/x.pkl
+
+## Processes
+
+### sglang::scheduler_TP1 (pid 8): dead, SIGKILL (oom_kill: 3 more)
+- stack: skipped (it was dead)
+
+### sglang::scheduler_TP0 (pid 9): alive
+- wait (x.py:1)
+- stack: captured (stacks/x.txt, 0.123 s)
+- exit: captured (in incident.json)
+
+### sglang::detokenizer (pid 10): dead, exit status 3 (exit_status: no exception)
+
+## Timeline
+
+- 1970-01-01T00:00:01.000000Z first
+- 1970-01-01T00:00:02.000000Z second: pid 8, seconds 1
+"""
+    )
+
+
+def test_a_summary_names_lost_servers_and_those_who_wait_for_them() -> None:
+    incident = make_incident()
+    waiting = [WaitingRequest(str(number), number) for number in range(MOST_NAMED + 5)]
+    incident.peers = [LostPeer.of("10.0.0.2:41", "decode", "refused", "yesterday", waiting, [WaitingRequest("x")])]
+    lines = format_summary(incident.to_json()).splitlines()
+    assert "### decode server 10.0.0.2:41: refused, since yesterday" in lines
+    assert "- waits for it: 63 (room 63)" in lines
+    assert "- waits for it: 64 (room 64)" not in lines
+    assert "- waits for it: 5 more" in lines
+    assert "- waits for a decode server: x (room None)" in lines
+
+
+def test_the_headline_names_who_failed_first_and_not_who_told_of_it() -> None:
+    incident = make_incident()
+    incident.trigger = Trigger("exception", "t", 9, "sglang::scheduler_TP0")
+    before = headline(incident.to_json())
+    incident.verdict = Verdict("signal", Failure(8, "sglang::scheduler_TP1"), "established", "TP1 was killed.")
+    document = incident.to_json()
+    assert before == "killed: who failed first is not known (sglang::scheduler_TP0 told of it)"
+    assert headline(document) == "killed: sglang::scheduler_TP1 (pid 8)"
+    assert format_summary(document).startswith(f"# {headline(document)}\n")
+    assert format_termination_message(document, "/x").startswith("TP1 was killed. (established)\n")
+    assert format_termination_message(document | {"verdict": None}, "/x").startswith(f"{before}\n")
+
+
+def test_the_headline_of_a_lost_peer_names_the_peer() -> None:
+    incident = make_incident()
+    incident.kind = "peer_lost"
+    incident.peers = [LostPeer.of("10.0.0.2:41", "decode", "refused", "yesterday", [], [])]
+    assert headline(incident.to_json()) == "peer_lost: decode server 10.0.0.2:41"
+
+
+def test_an_incident_without_a_verdict_and_requests_has_a_summary() -> None:
+    text = format_summary(make_incident().to_json())
+    assert "requests: not saved: the server did not report its requests" in text
+    assert "**" not in text
+    assert "- not complete: what is missing" in text
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        {"processes": 5, "timeline": "x", "verdict": [], "requests": None, "server": "y"},
+        {"processes": [None, {}, {"doing": None, "evidence": [1, {}], "exit": {}}], "timeline": [{}, 1]},
+    ],
+)
+def test_a_document_of_another_shape_has_a_summary(document: dict[str, Any]) -> None:
+    assert format_summary(document).startswith("# ")
+
+
+def test_collectives_are_told_with_what_they_rest_on_and_who_is_missing() -> None:
+    incident = make_incident()
+    told = {"group": "process group 0", "kind": "behind", "level": "established", "named": [1], "pids": [9]}
+    lines = {"statement": "One had not begun it.", "evidence": ["One had begun 3.", "Two had begun 4."]}
+    incident.collectives = Collectives([told | lines], ["sglang::scheduler_TP1 (pid 8): it was dead."])
+    text = format_summary(incident.to_json())
+    expected = """\
+## Collectives
+
+### process group 0: behind (established)
+- One had not begun it.
+- One had begun 3.
+- Two had begun 4.
+
+No flight recorder:
+- sglang::scheduler_TP1 (pid 8): it was dead.
+
+## Processes
+"""
+    assert expected in text
+
+
+def test_where_no_flight_recorder_was_had_the_summary_has_no_place_for_it() -> None:
+    incident = make_incident()
+    before = format_summary(incident.to_json())
+    incident.collectives = Collectives([], ["sglang::scheduler_TP1 (pid 8): it was dead."])
+    assert format_summary(incident.to_json()) == before

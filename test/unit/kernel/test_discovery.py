@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.kernel.discovery import FoundProcess, find_processes
+from sglang_crashkit.kernel.procfs import read_title
+from sglang_crashkit.kernel.slurm_place import Place
+from unit.waiting import LONG, child, wait_until
+
+SLEEP = "ready(); pause()"
+#: A process that starts one Python process for each further argument, with that title, and tells their pids.
+FAMILY = """
+import subprocess
+def start(title):
+    code = "import setproctitle, sys, time; setproctitle.setproctitle(sys.argv[1]); print(flush=True); time.sleep(120)"
+    process = subprocess.Popen([sys.executable, "-c", code, title], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    return process
+children = [start(title) for title in sys.argv[1:]]
+ready(" ".join(str(one.pid) for one in children))
+try:
+    sys.stdin.read()
+finally:
+    for one in children:
+        one.kill()
+"""
+
+
+@contextlib.contextmanager
+def family(*titles: str, title: str | None = None) -> Iterator[tuple[int, dict[str, int]]]:
+    """A process with children that have titles; gives its pid and theirs."""
+    with child(FAMILY, *titles, title=title) as process:
+        pids = [int(pid) for pid in process.first_line.split()]  # type: ignore[attr-defined]
+        try:
+            yield process.pid, dict(zip(titles, pids, strict=True))
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(LONG)
+
+
+@contextlib.contextmanager
+def server_module(folder: Path, *arguments: str, module: str = "sglang.launch_server") -> Iterator[int]:
+    """Run a module of that name, which spawns one process by multiprocessing; gives its pid."""
+    package = folder / "modules" / module.split(".")[0]
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    code = (
+        "import multiprocessing, time\n"
+        "if __name__ == '__main__':\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=time.sleep, args=(120,), daemon=True)\n"
+        "    process.start()\n"
+        "    print(flush=True)\n"
+        "    try:\n        input()\n    finally:\n        process.kill()\n"
+    )
+    (package / f"{module.split('.')[-1]}.py").write_text(code)
+    with subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(folder / "modules")},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            yield process.pid
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(LONG)
+
+
+def titles_of(pid: int, **options) -> list[str]:
+    return [process.title for process in find_processes(pid=pid, **options).processes]
+
+
+RANKS = ("sglang::scheduler_DP1_PP0_TP0_EP0", "sglang::scheduler_TP1")
+OTHERS = ("sglang::detokenizer", "sglang::tokenizer_worker:0", "sglang::data_parallel_controller")
+
+
+def test_schedulers_are_found_by_their_titles_with_their_ranks() -> None:
+    with family(*RANKS, *OTHERS, "sglang::crash_handler", "python") as (server, pids):
+        found = find_processes(pid=server).processes
+    assert {process.title: process.pid for process in found} == {title: pids[title] for title in RANKS}
+    assert [dict(process.ranks) for process in found] == [{"dp": 1, "pp": 0, "tp": 0, "ep": 0}, {"tp": 1}]
+    assert {(process.role, process.server, process.user, process.way) for process in found} == {
+        ("scheduler", server, os.geteuid(), "title")
+    }
+
+
+def test_the_servers_other_processes_are_found_on_request() -> None:
+    with family(*RANKS, *OTHERS, "sglang::crash_handler", "other") as (server, _pids):
+        found = find_processes(pid=server, everything=True).processes
+        roles = {process.role for process in found if process.pid == server}
+    assert {process.title for process in found if process.pid != server} == {*RANKS, *OTHERS}
+    assert roles == {"server"}
+
+
+def test_any_process_of_a_server_stands_for_it() -> None:
+    with family(*RANKS) as (one, pids), family("sglang::scheduler_TP0") as (other, _others):
+        for pid in (one, *pids.values()):
+            assert titles_of(pid) == list(RANKS)
+        assert titles_of(other) == ["sglang::scheduler_TP0"]
+        both = {process.server for process in find_processes().processes}
+        assert {one, other} <= both
+        assert {one, other} <= set(find_processes().servers)
+
+
+def test_what_belongs_to_another_slurm_job_or_node_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    with family(*RANKS) as (server, _pids):
+        assert titles_of(server, here=Place("7", "n2")) == list(RANKS)
+        assert titles_of(server, here=Place("7", "n1")) == []
+        assert titles_of(server, here=Place("8", "n2")) == []
+
+
+def test_a_process_above_several_servers_stands_for_all_of_them(tmp_path: Path) -> None:
+    with family("sglang::scheduler_TP0"), family("sglang::scheduler_TP1"):
+        assert titles_of(os.getpid()) == ["sglang::scheduler_TP0", "sglang::scheduler_TP1"]
+
+
+def test_a_process_that_has_nothing_to_do_with_it_stands_for_nothing() -> None:
+    with family("sglang::scheduler_TP0"), child(SLEEP) as other:
+        assert titles_of(other.pid) == []
+        assert titles_of(other.pid, everything=True) == []
+    assert titles_of(other.pid) == []
+
+
+def test_without_titles_what_runs_sglang_and_what_it_spawned_is_found(tmp_path: Path) -> None:
+    with server_module(tmp_path, "--disaggregation-mode", "prefill") as server:
+        found = wait_until(
+            lambda: [
+                one for one in find_processes(pid=server).processes if len(find_processes(pid=server).processes) > 1
+            ],
+            "the spawned process is there",
+        )
+    assert {process.way for process in found} == {"command line"}
+    assert {process.role for process in found} >= {"server", "starting"}
+    assert {process.server for process in found} == {server}
+    assert found[0].server_arguments[-2:] == ("--disaggregation-mode", "prefill")
+
+
+def test_a_router_is_found_on_request_only(tmp_path: Path) -> None:
+    with server_module(tmp_path, module="sglang_router.launch_router") as router:
+        assert titles_of(router) == []
+        assert titles_of(router, everything=True) == []
+        (found,) = find_processes(pid=router, routers=True).processes
+    assert (found.pid, found.role, found.title) == (router, "router", "python -m sglang_router.launch_router")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_users_processes_are_passed_over_and_told_of() -> None:
+    with family(*RANKS) as (_server, pids), child(f"os.setuid(65534); {SLEEP}", title="sglang::scheduler_TP7") as other:
+        found = find_processes(pid=os.getpid(), user=os.geteuid())
+        assert {process.pid for process in found.processes} == set(pids.values())
+        assert found.others == {65534: (other.pid,)}
+        assert find_processes(pid=other.pid, user=65534).processes[0].pid == other.pid
+        assert {process.user for process in find_processes(pid=os.getpid()).processes} == {os.geteuid(), 65534}
+
+
+def test_a_title_of_another_slurm_job_says_nothing_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    with family(*RANKS) as (_server, pids):
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        with server_module(tmp_path) as untitled:
+            found = find_processes(pid=os.getpid(), here=Place("7", "n2"))
+            assert untitled in {process.pid for process in found.processes}
+            assert {process.way for process in found.processes} == {"command line"}
+            # What was left out is told of.
+            assert {place: set(those) for place, those in found.elsewhere.items()} == {
+                Place("8", "n2"): set(pids.values())
+            }
+            assert find_processes(pid=os.getpid()).elsewhere == {}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_title_of_another_user_says_nothing_of_ones_own_processes(tmp_path: Path) -> None:
+    with child(f"os.setuid(65534); {SLEEP}", title="sglang::scheduler_TP7") as other, server_module(tmp_path) as mine:
+        found = find_processes(pid=os.getpid(), user=os.geteuid())
+        assert mine in {process.pid for process in found.processes}
+        assert found.others == {65534: (other.pid,)}
+        # Of everybody, each user's own.
+        assert {mine, other.pid} <= {process.pid for process in find_processes(pid=os.getpid()).processes}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_server_whose_ranks_run_as_another_user_is_known_by_their_titles(tmp_path: Path) -> None:
+    rank = "import os, setproctitle; os.setuid(65534); setproctitle.setproctitle('sglang::scheduler_TP0'); input()"
+    with launcher(tmp_path, "sglang.launch_server", "-c", rank) as (_server, pid):
+        wait_until(lambda: read_title(pid).startswith("sglang::"), "it has its title")
+        assert [process.pid for process in find_processes(pid=os.getpid()).processes] == [pid]
+
+
+@contextlib.contextmanager
+def launcher(folder: Path, module: str, *arguments: str) -> Iterator[tuple[int, int]]:
+    """Run a module of that name, which runs one Python process more; gives the pids of both."""
+    package = folder / "launchers" / Path(*module.split("."))
+    package.mkdir(parents=True)
+    package.parent.joinpath("__init__.py").touch()
+    source = "import subprocess, sys\nprocess = subprocess.Popen([sys.executable, *sys.argv[1:]])\n"
+    package.joinpath("__main__.py").write_text(source + "print(process.pid, flush=True)\nprocess.wait()\n")
+    environ = os.environ | {"PYTHONPATH": f"{folder / 'launchers'}:{folder / 'modules'}"}
+    argv = [sys.executable, "-m", module, *arguments]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as process:
+        try:
+            assert process.stdout is not None
+            below = int(process.stdout.readline())
+            yield process.pid, below
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(LONG)
+
+
+def test_a_program_that_is_only_called_so_is_found_where_nothing_is_titled(tmp_path: Path) -> None:
+    with server_module(tmp_path, module="dynamo.sglang") as engine:
+        found = wait_until(lambda: _spawned_by(engine), "the spawned process is there")
+        assert {process.server for process in found} == {engine}
+        assert [process.role for process in found] == ["server", "starting"]
+        with family(*RANKS) as (_server, pids):
+            found = find_processes(pid=os.getpid()).processes
+    assert {process.pid for process in found} == set(pids.values())
+
+
+def test_a_script_that_launches_servers_is_none_itself(tmp_path: Path) -> None:
+    arguments = ("-m", "sglang.launch_server")
+    with server_module(tmp_path) as other, launcher(tmp_path, "run_sglang", *arguments) as (script, server):
+        wait_until(lambda: len(find_processes(pid=server).processes) > 1, "the spawned process is there")
+        found = find_processes(pid=os.getpid())
+    assert found.servers == tuple(sorted((other, server)))
+    assert script not in {process.pid for process in found.processes}
+
+
+def _spawned_by(pid: int) -> list[FoundProcess]:
+    found = [one for one in find_processes(pid=pid).processes if one.role in ("server", "starting")]
+    return found if len(found) == 2 else []

@@ -1,0 +1,223 @@
+"""A process that does not let itself be read holds up nobody for longer than the deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.kernel import guarded_read, procfs
+from sglang_crashkit.kernel.folder_lock import FolderLock
+from sglang_crashkit.kernel.guarded_read import BlockedReadError, GuardedReader, guard_reads, read_guarded
+from unit.locked_memory import locked_process
+from unit.waiting import LONG, child, descriptors, wait_until
+
+DEADLINE_SECS = 0.1
+
+
+@pytest.fixture
+def reader() -> Iterator[GuardedReader]:
+    one = GuardedReader(DEADLINE_SECS)
+    yield one
+    one.close()
+
+
+def helper_of(reader: GuardedReader) -> int:
+    assert reader._helper is not None
+    return reader._helper.pid
+
+
+def fifo(folder: Path) -> Path:
+    """Return a file whose opening waits, as no file but one of ``/proc`` is to."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "maps"
+    os.mkfifo(path)
+    return path
+
+
+def test_a_file_is_read_whole(reader: GuardedReader, tmp_path: Path) -> None:
+    assert reader.read(Path("/proc/self/cmdline")) == Path("/proc/self/cmdline").read_bytes()
+    for size in (0, 1, 5_000_000):
+        (tmp_path / "file").write_bytes(b"x" * size)
+        assert len(reader.read(tmp_path / "file")) == size
+    first = helper_of(reader)
+    with pytest.raises(FileNotFoundError, match="No such file"):
+        reader.read(tmp_path / "none")
+    assert helper_of(reader) == first
+
+
+def test_what_is_too_long_is_not_read(reader: GuardedReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded_read, "_MOST_BYTES", 1000)
+    (tmp_path / "file").write_bytes(b"x" * 300_000)
+    with pytest.raises(OSError, match="File too large"):
+        reader.read(tmp_path / "file")
+
+
+def test_a_read_that_waits_is_ended_and_the_next_one_works(reader: GuardedReader, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    assert reader.read(tmp_path / "file") == b"x"
+    first, before = helper_of(reader), time.monotonic()
+    with pytest.raises(BlockedReadError):
+        reader.read(fifo(tmp_path / "stuck"))
+    assert DEADLINE_SECS <= time.monotonic() - before < LONG / 2
+    assert reader.read(tmp_path / "file") == b"x"
+    assert helper_of(reader) != first
+    assert not Path(f"/proc/{first}").exists()
+
+
+def test_who_let_a_read_wait_is_left_alone_for_a_while(reader: GuardedReader, tmp_path: Path) -> None:
+    path = fifo(tmp_path / "stuck")
+    with pytest.raises(BlockedReadError, match="in time"):
+        reader.read(path)
+    before = time.monotonic()
+    for _again in range(100):
+        with pytest.raises(BlockedReadError, match="lately"):
+            reader.read(path)
+    assert time.monotonic() - before < DEADLINE_SECS
+    # Twice as long after the second time.
+    for skip in (5.0, 10.0, 20.0, 40.0, 60.0, 60.0):
+        _until, how_long = reader._skipped[str(path.parent)]
+        assert how_long == skip
+        reader._skipped[str(path.parent)] = (time.monotonic(), how_long)
+        with pytest.raises(BlockedReadError, match="in time"):
+            reader.read(path)
+    reader._skipped[str(path.parent)] = (time.monotonic(), 60.0)
+    path.unlink()
+    path.write_bytes(b"x")
+    assert reader.read(path) == b"x"
+    assert reader._skipped == {}
+
+
+def test_many_that_wait_cost_less_each(tmp_path: Path) -> None:
+    reader = GuardedReader(0.25)
+    deadlines = []
+    for number in range(5):
+        deadlines.append(reader._deadline_secs)
+        with pytest.raises(BlockedReadError):
+            reader.read(fifo(tmp_path / str(number)))
+    assert deadlines == [0.25, 0.125, 0.0625, 0.03125, 0.03]
+    reader.read(Path("/proc/self/stat"))
+    assert reader._deadline_secs == 0.06
+    reader.close()
+
+
+def test_a_helper_that_was_killed_is_replaced(reader: GuardedReader, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    for _time in range(3):
+        reader.read(tmp_path / "file")
+        os.kill(helper_of(reader), signal.SIGKILL)
+        assert reader.read(tmp_path / "file") == b"x"
+
+
+def test_the_thread_that_started_it_may_end(reader: GuardedReader, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    for _time in range(3):
+        thread = threading.Thread(target=reader.read, args=(tmp_path / "file",))
+        thread.start()
+        thread.join(LONG)
+        assert reader.read(tmp_path / "file") == b"x"
+
+
+def test_several_threads_may_read(reader: GuardedReader, tmp_path: Path) -> None:
+    got: list[bytes] = []
+
+    def read(name: str) -> None:
+        (tmp_path / name).write_bytes(name.encode() * 1000)
+        got.extend(reader.read(tmp_path / name) for _time in range(50))
+
+    threads = [threading.Thread(target=read, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+    assert sorted(got) == sorted(name.encode() * 1000 for name in "abcd" for _time in range(50))
+
+
+def test_the_helper_holds_nothing_of_its_starter(reader: GuardedReader, tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    assert lock.acquire() == "held"
+    with socket.socket() as one:
+        reader.read(Path("/proc/self/stat"))
+        held = descriptors(helper_of(reader))
+        assert one.fileno() not in held
+    assert [path for path in held.values() if not path.startswith("pipe:")] == []
+    assert len(held) == 2
+    lock.release()
+
+
+READS_AND_WAITS = """
+from pathlib import Path
+from sglang_crashkit.kernel.guarded_read import GuardedReader
+reader = GuardedReader(60)
+reader.read(Path("/proc/self/stat"))
+ready(reader._helper.pid)
+if sys.argv[1:]:
+    reader.read(Path(sys.argv[1]))
+pause()
+"""
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_the_helper_dies_with_its_starter(tmp_path: Path, is_waiting: bool) -> None:
+    arguments = [str(fifo(tmp_path / "stuck"))] if is_waiting else []
+    with child(READS_AND_WAITS, *arguments) as process:
+        helper = int(process.first_line)  # type: ignore[attr-defined]
+        assert not procfs.is_dead(helper)
+        process.kill()
+        process.wait(LONG)
+    wait_until(lambda: procfs.is_dead(helper), "the helper ends")
+
+
+def test_after_a_fork_each_process_has_its_own(reader: GuardedReader, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    reader.read(tmp_path / "file")
+    first = helper_of(reader)
+    pid = os.fork()
+    if pid == 0:
+        is_right = reader.read(tmp_path / "file") == b"x" and helper_of(reader) != first
+        os._exit(0 if is_right else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert reader.read(tmp_path / "file") == b"x"
+    assert helper_of(reader) == first
+
+
+def test_so_many_that_even_a_kill_does_not_end_are_the_last(
+    reader: GuardedReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarded_read, "_is_reaped", lambda _pid: False)
+    for number in range(8):
+        with pytest.raises(BlockedReadError):
+            reader.read(fifo(tmp_path / str(number)))
+    with pytest.raises(OSError, match="8 reads that were given up have not ended yet"):
+        reader.read(Path("/proc/self/stat"))
+    monkeypatch.undo()
+    wait_until(lambda: reader.read(Path("/proc/self/stat")), "the next helper")
+
+
+def test_a_process_whose_memory_map_is_locked_is_read_in_time(tmp_path: Path, reader: GuardedReader) -> None:
+    with locked_process(tmp_path, title="sglang::scheduler_TP1") as process:
+        guard_reads(reader)
+        try:
+            before = time.monotonic()
+            assert procfs.read_cmdline(process.pid) == []
+            assert procfs.read_environ(process.pid) == {}
+            # The kernel keeps the first letters elsewhere.
+            assert procfs.read_title(process.pid) == "sglang::schedul"
+            assert procfs.is_python(process.pid)
+            procfs.mapped_files(process.pid)
+            assert time.monotonic() - before < LONG / 2
+            assert procfs.read_title(os.getpid()) != ""
+        finally:
+            guard_reads(None)
+        assert reader._helper is None
+
+
+def test_without_a_reader_a_process_reads_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    assert read_guarded(tmp_path / "file") == b"x"

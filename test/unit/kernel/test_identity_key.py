@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.identity_key import key_of, own_namespace, server_key
+from unit.waiting import LONG, child
+
+_CONTAINER = ["unshare", "-pf", "--mount-proc", "--kill-child"]
+_OWN_KEY = """
+import os
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.identity_key import server_key
+stat = procfs.read_stat(os.getpid())
+"""
+
+
+def test_a_key_names_pid_start_time_and_namespace() -> None:
+    assert server_key(7, 1234) == f"7-1234-{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
+def test_another_process_of_this_namespace_has_the_key_that_it_gives_itself() -> None:
+    code = _OWN_KEY + "ready(server_key(stat.pid, stat.start_ticks)); pause()"
+    with child(code) as process:
+        stat = procfs.read_stat(process.pid)
+        assert stat is not None
+        assert key_of(stat.pid, stat.start_ticks) == process.first_line  # type: ignore[attr-defined]
+
+
+def test_a_process_that_is_gone_is_taken_to_be_of_this_namespace() -> None:
+    assert key_of(2**22 + 1, 0) == server_key(2**22 + 1, 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a PID namespace")
+def test_process_1_of_a_container_is_told_from_that_of_another_and_found_from_outside() -> None:
+    code = _OWN_KEY + "print(server_key(stat.pid, stat.start_ticks), flush=True); import sys; sys.stdin.read()"
+    keys = []
+    for _ in range(2):
+        with subprocess.Popen(
+            [*_CONTAINER, sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            key = process.stdout.readline().strip()
+            (inside,) = procfs.TreeScanner(process.pid).scan() - {process.pid}
+            stat = procfs.read_stat(inside)
+            assert stat is not None
+            assert key.startswith(f"1-{stat.start_ticks}-")
+            assert not key.endswith(f"-{own_namespace()}")
+            assert key_of(inside, stat.start_ticks) == key
+            process.stdin.close()
+            process.wait(LONG)
+            keys.append(key)
+    assert keys[0] != keys[1]

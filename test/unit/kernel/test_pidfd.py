@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_crashkit.kernel import pidfd, procfs
+from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle, signal_name
+from unit.targets import run_unprivileged
+from unit.waiting import LONG, child, descriptors, wait_until
+
+
+@given(st.integers(0, 255))
+def test_an_exit_status_is_decoded(code: int) -> None:
+    assert ExitStatus.from_wait_status(code << 8) == ExitStatus(code=code)
+
+
+@given(st.sampled_from(sorted(signal.valid_signals())), st.booleans())
+def test_a_signal_is_decoded(number: int, dumped: bool) -> None:
+    status = ExitStatus.from_wait_status(number | (0x80 if dumped else 0))
+    assert status == ExitStatus(signal=signal_name(number), core_dumped=dumped)
+    assert status.known
+
+
+def test_signals_that_python_does_not_name_have_a_name() -> None:
+    assert signal_name(9) == "SIGKILL"
+    assert signal_name(35) == "SIG35"
+
+
+def test_nothing_is_known_of_a_process_that_lives() -> None:
+    with child("ready(); pause()") as process:
+        handle = ProcessHandle(process.pid)
+        assert not handle.has_exited()
+        assert not handle.exit_status().known
+        process.kill()
+        assert wait_until(handle.has_exited, "it is dead")
+        # What was asked too early is asked again.
+        assert handle.exit_status() == ExitStatus(signal="SIGKILL")
+        handle.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("os._exit(0)", ExitStatus(code=0)),
+        ("os._exit(3)", ExitStatus(code=3)),
+        ("os.kill(os.getpid(), signal.SIGKILL)", ExitStatus(signal="SIGKILL")),
+        ("os.kill(os.getpid(), signal.SIGRTMIN + 3)", ExitStatus(signal="SIG37")),
+    ],
+)
+@pytest.mark.parametrize("reaped", [False, True])
+def test_how_it_ended_is_told_of_a_zombie_and_after_it_was_reaped(
+    code: str, expected: ExitStatus, reaped: bool
+) -> None:
+    with child(f"ready(); sys.stdin.readline(); {code}") as process:
+        handle = ProcessHandle(process.pid)
+        assert process.stdin is not None
+        process.stdin.close()
+        process.stdin = None
+        assert select.select([handle], [], [], LONG)[0]
+        if reaped:
+            process.wait(LONG)
+        status = handle.exit_status()
+        handle.close()
+    if reaped and not status.known:
+        pytest.skip("this kernel does not tell how a reaped process ended (before 6.15)")
+    assert status == expected
+
+
+def test_where_the_kernel_does_not_tell_the_zombie_does_until_it_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A kernel before 6.15 answers the request with ENOTTY; 0 is a request that no kernel knows.
+    monkeypatch.setattr(pidfd, "_PIDFD_GET_INFO", 0)
+    process = subprocess.Popen(["sh", "-c", "exit 7"])
+    handle = ProcessHandle(process.pid)
+    try:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert handle.exit_status() == ExitStatus(code=7)
+        process.wait(LONG)
+        assert handle.exit_status() == ExitStatus(code=7), "what was known stays known"
+    finally:
+        process.wait(LONG)
+        handle.close()
+    late = subprocess.Popen(["sh", "-c", "exit 7"])
+    handle = ProcessHandle(late.pid)
+    late.wait(LONG)
+    assert handle.has_exited()
+    assert not handle.exit_status().known
+    handle.close()
+
+
+def test_a_process_whose_main_thread_ended_has_not_exited() -> None:
+    code = """
+import threading, ctypes
+def last():
+    time.sleep(0.05)
+    ready()
+    sys.stdin.readline()
+    os._exit(4)
+threading.Thread(target=last).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+    with child(code) as process:
+        handle = ProcessHandle(process.pid)
+        wait_until(lambda: procfs.read_stat(process.pid).state == "Z", "its main thread is a zombie")  # type: ignore[union-attr]
+        assert not handle.has_exited()
+        assert not handle.exit_status().known
+        handle.close()
+
+
+def test_there_is_no_handle_of_a_process_that_is_gone() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait(LONG)
+    before = descriptors()
+    with pytest.raises(ProcessLookupError, match=str(process.pid)):
+        ProcessHandle(process.pid)
+    assert descriptors().items() <= before.items()
+
+
+def test_a_signal_reaches_the_process_and_never_its_successor() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    handle = ProcessHandle(process.pid)
+    handle.send_signal(signal.SIGTERM)
+    assert process.wait(LONG) == -signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        handle.send_signal(signal.SIGTERM)
+    handle.close()
+
+
+def test_what_was_known_of_an_exit_is_known_without_the_descriptor() -> None:
+    with child("ready(); pause()") as process:
+        living, dead = ProcessHandle(process.pid), ProcessHandle(process.pid)
+        living.close()
+        assert not living.has_exited()
+        assert not living.exit_status().known
+        process.kill()
+        wait_until(dead.has_exited, "it is dead")
+        before = dead.exit_status()
+        dead.close()
+        assert dead.has_exited()
+        assert dead.exit_status() == before == ExitStatus(signal="SIGKILL")
+
+
+def test_closing_twice_closes_once() -> None:
+    handle = ProcessHandle(os.getpid())
+    number = handle.fileno()
+    assert number in descriptors()
+    handle.close()
+    assert number not in descriptors()
+    reused = os.open("/dev/null", os.O_RDONLY)
+    handle.close()
+    assert reused in descriptors()
+    os.close(reused)
+
+
+def test_a_descriptor_above_1023_can_be_asked() -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, before[1]), before[1]))
+    handle = ProcessHandle(os.getpid())
+    low = handle.fd
+    try:
+        handle.fd = os.dup2(low, 2000)
+        assert not handle.has_exited()
+    finally:
+        handle.close()
+        os.close(low)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_end_of_one_that_may_not_be_traced_is_not_taken_for_a_clean_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN a zombie that was killed, of a user with more rights than the crash handler; no kernel that tells otherwise
+    code = "import sys\nfrom sglang_crashkit.kernel.pidfd import ProcessHandle\n"
+    code += "ProcessHandle._from_kernel = lambda self: None\n"
+    code += "print(ProcessHandle(int(sys.argv[1])).exit_status())"
+    with subprocess.Popen(["sleep", "60"]) as process:
+        process.kill()
+        wait_until(lambda: (stat := procfs.read_stat(process.pid)) and stat.state == "Z", "it is a zombie")
+        said = run_unprivileged(code, str(process.pid))
+    # Where this test has no more rights than the handler, the zombie tells.
+    expected = ExitStatus() if os.geteuid() == 0 else ExitStatus(signal="SIGKILL")
+    assert said == f"{expected}\n"
+
+
+def test_an_end_is_waited_for_when_asked_to() -> None:
+    with child("ready(); time.sleep(0.3)") as process:
+        handle = ProcessHandle(process.pid)
+        assert not handle.has_exited(0.01)
+        assert handle.has_exited(LONG)
+        handle.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (0, ExitStatus(code=0)),
+        (3, ExitStatus(code=3)),
+        (-9, ExitStatus(signal="SIGKILL")),
+        (-46, ExitStatus(signal="SIG46")),
+    ],
+)
+def test_what_stands_for_a_reaped_process_knows_how_it_ended_and_holds_nothing(code: int, status: ExitStatus) -> None:
+    before = descriptors()
+    handle = ProcessHandle.of_reaped(os.getpid(), ExitStatus.from_exit_code(code))
+    assert descriptors() == before
+    assert handle.has_exited()
+    assert handle.exit_status() == status
+    # This process has its pid now, and is none of its business.
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        handle.send_signal(signal.SIGTERM)
+    handle.close()

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.kernel import procfs
+from unit.targets import UNDUMPABLE, run_unprivileged, traced
+from unit.waiting import LONG, child, wait_until
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait(LONG)
+    return process.pid
+
+
+def test_a_process_began_when_it_did() -> None:
+    before = time.time()
+    with child("ready()\npause()") as process:
+        stat = procfs.read_stat(process.pid)
+        assert stat is not None
+        # The kernel counts in hundredths of a second, and the clock may be set meanwhile.
+        assert before - 0.1 <= procfs.started_at(stat.start_ticks) <= time.time() + 0.1
+
+
+def test_a_process_that_is_gone_answers_nothing() -> None:
+    pid = dead_pid()
+    assert procfs.read_stat(pid) is None
+    assert procfs.read_cmdline(pid) == []
+    assert procfs.read_title(pid) == ""
+    assert procfs.read_status(pid) == {}
+    assert procfs.read_wchan(pid) == ""
+    assert not procfs.is_python(pid)
+    assert not procfs.catches_signal(pid, signal.SIGTERM)
+
+
+def test_the_stat_line_of_a_name_with_parentheses_is_read_right(tmp_path: Path) -> None:
+    program = tmp_path / "a) Z (b"
+    program.symlink_to("/bin/sleep")
+    with subprocess.Popen([str(program), "60"]) as process:
+        try:
+            stat = wait_until(
+                lambda: (found := procfs.read_stat(process.pid)) and found.comm == "a) Z (b" and found, "it is executed"
+            )
+        finally:
+            process.kill()
+    assert stat
+    assert (stat.pid, stat.ppid, stat.threads) == (process.pid, os.getpid(), 1)
+    assert stat.state in "SRD"
+
+
+def test_a_zombie_tells_how_it_ended_and_keeps_its_name() -> None:
+    process = subprocess.Popen(["sh", "-c", "exit 3"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    stat = procfs.read_stat(process.pid)
+    title = procfs.read_title(process.pid)
+    process.wait(LONG)
+    assert stat is not None
+    assert (stat.state, os.waitstatus_to_exitcode(stat.wait_status), title) == ("Z", 3, "sh")
+
+
+def test_a_stopped_process_is_told_from_a_running_one() -> None:
+    with child("ready(); pause()") as process:
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: procfs.read_stat(process.pid).state == "T", "it is stopped")  # type: ignore[union-attr]
+        assert procfs.read_status(process.pid)["State"].startswith("T")
+
+
+@pytest.mark.parametrize(
+    ("cmdline", "title"),
+    [
+        (["sglang::scheduler_TP0"], "sglang::scheduler_TP0"),
+        (["sglang::scheduler_TP0   "], "sglang::scheduler_TP0"),
+        (["/usr/bin/python3", "-m", "sglang.launch_server", "--api-key", "secret"], "python3 -m sglang.launch_server"),
+        (["python3", "-u", "-m", "sglang.launch_server", "--api-key", "secret"], "python3 -m sglang.launch_server"),
+        (["python", "/opt/app/serve.py", "secret"], "python serve.py"),
+        (["python3.11", "/opt/bin/sglang", "serve", "secret"], "python3.11 sglang"),
+        (["python", "-c", "print('secret')"], "python -c ..."),
+        (
+            ["python", "-c", "from multiprocessing.spawn import spawn_main; ...", "secret"],
+            "python -c multiprocessing.spawn",
+        ),
+        (["python", "-X", "secret", "x.py"], "python"),
+        (["python", "token=secret"], "python"),
+        (["python", "-m"], "python"),
+        (["/usr/bin/curl", "https://user:secret@host/secret"], "curl"),
+        (["login", "secret"], "login"),
+        (["git", "commit", "-m", "secret"], "git"),
+        (["tool", "-m", "secret"], "tool"),
+        (
+            ["python3 -m sglang.launch_server --crash-dump-folder /a/b --api-key secret"],
+            "python3 -m sglang.launch_server",
+        ),
+        (["/opt/tool --key /secret"], "tool"),
+        (["python -c from multiprocessing.spawn import spawn_main; spawn_main()"], "python -c multiprocessing.spawn"),
+        (["python -c multiprocessing.spawn"], "python -c multiprocessing.spawn"),
+        (["  "], "comm"),
+        ([], "comm"),
+        ([""], "comm"),
+    ],
+)
+def test_a_title_keeps_no_argument_that_may_be_secret(cmdline: list[str], title: str) -> None:
+    assert procfs.title_of(cmdline, "comm") == title
+
+
+def test_a_title_has_an_end() -> None:
+    assert len(procfs.title_of(["sglang::" + "x" * 500], "")) == 120
+    assert len(procfs.title_of(["/bin/" + "x" * 500], "")) == 120
+
+
+def test_a_title_set_by_setproctitle_is_read_from_the_process() -> None:
+    with child("ready(); pause()", "a" * 50, title="sglang::scheduler_TP3") as process:
+        assert procfs.read_title(process.pid) == "sglang::scheduler_TP3"
+        assert procfs.is_python(process.pid)
+
+
+def test_only_a_python_interpreter_is_one() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        wait_until(lambda: procfs.read_cmdline(process.pid)[:1] == ["sleep"], "it is executed")
+        try:
+            assert not procfs.is_python(process.pid)
+            assert procfs.read_title(process.pid) == "sleep"
+        finally:
+            process.kill()
+
+
+def test_it_is_known_whether_a_signal_is_caught() -> None:
+    with child("signal.signal(signal.SIGQUIT, lambda *_: None); ready(); pause()") as process:
+        assert procfs.catches_signal(process.pid, signal.SIGQUIT)
+        assert not procfs.catches_signal(process.pid, signal.SIGUSR1)
+        assert not procfs.catches_signal(process.pid, signal.SIGTERM)
+
+
+GRANDCHILD = """
+import subprocess
+import time
+inner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+ready(inner.pid)
+sys.stdin.readline()
+inner.kill(); inner.wait()
+print("gone", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_scan_finds_all_descendants_and_forgets_those_that_are_gone() -> None:
+    with child(GRANDCHILD) as process:
+        inner = int(process.first_line)  # type: ignore[attr-defined]
+        scanner = procfs.TreeScanner(process.pid)
+        assert scanner.scan() == {process.pid, inner}
+        assert scanner.scan() == {process.pid, inner}
+        assert {process.pid, inner} <= procfs.TreeScanner(os.getpid()).scan()
+        assert not {process.pid, inner} & procfs.TreeScanner(os.getpid(), without=process.pid).scan()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"gone\n"
+        assert scanner.scan() == {process.pid}
+    assert scanner.scan() == set()
+
+
+def test_a_scan_sees_zombies() -> None:
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert process.pid in procfs.TreeScanner(os.getpid()).scan()
+    process.wait(LONG)
+    assert process.pid not in procfs.TreeScanner(os.getpid()).scan()
+
+
+ADOPTER = """
+import ctypes, subprocess
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+code = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); sys.stdin.read()"
+middle = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+inner = int(middle.stdout.readline())
+ready(f"{middle.pid} {inner}")
+sys.stdin.readline()
+middle.kill()
+middle.wait()
+ready()
+sys.stdin.readline()
+os.kill(inner, signal.SIGKILL)
+os.waitpid(inner, 0)
+ready()
+pause()
+"""
+
+
+def test_an_orphan_is_found_below_its_new_parent_when_parents_are_read_anew() -> None:
+    with child(ADOPTER) as root:
+        middle, inner = map(int, root.first_line.split())  # type: ignore[attr-defined]
+        scanner = procfs.TreeScanner(root.pid, refresh_every=3)
+        assert scanner.scan() == {root.pid, middle, inner}
+        assert root.stdin is not None
+        assert root.stdout is not None
+        for left in ({root.pid, inner}, {root.pid}):
+            root.stdin.write(b"\n")
+            root.stdin.flush()
+            assert root.stdout.readline() == b"ready\n"
+            assert left in [scanner.scan() for _ in range(3)]
+
+
+def test_the_state_of_each_thread_is_read() -> None:
+    code = "import threading\nthreading.Thread(target=pause, daemon=True).start()\nready()\npause()"
+    with child(code) as process:
+        states = wait_until(lambda: procfs.thread_states(process.pid), "there are threads")
+        assert len(states) == 2
+        assert process.pid in states
+        wait_until(lambda: set(procfs.thread_states(process.pid).values()) == {"S"}, "both sleep")
+        other = next(thread for thread in states if thread != process.pid)
+        assert procfs.read_status(process.pid, other)["Pid"] == str(other)
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: set(procfs.thread_states(process.pid).values()) == {"T"}, "both are stopped")
+    assert procfs.thread_states(process.pid) == {}
+
+
+def test_a_tracer_is_named() -> None:
+    with child("ready(); pause()") as process:
+        assert procfs.read_tracer(process.pid) == 0
+        with traced(process.pid) as tracer:
+            assert procfs.read_tracer(process.pid) == tracer
+
+
+@pytest.mark.parametrize(("mask", "expected"), [("0000000000000001", True), ("0000000000000002", False), (None, False)])
+def test_a_signal_is_looked_up_in_a_mask(mask: str | None, expected: bool) -> None:
+    assert procfs.in_mask(mask, signal.SIGHUP) == expected
+
+
+def test_without_permission_to_trace_it_is_known_for_python_and_not_inspected() -> None:
+    code = "import sys; from sglang_crashkit.kernel import procfs\n"
+    code += "print(*[(procfs.is_python(int(pid)), procfs.may_inspect(int(pid))) for pid in sys.argv[1:]])"
+    with (
+        child(UNDUMPABLE + "ready(); pause()") as plain,
+        child(UNDUMPABLE + "ready(); pause()", title="sglang::x") as own,
+    ):
+        said = run_unprivileged(code, str(plain.pid), str(own.pid), str(dead_pid()))
+    assert said == "(True, False) (True, False) (False, True)\n"
+    assert procfs.may_inspect(os.getpid())
+
+
+def test_the_files_that_a_process_maps_are_its_libraries_among_others() -> None:
+    mapped = procfs.mapped_files(os.getpid())
+    assert any(Path(path).name.startswith("libc.so") for path in mapped)
+    assert all(path.startswith("/") for path in mapped)
+    assert procfs.mapped_files(2**22 + 1) == set()
+
+
+def test_some_memory_is_available() -> None:
+    available = procfs.available_bytes()
+    assert available is not None
+    assert available > 1 << 20

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.kernel import procfs, shared_memory
+from sglang_crashkit.kernel.guarded_read import BlockedReadError
+from sglang_crashkit.kernel.shared_memory import FOLDER, Segment, clear, mapped_by, of_server
+from unit.strangers import nothing_where_forbidden
+from unit.waiting import LONG, child
+
+#: Makes a segment with its own pid in the name, or another, and maps it.
+HOLDS_A_SEGMENT = """
+import mmap
+name = sys.argv[1].replace("PID", str(os.getpid()))
+with open(f"/dev/shm/{name}", "w+b") as file:
+    file.truncate(4096)
+    view = mmap.mmap(file.fileno(), 0)
+view[:] = bytes(4096)
+ready(name)
+for line in sys.stdin:
+    view.close()
+    ready("closed")
+"""
+MAPS_IT = """
+import mmap
+with open(f"/dev/shm/{sys.argv[1]}", "r+b") as file:
+    view = mmap.mmap(file.fileno(), 0)
+ready()
+pause()
+"""
+NOBODY = 65534
+
+
+@pytest.fixture
+def readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes of this machine that may not be read, such as one that set it up, map nothing."""
+    monkeypatch.setattr(procfs, "read_maps", nothing_where_forbidden(procfs.read_maps))
+
+
+@pytest.fixture
+def left_behind(readable: None) -> Iterator[Callable[[str], tuple[Segment, dict[int, int]]]]:
+    """Have a process make a segment and die; return it with the start time of the process by its pid."""
+    made: list[Path] = []
+
+    def leave(pattern: str) -> tuple[Segment, dict[int, int]]:
+        with child(HOLDS_A_SEGMENT, pattern) as process:
+            path = FOLDER / process.first_line  # type: ignore[attr-defined]
+            made.append(path)
+            stat = procfs.read_stat(process.pid)
+            assert stat is not None
+            segments = {one for one in mapped_by(process.pid) if one.name == path.name}
+            (segment,) = segments or {Segment(path.name, path.stat().st_ino)}
+        return segment, {stat.pid: stat.start_ticks}
+
+    yield leave
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+def why(segment: Segment, dead: dict[int, int]) -> str:
+    """Return why a segment is not removed."""
+    removed, (left,) = clear([segment], dead)
+    assert removed == []
+    assert (left.name, left.bytes) == (segment.name, 4096)
+    assert (FOLDER / segment.name).exists()
+    return left.why
+
+
+@pytest.mark.parametrize("pattern", ["torch_PID_3456_1", "sgl_shm_mq_PID_0123abcd", "multi_tokenizer_args_PID"])
+def test_what_a_dead_process_made_is_removed_when_nobody_maps_it(left_behind, pattern: str) -> None:
+    segment, dead = left_behind(pattern)
+    assert segment.creator in dead
+    assert clear([segment], dead) == ([segment.name], [])
+    assert not (FOLDER / segment.name).exists()
+    assert clear([segment], dead) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "pattern", ["psm_0123abcd", "sem.mp-PID_0123", "nccl-0123ab", "sglang_loads_x_0123.shm", "sgl_shm_PID"]
+)
+def test_what_does_not_say_whose_it_is_stays(left_behind, pattern: str) -> None:
+    segment, dead = left_behind(pattern)
+    assert why(segment, dead) == "its name does not say whose it is"
+
+
+def test_while_a_process_of_the_server_lives_all_stays(left_behind) -> None:
+    segment, _dead = left_behind("torch_PID_3456_1")
+    assert why(segment, {}) == "a process of the server lives"
+
+
+def test_what_another_servers_process_made_stays(left_behind) -> None:
+    segment, _dead = left_behind("torch_PID_3456_1")
+    reason = f"its name bears the pid {segment.creator}, which is none of the server's"
+    assert why(segment, {1 << 22: 1}) == reason
+
+
+def test_what_a_living_process_made_and_closed_stays() -> None:
+    with child(HOLDS_A_SEGMENT, "torch_PID_3456_1") as process:
+        (segment,) = mapped_by(process.pid)
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == b"closed\n"
+            assert mapped_by(process.pid) == set()
+            # Also where its pid was one of the server's before.
+            assert why(segment, {process.pid: 1}) == f"there is a process {process.pid}"
+        finally:
+            (FOLDER / segment.name).unlink()
+
+
+def test_a_zombie_is_dead(left_behind, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment, dead = left_behind("torch_PID_3456_1")
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        stat = procfs.read_stat(process.pid)
+        assert stat is not None
+        (pid,) = dead
+        monkeypatch.setattr(procfs, "read_stat", lambda asked: stat if asked == pid else None)
+        assert clear([segment], {pid: stat.start_ticks}) == ([segment.name], [])
+        monkeypatch.undo()
+        process.wait(LONG)
+
+
+def test_what_another_process_maps_stays(left_behind) -> None:
+    segment, dead = left_behind("torch_PID_3456_1")
+    with child(MAPS_IT, segment.name) as process:
+        assert why(segment, dead) == f"process {process.pid} maps it"
+    assert clear([segment], dead) == ([segment.name], [])
+
+
+CLEARS = """
+import json
+from sglang_crashkit.kernel.shared_memory import Segment, clear
+os.setgid(65534); os.setuid(65534)
+name, inode, pid = sys.argv[1:]
+removed, left = clear([Segment(name, int(inode))], {int(pid): 1})
+ready(json.dumps([removed, [one.why for one in left]]))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes two users")
+def test_where_another_users_process_cannot_be_read_all_stays(left_behind) -> None:
+    segment, (pid, *_rest) = left_behind("torch_PID_3456_1")
+    os.chown(FOLDER / segment.name, NOBODY, NOBODY)
+    with (
+        child(MAPS_IT, segment.name) as _of_root,
+        child(CLEARS, segment.name, str(segment.inode), str(pid)) as process,
+    ):
+        answer = process.first_line  # type: ignore[attr-defined]
+    assert answer.startswith('[[], ["what process ')
+    assert answer.endswith(' maps cannot be read"]]')
+    assert (FOLDER / segment.name).exists()
+
+
+def test_a_process_that_does_not_let_itself_be_read_may_map_it(left_behind, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment, dead = left_behind("torch_PID_3456_1")
+
+    def read_maps(pid: int) -> bytes:
+        if pid == os.getpid():
+            raise BlockedReadError
+        return b""
+
+    monkeypatch.setattr(procfs, "read_maps", read_maps)
+    assert why(segment, dead) == f"what process {os.getpid()} maps cannot be read"
+
+
+def test_asking_all_of_them_has_an_end(left_behind, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment, dead = left_behind("torch_PID_3456_1")
+    monkeypatch.setattr(shared_memory, "_LOOK_SECS", 0.0)
+    assert why(segment, dead) == "not every process could be asked within 0 s"
+
+
+def test_where_processes_cannot_be_seen_all_stays(left_behind, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment, dead = left_behind("torch_PID_3456_1")
+    is_first = os.stat("/proc/self/ns/ipc").st_ino  # noqa: PTH116
+    with monkeypatch.context() as patch:
+        # As in a container that was started with --ipc=host.
+        patch.setattr(shared_memory, "_FIRST_IPC", is_first)
+        patch.setattr(shared_memory, "_FIRST_PID", 0)
+        assert why(segment, dead).startswith("the container shares the machine's shared memory")
+    mounts = "proc /proc proc rw,relatime,hidepid=invisible 0 0\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda *_args, **_kwargs: mounts)
+        assert why(segment, dead) == "/proc hides the processes of others"
+
+
+def test_a_name_that_was_given_again_is_another_segment(left_behind) -> None:
+    segment, dead = left_behind("torch_PID_3456_1")
+    assert clear([Segment(segment.name, segment.inode + 1)], dead) == ([], [])
+    assert (FOLDER / segment.name).exists()
+
+
+def test_what_may_not_be_removed_is_told_of(left_behind, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment, dead = left_behind("torch_PID_3456_1")
+
+    def unlink(_path: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        assert why(segment, dead) == "it cannot be removed: Operation not permitted"
+
+
+def test_files_with_other_names_are_nobodys_but_their_owners() -> None:
+    with child(HOLDS_A_SEGMENT, "weights-PID.safetensors") as process:
+        try:
+            assert mapped_by(process.pid) == set()
+        finally:
+            (FOLDER / process.first_line).unlink()  # type: ignore[attr-defined]
+
+
+def test_a_process_that_is_gone_cannot_say_what_it_mapped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with child("ready()\npause()") as process:
+        pid = process.pid
+    with pytest.raises(OSError, match=str(pid)):
+        mapped_by(pid)
+    monkeypatch.setattr("sglang_crashkit.kernel.shared_memory.FOLDER", tmp_path)
+    assert of_server(pid) == set()
+    (tmp_path / f"multi_tokenizer_args_{pid}").write_bytes(b"")
+    assert {segment.name for segment in of_server(pid)} == {f"multi_tokenizer_args_{pid}"}

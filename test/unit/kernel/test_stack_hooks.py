@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.kernel.stack_hooks import (
+    DEFAULT_SIGNAL,
+    HANDLER_PID,
+    Armed,
+    ArmedFiles,
+    describe,
+    is_usable,
+    read_armed,
+    read_handler_pid,
+)
+
+ARMED = Armed(pid=10, start_ticks=20, main_thread=30, signal=DEFAULT_SIGNAL, roots=("/a", "/b\udcff"))
+
+
+def test_what_was_written_is_read_for_the_same_process_only(tmp_path: Path) -> None:
+    describe(tmp_path, ARMED)
+    assert read_armed(tmp_path, 10, 20) == ARMED
+    assert read_armed(tmp_path, 10, 21) is None
+    assert ArmedFiles.of(tmp_path, 10, 20).description.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"signal": 9}, {"signal": "x"}, {"signal": 65}, {"signal": -1}, {"main_thread": None}, {"roots": 5}],
+    ids=str,
+)
+def test_rubbish_is_as_good_as_nothing(tmp_path: Path, change: dict[str, object]) -> None:
+    describe(tmp_path, ARMED)
+    file = ArmedFiles.of(tmp_path, 10, 20).description
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert read_armed(tmp_path, 10, 20) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "5", "{", "{}", "null"])
+def test_another_form_is_as_good_as_nothing(tmp_path: Path, text: str) -> None:
+    ArmedFiles.of(tmp_path, 10, 20).description.write_text(text)
+    assert read_armed(tmp_path, 10, 20) is None
+
+
+def test_only_real_time_signals_are_usable() -> None:
+    assert is_usable(DEFAULT_SIGNAL)
+    assert is_usable(0)
+    assert not any(is_usable(signum) for signum in (signal.SIGKILL, signal.SIGUSR1, signal.SIGTERM, 65))
+    # Those of systemd's manager, which the process 1 of a container may be: it would halt on them.
+    assert DEFAULT_SIGNAL - signal.SIGRTMIN not in {*range(7), *range(13, 31)}
+
+
+def test_the_handlers_pid_is_read_or_there_is_none(tmp_path: Path) -> None:
+    assert read_handler_pid(tmp_path) is None
+    for text, pid in (("123", 123), ("", None), ("x", None), ("-1", None), ("0", None)):
+        (tmp_path / HANDLER_PID).write_text(text)
+        assert read_handler_pid(tmp_path) == pid

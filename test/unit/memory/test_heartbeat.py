@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_crashkit.memory import heartbeat as beat
+from sglang_crashkit.memory.heartbeat import Beat, BeatReader, BeatWriter, NotABeatError
+from unit.waiting import LONG, child, descriptors
+
+WRITE = """
+from sglang_crashkit.memory.heartbeat import BeatWriter
+writer = BeatWriter()
+ready(writer.fd)
+"""
+
+
+@pytest.fixture
+def writer() -> Iterator[BeatWriter]:
+    made = BeatWriter()
+    yield made
+    made.close()
+
+
+def read(writer: BeatWriter) -> Beat:
+    reader = BeatReader(os.getpid(), writer.fd)
+    try:
+        return reader.read()
+    finally:
+        reader.close()
+
+
+def fd_of(process: object) -> int:
+    return int(process.first_line)  # type: ignore[attr-defined]
+
+
+def test_a_new_heartbeat_has_given_a_sign_and_begun_no_batch(writer: BeatWriter) -> None:
+    found = read(writer)
+    assert abs(found.at - time.monotonic()) < LONG
+    assert (found.batch_at, found.batches, found.requests) == (0.0, 0, 0)
+    assert (found.in_batch, found.paused, found.is_busy, found.is_off) == (False, False, False, False)
+    assert found.doing == "the event loop, without a batch"
+
+
+def test_another_process_reads_what_was_stored() -> None:
+    code = WRITE + "writer.words[2], writer.words[3], writer.words[4], writer.words[5] = 7.0, 8.5, 12, 1\npause()"
+    with child(code) as process:
+        reader = BeatReader(process.pid, fd_of(process))
+        deadline = time.monotonic() + LONG
+        while reader.read().requests != 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found = reader.read()
+        assert (found.loop_at, found.batch_at, found.batches, found.requests) == (7.0, 8.5, 12, 1)
+        assert found.in_batch
+        assert found.at == 8.5
+        assert found.doing == "batch 12, of 1 request"
+        process.kill()
+        process.wait(LONG)
+        # The memory is there for as long as the reader holds it.
+        assert reader.read() == found
+        reader.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "doing"),
+    [(0, "the event loop, without a batch"), (1, "the event loop, paused"), (2, "a control request"), (3, "a control")],
+)
+def test_the_flags_say_what_the_scheduler_was_about(writer: BeatWriter, flags: int, doing: str) -> None:
+    writer.words[beat.FLAGS] = flags
+    found = read(writer)
+    assert (found.paused, found.is_busy) == (bool(flags & 1), bool(flags & 2))
+    assert found.doing.startswith(doing)
+
+
+def test_all_times_are_of_the_clock_that_stands_still_with_the_machine(writer: BeatWriter) -> None:
+    # On a machine that was suspended the two clocks differ; here they may be the same, so the call itself is looked at.
+    assert abs(read(writer).at - time.clock_gettime(time.CLOCK_MONOTONIC)) < LONG
+    assert time.get_clock_info("monotonic").implementation == "clock_gettime(CLOCK_MONOTONIC)"
+
+
+def test_only_its_user_may_open_it_and_nobody_may_cut_it_off(writer: BeatWriter) -> None:
+    assert os.fstat(writer.fd).st_mode & 0o777 == 0o600
+    for size in (0, 10_000):
+        with pytest.raises(PermissionError):
+            os.ftruncate(writer.fd, size)
+    assert not os.get_inheritable(writer.fd)
+
+
+def test_neither_end_leaves_a_descriptor() -> None:
+    before = descriptors()
+    made = BeatWriter()
+    BeatReader(os.getpid(), made.fd).close()
+    made.close()
+    assert descriptors() == before
+
+
+# -- what is no heartbeat
+
+
+def memory(name: str, content: bytes, seals: int = beat._SEALS) -> int:
+    fd = os.memfd_create(name, os.MFD_ALLOW_SEALING)
+    os.write(fd, content)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+GOOD = beat._MAGIC.ljust(beat._BYTES, b"\0")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "seals"),
+    [
+        ("other", GOOD, beat._SEALS),
+        (beat.NAME, GOOD, 0),
+        (beat.NAME, GOOD, fcntl.F_SEAL_GROW),
+        (beat.NAME, b"", beat._SEALS),
+        (beat.NAME, GOOD[:-8], beat._SEALS),
+        (beat.NAME, GOOD + b"\0" * 8, beat._SEALS),
+        (beat.NAME, GOOD[::-1], beat._SEALS),
+        (beat.NAME, struct.pack("=Q", struct.unpack("=Q", beat._MAGIC)[0] + 1) + GOOD[8:], beat._SEALS),
+    ],
+    ids=["name", "unsealed", "may shrink", "empty", "short", "long", "magic", "version"],
+)
+def test_what_is_no_heartbeat_of_this_layout_is_refused(name: str, content: bytes, seals: int) -> None:
+    fd = memory(name, content, seals)
+    before = descriptors()
+    try:
+        with pytest.raises(NotABeatError):
+            BeatReader(os.getpid(), fd)
+        assert descriptors() == before
+    finally:
+        os.close(fd)
+
+
+def test_a_pipe_or_a_file_is_not_opened(tmp_path: Path) -> None:
+    path = tmp_path / beat.NAME
+    path.write_bytes(GOOD)
+    fds = [*os.pipe(), os.open(path, os.O_RDONLY)]
+    try:
+        for fd in fds:
+            with pytest.raises(NotABeatError):
+                BeatReader(os.getpid(), fd)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+@pytest.mark.parametrize(("pid", "fd"), [(0, 99_999), (2**22 + 1, 0), (0, -1)])
+def test_one_that_is_not_there_is_an_error_of_the_system(pid: int, fd: int) -> None:
+    with pytest.raises(OSError, match=r".+"):
+        BeatReader(pid or os.getpid(), fd)
+
+
+@given(st.binary(min_size=beat._BYTES - 8, max_size=beat._BYTES - 8))
+def test_whatever_the_words_hold_they_say_something(rest: bytes) -> None:
+    made = BeatWriter()
+    try:
+        with mmap.mmap(made.fd, beat._BYTES) as view:
+            view[8:] = rest
+        found = read(made)
+        assert found.batches >= 0
+        assert found.requests >= 0
+        assert isinstance(found.doing, str)
+        # A stuck heartbeat equals itself, also where it holds what equals nothing.
+        assert found == read(made) or any(math.isnan(time) for time in (found.loop_at, found.batch_at))
+    finally:
+        made.close()
+
+
+# -- a reader never sees half of a value
+
+HAMMER = """
+from sglang_crashkit.memory.heartbeat import BeatWriter
+writer = BeatWriter()
+{halves}
+writer.words[2] = 0.0
+ready(writer.fd)
+while True:
+    for word in range(1, 6):
+        {store}
+"""
+#: Every byte of the one differs from the same byte of the other.
+FIRST, SECOND = struct.unpack("=dd", bytes.fromhex("3f11223344556677") + bytes.fromhex("c0eeddccbbaa9988"))
+WHOLE = f"writer.words[word] = {FIRST!r}; writer.words[word] = {SECOND!r}"
+HALF = "; ".join(
+    f"halves[2 * word + {half}] = {value}"
+    for number in (FIRST, SECOND)
+    for half, value in enumerate(struct.unpack("=II", struct.pack("=d", number)))
+)
+
+
+def values_seen(code: str, secs: float) -> set[float]:
+    """Return what a reader sees in words that another process stores to without a pause."""
+    seen: set[float] = set()
+    with child(code) as process:
+        reader = BeatReader(process.pid, fd_of(process))
+        words = reader._words
+        end = time.monotonic() + secs
+        while time.monotonic() < end:
+            for _ in range(2000):
+                seen.update(words[1:6].tolist())
+            if len(seen) > 3:
+                break
+        reader.close()
+    return seen - {0.0}
+
+
+def test_a_reader_never_sees_half_of_a_value() -> None:
+    assert values_seen(HAMMER.format(halves="", store=WHOLE), 1.5) <= {FIRST, SECOND}
+
+
+def test_the_way_to_look_would_show_half_of_a_value() -> None:
+    code = HAMMER.format(halves="halves = memoryview(writer._map).cast('I')", store=HALF)
+    assert values_seen(code, LONG) - {FIRST, SECOND}

@@ -1,0 +1,366 @@
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_crashkit.memory.ring import Record, RingError, RingReader, RingWriter, is_ring
+from unit.waiting import child
+
+SIZE = 4096 + 64 * 1024
+CAPACITY = 64 * 1024
+MAX_PAYLOAD = CAPACITY // 16 - 32
+sizes = st.one_of(st.integers(0, 300), st.integers(0, MAX_PAYLOAD))
+#: What a writer does: append so many bytes, held or not; or release the held record of that rank, the oldest is 0.
+steps = st.lists(st.one_of(sizes, st.tuples(st.just("hold"), sizes), st.tuples(st.just("release"), st.integers(0, 9))))
+
+
+def content(number: int, size: int) -> bytes:
+    return (number.to_bytes(4, "little") * (size // 4 + 1))[:size]
+
+
+@contextmanager
+def new_ring() -> Iterator[RingWriter]:
+    writer = RingWriter(SIZE)
+    yield writer
+    writer.close()
+
+
+@contextmanager
+def copy_of(data: bytes) -> Iterator[int]:
+    """Give a descriptor of memory that holds these bytes."""
+    descriptor = os.memfd_create("copy")
+    try:
+        os.write(descriptor, data)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def content_of(writer: RingWriter) -> bytes:
+    return os.pread(writer.fd, SIZE, 0)
+
+
+def records(descriptor: int) -> list[Record]:
+    return sorted(RingReader(descriptor).records())
+
+
+def payloads(descriptor: int) -> list[bytes]:
+    reader = RingReader(descriptor)
+    found = sorted(reader.records())
+    assert [reader.payload(record.offset, record.sequence) for record in found] == [each.payload for each in found]
+    return [record.payload for record in found]
+
+
+def take(writer: RingWriter, step: object, number: int, held: dict[int, bytes]) -> bytes | None:
+    """Do one step and return what was appended."""
+    if isinstance(step, tuple) and step[0] == "release":
+        if step[1] < len(held):
+            hold = list(held)[step[1]]
+            writer.release(hold)
+            del held[hold]
+        return None
+    size = step[1] if isinstance(step, tuple) else step
+    payload = content(number, size)
+    writer.append(payload, hold=number if isinstance(step, tuple) else None)
+    if isinstance(step, tuple):
+        held[number] = payload
+    return payload
+
+
+@given(st.lists(sizes, max_size=120))
+def test_the_newest_records_are_there_in_order_and_nothing_else(written: list[int]) -> None:
+    with new_ring() as writer:
+        for number, size in enumerate(written):
+            writer.append(content(number, size))
+        expected, room = [], CAPACITY
+        for number, size in reversed(list(enumerate(written))):
+            room -= -(-(32 + size) // 32) * 32
+            if room < 0:
+                break
+            expected.insert(0, content(number, size))
+        assert payloads(writer.fd) == expected
+        reader = RingReader(writer.fd)
+        list(reader.records())
+        assert reader.torn == 0
+
+
+@given(steps)
+def test_a_held_record_that_is_not_there_is_counted(written: list[object]) -> None:
+    with new_ring() as writer:
+        held: dict[int, bytes] = {}
+        gone = 0
+        for number, step in enumerate(written):
+            lost_before = writer.lost
+            take(writer, step, number, held)
+            if writer.lost > lost_before:
+                there = set(payloads(writer.fd))
+                missing = [hold for hold, payload in held.items() if payload not in there]
+                assert len(missing) == writer.lost - lost_before
+                for hold in missing:
+                    del held[hold]
+                gone += len(missing)
+        assert set(held.values()) <= set(payloads(writer.fd))
+        assert writer.lost == gone
+        # What was lost with the last record is said by it.
+        there = records(writer.fd)
+        assert (there[-1].lost if there else 0) == gone
+
+
+@given(
+    st.lists(sizes, min_size=1, max_size=8), st.integers(2, 4), st.integers(0, 2**32), st.sampled_from([0, 0.01, 0.1])
+)
+def test_no_held_record_is_lost_while_they_fit_in_half_of_the_ring(
+    some: list[int], turns: int, seed: int, released: float
+) -> None:
+    choose = random.Random(seed)
+    with new_ring() as writer:
+        held: dict[int, bytes] = {}
+        number = written = held_bytes = 0
+        while written < turns * CAPACITY:
+            size = choose.choice(some)
+            payload = content(number, size)
+            if held_bytes + size + 64 <= CAPACITY // 2:
+                held_bytes += size + 64
+                writer.append(payload, hold=number)
+                held[number] = payload
+            else:
+                writer.append(payload)
+            if held and choose.random() < released:
+                hold = choose.choice(list(held))
+                writer.release(hold)
+                held_bytes -= len(held.pop(hold)) + 64
+            number += 1
+            written += size + 32
+        assert writer.lost == 0
+        assert set(held.values()) <= set(payloads(writer.fd))
+
+
+@given(steps, st.integers(0, SIZE))
+def test_a_file_that_is_cut_off_gives_some_of_what_was_written(written: list[object], length: int) -> None:
+    with new_ring() as writer:
+        held: dict[int, bytes] = {}
+        known = {take(writer, step, number, held) for number, step in enumerate(written)}
+        before = payloads(writer.fd)
+        try:
+            with copy_of(content_of(writer)[:length]) as copy:
+                after = payloads(copy)
+        except RingError:
+            assert length < 4096
+        else:
+            assert set(after) <= known
+            # In the order of the whole file.
+            rest = iter(before)
+            assert all(payload in rest for payload in after)
+
+
+@given(steps, st.lists(st.tuples(st.integers(0, SIZE - 1), st.binary(min_size=1, max_size=64)), max_size=20))
+def test_what_was_damaged_is_never_believed(written: list[object], damage: list[tuple[int, bytes]]) -> None:
+    with new_ring() as writer:
+        held: dict[int, bytes] = {}
+        known = {take(writer, step, number, held) for number, step in enumerate(written)}
+        data = bytearray(content_of(writer))
+        for position, noise in damage:
+            data[position : position + len(noise)] = noise
+        try:
+            with copy_of(data) as copy:
+                after = payloads(copy)
+        except RingError:
+            assert any(position < 28 + 4 for position, _noise in damage)
+        else:
+            assert set(after) <= known
+
+
+@given(steps, sizes, st.integers(0, SIZE), st.booleans())
+def test_a_record_that_is_torn_costs_no_other(written: list[object], size: int, cut: int, first: bool) -> None:
+    with new_ring() as writer:
+        held: dict[int, bytes] = {}
+        known = {take(writer, step, number, held) for number, step in enumerate(written)}
+        lost = writer.lost
+        before = content_of(writer)
+        last = content(len(written), size)
+        writer.append(last)
+        after = content_of(writer)
+        with copy_of(after[:cut] + before[cut:] if first else before[:cut] + after[cut:]) as copy:
+            reader = RingReader(copy)
+            list(reader.records())
+            # A held record that is renewed may be torn beside the new one.
+            assert reader.torn <= 1 + len(held)
+            there = payloads(copy)
+        assert set(there) <= known | {last}
+        if writer.lost == lost == 0:
+            assert set(held.values()) <= set(there)
+
+
+def test_a_payload_cannot_hold_a_record_that_is_believed() -> None:
+    with new_ring() as known, new_ring() as writer:
+        known.append(b"believe me")
+        forged = content_of(known)[4096 : 4096 + 64]
+        writer.append(forged * 60)
+        for _ in range(20):
+            writer.append(forged * 50)
+        assert b"believe me" not in payloads(writer.fd)
+
+
+def test_it_is_private_sealed_and_in_no_file() -> None:
+    before = os.umask(0)
+    try:
+        writer = RingWriter(2**20)
+    finally:
+        os.umask(before)
+    status = os.fstat(writer.fd)
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_size <= 2**20
+    assert Path(f"/proc/self/fd/{writer.fd}").readlink().name.startswith("memfd:sglang-crashkit-journal")
+    with pytest.raises(PermissionError):
+        os.ftruncate(writer.fd, 0)
+    assert is_ring(writer.fd)
+    writer.close()
+
+
+def test_it_takes_no_more_memory_than_was_written_to_it() -> None:
+    def blocks() -> int:
+        return os.fstat(writer.fd).st_blocks * 512
+
+    writer = RingWriter(8 * 2**20)
+    assert blocks() <= 2**19
+    # To read it takes none either.
+    assert list(RingReader(writer.fd).records()) == []
+    assert blocks() <= 2**19
+    for number in range(100):
+        writer.append(content(number, 10_000))
+        # It is there before it is stored to: no store may end in SIGBUS.
+        assert blocks() >= (number + 1) * 10_000
+    assert blocks() <= 100 * 10_048 + 2**19
+    for number in range(2000):
+        writer.append(content(number, 10_000))
+    assert blocks() <= 8 * 2**20
+    writer.close()
+
+
+def test_a_ring_that_nobody_closes_goes_with_its_writer() -> None:
+    writer = RingWriter(SIZE)
+    descriptor = writer.fd
+    del writer
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_without_memory_there_is_an_error_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    writer = RingWriter(2**20)
+    monkeypatch.setattr(os, "posix_fallocate", no_memory)
+    with pytest.raises(RingError, match=r"there is no memory: No space left on device\n.*free -m"):
+        RingWriter(2**20)
+    while writer._head + 10_048 <= writer._reserved:
+        writer.append(bytes(10_000))
+    with pytest.raises(RingError, match="there is no memory"):
+        writer.append(bytes(10_000))
+    writer.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_too_long_a_record_is_refused() -> None:
+    with new_ring() as writer:
+        with pytest.raises(ValueError, match="is over"):
+            writer.append(bytes(writer.max_payload + 1))
+        writer.append(bytes(writer.max_payload))
+        assert payloads(writer.fd) == [bytes(writer.max_payload)]
+
+
+def test_a_ring_that_was_made_invalid_is_none() -> None:
+    with new_ring() as writer:
+        writer.append(b"something")
+        writer.invalidate()
+        with pytest.raises(RingError, match="was switched off"):
+            RingReader(writer.fd)
+
+
+@pytest.mark.parametrize("data", [b"", b"text", bytes(SIZE), b"SGLCKJ02" + bytes(SIZE)])
+def test_another_file_is_no_ring(data: bytes) -> None:
+    with copy_of(data) as descriptor:
+        assert not is_ring(descriptor)
+        with pytest.raises(RingError):
+            RingReader(descriptor)
+
+
+def test_a_pipe_is_no_ring() -> None:
+    reading, writing = os.pipe()
+    assert not is_ring(reading)
+    with pytest.raises(RingError, match="cannot be read"):
+        RingReader(reading)
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_record_that_is_overwritten_meanwhile_is_not_read() -> None:
+    with new_ring() as writer:
+        writer.append(b"first")
+        reader = RingReader(writer.fd)
+        (first,) = reader.records()
+        assert reader.payload(first.offset, first.sequence) == b"first"
+        for number in range(40):
+            writer.append(content(number, MAX_PAYLOAD))
+        assert reader.payload(first.offset, first.sequence) is None
+
+
+def test_no_call_copies_much_more_than_the_longest_record() -> None:
+    """A row of held records that comes due at once is renewed little by little."""
+    writer = RingWriter(8 * 2**20)
+    big = content(1, writer.max_payload)
+    for hold in range(7):
+        writer.append(big, hold=hold)
+    moved = 0
+    for _ in range(60_000):
+        before = writer._head
+        writer.append(b"x" * 100)
+        moved = max(moved, writer._head - before)
+    assert writer.lost == 0
+    assert writer._head > writer.capacity
+    assert len(big) <= moved <= len(big) + 1024
+    writer.close()
+
+
+WRITE = """
+import os
+from sglang_crashkit.memory.ring import RingWriter
+writer = RingWriter(4096 + 64 * 1024)
+writer.append(b"held", hold=0)
+ready(str(writer.fd))
+number = 1
+while True:
+    writer.append(number.to_bytes(4, "little") * (1 + number * 7919 % 1000))
+    number += 1
+"""
+
+
+def test_a_writer_that_is_killed_leaves_all_but_the_last_record() -> None:
+    for _ in range(12):
+        with child(WRITE) as process:
+            descriptor = os.open(f"/proc/{process.pid}/fd/{process.first_line.strip()}", os.O_RDONLY)
+            time.sleep(random.random() * 0.05)
+            process.send_signal(signal.SIGKILL)
+            process.wait(timeout=30)
+        reader = RingReader(descriptor)
+        list(reader.records())
+        assert reader.torn <= 1
+        found = payloads(descriptor)
+        os.close(descriptor)
+        assert found.count(b"held") >= 1
+        numbers = [int.from_bytes(payload[:4], "little") for payload in found if payload != b"held"]
+        assert numbers == list(range(numbers[0], numbers[-1] + 1)) if numbers else True
+        for payload in found:
+            assert payload == b"held" or len(payload) == 4 * (1 + int.from_bytes(payload[:4], "little") * 7919 % 1000)

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sglang_crashkit.model.peers import MOST_NAMED, LostPeer, PeerProcess, WaitingRequest, describe
+
+SINCE = "2026-09-01T00:00:00.000000Z"
+
+
+def requests(*names: str) -> list[WaitingRequest]:
+    return [WaitingRequest(name, position) for position, name in enumerate(names)]
+
+
+def lost(address: str = "10.0.0.1:8998", role: str = "prefill", sign: str = "refused", **more: object) -> LostPeer:
+    fields = {"address": address, "role": role, "sign": sign, "since": SINCE} | more
+    peer = LostPeer.from_fields(fields, pid=7)
+    assert peer is not None
+    return peer
+
+
+def test_what_is_said_names_the_peer_and_those_who_wait() -> None:
+    peer = LostPeer.of("127.0.0.1:30000", "prefill", "refused", SINCE, requests("a", "b", "c"))
+    assert describe([peer]) == [
+        "prefill server 127.0.0.1:30000 is gone; 3 requests wait for it: a, b, c. Its port refuses connections."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sign", "words"),
+    [
+        ("unreachable", "does not answer; no request waits for it. Its host is silent."),
+        ("heartbeat", "was given up by SGLang; no request waits for it. It missed SGLang's heartbeats."),
+        ("failed_transfer", "was given up by SGLang; no request waits for it. A KV transfer to it failed."),
+    ],
+)
+def test_each_sign_has_its_words(sign: str, words: str) -> None:
+    assert describe([lost(sign=sign)]) == [f"prefill server 10.0.0.1:8998 {words}"]
+
+
+def test_those_that_heard_of_no_decode_server_are_told_apart() -> None:
+    peer = LostPeer.of("[::1]:41", "decode", "refused", SINCE, requests("a"), requests("b", "c"))
+    assert describe([peer])[0].startswith(
+        "decode server [::1]:41 is gone; 1 request waits for it: a; "
+        "2 requests wait for a decode server that has not answered yet: b, c. "
+    )
+
+
+def test_the_ranks_of_a_decode_server_are_told_of_together() -> None:
+    first = LostPeer.of("10.0.0.2:41", "decode", "refused", SINCE, requests("a", "b"))
+    second = LostPeer.of("10.0.0.2:42", "decode", "refused", SINCE, requests("a", "b"))
+    other = LostPeer.of("10.0.0.3:43", "decode", "refused", SINCE)
+    assert describe([first, other, second]) == [
+        "decode server 10.0.0.2:41 and 10.0.0.2:42 are gone; 2 requests wait for it: a, b. "
+        "Its port refuses connections.",
+        "decode server 10.0.0.3:43 is gone; no request waits for it. Its port refuses connections.",
+    ]
+    assert first.count == 2, "describing changes nothing"
+
+
+def test_many_requests_are_counted_and_the_first_are_named() -> None:
+    peer = LostPeer.of("h:1", "prefill", "refused", SINCE, requests(*map(str, range(1000))))
+    assert (peer.count, len(peer.requests)) == (1000, MOST_NAMED)
+    assert "1000 requests wait for it: 0, 1, 2, 3, 4, 5, 6, 7 and 992 more." in describe([peer])[0]
+
+
+def test_a_report_fits_a_datagram_whatever_the_requests_are_called() -> None:
+    strange = requests(*(chr(0x1F600) * 5000 + str(n) for n in range(1000)), "x\n# y\udcff")
+    peer = LostPeer.of("h" * 9000, "decode", "refused", SINCE, strange, strange)
+    data = json.dumps(peer.to_fields())
+    assert len(data) < 40_000
+    received = LostPeer.from_fields(json.loads(data), pid=7)
+    assert received is not None
+    assert (received.requests, received.count, received.reported_by) == (peer.requests, 1001, [7])
+    peer = LostPeer.of("h:1", "decode", "refused", SINCE, requests("x\n# y\udcff"))
+    assert peer.requests == [WaitingRequest("x?# y?", 0)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"address": 1, "role": "prefill", "sign": "refused"},
+        {"address": "h:1", "role": "router", "sign": "refused"},
+        {"address": "h:1", "role": "prefill", "sign": "rumour"},
+        {"address": "h:1", "role": ["prefill"], "sign": "refused"},
+    ],
+)
+def test_what_is_no_report_is_none(fields: dict[str, object]) -> None:
+    assert LostPeer.from_fields(fields, pid=7) is None
+
+
+def test_what_is_wrong_in_a_report_does_not_lose_the_rest() -> None:
+    peer = lost(requests=[{"rid": "a", "room": "x"}, 3, {}], count="many", unassigned={}, unassigned_count=True)
+    assert peer.requests == [WaitingRequest("a"), WaitingRequest("None")]
+    assert (peer.count, peer.unassigned, peer.unassigned_count) == (2, [], 0)
+
+
+def test_ranks_that_have_the_same_requests_count_them_once_and_others_are_added() -> None:
+    peer = lost(sign="heartbeat", requests=[{"rid": "a", "room": 1}], count=1)
+    peer.merge(lost(requests=[{"rid": "a", "room": 1}, {"rid": "b", "room": 2}], count=2))
+    other = lost(requests=[{"rid": "c", "room": 3}], count=9)
+    other.reported_by, other.since = [8], "2026-08-01T00:00:00.000000Z"
+    peer.merge(other)
+    assert [request.rid for request in peer.requests] == ["a", "b", "c"]
+    assert (peer.count, peer.reported_by, peer.sign) == (9, [7, 8], "refused")
+    assert peer.since == "2026-08-01T00:00:00.000000Z"
+
+
+def test_the_servers_of_many_hosts_are_told_of_in_one_sentence() -> None:
+    few = [LostPeer.of(f"10.0.0.{n}:1", "prefill", "refused", SINCE, requests(f"of {n}")) for n in range(4)]
+    assert len(describe(few)) == 4
+    many = [LostPeer.of(f"10.0.0.{n}:1", "prefill", "refused", SINCE, requests(f"of {n}")) for n in range(5)]
+    assert describe([*many, LostPeer.of("10.0.0.9:1", "prefill", "unreachable", SINCE)]) == [
+        "prefill server 10.0.0.0:1 and 10.0.0.1:1 and 10.0.0.2:1 and 10.0.0.3:1 and 10.0.0.4:1 are gone; "
+        "5 requests wait for them: of 0, of 1, of 2, of 3, of 4. Their ports refuse connections.",
+        "prefill server 10.0.0.9:1 does not answer; no request waits for it. Its host is silent.",
+    ]
+
+
+def test_the_requests_of_many_servers_are_added_up_those_of_ranks_of_one_are_not() -> None:
+    ranks = [
+        LostPeer.of(f"10.0.0.1:{n}", "decode", "refused", SINCE, requests(*map(str, range(100)))) for n in range(8)
+    ]
+    assert "100 requests wait for it" in describe(ranks)[0]
+    servers = [
+        LostPeer.of(f"10.0.0.{n}:1", "decode", "refused", SINCE, requests(*map(str, range(99)))) for n in range(9)
+    ]
+    (text,) = describe(servers)
+    assert "decode server 10.0.0.0:1, 10.0.0.1:1, " in text
+    assert "10.0.0.7:1 and 1 more are gone; 891 requests wait for them" in text
+
+
+def test_an_address_has_brackets_where_it_is_ipv6() -> None:
+    assert (PeerProcess(0, "::1", 8).address, PeerProcess(3, "10.0.0.1", 9).address) == ("[::1]:8", "10.0.0.1:9")

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_crashkit.model.snapshot import NodeSnapshot, Problem, ProcessSnapshot, from_json, parse
+from sglang_crashkit.model.stacks import Frame, Thread
+
+LOOP = Frame("event_loop_normal", "sglang/srt/managers/scheduler.py", 1200)
+MAIN = Frame("run_scheduler_process", "sglang/srt/managers/scheduler.py", 3000)
+FUTEX = Frame("__futex_abstimed_wait_common", "libc.so.6", 0)
+THREAD = Thread("MainThread", 10, active=True, owns_gil=False, frames=(LOOP, MAIN))
+RANK = ProcessSnapshot(
+    host="n1",
+    pid=10,
+    start_ticks=77,
+    title="sglang::scheduler_TP0",
+    role="scheduler",
+    ranks={"tp": 0},
+    time=5.5,
+    server=9,
+    rendezvous="10.0.0.1:5000",
+    side="decode",
+    state="S",
+    wchan="futex_wait_queue",
+    tracer=3,
+    cpu_secs=1.25,
+    threads=(THREAD, replace(THREAD, name="", native_id=None, active=False, owns_gil=True)),
+    native=(replace(THREAD, frames=(FUTEX, LOOP, MAIN)),),
+    kernels=("flash_fwd_kernel",),
+)
+NODE = NodeSnapshot("n1", 5.0, (RANK, replace(RANK, pid=11)), (Problem("pid 12", "it ended", "look again"),))
+
+
+def test_a_snapshot_survives_its_json() -> None:
+    text = json.dumps(NODE.to_json())
+    assert parse(text) == NODE
+    assert parse(text.encode()) == NODE
+
+
+def test_the_version_stands_first_and_a_frame_stands_once() -> None:
+    document = NODE.to_json()
+    assert next(iter(document.items())) == ("schema_version", 1)
+    assert len(document["frames"]) == 3
+    assert len(document["stacks"]) == 2
+
+
+def test_equal_stacks_and_frames_are_one_object_when_read() -> None:
+    text = json.dumps(NODE.to_json())
+    first, second = parse(text).processes
+    assert first.threads[0].frames is second.threads[1].frames
+    assert first.threads[0].frames[0] is parse(text).processes[0].threads[0].frames[0]
+
+
+def test_a_process_of_which_little_is_known_survives_its_json() -> None:
+    bare = ProcessSnapshot("n1", 1, 2, "python", "helper", {}, 0.0, problem="py-spy may not trace it")
+    node = NodeSnapshot("n1", 0.0, (bare,))
+    assert from_json(json.loads(json.dumps(node.to_json()))) == node
+
+
+def test_a_newer_snapshot_is_refused_with_both_versions() -> None:
+    with pytest.raises(ValueError, match="schema_version 2, this kit reads up to 1"):
+        from_json({**NODE.to_json(), "schema_version": 2})
+
+
+def changed(*path: str | int, to: Any) -> dict[str, Any]:
+    document = json.loads(json.dumps(NODE.to_json()))
+    place = document
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = to
+    return document
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], "there is no schema_version"),
+        ({}, "there is no schema_version"),
+        ({"schema_version": "1"}, "there is no schema_version"),
+        ({"schema_version": 1}, "it lacks 'frames'"),
+        (changed("frames", 0, to=["f", "x.py"]), "not enough values"),
+        (changed("frames", 0, to=["f", "x.py", "1"]), "'1' is not a whole number"),
+        (changed("processes", to={}), "{} is not a list"),
+        (changed("processes", 0, to=None), "NoneType"),
+        (changed("processes", 0, "pid", to=True), "True is not a whole number"),
+        (changed("processes", 0, "time", to=float("nan")), "nan is not a number"),
+        (changed("processes", 0, "cpu_secs", to=10**400), "int too large"),
+        (changed("processes", 0, "ranks", to=[]), "items"),
+        (changed("processes", 0, "side", to="router"), "'router' is neither prefill nor decode"),
+        (changed("processes", 0, "threads", 0, 4, to=2), "there are numbers from 0 to 2 in a table of 2"),
+        (changed("processes", 0, "threads", 0, 4, to=True), "a number in a table is not a whole number"),
+        (changed("processes", 0, "threads", 0, 1, to="10"), "the id of a thread is not a whole number"),
+        (changed("processes", 0, "threads", 0, 0, to=5), "5 is not text"),
+        (changed("processes", 0, "threads", 0, to=["x"]), "zip() argument"),
+        (changed("processes", 0, "threads", to=[["x"]]), "not enough values"),
+        (changed("processes", 0, "threads", to=[5]), "iterable"),
+        (changed("stacks", 0, to=[-1]), "there are numbers from -1 to -1 in a table of 3"),
+        (changed("problems", 0, "why", to=None), "None is not text"),
+    ],
+)
+def test_what_is_no_snapshot_is_refused_with_one_reason(document: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=r"^not a snapshot: ") as caught:
+        from_json(document)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "Error", b"\xff\xfe\x00", "[" * 100_000])
+def test_what_is_no_json_is_refused(text: str | bytes) -> None:
+    with pytest.raises(ValueError, match=r"^not a snapshot: "):
+        parse(text)
+
+
+def test_text_that_no_file_would_take_is_made_one_that_it_does() -> None:
+    node = parse(json.dumps(changed("processes", 0, "title", to="\ud800")))
+    assert node.processes[0].title == "\\ud800"
+    node = parse(json.dumps(changed("processes", 0, "threads", 0, 0, to="\ud800")))
+    assert node.processes[0].threads[0].name == "\\ud800"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+)
+
+
+@given(st.sampled_from([*NODE.to_json()]), JSON)
+def test_any_value_in_any_place_is_read_or_refused(name: str, value: Any) -> None:
+    with contextlib.suppress(ValueError):
+        from_json({**NODE.to_json(), name: value})
+
+
+@given(st.sampled_from([*NODE.to_json()["processes"][0]]), JSON)
+def test_any_value_of_a_process_is_read_or_refused(name: str, value: Any) -> None:
+    with contextlib.suppress(ValueError):
+        from_json(changed("processes", 0, name, to=value))

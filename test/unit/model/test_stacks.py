@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.model.stacks import Frame, Thread, format_threads, main_thread, parse_pyspy
+
+FRAME = {"name": "forward", "filename": "/site/sglang/model.py", "short_filename": "sglang/model.py", "line": 7}
+THREAD: dict[str, Any] = {
+    "pid": 10,
+    "thread_id": 140,
+    "thread_name": "MainThread",
+    "os_thread_id": 10,
+    "active": True,
+    "owns_gil": True,
+    "frames": [FRAME, {**FRAME, "name": "main", "short_filename": None, "line": 3}],
+}
+
+
+def thread(name: str, native_id: int | None) -> Thread:
+    return Thread(name, native_id, active=False, owns_gil=False, frames=())
+
+
+def test_threads_and_frames_are_read() -> None:
+    (parsed,) = parse_pyspy(json.dumps([THREAD]))
+    assert (parsed.name, parsed.native_id, parsed.active, parsed.owns_gil) == ("MainThread", 10, True, True)
+    assert parsed.frames == (Frame("forward", "sglang/model.py", 7), Frame("main", "/site/sglang/model.py", 3))
+
+
+def test_what_py_spy_could_not_read_is_left_open() -> None:
+    (parsed,) = parse_pyspy(json.dumps([{**THREAD, "thread_name": None, "os_thread_id": None, "frames": []}]))
+    assert (parsed.name, parsed.native_id, parsed.frames) == ("", None, ())
+
+
+def test_text_that_no_file_would_take_is_made_one_that_it_does() -> None:
+    frame = {"name": "f\udcff", "filename": 5, "line": 1}
+    (parsed,) = parse_pyspy(json.dumps([{**THREAD, "thread_name": "\ud800", "os_thread_id": "x", "frames": [frame]}]))
+    assert (parsed.name, parsed.native_id) == ("\\ud800", None)
+    assert parsed.frames == (Frame("f\\udcff", "5", 1),)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Error: no",
+        "{}",
+        "null",
+        "[1]",
+        "[null]",
+        '["x"]',
+        "[[]]",
+        '[{"thread_name": "x"}]',
+        '[{"frames": [1]}]',
+        '[{"frames": [{"name": "x"}]}]',
+        '[{"frames": [{"name": "x", "filename": "y", "line": "z"}]}]',
+        '[{"frames": [{"name": "x", "filename": "y", "line": Infinity}]}]',
+        '[{"frames": [{"name": "x", "filename": "y", "line": null}]}]',
+        "[" * 100_000,
+    ],
+    ids=lambda text: text[:20],
+)
+def test_anything_else_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        parse_pyspy(text)
+
+
+def test_the_main_thread_is_the_one_whose_id_is_the_pid() -> None:
+    threads = [thread("MainThread", 11), thread("renamed", 10)]
+    assert main_thread(threads, 10) is threads[1]
+
+
+def test_without_ids_the_main_thread_goes_by_its_name() -> None:
+    threads = [thread("worker", None), thread("MainThread", None)]
+    assert main_thread(threads, 10) is threads[1]
+    assert main_thread(threads[:1], 10) is None
+
+
+def test_a_stack_as_text() -> None:
+    parsed = parse_pyspy(json.dumps([THREAD, {**THREAD, "thread_name": None, "os_thread_id": None, "active": False}]))
+    lines = list(format_threads("sglang::scheduler_TP0", 10, parsed))
+    assert lines[:4] == [
+        "Process 10: sglang::scheduler_TP0",
+        "",
+        'Thread 10 (active+gil): "MainThread"',
+        "    forward (sglang/model.py:7)",
+    ]
+    assert 'Thread ? (idle+gil): "unnamed"' in lines

@@ -1,0 +1,404 @@
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit import protocol
+from sglang_crashkit.kernel.private_files import write_private
+from sglang_crashkit.kernel.stack_hooks import HANDLER_PID
+from sglang_crashkit.protocol import WAIT_FIELD, HandlerUnreachableError, Mailbox, Message
+from unit.waiting import LONG, child, descriptors, wait_until
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    """Where a socket may be: `tmp_path` is too long for one."""
+    folder = Path(tempfile.mkdtemp(prefix="ck-"))
+    yield str(folder / "sock")
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def mailbox(path: str) -> Iterator[Mailbox]:
+    write_private(Path(path).with_name(HANDLER_PID), str(os.getpid()).encode())
+    with Mailbox.bind(Path(path)) as receiver:
+        yield Mailbox(receiver)
+
+
+def receive_one(mailbox: Mailbox) -> Message:
+    messages = wait_until(mailbox.receive, "a message is there")
+    assert len(messages) == 1
+    return messages[0]
+
+
+@contextlib.contextmanager
+def answering(mailbox: Mailbox, **answer: object) -> Iterator[list[Message]]:
+    """Acknowledge the next message in the background."""
+    got: list[Message] = []
+
+    def work() -> None:
+        got.append(receive_one(mailbox))
+        mailbox.acknowledge(got[0], **answer)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield got
+    thread.join(LONG)
+
+
+def test_a_message_arrives_with_its_fields_and_the_senders_pid(path: str, mailbox: Mailbox) -> None:
+    protocol.notify(path, "event", pid=1, text="ü", nothing=None, path=Path("/x"))
+    message = receive_one(mailbox)
+    assert (message.event, message.pid, message.uid, message.address) == ("event", os.getpid(), os.geteuid(), None)
+    assert abs(message.fields.pop("time") - time.time()) < LONG
+    assert message.fields == {"pid": 1, "text": "ü", "nothing": None, "path": "/x"}
+
+
+def test_the_sender_is_the_process_that_the_kernel_names(path: str, mailbox: Mailbox) -> None:
+    code = "from sglang_crashkit import protocol\nprotocol.notify(sys.argv[1], 'x', pid=1)\nready(); pause()"
+    with child(code, path) as process:
+        assert receive_one(mailbox).pid == process.pid
+
+
+def test_one_who_waits_gets_the_answer(path: str, mailbox: Mailbox) -> None:
+    with answering(mailbox, ack="done") as got:
+        assert protocol.request(path, "event", LONG, text="x") == {"ack": "done"}
+    assert got[0].fields.keys() == {"time", "text"}
+    assert got[0].address is not None
+
+
+def test_one_who_does_not_wait_is_not_answered(path: str, mailbox: Mailbox) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.bind(f"{path}.reply")
+        sender.sendto(b'{"event": "x"}', path)
+        mailbox.acknowledge(receive_one(mailbox), ack="done")
+        sender.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            sender.recv(100)
+
+
+def test_a_handler_that_does_not_answer_ends_the_wait_at_its_time(path: str, mailbox: Mailbox) -> None:
+    started = time.monotonic()
+    assert protocol.request(path, "event", 0.3) == {}
+    assert time.monotonic() - started >= 0.3
+
+
+def test_a_wait_of_no_time_is_over_at_once(path: str, mailbox: Mailbox) -> None:
+    assert protocol.request(path, "event", 0.0) == {}
+    assert receive_one(mailbox).event == "event"
+
+
+@pytest.mark.parametrize("gone", ["never there", "closed", "removed"])
+def test_without_a_handler_the_sender_is_told(path: str, gone: str) -> None:
+    if gone != "never there":
+        Mailbox.bind(Path(path)).close()
+    if gone == "removed":
+        Path(path).unlink()
+    assert not protocol.is_reachable(path)
+    with pytest.raises(HandlerUnreachableError, match=path):
+        protocol.notify(path, "event")
+    with pytest.raises(HandlerUnreachableError, match=path):
+        protocol.request(path, "event", LONG)
+
+
+HANDLER = """
+from pathlib import Path
+from sglang_crashkit.protocol import Mailbox
+mailbox = Mailbox(Mailbox.bind(Path(sys.argv[1])))
+ready()
+while not (messages := mailbox.receive()): time.sleep(0.005)
+"""
+
+
+def test_a_handler_that_dies_while_it_is_waited_for_ends_the_wait(path: str) -> None:
+    with child(HANDLER + "os.kill(os.getpid(), 9)", path):
+        started = time.monotonic()
+        with pytest.raises(HandlerUnreachableError, match="died"):
+            protocol.request(path, "event", 600.0)
+        assert time.monotonic() - started < LONG
+
+
+def test_the_answer_of_a_handler_that_left_right_afterwards_is_not_lost(
+    path: str, mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer_and_leave(_path: str) -> bool:
+        # Between the look into the mailbox and the look for the handler.
+        mailbox.acknowledge(receive_one(mailbox), ack="last")
+        return False
+
+    monkeypatch.setattr(protocol, "is_reachable", answer_and_leave)
+    assert protocol.request(path, "event", LONG) == {"ack": "last"}
+
+
+def test_a_queue_that_is_full_is_waited_for(path: str, mailbox: Mailbox) -> None:
+    # GIVEN as many messages as the kernel queues
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(BlockingIOError):
+        while True:
+            sender.sendto(b"rubbish", socket.MSG_DONTWAIT, path)
+    # WHEN the handler comes to reading only later
+    got: list[Message] = []
+
+    def read_later() -> None:
+        time.sleep(0.1)
+        wait_until(lambda: got or got.extend(mailbox.receive()), "the message is there")
+        mailbox.acknowledge(got[0], ack="done")
+
+    reader = threading.Thread(target=read_later)
+    reader.start()
+    # THEN the message arrives nonetheless
+    assert protocol.request(path, "event", LONG) == {"ack": "done"}
+    reader.join(LONG)
+
+
+def test_a_handler_that_reads_nothing_does_not_hold_a_sender_for_ever(path: str, mailbox: Mailbox) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(BlockingIOError):
+        while True:
+            sender.sendto(b"rubbish", socket.MSG_DONTWAIT, path)
+    for attempt in (lambda: protocol.notify(path, "event"), lambda: protocol.request(path, "event", 0.2)):
+        started = time.monotonic()
+        with pytest.raises(HandlerUnreachableError):
+            attempt()
+        assert time.monotonic() - started < LONG
+
+
+def test_a_process_with_very_many_descriptors_can_wait(path: str, mailbox: Mailbox) -> None:
+    # A server with over a thousand connections: select(2) ends at descriptor 1023.
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, before[1]), before[1]))
+    taken = [os.open("/dev/null", os.O_RDONLY)]
+    try:
+        while taken[-1] < 1100:
+            taken.append(os.dup(taken[0]))
+        with answering(mailbox, ack="done"):
+            assert protocol.request(path, "event", LONG) == {"ack": "done"}
+    finally:
+        for number in taken:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_message_that_is_too_long_is_refused_before_it_is_sent(path: str, mailbox: Mailbox) -> None:
+    with pytest.raises(HandlerUnreachableError, match="over 60000"):
+        protocol.notify(path, "event", text="x" * 60_000)
+    assert mailbox.receive() == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"\xff\xfe", b"null", b"[1]", b"{}", b'{"event": null}', b"[" * 50_000, b"{" + b" " * 70_000],
+    ids=lambda data: repr(data[:12]),
+)  # fmt: skip
+def test_rubbish_is_passed_over(path: str, mailbox: Mailbox, data: bytes) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.sendto(data, path)
+    protocol.notify(path, "good")
+    assert [message.event for message in mailbox.receive()] == ["good"]
+
+
+def test_descriptors_sent_along_are_not_kept(path: str, mailbox: Mailbox) -> None:
+    before = descriptors()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        rights = array.array("i", [0, 1, 2])
+        sender.sendmsg([b'{"event": "x"}'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], 0, path)
+    assert [message.event for message in mailbox.receive()] == ["x"]
+    assert descriptors().items() <= before.items()
+
+
+@pytest.mark.parametrize("sent", [1, 3])
+def test_a_descriptor_that_is_wanted_is_the_receivers_to_close(path: str, mailbox: Mailbox, sent: int) -> None:
+    fd = os.memfd_create("passed")
+    os.write(fd, b"content")
+    before = descriptors()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        rights = array.array("i", [fd] * sent)
+        sender.sendmsg([b'{"event": "x"}'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], 0, path)
+        sender.sendmsg([b"rubbish"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], 0, path)
+    (message,) = mailbox.receive(descriptors=True)
+    assert message.descriptor is not None
+    assert os.pread(message.descriptor, 100, 0) == b"content"
+    assert not os.get_inheritable(message.descriptor)
+    message.close()
+    assert descriptors().items() <= before.items()
+    os.close(fd)
+
+
+def test_a_message_carries_a_descriptor(path: str, mailbox: Mailbox) -> None:
+    code = "from sglang_crashkit import protocol\nfd = os.memfd_create('passed'); os.write(fd, b'content')\n"
+    code += "protocol.notify(sys.argv[1], 'x', descriptor=fd, more=1)\nready(); pause()"
+    with child(code, path) as process:
+        process.kill()
+        (message,) = mailbox.receive(descriptors=True)
+    assert (message.event, message.fields["more"]) == ("x", 1)
+    assert "descriptor" not in message.fields
+    assert message.descriptor is not None
+    # The sender may be gone.
+    assert os.pread(message.descriptor, 100, 0) == b"content"
+    message.close()
+
+
+def test_a_message_without_one_has_none_to_close(path: str, mailbox: Mailbox) -> None:
+    protocol.notify(path, "x")
+    (message,) = mailbox.receive(descriptors=True)
+    assert message.descriptor is None
+    message.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_users_message_is_passed_over(path: str, mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path(path).chmod(0o777)
+    Path(path).parent.chmod(0o755)
+    code = "from sglang_crashkit import protocol\nos.setuid(65534)\n"
+    code += "protocol.notify(sys.argv[1], 'x')\nready(); pause()"
+    with child(code, path):
+        assert mailbox.receive() == []
+
+
+def test_at_most_so_many_messages_are_taken_at_once(path: str, mailbox: Mailbox) -> None:
+    for number in range(5):
+        protocol.notify(path, str(number))
+    assert [message.event for message in mailbox.receive(limit=3)] == ["0", "1", "2"]
+    assert [message.event for message in mailbox.receive()] == ["3", "4"]
+    assert mailbox.receive() == []
+
+
+#: Tells every datagram socket of this machine that is to be had to wait, for as long as it runs.
+ATTACKER = """
+import json, re, socket
+from pathlib import Path
+if len(sys.argv) > 2: os.setuid(int(sys.argv[2]))
+attacker = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+attacker.setblocking(False)
+ready()
+while True:
+    for line in Path("/proc/net/unix").read_text().splitlines():
+        address = line.split()[7:]
+        is_wanted = address and (sys.argv[1] in address[0] or re.fullmatch("@[0-9a-f]{5}", address[0]))
+        if is_wanted and line.split()[4] == "0002":
+            try: attacker.sendto(json.dumps({"ack": "wait", "wait_secs": 5.0}).encode(), address[0].replace("@", "\\0"))
+            except OSError: pass
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("uid", [pytest.param(["65534"], id="another"), pytest.param([], id="own")])
+def test_nobody_but_the_handler_moves_the_end_of_a_wait(path: str, mailbox: Mailbox, uid: list[str]) -> None:
+    if uid and os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    with child(ATTACKER, str(Path(path).parent), *uid):
+        started = time.monotonic()
+        assert protocol.request(path, "event", 1.0) == {}
+        assert time.monotonic() - started < 4.0
+        assert receive_one(mailbox).event == "event"
+        with answering(mailbox, ack="done"):
+            assert protocol.request(path, "event", LONG) == {"ack": "done"}
+
+
+@pytest.mark.parametrize("asked", [600.0, 1e300, 3])
+def test_a_wait_is_capped_by_the_one_who_waits(path: str, mailbox: Mailbox, asked: float) -> None:
+    told: list[float] = []
+    started = time.monotonic()
+    with answering(mailbox, ack="wait", **{WAIT_FIELD: asked}):
+        assert protocol.request(path, "event", 0.5, on_wait=told.append, most_secs=1.0) == {}
+    assert 1.0 <= time.monotonic() - started < 1.0 + LONG / 10
+    assert len(told) == 1
+    assert told[0] < 1.0
+
+
+@pytest.mark.parametrize("asked", ["long", None, [1], True, float("nan"), float("inf"), -5])
+def test_what_is_no_time_extends_no_wait(path: str, mailbox: Mailbox, asked: object) -> None:
+    with answering(mailbox, **{WAIT_FIELD: asked}):
+        assert protocol.request(path, "event", 0.5) == {}
+
+
+def test_a_handler_that_did_not_say_who_it_is_is_not_believed(path: str, mailbox: Mailbox) -> None:
+    Path(path).with_name(HANDLER_PID).unlink()
+    with answering(mailbox, ack="done"):
+        assert protocol.request(path, "event", 0.5) == {}
+
+
+def test_one_who_waits_elsewhere_is_not_answered(path: str, mailbox: Mailbox, tmp_path: Path) -> None:
+    for elsewhere in (tmp_path / "s", "\0crashkit-test"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.bind(str(elsewhere))
+            sender.sendto(b'{"event": "x", "wait": true}', path)
+            mailbox.acknowledge(receive_one(mailbox), ack="done")
+            sender.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                sender.recv(100)
+
+
+def test_a_message_arrives_where_there_is_no_room_for_a_reply(
+    path: str, mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "_numbers", iter([7]))
+    Path(path).with_name(f"reply-{os.getpid()}-7.sock").touch()
+    assert protocol.request(path, "event", LONG) == {}
+    assert receive_one(mailbox).address is None
+
+
+def test_one_who_waits_is_answered_after_the_folder_was_removed(path: str, mailbox: Mailbox) -> None:
+    def answer() -> None:
+        message = receive_one(mailbox)
+        with mailbox.line_to(message) as line:
+            shutil.rmtree(Path(path).parent)
+            line(ack="clean")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert protocol.request(path, "farewell", LONG) == {"ack": "clean"}
+    thread.join(LONG)
+    Path(path).parent.mkdir()
+
+
+def test_waiting_leaves_nothing_in_the_folder(path: str, mailbox: Mailbox) -> None:
+    before = sorted(Path(path).parent.iterdir())
+    protocol.request(path, "event", 0.0)
+    assert sorted(Path(path).parent.iterdir()) == before
+
+
+def test_a_sender_that_is_gone_is_no_error(path: str, mailbox: Mailbox) -> None:
+    assert protocol.request(path, "event", 0.0) == {}
+    mailbox.acknowledge(receive_one(mailbox), ack="late")
+
+
+def test_an_answer_is_json(path: str, mailbox: Mailbox) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.bind(f"{path}.reply")
+        sender.sendto(b'{"event": "x", "wait": true}', path)
+        mailbox.acknowledge(receive_one(mailbox), ack="done", path=None)
+        assert json.loads(sender.recv(1000)) == {"ack": "done", "path": None}
+
+
+def test_sending_leaves_no_descriptor(path: str, mailbox: Mailbox) -> None:
+    before = descriptors()
+    protocol.notify(path, "event")
+    protocol.request(path, "event", 0.0)
+    protocol.is_reachable(path)
+    assert descriptors().items() <= before.items()
+
+
+def test_a_path_that_is_taken_or_too_long_leaves_no_descriptor(path: str, mailbox: Mailbox, tmp_path: Path) -> None:
+    before = descriptors()
+    for impossible in (Path(path), tmp_path / ("x" * 107), tmp_path / "absent" / "s"):
+        with pytest.raises(OSError, match=r".+"):
+            Mailbox.bind(impossible)
+    assert descriptors().items() <= before.items()
+
+
+def test_a_stopped_handler_is_still_reachable(path: str) -> None:
+    with child(HANDLER, path) as process:
+        process.send_signal(signal.SIGSTOP)
+        assert protocol.is_reachable(path)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.collect.collection import Plan
+from sglang_crashkit.errors import ExitCode
+from sglang_crashkit.kernel.discovery import find_processes
+from sglang_crashkit.watch.capture import Capture
+from unit.targets import SLEEPER, settle_in_sleep
+from unit.waiting import child
+
+TITLE = "sglang::scheduler_TP0"
+#: A stand-in for a debugger, which leaves a mark where it ran.
+DEBUGGER = '#!/bin/sh\ntouch "$0.ran"\n'
+
+
+class Told:
+    """Takes what is told, and whether the debugger had run by then."""
+
+    def __init__(self, ran: Path) -> None:
+        self.events: list[tuple[str, str, dict[str, Any]]] = []
+        self.after_debugger: list[bool] = []
+        self._ran = ran
+
+    def __call__(self, kind: str, text: str, **more: Any) -> None:
+        self.events.append((kind, text, more))
+        self.after_debugger.append(self._ran.exists())
+
+    @property
+    def kinds(self) -> list[str]:
+        return [kind for kind, _text, _more in self.events]
+
+
+@pytest.fixture
+def debugger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for cuda-gdb that is first on PATH."""
+    tool = tmp_path / "bin" / "cuda-gdb"
+    tool.parent.mkdir()
+    tool.write_text(DEBUGGER)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    return tool
+
+
+@pytest.fixture
+def told(debugger: Path) -> Told:
+    return Told(debugger.with_name("cuda-gdb.ran"))
+
+
+def capture(pid: int, output: Path, told: Told, *, native: bool = True, details: bool = False) -> ExitCode:
+    plan = Plan(output, snapshots=1, interval_secs=0.0, native=native)
+    return Capture(find_processes(pid=pid).processes, plan, told, details=details).take()
+
+
+def test_the_verdict_is_told_before_the_debugger_runs(tmp_path: Path, told: Told) -> None:
+    with child(SLEEPER, title=TITLE) as process:
+        settle_in_sleep(process.pid)
+        assert capture(process.pid, tmp_path / "out", told) == ExitCode.DONE
+    assert told.kinds == ["snapshots", "verdict", "native_stacks"]
+    assert told.after_debugger == [False, False, True]
+    (_kind, text, snapshots), _verdict, (_other, native_text, native) = told.events
+    assert text == f"1 snapshots of 1 processes in {tmp_path}/out"
+    assert snapshots["missing"] == []
+    # It printed no stack; its file says so.
+    assert native_text == f"native stacks of 0 processes in {tmp_path}/out; none of {TITLE}"
+    assert native["files"] == [f"cudagdb_{os.uname().nodename}_{process.pid}.txt"]
+    assert {one.name for one in (tmp_path / "out").iterdir()} == {*snapshots["files"], *native["files"]}
+
+
+def test_a_verdict_that_native_stacks_change_is_told_again(tmp_path: Path, told: Told, debugger: Path) -> None:
+    with child(SLEEPER, title=TITLE) as process:
+        settle_in_sleep(process.pid)
+        listing = f'Thread 1 (Thread 0x7f (LWP {process.pid}) "python"):\n#0  0x01 in poll () from /lib/libc.so.6\n'
+        listing += "#1  0x02 in ncclCommInitRank () from /lib/libnccl.so.2\n#2  0x03 in main ()\n"
+        (tmp_path / "listing").write_text(listing)
+        debugger.write_text(f"{DEBUGGER}cat {tmp_path}/listing\n")
+        capture(process.pid, tmp_path / "out", told, details=True)
+    assert told.kinds == ["snapshots", "verdict", "native_stacks", "verdict"]
+    first, second = (more for kind, _text, more in told.events if kind == "verdict")
+    assert told.events[1][1] != told.events[3][1]
+    assert first.keys() == second.keys() == {"level", "explanation"}
+
+
+def test_no_debugger_runs_unless_it_is_asked_for(tmp_path: Path, told: Told) -> None:
+    with child(SLEEPER, title=TITLE) as process:
+        settle_in_sleep(process.pid)
+        capture(process.pid, tmp_path / "out", told, native=False)
+    assert told.kinds == ["snapshots", "verdict"]
+
+
+def test_a_folder_that_is_lost_while_the_debugger_runs_is_told(tmp_path: Path, told: Told, debugger: Path) -> None:
+    output = tmp_path / "out"
+    debugger.write_text(f"{DEBUGGER}mv {output} {output}.moved\n")
+    with child(SLEEPER, title=TITLE) as process:
+        settle_in_sleep(process.pid)
+        capture(process.pid, output, told)
+    assert told.kinds == ["snapshots", "verdict", "problem"]
+    assert told.events[-1][1].startswith(f"no native stacks in {output}: ")
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, told: Told) -> None:
+    (tmp_path / "file").touch()
+    with child(SLEEPER, title=TITLE) as process:
+        assert capture(process.pid, tmp_path / "file" / "out", told) == ExitCode.PARTIAL
+    assert told.kinds == ["problem"]
+    assert "next: name another folder with --output-dir" in told.events[0][1]

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from sglang_crashkit.errors import UsageError
+from sglang_crashkit.watch.health_probe import HEALTH_PATH, INFO_PATH, Address, HealthProbe
+from unit.http_server import Answering, answering
+from unit.waiting import wait_until
+
+
+def probe_of(server: Answering, timeout_secs: float = 30.0) -> HealthProbe:
+    return HealthProbe(Address.parse(server.url), 0.05, timeout_secs)
+
+
+def settle(probe: HealthProbe, health: str) -> None:
+    wait_until(lambda: probe.look() == health, f"its health is {health}")
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://127.0.0.1:30000", Address("http", "127.0.0.1", 30000)),
+        ("http://host", Address("http", "host", 80)),
+        ("https://host/", Address("https", "host", 443)),
+        ("http://[::1]:30000/prefix/", Address("http", "::1", 30000, "/prefix")),
+    ],
+)
+def test_an_address_is_read_from_a_url(url: str, address: Address) -> None:
+    assert Address.parse(url) == address
+    assert Address.parse(str(address)) == address
+
+
+@pytest.mark.parametrize(
+    "url", ["", "127.0.0.1:30000", "ftp://host", "http://", "http://host:x", "http://host:99999", "http://a:b@host"]
+)
+def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
+    with pytest.raises(UsageError):
+        Address.parse(url)
+
+
+def test_a_server_that_answers_is_well_and_asked_again_and_again() -> None:
+    with answering() as server:
+        probe = probe_of(server)
+        assert probe.look() == "waiting"
+        settle(probe, "ok")
+        wait_until(lambda: probe.look() == "ok" and probe.asked > 2, "it is asked again")
+        assert set(server.asked) == {HEALTH_PATH}
+
+
+def test_a_503_at_once_is_a_server_that_starts_and_a_late_one_a_failure() -> None:
+    with answering() as server:
+        server.statuses[HEALTH_PATH] = 503
+        settle(probe_of(server), "starting")
+        server.delay_secs = 2.5
+        settle(probe_of(server), "failed")
+
+
+def test_a_server_that_says_nothing_is_never_asked_twice_at_once() -> None:
+    with answering() as server:
+        server.statuses[HEALTH_PATH] = 0
+        probe = probe_of(server)
+        probe.look()
+        wait_until(lambda: server.asked, "it is asked")
+        for _ in range(100):
+            assert probe.look() == "waiting"
+        assert server.asked == [HEALTH_PATH]
+        server.release()
+        settle(probe, "ok")
+        assert server.most_open == 1
+
+
+def test_a_server_that_says_nothing_in_time_is_silent() -> None:
+    with answering() as server:
+        server.statuses[HEALTH_PATH] = 0
+        settle(probe_of(server, timeout_secs=0.2), "silent")
+
+
+def test_a_port_that_nobody_listens_on_refuses() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        settle(HealthProbe(Address("http", "127.0.0.1", held.getsockname()[1]), 0.05, 30.0), "refused")
+
+
+def test_what_has_no_health_check_says_so() -> None:
+    with answering() as server:
+        del server.statuses[HEALTH_PATH]
+        probe = probe_of(server)
+        settle(probe, "none")
+        assert probe.problem == f"{server.url}{HEALTH_PATH} is answered with 404"
+
+
+def test_a_host_that_is_not_known_is_told_as_a_problem() -> None:
+    probe = HealthProbe(Address("http", "no-such-host.invalid", 1), 0.05, 30.0)
+    settle(probe, "refused")
+    assert "no-such-host.invalid" in probe.problem
+
+
+@pytest.mark.parametrize(("status", "known"), [(200, True), (401, None), (404, None)])
+def test_whether_the_schedulers_answer_something_else(status: int, known: bool | None) -> None:
+    with answering() as server:
+        server.statuses[INFO_PATH] = status
+        probe = probe_of(server)
+        probe.answers()
+        wait_until(lambda: server.open == 0 and server.asked, "it is asked")
+        wait_until(lambda: probe.answers() is known, f"it is known to be {known}")
+        for _ in range(10):
+            probe.answers()
+        assert server.asked == [INFO_PATH]
+
+        def is_asked_again() -> bool:
+            probe.forget_answer(is_well=False)
+            probe.answers()
+            return len(server.asked) > 1
+
+        wait_until(is_asked_again, "it is asked again")
+
+
+def test_the_key_goes_with_both_questions() -> None:
+    with answering() as server:
+        server.key = "top secret"
+        probe = HealthProbe(Address.parse(server.url), 0.05, 30.0, api_key="top secret")
+        settle(probe, "ok")
+        probe.answers()
+        wait_until(lambda: probe.answers() is True, "they answer")
+        assert set(server.keys) == {"Bearer top secret"}
+        assert probe.problem == ""
+
+
+@pytest.mark.parametrize("key", ["", "of another server"])
+def test_without_the_key_it_is_said_what_is_needed_and_no_key_is_shown(key: str) -> None:
+    with answering() as server:
+        server.key = "top secret"
+        probe = HealthProbe(Address.parse(server.url), 0.05, 30.0, api_key=key)
+        probe.answers()
+        wait_until(lambda: probe.answers() is None and probe.problem, "it is told")
+        assert probe.problem.startswith(f"{server.url}{INFO_PATH} is answered with 401")
+        assert "--api-key-file" in probe.problem
+        assert "another" not in probe.problem
+        assert set(server.keys) == ({"Bearer of another server"} if key else {None})
+
+
+def test_schedulers_that_may_still_answer_are_not_asked_again() -> None:
+    with answering() as server:
+        server.statuses[INFO_PATH] = 0
+        probe = probe_of(server)
+        probe.answers()
+        wait_until(lambda: server.asked, "it is asked")
+        probe.forget_answer(is_well=True)
+        assert probe.answers() is None
+        assert server.asked == [INFO_PATH]
+
+
+def test_schedulers_that_do_not_answer_in_time_do_not_answer() -> None:
+    with answering() as server:
+        server.statuses[INFO_PATH] = 0
+        probe = probe_of(server, timeout_secs=0.2)
+        wait_until(lambda: probe.answers() is False, "it is given up")
+        probe.forget_answer(is_well=False)
+        assert probe.answers() is False
+        assert len(server.asked) == 1
+        probe.forget_answer(is_well=True)
+        assert probe.answers() is None
