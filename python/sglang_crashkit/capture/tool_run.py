@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 #: How often a tool that prints nothing is looked at, in seconds.
@@ -33,11 +33,13 @@ class ToolRun:
         text: what it printed, standard error included.
         reason: why that is not all, or nothing; empty where the tool ended well.
         seconds: how long it took.
+        status: its exit status, None where it did not end by itself.
     """
 
     text: str
     reason: str
     seconds: float
+    status: int | None = None
 
 
 def run_tool(
@@ -45,6 +47,10 @@ def run_tool(
     deadline_secs: float,
     stop: threading.Event | None = None,
     on_start: Callable[[int], None] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    errors: int = subprocess.STDOUT,
+    most_bytes: int = _MOST_BYTES,
 ) -> ToolRun:
     """Run `argv`; kill it, and all that it started, when its time is over.
 
@@ -53,6 +59,9 @@ def run_tool(
         deadline_secs: the longest that it may take, in seconds.
         stop: calls it off when it is set.
         on_start: called with its pid, which is its process group's as well.
+        environ: its environment, this process's own by default.
+        errors: the file descriptor of its standard error, that of its standard output by default.
+        most_bytes: it is killed once it has printed more.
     """
     _dying[:] = [process for process in _dying if process.poll() is None]
     started = time.monotonic()
@@ -60,9 +69,10 @@ def run_tool(
     try:
         process = subprocess.Popen(
             list(argv),
+            env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=errors,
             bufsize=0,
             # What it starts is killed with it, and Ctrl-C reaches neither.
             start_new_session=True,
@@ -73,12 +83,13 @@ def run_tool(
     try:
         if on_start is not None:
             on_start(process.pid)
-        reason = _read(process, output, name, started + deadline_secs, deadline_secs, stop)
+        reason = _read(process, output, name, started + deadline_secs, deadline_secs, stop, most_bytes)
     finally:
         _end(process)
-    if not reason and process.returncode:
-        reason = f"{name} ended with status {process.returncode}"
-    return ToolRun(output.decode(errors="replace"), reason, round(time.monotonic() - started, 3))
+    status = None if reason else process.returncode
+    if status:
+        reason = f"{name} ended with status {status}"
+    return ToolRun(output.decode(errors="replace"), reason, round(time.monotonic() - started, 3), status)
 
 
 def _read(
@@ -88,6 +99,7 @@ def _read(
     deadline: float,
     deadline_secs: float,
     stop: threading.Event | None,
+    most_bytes: int,
 ) -> str:
     """Read what it prints until it ends; return why it was given up, empty when it ended."""
     assert process.stdout is not None
@@ -105,8 +117,8 @@ def _read(
             chunk = os.read(process.stdout.fileno(), 1 << 16)
             is_open = bool(chunk)
             output += chunk
-            if len(output) > _MOST_BYTES:
-                return f"{name} printed more than {_MOST_BYTES >> 20} MiB"
+            if len(output) > most_bytes:
+                return f"{name} printed more than {most_bytes >> 20} MiB"
         elif process.poll() is not None:
             # Whoever holds the pipe open now is a child that it left behind.
             return ""
