@@ -192,26 +192,28 @@ def _collect_job(args: argparse.Namespace, wait_secs: float, output: Path) -> Ex
     from sglang_crashkit.analysis.explain import explain
     from sglang_crashkit.cli.reporters.slurm_job import EXPLANATION, as_json, as_text, write_explanation
     from sglang_crashkit.collect.slurm import find_job
-    from sglang_crashkit.collect.slurm_gather import Request, gather
+    from sglang_crashkit.collect.slurm_gather import gather
 
     if args.pid is not None:
         raise UsageError("--pid names a process of one machine", next_step="leave it out, or leave --slurm-job out")
-    request = Request(
-        output=output,
-        command=_remote_command(args),
-        container=args.container_name,
-        options=args.srun_option,
-        at_once=args.fan_out,
-        node_secs=args.node_timeout,
-        total_secs=args.timeout,
-    )
+    command = _remote_command(args)
     # What is wrong with it is better told before a long wait than after it.
     find_job(args.slurm_job)
     _wait(wait_secs, lambda: f"the nodes of job {args.slurm_job}")
     job = find_job(args.slurm_job)
     nodes = ", ".join(job.nodes[:_MAX_TITLES])
     _say(f"collecting on {len(job.nodes)} nodes of job {job.name}, {args.fan_out} at a time: {nodes}")
-    result = gather(job, request, _say)
+    result = gather(
+        job,
+        command,
+        output,
+        _say,
+        container=args.container_name,
+        options=args.srun_option,
+        at_once=args.fan_out,
+        node_secs=args.node_timeout,
+        total_secs=args.timeout,
+    )
     status, explanation = _status_of_job(result), explain(result.sightings)
     try:
         write_explanation(result, explanation, output)

@@ -66,29 +66,6 @@ _REASONS = (
 )
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is to be run on the nodes.
-
-    Attributes:
-        output: the folder for the files, with a folder for each node in it.
-        command: the collector's command and arguments, to which each node's own folder is added.
-        container: a pattern of the name of each node's container, None for none; see `slurm.step_command`.
-        options: more options of srun.
-        at_once: how many nodes are asked at the same time.
-        node_secs: the longest that a node may take, in seconds.
-        total_secs: the longest that all may take together, in seconds; no limit when None.
-    """
-
-    output: Path
-    command: Sequence[str]
-    container: str | None = None
-    options: Sequence[str] = ()
-    at_once: int = 32
-    node_secs: float = 300.0
-    total_secs: float | None = None
-
-
 @dataclass
 class NodeResult:
     """What came of one node.
@@ -129,31 +106,49 @@ class JobResult:
     interrupt: KeyboardInterrupt | None = None
 
 
-def gather(job: Job, request: Request, tell: Callable[[str], None]) -> JobResult:
+def gather(
+    job: Job,
+    command: Sequence[str],
+    output: Path,
+    tell: Callable[[str], None],
+    *,
+    container: str | None = None,
+    options: Sequence[str] = (),
+    at_once: int = 32,
+    node_secs: float = 300.0,
+    total_secs: float | None = None,
+) -> JobResult:
     """Collect on all nodes of `job`.
 
     Args:
         job: a running job.
-        request: what is to be run.
+        command: the collector's command and arguments, to which each node's own folder is added.
+        output: the folder for the files, with a folder for each node in it.
         tell: called with a line for a person as each node ends.
+        container: see `slurm.step_command`, as `options`.
+        options: more options of srun.
+        at_once: see `slurm.run_steps`, as `node_secs` and `total_secs`.
+        node_secs: the longest that a node may take, in seconds.
+        total_secs: the longest that all may take together, in seconds; no limit when None.
 
     Raises:
         UsageError: the container's name is no pattern.
     """
     # Two who collect at the same time must not cancel each other's steps.
     step = f"crashkit-{secrets.token_hex(4)}"
-
-    def command_of(node: str) -> list[str]:
-        command = [*request.command, "--output-dir", str(request.output / node)]
-        return step_command(job, node, command, step=step, container=request.container, options=request.options)
-
+    commands = {
+        node: step_command(
+            job, node, [*command, f"--output-dir={output / node}"], step=step, container=container, options=options
+        )
+        for node in job.nodes
+    }
     results: dict[str, NodeResult] = {}
     sightings = Sightings()
 
     def take_in(run: NodeRun) -> None:
         if run.node in results:
             return
-        result, rounds = _read(run, job, request.output / run.node)
+        result, rounds = _read(run, job, output / run.node)
         results[run.node] = result
         for one in rounds:
             sightings.add(one)
@@ -163,14 +158,7 @@ def gather(job: Job, request: Request, tell: Callable[[str], None]) -> JobResult
             tell(f"{run.node}: {describe(result.status, count)} ({so_far})")
 
     interrupt = run_steps(
-        job,
-        {node: command_of(node) for node in job.nodes},
-        take_in,
-        step=step,
-        output=request.output,
-        node_secs=request.node_secs,
-        total_secs=request.total_secs,
-        at_once=request.at_once,
+        job, commands, take_in, step=step, output=output, at_once=at_once, node_secs=node_secs, total_secs=total_secs
     )
     for seen in sightings.processes():
         results[seen.process.host].processes.append(seen)

@@ -86,7 +86,7 @@ def test_each_node_runs_the_collector_in_its_container_with_its_own_folder(slurm
             "--mem=0",
             *("python3", "-m", "sglang_crashkit", "collect", "--json", "--with-snapshots"),
             *("--gathered-within=300", "--snapshots=2", "--interval=0.5", "--all", "--no-native"),
-            *("--output-dir", f"{tmp_path}/out/{node}"),
+            f"--output-dir={tmp_path}/out/{node}",
         ]
 
 
