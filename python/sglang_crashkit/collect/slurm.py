@@ -20,7 +20,7 @@ from pathlib import Path
 
 from sglang_crashkit.capture.tool_run import run_tool
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, UsageError
-from sglang_crashkit.kernel.private_files import create_private, make_private_folder
+from sglang_crashkit.kernel.private_files import make_private_folder, write_private
 
 #: What srun and the node say of the step.
 ERRORS = "srun.log"
@@ -205,21 +205,19 @@ def run_steps(
 
 
 def _run_one(node: str, argv: Sequence[str], folder: Path, secs: float, stop: threading.Event) -> NodeRun:
-    log = folder / ERRORS
     try:
         make_private_folder(folder)
-        log.unlink(missing_ok=True)
-        with create_private(log) as file:
-            environ = client_environ(os.environ)
-            done = run_tool(argv, secs, stop, environ=environ, errors=file.fileno(), most_bytes=_MAX_BYTES)
-        errors = log.read_text(errors="replace")
     except (OSError, CrashkitError) as error:
         return NodeRun(node, None, problem=f"srun was not started: {error}")
+    done = run_tool(argv, secs, stop, environ=client_environ(os.environ), apart=True, max_output=_MAX_BYTES)
+    # An answer counts for more than what was said beside it.
+    with contextlib.suppress(OSError):
+        write_private(folder / ERRORS, done.errors.encode(errors="backslashreplace"))
     if done.status is not None and not stop.is_set():
-        return NodeRun(node, done.status, done.text, errors, secs=done.seconds)
+        return NodeRun(node, done.status, done.text, done.errors, secs=done.seconds)
     late = done.seconds >= secs and not stop.is_set()
     problem = "interrupted" if stop.is_set() else f"no answer within {secs:.0f} s" if late else done.reason
-    return NodeRun(node, None, done.text, errors, problem, done.seconds, late)
+    return NodeRun(node, None, done.text, done.errors, problem, done.seconds, late)
 
 
 def _cancel(job: Job, name: str) -> None:
