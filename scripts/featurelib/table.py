@@ -10,9 +10,9 @@ from featurelib.finding import Finding, Owner
 from featurelib.kitsource import KitSource
 from featurelib.probes import FEATURES, Feature
 from featurelib.sglangsource import SglangTree
+from lanelib.porting import ReleaseFiles
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.installer.releasefiles import ReleaseFiles
-from sglang_crashkit.installer.resolver import PatchTree
+from sglang_crashkit.installer.patches import PatchTree
 
 BEGIN = "<!-- features: written by scripts/feature_table -->"
 END = "<!-- features: end -->"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from sglang_crashkit.errors import CrashkitError, ExitCode
+from sglang_crashkit.errors import ExitCode
 
 HELP = "say whether the SGLang that a python imports is patched"
 
@@ -20,18 +20,15 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Print the status."""
     # Imported here, so that every command starts without what the others need.
     from sglang_crashkit.core.running_servers import find_running_servers, format_server
-    from sglang_crashkit.installer.session import open_session
-    from sglang_crashkit.installer.status import format_status, read_status
+    from sglang_crashkit.installer.environment import open_session
+    from sglang_crashkit.installer.status import read_status
 
     session = open_session(args.python)
-    try:
-        status = read_status(session.environment, session.lock)
-    except OSError as error:
-        raise CrashkitError(f"cannot read the installation: {error}") from error
+    status = read_status(session.environment, session.lock)
     servers = find_running_servers()
     if args.json:
         print(json.dumps(status.to_json() | {"servers": [server.to_json() for server in servers]}, indent=1))
     else:
-        for line in [*format_status(status), *map(format_server, servers)]:
+        for line in [*status.lines(), *map(format_server, servers)]:
             print(line)
     return ExitCode.DONE

@@ -100,7 +100,7 @@ SENDERS = {
     "core/slurm_steps.py",
     "core/cudacore/child.py",
     "handler/work_folders.py",
-    "installer/process.py",
+    "installer/environment.py",
     "srt/handler_process.py",
     "test/plugin.py",
     "test/evidence.py",
