@@ -99,7 +99,7 @@ SENDERS = {
     "capture/native_stacks.py",
     "capture/cuda_core/child.py",
     "handler/work_folders.py",
-    "installer/process.py",
+    "installer/environment.py",
     "srt/handler_process.py",
     "test/plugin.py",
     "test/evidence.py",

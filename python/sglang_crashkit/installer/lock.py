@@ -1,19 +1,20 @@
-"""What each supported release and each file looks like, before and after: `releases.lock.json`.
+"""What each supported release and file looks like, before and after: ``patches/releases.lock.json``.
 
-The lock is generated. It lists the supported releases, the upstream wheels they were checked
-with, and for every patched file the sha256 of its pristine and its patched bytes.
+The lock is generated. It lists the supported releases, the upstream wheels they were checked with, and for every
+patched file the sha256 of its pristine and its patched bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sglang_crashkit.errors import RefusedError
+from sglang_crashkit.installer.patches import LOCK_NAME, PatchDataError, PatchTree, apply_patch, find_patch_root
 from sglang_crashkit.installer.releases import base_release, sorted_releases
-from sglang_crashkit.installer.resolver import LOCK_NAME, PatchDataError, find_patch_root
 
 _SCHEMA_VERSION = 1
 
@@ -67,24 +68,18 @@ class Lock:
     def supported_range(self) -> str:
         """Return ``0.5.9 to 0.5.23 (19 releases)``."""
         names = list(self.releases)
-        if not names:
-            return "no releases"
-        return f"{names[0]} to {names[-1]} ({len(names)} releases)"
+        return f"{names[0]} to {names[-1]} ({len(names)} releases)" if names else "no releases"
 
     def dump(self) -> bytes:
         """Return the one spelling of the lock."""
-        releases = {}
-        for release in sorted_releases(self.releases):
-            locked = self.releases[release]
-            releases[release] = {
-                "wheels": dict(sorted(locked.wheels.items())),
-                "files": {
-                    path: {"pristine": file.pristine, "patch": file.patch, "patched": file.patched}
-                    for path, file in sorted(locked.files.items())
-                },
+        releases = {
+            release: {
+                "wheels": dict(sorted(self.releases[release].wheels.items())),
+                "files": {path: asdict(file) for path, file in sorted(self.releases[release].files.items())},
             }
-        document = {"schema_version": _SCHEMA_VERSION, "releases": releases}
-        return (json.dumps(document, indent=1) + "\n").encode()
+            for release in sorted_releases(self.releases)
+        }
+        return (json.dumps({"schema_version": _SCHEMA_VERSION, "releases": releases}, indent=1) + "\n").encode()
 
 
 def sha256_hex(data: bytes) -> str:
@@ -105,11 +100,29 @@ def load_lock(root: Path | None = None) -> Lock:
             raise PatchDataError(f"{file} has schema version {document['schema_version']}")
         releases = {
             release: LockedRelease(
-                wheels=dict(entry["wheels"]),
-                files={path: LockedFile(**fields) for path, fields in entry["files"].items()},
+                dict(entry["wheels"]), {path: LockedFile(**fields) for path, fields in entry["files"].items()}
             )
             for release, entry in document["releases"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PatchDataError(f"{file} does not read as a lock: {error!r}") from error
     return Lock({release: releases[release] for release in sorted_releases(releases)})
+
+
+def patch_files(
+    release: str, locked: LockedRelease, patches: PatchTree, pristine: Mapping[str, bytes | None]
+) -> dict[str, bytes]:
+    """Return the patched bytes of each file of a release, by its path below the package, as `pristine` is.
+
+    Raises:
+        PatchDataError: a patch does not give what the lock says.
+    """
+    refs = patches.resolve(release)
+    patched: dict[str, bytes] = {}
+    for path, entry in locked.files.items():
+        if path not in refs or refs[path].name != entry.patch:
+            raise PatchDataError(f"the lock names {entry.patch} for {path}, the patches do not")
+        patched[path] = apply_patch(pristine.get(path), refs[path].read())
+        if sha256_hex(patched[path]) != entry.patched:
+            raise PatchDataError(f"{entry.patch} does not give {path} the sha256 in the lock")
+    return patched
