@@ -34,8 +34,7 @@ from sglang_crashkit.kernel.stack_hooks import (
 )
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, read_number, runtime_folder
-from sglang_crashkit.srt import child_watch, crash_exit, responder, server_log
-from sglang_crashkit.srt.child_watch import ChildWatch
+from sglang_crashkit.srt import crash_exit, responder, server_log, supervisor
 from sglang_crashkit.srt.flight_recorder import prepare_flight_recorder
 from sglang_crashkit.srt.hooks import never_raises, notify
 
@@ -59,7 +58,6 @@ class _State:
     descriptors: list[int]
     listener: socket.socket | None
     mailbox: socket.socket | None
-    watch: ChildWatch | None
     had_faulthandler: bool
     enabled_faulthandler: bool
 
@@ -103,6 +101,7 @@ def arm_worker() -> None:
     # Not setproctitle's own answer: to give it, it rewrites the process's command line.
     if procfs.read_title(os.getpid()).startswith(_WORKER) and Settings.from_environ().enabled:
         notify("member")
+        supervisor.join()
         prepare_flight_recorder()
         _arm(takes_over=True)
 
@@ -151,7 +150,7 @@ def _arm(*, takes_over: bool) -> None:
         responder.stop(_state.listener)
         _state.listener = None
     _disarm()
-    state = _state = _State(files, 0, [], None, None, None, faulthandler.is_enabled(), enabled_faulthandler=False)
+    state = _state = _State(files, 0, [], None, None, faulthandler.is_enabled(), enabled_faulthandler=False)
     _care_for_children()
     if takes_over or not state.had_faulthandler:
         faulthandler.enable(file=_open(state, files.fault))
@@ -159,24 +158,13 @@ def _arm(*, takes_over: bool) -> None:
     if takes_over:
         state.listener = responder.start(files.socket)
     else:
-        state.listener = _start_with_watch(state, folder)
+        state.listener = responder.start(files.socket, _own_mailbox(state))
     state.signal = _signal_of(SIGNAL_VARIABLE, DEFAULT_SIGNAL)
     if state.signal:
         faulthandler.register(state.signal, file=_open(state, files.stack), all_threads=True, chain=False)
     main_thread = threading.main_thread().ident or 0
     armed = Armed(stat.pid, stat.start_ticks, main_thread, state.signal, tuple(sys.path))
     describe(folder, armed)
-
-
-def _start_with_watch(state: _State, folder: Path) -> socket.socket:
-    """Let the thread that answers in the main process take what belongs in its log, and watch its workers."""
-    watch = state.watch = child_watch.replace(read_handler_pid(folder))
-    try:
-        return responder.start(state.files.socket, _own_mailbox(state) | watch.watched, watch.look)
-    except BaseException:
-        # Somebody else is to run one.
-        watch.close()
-        raise
 
 
 def _own_mailbox(state: _State) -> dict[int, Callable[[], bool]]:
@@ -252,7 +240,7 @@ def _disarm() -> None:
         if state.had_faulthandler:
             with contextlib.suppress(RuntimeError, ValueError, OSError):
                 faulthandler.enable()
-    for its in (state.listener, state.mailbox, state.watch):
+    for its in (state.listener, state.mailbox):
         if its is not None:
             its.close()
     for descriptor in state.descriptors:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from sglang_crashkit import protocol
-from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.stack_hooks import read_handler_pid
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 
@@ -21,8 +20,6 @@ Result = TypeVar("Result")
 
 #: The longest that a process waits for the crash handler to photograph the others, in seconds.
 PHOTOGRAPH_WAIT_SECS = 2.0
-#: So many processes are named in one message, which has a limit.
-_MOST_AT_ONCE = 512
 
 
 def never_raises(hook: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]:
@@ -87,20 +84,6 @@ def request(
     except protocol.HandlerUnreachableError as error:
         logger.warning("crash kit: no crash handler: %s", error)
         return None
-
-
-@never_raises
-def register_workers(processes: Iterable[Any]) -> None:
-    """Tell the crash handler which processes this one started for the server.
-
-    Args:
-        processes: as of `multiprocessing.Process`; others are passed over.
-    """
-    pids = [process.pid for process in processes or () if type(getattr(process, "pid", None)) is int]
-    stats = [stat for pid in pids if (stat := procfs.read_stat(pid)) is not None]
-    for first in range(0, len(stats), _MOST_AT_ONCE):
-        some = stats[first : first + _MOST_AT_ONCE]
-        notify("members", started=[(stat.pid, stat.start_ticks) for stat in some])
 
 
 def handler_pid() -> int | None:

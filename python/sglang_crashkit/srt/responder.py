@@ -1,7 +1,7 @@
 """A thread of this process that tells the crash handler the stacks of all others, and how its children ended.
 
-It sleeps until it is asked, and needs the interpreter lock for as long as it answers. See `core.responder` for the
-other end. Meanwhile it waits for whatever else it is given, such as the end of the crash handler.
+It sleeps until it is asked, and needs the interpreter lock for as long as it answers. See `capture.responder` for the
+other end. Meanwhile it waits for whatever else it is given.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ _NAME = "crashkit-stacks"
 def start(
     path: Path,
     watched: Mapping[int, Callable[[], bool]] | None = None,
-    look: Callable[[], float | None] = lambda: None,
 ) -> socket.socket:
     """Listen at `path` and answer in a thread of its own, until `stop`; return the socket, which is the thread's.
 
@@ -41,7 +40,6 @@ def start(
         path: where to listen.
         watched: more descriptors, open until `stop`, and what is called in the thread, which lives on, when one has
             something to read; one for which that returns False is watched no longer.
-        look: called in the thread before each wait; returns for how many seconds to wait at most, None for ever.
 
     Raises:
         OSError: the path is taken or too long.
@@ -51,9 +49,7 @@ def start(
     try:
         listener.bind(str(path))
         listener.listen(_BACKLOG)
-        threading.Thread(
-            target=_answer_all, args=(listener, dict(watched or {}), look), name=_NAME, daemon=True
-        ).start()
+        threading.Thread(target=_answer_all, args=(listener, dict(watched or {})), name=_NAME, daemon=True).start()
     except BaseException:
         listener.close()
         raise
@@ -86,16 +82,13 @@ def describe_threads() -> list[dict[str, Any]]:
     return threads
 
 
-def _answer_all(
-    listener: socket.socket, watched: Mapping[int, Callable[[], bool]], look: Callable[[], float | None]
-) -> None:
+def _answer_all(listener: socket.socket, watched: Mapping[int, Callable[[], bool]]) -> None:
     poller, own = select.poll(), listener.fileno()
     for descriptor in (own, *watched):
         poller.register(descriptor, select.POLLIN)
     with listener:
         while True:
-            pause = look()
-            ready = {descriptor for descriptor, _events in poller.poll(None if pause is None else pause * 1000)}
+            ready = {descriptor for descriptor, _events in poller.poll()}
             for descriptor in ready - {own}:
                 if not watched[descriptor]():
                     poller.unregister(descriptor)

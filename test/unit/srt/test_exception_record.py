@@ -18,7 +18,7 @@ from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.managers.data_parallel_controller import on_controller_exception
 from sglang_crashkit.srt.managers.detokenizer_manager import on_detokenizer_exception
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
-from sglang_crashkit.srt.readiness import StartupError
+from sglang_crashkit.srt.startup import StartupError
 from unit.srt.conftest import Listener
 
 

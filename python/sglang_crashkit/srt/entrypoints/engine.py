@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.settings import Settings
-from sglang_crashkit.srt import child_watch, crash_exit, follower, handler_process, startup
+from sglang_crashkit.srt import crash_exit, handler_process, startup, supervisor
 from sglang_crashkit.srt.arming import arm_server
-from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, register_workers, request
-from sglang_crashkit.srt.readiness import StartupError
+from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, request
 from sglang_crashkit.srt.server_args import set_crash_dump_env, withdraw_crash_dump_env
-from sglang_crashkit.srt.startup_report import Member
+from sglang_crashkit.srt.startup import Startup, StartupError
+from sglang_crashkit.srt.supervisor import Child
+from sglang_crashkit.srt.utils.common import end_after_crash
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def on_engine_launch(server_args: Any) -> None:
             arm_server()
         finally:
             # Where the handler did not start it is needed at once.
-            child_watch.ensure(follows=_follows)
+            supervisor.begin(follows=_follows)
 
 
 def on_launch_phase_sigquit(handler: Handler) -> Handler:
@@ -76,21 +77,21 @@ def on_wait_for_scheduler_ready(wait: Handler) -> Handler:
 
     @functools.wraps(wait)
     def wrapper(scheduler_pipe_readers: Sequence[Any], scheduler_procs: Sequence[Any]) -> Any:
-        if not startup.is_on():
+        if not Settings.from_environ().enabled:
             return wait(scheduler_pipe_readers, scheduler_procs)
-        register_workers(scheduler_procs)
+        supervisor.register(scheduler_procs)
         can_watch = startup.can_watch(scheduler_pipe_readers, scheduler_procs)
         if not can_watch:
             infos = wait(scheduler_pipe_readers, scheduler_procs)
         else:
             try:
-                infos = startup.await_ready(_members(scheduler_pipe_readers, scheduler_procs))
+                infos = Startup(_children(scheduler_pipe_readers, scheduler_procs)).run()
             except StartupError as error:
                 crash_exit.end_by_status(error, startup.report(error))
                 raise
         crash_exit.note_started()
         if _follows and can_watch:
-            follower.watch_local_schedulers(scheduler_procs)
+            supervisor.follow(scheduler_procs, end_after_crash)
         return infos
 
     return _then_withdraw_crash_dump_env(wrapper)  # type: ignore[return-value]
@@ -109,15 +110,15 @@ def _then_withdraw_crash_dump_env(wait: Callable[..., Any]) -> Callable[..., Any
     return wrapper
 
 
-def _members(readers: Sequence[Any], processes: Sequence[Any]) -> list[Member]:
+def _children(readers: Sequence[Any], processes: Sequence[Any]) -> list[Child]:
     # Processes beyond the pipes are those that the data-parallel controller speaks for; their order is not their rank.
     is_rank = len(readers) == len(processes)
-    members = []
+    children = []
     for position in range(max(len(readers), len(processes))):
         reader = readers[position] if position < len(readers) else None
         process = processes[position] if position < len(processes) else None
-        members.append(Member(f"Rank {position} scheduler" if is_rank or process is None else "", process, reader))
-    return members
+        children.append(Child(f"Rank {position} scheduler" if is_rank or process is None else "", process, reader))
+    return children
 
 
 @never_raises

@@ -22,7 +22,7 @@ import psutil
 
 from sglang_crashkit import protocol, settings
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.srt import child_watch, crash_exit, handler_process
+from sglang_crashkit.srt import crash_exit, handler_process, supervisor
 from sglang_crashkit.srt.arming import tell_of_faults
 from sglang_crashkit.srt.hooks import never_raises, notify
 from sglang_crashkit.srt.reaping import DeathAlarm
@@ -241,7 +241,7 @@ def _kill(process: Any) -> bool:
 def _announce_teardown(parent_pid: int | None, *, whole: bool) -> None:
     pid = os.getpid() if parent_pid is None else parent_pid
     notify("teardown", pid=pid, whole=whole)
-    child_watch.excuse(pid)
+    supervisor.excuse(pid)
     if pid != os.getpid():
         # The tree may be another server, which has a handler of its own.
         stat = procfs.read_stat(pid)

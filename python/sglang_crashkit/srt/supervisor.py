@@ -1,0 +1,634 @@
+"""Watch the processes that this one started for its server: the only place that waits for their ends.
+
+Each is known by pid and start time, and one wait covers the ends of all of them. What an end means is up to the phase:
+
+- `Startup`: ranks that are to say that they are ready. An end is an error, which names who died and of what.
+- `Following`: the schedulers of a node of a rank above 0, which ends with any of them.
+- `Serving`: a server program that serves. As long as there is a crash handler, nothing is done but to wait for its end;
+  without one, the end of a worker ends the server.
+
+Who belongs to the server is no matter of titles. The launch names the schedulers that it started, and each worker says
+to the main process that it is there (`join`); the kernel says who it is, and that the server started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from _thread import allocate_lock, start_new_thread
+from collections.abc import Callable, Collection, Iterable, Sequence
+from multiprocessing import connection
+from typing import Any
+
+from sglang_crashkit import protocol
+from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, OUT_OF_MEMORY, is_orderly, status_of_exit
+from sglang_crashkit.kernel import cgroup, procfs, signals, titles
+from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle, signal_name
+from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
+from sglang_crashkit.srt import crash_exit, server_log
+from sglang_crashkit.srt.hooks import handler_pid, never_raises, notify, request
+
+logger = logging.getLogger(__name__)
+
+#: Where a worker says to the main process that it is there: an abstract address, without its leading zero byte.
+MEMBERS_VARIABLE = "SGLANG_CRASHKIT_MEMBERS"
+
+PREFIX = "sglang::"
+#: A child whose end no descriptor tells is looked at so often, and so is all that has no event. Seconds.
+_LOOK_SECS = 1.0
+#: How a child ended is known this long after its end at the latest, in seconds.
+STATUS_SECS = 1.0
+#: A title is read within this time, in seconds, or not at all: the read waits for the process where its driver hangs.
+TITLE_SECS = 0.25
+#: Whoever killed a worker may be about to kill the main process as well; it has this long for that, in seconds.
+_HARD_HOLD_SECS = 0.05
+#: An exit with a status may belong to a shutdown that is announced within this time, in seconds.
+_SOFT_HOLD_SECS = 2.0
+#: A count of out-of-memory kills is compared with one that is this old at least, in seconds.
+_OOM_AGE_SECS = 30.0
+#: The kernel queues few datagrams; a main process that is busy is given this long to take one, in seconds.
+_JOIN_SECS = 1.0
+#: So many processes are named in one message to the crash handler, which has a limit.
+_MAX_AT_ONCE = 512
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class Clock:
+    """The time and all waiting; a test has its own."""
+
+    def now(self) -> float:
+        """Return the time by the monotonic clock, in seconds."""
+        return time.monotonic()
+
+    def wait(self, descriptors: Collection[int], seconds: float | None) -> set[int]:
+        """Return which descriptors are readable, as soon as one is; None waits for ever."""
+        return set(connection.wait(list(descriptors), seconds))  # type: ignore[arg-type]
+
+    def join(self, thread: threading.Thread, seconds: float) -> None:
+        """Wait for the end of a thread."""
+        thread.join(seconds)
+
+
+class Child:
+    """A process that is watched.
+
+    Args:
+        name: what it is called, such as ``Rank 1 scheduler``; empty where only its title tells.
+        process: ``pid``, ``sentinel`` and ``exitcode`` as of `multiprocessing.Process`; the pid of another's child;
+            None where it is not known.
+        reader: ``recv`` and ``fileno`` as of `multiprocessing.connection.Connection`, for the pipe that it will say
+            "ready" on; None where nothing is expected.
+        title: its title, where it is known.
+
+    Attributes:
+        info: what it sent when it was ready.
+        ready: it said so, or nothing is expected of it.
+        title: its title, once SGLang has set one; the last known one after its death.
+        exit: how it ended; see `learn_exit`.
+        ended_at: when its end was noticed, by the clock of who watches; None before.
+    """
+
+    def __init__(self, name: str = "", process: Any = None, reader: Any = None, title: str = "") -> None:
+        self.name, self.reader, self.title = name, reader, title
+        self.process = None if isinstance(process, int) else process
+        self.pid: int | None = process if isinstance(process, int) else getattr(process, "pid", None)
+        stat = self._stat()
+        self.start_ticks = stat.start_ticks if stat is not None else 0
+        self.info: Any = None
+        self.ready = reader is None
+        self.exit = ExitStatus()
+        self.ended_at: float | None = None
+        self._oom: cgroup.OomCounter | None = None
+        self._is_held = self._gave_up_title = False
+        self._handle: ProcessHandle | None = None
+
+    def hold(self) -> bool:
+        """Open a pidfd, once, where the kernel gives one; say whether the process was there then, dead or alive."""
+        if not self._is_held and self.pid is not None and self.is_present():
+            self._is_held = True
+            with contextlib.suppress(OSError):
+                self._handle = ProcessHandle(self.pid)
+            if self._handle is not None and self._handle.start_ticks != self.start_ticks:
+                self.let_go()
+            self._oom = cgroup.find_counter(self.pid)
+        return self._is_held
+
+    def let_go(self) -> None:
+        """Close the pidfd."""
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None
+
+    def signs(self) -> list[int]:
+        """Return the descriptors that become readable when it ends; the sentinel does where there is no pidfd."""
+        sentinel = [self.process.sentinel] if self.process is not None else []
+        return sentinel + ([self._handle.fd] if self._handle is not None else [])
+
+    def is_present(self) -> bool:
+        """Say whether it is there, dead or alive."""
+        stat = self._stat()
+        return stat is not None and stat.start_ticks == self.start_ticks
+
+    def is_gone(self) -> bool:
+        """Say whether it has ended, reaped or not, where no descriptor tells."""
+        stat = self._stat()
+        return stat is None or stat.start_ticks != self.start_ticks or (stat.state in "ZX" and stat.threads <= 1)
+
+    def tell(self) -> None:
+        """Send it SIGQUIT, on which it saves its requests and ends."""
+        if self._handle is not None:
+            signals.tell(self._handle)
+
+    def learn_exit(self) -> ExitStatus:
+        """Return how it ended, as far as that is known, without reaping it: the crash handler reads the zombie."""
+        if not self.exit.known and self.pid is not None:
+            try:
+                result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            except ChildProcessError:
+                # Another's child, or reaped already by whoever asked `multiprocessing` for its exit code.
+                code = self.process.exitcode if self.process is not None else None
+                remembered = ExitStatus.from_exit_code(code) if code is not None else None
+                self.exit = remembered or (self._handle.exit_status() if self._handle is not None else ExitStatus())
+            else:
+                if result is not None and result.si_code == os.CLD_EXITED:
+                    self.exit = ExitStatus(code=result.si_status)
+                elif result is not None:
+                    dumped = result.si_code == os.CLD_DUMPED
+                    self.exit = ExitStatus(signal=signal_name(result.si_status), core_dumped=dumped)
+        return self.exit
+
+    @property
+    def has_title(self) -> bool:
+        """Whether its title is known, or will never be."""
+        return bool(self.title) or self.pid is None or self._gave_up_title
+
+    def look_up_title(self) -> None:
+        """Read the title, which SGLang sets some seconds after the start and which is gone with the process."""
+        stat = None if self.has_title else self._stat()
+        if stat is not None and stat.comm.startswith(PREFIX):
+            title = read_title(stat.pid)
+            self._gave_up_title = title is None
+            self.title = title or ""
+
+    def label(self) -> str:
+        """Return its name, title and pid as far as they are known."""
+        if self.pid is None:
+            return self.name
+        pid = f"pid {self.pid}"
+        if self.name and titles.role_of(self.title) in ("scheduler", "helper"):
+            return f"{self.name} ({f'{self.title}, ' if self.title else ''}{pid})"
+        return f"{self.title or 'a process of the server'} ({pid})"
+
+    def how_it_ended(self) -> str:
+        """Return its end in words, with what the memory cgroup's counter says of a SIGKILL."""
+        if not self.exit.known:
+            return "ended, nobody can tell how"
+        if self.exit.signal is None:
+            return f"ended with exit status {self.exit.code}"
+        if self.exit.signal != "SIGKILL":
+            core = ", the kernel wrote a core file" if self.exit.core_dumped else ""
+            return f"was killed by {self.exit.signal}{core}"
+        kills = self._oom.grown_by() if self._oom is not None else None
+        if kills is None or self._oom is None:
+            what = "no OOM counter could be read; `dmesg -T | grep -i oom` may tell"
+        elif kills <= 0:
+            what = "its memory cgroup counts no OOM kill since the wait began"
+        else:
+            what = f"{self._oom.path} counts {kills} OOM kill(s) since the wait began"
+        return f"was killed by SIGKILL ({what})"
+
+    def _stat(self) -> procfs.ProcStat | None:
+        return procfs.read_stat(self.pid) if self.pid is not None else None
+
+
+def read_title(pid: int) -> str | None:
+    """Return the title that SGLang gave a process, empty where it has none; None where it does not come in time.
+
+    The name that the kernel keeps of it would always come, but without the rank.
+    """
+    found, is_read = [""], allocate_lock()
+    is_read.acquire()
+
+    def read() -> None:
+        found[0] = procfs.title_of(procfs.read_cmdline(pid), "")
+        is_read.release()
+
+    # Not threading.Thread: its start waits for a lock that the code which a signal interrupted may hold.
+    start_new_thread(read, ())
+    if not is_read.acquire(timeout=TITLE_SECS):
+        return None
+    return found[0] if found[0].startswith(PREFIX) else ""
+
+
+class Supervisor:
+    """Some children, and one wait for the end of any of them.
+
+    Args:
+        children: who is watched; may grow.
+        clock: tells the time, and waits.
+    """
+
+    def __init__(self, children: Sequence[Child] = (), clock: Clock | None = None) -> None:
+        self.children = children
+        self.clock = clock or Clock()
+        for child in list(children):
+            child.hold()
+
+    def living(self) -> list[Child]:
+        """Return the children whose end was not noticed yet."""
+        return [child for child in list(self.children) if child.ended_at is None]
+
+    def ended(self) -> list[Child]:
+        """Return the others, in the order of their ends."""
+        return sorted(
+            (child for child in list(self.children) if child.ended_at is not None),
+            key=lambda child: child.ended_at or 0,
+        )
+
+    def wait(self, seconds: float | None, others: Iterable[int] = ()) -> set[int]:
+        """Wait until a child ends, or one of `others` is readable, and note the ends.
+
+        Args:
+            seconds: the longest to wait; None for ever.
+            others: more descriptors.
+
+        Returns:
+            Those of `others` that are readable.
+        """
+        living, others = self.living(), set(others)
+        unseen = [child for child in living if child.pid is not None and not child.signs()]
+        if unseen:
+            gone = any(child.is_gone() for child in unseen)
+            seconds = 0.0 if gone else min(_LOOK_SECS, _LOOK_SECS if seconds is None else seconds)
+        readable = self.clock.wait(others | {sign for child in living for sign in child.signs()}, seconds)
+        now = self.clock.now()
+        for child in living:
+            if readable.intersection(child.signs()) or (child in unseen and child.is_gone()):
+                child.ended_at = now
+        return others & readable
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Wait until all children have ended, at most `seconds`."""
+        deadline = self.clock.now() + seconds
+        while self.living() and (left := deadline - self.clock.now()) > 0:
+            self.wait(left)
+
+    def learn_exits(self, children: Iterable[Child], seconds: float) -> None:
+        """Learn how `children` ended; the kernel tells it a moment after the end."""
+        deadline = self.clock.now() + seconds
+        for child in children:
+            while not child.learn_exit().known and self.clock.now() < deadline:
+                self.clock.wait((), 0.001)
+
+    def let_go(self) -> None:
+        """Close all pidfds."""
+        for child in self.children:
+            child.let_go()
+
+
+# -- a node of a rank above 0
+
+
+class Following(Supervisor):
+    """The schedulers of a node of a rank above 0, and its data-parallel controller: all of them are ready.
+
+    Upstream waits there for one scheduler after the other, in order and behind a ``/health`` that always answers 200,
+    and ends with 0 whatever they died of. They end with 0 when rank 0, which alone is asked to end, tells them to.
+    """
+
+    def __init__(self, children: Sequence[Child], clock: Clock | None = None) -> None:
+        super().__init__(children, clock)
+        self._settings = Settings.from_environ()
+        self._lock = threading.Lock()
+        self._is_draining = False
+
+    def run(self) -> None:
+        """Return when one of them failed, or when all have ended because they were told to."""
+        while not self.have_failed() and self.living():
+            self.wait(self._patience())
+
+    def have_failed(self) -> bool:
+        """Look at them, and say whether one failed; the incident is whole then.
+
+        To be called before this process does anything that their end may lead to; waits for the crash handler at most
+        ``SGLANG_CRASHKIT_BUDGET_SECS``.
+        """
+        if self._lock.acquire(timeout=self._settings.exit_secs):
+            try:
+                if not crash_exit.has_begun():
+                    self._look()
+            finally:
+                self._lock.release()
+        return crash_exit.has_begun()
+
+    def _look(self) -> None:
+        for child in self.living():
+            child.look_up_title()
+        self.wait(0.0)
+        ended = self.ended()
+        self.learn_exits(ended, STATUS_SECS)
+        for child in ended:
+            if child.exit.code != 0:
+                self._fail(child)
+                return
+        if ended and not self._is_draining:
+            self._is_draining = True
+            # Told by rank 0: the others are about to follow.
+            notify("draining")
+        if self._patience() == 0.0:
+            names = ", ".join(child.label() for child in self.living())
+            self._fail(ended[0], f", and this did not follow: {names}")
+
+    def _patience(self) -> float | None:
+        """Return how long the living still have to follow those that ended, in seconds; None where nobody has to."""
+        ended = self.ended()
+        if not ended or not self.living():
+            return None
+        return max(0.0, (ended[0].ended_at or 0.0) + self._settings.end_secs - self.clock.now())
+
+    def _fail(self, child: Child, rest: str = "") -> None:
+        message = f"{child.label()} {child.how_it_ended()}{rest}"
+        logger.error("crash kit: %s; this node ends", message)
+        crash_exit.begin(status_of_exit(child.exit), self._settings.budget_secs + self._settings.end_secs)
+        wait = crash_exit.await_evidence
+        crash_exit.learn(request("child_failed", self._settings.budget_secs, on_wait=wait, message=message))
+
+
+@never_raises
+def follow(processes: Iterable[Any], end: Callable[[], object]) -> None:
+    """Watch the schedulers of this node from a thread of their own, as long as they run.
+
+    Args:
+        processes: as of `multiprocessing.Process`, all of them ready.
+        end: ends this process after a crash.
+    """
+    if not crash_exit.ends_with_the_server():
+        return
+    following = Following([Child("", process) for process in processes])
+    crash_exit.ask_before_the_end(following.have_failed)
+
+    def run() -> None:
+        following.run()
+        if crash_exit.has_begun():
+            end()
+
+    threading.Thread(target=never_raises(run), name="crashkit-follower", daemon=True).start()
+
+
+# -- a server that serves
+
+
+class Serving(Supervisor):
+    """The server's own processes, as its main process knows them; ends the server where there is no crash handler.
+
+    Raises:
+        OSError: no descriptor is left.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        super().__init__([], clock)
+        self.pid = os.getpid()
+        self._begun: tuple[int | None, bool] | None = None
+        self._handler = Child()
+        self._registered: dict[int, Child] = {}
+        self._excused: dict[int, int] = {}  # start times by pid
+        # A signal may interrupt whoever holds it.
+        self._lock = threading.RLock()
+        counter = cgroup.find_counter(self.pid)
+        self._oom_counters, self._oom_read_at = (counter, counter), self.clock.now()
+        self._words = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._words.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        # The kernel chooses an abstract address, which needs no folder and ends with the socket.
+        self._words.bind("")
+        os.environ[MEMBERS_VARIABLE] = self._words.getsockname()[1:].decode()
+
+    def begin(self, handler: int | None, *, follows: bool) -> None:
+        """Watch from now on; to be called at each launch, from any thread.
+
+        Args:
+            handler: the crash handler's pid; None where there is none, or nothing is known of it.
+            follows: this node's rank is above 0; rank 0 tells its schedulers to end.
+        """
+        self._begun = handler, follows
+        # Whoever waits hears of it by a word of this process's own.
+        join()
+
+    def run(self) -> None:
+        """Run it in the calling thread, for as long as this process lives."""
+        while True:
+            try:
+                self.turn()
+            except Exception as error:  # noqa: BLE001 - it may have better luck next time
+                server_log.say_line(f"the workers could not be looked at: {type(error).__name__}: {error}")
+                self.clock.wait((), _LOOK_SECS)
+
+    def turn(self) -> None:
+        """Look at the processes, and wait until there is something to look at."""
+        self._hear()
+        signs = self._handler.signs()
+        # Where nobody tells of the handler's end, whether it is there is asked each time.
+        pause = self._look() if self._begun is not None and not signs else None
+        if self.wait(pause, {self._words.fileno(), *signs}).intersection(signs):
+            self._handler.let_go()
+            server_log.say_line("the crash handler has ended: a crash ends the server, but leaves no incident")
+
+    def register(self, pid: int, title: str) -> None:
+        """Take in a process of the server, from any thread; nothing happens where the server did not start it.
+
+        Args:
+            pid: its process id, by the kernel's word.
+            title: its title, by its own.
+        """
+        child = Child("", pid, title=title)
+        with self._lock:
+            known = self._registered.get(pid)
+            if known is not None and known.start_ticks == child.start_ticks:
+                known.title = title or known.title
+            elif child.start_ticks and self._is_own(pid):
+                self._registered = {pid: its for pid, its in self._registered.items() if its.is_present()}
+                self._registered[pid] = child
+
+    def find(self, role: str) -> list[Child]:
+        """Return the processes with this role; see `titles.role_of`."""
+        self._hear()
+        return [child for child in list(self._registered.values()) if titles.role_of(child.title) == role]
+
+    def excuse(self, pids: Iterable[int]) -> None:
+        """Note that this process is about to end these on purpose."""
+        stats = [stat for pid in pids if (stat := procfs.read_stat(pid)) is not None]
+        self._excused.update({stat.pid: stat.start_ticks for stat in stats})
+
+    def _hear(self) -> None:
+        """Take in who said that it is there."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                title, credentials, _flags, _address = self._words.recvmsg(256, socket.CMSG_SPACE(_CREDENTIALS.size))
+                pid = _CREDENTIALS.unpack(credentials[0][2])[0] if credentials else 0
+                if pid == self.pid and self._begun is not None:
+                    self._handler.let_go()
+                    self._handler = Child("", self._begun[0])
+                    self._handler.hold()
+                elif pid:
+                    self.register(pid, title.decode(errors="replace"))
+
+    def _is_own(self, pid: int) -> bool:
+        above = procfs.read_stat(pid)
+        # A program that is no Python may be in between, such as one that binds memory to a socket.
+        while above is not None and above.ppid:
+            parent, known = procfs.read_stat(above.ppid), self._registered.get(above.ppid)
+            if above.ppid == self.pid or (parent and known and known.start_ticks == parent.start_ticks):
+                return True
+            if procfs.is_python(above.ppid):
+                return False
+            above = parent
+        return False
+
+    def _look(self) -> float | None:
+        """Look at the processes, and return in how many seconds to look again at the latest, None if at no time."""
+        if not crash_exit.ends_with_the_server():
+            return None
+        if crash_exit.has_begun() or protocol.is_reachable(os.environ.get(SOCKET_VARIABLE, "")):
+            return _LOOK_SECS
+        if self.clock.now() >= self._oom_read_at + _OOM_AGE_SECS:
+            self._oom_read_at = self.clock.now()
+            self._oom_counters = (self._oom_counters[1], cgroup.find_counter(self.pid))
+        for child in list(self._registered.values()):
+            # Whoever started a tokenizer worker starts another one in its place.
+            if child not in self.children and titles.role_of(child.title) != "tokenizer_worker" and child.hold():
+                self.children = [*self.children, child]
+        self.wait(0.0)
+        pause = _LOOK_SECS
+        for child in self.ended() if crash_exit.is_serving() else ():
+            left = self._judge(child, child.learn_exit())
+            pause = min(pause, left or pause)
+            if left is None:
+                child.let_go()
+                self.children = [each for each in self.children if each is not child]
+                with self._lock:
+                    self._registered = {pid: each for pid, each in self._registered.items() if each is not child}
+        return pause
+
+    def _judge(self, child: Child, status: ExitStatus) -> float | None:
+        """End the server where a worker's end is the end of it; return in how many seconds to look at it again."""
+        follows = self._begun is not None and self._begun[1]
+        is_excused = child.pid is not None and self._excused.get(child.pid) == child.start_ticks
+        is_asked = (status.code == 0 and follows) or (crash_exit.is_draining() and is_orderly(status))
+        if is_excused or is_asked:
+            return None
+        left = (child.ended_at or 0.0) + _hold_secs(status) - self.clock.now()
+        if left > 0:
+            return left
+        if not crash_exit.has_begun():
+            self._end_server(child, status)
+        return None
+
+    def _end_server(self, child: Child, status: ExitStatus) -> None:
+        counter = self._oom_counters[0] if status.signal == "SIGKILL" else None
+        is_oom = counter is not None and (counter.grown_by() or 0) > 0
+        how = f"by {status.signal}" if status.signal is not None else f"with status {status.code}"
+        words = f"process {child.pid} ({child.title or 'a scheduler'}) ended{f' {how}' if status.known else ''}"
+        server_log.say_line(f"{words} and there is no crash handler; the server ends")
+        # Where nobody handles it the signal would say less, or nothing at all.
+        is_handled = signal.getsignal(signal.SIGQUIT) not in (signal.SIG_DFL, signal.SIG_IGN)
+        # Whatever comes of the signal, this process ends.
+        code = OUT_OF_MEMORY if is_oom else status_of_exit(status)
+        crash_exit.begin(code, 2 * Settings.from_environ().end_secs if is_handled else 0.0)
+        if is_handled:
+            signals.tell_itself()
+
+
+def _hold_secs(status: ExitStatus) -> float:
+    if status.signal in FATAL_SIGNALS:
+        return _HARD_HOLD_SECS
+    # Where several tokenizer workers tell the schedulers to end, this process is the last to hear of it.
+    return Settings.from_environ().end_secs if is_orderly(status) else _SOFT_HOLD_SECS
+
+
+_serving: Serving | None = None
+
+
+def listen() -> Serving:
+    """Return what this process knows of its server's processes, which may say from now on that they are there.
+
+    Raises:
+        OSError: no descriptor is left.
+        RuntimeError: the system gives no thread.
+    """
+    global _serving
+    serving = _known()
+    if serving is None:
+        serving = Serving()
+        threading.Thread(target=serving.run, name="crashkit-children", daemon=True).start()
+        _serving = serving
+    return serving
+
+
+def _known() -> Serving | None:
+    # A forked child's copy is its parent's.
+    return _serving if _serving is not None and _serving.pid == os.getpid() else None
+
+
+@never_raises
+def begin(*, follows: bool) -> None:
+    """Watch the server's processes in a thread of its own; see `Serving.begin`."""
+    listen().begin(handler_pid(), follows=follows)
+
+
+@never_raises
+def register(processes: Iterable[Any]) -> None:
+    """Note which processes this one started for the server, and tell the crash handler.
+
+    Args:
+        processes: as of `multiprocessing.Process`; others are passed over.
+    """
+    pids = [process.pid for process in processes or () if type(getattr(process, "pid", None)) is int]
+    stats = [stat for pid in pids if (stat := procfs.read_stat(pid)) is not None]
+    for first in range(0, len(stats), _MAX_AT_ONCE):
+        notify("members", started=[(stat.pid, stat.start_ticks) for stat in stats[first : first + _MAX_AT_ONCE]])
+    serving = _known()
+    if serving is not None:
+        for stat in stats:
+            serving.register(stat.pid, "")
+
+
+@never_raises
+def join() -> None:
+    """Say to the server's main process that this process is there, and what its title is."""
+    address = os.environ.get(MEMBERS_VARIABLE)
+    if address:
+        # It may be gone, or be in another network namespace.
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.settimeout(_JOIN_SECS)
+            sender.sendto(procfs.read_title(os.getpid()).encode(), f"\0{address}")
+
+
+@never_raises
+def excuse(pid: int) -> None:
+    """Note that this process is about to end the process `pid` and all below it on purpose."""
+    serving = _known()
+    if serving is not None:
+        serving.excuse(procfs.TreeScanner(pid).scan())
+
+
+@never_raises
+def end_tokenizer_workers(seconds: float) -> int:
+    """Have each tokenizer worker save its requests and end, wait for that, and return how many there were.
+
+    Args:
+        seconds: the longest to wait.
+    """
+    serving = _known()
+    workers = Supervisor(serving.find("tokenizer_worker") if serving is not None else [])
+    try:
+        for worker in workers.children:
+            worker.tell()
+        workers.wait_for_all(seconds)
+    finally:
+        workers.let_go()
+    return len(workers.children)
