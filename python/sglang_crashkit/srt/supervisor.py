@@ -44,8 +44,10 @@ PREFIX = "sglang::"
 _LOOK_SECS = 1.0
 #: How a child ended is known this long after its end at the latest, in seconds.
 STATUS_SECS = 1.0
-#: A title is read within this time, in seconds, or not at all: the read waits for the process where its driver hangs.
+#: A title that is not set yet is looked for so often, in seconds.
 TITLE_SECS = 0.25
+#: It is read within this time, in seconds, or not at all: the read waits for the process where its driver hangs.
+_READ_SECS = 1.0
 #: Whoever killed a worker may be about to kill the main process as well; it has this long for that, in seconds.
 _HARD_HOLD_SECS = 0.05
 #: An exit with a status may belong to a shutdown that is announced within this time, in seconds.
@@ -221,7 +223,7 @@ def read_title(pid: int) -> str | None:
 
     # Not threading.Thread: its start waits for a lock that the code which a signal interrupted may hold.
     start_new_thread(read, ())
-    if not is_read.acquire(timeout=TITLE_SECS):
+    if not is_read.acquire(timeout=_READ_SECS):
         return None
     return found[0] if found[0].startswith(PREFIX) else ""
 

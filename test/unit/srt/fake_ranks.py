@@ -16,6 +16,10 @@ _NEVER = float("inf")
 _FIRST = 1 << 28
 
 
+class WaitsForEverError(Exception):
+    """Nothing is left that could happen."""
+
+
 class FakeClock(Clock):
     """A clock that stands still but for waiting, and knows when which descriptor is readable."""
 
@@ -32,7 +36,8 @@ class FakeClock(Clock):
         until = _NEVER if seconds is None else self.time + seconds
         first = min([until, *(self.due.get(each, _NEVER) for each in descriptors)])
         if not real:
-            assert first < _NEVER, "it waits for ever"
+            if first == _NEVER:
+                raise WaitsForEverError
             self.time = max(self.time, first)
         return real | {each for each in descriptors if self.due.get(each, _NEVER) <= self.time}
 

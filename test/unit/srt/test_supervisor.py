@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.supervisor import MEMBERS_VARIABLE, Child, Following, Serving
 from unit.srt.conftest import Listener
-from unit.srt.fake_ranks import FakeClock, FakeRank
+from unit.srt.fake_ranks import FakeClock, FakeRank, WaitsForEverError
 from unit.waiting import LONG, child, descriptors, wait_until
 
 TITLE, CONTROLLER = "sglang::scheduler_TP1", "sglang::data_parallel_controller"
@@ -75,8 +76,9 @@ def serving(ends: list[Any], clock: FakeClock) -> Iterator[Serving]:
 def watch(serving: Serving, clock: FakeClock, *scripts: tuple[float, Any], seconds: float = 40.0) -> None:
     """Run it for that long with a rank for each script."""
     serving.children = [FakeRank(number, clock, script).child() for number, script in enumerate(scripts)]
-    while clock.time < 1000.0 + seconds:
-        serving.turn()
+    with contextlib.suppress(WaitsForEverError):
+        while clock.time < 1000.0 + seconds:
+            serving.turn()
 
 
 # -- without a crash handler
