@@ -31,15 +31,15 @@ from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, OUT_OF_MEMORY, i
 from sglang_crashkit.kernel import cgroup, procfs, signals, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle, signal_name
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
-from sglang_crashkit.srt import crash_exit, server_log
-from sglang_crashkit.srt.hooks import handler_pid, never_raises, notify, request
+from sglang_crashkit.srt import crash_exit
+from sglang_crashkit.srt.hooks import handler_pid, never_raises, notify, request, say_line
 
 logger = logging.getLogger(__name__)
 
 #: Where a worker says to the main process that it is there: an abstract address, without its leading zero byte.
 MEMBERS_VARIABLE = "SGLANG_CRASHKIT_MEMBERS"
 
-PREFIX = "sglang::"
+_PREFIX = "sglang::"
 #: A child whose end no descriptor tells is looked at so often, and so is all that has no event. Seconds.
 _LOOK_SECS = 1.0
 #: How a child ended is known this long after its end at the latest, in seconds.
@@ -173,10 +173,10 @@ class Child:
     def look_up_title(self) -> None:
         """Read the title, which SGLang sets some seconds after the start and which is gone with the process."""
         stat = None if self.has_title else self._stat()
-        if stat is not None and stat.comm.startswith(PREFIX):
+        if stat is not None and stat.comm.startswith(_PREFIX):
             title = read_title(stat.pid)
             self._gave_up_title = title is None
-            self.title = title or ""
+            self.title = title if title is not None and title.startswith(_PREFIX) else ""
 
     def label(self) -> str:
         """Return its name, title and pid as far as they are known."""
@@ -210,7 +210,7 @@ class Child:
 
 
 def read_title(pid: int) -> str | None:
-    """Return the title that SGLang gave a process, empty where it has none; None where it does not come in time.
+    """Return the title of a process, empty where it is gone; None where it does not come in time.
 
     The name that the kernel keeps of it would always come, but without the rank.
     """
@@ -225,7 +225,7 @@ def read_title(pid: int) -> str | None:
     start_new_thread(read, ())
     if not is_read.acquire(timeout=_READ_SECS):
         return None
-    return found[0] if found[0].startswith(PREFIX) else ""
+    return found[0]
 
 
 class Supervisor:
@@ -427,7 +427,7 @@ class Serving(Supervisor):
             try:
                 self.turn()
             except Exception as error:  # noqa: BLE001 - it may have better luck next time
-                server_log.say_line(f"the workers could not be looked at: {type(error).__name__}: {error}")
+                say_line(f"the workers could not be looked at: {type(error).__name__}: {error}")
                 self.clock.wait((), _LOOK_SECS)
 
     def turn(self) -> None:
@@ -438,7 +438,7 @@ class Serving(Supervisor):
         pause = self._look() if self._begun is not None and not signs else None
         if self.wait(pause, {self._words.fileno(), *signs}).intersection(signs):
             self._handler.let_go()
-            server_log.say_line("the crash handler has ended: a crash ends the server, but leaves no incident")
+            say_line("the crash handler has ended: a crash ends the server, but leaves no incident")
 
     def register(self, pid: int, title: str) -> None:
         """Take in a process of the server, from any thread; nothing happens where the server did not start it.
@@ -535,7 +535,7 @@ class Serving(Supervisor):
         is_oom = counter is not None and (counter.grown_by() or 0) > 0
         how = f"by {status.signal}" if status.signal is not None else f"with status {status.code}"
         words = f"process {child.pid} ({child.title or 'a scheduler'}) ended{f' {how}' if status.known else ''}"
-        server_log.say_line(f"{words} and there is no crash handler; the server ends")
+        say_line(f"{words} and there is no crash handler; the server ends")
         # Where nobody handles it the signal would say less, or nothing at all.
         is_handled = signal.getsignal(signal.SIGQUIT) not in (signal.SIG_DFL, signal.SIG_IGN)
         # Whatever comes of the signal, this process ends.
