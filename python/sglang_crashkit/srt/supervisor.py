@@ -8,7 +8,7 @@ Each is known by pid and start time, and one wait covers the ends of all of them
   without one, the end of a worker ends the server.
 
 Who belongs to the server is no matter of titles. The launch names the schedulers that it started, and each worker says
-to the main process that it is there (`join`); the kernel says who it is, and that the server started it.
+to the main process that it is there (`join`), where the kernel says that the server started it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import signal
-import socket
-import struct
 import threading
 import time
 from _thread import allocate_lock, start_new_thread
 from collections.abc import Callable, Collection, Iterable, Sequence
 from multiprocessing import connection
+from stat import S_ISFIFO
 from typing import Any
 
 from sglang_crashkit import protocol
@@ -36,7 +36,7 @@ from sglang_crashkit.srt.hooks import handler_pid, never_raises, notify, request
 
 logger = logging.getLogger(__name__)
 
-#: Where a worker says to the main process that it is there: an abstract address, without its leading zero byte.
+#: Where a worker says to the main process that it is there: a pipe's path below ``/proc``, a space, its inode.
 MEMBERS_VARIABLE = "SGLANG_CRASHKIT_MEMBERS"
 
 _PREFIX = "sglang::"
@@ -54,11 +54,10 @@ _HARD_HOLD_SECS = 0.05
 _SOFT_HOLD_SECS = 2.0
 #: A count of out-of-memory kills is compared with one that is this old at least, in seconds.
 _OOM_AGE_SECS = 30.0
-#: The kernel queues few datagrams; a main process that is busy is given this long to take one, in seconds.
-_JOIN_SECS = 1.0
 #: So many processes are named in one message to the crash handler, which has a limit.
 _MAX_AT_ONCE = 512
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+#: What a pipe holds at most.
+_PIPE_BYTES = 1 << 16
 
 
 class Clock:
@@ -396,19 +395,18 @@ class Serving(Supervisor):
     def __init__(self, clock: Clock | None = None) -> None:
         super().__init__([], clock)
         self.pid = os.getpid()
-        self._begun: tuple[int | None, bool] | None = None
+        self._has_begun = self._follows = False
         self._handler = Child()
+        self._next_handler: Child | None = None
         self._registered: dict[int, Child] = {}
         self._excused: dict[int, int] = {}  # start times by pid
         # A signal may interrupt whoever holds it.
         self._lock = threading.RLock()
         counter = cgroup.find_counter(self.pid)
         self._oom_counters, self._oom_read_at = (counter, counter), self.clock.now()
-        self._words = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        self._words.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        # The kernel chooses an abstract address, which needs no folder and ends with the socket.
-        self._words.bind("")
-        os.environ[MEMBERS_VARIABLE] = self._words.getsockname()[1:].decode()
+        # It needs no folder and ends with this process; the kernel lets this user's processes open it, and no others.
+        self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._invite()
 
     def begin(self, handler: int | None, *, follows: bool) -> None:
         """Watch from now on; to be called at each launch, from any thread.
@@ -417,9 +415,13 @@ class Serving(Supervisor):
             handler: the crash handler's pid; None where there is none, or nothing is known of it.
             follows: this node's rank is above 0; rank 0 tells its schedulers to end.
         """
-        self._begun = handler, follows
-        # Whoever waits hears of it by a word of this process's own.
-        join()
+        child = Child("", handler)
+        child.hold()
+        self._has_begun, self._follows, self._next_handler = True, follows, child
+        self._invite()
+        # Whoever waits is woken; where the pipe is full it is awake.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writer, b"\n")
 
     def run(self) -> None:
         """Run it in the calling thread, for as long as this process lives."""
@@ -433,10 +435,14 @@ class Serving(Supervisor):
     def turn(self) -> None:
         """Look at the processes, and wait until there is something to look at."""
         self._hear()
+        handler, self._next_handler = self._next_handler, None
+        if handler is not None:
+            self._handler.let_go()
+            self._handler = handler
         signs = self._handler.signs()
         # Where nobody tells of the handler's end, whether it is there is asked each time.
-        pause = self._look() if self._begun is not None and not signs else None
-        if self.wait(pause, {self._words.fileno(), *signs}).intersection(signs):
+        pause = self._look() if self._has_begun and not signs else None
+        if self.wait(pause, {self._reader, *signs}).intersection(signs):
             self._handler.let_go()
             say_line("the crash handler has ended: a crash ends the server, but leaves no incident")
 
@@ -444,8 +450,8 @@ class Serving(Supervisor):
         """Take in a process of the server, from any thread; nothing happens where the server did not start it.
 
         Args:
-            pid: its process id, by the kernel's word.
-            title: its title, by its own.
+            pid: its process id.
+            title: its title, by its own word.
         """
         child = Child("", pid, title=title)
         with self._lock:
@@ -469,15 +475,14 @@ class Serving(Supervisor):
     def _hear(self) -> None:
         """Take in who said that it is there."""
         with contextlib.suppress(BlockingIOError):
-            while True:
-                title, credentials, _flags, _address = self._words.recvmsg(256, socket.CMSG_SPACE(_CREDENTIALS.size))
-                pid = _CREDENTIALS.unpack(credentials[0][2])[0] if credentials else 0
-                if pid == self.pid and self._begun is not None:
-                    self._handler.let_go()
-                    self._handler = Child("", self._begun[0])
-                    self._handler.hold()
-                elif pid:
-                    self.register(pid, title.decode(errors="replace"))
+            for line in os.read(self._reader, _PIPE_BYTES).decode(errors="replace").splitlines():
+                pid, _space, title = line.partition(" ")
+                if pid.isdecimal():
+                    self.register(int(pid), title)
+
+    def _invite(self) -> None:
+        inode = os.fstat(self._writer).st_ino
+        os.environ[MEMBERS_VARIABLE] = f"/proc/{self.pid}/fd/{self._writer} {inode}"
 
     def _is_own(self, pid: int) -> bool:
         above = procfs.read_stat(pid)
@@ -518,9 +523,8 @@ class Serving(Supervisor):
 
     def _judge(self, child: Child, status: ExitStatus) -> float | None:
         """End the server where a worker's end is the end of it; return in how many seconds to look at it again."""
-        follows = self._begun is not None and self._begun[1]
         is_excused = child.pid is not None and self._excused.get(child.pid) == child.start_ticks
-        is_asked = (status.code == 0 and follows) or (crash_exit.is_draining() and is_orderly(status))
+        is_asked = (status.code == 0 and self._follows) or (crash_exit.is_draining() and is_orderly(status))
         if is_excused or is_asked:
             return None
         left = (child.ended_at or 0.0) + _hold_secs(status) - self.clock.now()
@@ -602,12 +606,16 @@ def register(processes: Iterable[Any]) -> None:
 @never_raises
 def join() -> None:
     """Say to the server's main process that this process is there, and what its title is."""
-    address = os.environ.get(MEMBERS_VARIABLE)
-    if address:
-        # It may be gone, or be in another network namespace.
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.settimeout(_JOIN_SECS)
-            sender.sendto(procfs.read_title(os.getpid()).encode(), f"\0{address}")
+    path, _space, inode = os.environ.get(MEMBERS_VARIABLE, "").partition(" ")
+    # The process may be gone, and its pid another one's.
+    with contextlib.suppress(OSError):
+        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            found = os.fstat(pipe)
+            if S_ISFIFO(found.st_mode) and str(found.st_ino) == inode:
+                os.write(pipe, f"{os.getpid()} {procfs.read_title(os.getpid())}\n".encode()[: select.PIPE_BUF])
+        finally:
+            os.close(pipe)
 
 
 @never_raises

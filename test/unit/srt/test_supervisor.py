@@ -70,7 +70,8 @@ def serving(ends: list[Any], clock: FakeClock) -> Iterator[Serving]:
     serving.begin(None, follows=False)
     yield serving
     serving.let_go()
-    serving._words.close()
+    os.close(serving._reader)
+    os.close(serving._writer)
 
 
 def watch(serving: Serving, clock: FakeClock, *scripts: tuple[float, Any], seconds: float = 40.0) -> None:
@@ -162,7 +163,8 @@ def test_a_kill_for_lack_of_memory_is_told_from_another(
     # A count of more than a minute ago is forgotten.
     watch(mine, clock, (80.0, -signal.SIGKILL), seconds=130.0)
     assert [status for status, _when in ends] == [ServerExit.KILLED]
-    mine._words.close()
+    os.close(mine._reader)
+    os.close(mine._writer)
 
 
 def test_a_look_that_fails_is_told_and_tried_again(
@@ -235,6 +237,21 @@ def test_who_says_that_it_is_there_and_was_started_by_the_server_is_known(
 ) -> None:
     with child(code, title=title):
         assert known(serving) == titles
+
+
+@pytest.mark.parametrize("what", ["file", "pipe", "nothing"])
+def test_a_place_that_is_another_by_now_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    inode = (tmp_path / "file").stat().st_ino
+    monkeypatch.setenv(MEMBERS_VARIABLE, f"{tmp_path / what} {inode}")
+    supervisor.join()
+    assert (tmp_path / "file").read_bytes() == b""
+    assert os.read(reader, 10) == b""
+    os.close(reader)
 
 
 def test_one_below_a_wrapper_is_known(serving: Serving) -> None:
