@@ -107,7 +107,7 @@ class Startup(Supervisor):
         }
         for descriptor in self.wait(self._patience(), readers):
             child = readers[descriptor]
-            self._receiving[child] = _Receipt(child.reader, self.clock)
+            self._receiving[child] = _Receipt(child.reader, self.clock.now())
         for child, receipt in list(self._receiving.items()):
             self._take(child, receipt)
         self._raise_deaths()
@@ -126,11 +126,11 @@ class Startup(Supervisor):
         return max(0.0, min(dues))
 
     def _take(self, child: Child, receipt: _Receipt) -> None:
-        if not receipt.is_done():
-            if receipt.age() >= _MESSAGE_SECS:
-                text = f"began a message and did not finish it within {_MESSAGE_SECS:g} s"
-                raise self._failure("garbled", child, text)
-            return
+        self.clock.join(receipt.thread, _RECEIVING_SECS)
+        if receipt.thread.is_alive():
+            if self.clock.now() < receipt.began + _MESSAGE_SECS:
+                return
+            raise _failure("garbled", child, f"began a message and did not finish it within {_MESSAGE_SECS:g} s")
         del self._receiving[child]
         child.look_up_title()
         error, data = receipt.error, receipt.data
@@ -139,20 +139,16 @@ class Startup(Supervisor):
                 self.wait(_DYING_SECS)
             self._raise_deaths()
             rest = ", and its process lives" if child.pid is not None else "; its process is not known"
-            raise self._failure("closed", child, f"closed its pipe before it was ready{rest}")
+            raise _failure("closed", child, f"closed its pipe before it was ready{rest}")
         if error is not None:
             text = f"sent a message that cannot be read ({type(error).__name__}: {str(error)[:200]})"
-            raise self._failure("garbled", child, text)
+            raise _failure("garbled", child, text)
         if not isinstance(data, dict) or "status" not in data:
-            raise self._failure("garbled", child, f"sent a message without a status, of type {type(data).__name__}")
+            raise _failure("garbled", child, f"sent a message without a status, of type {type(data).__name__}")
         if data["status"] != "ready":
             words = "Initialization failed. Please see the error messages above. "
-            raise self._failure("failed", child, f"reported status {str(data['status'])[:200]!r}", words)
+            raise _failure("failed", child, f"reported status {str(data['status'])[:200]!r}", words)
         child.info, child.ready = data, True
-
-    @staticmethod
-    def _failure(kind: Kind, child: Child, text: str, words: str = "") -> StartupError:
-        return StartupError(kind, [child], f"{words}{child.label()} {text}.")
 
     def _raise_deaths(self) -> None:
         dead = self.ended()
@@ -176,31 +172,26 @@ class Startup(Supervisor):
             logger.warning("crash kit: %s", _of_silence(children, now - self.began))
 
 
+def _failure(kind: Kind, child: Child, text: str, words: str = "") -> StartupError:
+    return StartupError(kind, [child], f"{words}{child.label()} {text}.")
+
+
 class _Receipt:
     """A message on its way: read by a thread of its own, because a message that was only begun blocks its reader."""
 
-    def __init__(self, reader: Any, clock: Clock) -> None:
-        self._reader, self._clock = reader, clock
-        self._began = clock.now()
+    def __init__(self, reader: Any, began: float) -> None:
+        self._reader = reader
+        self.began = began
         self.data: Any = None
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._read, name="crashkit-startup", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._read, name="crashkit-startup", daemon=True)
+        self.thread.start()
 
     def _read(self) -> None:
         try:
             self.data = self._reader.recv()
         except Exception as error:  # noqa: BLE001 - unpickling may raise anything
             self.error = error
-
-    def is_done(self) -> bool:
-        """Give the end of the message a moment, and say whether it came."""
-        self._clock.join(self._thread, _RECEIVING_SECS)
-        return not self._thread.is_alive()
-
-    def age(self) -> float:
-        """Return the seconds since it began."""
-        return self._clock.now() - self._began
 
 
 def note_launch() -> None:
@@ -257,7 +248,7 @@ def _exit_code(status: ExitStatus) -> int | None:
 
 def _of_deaths(dead: Sequence[Child], living: Sequence[Child], began: float) -> str:
     """Describe deaths during the start; `began` is when the wait did, by the clock that tells of the deaths."""
-    names, times = [_short(child) for child in dead], [child.ended_at or 0.0 for child in dead]
+    names, times = [_short(child) for child in dead], [child.ended_at for child in dead]
     codes = ", ".join(str(_exit_code(child.exit)) for child in dead)
     subject = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
     lines = [f"{subject} died during initialization (exit code: {codes})."]

@@ -2,8 +2,8 @@
 
 Each is known by pid and start time, and one wait covers the ends of all of them. What an end means is up to the phase:
 
-- `Startup`: ranks that are to say that they are ready. An end is an error, which names who died and of what.
-- `Following`: the schedulers of a node of a rank above 0, which ends with any of them.
+- `startup.Startup`: ranks that are to say that they are ready. An end is an error, which names who died and of what.
+- `entrypoints.engine.Following`: the schedulers of a node of a rank above 0, which ends with any of them.
 - `Serving`: a server program that serves. As long as there is a crash handler, nothing is done but to wait for its end;
   without one, the end of a worker ends the server.
 
@@ -21,7 +21,7 @@ import signal
 import threading
 import time
 from _thread import allocate_lock, start_new_thread
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from multiprocessing import connection
 from stat import S_ISFIFO
 from typing import Any
@@ -32,7 +32,7 @@ from sglang_crashkit.kernel import cgroup, procfs, signals, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle, signal_name
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 from sglang_crashkit.srt import crash_exit
-from sglang_crashkit.srt.hooks import handler_pid, never_raises, notify, request, say_line
+from sglang_crashkit.srt.hooks import handler_pid, never_raises, notify, say_line
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ _OOM_AGE_SECS = 30.0
 _MAX_AT_ONCE = 512
 #: What a pipe holds at most.
 _PIPE_BYTES = 1 << 16
+_NEVER = float("inf")
 
 
 class Clock:
@@ -92,26 +93,25 @@ class Child:
         ready: it said so, or nothing is expected of it.
         title: its title, once SGLang has set one; the last known one after its death.
         exit: how it ended; see `learn_exit`.
-        ended_at: when its end was noticed, by the clock of who watches; None before.
+        ended_at: when its end was noticed, by the clock of who watches; infinite before.
     """
 
     def __init__(self, name: str = "", process: Any = None, reader: Any = None, title: str = "") -> None:
         self.name, self.reader, self.title = name, reader, title
         self.process = None if isinstance(process, int) else process
         self.pid: int | None = process if isinstance(process, int) else getattr(process, "pid", None)
-        stat = self._stat()
+        stat = procfs.read_stat(self.pid) if self.pid is not None else None
         self.start_ticks = stat.start_ticks if stat is not None else 0
         self.info: Any = None
         self.ready = reader is None
-        self.exit = ExitStatus()
-        self.ended_at: float | None = None
+        self.exit, self.ended_at = ExitStatus(), _NEVER
         self._oom: cgroup.OomCounter | None = None
         self._is_held = self._gave_up_title = False
         self._handle: ProcessHandle | None = None
 
     def hold(self) -> bool:
         """Open a pidfd, once, where the kernel gives one; say whether the process was there then, dead or alive."""
-        if not self._is_held and self.pid is not None and self.is_present():
+        if not self._is_held and self.pid is not None and self.stat() is not None:
             self._is_held = True
             with contextlib.suppress(OSError):
                 self._handle = ProcessHandle(self.pid)
@@ -131,15 +131,15 @@ class Child:
         sentinel = [self.process.sentinel] if self.process is not None else []
         return sentinel + ([self._handle.fd] if self._handle is not None else [])
 
-    def is_present(self) -> bool:
-        """Say whether it is there, dead or alive."""
-        stat = self._stat()
-        return stat is not None and stat.start_ticks == self.start_ticks
+    def stat(self) -> procfs.ProcStat | None:
+        """Return what the kernel says of it, dead or alive; None where it is gone."""
+        stat = procfs.read_stat(self.pid) if self.pid is not None else None
+        return stat if stat is not None and stat.start_ticks == self.start_ticks else None
 
-    def is_gone(self) -> bool:
+    def has_ended(self) -> bool:
         """Say whether it has ended, reaped or not, where no descriptor tells."""
-        stat = self._stat()
-        return stat is None or stat.start_ticks != self.start_ticks or (stat.state in "ZX" and stat.threads <= 1)
+        stat = self.stat()
+        return stat is None or (stat.state in "ZX" and stat.threads <= 1)
 
     def tell(self) -> None:
         """Send it SIGQUIT, on which it saves its requests and ends."""
@@ -171,7 +171,7 @@ class Child:
 
     def look_up_title(self) -> None:
         """Read the title, which SGLang sets some seconds after the start and which is gone with the process."""
-        stat = None if self.has_title else self._stat()
+        stat = None if self.has_title else self.stat()
         if stat is not None and stat.comm.startswith(_PREFIX):
             title = read_title(stat.pid)
             self._gave_up_title = title is None
@@ -204,9 +204,6 @@ class Child:
             what = f"{self._oom.path} counts {kills} OOM kill(s) since the wait began"
         return f"was killed by SIGKILL ({what})"
 
-    def _stat(self) -> procfs.ProcStat | None:
-        return procfs.read_stat(self.pid) if self.pid is not None else None
-
 
 def read_title(pid: int) -> str | None:
     """Return the title of a process, empty where it is gone; None where it does not come in time.
@@ -220,11 +217,12 @@ def read_title(pid: int) -> str | None:
         found[0] = procfs.title_of(procfs.read_cmdline(pid), "")
         is_read.release()
 
-    # Not threading.Thread: its start waits for a lock that the code which a signal interrupted may hold.
-    start_new_thread(read, ())
-    if not is_read.acquire(timeout=_READ_SECS):
+    try:
+        # Not threading.Thread: its start waits for a lock that the code which a signal interrupted may hold.
+        start_new_thread(read, ())
+    except RuntimeError:
         return None
-    return found[0]
+    return found[0] if is_read.acquire(timeout=_READ_SECS) else None
 
 
 class Supervisor:
@@ -243,14 +241,12 @@ class Supervisor:
 
     def living(self) -> list[Child]:
         """Return the children whose end was not noticed yet."""
-        return [child for child in list(self.children) if child.ended_at is None]
+        return [child for child in list(self.children) if child.ended_at == _NEVER]
 
     def ended(self) -> list[Child]:
         """Return the others, in the order of their ends."""
-        return sorted(
-            (child for child in list(self.children) if child.ended_at is not None),
-            key=lambda child: child.ended_at or 0,
-        )
+        ended = [child for child in list(self.children) if child.ended_at < _NEVER]
+        return sorted(ended, key=lambda child: child.ended_at)
 
     def wait(self, seconds: float | None, others: Iterable[int] = ()) -> set[int]:
         """Wait until a child ends, or one of `others` is readable, and note the ends.
@@ -265,12 +261,12 @@ class Supervisor:
         living, others = self.living(), set(others)
         unseen = [child for child in living if child.pid is not None and not child.signs()]
         if unseen:
-            gone = any(child.is_gone() for child in unseen)
+            gone = any(child.has_ended() for child in unseen)
             seconds = 0.0 if gone else min(_LOOK_SECS, _LOOK_SECS if seconds is None else seconds)
         readable = self.clock.wait(others | {sign for child in living for sign in child.signs()}, seconds)
         now = self.clock.now()
         for child in living:
-            if readable.intersection(child.signs()) or (child in unseen and child.is_gone()):
+            if readable.intersection(child.signs()) or (child in unseen and child.has_ended()):
                 child.ended_at = now
         return others & readable
 
@@ -293,100 +289,11 @@ class Supervisor:
             child.let_go()
 
 
-# -- a node of a rank above 0
-
-
-class Following(Supervisor):
-    """The schedulers of a node of a rank above 0, and its data-parallel controller: all of them are ready.
-
-    Upstream waits there for one scheduler after the other, in order and behind a ``/health`` that always answers 200,
-    and ends with 0 whatever they died of. They end with 0 when rank 0, which alone is asked to end, tells them to.
-    """
-
-    def __init__(self, children: Sequence[Child], clock: Clock | None = None) -> None:
-        super().__init__(children, clock)
-        self._settings = Settings.from_environ()
-        self._lock = threading.Lock()
-        self._is_draining = False
-
-    def run(self) -> None:
-        """Return when one of them failed, or when all have ended because they were told to."""
-        while not self.have_failed() and self.living():
-            self.wait(self._patience())
-
-    def have_failed(self) -> bool:
-        """Look at them, and say whether one failed; the incident is whole then.
-
-        To be called before this process does anything that their end may lead to; waits for the crash handler at most
-        ``SGLANG_CRASHKIT_BUDGET_SECS``.
-        """
-        if self._lock.acquire(timeout=self._settings.exit_secs):
-            try:
-                if not crash_exit.has_begun():
-                    self._look()
-            finally:
-                self._lock.release()
-        return crash_exit.has_begun()
-
-    def _look(self) -> None:
-        for child in self.living():
-            child.look_up_title()
-        self.wait(0.0)
-        ended = self.ended()
-        self.learn_exits(ended, STATUS_SECS)
-        for child in ended:
-            if child.exit.code != 0:
-                self._fail(child)
-                return
-        if ended and not self._is_draining:
-            self._is_draining = True
-            # Told by rank 0: the others are about to follow.
-            notify("draining")
-        if self._patience() == 0.0:
-            names = ", ".join(child.label() for child in self.living())
-            self._fail(ended[0], f", and this did not follow: {names}")
-
-    def _patience(self) -> float | None:
-        """Return how long the living still have to follow those that ended, in seconds; None where nobody has to."""
-        ended = self.ended()
-        if not ended or not self.living():
-            return None
-        return max(0.0, (ended[0].ended_at or 0.0) + self._settings.end_secs - self.clock.now())
-
-    def _fail(self, child: Child, rest: str = "") -> None:
-        message = f"{child.label()} {child.how_it_ended()}{rest}"
-        logger.error("crash kit: %s; this node ends", message)
-        crash_exit.begin(status_of_exit(child.exit), self._settings.budget_secs + self._settings.end_secs)
-        wait = crash_exit.await_evidence
-        crash_exit.learn(request("child_failed", self._settings.budget_secs, on_wait=wait, message=message))
-
-
-@never_raises
-def follow(processes: Iterable[Any], end: Callable[[], object]) -> None:
-    """Watch the schedulers of this node from a thread of their own, as long as they run.
-
-    Args:
-        processes: as of `multiprocessing.Process`, all of them ready.
-        end: ends this process after a crash.
-    """
-    if not crash_exit.ends_with_the_server():
-        return
-    following = Following([Child("", process) for process in processes])
-    crash_exit.ask_before_the_end(following.have_failed)
-
-    def run() -> None:
-        following.run()
-        if crash_exit.has_begun():
-            end()
-
-    threading.Thread(target=never_raises(run), name="crashkit-follower", daemon=True).start()
-
-
-# -- a server that serves
-
-
 class Serving(Supervisor):
     """The server's own processes, as its main process knows them; ends the server where there is no crash handler.
+
+    Attributes:
+        excused: the start times of those that this process ends on purpose, by pid; see `procfs.ProcStat`.
 
     Raises:
         OSError: no descriptor is left.
@@ -399,7 +306,7 @@ class Serving(Supervisor):
         self._handler = Child()
         self._next_handler: Child | None = None
         self._registered: dict[int, Child] = {}
-        self._excused: dict[int, int] = {}  # start times by pid
+        self.excused: dict[int, int] = {}
         # A signal may interrupt whoever holds it.
         self._lock = threading.RLock()
         counter = cgroup.find_counter(self.pid)
@@ -434,7 +341,7 @@ class Serving(Supervisor):
 
     def turn(self) -> None:
         """Look at the processes, and wait until there is something to look at."""
-        self._hear()
+        self.hear()
         handler, self._next_handler = self._next_handler, None
         if handler is not None:
             self._handler.let_go()
@@ -459,20 +366,15 @@ class Serving(Supervisor):
             if known is not None and known.start_ticks == child.start_ticks:
                 known.title = title or known.title
             elif child.start_ticks and self._is_own(pid):
-                self._registered = {pid: its for pid, its in self._registered.items() if its.is_present()}
+                self._registered = {pid: its for pid, its in self._registered.items() if its.stat() is not None}
                 self._registered[pid] = child
 
-    def find(self, role: str) -> list[Child]:
-        """Return the processes with this role; see `titles.role_of`."""
-        self._hear()
-        return [child for child in list(self._registered.values()) if titles.role_of(child.title) == role]
+    def tokenizer_workers(self) -> list[Child]:
+        """Return those that whoever started them starts anew, so that their ends are none of the server."""
+        self.hear()
+        return [child for child in list(self._registered.values()) if _is_tokenizer_worker(child)]
 
-    def excuse(self, pids: Iterable[int]) -> None:
-        """Note that this process is about to end these on purpose."""
-        stats = [stat for pid in pids if (stat := procfs.read_stat(pid)) is not None]
-        self._excused.update({stat.pid: stat.start_ticks for stat in stats})
-
-    def _hear(self) -> None:
+    def hear(self) -> None:
         """Take in who said that it is there."""
         with contextlib.suppress(BlockingIOError):
             for line in os.read(self._reader, _PIPE_BYTES).decode(errors="replace").splitlines():
@@ -506,8 +408,7 @@ class Serving(Supervisor):
             self._oom_read_at = self.clock.now()
             self._oom_counters = (self._oom_counters[1], cgroup.find_counter(self.pid))
         for child in list(self._registered.values()):
-            # Whoever started a tokenizer worker starts another one in its place.
-            if child not in self.children and titles.role_of(child.title) != "tokenizer_worker" and child.hold():
+            if child not in self.children and not _is_tokenizer_worker(child) and child.hold():
                 self.children = [*self.children, child]
         self.wait(0.0)
         pause = _LOOK_SECS
@@ -523,11 +424,11 @@ class Serving(Supervisor):
 
     def _judge(self, child: Child, status: ExitStatus) -> float | None:
         """End the server where a worker's end is the end of it; return in how many seconds to look at it again."""
-        is_excused = child.pid is not None and self._excused.get(child.pid) == child.start_ticks
+        is_excused = child.pid is not None and self.excused.get(child.pid) == child.start_ticks
         is_asked = (status.code == 0 and self._follows) or (crash_exit.is_draining() and is_orderly(status))
         if is_excused or is_asked:
             return None
-        left = (child.ended_at or 0.0) + _hold_secs(status) - self.clock.now()
+        left = child.ended_at + _hold_secs(status) - self.clock.now()
         if left > 0:
             return left
         if not crash_exit.has_begun():
@@ -547,6 +448,10 @@ class Serving(Supervisor):
         crash_exit.begin(code, 2 * Settings.from_environ().end_secs if is_handled else 0.0)
         if is_handled:
             signals.tell_itself()
+
+
+def _is_tokenizer_worker(child: Child) -> bool:
+    return titles.role_of(child.title) == "tokenizer_worker"
 
 
 def _hold_secs(status: ExitStatus) -> float:
@@ -623,7 +528,8 @@ def excuse(pid: int) -> None:
     """Note that this process is about to end the process `pid` and all below it on purpose."""
     serving = _known()
     if serving is not None:
-        serving.excuse(procfs.TreeScanner(pid).scan())
+        stats = map(procfs.read_stat, procfs.TreeScanner(pid).scan())
+        serving.excused.update({stat.pid: stat.start_ticks for stat in stats if stat is not None})
 
 
 @never_raises
@@ -634,7 +540,7 @@ def end_tokenizer_workers(seconds: float) -> int:
         seconds: the longest to wait.
     """
     serving = _known()
-    workers = Supervisor(serving.find("tokenizer_worker") if serving is not None else [])
+    workers = Supervisor(serving.tokenizer_workers() if serving is not None else [])
     try:
         for worker in workers.children:
             worker.tell()

@@ -20,7 +20,9 @@ from sglang_crashkit.kernel import cgroup
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.srt import crash_exit, supervisor
-from sglang_crashkit.srt.supervisor import MEMBERS_VARIABLE, Child, Following, Serving
+from sglang_crashkit.srt.entrypoints import engine
+from sglang_crashkit.srt.entrypoints.engine import Following
+from sglang_crashkit.srt.supervisor import MEMBERS_VARIABLE, Child, Serving
 from unit.srt.conftest import Listener
 from unit.srt.fake_ranks import FakeClock, FakeRank, WaitsForEverError
 from unit.waiting import LONG, child, descriptors, wait_until
@@ -134,10 +136,13 @@ def test_none_that_is_left_to_upstream_ends_anything(
     assert ends == []
 
 
-def test_those_that_this_process_ends_itself_are_excused(serving: Serving, clock: FakeClock, ends: list[Any]) -> None:
+def test_those_that_this_process_ends_itself_are_excused(
+    serving: Serving, ends: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with child(JOIN + SLEEPER, title=TITLE) as worker, child(JOIN + SLEEPER, title=TITLE) as another:
         serving.turn()
-        serving.excuse({worker.pid})
+        monkeypatch.setattr(supervisor, "_serving", serving)
+        supervisor.excuse(worker.pid)
         for process in (worker, another):
             assert ends == []
             process.kill()
@@ -217,7 +222,7 @@ def test_the_end_of_the_crash_handler_is_noticed_and_that_of_a_worker_before(
 
 
 def known(serving: Serving) -> list[str]:
-    serving._hear()
+    serving.hear()
     return sorted(found.title for found in serving._registered.values())
 
 
@@ -343,8 +348,8 @@ def test_a_following_node_ends_with_any_of_its_schedulers(
     said: str,
 ) -> None:
     told: list[tuple[str, str]] = []
-    monkeypatch.setattr(supervisor, "notify", lambda event: told.append((event, "")))
-    monkeypatch.setattr(supervisor, "request", lambda event, _secs, on_wait, message: told.append((event, message)))
+    monkeypatch.setattr(engine, "notify", lambda event: told.append((event, "")))
+    monkeypatch.setattr(engine, "request", lambda event, _secs, on_wait, message: told.append((event, message)))
     Following([FakeRank(number, clock, script).child() for number, script in enumerate(scripts)], clock).run()
     assert clock.time == pytest.approx(1000.0 + seconds)
     assert [event for event, _message in told] == events

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.exit_status import ServerExit, status_of_exit
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import crash_exit, handler_process, startup, supervisor
 from sglang_crashkit.srt.arming import arm_server
 from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, request
 from sglang_crashkit.srt.server_args import set_crash_dump_env, withdraw_crash_dump_env
 from sglang_crashkit.srt.startup import Startup, StartupError
-from sglang_crashkit.srt.supervisor import Child
+from sglang_crashkit.srt.supervisor import STATUS_SECS, Child, Clock, Supervisor
 from sglang_crashkit.srt.utils.common import end_after_crash
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ def on_wait_for_scheduler_ready(wait: Handler) -> Handler:
                 raise
         crash_exit.note_started()
         if _follows and can_watch:
-            supervisor.follow(scheduler_procs, end_after_crash)
+            _follow(scheduler_procs)
         return infos
 
     return _then_withdraw_crash_dump_env(wrapper)  # type: ignore[return-value]
@@ -131,3 +132,84 @@ def _report_failed_child() -> None:
     answer = request(event, settings.budget_secs, on_wait=crash_exit.await_evidence)
     crash_exit.learn(answer)
     log_incident(answer)
+
+
+class Following(Supervisor):
+    """The schedulers of a node of a rank above 0, and its data-parallel controller: all of them are ready.
+
+    Upstream waits there for one scheduler after the other, in order and behind a ``/health`` that always answers 200,
+    and ends with 0 whatever they died of. They end with 0 when rank 0, which alone is asked to end, tells them to.
+    """
+
+    def __init__(self, children: Sequence[Child], clock: Clock | None = None) -> None:
+        super().__init__(children, clock)
+        self._settings = Settings.from_environ()
+        self._lock = threading.Lock()
+        self._is_draining = False
+
+    def run(self) -> None:
+        """Return when one of them failed, or when all have ended because they were told to."""
+        while not self.have_failed() and self.living():
+            self.wait(self._patience())
+
+    def have_failed(self) -> bool:
+        """Look at them, and say whether one failed; the incident is whole then.
+
+        To be called before this process does anything that their end may lead to; waits for the crash handler at most
+        ``SGLANG_CRASHKIT_BUDGET_SECS``.
+        """
+        if self._lock.acquire(timeout=self._settings.exit_secs):
+            try:
+                if not crash_exit.has_begun():
+                    self._look()
+            finally:
+                self._lock.release()
+        return crash_exit.has_begun()
+
+    def _look(self) -> None:
+        for child in self.living():
+            child.look_up_title()
+        self.wait(0.0)
+        ended = self.ended()
+        self.learn_exits(ended, STATUS_SECS)
+        for child in ended:
+            if child.exit.code != 0:
+                self._fail(child)
+                return
+        if ended and not self._is_draining:
+            self._is_draining = True
+            # Told by rank 0: the others are about to follow.
+            notify("draining")
+        if self._patience() == 0.0:
+            names = ", ".join(child.label() for child in self.living())
+            self._fail(ended[0], f", and this did not follow: {names}")
+
+    def _patience(self) -> float | None:
+        """Return how long the living still have to follow those that ended, in seconds; None where nobody has to."""
+        ended = self.ended()
+        if not ended or not self.living():
+            return None
+        return max(0.0, ended[0].ended_at + self._settings.end_secs - self.clock.now())
+
+    def _fail(self, child: Child, rest: str = "") -> None:
+        message = f"{child.label()} {child.how_it_ended()}{rest}"
+        logger.error("crash kit: %s; this node ends", message)
+        crash_exit.begin(status_of_exit(child.exit), self._settings.budget_secs + self._settings.end_secs)
+        wait = crash_exit.await_evidence
+        crash_exit.learn(request("child_failed", self._settings.budget_secs, on_wait=wait, message=message))
+
+
+@never_raises
+def _follow(processes: Iterable[Any]) -> None:
+    """Watch the schedulers of this node from a thread of their own, as long as they run."""
+    if not crash_exit.ends_with_the_server():
+        return
+    following = Following([Child("", process) for process in processes])
+    crash_exit.ask_before_the_end(following.have_failed)
+
+    def run() -> None:
+        following.run()
+        if crash_exit.has_begun():
+            end_after_crash()
+
+    threading.Thread(target=never_raises(run), name="crashkit-follower", daemon=True).start()
