@@ -28,6 +28,8 @@ def save(*_):
     os._exit(0)
 signal.signal(signal.SIGQUIT, save)
 setproctitle.setproctitle(f"sglang::tokenizer_worker:{os.getpid()}")
+from sglang_crashkit.srt.supervisor import join
+join()
 print(flush=True)
 time.sleep(60)
 """

@@ -12,14 +12,14 @@ import pytest
 
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.srt.managers import scheduler
-from sglang_crashkit.srt.process_group import find_server
+from sglang_crashkit.srt.managers.scheduler import find_server
 from unit.waiting import LONG, child, wait_until
 
 #: A wrapper starts a bystander and a server; the server has a controller, and that one a scheduler, which kills.
 TREE = """
 import os, subprocess, sys, time
 import setproctitle
-from sglang_crashkit.srt.process_group import kill_own_group
+from sglang_crashkit.srt.managers.scheduler import kill_own_group
 
 def fork(title, work):
     pid = os.fork()

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 
 from sglang_crashkit import settings
-from sglang_crashkit.srt import child_watch, crash_exit, handler_process
+from sglang_crashkit.srt import crash_exit, handler_process, supervisor
 from sglang_crashkit.srt.entrypoints.engine import (
     on_engine_launch,
     on_launch_phase_sigquit,
@@ -37,7 +37,7 @@ def own_environ() -> Iterator[None]:
 def watches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bool]]:
     """How this process was asked to watch its workers, which it does not do."""
     asked: list[dict[str, bool]] = []
-    monkeypatch.setattr(child_watch, "ensure", lambda **how: asked.append(how))
+    monkeypatch.setattr(supervisor, "begin", lambda **how: asked.append(how))
     return asked
 
 

@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import stat
+import subprocess
 import tempfile
 import threading
 import time
@@ -17,13 +18,17 @@ import pytest
 
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.identity_key import server_key
+from sglang_crashkit.settings import fallback_folder
 from sglang_crashkit.srt.managers import tokenizer_manager
 from sglang_crashkit.srt.managers.tokenizer_manager import (
+    give_name,
     on_crash_dump,
     on_orderly_exit,
     on_sigterm,
     open_crash_dump,
+    safe_folder,
 )
+from unit.small_disk import fill, mounted
 from unit.srt.conftest import Listener
 from unit.waiting import LONG
 
@@ -453,3 +458,50 @@ def test_with_sigterm_it_is_told_whether_the_health_check_failed(
 
 def test_sigterm_without_a_handler_is_handled_as_before() -> None:
     assert on_sigterm(lambda: "handled")() == "handled"
+
+
+@pytest.fixture(autouse=True)
+def fallback(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
+    return fallback_folder()
+
+
+def test_a_folder_that_takes_more_is_made_and_used(tmp_path: Path, fallback: Path) -> None:
+    folder = tmp_path / "crash" / "host"
+    assert safe_folder(folder) == safe_folder(folder) == folder
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert not fallback.exists()
+
+
+def test_of_a_full_disk_the_fallback_folder_takes_the_place(
+    tmp_path: Path, fallback: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mounted(tmp_path / "small") as folder:
+        assert safe_folder(folder / "host") == folder / "host"
+        fill(folder)
+        assert safe_folder(folder / "host") == fallback / "host"
+    assert f"the disk is full: '{folder}/host': the requests go to {fallback}/host" in caplog.text
+
+
+def test_so_does_it_of_a_folder_that_became_read_only(
+    tmp_path: Path, fallback: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mounted(tmp_path / "small") as folder:
+        (folder / "host").mkdir(mode=0o700)
+        subprocess.run(["mount", "-o", "remount,ro", folder], check=True, timeout=30)
+        assert safe_folder(folder / "host") == fallback / "host"
+    assert f"it cannot be written to: '{folder}/host': the requests go to {fallback}/host" in caplog.text
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_name_that_is_taken_gets_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "no hard links")
+
+    if not has_links:
+        monkeypatch.setattr(tokenizer_manager.os, "link", refuse)
+    (tmp_path / "dump.pkl").write_text("first")
+    (tmp_path / "new").write_text("second")
+    given = give_name(tmp_path / "new", tmp_path / "dump.pkl")
+    assert given.read_text() == "second"
+    assert given.name == ("dump.1.pkl" if has_links else "dump.pkl")

@@ -19,8 +19,8 @@ def test_a_timeout_is_told_with_what_the_watchdog_knows(listener: Listener, capl
 def test_a_handler_that_does_not_answer_holds_the_watchdog_up_for_a_moment_only(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert watchdog.PHOTOGRAPH_WAIT_SECS <= 2.0
-    monkeypatch.setattr(watchdog, "PHOTOGRAPH_WAIT_SECS", 0.1)
+    assert watchdog.CAPTURE_WAIT_SECS <= 2.0
+    monkeypatch.setattr(watchdog, "CAPTURE_WAIT_SECS", 0.1)
     listener.kill()
     watchdog.on_watchdog_timeout(SimpleNamespace())
 
