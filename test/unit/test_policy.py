@@ -99,7 +99,7 @@ SENDERS = {
     "capture/native_stacks.py",
     "collect/slurm_steps.py",
     "capture/cuda_core/child.py",
-    "handler/work_folders.py",
+    "handler/folders.py",
     "installer/process.py",
     "srt/handler_process.py",
     "test/plugin.py",

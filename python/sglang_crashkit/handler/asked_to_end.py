@@ -6,11 +6,10 @@ import time
 
 from sglang_crashkit.analysis.unhealthy import UNHEALTHY
 from sglang_crashkit.handler.current import CurrentIncident
-from sglang_crashkit.handler.hang import note_silence
-from sglang_crashkit.handler.hang_watch import HangWatch
-from sglang_crashkit.handler.incident_run import IncidentRun
+from sglang_crashkit.handler.hang_detector import HangWatch, note_silence
+from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.outlook import Outlook
-from sglang_crashkit.handler.tree import TrackedProcess
+from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.policy import Event
 
 #: A scheduler whose server's health check failed is silent when it gave no sign for so long, in seconds: an idle one

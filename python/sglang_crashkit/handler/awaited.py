@@ -15,22 +15,16 @@ ANSWER_SECS = 5.0
 class Awaited:
     """What one incident waits for; times are by the monotonic clock.
 
-    Args:
-        root_pid: the server's main process.
-
     Attributes:
-        told: the server was told to end, and did not answer yet.
         observed: the server goes on, so that what comes next is another incident.
         may_end: upstream may end it for what happened, which would then belong to the same incident.
         pardonable: the server was asked to end before, and it is no incident where it goes on or ends in good order.
     """
 
-    def __init__(self, root_pid: int) -> None:
-        self.told = False
+    def __init__(self) -> None:
         self.observed = False
         self.may_end = False
         self.pardonable = False
-        self._root_pid = root_pid
         self._soft_since: float | None = None
         self._quit_due: float | None = None
         self._answer_due: float | None = None
@@ -63,14 +57,8 @@ class Awaited:
         """Expect the server, which was told of a death, to begin to save its requests."""
         self._answer_due = time.monotonic() + ANSWER_SECS
 
-    def hear(self, pid: int) -> None:
-        """Note that process `pid` handles the crash: where it is the server's main process, it sees to its own end."""
-        if pid == self._root_pid:
-            self.told = False
-
     def await_dump(self, pid: int) -> None:
         """Expect process `pid` to say when it has saved its requests."""
-        self.hear(pid)
         self._dump_begun = True
         self.observed = False
         self._observed_due = None

@@ -13,13 +13,12 @@ from typing import Protocol
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.answers import Answers
 from sglang_crashkit.handler.awaited import ANSWER_SECS, Awaited
-from sglang_crashkit.handler.gpu_evidence import GpuEvidence
-from sglang_crashkit.handler.incident_run import IncidentRun
-from sglang_crashkit.handler.last_resort import LastResort
+from sglang_crashkit.handler.collectors.gpu import GpuEvidence
+from sglang_crashkit.handler.collectors.requests import RequestJournals
+from sglang_crashkit.handler.folders import Place
+from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.outlook import Outlook
-from sglang_crashkit.handler.place import Place
-from sglang_crashkit.handler.request_journals import RequestJournals
-from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.exit_status import exit_status_of
 from sglang_crashkit.incident.summary import format_termination_message
 from sglang_crashkit.incident.termination_log import write_termination_message
@@ -82,9 +81,8 @@ class CurrentIncident:
         self._eyes = eyes
         self.journals = RequestJournals()
         self._answers = Answers(mailbox, max(1.0, settings.core_wait_secs))
-        self.awaited = Awaited(tree.root.pid)
+        self.awaited = Awaited()
         self.gpus = GpuEvidence(tree, place, settings)
-        self._last_resort = LastResort(tree.root, 2 * settings.end_secs)
 
     # -- what comes in
 
@@ -245,7 +243,7 @@ class CurrentIncident:
         """Return when `act_on_time` has something to do, by the monotonic clock."""
         run = self.run
         if run is None or run.finished:
-            return self._last_resort.next_due()
+            return float("inf")
         if self.gpus.are_awaited:
             return self.gpus.next_due()
         dues = [
@@ -259,8 +257,6 @@ class CurrentIncident:
     def act_on_time(self) -> None:
         """Do what is due by now."""
         run, now, gone_at = self.run, time.monotonic(), self._outlook.gone_at
-        if not self.is_open:
-            self._last_resort.act_on_time()
         if run is None:
             return
         if run.finished:
@@ -320,8 +316,6 @@ class CurrentIncident:
                 self._answers.tell(self.gpus.cores_secs_left)
                 return
             self._write(run)
-            if self.awaited.told:
-                self._last_resort.arm(run.opened + self._settings.exit_secs)
             if not self.awaited.observed:
                 path = "not written" if run.problem else str(run.path)
                 write_termination_message(format_termination_message(run.incident.to_json(), path))
@@ -343,7 +337,7 @@ class CurrentIncident:
         self.journals.close()
 
     def _ask_server_to_end(self, run: IncidentRun) -> None:
-        """Tell the server of a death that it may not have noticed, as its own children would, and see to its end."""
+        """Tell the server of a death that it may not have noticed, as its own children would."""
         root = self._tree.root
         if root.exited_at is not None:
             return
@@ -354,7 +348,6 @@ class CurrentIncident:
         seconds = time.time()
         if signals.tell(root.handle):
             run.note(seconds, "sigquit_sent", pid=root.pid)
-            self.awaited.told = True
         self.awaited.await_answer()
 
     def _write(self, run: IncidentRun) -> None:
@@ -376,7 +369,7 @@ class CurrentIncident:
     def _forget(self) -> None:
         self.run = None
         self.gpus.forget()
-        self.awaited = Awaited(self._tree.root.pid)
+        self.awaited = Awaited()
         self._tree.forget_dead()
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from sglang_crashkit import policy
 from sglang_crashkit.capture.responder import ask_exit
+from sglang_crashkit.handler.collectors.server_log import ServerLog
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.outlook import Outlook
-from sglang_crashkit.handler.server_log import ServerLog
-from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, is_orderly
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.stack_hooks import ArmedFiles

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from sglang_crashkit.handler.current import CurrentIncident
-from sglang_crashkit.handler.place import Place
+from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.kernel.identity_key import own_namespace
 from sglang_crashkit.protocol import WAIT_FIELD, Mailbox, Message
 

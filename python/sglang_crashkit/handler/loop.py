@@ -9,19 +9,16 @@ import selectors
 import time
 
 from sglang_crashkit.handler.asked_to_end import AskedToEnd
+from sglang_crashkit.handler.collectors.server_log import ServerLog
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.exits import Exits
 from sglang_crashkit.handler.farewell import Farewell
-from sglang_crashkit.handler.hang_watch import HangWatch
-from sglang_crashkit.handler.kept_folder import KeptFolder
-from sglang_crashkit.handler.leftovers import Leftovers
+from sglang_crashkit.handler.folders import KeptFolder, Place
+from sglang_crashkit.handler.hang_detector import HangWatch
 from sglang_crashkit.handler.outlook import Outlook
-from sglang_crashkit.handler.peer_losses import PeerLosses
-from sglang_crashkit.handler.peer_prober import PeerProber
-from sglang_crashkit.handler.place import Place
+from sglang_crashkit.handler.peers import PeerLosses, PeerProber
+from sglang_crashkit.handler.processes import Leftovers, ProcessTree, TrackedProcess
 from sglang_crashkit.handler.reactions import Reactions
-from sglang_crashkit.handler.server_log import ServerLog
-from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
 from sglang_crashkit.kernel.identity_key import server_key
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.settings import Settings

@@ -8,13 +8,12 @@ from collections.abc import Callable
 
 from sglang_crashkit.handler.asked_to_end import AskedToEnd, dump_event
 from sglang_crashkit.handler.current import CurrentIncident
-from sglang_crashkit.handler.failed_ranks import FailedRanks
 from sglang_crashkit.handler.farewell import Farewell
-from sglang_crashkit.handler.hang_watch import HangWatch
+from sglang_crashkit.handler.folders import Place
+from sglang_crashkit.handler.hang_detector import HangWatch
 from sglang_crashkit.handler.outlook import Outlook
-from sglang_crashkit.handler.peer_prober import PeerProber
-from sglang_crashkit.handler.place import Place
-from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+from sglang_crashkit.handler.peers import PeerProber
+from sglang_crashkit.handler.processes import FailedRanks, ProcessTree, TrackedProcess
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.policy import Event, Mode
@@ -194,10 +193,9 @@ class Reactions:
     def _on_launch_failed(self, message: Message, sender: TrackedProcess) -> None:
         current = self._current
         current.make_room()
-        if self._note_consequence(message, sender):
+        if self._note_consequence(message):
             return
         current.awaited.harden()
-        current.awaited.hear(sender.pid)
         # Before the exits are taken in: a rank that died when it had hardly begun to run looks like a helper.
         self._look()
         names_them = self._failed.learn(message.fields, _time_of(message), current.run)
@@ -214,10 +212,9 @@ class Reactions:
         # Unlike a tokenizer manager, which saves its requests, the sender has none to save.
         current = self._current
         current.make_room()
-        if self._note_consequence(message, sender):
+        if self._note_consequence(message):
             return
         current.awaited.harden()
-        current.awaited.hear(sender.pid)
         run = current.join("child_failure", message.event, sender, _time_of(message), Event.FAILED)
         if run is not None:
             run.note(_time_of(message), message.event, pid=message.pid, **_words_of(message))
@@ -226,12 +223,11 @@ class Reactions:
         current.answer_when_finished(message)
         current.finish()
 
-    def _note_consequence(self, message: Message, sender: TrackedProcess) -> bool:
+    def _note_consequence(self, message: Message) -> bool:
         """Note the main process's word for a failure which is that of a finished incident; say whether it is."""
         current = self._current
         if current.run is None or not current.is_ending:
             return False
-        current.awaited.hear(sender.pid)
         current.run.note(_time_of(message), message.event, pid=message.pid, **_words_of(message))
         current.answer(message)
         return True

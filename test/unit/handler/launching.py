@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.loop import CrashHandler
-from sglang_crashkit.handler.place import Place
 from sglang_crashkit.policy import Mode
 from sglang_crashkit.protocol import Mailbox, Message
 from sglang_crashkit.settings import Settings

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.handler.compilers import has_compiler
+from sglang_crashkit.handler.hang_detector import has_compiler
 
 #: Starts a program below itself, says so, and waits.
 PARENT = "import subprocess, sys; child = subprocess.Popen(sys.argv[1:]); print('started', flush=True); child.wait()"

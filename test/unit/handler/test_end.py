@@ -129,18 +129,6 @@ def test_what_went_on_is_not_in_the_containers_status(start_server: Start, tmp_p
     assert message.read_text() == ""
 
 
-def test_a_main_process_that_stands_still_is_ended(start_server: Start) -> None:
-    environ = {"SGLANG_CRASHKIT_BUDGET_SECS": "0.5", "SGLANG_CRASHKIT_END_SECS": "0.2"}
-    server = start_server(environ=environ)
-    assert server.ask("stand_still") == "done"
-    server.kill("scheduler_TP0")
-    assert server.process.wait(LONG) == -signal.SIGALRM
-    stored = server.wait_for_the_end()
-    assert stored is not None
-    assert stored.document is not None
-    assert stored.document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP0"
-
-
 def test_a_main_process_that_hangs_in_its_dump_ends_by_itself(start_server: Start) -> None:
     environ = {"SGLANG_CRASHKIT_BUDGET_SECS": "0.5", "SGLANG_CRASHKIT_END_SECS": "0.2"}
     server = start_server(environ=environ, dump_secs=3600.0)
@@ -157,7 +145,7 @@ def test_a_main_process_that_somebody_stopped_stays_as_it_is(start_server: Start
     with pytest.raises(TimeoutError):
         _wait(server, 1.0)
     os.kill(server.pid, signal.SIGCONT)
-    assert server.process.wait(LONG) in (ServerExit.KILLED, -signal.SIGALRM)
+    assert server.process.wait(LONG) == ServerExit.KILLED
 
 
 def is_dead(pid: int) -> bool:

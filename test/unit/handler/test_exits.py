@@ -14,9 +14,9 @@ import pytest
 
 from sglang_crashkit.capture.responder import ask_exit
 from sglang_crashkit.handler import exits
+from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.loop import CrashHandler
-from sglang_crashkit.handler.place import Place
-from sglang_crashkit.handler.tree import TrackedProcess
+from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.policy import Event

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_crashkit.analysis.verdict import FailureEvent
-from sglang_crashkit.handler import hang_watch
-from sglang_crashkit.handler.hang_watch import HangWatch
+from sglang_crashkit.handler import hang_detector
+from sglang_crashkit.handler.hang_detector import HangWatch
 from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.memory.heartbeat import Beat, NotABeatError
 from sglang_crashkit.settings import Settings
@@ -198,9 +198,9 @@ def world_of(monkeypatch: pytest.MonkeyPatch) -> list[World]:
             self.pid = -1
 
     monkeypatch.setattr(World, "__init__", make)
-    monkeypatch.setattr(hang_watch, "BeatReader", Reader)
-    monkeypatch.setattr(hang_watch, "has_compiler", lambda pid: pid in worlds[-1].compiling)
-    monkeypatch.setattr(hang_watch, "_state_of", lambda process: worlds[-1].states[process.pid])
+    monkeypatch.setattr(hang_detector, "BeatReader", Reader)
+    monkeypatch.setattr(hang_detector, "has_compiler", lambda pid: pid in worlds[-1].compiling)
+    monkeypatch.setattr(hang_detector, "_state_of", lambda process: worlds[-1].states[process.pid])
     return worlds
 
 

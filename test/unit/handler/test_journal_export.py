@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.journal_export import export_requests
+from sglang_crashkit.handler.collectors.requests import export_requests
 from sglang_crashkit.incident.remains import REQUESTS
 from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.memory import journal

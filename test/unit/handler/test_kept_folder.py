@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.handler import kept_folder
-from sglang_crashkit.handler.kept_folder import KeptFolder
+from sglang_crashkit.handler import folders
+from sglang_crashkit.handler.folders import KeptFolder
 from sglang_crashkit.settings import RUN
 
 
@@ -58,7 +58,7 @@ def test_a_folder_elsewhere_locks_nothing_above_it(tmp_path: Path) -> None:
 
 def test_what_is_there_is_touched_a_few_times_a_day(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr(kept_folder.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(folders.time, "monotonic", lambda: now[0])
     kept = KeptFolder(runtime)
     paths = [runtime.parent.parent, runtime.parent, runtime, runtime / "1-2.sock"]
     paths[-1].touch()
@@ -76,7 +76,7 @@ def test_a_folder_that_is_gone_is_said_once_a_turn(
     runtime: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(kept_folder.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(folders.time, "monotonic", lambda: now[0])
     kept = KeptFolder(runtime)
     runtime.rmdir()
     now[0] += 6 * 3600

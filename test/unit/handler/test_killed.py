@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.incident_run import IncidentRun
-from sglang_crashkit.handler.tree import ProcessTree
+from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.incident import recovery
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.incident.recovery import REASON, finish_abandoned

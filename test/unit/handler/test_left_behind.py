@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.handler.left_behind import remove_empty_spools, remove_runtime_folders
+from sglang_crashkit.handler.folders import remove_empty_spools, remove_runtime_folders
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.kernel.identity_key import own_namespace, server_key

@@ -4,9 +4,8 @@ import signal
 
 import pytest
 
-from sglang_crashkit.handler import leftovers as leftovers_module
-from sglang_crashkit.handler.leftovers import Leftovers
-from sglang_crashkit.handler.tree import ProcessTree
+from sglang_crashkit.handler import processes as leftovers_module
+from sglang_crashkit.handler.processes import Leftovers, ProcessTree
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.kernel.shared_memory import FOLDER

@@ -22,9 +22,9 @@ import setproctitle
 
 import sglang_crashkit
 from sglang_crashkit.handler.current import CurrentIncident
-from sglang_crashkit.handler.incident_run import IncidentRun
+from sglang_crashkit.handler.folders import Place
+from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.loop import CrashHandler
-from sglang_crashkit.handler.place import Place
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.protocol import Mailbox, notify

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.loop import CrashHandler
-from sglang_crashkit.handler.peer_losses import PeerLosses
-from sglang_crashkit.handler.place import Place
+from sglang_crashkit.handler.peers import PeerLosses
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.model.peers import LostPeer, WaitingRequest
 from sglang_crashkit.protocol import Mailbox

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler import peer_link, peer_prober
-from sglang_crashkit.handler.peer_prober import PeerProber
+from sglang_crashkit.handler import peers
+from sglang_crashkit.handler.peers import PeerProber
 from sglang_crashkit.model.peer_report import UNCHANGED, KnownPeers, read_question, waiting_answers
 from sglang_crashkit.model.peers import LostPeer, PeerProcess, Role, WaitingRequest
 from unit.waiting import LONG, child, descriptors
@@ -139,10 +139,10 @@ def decode_peers(*found: PeerProcess) -> dict[str, list[PeerProcess]]:
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("_CHECK_SECS", 0.05), ("_ASK_SECS", 0.1), ("_GATHER_SECS", 0.3), ("_TURN_SECS", 600.0)):
-        monkeypatch.setattr(peer_prober, name, seconds)
+        monkeypatch.setattr(peers, name, seconds)
     for name, seconds in (("_RETRY_SECS", 0.02), ("_LOST_RETRY_SECS", 0.05), ("_TURNED_AWAY_SECS", 0.1)):
-        monkeypatch.setattr(peer_link, name, seconds)
-    monkeypatch.setattr(peer_link, "_LONGEST_RETRY_SECS", 0.1)
+        monkeypatch.setattr(peers, name, seconds)
+    monkeypatch.setattr(peers, "_LONGEST_RETRY_SECS", 0.1)
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_a_peer_that_is_killed_is_told_of_once_with_those_that_wait(watch: Watch
 
 
 def test_those_whose_wait_ended_meanwhile_are_named_too(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_link, "_RETRY_SECS", 0.5)
+    monkeypatch.setattr(peers, "_RETRY_SECS", 0.5)
     with listening() as peer:
         rank = watch.rank()
         rank.knows({ADDRESS: processes(peer)})
@@ -234,7 +234,7 @@ def test_the_other_ranks_of_a_decode_server_that_is_gone_are_not_told_of(watch: 
 def test_several_decode_servers_on_a_host_are_watched_in_turn_and_all_at_a_sign(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_prober, "_TURN_SECS", 0.2)
+    monkeypatch.setattr(peers, "_TURN_SECS", 0.2)
     with listening() as first, listening() as second:
         watch.rank("decode").knows(decode_peers(*processes(first), *processes(second)))
         seen: set[Any] = set()
@@ -303,7 +303,7 @@ def test_peers_that_are_lost_together_are_told_together(watch: Watch) -> None:
 def test_a_peer_that_came_back_may_be_lost_again(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peer_prober, "_BACK_SECS", 0.3)
+    monkeypatch.setattr(peers, "_BACK_SECS", 0.3)
     caplog.set_level(logging.INFO)
     with listening() as peer:
         watch.rank().knows({ADDRESS: processes(peer)})
@@ -372,14 +372,14 @@ def test_a_port_that_refuses_says_more_than_a_heartbeat(watch: Watch) -> None:
 def test_a_failed_transfer_counts_when_the_connection_says_nothing_more(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_prober, "_PATIENCE_SECS", 0.2)
+    monkeypatch.setattr(peers, "_PATIENCE_SECS", 0.2)
     with listening(0, 0) as peer:
         ranks = processes(peer, ranks=True)
         watch.rank("decode").knows(decode_peers(ranks[0]))
         other = watch.rank("decode", is_lead=False)
         watch.connected(peer)
         other.knows({}, failed=(ranks[1].address,))
-        monkeypatch.setattr(peer_prober, "_ASK_OTHERS_SECS", 0.1)
+        monkeypatch.setattr(peers, "_ASK_OTHERS_SECS", 0.1)
         watch.ranks[1]._told = None
         watch.prober._ranks[101].next_ask = 0.0
         watch.run(until=lambda: watch.told)
@@ -429,7 +429,7 @@ def test_a_rank_that_is_stuck_is_not_asked_again_and_the_loss_is_told_without_it
 
 
 def test_a_lost_peer_is_looked_for_no_longer_than_so(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_prober, "_FORGET_SECS", 0.3)
+    monkeypatch.setattr(peers, "_FORGET_SECS", 0.3)
     with listening() as peer:
         watch.rank().knows({ADDRESS: processes(peer)})
         watch.connected(peer)
@@ -444,7 +444,7 @@ def test_a_lost_peer_is_looked_for_no_longer_than_so(watch: Watch, monkeypatch: 
 def test_no_more_connections_are_made_than_there_may_be_and_it_is_said_once(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peer_prober, "_MOST_LINKS", 1)
+    monkeypatch.setattr(peers, "_MOST_LINKS", 1)
     with listening() as first, listening() as second:
         rank = watch.rank()
         rank.knows({ADDRESS: processes(first), "other:1": processes(second)})

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.handler import place as place_module
-from sglang_crashkit.handler.place import Place
+from sglang_crashkit.handler import folders as place_module
+from sglang_crashkit.handler.folders import Place
 
 
 def test_an_earlier_server_may_have_left_something_in_any_of_three_places(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.loop import CrashHandler
-from sglang_crashkit.handler.place import Place
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.protocol import Mailbox, Message
 from sglang_crashkit.settings import Settings

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler import repeats
-from sglang_crashkit.handler.incident_run import IncidentRun
-from sglang_crashkit.handler.tree import ProcessTree
+from sglang_crashkit.handler.incident import IncidentRun, count_repeat, incident_with_core
+from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.incident.null_folder import NowhereFolder
@@ -69,7 +68,7 @@ def test_the_stacks_of_a_repeated_fault_are_given_up_but_for_those_of_the_one_th
         folder = IncidentFolder(tmp_path, "killed", new_id(), number)
         incident = stored(folder, names)
         before = incident.to_json()["processes"]
-        spare = repeats.count(incident, folder, keep=2)
+        spare = count_repeat(incident, folder, keep=2)
         assert incident.fault is not None
         assert incident.fault.count == number + 1
         ids.append(folder.id)
@@ -90,29 +89,29 @@ def test_the_stacks_of_a_repeated_fault_are_given_up_but_for_those_of_the_one_th
 def test_of_a_fault_that_has_cores_no_more_are_wanted(tmp_path: Path) -> None:
     first, second = (IncidentFolder(tmp_path, "killed", new_id(), number) for number in range(2))
     incident, repeated = stored(first, []), stored(second, [])
-    assert repeats.incident_with_core(repeated, second, keep=3) is None
-    repeats.count(incident, first, keep=3)
+    assert incident_with_core(repeated, second, keep=3) is None
+    count_repeat(incident, first, keep=3)
     # The first one had none.
-    assert repeats.incident_with_core(repeated, second, keep=3) is None
+    assert incident_with_core(repeated, second, keep=3) is None
     incident.processes[1].evidence.append(Evidence("cuda_core", "captured", path="../../core.cuda.1.9"))
-    repeats.count(incident, first, keep=3)
-    assert repeats.incident_with_core(repeated, second, keep=3) == first.id
-    assert repeats.incident_with_core(repeated, second, keep=0) is None
-    assert repeats.incident_with_core(repeated, NowhereFolder("full"), keep=3) is None
+    count_repeat(incident, first, keep=3)
+    assert incident_with_core(repeated, second, keep=3) == first.id
+    assert incident_with_core(repeated, second, keep=0) is None
+    assert incident_with_core(repeated, NowhereFolder("full"), keep=3) is None
     repeated.processes[0].exit = Exit(None, "SIGBUS", "signal", "", "t")
-    assert repeats.incident_with_core(repeated, second, keep=3) is None
+    assert incident_with_core(repeated, second, keep=3) is None
     # WHEN it has made room for others
     repeated.processes[0].exit = incident.processes[0].exit
     first.discard()
-    assert repeats.incident_with_core(repeated, second, keep=3) is None
+    assert incident_with_core(repeated, second, keep=3) is None
 
 
 def test_what_is_written_nowhere_or_has_no_fault_is_not_counted(tmp_path: Path) -> None:
     folder = IncidentFolder(tmp_path, "snapshot", new_id(), 1.0)
     incident = stored(folder, [])
-    assert repeats.count(incident, NowhereFolder("full"), keep=1) == []
+    assert count_repeat(incident, NowhereFolder("full"), keep=1) == []
     incident.verdict = None
-    assert repeats.count(incident, folder, keep=1) == []
+    assert count_repeat(incident, folder, keep=1) == []
     assert incident.fault is None
     assert read_faults(tmp_path) == {}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.request_journals import RequestJournals
+from sglang_crashkit.handler.collectors.requests import RequestJournals
 from sglang_crashkit.memory.journal import JournalWriter
 from sglang_crashkit.model.incident import JournaledRequests
 from unit.handler.driver import Server

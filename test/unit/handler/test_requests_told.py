@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_crashkit.handler.requests_told import add, add_journal, requests_of
+from sglang_crashkit.handler.incident import add, add_journal, requests_of
 from sglang_crashkit.model.incident import JournaledRequests, Requests
 
 

@@ -12,8 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from sglang_crashkit.handler import tree as tree_module
-from sglang_crashkit.handler.tree import ProcessTree
+from sglang_crashkit.handler import processes as tree_module
+from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.kernel import cgroup, procfs
 from sglang_crashkit.kernel.guarded_read import BlockedReadError, GuardedReader, guard_reads
 from unit.locked_memory import locked_process
@@ -354,7 +354,7 @@ RECYCLED = """
 import os, signal, time
 from pathlib import Path
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.handler.tree import ProcessTree
+from sglang_crashkit.handler.processes import ProcessTree
 
 def start():
     pid = os.fork()

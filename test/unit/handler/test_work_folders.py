@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler import work_folders
-from sglang_crashkit.handler.work_folders import WorkFolders, make_within, make_work_folders
+from sglang_crashkit.handler import folders as folders_module
+from sglang_crashkit.handler.folders import WorkFolders, make_within, make_work_folders
 from unit.waiting import LONG, descriptors
 
 HOST = "what-the-kernel-says"
@@ -20,7 +20,7 @@ NAME = "core.cuda.%t.%p"
 
 @pytest.fixture(autouse=True)
 def fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(work_folders, "fallback_folder", lambda: tmp_path / "fallback")
+    monkeypatch.setattr(folders_module, "fallback_folder", lambda: tmp_path / "fallback")
     monkeypatch.setattr(socket, "gethostname", lambda: HOST)
     monkeypatch.setenv("HOSTNAME", "host")
     before = os.umask(0)
@@ -75,14 +75,14 @@ def test_a_folder_that_cannot_be_used_is_said_and_another_one_is(tmp_path: Path,
 def test_a_disk_that_does_not_answer_is_waited_for_once(
     tmp_path: Path, fallback: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = work_folders.make_private_folder
+    real = folders_module.make_private_folder
 
     def stand_still(folder: Path) -> Path:
         if folder.is_relative_to(tmp_path / "crash"):
             time.sleep(600)
         return real(folder)
 
-    monkeypatch.setattr(work_folders, "make_private_folder", stand_still)
+    monkeypatch.setattr(folders_module, "make_private_folder", stand_still)
     began = time.monotonic()
     core_file = f"{tmp_path}/crash/%h/{NAME}"
     folders = make(tmp_path, core_file=core_file, flight_folder=f"{tmp_path}/crash/{HOST}/flight_recorder", secs=1.0)
@@ -95,7 +95,7 @@ def test_a_disk_that_does_not_answer_is_waited_for_once(
 
 
 def test_where_no_disk_answers_it_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work_folders, "make_private_folder", lambda _folder: time.sleep(600))
+    monkeypatch.setattr(folders_module, "make_private_folder", lambda _folder: time.sleep(600))
     with pytest.raises(OSError, match="did not answer within"):
         make(tmp_path, secs=0.2)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from sglang_crashkit.handler.core_evidence import Cores
-from sglang_crashkit.handler.flight_evidence import FlightRecorders, ask_flight_recorders
-from sglang_crashkit.handler.incident_run import IncidentRun
-from sglang_crashkit.handler.place import Place
-from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+from sglang_crashkit.handler.collectors.cores import Cores
+from sglang_crashkit.handler.collectors.flight import FlightRecorders, ask_flight_recorders
+from sglang_crashkit.handler.folders import Place
+from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.settings import Settings
 
 #: Incidents of a server that goes on, or that had not got so far as to use its GPUs.

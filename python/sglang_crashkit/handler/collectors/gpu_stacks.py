@@ -16,8 +16,8 @@ from typing import Literal
 
 from sglang_crashkit.capture.debugger import GET_CUDA_GDB, Debugged, Debugger, debug, find_debugger, most_at_once
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.incident_run import IncidentRun
-from sglang_crashkit.handler.tree import TrackedProcess
+from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.incident.retention import status_of
 from sglang_crashkit.kernel import titles
 from sglang_crashkit.model.incident import Evidence, ProcessReport

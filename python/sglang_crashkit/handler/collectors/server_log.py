@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.handler.tree import TrackedProcess
+from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.kernel.stack_hooks import FAULT, ArmedFiles
 from sglang_crashkit.protocol import HandlerUnreachableError, notify
 

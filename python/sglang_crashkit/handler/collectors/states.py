@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.tree import TrackedProcess
+from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.retention import status_of
 from sglang_crashkit.kernel import procfs, titles

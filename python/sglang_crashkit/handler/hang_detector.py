@@ -18,6 +18,15 @@ very long prompts that are taken in at once, and with control requests, such as 
 Where the stacks then say that the rank which the others wait for is at work, because it compiles, loads weights,
 writes a profile, or takes in such a prompt, the incident says *busy*. It is withdrawn when the server goes on, and
 taken for a hang after a long time.
+
+One hang, from when it is noticed until the schedulers go on: what its incident is told.
+
+The heartbeat of one scheduler as the handler follows it.
+
+Tell whether a process waits for a compiler that it started.
+
+Torch, FlashInfer, DeepGEMM and TileLang compile kernels while a batch waits for them, for seconds to minutes, by nvcc
+or the machine's own compiler.
 """
 
 from __future__ import annotations
@@ -25,15 +34,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sglang_crashkit.analysis.busy import BUSY_TOO_LONG
-from sglang_crashkit.handler.compilers import has_compiler
+from sglang_crashkit.analysis.verdict import FailureEvent
 from sglang_crashkit.handler.current import CurrentIncident
-from sglang_crashkit.handler.hang import Hang
+from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.outlook import Outlook
-from sglang_crashkit.handler.pulse import Pulse
-from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.memory.heartbeat import Beat, BeatReader, NotABeatError
 from sglang_crashkit.settings import Settings
@@ -311,3 +319,170 @@ def _by_last_sign(pulse: Pulse) -> tuple[float, int]:
 def _state_of(process: TrackedProcess) -> str:
     stat = procfs.read_stat(process.pid)
     return stat.state if stat is not None else "X"
+
+
+SNAPSHOTS, SNAPSHOT_INTERVAL_SECS = 3, 2.0
+#: One sign is not yet a server that goes on: the batch that was stuck may end, and the next one not.
+_SIGNS_OF_PROGRESS = 2
+
+
+def note_silence(run: IncidentRun, pulse: Pulse) -> None:
+    """Take into an incident that a scheduler is silent."""
+    now, process, beat, secs = time.time(), pulse.process, pulse.beat, pulse.silent_secs
+    details = {"silent_secs": round(secs, 3), "doing": beat.doing, "batches": beat.batches}
+    message = f"made no progress for {secs:.1f} s; the last sign was of {beat.doing}"
+    run.note(now, "no_progress", pid=process.pid, title=process.title, **details)
+    run.tell_last_sign(process, beat, secs)
+    run.add_failure(FailureEvent(process.pid, now - secs, "hang", message))
+
+
+class Hang:
+    """Schedulers that make no progress.
+
+    Args:
+        run: the incident, of which the first snapshot is taken at once.
+        silent_secs: for how long the first of them was silent by now, in seconds.
+        clock: the monotonic clock.
+
+    Attributes:
+        run: the incident.
+        next_snapshot: when the next snapshot is due, by the clock.
+        ended: that the server goes on and since when, in words; empty before.
+    """
+
+    def __init__(self, run: IncidentRun, silent_secs: float, clock: Callable[[], float]) -> None:
+        self.run = run
+        self._clock = clock
+        self._since = clock() - silent_secs
+        self._pulses: list[Pulse] = []
+        self._snapshots = 1
+        self.ended = ""
+        self.next_snapshot = clock() + SNAPSHOT_INTERVAL_SECS
+
+    def spread(self, silent: Iterable[Pulse]) -> None:
+        """Take in the schedulers that are silent, those that are not in it yet."""
+        for pulse in silent:
+            if pulse in self._pulses:
+                continue
+            pulse.signs = 0
+            self._pulses.append(pulse)
+            note_silence(self.run, pulse)
+
+    def take_snapshot(self) -> bool:
+        """Take the snapshot that is due, and say whether it was the last one."""
+        self.run.photograph()
+        self._snapshots += 1
+        self.next_snapshot = self._clock() + SNAPSHOT_INTERVAL_SECS
+        if self._snapshots < SNAPSHOTS:
+            return False
+        self.end_snapshots()
+        return True
+
+    def end_snapshots(self) -> None:
+        """Take no more snapshots."""
+        self.next_snapshot = float("inf")
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the stacks say that the schedulers are at work."""
+        verdict = self.run.incident.verdict
+        return verdict is not None and verdict.kind == "busy"
+
+    def told(self) -> str:
+        """Return in one line what is known of it and where."""
+        run = self.run
+        words = run.incident.verdict.text if run.incident.verdict is not None else "no progress."
+        return f"{words} Incident: {run.problem or run.path}"
+
+    def is_over(self) -> bool:
+        """Say whether all that hung go on or are dead; those that go on are noted in the incident, finished or not.
+
+        Of one whose heartbeat was switched off nothing more is known.
+        """
+        living = [pulse for pulse in self._pulses if pulse.process.exited_at is None and not pulse.beat.is_off]
+        if any(pulse.signs < _SIGNS_OF_PROGRESS for pulse in living):
+            return False
+        if living:
+            secs = self._clock() - self._since
+            titles = [pulse.process.title for pulse in living]
+            self.run.note(time.time(), "progress_returned", hung_secs=round(secs, 3), titles=titles)
+            self.ended = f"Progress returned after {secs:.1f} s"
+            self.run.add_afterword(f"{self.ended}.")
+        return True
+
+
+class Pulse:
+    """Counts for how long a scheduler was seen to be silent.
+
+    What counts is time that the handler saw pass, look by look: of a suspended machine, or of a handler that got no
+    CPU, it saw nothing.
+
+    Args:
+        process: the scheduler.
+        reader: its heartbeat.
+
+    Attributes:
+        beat: what the heartbeat said at the last look.
+        silent_secs: for how long it has said nothing else, in seconds.
+        signs: at how many looks it had moved on since `signs` was last set to 0.
+    """
+
+    def __init__(self, process: TrackedProcess, reader: BeatReader) -> None:
+        self.process = process
+        self._reader = reader
+        self.beat: Beat = reader.read()
+        self.silent_secs = 0.0
+        self.signs = 0
+
+    def look(self, seen_secs: float) -> None:
+        """Take in what the heartbeat says now.
+
+        Args:
+            seen_secs: what the handler saw pass since the last look, in seconds.
+        """
+        beat = self._reader.read()
+        if beat == self.beat:
+            self.silent_secs += seen_secs
+        else:
+            self.beat = beat
+            self.silent_secs = 0.0
+            self.signs += 1
+
+    def catch_up(self, now: float) -> None:
+        """Take in what the heartbeat says now, and count all of the time since its last sign, seen or not.
+
+        Args:
+            now: the time by the clock of the heartbeat, in seconds.
+        """
+        beat = self._reader.read()
+        self.signs += beat != self.beat
+        self.beat = beat
+        self.silent_secs = max(0.0, now - beat.at)
+
+    def hold(self, seen_secs: float) -> None:
+        """Do not count the time since the last look."""
+        self.silent_secs = max(0.0, self.silent_secs - seen_secs)
+
+    def last(self) -> Beat:
+        """Return what the heartbeat says now, or said last, without taking it for a sign."""
+        return self._reader.read()
+
+    def close(self) -> None:
+        """Give the heartbeat back."""
+        self._reader.close()
+
+
+#: As the kernel names them, in at most 15 bytes.
+_COMPILERS = frozenset(
+    {"as", "c++", "cc1", "cc1plus", "cicc", "clang", "clang++", "cmake", "collect2", "cudafe++", "fatbinary", "g++"}
+    | {"gcc", "hipcc", "ld", "ld.lld", "lld", "make", "ninja", "nvcc", "nvlink", "ptxas"}
+)
+
+
+def has_compiler(pid: int) -> bool:
+    """Say whether a compiler, or a tool that runs some, is among the descendants of a process."""
+    for descendant in procfs.TreeScanner(pid).scan() - {pid}:
+        stat = procfs.read_stat(descendant)
+        if stat is not None and stat.state not in ("Z", "X") and stat.comm in _COMPILERS:
+            return True
+    return False

@@ -1,15 +1,31 @@
-"""The processes of one server, each held by pidfd from when it is first seen."""
+"""The processes of one server, each held by pidfd from when it is first seen.
+
+What a killed server leaves behind on its machine: noted while it lives, cleared or told of when it is gone.
+
+Ranks of which the server's main process says that they failed, and of which the crash handler knows too little.
+
+A worker has no title in its first moments: for the handler it may be any helper then. Where it dies before, and
+multiprocessing reaps it when it starts the next one, the handler may not have seen it at all.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from sglang_crashkit.kernel import cgroup, procfs, titles
+from sglang_crashkit.kernel import cgroup, procfs, shared_memory, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle
+from sglang_crashkit.kernel.shared_memory import LeftSegment, Segment
+
+if TYPE_CHECKING:
+    from sglang_crashkit.handler.incident import IncidentRun
+    from sglang_crashkit.handler.outlook import Outlook
 
 logger = logging.getLogger(__name__)
 
@@ -318,3 +334,135 @@ class ProcessTree:
     def _parent_of(self, process: TrackedProcess) -> TrackedProcess | None:
         stat = procfs.read_stat(process.pid)
         return self._processes.get(stat.ppid) if stat is not None else None
+
+
+#: Segments come while the server starts and with large requests; the mappings of all processes take tens of ms to read.
+_EVERY_SECS = 60.0
+_AFTER_A_CHANGE_SECS = 10.0
+
+
+class Leftovers:
+    """The server's shared memory."""
+
+    def __init__(self, tree: ProcessTree) -> None:
+        self._tree = tree
+        self._segments: set[Segment] = set()
+        self._own: dict[int, int] = {}  # start times by pid
+        self._noted_at = time.monotonic()
+
+    def note_on_time(self) -> None:
+        """Look at what the processes map, where that is due."""
+        interval = _EVERY_SECS if self._tree.settled else _AFTER_A_CHANGE_SECS
+        if time.monotonic() >= self._noted_at + interval:
+            self.note()
+
+    def note(self) -> None:
+        """Look at what the living processes map now."""
+        self._noted_at = time.monotonic()
+        for process in self._tree.alive():
+            if not process.matters:
+                # What a program runs beside its server is its own affair.
+                continue
+            self._own[process.pid] = process.handle.start_ticks
+            with contextlib.suppress(OSError):
+                self._segments |= shared_memory.mapped_by(process.pid)
+        if any(process.role == "tokenizer_worker" for process in self._tree):
+            # By its name alone it may be another container's, whose processes have the same pids.
+            self._segments |= shared_memory.of_server(self._tree.root.pid)
+
+    def clear(self) -> tuple[list[str], list[LeftSegment]]:
+        """Remove what was the server's alone; see `shared_memory.clear`.
+
+        Nothing is removed while one of its processes lives.
+        """
+        lives = any(process.exited_at is None and process.matters for process in self._tree)
+        lives = lives or any(self._is_alive(pid, ticks) for pid, ticks in self._own.items())
+        removed, left = shared_memory.clear(self._segments, {} if lives else self._own)
+        if removed:
+            logger.info("removed from %s what the server left: %s", shared_memory.FOLDER, " ".join(removed))
+        if left:
+            told = ", ".join(f"{one.name} ({one.why})" for one in left)
+            logger.info("the server left in %s: %s", shared_memory.FOLDER, told)
+        return removed, left
+
+    @staticmethod
+    def _is_alive(pid: int, start_ticks: int) -> bool:
+        stat = procfs.read_stat(pid)
+        return stat is not None and stat.start_ticks == start_ticks and stat.state not in "ZX"
+
+
+_PID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
+#: More than one machine's server ever waits for, and more than an exit status or a signal.
+_MOST_RANKS, _MOST_CODE = 1024, 256
+#: By so much, in seconds, something came before something else of which no more is known.
+_A_MOMENT_SECS = 0.001
+
+
+class FailedRanks:
+    """Takes in the server's word for ranks that failed while it started.
+
+    Args:
+        tree: the server's processes.
+        outlook: what was announced.
+    """
+
+    def __init__(self, tree: ProcessTree, outlook: Outlook) -> None:
+        self._tree = tree
+        self._outlook = outlook
+
+    def learn(self, fields: Mapping[str, Any], seconds: float, run: IncidentRun | None) -> bool:
+        """Take in what processes that have no titles are called, and how those ended that nobody else saw.
+
+        Args:
+            fields: ``titles`` and ``exit_codes`` by pid, the latter as `multiprocessing` writes them; may be anything.
+            seconds: when it was said, since the epoch.
+            run: the incident at hand.
+
+        Returns:
+            Whether any process is named.
+        """
+        titles, codes = (_dict_of(fields, name) for name in ("titles", "exit_codes"))
+        for key, title in list(titles.items())[:_MOST_RANKS]:
+            if isinstance(title, str) and title and _PID.fullmatch(key):
+                code = codes.get(key)
+                status = None
+                if type(code) is int and abs(code) < _MOST_CODE:
+                    status = ExitStatus.from_exit_code(code)
+                title = title[:120].encode(errors="backslashreplace").decode()
+                self._learn_of(int(key), title, status, seconds, run)
+        return bool(titles)
+
+    def _learn_of(
+        self, pid: int, title: str, status: ExitStatus | None, seconds: float, run: IncidentRun | None
+    ) -> None:
+        process = self._tree.get(pid)
+        if process is None and status is not None and pid not in self._outlook.expected:
+            process = self._tree.add_reaped(pid, title, status, self._end_of_reaped(seconds))
+            if run is not None:
+                run.add_exit(process)
+        elif process is not None and process.is_unknown:
+            was_of_no_account = process.is_of_no_account
+            process.title, process.is_awaited = title, True
+            if status is not None and process.handle.has_exited():
+                process.handle.take_exit_status(status)
+            if run is not None and not run.finished and was_of_no_account:
+                run.count_exit(process)
+
+    def _end_of_reaped(self, seconds: float) -> float:
+        """Return when a rank ended that nobody saw: before those that were seen, as all are started in one moment."""
+        ended = [rank.exited_at for rank in self._tree if rank.exited_at is not None and not rank.is_of_no_account]
+        return min([seconds, *ended]) - _A_MOMENT_SECS
+
+    def name_the_unknown(self, run: IncidentRun) -> None:
+        """Where a child failed and nobody is known to have, take it for one that died before it said what it is."""
+        if run.finished or run.has_failure:
+            return
+        for process in self._tree:
+            if process.exited_at is not None and process.may_be_worker:
+                process.is_awaited = True
+                run.add_exit(process)
+
+
+def _dict_of(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = fields.get(name)
+    return value if isinstance(value, dict) else {}

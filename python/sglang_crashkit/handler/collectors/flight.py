@@ -10,8 +10,8 @@ from pathlib import Path
 from sglang_crashkit.analysis.collectives import RankRecord, judge_collectives, worlds_of
 from sglang_crashkit.capture.flight_request import FlightPlace, FlightRequest, Received
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.incident_run import IncidentRun
-from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.retention import status_of
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.model.flight_dump import FlightDumpError

@@ -1,34 +1,202 @@
-"""One incident from its trigger to its folder on disk."""
+"""An incident as it is known by now, and its folder, which is written anew with all that is added.
+
+One incident from its trigger to its folder on disk.
+
+Keep an incident short whose fault was seen before: counted, with its own evidence, without stacks and cores.
+
+Which server an incident happened to, and which crash handler gathers it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
+import os
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.verdict import FailureEvent, order_failures
-from sglang_crashkit.handler import evidence, repeats, requests_told, stack_evidence
-from sglang_crashkit.handler.incident_draft import IncidentDraft
-from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
+from sglang_crashkit import __version__
+from sglang_crashkit.analysis.verdict import FailureEvent, judge, order_failures
+from sglang_crashkit.handler.collectors import stacks, states
+from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
+from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, tells_of_a_crash
+from sglang_crashkit.incident.fingerprint import count_fault, fault_of
 from sglang_crashkit.incident.folder import IncidentFolder
+from sglang_crashkit.incident.summary import format_summary
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.identity_key import own_namespace
 from sglang_crashkit.memory.heartbeat import Beat
 from sglang_crashkit.model.incident import (
     Collectives,
     Evidence,
+    HandlerInfo,
+    Incident,
     JournaledRequests,
     LastSign,
+    ProcessReport,
     Requests,
+    ServerInfo,
+    Trigger,
+    Verdict,
+    iso_time,
 )
 from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.policy import Capture
 from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+
+class IncidentDraft:
+    """The document of one incident in its folder.
+
+    Args:
+        kind: see `IncidentRun`.
+        trigger: the event that opened it.
+        process: whom the event came from.
+        seconds: when, since the epoch.
+        tree: the server's processes.
+        folder: the incident's own folder.
+
+    Attributes:
+        incident: the document.
+        opened: since when it is gathered, by the monotonic clock.
+        finished: it is complete; what is added still is written anew.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        trigger: str,
+        process: TrackedProcess,
+        seconds: float,
+        tree: ProcessTree,
+        folder: IncidentFolder,
+    ) -> None:
+        self._folder = folder
+        self._failures: list[FailureEvent] = []
+        self._afterwords: list[str] = []
+        self.opened = time.monotonic()
+        self.finished = False
+        self.incident = Incident(
+            id=folder.id,
+            kind=kind,
+            trigger=Trigger(trigger, iso_time(seconds), process.pid, process.title),
+            server=server_info(tree.root.pid, tree.root.handle.start_ticks),
+            handler=handler_info(),
+        )
+        self._checkpoint()
+
+    @property
+    def path(self) -> Path:
+        """The incident's folder as it is named now."""
+        return self._folder.path
+
+    @property
+    def problem(self) -> str:
+        """Why it does not lie on disk, so that nothing but answers and logs tell of it; empty where it does."""
+        return self._folder.problem
+
+    def note(self, seconds: float, event: str, /, **fields: Any) -> None:
+        """Add an event to the timeline; see `Incident.note`."""
+        self.incident.note(seconds, event, **fields)
+
+    def add_failure(self, event: FailureEvent) -> None:
+        """Take in a failure for the verdict; once the incident is finished, it is only written anew."""
+        if self.finished:
+            self._save_again()
+        else:
+            self._failures.append(event)
+
+    def add_afterword(self, sentence: str) -> None:
+        """Add a sentence to the verdict, also once the incident is finished."""
+        self._afterwords.append(sentence)
+        if self.finished:
+            self.incident.verdict = self._judge()
+            self._save_again()
+
+    def _save_again(self) -> None:
+        try:
+            self.save()
+        except OSError as error:
+            # It may have been removed by now.
+            logger.warning("incident %s could not be brought up to date: %s", self.path, error)
+
+    @property
+    def stacks(self) -> int:
+        """Of how many processes there are stacks."""
+        return sum(
+            any(piece.kind == "stack" and piece.status == "captured" for piece in report.evidence)
+            for report in self.incident.processes
+        )
+
+    def keep(self, name: str, data: bytes) -> str:
+        """Write a file into the incident's folder, and return its name; see `IncidentFolder.write_bytes`."""
+        return self._folder.write_bytes(name, data)
+
+    def charge(self, name: str, size: int) -> None:
+        """Count a file that is written into the incident's folder; see `IncidentFolder.charge`."""
+        self._folder.charge(name, size)
+
+    def write_json(self, name: str, value: Any) -> str:
+        """Write a file into the incident's folder, and return its name; see `IncidentFolder.write_json`."""
+        return self._folder.write_json(name, value)
+
+    def write_text(self, name: str, text: str) -> str:
+        """Write a file into the incident's folder, and return its name; see `IncidentFolder.write_text`."""
+        return self._folder.write_text(name, text)
+
+    def make_room_beside(self, folder: Path, size: int) -> str:
+        """Make room for what somebody else writes; see `IncidentFolder.make_room_beside`."""
+        return self._folder.make_room_beside(folder, size)
+
+    def why_no_longer(self, folder: Path) -> str:
+        """Say why what somebody else writes to `folder` is to become no longer; empty where it may."""
+        return "" if self.problem else self._folder.make_room_beside(folder, 0)
+
+    def report(self, process: TrackedProcess) -> ProcessReport:
+        """Return the report on a process, to which evidence may be added."""
+        return self._report(process)
+
+    def save(self, *, sync: bool = False) -> None:
+        """Write the incident as it is now; see `IncidentFolder.save`."""
+        document = self.incident.to_json()
+        self._folder.save(document, format_summary(document), sync=sync)
+
+    def _checkpoint(self) -> None:
+        """Write what is known by now: whatever kills this process next, it is on disk."""
+        self.incident.verdict = self._judge()
+        try:
+            self.save()
+        except OSError as error:
+            logger.warning("incident %s cannot be written for now: %s", self.path, error)
+
+    def discard(self) -> None:
+        """Remove what was written: the event was no incident after all."""
+        self._folder.discard()
+
+    def _judge(self) -> Verdict:
+        verdict = judge(self.incident, self._failures)
+        verdict.basis += self._afterwords
+        verdict.text = " ".join([verdict.text, *self._afterwords])
+        return verdict
+
+    def _report(self, process: TrackedProcess) -> ProcessReport:
+        report = self.incident.process(process.pid)
+        if report is None:
+            report = states.report_of(process)
+            self.incident.processes.append(report)
+        elif report.title != process.title:
+            report.title, report.role, report.rank = process.title, process.role, process.rank
+        return report
+
 
 #: An incident names at most this many lost peers, more are in the timeline only, and of all so many waiting requests.
 _MOST_PEERS, _MOST_WAITING = 64, 1024
@@ -94,14 +262,14 @@ class IncidentRun(IncidentDraft):
             for report in reports.values():
                 # Of one that was opened without stacks.
                 report.evidence = [piece for piece in report.evidence if piece.kind not in ("proc_state", "stack")]
-            evidence.capture_states(living, reports)
+            states.capture_states(living, reports)
         self._snapshots += 1
         if self._captures is Capture.NONE:
             for report in reports.values():
                 report.evidence.append(Evidence("stack", "skipped", reason="nothing of this server failed"))
         elif self._settings.stacks:
             number = self._snapshots if self.incident.kind == "hang" else None
-            stack_evidence.capture_stacks(
+            stacks.capture_stacks(
                 living,
                 reports,
                 self._folder,
@@ -137,7 +305,7 @@ class IncidentRun(IncidentDraft):
         started = time.time()
         living = [process for process in self._tree.alive() if process.matters and not process.handle.has_exited()]
         reports = {process.pid: self._report(process) for process in living}
-        stack_evidence.capture_native_stacks(living, reports, self._folder, seconds)
+        stacks.capture_native_stacks(living, reports, self._folder, seconds)
         self.note(time.time(), "native_stacks", processes=len(living), seconds=round(time.time() - started, 4))
 
     def add_exit(self, process: TrackedProcess) -> None:
@@ -196,7 +364,7 @@ class IncidentRun(IncidentDraft):
         if self.finished:
             # The record would stay where it is, and be taken for a crash of its own.
             if record is not None:
-                evidence.adopt_record(record, report, self._folder)
+                states.adopt_record(record, report, self._folder)
             self._save_again()
             return
         self._raised.add(process.pid)
@@ -205,8 +373,8 @@ class IncidentRun(IncidentDraft):
             report.evidence.append(Evidence("exception", "failed", reason="the process could not write its record"))
         else:
             content = _read_record(record)
-            evidence.adopt_record(record, report, self._folder)
-            report.doing = evidence.exception_frames(content) or report.doing
+            states.adopt_record(record, report, self._folder)
+            report.doing = states.exception_frames(content) or report.doing
         if self.photographed:
             self._checkpoint()
 
@@ -230,7 +398,7 @@ class IncidentRun(IncidentDraft):
         """Note who is there and in which state, without any stack: what happened, happened elsewhere."""
         living = [process for process in self._tree.alive() if not process.is_of_no_account]
         reports = {process.pid: self._report(process) for process in living}
-        evidence.capture_states(living, reports)
+        states.capture_states(living, reports)
         for report in reports.values():
             report.evidence.append(Evidence("stack", "skipped", reason="none are taken for what another server did"))
         self._checkpoint()
@@ -273,18 +441,18 @@ class IncidentRun(IncidentDraft):
         """Take in what the server says of the requests that it saved.
 
         Args:
-            fields: see `requests_told.requests_of`.
+            fields: see `requests.requests_of`.
             before: what others have saved.
         """
-        told = requests_told.requests_of(fields)
-        self.incident.requests = told if before is None else requests_told.add(before, told)
+        told = requests_of(fields)
+        self.incident.requests = told if before is None else add(before, told)
         event = "requests_saved" if told.path else "requests_not_saved"
         self.note(time.time(), event, reason=told.reason, path=told.path)
         self._checkpoint()
 
     def set_journal(self, told: JournaledRequests) -> None:
         """Take in what the request journals told; they count where the server did not."""
-        requests_told.add_journal(self.incident.requests, told)
+        add_journal(self.incident.requests, told)
         self.note(time.time(), "journal_read", unfinished=told.unfinished, finished=told.finished, reason=told.reason)
 
     def set_collectives(self, told: Collectives) -> None:
@@ -323,7 +491,7 @@ class IncidentRun(IncidentDraft):
         self._take_kind()
         self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.incident.complete = True
-        spare = repeats.count(self.incident, self._folder, self._settings.full_per_fault)
+        spare = count_repeat(self.incident, self._folder, self._settings.full_per_fault)
         self.save(sync=True)
         with contextlib.suppress(OSError):
             for name in spare:
@@ -336,7 +504,7 @@ class IncidentRun(IncidentDraft):
     def incident_with_core(self) -> str | None:
         """Return the id of an earlier incident of the same fault that has GPU cores; None where there is none."""
         self.incident.verdict = self._judge()
-        return repeats.incident_with_core(self.incident, self._folder, self._settings.full_per_fault)
+        return incident_with_core(self.incident, self._folder, self._settings.full_per_fault)
 
     def _take_kind(self) -> None:
         """Have the incident of a crash be of the kind of its first failure: a consequence may be told first."""
@@ -352,9 +520,9 @@ class IncidentRun(IncidentDraft):
 
     def _note_exit(self, process: TrackedProcess) -> None:
         report = self._report(process)
-        evidence.note_exit(report, process, raised=process.pid in self._raised)
+        states.note_exit(report, process, raised=process.pid in self._raised)
         if self._settings.stacks:
-            stack_evidence.take_fault(process, report, self._folder, self._runtime)
+            stacks.take_fault(process, report, self._folder, self._runtime)
 
 
 def _are_same(some: LostPeer, other: LostPeer) -> bool:
@@ -376,3 +544,110 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: fields.get(name) for name in ("name", "silent_secs", "soft")}
+
+
+_STACKS = "stacks/"
+
+
+def count_repeat(incident: Incident, folder: IncidentFolder, keep: int) -> list[str]:
+    """Count the fault of an incident that is about to be written for the last time.
+
+    Args:
+        incident: with its verdict; it says afterwards what is not kept.
+        folder: where it is written.
+        keep: how many incidents of a fault are kept in full a day; 0 for all.
+
+    Returns:
+        The files that are of no use any more, relative to the folder, to be removed when the incident is written.
+    """
+    fault = fault_of(incident.to_json()) if not folder.problem else None
+    if fault is None:
+        return []
+    pieces = (piece for report in incident.processes for piece in report.evidence)
+    has_core = any(piece.kind == "cuda_core" and piece.status == "captured" for piece in pieces)
+    incident.fault = count_fault(folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core)
+    return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
+
+
+def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) -> str | None:
+    """Return the id of an earlier incident of the same fault that has GPU cores; None where there is none.
+
+    Args:
+        incident: with a verdict.
+        folder: where it is written.
+        keep: see `count_repeat`; with 0 each has its own.
+    """
+    fault = fault_of(incident.to_json()) if keep and not folder.problem else None
+    return fingerprint.incident_with_core(folder.path.parent, fault) if fault is not None else None
+
+
+def _give_up_stacks(incident: Incident) -> Iterator[str]:
+    """Take the stacks out of the incident, except those of the process that failed first, and yield their files."""
+    assert incident.fault is not None
+    assert incident.verdict is not None
+    first = incident.verdict.first_failure
+    for report in incident.processes:
+        for piece in report.evidence:
+            if piece.path and piece.path.startswith(_STACKS) and (first is None or report.pid != first.pid):
+                yield from (str(Path(piece.path).with_suffix(suffix)) for suffix in (".txt", ".json"))
+                piece.status, piece.path, piece.source = "skipped", None, None
+                piece.reason = f"the same fault as in incident {incident.fault.repeats}, which has its stacks"
+
+
+def handler_info() -> HandlerInfo:
+    """Describe this process."""
+    stat = procfs.read_stat(os.getpid())
+    assert stat is not None
+    return HandlerInfo(stat.pid, stat.start_ticks)
+
+
+def server_info(pid: int, start_ticks: int) -> ServerInfo:
+    """Describe the server `pid` of this installation, which started at `start_ticks`."""
+    try:
+        sglang_version = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        sglang_version = "unknown"
+    return ServerInfo(pid, sglang_version, __version__, socket.gethostname(), start_ticks, own_namespace())
+
+
+def requests_of(fields: dict[str, Any]) -> Requests:
+    """Return the requests that one process says it saved.
+
+    Args:
+        fields: ``path`` of the file, ``finished`` and ``unfinished``; where nothing was saved ``error`` or ``reason``.
+    """
+    path = fields.get("path")
+    reason = None if path else str(fields.get("error") or fields.get("reason") or "there were no requests to save")
+    return Requests(
+        finished=_count(fields.get("finished")),
+        unfinished=_count(fields.get("unfinished")),
+        path=str(path) if path else None,
+        reason=reason,
+        source="pickle" if path else None,
+    )
+
+
+def add(before: Requests, now: Requests) -> Requests:
+    """Return what two processes saved as one."""
+    if before.finished is None and before.unfinished is None:
+        return now
+    path = before.path or now.path
+    return replace(
+        now,
+        finished=(now.finished or 0) + (before.finished or 0),
+        unfinished=(now.unfinished or 0) + (before.unfinished or 0),
+        path=path,
+        reason=None if path else now.reason,
+        source="pickle" if path else None,
+    )
+
+
+def add_journal(requests: Requests, told: JournaledRequests) -> None:
+    """Add what the journals told, which counts where the server did not."""
+    requests.journal = told
+    if requests.source is None and told.path:
+        requests.finished, requests.unfinished, requests.source = told.finished, told.unfinished, "journal"
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

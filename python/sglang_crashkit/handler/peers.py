@@ -1,4 +1,10 @@
-"""Watch the other servers of a prefill and decode pair, for the whole server: one connection to each, held open.
+"""One TCP connection to a peer server, held open: the kernel tells at once when the process behind it is gone.
+
+Nothing is sent over it, and what comes is not read as anything. The listener may close it for being silent, as ZeroMQ's
+does after 30 s (ZMQ_HANDSHAKE_IVL); then it is made anew. A peer that is slow, busy or stopped keeps it, because it is
+the peer's kernel that holds the other end.
+
+Watch the other servers of a prefill and decode pair, for the whole server: one connection to each, held open.
 
 The schedulers say which peers there are, and which requests wait for them (`core.peer_report`); they hold no connection
 themselves. So the cost goes with the number of peer servers, however many ranks there are on either side.
@@ -7,22 +13,30 @@ A prefill server is told by its bootstrap address; to each of its hosts there is
 lowest rank that is known there. Of decode servers SGLang has no name, only the addresses of their ranks; to each host
 there is one connection, to a process of the lowest rank. Where several have that rank, replicas of one server or
 several servers, they are taken in turn, and all at once as soon as something is wrong with one.
+
+What is done about peer servers that were lost: an incident of a server that goes on, without stacks.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import heapq
 import itertools
 import logging
 import os
+import random
 import select
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from sglang_crashkit.handler.peer_link import Link
+from sglang_crashkit.handler.current import CurrentIncident
+from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.outlook import Outlook
+from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.model.incident import iso_time
 from sglang_crashkit.model.peer_report import (
     MOST_ASKED,
@@ -33,9 +47,194 @@ from sglang_crashkit.model.peer_report import (
     known_question,
     waiting_question,
 )
-from sglang_crashkit.model.peers import LostPeer, PeerProcess, Role, Sign
+from sglang_crashkit.model.peers import LostPeer, PeerProcess, Role, Sign, describe
+from sglang_crashkit.policy import Event
 
 logger = logging.getLogger(__name__)
+
+#: This many failures in a row are no accident.
+_ENOUGH = 3
+_RETRY_SECS = 0.25
+_RETRY_LATER_SECS = 1.0
+#: A peer that stays away is tried again after this time, in seconds, then after twice, four times as long, and so on.
+_LOST_RETRY_SECS, _LONGEST_RETRY_SECS = 5.0, 120.0
+#: Each pause is longer or shorter by up to this part of it, so that the servers that lost a peer come one by one.
+_JITTER = 0.2
+#: The kernel gives up the search for a host of the same network after 3 s, and says so.
+_CONNECT_SECS = 4.0
+#: A connection that was closed sooner than this after it was made, in seconds, was turned away.
+_TURNED_AWAY_SECS = 1.0
+#: A host that is silent is noticed after 5 + 3 * 2 s (tcp(7)).
+_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+_REFUSED = frozenset({errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED})
+_SILENT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
+_HANG_UP = select.POLLHUP | select.POLLERR | select.POLLRDHUP
+
+
+class Link:
+    """A connection to one address.
+
+    Times are by the monotonic clock unless it says otherwise.
+
+    Args:
+        host: an IP address; a name is not looked up, which might take any time.
+        port: where a process of the peer listens.
+
+    Attributes:
+        since: the first sign that something is wrong, in seconds since the epoch; None while nothing is.
+        opened: how many sockets it has had; a descriptor of an earlier one may be anybody's by now.
+
+    Raises:
+        ValueError: `host` is no IP address.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        try:
+            found = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+            )
+        except OSError as error:
+            raise ValueError(f"{host} is no IP address") from error
+        self._family, self._address = found[0][0], found[0][4]
+        self._socket: socket.socket | None = None
+        self._connecting = False
+        self._changed = 0.0
+        self._due = 0.0
+        self._was_silent = False
+        self._refusals = 0
+        self._silences = 0
+        self._tries = 0
+        self.since: float | None = None
+        self.opened = 0
+
+    @property
+    def lost(self) -> Sign | None:
+        """The sign by which the peer is gone; None while it may be there."""
+        if self._refusals >= _ENOUGH:
+            return "refused"
+        return "unreachable" if self._silences >= _ENOUGH else None
+
+    @property
+    def failures(self) -> int:
+        """How often in a row the peer could not be reached."""
+        return self._refusals + self._silences
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the peer took the connection and kept it."""
+        return self._socket is not None and not self._connecting and self.since is None
+
+    @property
+    def due(self) -> float:
+        """When `step` has something to do although nothing happens on the connection."""
+        if self._socket is None:
+            return self._due
+        if self._connecting:
+            return self._changed + _CONNECT_SECS
+        return self._changed + _TURNED_AWAY_SECS if self.since is not None else float("inf")
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll, -1 where there is none now."""
+        return -1 if self._socket is None else self._socket.fileno()
+
+    @property
+    def events(self) -> int:
+        """What to poll it for."""
+        return select.POLLOUT if self._connecting else select.POLLIN | select.POLLRDHUP
+
+    def step(self, now: float, happened: int) -> None:
+        """Go on.
+
+        Args:
+            now: the time.
+            happened: what poll(2) said of the descriptor, 0 for nothing.
+        """
+        if self._socket is None:
+            if now >= self._due:
+                self._connect(now)
+        elif self._connecting:
+            if happened:
+                self._take_outcome(self._socket, now)
+            elif now >= self._changed + _CONNECT_SECS:
+                self._fail(errno.ETIMEDOUT, now)
+        elif happened:
+            self._read(self._socket, now, hung_up=bool(happened & _HANG_UP))
+        elif now >= self._changed + _TURNED_AWAY_SECS:
+            self._recover()
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.close()
+        self._socket = None
+
+    def _connect(self, now: float) -> None:
+        self._changed, self._connecting = now, True
+        try:
+            self._socket = socket.socket(self._family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+            self.opened += 1
+            for option in _KEEPALIVE:
+                self._socket.setsockopt(*option)
+            outcome = self._socket.connect_ex(self._address)
+        except OSError as error:
+            outcome = error.errno or errno.EIO
+        if outcome not in (0, errno.EINPROGRESS):
+            self._fail(outcome, now)
+
+    def _take_outcome(self, connection: socket.socket, now: float) -> None:
+        outcome = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if outcome:
+            self._fail(outcome, now)
+        else:
+            self._changed, self._connecting = now, False
+
+    def _read(self, connection: socket.socket, now: float, *, hung_up: bool) -> None:
+        try:
+            data = connection.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            # Of a connection that stood this is no refusal yet, unless it stood for a moment only.
+            self._end(now, error.errno or errno.EIO)
+            return
+        if not data or (hung_up and len(data) < 65536):
+            self._end(now, errno.ECONNRESET)
+
+    def _end(self, now: float, error: int) -> None:
+        """Note that a connection that stood is closed."""
+        if now - self._changed < _TURNED_AWAY_SECS:
+            self._fail(error, now)
+            return
+        self.close()
+        self._was_silent = error in _SILENT
+        self.since = self.since or time.time()
+        self._due = now
+
+    def _fail(self, error: int, now: float) -> None:
+        self.close()
+        self.since = self.since or time.time()
+        if error in _REFUSED:
+            self._refusals += 1
+        elif error in _SILENT and (error != errno.ETIMEDOUT or self._was_silent):
+            # Without more a connection that is not taken in time may be a full backlog.
+            self._silences += 1
+        self._tries += 1
+        pause = _RETRY_SECS if error in _REFUSED else _RETRY_LATER_SECS
+        if self._tries >= _ENOUGH:
+            pause = min(_LONGEST_RETRY_SECS, _LOST_RETRY_SECS * 2.0 ** min(self._tries - _ENOUGH, 16))
+        self._due = now + pause * random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311 - it guards no secret
+
+    def _recover(self) -> None:
+        self._was_silent = False
+        self._refusals = self._silences = self._tries = 0
+        self.since = None
+
 
 #: How often something is looked at that nobody tells of, in seconds.
 _CHECK_SECS = 1.0
@@ -600,3 +799,101 @@ def _both(before: LostPeer | None, told: LostPeer) -> LostPeer:
         return replace(told)
     before.merge(told)
     return before
+
+
+#: The incident is whole after this time, in seconds.
+_OBSERVED_SECS = 2.0
+#: Losses that come within this time of the last one, in seconds, belong to it: as in a restart of one after the other.
+_SAME_SECS = 600.0
+#: However they go on, an incident takes in no more after this time, in seconds.
+_LONGEST_SECS = 3600.0
+
+
+class PeerLosses:
+    """Tells of lost peers.
+
+    Args:
+        tree: the server's processes.
+        outlook: what was announced of the server's end.
+        current: the incident at hand.
+        say: writes a line to the server's own log.
+        clock: the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        tree: ProcessTree,
+        outlook: Outlook,
+        current: CurrentIncident,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tree = tree
+        self._outlook = outlook
+        self._current = current
+        self._say = say
+        self._clock = clock
+        self._run: IncidentRun | None = None
+        self._began = self._last = 0.0
+
+    def tell(self, peers: Sequence[LostPeer]) -> None:
+        """Make an incident of losses, or add them to the one that is there.
+
+        Args:
+            peers: what was lost at about the same time.
+        """
+        counting = [peer for peer in peers if self._counts(peer)]
+        if not counting:
+            return
+        now = self._clock()
+        # The exits that are looked for as one is opened may be an incident that is at hand from then on.
+        run = self._run_at_hand(now) or self._open(counting[0], now) or self._run_at_hand(now)
+        if run is None:
+            logger.info("the server ends; of its peers: %s", " ".join(describe(counting)))
+            return
+        text = " ".join(describe(counting))
+        if not self._add(run, counting):
+            # The oldest incidents make room for newer ones, this one too.
+            run = self._open(counting[0], now)
+            if run is None or not self._add(run, counting):
+                logger.error("no incident tells of it: %s", text)
+        logger.error("%s", text)
+        self._say(f"crash kit: {text}")
+        self._last = now
+
+    def _counts(self, peer: LostPeer) -> bool:
+        """Say whether a loss is told: while the server itself ends, only where requests wait."""
+        outlook = self._outlook
+        if self._tree.root.pid in outlook.expected or (outlook.draining and not peer.count + peer.unassigned_count):
+            logger.info("%s server %s ended while this one ends", peer.role, peer.address)
+            return False
+        return True
+
+    def _run_at_hand(self, now: float) -> IncidentRun | None:
+        """Return the incident that a loss of now belongs to."""
+        run = self._current.run
+        if run is not None and not run.finished:
+            return run
+        is_same = now < self._last + _SAME_SECS and now < self._began + _LONGEST_SECS
+        return self._run if self._run is not None and is_same else None
+
+    def _open(self, peer: LostPeer, now: float) -> IncidentRun | None:
+        witness = self._witness_of(peer)
+        run = self._current.open_observed("peer_lost", "peer_lost", witness, time.time(), Event.PEER_LOST)
+        if run is not None:
+            self._current.observe(_OBSERVED_SECS)
+            run.list_processes()
+            self._run, self._began = run, now
+        return run
+
+    def _add(self, run: IncidentRun, peers: Sequence[LostPeer]) -> bool:
+        try:
+            run.add_peers(time.time(), peers)
+        except OSError as error:
+            logger.warning("incident %s could not be written anew: %s", run.path, error)
+            return False
+        return True
+
+    def _witness_of(self, peer: LostPeer) -> TrackedProcess:
+        known = (self._tree.get(pid) for pid in peer.reported_by)
+        return next((process for process in known if process is not None), self._tree.root)

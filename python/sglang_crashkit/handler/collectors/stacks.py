@@ -13,7 +13,7 @@ from sglang_crashkit.capture.faulthandler_output import parse_faulthandler
 from sglang_crashkit.capture.ladder import capture_all
 from sglang_crashkit.capture.native_stacks import capture_native
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.tree import TrackedProcess
+from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.retention import status_of
 from sglang_crashkit.kernel import procfs, titles
