@@ -49,8 +49,10 @@ logger = logging.getLogger(__name__)
 #: A disk that answers does it within this time, in seconds.
 ANSWER_SECS = 2.0
 
-_MOST_BYTES = 4096
-_MOST_DESCRIPTORS = 1 << 16
+_MAX_BYTES = 4096
+_MAX_DESCRIPTORS = 1 << 16
+#: Children of `make_within` that a disk holds up.
+_held_up: set[int] = set()
 
 
 @dataclass
@@ -115,7 +117,7 @@ def make_within(secs: float, make: Callable[[], object]) -> str:
 
     Args:
         secs: how long it may take, in seconds. A child that takes longer is left to itself, killed as soon as the
-            kernel lets go of it.
+            kernel lets go of it, and then reaped by `reap`.
         make: raises OSError or CrashkitError.
     """
     ours, theirs = os.pipe()
@@ -129,8 +131,9 @@ def make_within(secs: float, make: Callable[[], object]) -> str:
             if not select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+                _held_up.add(pid)
                 return f"it did not answer within {secs:g} s"
-            chunk = os.read(ours, _MOST_BYTES)
+            chunk = os.read(ours, _MAX_BYTES)
             if not chunk:
                 break
             answer += chunk
@@ -141,13 +144,22 @@ def make_within(secs: float, make: Callable[[], object]) -> str:
     return words if end == "done" else "the process that tried died"
 
 
+def reap() -> None:
+    """Reap the children that a disk has let go of by now."""
+    for pid in list(_held_up):
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                continue
+        _held_up.discard(pid)
+
+
 def _run_alone(answer: int, make: Callable[[], object]) -> None:
     """Run `make`, tell what came of it, and end this process: a child, which holds nothing of its parent's."""
     words = ""
     try:
         # It may stand still for long, and nobody is to take it for the handler.
         os.closerange(0, answer)
-        os.closerange(answer + 1, _MOST_DESCRIPTORS)
+        os.closerange(answer + 1, _MAX_DESCRIPTORS)
         make()
     except (OSError, CrashkitError) as error:
         words = " ".join(str(error).split())
@@ -155,7 +167,7 @@ def _run_alone(answer: int, make: Callable[[], object]) -> None:
         words = f"{type(error).__name__}: {error}"
     finally:
         with contextlib.suppress(OSError):
-            os.write(answer, words.encode(errors="backslashreplace")[: _MOST_BYTES // 2] + b"\ndone")
+            os.write(answer, words.encode(errors="backslashreplace")[: _MAX_BYTES // 2] + b"\ndone")
         os._exit(0)
 
 
@@ -250,7 +262,7 @@ class KeptFolder:
                 lock.acquire(_LOCK_SECS)
         self._due = time.monotonic() + _TOUCH_SECS
 
-    def touch_on_time(self) -> None:
+    def act_on_time(self) -> None:
         """Give the folder and all in it a new time of change, a few times a day."""
         if time.monotonic() < self._due:
             return
@@ -272,7 +284,7 @@ class KeptFolder:
 
 #: A folder without an owner may be one that its owner is about to lock, for this long, in seconds.
 _AGE_SECS = 10.0
-_MOST = 1000
+_MAX = 1000
 
 
 def remove_empty_spools(incidents: Path) -> None:
@@ -299,7 +311,7 @@ def _free_folders(parent: Path, prefix: str) -> Iterator[Path]:
         names = [entry.name for entry in os.scandir(parent) if entry.name.startswith(prefix)]
     except OSError:
         return
-    for name in names[:_MOST]:
+    for name in names[:_MAX]:
         lock = FolderLock(parent / name)
         with contextlib.suppress(OSError):
             status = (parent / name).lstat()

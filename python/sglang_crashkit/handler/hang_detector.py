@@ -18,15 +18,6 @@ very long prompts that are taken in at once, and with control requests, such as 
 Where the stacks then say that the rank which the others wait for is at work, because it compiles, loads weights,
 writes a profile, or takes in such a prompt, the incident says *busy*. It is withdrawn when the server goes on, and
 taken for a hang after a long time.
-
-One hang, from when it is noticed until the schedulers go on: what its incident is told.
-
-The heartbeat of one scheduler as the handler follows it.
-
-Tell whether a process waits for a compiler that it started.
-
-Torch, FlashInfer, DeepGEMM and TileLang compile kernels while a batch waits for them, for seconds to minutes, by nvcc
-or the machine's own compiler.
 """
 
 from __future__ import annotations
@@ -37,11 +28,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sglang_crashkit.analysis.busy import BUSY_TOO_LONG
-from sglang_crashkit.analysis.verdict import FailureEvent
-from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.incident import IncidentRun
-from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
+from sglang_crashkit.handler.session import Session
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.memory.heartbeat import Beat, BeatReader, NotABeatError
 from sglang_crashkit.settings import Settings
@@ -67,18 +56,17 @@ _LOOK_FOR_COMPILERS = 0.5
 _AT_END_SECS = 5.0
 #: Where no incident could be begun, it is tried again after this time, in seconds.
 _RETRY_SECS = 10.0
-_MOST_MODES = 64
+_MAX_MODES = 64
 #: Whoever is silent for this share of the time that one was, hangs with it.
 _TOGETHER = 0.5
 
 
-class HangWatch:
+class HangDetector:
     """Follows the heartbeats of one server.
 
     Args:
         tree: the server's processes.
-        outlook: what was announced of the server's end.
-        current: the incident at hand.
+        session: the incident at hand.
         settings: how long a silence is a hang.
         say: writes a line to the server's own log.
         clock: the time in seconds, from wherever.
@@ -87,8 +75,7 @@ class HangWatch:
     def __init__(
         self,
         tree: ProcessTree,
-        outlook: Outlook,
-        current: CurrentIncident,
+        session: Session,
         settings: Settings,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -96,11 +83,11 @@ class HangWatch:
         self._clock = clock
         self._say = say
         self._tree = tree
-        self._outlook = outlook
-        self._current = current
+        self._session = session
+        self._budget_secs = settings.budget_secs
         self._hang_secs = max(settings.hang_secs, _SHORTEST_SECS) if settings.hang_secs else 0.0
         self._interval_secs = min(_LONGEST_INTERVAL_SECS, self._hang_secs / 10)
-        self._pulses: dict[int, Pulse] = {}
+        self._heartbeats: dict[int, Heartbeat] = {}
         #: Pids of schedulers that have begun their loop and cannot be followed.
         self._unfollowed: set[int] = set()
         self._hang: Hang | None = None
@@ -108,7 +95,7 @@ class HangWatch:
         self._compiled_at = float("-inf")
         #: What the heartbeats of those that are not followed any more said last, by pid.
         self._last: dict[int, Beat] = {}
-        current.last_signs = self.last_signs
+        session.silences = self
 
     def follow(self, process: TrackedProcess, descriptor: int | None, modes: object = None) -> None:
         """Follow the heartbeat of a scheduler.
@@ -136,28 +123,33 @@ class HangWatch:
                 error,
             )
             return
-        if not self._pulses:
+        if not self._heartbeats:
             self._looked_at = self._clock()
-        if process.pid in self._pulses:
-            self._pulses[process.pid].close()
-        self._pulses[process.pid] = Pulse(process, reader)
+        if process.pid in self._heartbeats:
+            self._heartbeats[process.pid].close()
+        self._heartbeats[process.pid] = Heartbeat(process, reader)
 
     def last_signs(self) -> dict[int, Beat]:
         """Return what the heartbeat of each scheduler says, or said last, by pid; it outlives the process."""
-        return self._last | {pid: pulse.last() for pid, pulse in self._pulses.items()}
+        return self._last | {pid: heartbeat.last() for pid, heartbeat in self._heartbeats.items()}
 
-    def silent(self, secs: float) -> list[Pulse]:
+    def silent(self, secs: float) -> list[Heartbeat]:
         """Return the schedulers that gave no sign in the last `secs` seconds, that first which fell silent first.
 
         That one is silent does not mean that it hangs; see `begin_at_end`.
         """
         now = self._clock()
-        for pulse in self._living():
-            pulse.catch_up(now)
+        for heartbeat in self._living():
+            heartbeat.catch_up(now)
         return sorted(
-            (pulse for pulse in self._living() if pulse.silent_secs >= secs and not pulse.beat.is_off),
+            (heartbeat for heartbeat in self._living() if heartbeat.silent_secs >= secs and not heartbeat.beat.is_off),
             key=_by_last_sign,
         )
+
+    def add_silence(self, run: IncidentRun, secs: float) -> None:
+        """Take into an incident which schedulers are silent; see `silent`."""
+        for heartbeat in self.silent(secs):
+            run.add_silence(heartbeat.process, heartbeat.beat, heartbeat.silent_secs)
 
     def begin_at_end(self) -> None:
         """Take what is silent as the server is asked to end for a hang, unless one is at hand.
@@ -166,12 +158,14 @@ class HangWatch:
         the incident is removed where the schedulers go on, or the server ends in good order.
         """
         silent = self.silent(min(_AT_END_SECS, self._hang_secs / 2)) if self._hang is None else []
-        if silent and not self._is_excused({pulse.process.pid: _state_of(pulse.process) for pulse in self._living()}):
+        if silent and not self._is_excused(
+            {heartbeat.process.pid: _state_of(heartbeat.process) for heartbeat in self._living()}
+        ):
             self._begin(silent, "silent_at_sigterm", pardonable=True)
 
     def next_due(self) -> float:
         """Return when `act_on_time` has something to do, by the monotonic clock."""
-        if not self._pulses:
+        if not self._heartbeats:
             return float("inf")
         look = self._looked_at + self._interval_secs
         return look if self._hang is None else min(look, self._hang.next_snapshot)
@@ -179,71 +173,63 @@ class HangWatch:
     def act_on_time(self) -> None:
         """Do what is due by now."""
         now = self._clock()
-        if self._pulses and now >= self._looked_at + self._interval_secs:
+        if self._heartbeats and now >= self._looked_at + self._interval_secs:
             # A look that comes late saw nothing of what it missed.
             seen_secs = min(now - self._looked_at, 2 * self._interval_secs)
             self._looked_at = now
             self._look(seen_secs)
         if self._hang is not None and self._clock() >= self._hang.next_snapshot:
-            if self._current.gpus.writing_cores:
+            if self._session.gpus.writing_cores:
                 # A snapshot may signal the processes.
                 self._hang.next_snapshot = self._clock() + self._interval_secs
-            elif self._hang.run.finished or self._current.run is not self._hang.run:
+            elif not self._hang.run.is_open:
                 self._hang.end_snapshots()
             elif self._hang.take_snapshot():
-                self._current.finish_observed()
+                self._session.finish_observed()
                 if self._hang.run.finished:
-                    self._say(self._hang.told())
+                    self._say(self._hang.in_words())
 
     def _look(self, seen_secs: float) -> None:
-        for pid, pulse in list(self._pulses.items()):
-            if pulse.process.exited_at is None:
-                pulse.look(seen_secs)
-            if pulse.process.exited_at is not None or pulse.beat.is_off:
+        for pid, heartbeat in list(self._heartbeats.items()):
+            if heartbeat.process.exited_at is None:
+                heartbeat.look(seen_secs)
+            if heartbeat.process.exited_at is not None or heartbeat.beat.is_off:
                 # One that lives beats no more, for a reason that it has logged.
                 self._unfollowed.add(pid)
-                if not pulse.beat.is_off:
-                    self._last[pid] = pulse.last()
-                del self._pulses[pid]
-                pulse.close()
-        longest = max((pulse.silent_secs for pulse in self._pulses.values()), default=0.0)
+                if not heartbeat.beat.is_off:
+                    self._last[pid] = heartbeat.last()
+                del self._heartbeats[pid]
+                heartbeat.close()
+        longest = max((heartbeat.silent_secs for heartbeat in self._heartbeats.values()), default=0.0)
         if longest > 2 * self._interval_secs:
-            states = {pid: _state_of(pulse.process) for pid, pulse in self._pulses.items()}
+            states = {pid: _state_of(heartbeat.process) for pid, heartbeat in self._heartbeats.items()}
             if self._is_excused(states):
-                for pulse in self._pulses.values():
-                    pulse.hold(seen_secs)
+                for heartbeat in self._heartbeats.values():
+                    heartbeat.hold(seen_secs)
                 return
             limit = self._hang_secs * self._patience(states)
-            silent = [pulse for pulse in self._pulses.values() if pulse.silent_secs >= limit]
+            silent = [heartbeat for heartbeat in self._heartbeats.values() if heartbeat.silent_secs >= limit]
             is_compiling = self._hang is None and self._is_compiling(longest, limit)
             if silent and self._hang is None and not is_compiling and self._looked_at >= self._not_before:
-                together = [pulse for pulse in self._pulses.values() if pulse.silent_secs >= _TOGETHER * longest]
+                together = [
+                    heartbeat for heartbeat in self._heartbeats.values() if heartbeat.silent_secs >= _TOGETHER * longest
+                ]
                 self._begin(sorted(together, key=_by_last_sign), "no_progress")
             elif silent and self._hang is not None:
                 self._hang.spread(silent)
                 if self._hang.is_busy and longest >= _COMPILING_FACTOR * self._hang_secs:
-                    self._withdraw(self._hang)
-                    self._hang = self._current.hang = None
+                    self._session.withdraw(self._hang.run)
+                    self._hang = self._session.hang = None
                     self._begin(sorted(silent, key=_by_last_sign), BUSY_TOO_LONG)
         if self._hang is not None and self._hang.is_over():
-            hang, is_at_hand = self._hang, self._current.run is self._hang.run
+            hang = self._hang
             # Otherwise it is over because they are dead.
-            if self._pulses and (hang.is_busy or (is_at_hand and self._current.awaited.pardonable)):
+            if self._heartbeats and (hang.is_busy or self._session.is_pardonable(hang.run)):
                 logger.info("the schedulers go on: it was no hang")
-                self._withdraw(hang)
+                self._session.withdraw(hang.run)
                 if hang.is_busy:
                     self._say(f"{hang.ended}: it was no hang, and incident {hang.run.incident.id} is withdrawn.")
-            self._hang = self._current.hang = None
-
-    def _withdraw(self, hang: Hang) -> None:
-        """Remove the incident of what was no hang."""
-        if self._current.run is hang.run:
-            self._current.discard()
-            return
-        try:
-            hang.run.discard()
-        except OSError as error:
-            logger.error("incident %s could not be removed: %s", hang.run.path, error)
+            self._hang = self._session.hang = None
 
     def _is_excused(self, states: Mapping[int, str]) -> bool:
         """Say whether there is a reason for silence that is none of the schedulers'.
@@ -251,8 +237,9 @@ class HangWatch:
         Args:
             states: state letter of each scheduler's main thread.
         """
-        root, expected = self._tree.root, self._outlook.expected
-        if self._outlook.gone_at is not None or root.pid in expected or expected & states.keys():
+        root, shutdown = self._tree.root, self._session.triage.shutdown
+        expected = shutdown.expected
+        if shutdown.gone_at is not None or root.pid in expected or expected & states.keys():
             return True
         if self._is_starting():
             return True
@@ -261,15 +248,15 @@ class HangWatch:
 
     def _is_starting(self) -> bool:
         """Say whether a scheduler may not be ready yet; where one has begun a batch, all are."""
-        if any(pulse.beat.batches for pulse in self._pulses.values()):
+        if any(heartbeat.beat.batches for heartbeat in self._heartbeats.values()):
             return False
-        known = self._pulses.keys() | self._unfollowed
+        known = self._heartbeats.keys() | self._unfollowed
         return any(process.role == "scheduler" and process.pid not in known for process in self._tree.alive())
 
     def _patience(self, states: Mapping[int, str]) -> int:
         """Return by what the time is multiplied after which a silence is a hang."""
         # Whatever one that is stopped has to do, it does not do it.
-        beats = [pulse.beat for pid, pulse in self._pulses.items() if states[pid] != "T"]
+        beats = [heartbeat.beat for pid, heartbeat in self._heartbeats.items() if states[pid] != "T"]
         if any(beat.is_busy and not beat.in_batch for beat in beats):
             return _BUSY_FACTOR
         working = [beat for beat in beats if beat.in_batch]
@@ -281,39 +268,43 @@ class HangWatch:
         """Say whether a compiler ran lately for a silent scheduler, as long as that may take."""
         if longest < _LOOK_FOR_COMPILERS * limit or longest >= _COMPILING_FACTOR * self._hang_secs:
             return False
-        silent = [pulse.process.pid for pulse in self._pulses.values() if pulse.silent_secs >= _TOGETHER * longest]
+        silent = [
+            heartbeat.process.pid
+            for heartbeat in self._heartbeats.values()
+            if heartbeat.silent_secs >= _TOGETHER * longest
+        ]
         if any(has_compiler(pid) for pid in silent):
             self._compiled_at = self._looked_at
         return self._looked_at - self._compiled_at < limit
 
-    def _living(self) -> list[Pulse]:
-        return [pulse for pulse in self._pulses.values() if pulse.process.exited_at is None]
+    def _living(self) -> list[Heartbeat]:
+        return [heartbeat for heartbeat in self._heartbeats.values() if heartbeat.process.exited_at is None]
 
-    def _begin(self, silent: Sequence[Pulse], trigger: str, *, pardonable: bool = False) -> None:
-        longest = max(pulse.silent_secs for pulse in silent)
-        run = self._current.open_observed("hang", trigger, silent[0].process, time.time())
+    def _begin(self, silent: Sequence[Heartbeat], trigger: str, *, pardonable: bool = False) -> None:
+        longest = max(heartbeat.silent_secs for heartbeat in silent)
+        process, secs = silent[0].process, self._budget_secs
+        run = self._session.open_observed("hang", trigger, process, secs, pardonable=pardonable)
         if run is None:
             # Something worse is under way, or there is no room for it.
             self._not_before = self._looked_at + _RETRY_SECS
             return
-        self._current.awaited.pardonable = pardonable
         self._hang = Hang(run, longest, self._clock)
         self._hang.spread(silent)
-        self._current.hang = run
+        self._session.hang = run
         # Only now: for it exits are taken in, and one of them is an incident of its own, which refers to this one.
-        self._current.photograph()
+        self._session.capture()
         logger.info("%d scheduler(s) made no progress for %.1f s", len(silent), longest)
 
 
 def _modes_of(value: object) -> dict[int, str]:
     """Return the forward modes that a scheduler told of, without what is none."""
     modes = value if isinstance(value, dict) else {}
-    short = {key: str(name)[:40] for key, name in list(modes.items())[:_MOST_MODES]}
+    short = {key: str(name)[:40] for key, name in list(modes.items())[:_MAX_MODES]}
     return {int(key): name for key, name in short.items() if isinstance(key, str) and key.isascii() and key.isdecimal()}
 
 
-def _by_last_sign(pulse: Pulse) -> tuple[float, int]:
-    return (pulse.beat.at, pulse.process.pid)
+def _by_last_sign(heartbeat: Heartbeat) -> tuple[float, int]:
+    return (heartbeat.beat.at, heartbeat.process.pid)
 
 
 def _state_of(process: TrackedProcess) -> str:
@@ -324,16 +315,6 @@ def _state_of(process: TrackedProcess) -> str:
 SNAPSHOTS, SNAPSHOT_INTERVAL_SECS = 3, 2.0
 #: One sign is not yet a server that goes on: the batch that was stuck may end, and the next one not.
 _SIGNS_OF_PROGRESS = 2
-
-
-def note_silence(run: IncidentRun, pulse: Pulse) -> None:
-    """Take into an incident that a scheduler is silent."""
-    now, process, beat, secs = time.time(), pulse.process, pulse.beat, pulse.silent_secs
-    details = {"silent_secs": round(secs, 3), "doing": beat.doing, "batches": beat.batches}
-    message = f"made no progress for {secs:.1f} s; the last sign was of {beat.doing}"
-    run.note(now, "no_progress", pid=process.pid, title=process.title, **details)
-    run.tell_last_sign(process, beat, secs)
-    run.add_failure(FailureEvent(process.pid, now - secs, "hang", message))
 
 
 class Hang:
@@ -354,23 +335,23 @@ class Hang:
         self.run = run
         self._clock = clock
         self._since = clock() - silent_secs
-        self._pulses: list[Pulse] = []
+        self._heartbeats: list[Heartbeat] = []
         self._snapshots = 1
         self.ended = ""
         self.next_snapshot = clock() + SNAPSHOT_INTERVAL_SECS
 
-    def spread(self, silent: Iterable[Pulse]) -> None:
+    def spread(self, silent: Iterable[Heartbeat]) -> None:
         """Take in the schedulers that are silent, those that are not in it yet."""
-        for pulse in silent:
-            if pulse in self._pulses:
+        for heartbeat in silent:
+            if heartbeat in self._heartbeats:
                 continue
-            pulse.signs = 0
-            self._pulses.append(pulse)
-            note_silence(self.run, pulse)
+            heartbeat.signs = 0
+            self._heartbeats.append(heartbeat)
+            self.run.add_silence(heartbeat.process, heartbeat.beat, heartbeat.silent_secs)
 
     def take_snapshot(self) -> bool:
         """Take the snapshot that is due, and say whether it was the last one."""
-        self.run.photograph()
+        self.run.capture()
         self._snapshots += 1
         self.next_snapshot = self._clock() + SNAPSHOT_INTERVAL_SECS
         if self._snapshots < SNAPSHOTS:
@@ -388,7 +369,7 @@ class Hang:
         verdict = self.run.incident.verdict
         return verdict is not None and verdict.kind == "busy"
 
-    def told(self) -> str:
+    def in_words(self) -> str:
         """Return in one line what is known of it and where."""
         run = self.run
         words = run.incident.verdict.text if run.incident.verdict is not None else "no progress."
@@ -399,19 +380,23 @@ class Hang:
 
         Of one whose heartbeat was switched off nothing more is known.
         """
-        living = [pulse for pulse in self._pulses if pulse.process.exited_at is None and not pulse.beat.is_off]
-        if any(pulse.signs < _SIGNS_OF_PROGRESS for pulse in living):
+        living = [
+            heartbeat
+            for heartbeat in self._heartbeats
+            if heartbeat.process.exited_at is None and not heartbeat.beat.is_off
+        ]
+        if any(heartbeat.signs < _SIGNS_OF_PROGRESS for heartbeat in living):
             return False
         if living:
             secs = self._clock() - self._since
-            titles = [pulse.process.title for pulse in living]
+            titles = [heartbeat.process.title for heartbeat in living]
             self.run.note(time.time(), "progress_returned", hung_secs=round(secs, 3), titles=titles)
             self.ended = f"Progress returned after {secs:.1f} s"
             self.run.add_afterword(f"{self.ended}.")
         return True
 
 
-class Pulse:
+class Heartbeat:
     """Counts for how long a scheduler was seen to be silent.
 
     What counts is time that the handler saw pass, look by look: of a suspended machine, or of a handler that got no

@@ -1,11 +1,4 @@
-"""An incident as it is known by now, and its folder, which is written anew with all that is added.
-
-One incident from its trigger to its folder on disk.
-
-Keep an incident short whose fault was seen before: counted, with its own evidence, without stacks and cores.
-
-Which server an incident happened to, and which crash handler gathers it.
-"""
+"""One incident from its trigger to its folder on disk; it is kept short where its like was seen before."""
 
 from __future__ import annotations
 
@@ -53,21 +46,35 @@ from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+#: An incident names at most this many lost peers, more are in the timeline only, and of all so many waiting requests.
+_MAX_PEERS, _MAX_WAITING = 64, 1024
+#: Kinds by which it was opened that say no more than who was heard first.
+_KINDS_OF_CRASHES = frozenset({"killed", "exited", "exception", "child_failure"})
+#: The longest that native stacks may take, and what is left of the budget for writing after them, in seconds.
+_NATIVE_SECS, _WRITING_SECS = 5.0, 1.0
+_STACKS = "stacks/"
 
-class IncidentDraft:
-    """The document of one incident in its folder.
+
+class IncidentRun:
+    """Gathers one incident in its folder, which is written anew with all that is added; later events join it.
 
     Args:
-        kind: see `IncidentRun`.
+        kind: ``killed``, ``exited``, ``exception``, ``failed_start``, ``child_failure``, ``hang``, ``peer_lost`` or
+            ``snapshot``. The first three are that of the event, and in the end that of the first failure, as is a
+            ``child_failure``, which the main process reported, where the failure of a child was seen.
         trigger: the event that opened it.
         process: whom the event came from.
         seconds: when, since the epoch.
         tree: the server's processes.
         folder: the incident's own folder.
+        runtime: where the server's processes say which stack hooks they have.
+        settings: the deadlines.
 
     Attributes:
         incident: the document.
+        folder: where it is written.
         opened: since when it is gathered, by the monotonic clock.
+        captured: what the living processes did was captured.
         finished: it is complete; what is added still is written anew.
     """
 
@@ -79,12 +86,21 @@ class IncidentDraft:
         seconds: float,
         tree: ProcessTree,
         folder: IncidentFolder,
+        runtime: Path,
+        settings: Settings,
     ) -> None:
-        self._folder = folder
+        self.folder = folder
+        self.opened = time.monotonic()
+        self.captured = self.finished = self._discarded = False
+        self._tree = tree
+        self._runtime = runtime
+        self._settings = settings
         self._failures: list[FailureEvent] = []
         self._afterwords: list[str] = []
-        self.opened = time.monotonic()
-        self.finished = False
+        self._raised: set[int] = set()
+        self._is_fatal_hang = False
+        self._snapshots = 0
+        self._captures = Capture.NONE
         self.incident = Incident(
             id=folder.id,
             kind=kind,
@@ -97,23 +113,21 @@ class IncidentDraft:
     @property
     def path(self) -> Path:
         """The incident's folder as it is named now."""
-        return self._folder.path
+        return self.folder.path
 
     @property
     def problem(self) -> str:
         """Why it does not lie on disk, so that nothing but answers and logs tell of it; empty where it does."""
-        return self._folder.problem
+        return self.folder.problem
 
     def note(self, seconds: float, event: str, /, **fields: Any) -> None:
         """Add an event to the timeline; see `Incident.note`."""
         self.incident.note(seconds, event, **fields)
 
-    def add_failure(self, event: FailureEvent) -> None:
-        """Take in a failure for the verdict; once the incident is finished, it is only written anew."""
-        if self.finished:
-            self._save_again()
-        else:
-            self._failures.append(event)
+    @property
+    def is_open(self) -> bool:
+        """Whether it is neither finished nor removed."""
+        return not self.finished and not self._discarded
 
     def add_afterword(self, sentence: str) -> None:
         """Add a sentence to the verdict, also once the incident is finished."""
@@ -137,29 +151,9 @@ class IncidentDraft:
             for report in self.incident.processes
         )
 
-    def keep(self, name: str, data: bytes) -> str:
-        """Write a file into the incident's folder, and return its name; see `IncidentFolder.write_bytes`."""
-        return self._folder.write_bytes(name, data)
-
-    def charge(self, name: str, size: int) -> None:
-        """Count a file that is written into the incident's folder; see `IncidentFolder.charge`."""
-        self._folder.charge(name, size)
-
-    def write_json(self, name: str, value: Any) -> str:
-        """Write a file into the incident's folder, and return its name; see `IncidentFolder.write_json`."""
-        return self._folder.write_json(name, value)
-
-    def write_text(self, name: str, text: str) -> str:
-        """Write a file into the incident's folder, and return its name; see `IncidentFolder.write_text`."""
-        return self._folder.write_text(name, text)
-
-    def make_room_beside(self, folder: Path, size: int) -> str:
-        """Make room for what somebody else writes; see `IncidentFolder.make_room_beside`."""
-        return self._folder.make_room_beside(folder, size)
-
     def why_no_longer(self, folder: Path) -> str:
         """Say why what somebody else writes to `folder` is to become no longer; empty where it may."""
-        return "" if self.problem else self._folder.make_room_beside(folder, 0)
+        return "" if self.problem else self.folder.make_room_beside(folder, 0)
 
     def report(self, process: TrackedProcess) -> ProcessReport:
         """Return the report on a process, to which evidence may be added."""
@@ -168,7 +162,7 @@ class IncidentDraft:
     def save(self, *, sync: bool = False) -> None:
         """Write the incident as it is now; see `IncidentFolder.save`."""
         document = self.incident.to_json()
-        self._folder.save(document, format_summary(document), sync=sync)
+        self.folder.save(document, format_summary(document), sync=sync)
 
     def _checkpoint(self) -> None:
         """Write what is known by now: whatever kills this process next, it is on disk."""
@@ -180,7 +174,8 @@ class IncidentDraft:
 
     def discard(self) -> None:
         """Remove what was written: the event was no incident after all."""
-        self._folder.discard()
+        self._discarded = True
+        self.folder.discard()
 
     def _judge(self) -> Verdict:
         verdict = judge(self.incident, self._failures)
@@ -197,57 +192,11 @@ class IncidentDraft:
             report.title, report.role, report.rank = process.title, process.role, process.rank
         return report
 
-
-#: An incident names at most this many lost peers, more are in the timeline only, and of all so many waiting requests.
-_MOST_PEERS, _MOST_WAITING = 64, 1024
-#: Kinds by which it was opened that say no more than who was heard first.
-_KINDS_OF_CRASHES = frozenset({"killed", "exited", "exception", "child_failure"})
-#: The longest that native stacks may take, and what is left of the budget for writing after them, in seconds.
-_NATIVE_SECS, _WRITING_SECS = 5.0, 1.0
-
-
-class IncidentRun(IncidentDraft):
-    """Gathers one incident; later events join it.
-
-    Args:
-        kind: ``killed``, ``exited``, ``exception``, ``failed_start``, ``child_failure``, ``hang``, ``peer_lost`` or
-            ``snapshot``. The first three are that of the event, and in the end that of the first failure, as is a
-            ``child_failure``, of which the main process told, where the failure of a child was seen.
-        trigger: the event that opened it.
-        process: whom the event came from.
-        seconds: when, since the epoch.
-        tree: the server's processes.
-        folder: the incident's own folder.
-        runtime: where the server's processes say what they armed.
-        settings: the deadlines.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        trigger: str,
-        process: TrackedProcess,
-        seconds: float,
-        tree: ProcessTree,
-        folder: IncidentFolder,
-        runtime: Path,
-        settings: Settings,
-    ) -> None:
-        super().__init__(kind, trigger, process, seconds, tree, folder)
-        self._tree = tree
-        self._runtime = runtime
-        self._settings = settings
-        self._raised: set[int] = set()
-        self._is_fatal_hang = False
-        self._snapshots = 0
-        self._captures = Capture.NONE
-        self.photographed = False
-
     def permit(self, captures: Capture) -> None:
         """Let the living processes be looked at by these means, beside those that were permitted before."""
         self._captures = max(self._captures, captures, key=list(Capture).index)
 
-    def photograph(self) -> None:
+    def capture(self) -> None:
         """Capture what the living processes are doing; the dead ones are told from them first.
 
         May be called again: of a hang, each time is a snapshot of its own, for comparison.
@@ -272,7 +221,7 @@ class IncidentRun(IncidentDraft):
             stacks.capture_stacks(
                 living,
                 reports,
-                self._folder,
+                self.folder,
                 self._runtime,
                 self._settings.photograph_secs,
                 number,
@@ -282,7 +231,7 @@ class IncidentRun(IncidentDraft):
             for report in reports.values():
                 reason = "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH"
                 report.evidence.append(Evidence("stack", "skipped", reason=reason))
-        self.photographed = True
+        self.captured = True
         self.incident.note(
             time.time(),
             "photographed",
@@ -305,7 +254,7 @@ class IncidentRun(IncidentDraft):
         started = time.time()
         living = [process for process in self._tree.alive() if process.matters and not process.handle.has_exited()]
         reports = {process.pid: self._report(process) for process in living}
-        stacks.capture_native_stacks(living, reports, self._folder, seconds)
+        stacks.capture_native_stacks(living, reports, self.folder, seconds)
         self.note(time.time(), "native_stacks", processes=len(living), seconds=round(time.time() - started, 4))
 
     def add_exit(self, process: TrackedProcess) -> None:
@@ -324,14 +273,18 @@ class IncidentRun(IncidentDraft):
         is_first = not self._failures
         if process.matters or process.is_starting:
             self.count_exit(process)
-        # The photograph takes a moment, in which this process may be killed, too.
-        if self.photographed or (is_first and self._failures):
+        # A capture takes a moment, in which this process may be killed, too.
+        if self.captured or (is_first and self._failures):
             self._checkpoint()
 
-    @property
-    def has_failure(self) -> bool:
-        """Whether anybody is known to have failed."""
-        return bool(self._failures)
+    def name_unknown(self) -> None:
+        """Where a child failed and nobody is known to have, take it for one that died before it said what it is."""
+        if self.finished or self._failures:
+            return
+        for process in self._tree:
+            if process.exited_at is not None and process.may_be_worker:
+                process.is_awaited = True
+                self.add_exit(process)
 
     def count_exit(self, process: TrackedProcess) -> None:
         """Take an exit for a failure, of a process that turned out to be more than a helper."""
@@ -342,7 +295,7 @@ class IncidentRun(IncidentDraft):
                 seconds=process.exited_at or time.time(),
                 kind="exit",
                 fatal_signal=status.signal in FATAL_SIGNALS,
-                before_photograph=not self.photographed,
+                before_photograph=not self.captured,
                 with_parent=process.ended_with_parent,
                 is_answer=process.is_root and tells_of_a_crash(status.code),
             )
@@ -364,7 +317,7 @@ class IncidentRun(IncidentDraft):
         if self.finished:
             # The record would stay where it is, and be taken for a crash of its own.
             if record is not None:
-                states.adopt_record(record, report, self._folder)
+                states.adopt_record(record, report, self.folder)
             self._save_again()
             return
         self._raised.add(process.pid)
@@ -373,9 +326,9 @@ class IncidentRun(IncidentDraft):
             report.evidence.append(Evidence("exception", "failed", reason="the process could not write its record"))
         else:
             content = _read_record(record)
-            states.adopt_record(record, report, self._folder)
+            states.adopt_record(record, report, self.folder)
             report.doing = states.exception_frames(content) or report.doing
-        if self.photographed:
+        if self.captured:
             self._checkpoint()
 
     def add_hang(self, process: TrackedProcess, seconds: float, fields: dict[str, Any]) -> None:
@@ -414,9 +367,9 @@ class IncidentRun(IncidentDraft):
             known = next((its for its in self.incident.peers if _are_same(its, peer)), None)
             if known is not None:
                 known.merge(peer)
-            elif len(self.incident.peers) < _MOST_PEERS:
-                peer.requests = peer.requests[: max(0, _MOST_WAITING - named)]
-                peer.unassigned = peer.unassigned[: max(0, _MOST_WAITING - named - len(peer.requests))]
+            elif len(self.incident.peers) < _MAX_PEERS:
+                peer.requests = peer.requests[: max(0, _MAX_WAITING - named)]
+                peer.unassigned = peer.unassigned[: max(0, _MAX_WAITING - named - len(peer.requests))]
                 named += len(peer.requests) + len(peer.unassigned)
                 self.incident.peers.append(peer)
             self.note(seconds, "peer_lost", role=peer.role, address=peer.address, sign=peer.sign)
@@ -460,11 +413,19 @@ class IncidentRun(IncidentDraft):
         self.incident.collectives = told
         self._checkpoint()
 
-    def tell_last_sign(self, process: TrackedProcess, beat: Beat, secs: float) -> None:
-        """Take in what the heartbeat of a scheduler that hangs said last, so many seconds before."""
+    def add_silence(self, process: TrackedProcess, beat: Beat, secs: float) -> None:
+        """Take in that a scheduler gave no sign for so many seconds, the last of which was `beat`."""
+        now = time.time()
+        details = {"silent_secs": round(secs, 3), "doing": beat.doing, "batches": beat.batches}
+        self.note(now, "no_progress", pid=process.pid, title=process.title, **details)
         self._report(process).last_sign = last_sign(beat, secs)
+        message = f"made no progress for {secs:.1f} s; the last sign was of {beat.doing}"
+        if self.finished:
+            self._save_again()
+        else:
+            self._failures.append(FailureEvent(process.pid, now - secs, "hang", message))
 
-    def tell_last_signs(self, signs: Mapping[int, Beat]) -> None:
+    def add_last_signs(self, signs: Mapping[int, Beat]) -> None:
         """Take in what the heartbeats of the schedulers that died said last, which needs no stack.
 
         Args:
@@ -491,12 +452,12 @@ class IncidentRun(IncidentDraft):
         self._take_kind()
         self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.incident.complete = True
-        spare = count_repeat(self.incident, self._folder, self._settings.full_per_fault)
+        spare = count_repeat(self.incident, self.folder, self._settings.full_per_fault)
         self.save(sync=True)
         with contextlib.suppress(OSError):
             for name in spare:
-                self._folder.remove(name)
-        path = self._folder.publish()
+                self.folder.remove(name)
+        path = self.folder.publish()
         self.finished = True
         logger.info("incident %s: %s", path, verdict.text)
         return path
@@ -504,7 +465,7 @@ class IncidentRun(IncidentDraft):
     def incident_with_core(self) -> str | None:
         """Return the id of an earlier incident of the same fault that has GPU cores; None where there is none."""
         self.incident.verdict = self._judge()
-        return incident_with_core(self.incident, self._folder, self._settings.full_per_fault)
+        return incident_with_core(self.incident, self.folder, self._settings.full_per_fault)
 
     def _take_kind(self) -> None:
         """Have the incident of a crash be of the kind of its first failure: a consequence may be told first."""
@@ -516,13 +477,13 @@ class IncidentRun(IncidentDraft):
         kind = first.kind if first.kind == "exception" else "killed" if first.fatal_signal else "exited"
         if kind != self.incident.kind:
             self.incident.kind = kind
-            self._folder.rename(kind)
+            self.folder.rename(kind)
 
     def _note_exit(self, process: TrackedProcess) -> None:
         report = self._report(process)
         states.note_exit(report, process, raised=process.pid in self._raised)
         if self._settings.stacks:
-            stacks.take_fault(process, report, self._folder, self._runtime)
+            stacks.take_fault(process, report, self.folder, self._runtime)
 
 
 def _are_same(some: LostPeer, other: LostPeer) -> bool:
@@ -544,9 +505,6 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: fields.get(name) for name in ("name", "silent_secs", "soft")}
-
-
-_STACKS = "stacks/"
 
 
 def count_repeat(incident: Incident, folder: IncidentFolder, keep: int) -> list[str]:

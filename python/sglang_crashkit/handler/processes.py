@@ -1,12 +1,4 @@
-"""The processes of one server, each held by pidfd from when it is first seen.
-
-What a killed server leaves behind on its machine: noted while it lives, cleared or told of when it is gone.
-
-Ranks of which the server's main process says that they failed, and of which the crash handler knows too little.
-
-A worker has no title in its first moments: for the handler it may be any helper then. Where it dies before, and
-multiprocessing reaps it when it starts the next one, the handler may not have seen it at all.
-"""
+"""The processes of one server, each held by pidfd from when it is first seen, and what it leaves in shared memory."""
 
 from __future__ import annotations
 
@@ -15,17 +7,13 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_crashkit.kernel import cgroup, procfs, shared_memory, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle
 from sglang_crashkit.kernel.shared_memory import LeftSegment, Segment
-
-if TYPE_CHECKING:
-    from sglang_crashkit.handler.incident import IncidentRun
-    from sglang_crashkit.handler.outlook import Outlook
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +22,18 @@ _OOM_AGE_SECS = 30.0
 _MAX_ANCESTORS = 8
 #: How the name begins that the kernel keeps of a dead Python process; torch gives the second one.
 _PYTHON_NAMES = ("python", "pt_main_thread")
+#: A child that died before it had a title has to do with what happens within this time, in seconds.
+_UNEXPLAINED_SECS = 60.0
+#: Where the server says that a child failed, it may have been that one; a start may take so long, in seconds.
+_KEPT_SECS = 3600.0
+_MAX_UNEXPLAINED = 64
+#: Segments come while the server starts and with large requests; the mappings of all processes take tens of ms to read.
+_MAPS_SECS, _MAPS_AFTER_A_CHANGE_SECS = 60.0, 10.0
+_PID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
+#: More than one machine's server ever waits for, and more than an exit status or a signal.
+_MAX_RANKS, _MAX_CODE = 1024, 256
+#: By so much, in seconds, something came before something else of which no more is known.
+_A_MOMENT_SECS = 0.001
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class TrackedProcess:
         handle: its pidfd.
         title: its title when it was last read; the last known one after its death.
         is_root: it is the process that launched the server.
-        is_python: it runs a Python interpreter, so it has a stack to photograph.
+        is_python: it runs a Python interpreter, so it has a stack to capture.
         is_nameless: it was dead when it was first seen, so that nothing is known of it but its executable.
         is_awaited: the server named it as one that it waits for; until it has a title of its own, that name is it.
         parent: the process of the server that started it; None for the root, and where that was gone already.
@@ -292,6 +292,28 @@ class ProcessTree:
             if process.exited_at is not None and not process.is_root:
                 self.forget(process)
 
+    def forget_unknown(self) -> None:
+        """Of the children that died before they said what they are keep the latest."""
+        kept = [process for process in self if process.exited_at is not None and process.is_unknown]
+        for process in kept[: max(0, len(kept) - _MAX_UNEXPLAINED)]:
+            self.forget(process)
+
+    def recent_unexplained(self) -> list[TrackedProcess]:
+        """Return the children that died lately before they said what they are; forget those that died long ago.
+
+        Those of which nothing is known are among them once the server named them as its own.
+        """
+        now, recent = time.time(), []
+        for process in self:
+            if process.exited_at is None or not (process.is_unknown or process.is_awaited):
+                continue
+            age = now - process.exited_at
+            if age >= _KEPT_SECS:
+                self.forget(process)
+            elif age < _UNEXPLAINED_SECS and (process.is_starting or process.is_awaited):
+                recent.append(process)
+        return recent
+
     def _forget_earlier(self, pid: int) -> None:
         """Drop a process that died unknown, and that no incident tells of, where another one has its pid by now."""
         known = self._processes.get(pid)
@@ -336,13 +358,8 @@ class ProcessTree:
         return self._processes.get(stat.ppid) if stat is not None else None
 
 
-#: Segments come while the server starts and with large requests; the mappings of all processes take tens of ms to read.
-_EVERY_SECS = 60.0
-_AFTER_A_CHANGE_SECS = 10.0
-
-
-class Leftovers:
-    """The server's shared memory."""
+class SharedMemory:
+    """What a killed server leaves in shared memory: noted while it lives, cleared or reported when it is gone."""
 
     def __init__(self, tree: ProcessTree) -> None:
         self._tree = tree
@@ -350,9 +367,9 @@ class Leftovers:
         self._own: dict[int, int] = {}  # start times by pid
         self._noted_at = time.monotonic()
 
-    def note_on_time(self) -> None:
+    def act_on_time(self) -> None:
         """Look at what the processes map, where that is due."""
-        interval = _EVERY_SECS if self._tree.settled else _AFTER_A_CHANGE_SECS
+        interval = _MAPS_SECS if self._tree.settled else _MAPS_AFTER_A_CHANGE_SECS
         if time.monotonic() >= self._noted_at + interval:
             self.note()
 
@@ -371,98 +388,58 @@ class Leftovers:
             self._segments |= shared_memory.of_server(self._tree.root.pid)
 
     def clear(self) -> tuple[list[str], list[LeftSegment]]:
-        """Remove what was the server's alone; see `shared_memory.clear`.
-
-        Nothing is removed while one of its processes lives.
-        """
+        """Remove what was the server's alone, unless one of its processes lives; see `shared_memory.clear`."""
         lives = any(process.exited_at is None and process.matters for process in self._tree)
-        lives = lives or any(self._is_alive(pid, ticks) for pid, ticks in self._own.items())
+        lives = lives or any(_is_alive(pid, ticks) for pid, ticks in self._own.items())
         removed, left = shared_memory.clear(self._segments, {} if lives else self._own)
         if removed:
             logger.info("removed from %s what the server left: %s", shared_memory.FOLDER, " ".join(removed))
         if left:
-            told = ", ".join(f"{one.name} ({one.why})" for one in left)
-            logger.info("the server left in %s: %s", shared_memory.FOLDER, told)
+            named = ", ".join(f"{one.name} ({one.why})" for one in left)
+            logger.info("the server left in %s: %s", shared_memory.FOLDER, named)
         return removed, left
 
-    @staticmethod
-    def _is_alive(pid: int, start_ticks: int) -> bool:
-        stat = procfs.read_stat(pid)
-        return stat is not None and stat.start_ticks == start_ticks and stat.state not in "ZX"
+
+def _is_alive(pid: int, start_ticks: int) -> bool:
+    stat = procfs.read_stat(pid)
+    return stat is not None and stat.start_ticks == start_ticks and stat.state not in "ZX"
 
 
-_PID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
-#: More than one machine's server ever waits for, and more than an exit status or a signal.
-_MOST_RANKS, _MOST_CODE = 1024, 256
-#: By so much, in seconds, something came before something else of which no more is known.
-_A_MOMENT_SECS = 0.001
+def learn_ranks(
+    tree: ProcessTree, fields: Mapping[str, Any], seconds: float, expected: Collection[int]
+) -> list[tuple[TrackedProcess, bool]]:
+    """Take in the main process's word for ranks that failed while it started.
 
-
-class FailedRanks:
-    """Takes in the server's word for ranks that failed while it started.
+    A worker has no title in its first moments: for the handler it may be any helper then. Where it dies before, and
+    multiprocessing reaps it when it starts the next one, the handler may not have seen it at all.
 
     Args:
         tree: the server's processes.
-        outlook: what was announced.
+        fields: ``titles`` and ``exit_codes`` by pid, the latter as `multiprocessing` writes them; may be anything.
+        seconds: when it was said, since the epoch.
+        expected: processes whose end was announced.
+
+    Returns:
+        The ranks that turn out to have failed, and of each whether its exit is not known by now.
     """
-
-    def __init__(self, tree: ProcessTree, outlook: Outlook) -> None:
-        self._tree = tree
-        self._outlook = outlook
-
-    def learn(self, fields: Mapping[str, Any], seconds: float, run: IncidentRun | None) -> bool:
-        """Take in what processes that have no titles are called, and how those ended that nobody else saw.
-
-        Args:
-            fields: ``titles`` and ``exit_codes`` by pid, the latter as `multiprocessing` writes them; may be anything.
-            seconds: when it was said, since the epoch.
-            run: the incident at hand.
-
-        Returns:
-            Whether any process is named.
-        """
-        titles, codes = (_dict_of(fields, name) for name in ("titles", "exit_codes"))
-        for key, title in list(titles.items())[:_MOST_RANKS]:
-            if isinstance(title, str) and title and _PID.fullmatch(key):
-                code = codes.get(key)
-                status = None
-                if type(code) is int and abs(code) < _MOST_CODE:
-                    status = ExitStatus.from_exit_code(code)
-                title = title[:120].encode(errors="backslashreplace").decode()
-                self._learn_of(int(key), title, status, seconds, run)
-        return bool(titles)
-
-    def _learn_of(
-        self, pid: int, title: str, status: ExitStatus | None, seconds: float, run: IncidentRun | None
-    ) -> None:
-        process = self._tree.get(pid)
-        if process is None and status is not None and pid not in self._outlook.expected:
-            process = self._tree.add_reaped(pid, title, status, self._end_of_reaped(seconds))
-            if run is not None:
-                run.add_exit(process)
+    names, codes = (value if isinstance(value := fields.get(key), dict) else {} for key in ("titles", "exit_codes"))
+    found = []
+    for key, title in list(names.items())[:_MAX_RANKS]:
+        if not (isinstance(title, str) and title and _PID.fullmatch(key)):
+            continue
+        pid, code = int(key), codes.get(key)
+        status = ExitStatus.from_exit_code(code) if type(code) is int and abs(code) < _MAX_CODE else None
+        title = title[:120].encode(errors="backslashreplace").decode()
+        process = tree.get(pid)
+        if process is None and status is not None and pid not in expected:
+            # Before those that were seen to end, as all are started in one moment.
+            ended = [one.exited_at for one in tree if one.exited_at is not None and not one.is_of_no_account]
+            found.append((tree.add_reaped(pid, title, status, min([seconds, *ended]) - _A_MOMENT_SECS), True))
         elif process is not None and process.is_unknown:
             was_of_no_account = process.is_of_no_account
             process.title, process.is_awaited = title, True
             if status is not None and process.handle.has_exited():
                 process.handle.take_exit_status(status)
-            if run is not None and not run.finished and was_of_no_account:
-                run.count_exit(process)
-
-    def _end_of_reaped(self, seconds: float) -> float:
-        """Return when a rank ended that nobody saw: before those that were seen, as all are started in one moment."""
-        ended = [rank.exited_at for rank in self._tree if rank.exited_at is not None and not rank.is_of_no_account]
-        return min([seconds, *ended]) - _A_MOMENT_SECS
-
-    def name_the_unknown(self, run: IncidentRun) -> None:
-        """Where a child failed and nobody is known to have, take it for one that died before it said what it is."""
-        if run.finished or run.has_failure:
-            return
-        for process in self._tree:
-            if process.exited_at is not None and process.may_be_worker:
-                process.is_awaited = True
-                run.add_exit(process)
-
-
-def _dict_of(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = fields.get(name)
-    return value if isinstance(value, dict) else {}
+            if was_of_no_account:
+                found.append((process, False))
+    return found

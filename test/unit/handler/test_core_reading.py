@@ -20,6 +20,7 @@ class Run:
 
     def __init__(self, error: OSError | None = None) -> None:
         self.error = error
+        self.folder = self
         self.files: dict[str, Any] = {}
 
     def write_json(self, name: str, value: Any) -> str:

@@ -42,7 +42,7 @@ def gather(root_pid: int, incidents: Path, record: Path, reached: Callable[[str]
     )
     reached("opened")
     run.permit(Capture.OBSERVE)
-    run.photograph()
+    run.capture()
     reached("photographed")
     run.add_exception(tree.root, time.time(), "ValueError: x", record)
     reached("told of an exception")

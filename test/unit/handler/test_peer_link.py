@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.handler import peers as link_module
-from sglang_crashkit.handler.peers import Link
+from sglang_crashkit.handler import peer_link as link_module
+from sglang_crashkit.handler.peer_link import Link
 from unit.waiting import LONG, child, descriptors
 
 #: Listens, and does with each connection what it is told to: keep, turn away at once, or close after a while.
@@ -204,8 +204,8 @@ def test_no_descriptor_is_left(made: list[Link], monkeypatch: pytest.MonkeyPatch
 SILENT_HOST = """
 import subprocess, sys, time
 sys.path[:0] = sys.argv[1:]
-from sglang_crashkit.handler import peers as link_module
-from sglang_crashkit.handler.peers import Link
+from sglang_crashkit.handler import peer_link as link_module
+from sglang_crashkit.handler.peer_link import Link
 import unit.handler.test_peer_link as test_link
 
 def ip(*words, inside=()):

@@ -220,7 +220,7 @@ class Cores:
             pipes = request.find_pipes()
             if request.is_watchable and "%" not in str(request.folder):
                 # Once it is asked for, the driver writes whatever there is room for.
-                problem = self._run.make_room_beside(request.folder, self._expected_bytes + _CORE_BYTES)
+                problem = self._run.folder.make_room_beside(request.folder, self._expected_bytes + _CORE_BYTES)
                 if problem:
                     return problem
                 self._expected_bytes += _CORE_BYTES
@@ -307,7 +307,7 @@ class CoreReadings:
             return
         name = f"gpu/{titles.label_of(report.title, report.pid)}.kernels.json"
         try:
-            path = self._run.write_json(name, reading.core)
+            path = self._run.folder.write_json(name, reading.core)
         except (OSError, CrashkitError) as error:
             # What it says in short is in the incident nonetheless.
             report.evidence.append(Evidence("gpu_kernels", status_of(error), reason=f"{name}: {error}"))

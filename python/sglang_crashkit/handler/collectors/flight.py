@@ -157,7 +157,7 @@ class FlightRecorders:
             # What the processes say of their ranks is not to be trusted.
             name = f"gpu/{titles.label_of(process.title, pid)}_flight_recorder_{received.rank}"
         try:
-            path = self._run.keep(name, received.data)
+            path = self._run.folder.write_bytes(name, received.data)
         except (OSError, CrashkitError) as error:
             self._end(pid, Evidence("flight_recorder", status_of(error), reason=f"{name}: {error}"))
         else:

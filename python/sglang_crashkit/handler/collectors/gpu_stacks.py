@@ -100,7 +100,7 @@ class GpuStacks:
         if debugged.text:
             name = f"gpu/{titles.label_of(report.title, report.pid)}.cuda-gdb.txt"
             try:
-                piece.path = self._run.write_text(name, debugged.text)
+                piece.path = self._run.folder.write_text(name, debugged.text)
             except (OSError, CrashkitError) as error:
                 piece = Evidence("gpu_stack", status_of(error), reason=f"{name}: {error}", seconds=debugged.seconds)
         report.evidence.append(piece)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _EXPORT_SECS = 3.0
 #: So many journals of dead processes are held, and of each living one. A tokenizer worker that ends by itself is
 #: started anew for ever, and a program may make one engine after the other.
-_MOST_OF_DEAD, _MOST_OF_ONE = 4, 4
+_MAX_OF_DEAD, _MAX_OF_ONE = 4, 4
 
 
 @dataclass(eq=False)
@@ -60,8 +60,8 @@ class RequestJournals:
             logger.warning("%s (pid %d) passed on no request journal", process.title, process.pid)
             return
         self._held.append(_Held(process, os.dup(descriptor)))
-        self._drop_oldest([held for held in self._held if held.is_of_dead], _MOST_OF_DEAD)
-        self._drop_oldest([held for held in self._held if held.process is process], _MOST_OF_ONE)
+        self._drop_oldest([held for held in self._held if held.is_of_dead], _MAX_OF_DEAD)
+        self._drop_oldest([held for held in self._held if held.process is process], _MAX_OF_ONE)
 
     def add_to(self, run: IncidentRun) -> None:
         """Put what the journals hold now into an incident that is about to be finished."""
@@ -71,7 +71,7 @@ class RequestJournals:
         dead = [held for held in self._held if held.is_of_dead]
         began = time.time() - (time.monotonic() - run.opened)
         journals = [(held.process.pid, held.descriptor) for held in self._held]
-        told = export_requests(journals, run.path, _EXPORT_SECS, run.charge, seconds=began)
+        told = export_requests(journals, run.path, _EXPORT_SECS, run.folder.charge, seconds=began)
         if self._dropped:
             words = f"the journals of {self._dropped} processes that had ended before were dropped"
             told.reason = f"{told.reason}; {words}" if told.reason else words

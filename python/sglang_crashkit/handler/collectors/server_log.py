@@ -12,7 +12,7 @@ from sglang_crashkit.protocol import HandlerUnreachableError, notify
 
 logger = logging.getLogger(__name__)
 
-_MOST_CHARACTERS = 3000
+_MAX_CHARACTERS = 3000
 
 
 class ServerLog:
@@ -26,16 +26,16 @@ class ServerLog:
     def __init__(self, root: TrackedProcess, runtime: Path) -> None:
         self._socket = ArmedFiles.of(runtime, root.pid, root.handle.start_ticks).say
 
-    def tell_of_fault(self) -> None:
+    def report_fault(self) -> None:
         """Have the main process copy what a dying worker wrote to its standard error, as upstream has it there."""
         self._notify(FAULT)
 
     def say(self, text: str) -> None:
         """Have the main process write one line, when it gets to it; it may be the one that hangs."""
-        self._notify("say", text=text[:_MOST_CHARACTERS])
+        self._notify("say", text=text[:_MAX_CHARACTERS])
 
     def _notify(self, event: str, **fields: Any) -> None:
         try:
             notify(str(self._socket), event, **fields)
         except HandlerUnreachableError as error:
-            logger.warning("the server's own log does not tell of it: %s", error)
+            logger.warning("the server's own log does not report it: %s", error)

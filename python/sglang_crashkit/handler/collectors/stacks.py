@@ -28,8 +28,8 @@ _KIT = "sglang_crashkit"
 _RESPONDER = "sglang_crashkit/srt/responder.py"
 #: On these faulthandler writes the stacks of the process that they end.
 _FAULTS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
-_MOST_FAULT_BYTES = 4 << 20
-_MOST_DOING = 4
+_MAX_FAULT_BYTES = 4 << 20
+_MAX_DOING = 4
 _TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
 
 
@@ -43,7 +43,7 @@ def capture_stacks(
     *,
     may_signal: bool = False,
 ) -> None:
-    """Photograph the living processes side by side and write their stacks.
+    """Capture the living processes side by side and write their stacks.
 
     Args:
         processes: the living ones.
@@ -62,16 +62,16 @@ def capture_stacks(
             reports[process.pid].evidence.append(Evidence("stack", "skipped", reason="not a Python process"))
     wanted = {process.pid: process for process in processes if process.is_python}
     start_ticks = {pid: process.handle.start_ticks for pid, process in wanted.items()}
-    for photograph in capture_all(start_ticks, runtime, deadline_secs, may_signal=may_signal):
-        process, report = wanted[photograph.pid], reports[photograph.pid]
-        _keep("stack", photograph, process, report, folder, snapshot)
-        if photograph.threads is None:
-            if snapshot is not None and photograph.lock_taken:
+    for sample in capture_all(start_ticks, runtime, deadline_secs, may_signal=may_signal):
+        process, report = wanted[sample.pid], reports[sample.pid]
+        _keep("stack", sample, process, report, folder, snapshot)
+        if sample.threads is None:
+            if snapshot is not None and sample.lock_taken:
                 report.looks[-1].lock = "taken"
             continue
-        doing = innermost(photograph.threads, report.pid)
+        doing = innermost(sample.threads, report.pid)
         if snapshot is not None:
-            _take_in(report.looks[-1], photograph, doing)
+            _take_in(report.looks[-1], sample, doing)
         raised = any(piece.kind == "exception" and piece.status == "captured" for piece in report.evidence)
         if (_is_first(snapshot) or not report.doing) and not raised:
             # One that raised has left what it was doing; its own record says what that was. What was seen is told even
@@ -88,9 +88,9 @@ def capture_native_stacks(
     """Take the native stacks of those living processes that may be stopped for it; see `capture_stacks`."""
     wanted = {process.pid: process for process in processes if process.is_python}
     start_ticks = {pid: process.handle.start_ticks for pid, process in wanted.items()}
-    photographs, obstacles = capture_native(start_ticks, deadline_secs)
-    for photograph in photographs:
-        _keep("native_stack", photograph, wanted[photograph.pid], reports[photograph.pid], folder)
+    samples, obstacles = capture_native(start_ticks, deadline_secs)
+    for sample in samples:
+        _keep("native_stack", sample, wanted[sample.pid], reports[sample.pid], folder)
     for pid, obstacle in obstacles.items():
         reports[pid].evidence.append(Evidence("native_stack", "skipped", reason=obstacle))
 
@@ -130,11 +130,11 @@ def innermost(threads: Sequence[Thread], pid: int) -> list[str]:
     return _of_interest(thread.frames if thread else ())
 
 
-def _take_in(look: Look, photograph: Photograph, doing: list[str]) -> None:
-    thread = main_thread(photograph.threads or (), photograph.pid)
+def _take_in(look: Look, sample: Photograph, doing: list[str]) -> None:
+    thread = main_thread(sample.threads or (), sample.pid)
     look.doing = doing
     look.frames = _below_hooks(thread.frames) if thread is not None else ()
-    look.lock = "main" if thread is not None and thread.owns_gil else "taken" if photograph.lock_taken else ""
+    look.lock = "main" if thread is not None and thread.owns_gil else "taken" if sample.lock_taken else ""
 
 
 def _below_hooks(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
@@ -145,7 +145,7 @@ def _below_hooks(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
 
 def _of_interest(frames: tuple[Frame, ...]) -> list[str]:
     frames = _below_hooks(frames)
-    shown, telling = list(frames[:_MOST_DOING]), caller_that_tells(frames)
+    shown, telling = list(frames[:_MAX_DOING]), caller_that_tells(frames)
     if telling is not None and telling not in shown:
         # Who compiles waits for a compiler, which says nothing without what started it.
         shown[-1] = telling
@@ -154,16 +154,16 @@ def _of_interest(frames: tuple[Frame, ...]) -> list[str]:
 
 def _keep(
     kind: EvidenceKind,
-    photograph: Photograph,
+    sample: Photograph,
     process: TrackedProcess,
     report: ProcessReport,
     folder: IncidentFolder,
     snapshot: int | None = None,
 ) -> None:
     """Write the stacks of a process, or why there are none."""
-    seconds, source = photograph.seconds, photograph.source
-    if photograph.threads is None:
-        reason = photograph.reason
+    seconds, source = sample.seconds, sample.source
+    if sample.threads is None:
+        reason = sample.reason
         if process.handle.has_exited():
             reason = f"it ended while it was photographed ({reason})"
         report.evidence.append(Evidence(kind, "failed", reason=reason, seconds=seconds))
@@ -171,11 +171,11 @@ def _keep(
     suffix = ".native" if kind == "native_stack" else "" if _is_first(snapshot) else f".{snapshot}"
     name = f"stacks/{titles.label_of(report.title, report.pid)}{suffix}"
     try:
-        path = _write(name, [thread for thread in photograph.threads if not _is_responder(thread)], report, folder)
+        path = _write(name, [thread for thread in sample.threads if not _is_responder(thread)], report, folder)
     except (OSError, CrashkitError) as error:
         report.evidence.append(Evidence(kind, status_of(error), reason=f"{name}: {error}", seconds=seconds))
     else:
-        report.evidence.append(Evidence(kind, "captured", path, photograph.reason or None, seconds, source))
+        report.evidence.append(Evidence(kind, "captured", path, sample.reason or None, seconds, source))
 
 
 def _write(name: str, threads: Sequence[Thread], report: ProcessReport, folder: IncidentFolder) -> str:
@@ -197,7 +197,7 @@ def _look_at(pid: int) -> Look:
 def _read(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            return file.read(_MOST_FAULT_BYTES).decode(errors="replace")
+            return file.read(_MAX_FAULT_BYTES).decode(errors="replace")
     except OSError:
         return ""
 

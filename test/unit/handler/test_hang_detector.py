@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.analysis.verdict import FailureEvent
 from sglang_crashkit.handler import hang_detector
-from sglang_crashkit.handler.hang_detector import HangWatch
-from sglang_crashkit.handler.outlook import Outlook
+from sglang_crashkit.handler.hang_detector import HangDetector, has_compiler
+from sglang_crashkit.handler.triage import Shutdown
 from sglang_crashkit.memory.heartbeat import Beat, NotABeatError
 from sglang_crashkit.settings import Settings
 
@@ -43,25 +46,27 @@ class Run:
         self.is_removed = False
         self.finished = False
         self.silent: list[int] = []
-        self.photographs = 0
+        self.captures = 0
         self.progress: list[float] = []
 
     def note(self, seconds: float, event: str, /, **fields: Any) -> None:
         if event == "progress_returned":
             self.progress.append(fields["hung_secs"])
 
-    def add_failure(self, event: FailureEvent) -> None:
-        assert event.kind == "hang"
-        self.silent.append(event.pid)
+    @property
+    def is_open(self) -> bool:
+        return not self.finished
 
-    def tell_last_sign(self, process: Any, beat: Beat, secs: float) -> None:
+    def add_silence(self, process: Any, beat: Beat, secs: float) -> None:
+        assert secs >= 0
+        self.silent.append(process.pid)
         self.last_signs[process.pid] = beat.doing
 
     def discard(self) -> None:
         self.is_removed = True
 
-    def photograph(self) -> None:
-        self.photographs += 1
+    def capture(self) -> None:
+        self.captures += 1
 
     def add_afterword(self, sentence: str) -> None:
         assert sentence.startswith("Progress returned after ")
@@ -77,22 +82,26 @@ class Current:
         self.triggers: list[int] = []
         self.is_free = True
         self.expected = "no_progress"
-        self.last_signs: Callable[[], Any] = dict
+        self.silences: Any = None
         self.discarded: list[Run] = []
         self.gpus = SimpleNamespace(writing_cores=frozenset())
-        self.awaited = SimpleNamespace(pardonable=False)
+        self.pardonable = False
+        self.triage = SimpleNamespace(shutdown=Shutdown())
         self.dies = False
 
-    def open_observed(self, kind: str, trigger: str, process: Any, seconds: float) -> Run | None:
+    def open_observed(
+        self, kind: str, trigger: str, process: Any, secs: float, *, pardonable: bool = False
+    ) -> Run | None:
         assert (kind, trigger) == ("hang", self.expected)
         self.triggers.append(process.pid)
         if not self.is_free:
             return None
         self.run = Run()
+        self.pardonable = pardonable
         self.runs.append(self.run)
         return self.run
 
-    def photograph(self) -> None:
+    def capture(self) -> None:
         assert self.run is not None
         # The incident knows who is silent before anything else can happen to it.
         assert self.run.silent
@@ -101,12 +110,17 @@ class Current:
             self.run.finished = True
             self.run = Run()
             return
-        self.run.photograph()
+        self.run.capture()
 
-    def discard(self) -> None:
-        assert self.run is not None
-        self.discarded.append(self.run)
-        self.run = None
+    def is_pardonable(self, run: Run) -> bool:
+        return self.run is run and self.pardonable
+
+    def withdraw(self, run: Run) -> None:
+        if self.run is run:
+            self.discarded.append(run)
+            self.run = None
+        else:
+            run.discard()
 
     def finish_observed(self) -> None:
         assert self.run is not None
@@ -123,8 +137,8 @@ class World:
         self.compiling: set[int] = set()
         self.root = Process(ROOT, "server")
         self.processes = [Process(pid) for pid in pids]
-        self.outlook = Outlook()
         self.current = Current()
+        self.shutdown = self.current.triage.shutdown
         settings = Settings.from_environ({"SGLANG_CRASHKIT_HANG_SECS": str(hang_secs)})
         tree: Any = SimpleNamespace(
             root=self.root,
@@ -133,7 +147,7 @@ class World:
         )
         current: Any = self.current
         self.said: list[str] = []
-        self.watch = HangWatch(tree, self.outlook, current, settings, self.said.append, lambda: self.now)
+        self.watch = HangDetector(tree, current, settings, self.said.append, lambda: self.now)
         self.titled: Callable[[Process], None] = lambda _process: None
         for process in self.processes:
             self.beat(process.pid)
@@ -219,9 +233,9 @@ def asked_to_end(hang_secs: float = 60.0, silent_secs: float = 5.5) -> World:
 def test_what_is_silent_when_the_server_is_asked_to_end_is_a_hang() -> None:
     world = asked_to_end()
     assert [run.silent for run in world.hangs] == [[10, 11]]
-    assert world.current.awaited.pardonable
+    assert world.current.pardonable
     world.pass_time(4.5)
-    assert (world.hangs[0].photographs, world.hangs[0].finished) == (3, True)
+    assert (world.hangs[0].captures, world.hangs[0].finished) == (3, True)
     # It is the same one after the usual time.
     world.pass_time(100)
     assert len(world.hangs) == 1
@@ -237,7 +251,7 @@ def test_where_they_go_on_there_was_none() -> None:
 def test_where_the_incident_at_hand_is_another_one_it_stays() -> None:
     world = asked_to_end()
     other = world.current.run = Run()
-    world.current.awaited.pardonable = False
+    world.current.pardonable = False
     world.pass_time(5, world.beat)
     assert world.current.run is other
     assert world.current.discarded == []
@@ -308,11 +322,11 @@ def test_a_silent_server_is_one_hang_with_three_snapshots() -> None:
     assert run.silent == [10, 11]
     assert world.current.hang is run
     world.pass_time(4.5)
-    assert run.photographs == 3
+    assert run.captures == 3
     assert run.finished
     world.pass_time(10_000)
     assert len(world.hangs) == 1
-    assert run.photographs == 3
+    assert run.captures == 3
     assert world.said == ["TP1 hangs. Incident: /incidents/one"]
 
 
@@ -373,7 +387,7 @@ def test_snapshots_end_with_the_incident() -> None:
     world.pass_time(6.1)
     world.hangs[0].finished = True
     world.pass_time(10)
-    assert world.hangs[0].photographs == 1
+    assert world.hangs[0].captures == 1
 
 
 def test_no_snapshot_is_taken_while_a_gpu_core_is_written() -> None:
@@ -381,10 +395,10 @@ def test_no_snapshot_is_taken_while_a_gpu_core_is_written() -> None:
     world.pass_time(6.1)
     world.current.gpus.writing_cores = frozenset({10})
     world.pass_time(10)
-    assert world.hangs[0].photographs == 1
+    assert world.hangs[0].captures == 1
     world.current.gpus.writing_cores = frozenset()
     world.pass_time(10)
-    assert world.hangs[0].photographs == 3
+    assert world.hangs[0].captures == 3
 
 
 def test_a_death_that_comes_before_the_first_snapshot_ends_the_snapshots() -> None:
@@ -392,7 +406,7 @@ def test_a_death_that_comes_before_the_first_snapshot_ends_the_snapshots() -> No
     world.current.dies = True
     world.pass_time(10)
     (run,) = world.hangs
-    assert (run.silent, run.photographs) == ([10, 11], 0)
+    assert (run.silent, run.captures) == ([10, 11], 0)
 
 
 def test_a_hang_whose_schedulers_all_died_is_over() -> None:
@@ -512,16 +526,16 @@ def test_a_scheduler_that_is_held_by_a_debugger_excuses_all(pid: int) -> None:
 def test_a_server_that_is_being_ended_does_not_hang(what: str) -> None:
     world = World().follow()
     if what == "gone":
-        world.outlook.gone_at = world.now
+        world.shutdown.gone_at = world.now
     else:
-        world.outlook.expected.add(ROOT if what == "root" else 11)
+        world.shutdown.expected.add(ROOT if what == "root" else 11)
     world.pass_time(600)
     assert world.hangs == []
 
 
 def test_a_server_that_drains_may_hang() -> None:
     world = World().follow()
-    world.outlook.draining = True
+    world.shutdown.draining = True
     world.pass_time(6.5)
     assert len(world.hangs) == 1
 
@@ -729,12 +743,12 @@ def test_a_prompt_that_is_taken_in_at_once_has_the_more_time_the_longer_it_is() 
 def test_what_a_heartbeat_said_last_outlives_its_process() -> None:
     world = World().follow()
     world.batch(10, number=7)
-    assert {pid: beat.batches for pid, beat in world.current.last_signs().items()} == {10: 7, 11: 100}
+    assert {pid: beat.batches for pid, beat in world.current.silences.last_signs().items()} == {10: 7, 11: 100}
     world.batch(10, number=8)
     for process in world.processes:
         process.exited_at = 1.0
     world.pass_time(3)
-    assert {pid: beat.batches for pid, beat in world.current.last_signs().items()} == {10: 8, 11: 100}
+    assert {pid: beat.batches for pid, beat in world.current.silences.last_signs().items()} == {10: 8, 11: 100}
 
 
 @pytest.mark.parametrize("modes", [None, 7, ["extend"], {"x": "a", "": "b", "-1": "c"}, {1: "extend"}])
@@ -742,3 +756,41 @@ def test_names_of_modes_that_are_none_are_passed_over(modes: Any) -> None:
     world = World()
     world.watch.follow(world.processes[0], 10, modes)  # type: ignore[arg-type]
     assert world.watch.next_due() < float("inf")
+
+
+#: Starts a program below itself, says so, and waits.
+PARENT = "import subprocess, sys; child = subprocess.Popen(sys.argv[1:]); print('started', flush=True); child.wait()"
+
+
+@pytest.fixture
+def parent_of(tmp_path: Path) -> Iterator[Callable[[str], int]]:
+    """Start a process with a child of this name, and return its pid."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(name: str) -> int:
+        tool = tmp_path / name
+        shutil.copy(shutil.which("sleep") or "", tool)
+        argv = [sys.executable, "-c", PARENT, str(tool), "100"]
+        started.append(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True))
+        assert started[-1].stdout is not None
+        # Popen returns once the child runs its program, by its own name.
+        assert started[-1].stdout.readline()
+        return started[-1].pid
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, 9)
+        process.wait(30)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.mark.parametrize(("name", "is_one"), [("nvcc", True), ("cc1plus", True), ("sleep", False), ("nvccx", False)])
+def test_it_is_known_by_its_name(parent_of: Callable[[str], int], name: str, is_one: bool) -> None:
+    assert has_compiler(parent_of(name)) is is_one
+
+
+def test_a_process_that_is_gone_has_none() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(30)
+    assert not has_compiler(process.pid)

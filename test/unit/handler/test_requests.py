@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,11 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.collectors.requests import RequestJournals
-from sglang_crashkit.memory.journal import JournalWriter
+from sglang_crashkit.handler.collectors.requests import RequestJournals, export_requests
+from sglang_crashkit.incident.remains import REQUESTS
+from sglang_crashkit.incident.retention import NoRoomError
+from sglang_crashkit.memory import journal
+from sglang_crashkit.memory.journal import KEPT_SECS, JournalWriter
 from sglang_crashkit.model.incident import JournaledRequests
 from unit.handler.driver import Server
 from unit.waiting import wait_until
@@ -92,6 +96,7 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.folder = self
         self.opened = time.monotonic()
         self.told: JournaledRequests | None = None
 
@@ -202,3 +207,147 @@ def test_without_a_crash_folder_or_with_its_flag_there_is_no_journal(start_serve
         server.ask("ask only hello")
         server.settle()
         assert rings(server) == []
+
+
+def ring() -> JournalWriter:
+    return JournalWriter(2**20)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / REQUESTS).read_text().splitlines()]
+
+
+def test_the_unfinished_requests_of_all_processes_come_first(tmp_path: Path) -> None:
+    writers = {}
+    for pid in (7, 8):
+        writer = writers[pid] = ring()
+        done = writer.begin({"rid": f"done-{pid}"})
+        writer.begin({"rid": f"under-way-{pid}"}, input_ids=[1, 2])
+        dropped = writer.begin({"rid": f"dropped-{pid}"})
+        writer.end(done, finished=True)
+        writer.end(dropped, finished=False)
+    told = export_requests([(pid, writer.fd) for pid, writer in writers.items()], tmp_path, 30)
+    assert (told.path, told.finished, told.unfinished, told.reason) == (REQUESTS, 2, 2, None)
+    found = lines(tmp_path)
+    assert [(line["rid"], line["pid"], line["state"]) for line in found[:2]] == [
+        ("under-way-7", 7, "unfinished"),
+        ("under-way-8", 8, "unfinished"),
+    ]
+    assert {(line["rid"], line["state"]) for line in found[2:]} == {
+        (f"{rid}-{pid}", state) for rid, state in (("done", "finished"), ("dropped", "dropped")) for pid in (7, 8)
+    }
+    assert found[0]["input_ids"] == [1, 2]
+    assert found[0]["arrived"].endswith("Z")
+
+
+def test_health_checks_are_nobodys_requests(tmp_path: Path) -> None:
+    # Their ids are of the time, or of a random number, by release.
+    writer = ring()
+    check = {"log_metrics": False}
+    writer.end(writer.begin(check | {"rid": "HEALTH_CHECK_1763780000.5"}), finished=True)
+    writer.end(writer.begin(check | {"rid": "HEALTH_CHECK_1763780001.5"}), finished=False)
+    writer.begin(check | {"rid": "HEALTH_CHECK_0f3c"})
+    writer.begin({"rid": "users"})
+    told = export_requests([(7, writer.fd)], tmp_path, 30)
+    assert (told.finished, told.unfinished, told.left_out, told.reason) == (0, 1, 0, None)
+    assert [line["rid"] for line in lines(tmp_path)] == ["users"]
+
+
+def test_what_was_answered_without_metrics_is_left_out_and_what_is_under_way_is_not(tmp_path: Path) -> None:
+    writer = ring()
+    writer.end(writer.begin({"rid": "answered", "log_metrics": False}), finished=True)
+    writer.begin({"rid": "under way", "log_metrics": False})
+    told = export_requests([(7, writer.fd)], tmp_path, 30)
+    assert (told.finished, told.unfinished) == (0, 1)
+    assert [line["rid"] for line in lines(tmp_path)] == ["under way"]
+
+
+def test_what_ended_long_before_the_incident_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The worker that wrote the first ring died hours before the other one wrote its last.
+    writers = {}
+    for pid, hours in ((7, 0), (8, 6)):
+        monkeypatch.setattr(journal, "time", SimpleNamespace(time=lambda hours=hours: 1000.0 + 3600 * hours))
+        writer = writers[pid] = ring()
+        writer.end(writer.begin({"rid": f"done-{pid}"}), finished=True)
+        writer.begin({"rid": f"under-way-{pid}"})
+    rings, last = [(pid, writer.fd) for pid, writer in writers.items()], 1000.0 + 6 * 3600
+    for seconds, kept in (
+        (None, ["done-8"]),
+        (last + KEPT_SECS - 1, ["done-8"]),
+        (last + KEPT_SECS + 1, []),
+        (1000.0, ["done-7", "done-8"]),
+    ):
+        told = export_requests(rings, tmp_path, 30, seconds=seconds)
+        assert (told.finished, told.unfinished, told.left_out) == (len(kept), 2, 0)
+        assert [line["rid"] for line in lines(tmp_path)] == ["under-way-7", "under-way-8", *kept]
+
+
+def test_what_does_not_fit_in_the_time_is_counted(tmp_path: Path) -> None:
+    writer = ring()
+    for number in range(5):
+        writer.begin({"rid": str(number)})
+    told = export_requests([(7, writer.fd)], tmp_path, -1)
+    assert (told.left_out, told.unfinished, told.path) == (5, 0, REQUESTS)
+    assert told.reason == "5 requests could not be read, found no room, or not within -1 s"
+
+
+def test_what_there_is_no_room_for_is_counted_and_those_in_flight_come_first(tmp_path: Path) -> None:
+    writer = ring()
+    for number in range(5):
+        writer.end(writer.begin({"rid": f"done-{number}", "text": "x" * 1000}), finished=True)
+    for number in range(3):
+        writer.begin({"rid": f"under-way-{number}", "text": "x" * 1000})
+    asked: list[int] = []
+
+    def charge(name: str, size: int) -> None:
+        asked.append(size)
+        if size > 5000:
+            raise NoRoomError(28, "full")
+
+    told = export_requests([(7, writer.fd)], tmp_path, 30, charge)
+    assert (told.unfinished, told.finished, told.left_out, told.path) == (3, 1, 4, REQUESTS)
+    assert (tmp_path / REQUESTS).stat().st_size <= max(size for size in asked if size <= 5000)
+    assert len(lines(tmp_path)) == 4
+    # Whoever is asked may have to look at the whole disk.
+    assert len(asked) <= 10
+
+
+def test_a_request_that_is_nested_too_deep_does_not_hide_the_others(tmp_path: Path) -> None:
+    writer = ring()
+    deep: list[Any] = []
+    for _ in range(900):
+        deep = [deep]
+    writer.begin({"rid": "deep", "sampling_params": {"custom_params": deep}})
+    writer.begin({"rid": "flat"})
+    limit = sys.getrecursionlimit()
+    # The writer had more room than the reader has.
+    sys.setrecursionlimit(600)
+    try:
+        told = export_requests([(7, writer.fd)], tmp_path, 30)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert [line["rid"] for line in lines(tmp_path)] == ["flat"]
+    assert (told.left_out, told.unfinished) == (1, 1)
+
+
+def test_a_ring_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+    writer = ring()
+    writer.begin({"rid": "a"})
+    off = ring()
+    off.switch_off()
+    told = export_requests([(8, off.fd), (7, writer.fd)], tmp_path, 30)
+    assert told.unfinished == 1
+    assert told.reason is not None
+    assert "the journal of process 8 is no ring" in told.reason
+
+
+def test_a_folder_that_somebody_else_prepared_is_named_and_not_used(tmp_path: Path) -> None:
+    writer = ring()
+    writer.begin({"rid": "a"})
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "requests").symlink_to(tmp_path / "elsewhere")
+    told = export_requests([(7, writer.fd)], tmp_path, 30)
+    assert told.path is None
+    assert told.reason is not None
+    assert "is not a folder" in told.reason
+    assert list((tmp_path / "elsewhere").iterdir()) == []

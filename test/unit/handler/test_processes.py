@@ -1,3 +1,5 @@
+"""What the server says of ranks that failed while it started, in this process and in a fixed order."""
+
 from __future__ import annotations
 
 import contextlib
@@ -8,15 +10,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from sglang_crashkit.handler import processes as tree_module
-from sglang_crashkit.handler.processes import ProcessTree
+from sglang_crashkit.handler import processes as processes_module
+from sglang_crashkit.handler.processes import ProcessTree, SharedMemory
 from sglang_crashkit.kernel import cgroup, procfs
 from sglang_crashkit.kernel.guarded_read import BlockedReadError, GuardedReader, guard_reads
+from sglang_crashkit.kernel.pidfd import ProcessHandle
+from sglang_crashkit.kernel.shared_memory import FOLDER
+from unit.handler.launching import Case, watched
 from unit.locked_memory import locked_process
+from unit.strangers import nothing_where_forbidden
 from unit.waiting import LONG, child, descriptors, wait_until
 
 RANKS = """
@@ -340,7 +347,7 @@ def test_an_oom_kill_of_long_ago_is_not_counted(
     events.write_text("oom_kill 4\n")
     tree.refresh()
     assert tree.root.oom_counter is counter, "a kill of this moment is counted"
-    monkeypatch.setattr(tree_module, "_OOM_AGE_SECS", 0.0)
+    monkeypatch.setattr(processes_module, "_OOM_AGE_SECS", 0.0)
     tree.refresh()
     assert tree.root.oom_counter is not None
     assert tree.root.oom_counter.grown_by() == 1, "so is one of half a minute ago"
@@ -462,3 +469,290 @@ def test_it_gets_its_title_once_it_can_be_read(monkeypatch: pytest.MonkeyPatch) 
         assert (tree.root.title, tree.root.is_nameless) == ("sglang::schedul", False)
         tree.refresh()
         assert (tree.root.title, tree.root.rank) == ("sglang::scheduler_TP1", {"tp": 1})
+
+
+@pytest.fixture
+def case(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
+    with watched(tmp_path, short_folder) as case:
+        case.handler.look()
+        os.kill(case.starting, signal.SIGKILL)
+        found = {one.pid: one for one in case.handler.tree}
+        assert (found[case.titled].title, found[case.starting].role) == ("sglang::scheduler_TP0", "starting")
+        wait_until(found[case.starting].handle.has_exited, "the rank is dead")
+        case.handler.collect_exits()
+        yield case
+
+
+@pytest.fixture(params=["seen", "not seen", "seen before it was executed"])
+def early_case(request: pytest.FixtureRequest, tmp_path: Path, short_folder: Path) -> Iterator[Case]:
+    """The second rank was dead when the handler looked for the first time, before or after it heard of the failure.
+
+    Or it had not replaced the launcher's program by its own then.
+    """
+    with watched(tmp_path, short_folder) as case:
+        if request.param == "seen before it was executed":
+            case.handler.look()
+            found = {one.pid: one for one in case.handler.tree}
+            found[case.starting].title = case.handler.tree.root.title
+        os.kill(case.starting, signal.SIGKILL)
+        wait_until(lambda: not procfs.read_cmdline(case.starting), "the rank is dead")
+        if request.param != "not seen":
+            case.handler.look()
+            wait_until({one.pid: one for one in case.handler.tree}[case.starting].handle.has_exited, "it has ended")
+            case.handler.collect_exits()
+        yield case
+
+
+def test_a_rank_that_died_before_it_had_its_title_gets_the_servers_word_for_it(case: Case) -> None:
+    titles = case.fail({str(case.starting): "Rank 1 scheduler", "1": "somebody else's"})
+    assert titles[str(case.starting)] == "Rank 1 scheduler"
+    verdict = case.verdict()
+    assert (verdict.first_failure.pid, verdict.first_failure.title) == (case.starting, "Rank 1 scheduler")
+    assert (verdict.kind, verdict.level) == ("signal", "established")
+    assert "Rank 1 scheduler (pid" in verdict.text
+
+
+def test_so_does_one_that_was_dead_when_it_was_first_seen(early_case: Case) -> None:
+    assert (
+        early_case.fail({str(early_case.starting): "Rank 1 scheduler"})[str(early_case.starting)] == "Rank 1 scheduler"
+    )
+    verdict = early_case.verdict()
+    assert (verdict.first_failure.pid, verdict.first_failure.title) == (early_case.starting, "Rank 1 scheduler")
+    assert (verdict.kind, verdict.level) == ("signal", "established")
+
+
+def test_of_what_was_dead_when_it_was_first_seen_no_failure_comes_where_others_are_named(early_case: Case) -> None:
+    early_case.fail({str(early_case.titled): "Rank 0 scheduler"})
+    assert early_case.verdict().first_failure is None
+
+
+#: No process has it: the kernel gives pids up to 4194304 (proc_sys_kernel(5), pid_max).
+REAPED = 5_000_000
+
+
+def test_a_rank_that_was_reaped_before_it_could_be_seen_is_told_by_the_servers_word(launching: Case) -> None:
+    titles = launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): -signal.SIGKILL})
+    assert titles[str(REAPED)] == "Rank 1 scheduler"
+    verdict = launching.verdict()
+    assert (verdict.first_failure.pid, verdict.kind, verdict.level) == (REAPED, "signal", "established")
+    assert f"Rank 1 scheduler (pid {REAPED}) was killed by SIGKILL" in verdict.text
+
+
+def test_so_it_is_in_an_incident_that_was_begun_before_and_first_of_all(launching: Case) -> None:
+    launching.kill(launching.titled)
+    assert launching.handler.session.run is not None
+    titles = launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): 3})
+    assert titles[str(REAPED)] == "Rank 1 scheduler"
+    verdict = launching.verdict()
+    # The others were alive when they were seen, and all are started in one moment.
+    assert (verdict.first_failure.pid, verdict.level) == (REAPED, "supported")
+    assert f"Rank 1 scheduler (pid {REAPED}) ended with exit status 3" in verdict.text
+
+
+def test_that_it_is_said_twice_makes_no_second_failure(launching: Case) -> None:
+    for _ in range(2):
+        launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): 3})
+    assert launching.failures() == [REAPED]
+    # What stands for it is dropped with the others.
+    launching.say("launch", mode="server")
+    assert REAPED not in launching.handler.tree
+    launching.handler.look()
+
+
+def test_one_whose_end_was_announced_did_not_fail(launching: Case) -> None:
+    launching.handler.triage.shutdown.expected.add(REAPED)
+    launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): 3})
+    assert launching.verdict().first_failure is None
+
+
+def test_how_a_rank_ended_that_was_seen_but_not_how_is_the_servers_word(
+    launching: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a kernel that does not tell of a process that was reaped
+    monkeypatch.setattr(ProcessHandle, "_from_zombie", lambda _: None)
+    monkeypatch.setattr(ProcessHandle, "_from_kernel", lambda _: None)
+    launching.kill(launching.starting)
+    launching.fail({str(launching.starting): "Rank 1 scheduler"}, exit_codes={str(launching.starting): -9})
+    verdict = launching.verdict()
+    assert (verdict.first_failure.pid, verdict.kind) == (launching.starting, "signal")
+    assert launching.failures() == [launching.starting]
+
+
+def test_a_rank_that_was_taken_for_a_helper_in_an_incident_at_hand_is_a_failure_of_it(launching: Case) -> None:
+    launching.kill(launching.titled)
+    starting = launching.handler.tree.get(launching.starting)
+    assert starting is not None
+    starting.title = launching.handler.tree.root.title
+    launching.kill(launching.starting)
+    assert launching.failures() == [launching.titled]
+    launching.fail({str(launching.starting): "Rank 1 scheduler"}, exit_codes={str(launching.starting): -9})
+    assert launching.failures() == [launching.titled, launching.starting]
+
+
+@pytest.mark.parametrize("pid", ["0", "-1", "x", "٣", "9" * 5000, str(10**11)], ids=lambda pid: pid[:12])
+def test_what_is_no_pid_is_passed_over(launching: Case, pid: str) -> None:
+    assert pid not in launching.fail({pid: "Rank 1 scheduler"}, exit_codes={pid: 3})
+
+
+@pytest.mark.parametrize("code", [10**400, -(10**9), 256])
+def test_what_is_no_exit_code_is_passed_over(launching: Case, code: int) -> None:
+    assert str(REAPED) not in launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): code})
+
+
+@pytest.mark.parametrize("codes", [None, [], {}, {str(REAPED): "-9"}, {str(REAPED): True}], ids=repr)
+def test_a_rank_that_nobody_saw_is_not_made_up(launching: Case, codes: Any) -> None:
+    assert str(REAPED) not in launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes=codes)
+
+
+def test_a_rank_without_a_title_when_the_start_takes_too_long_gets_the_servers_word_for_it(launching: Case) -> None:
+    titles = launching.fail({str(launching.starting): "Rank 1 scheduler"}, event="startup_timeout")
+    assert titles[str(launching.starting)] == "Rank 1 scheduler"
+    # That is not undone by its command line.
+    launching.handler.look()
+    rank = launching.handler.tree.get(launching.starting)
+    assert rank is not None
+    assert (rank.title, rank.matters) == ("Rank 1 scheduler", True)
+    # WHEN the server goes on, and the rank is killed later
+    launching.say("launch", mode="server")
+    launching.kill(launching.starting)
+    # THEN that is one failure, of another incident
+    assert launching.failures() == [launching.starting]
+
+
+@pytest.mark.parametrize("event", ["child_failed", "launch_failed"])
+def test_where_a_child_failed_and_nobody_is_known_to_have_the_one_without_a_title_did(
+    early_case: Case, event: str
+) -> None:
+    # However long ago that is: other ranks take minutes to load, and only then the server looks at its children.
+    for one in early_case.handler.tree:
+        one.exited_at = one.exited_at and one.exited_at - 1800.0
+    early_case.handler.look()
+    early_case.fail({}, event=event)
+    verdict = early_case.verdict()
+    assert (verdict.first_failure.pid, verdict.kind) == (early_case.starting, "signal")
+    assert early_case.failures() == [early_case.starting]
+
+
+def test_who_is_known_to_have_failed_is_preferred_to_one_without_a_title(launching: Case) -> None:
+    starting = launching.handler.tree.get(launching.starting)
+    assert starting is not None
+    starting.title = launching.handler.tree.root.title
+    os.kill(launching.starting, signal.SIGKILL)
+    wait_until(starting.handle.has_exited, "the child is dead")
+    launching.handler.take_exit(starting)
+    launching.kill(launching.titled)
+    launching.fail({}, event="child_failed")
+    assert launching.failures() == [launching.titled]
+
+
+def test_a_helper_that_died_is_not_taken_for_a_worker(launching: Case) -> None:
+    starting = launching.handler.tree.get(launching.starting)
+    assert starting is not None
+    starting.title, starting.is_nameless = "ldconfig", True
+    os.kill(launching.starting, signal.SIGKILL)
+    wait_until(starting.handle.has_exited, "the helper is dead")
+    launching.handler.take_exit(starting)
+    launching.fail({}, event="child_failed")
+    assert launching.verdict().first_failure is None
+
+
+def test_a_rank_that_has_its_title_keeps_it(case: Case) -> None:
+    titles = case.fail({str(case.titled): "Rank 0 scheduler"})
+    assert titles[str(case.titled)] == "sglang::scheduler_TP0"
+
+
+NAMES: list[Callable[[int], Any]] = [
+    lambda pid: None,
+    lambda pid: [str(pid)],
+    lambda pid: {str(pid): 7},
+    lambda pid: {str(pid): ""},
+    lambda pid: {pid: None, "x": "y"},
+]
+
+
+@pytest.mark.parametrize("names", NAMES, ids=["none", "list", "number", "empty", "others"])
+def test_what_is_no_title_is_passed_over(case: Case, names: Callable[[int], Any]) -> None:
+    assert case.fail(names(case.starting))[str(case.starting)].endswith("-c multiprocessing.spawn")
+
+
+def test_a_title_is_cut_and_can_be_written(case: Case) -> None:
+    assert case.fail({str(case.starting): "\udcff" + "x" * 500})[str(case.starting)] == "\\udcff" + "x" * 119
+
+
+#: A server and its rank, each with a segment; the rank outlives the server for as long as its input is open.
+SHARING = """
+import mmap
+def make():
+    name = f"torch_{os.getpid()}_77_1"
+    with open(f"/dev/shm/{name}", "w+b") as file:
+        file.truncate(4096)
+        return name, mmap.mmap(file.fileno(), 0)
+reading, writing = os.pipe()
+rank = os.fork()
+name, view = make()
+if rank == 0:
+    os.write(writing, name.encode())
+    pause()
+ready(f"{name} {os.read(reading, 100).decode()} {rank}")
+pause()
+"""
+
+
+def test_nothing_is_removed_before_the_last_process_of_the_server_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(procfs, "read_maps", nothing_where_forbidden(procfs.read_maps))
+    with child(SHARING) as process:
+        *names, rank = process.first_line.split()  # type: ignore[attr-defined]
+        paths = [FOLDER / name for name in names]
+        tree = ProcessTree(process.pid)
+        tree.refresh()
+        tree.register(int(rank), 0)
+        leftovers = SharedMemory(tree)
+        leftovers.note()
+        try:
+            # WHEN all live
+            removed, left = leftovers.clear()
+            assert removed == []
+            assert {one.name: one.why for one in left} == dict.fromkeys(names, "a process of the server lives")
+            # WHEN the main process is dead, and a rank lives
+            process.kill()
+            process.wait(LONG)
+            tree.root.exited_at = 1.0
+            assert leftovers.clear()[0] == []
+            # WHEN the handler let go of the rank, which lives nonetheless
+            found = tree.get(int(rank))
+            assert found is not None
+            tree.forget(found)
+            assert leftovers.clear()[0] == []
+            assert all(path.exists() for path in paths)
+        finally:
+            handle = tree.root.handle
+            handle.close()
+            end_orphan(int(rank))
+        # WHEN nobody is left
+        try:
+            removed, left = leftovers.clear()
+            assert sorted(removed) == sorted(names)
+            assert left == []
+        finally:
+            for path in paths:
+                path.unlink(missing_ok=True)
+
+
+def end_orphan(pid: int) -> None:
+    """Kill a process that is not this one's child, and wait for it."""
+    handle = ProcessHandle(pid)
+    handle.send_signal(signal.SIGKILL)
+    assert handle.has_exited(LONG)
+    handle.close()
+
+
+def test_what_is_mapped_is_noted_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    with child("ready()\npause()") as process:
+        leftovers = SharedMemory(ProcessTree(process.pid))
+        notes: list[None] = []
+        monkeypatch.setattr(leftovers, "note", lambda: notes.append(None))
+        leftovers.act_on_time()
+        assert notes == []
+        monkeypatch.setattr(processes_module, "_MAPS_AFTER_A_CHANGE_SECS", 0.0)
+        leftovers.act_on_time()
+        assert notes == [None]

@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.incident import IncidentRun, count_repeat, incident_with_core
+from sglang_crashkit.handler.incident import (
+    IncidentRun,
+    add,
+    add_journal,
+    count_repeat,
+    incident_with_core,
+    requests_of,
+)
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
@@ -24,7 +31,9 @@ from sglang_crashkit.model.incident import (
     Exit,
     Failure,
     Incident,
+    JournaledRequests,
     ProcessReport,
+    Requests,
     ServerInfo,
     Trigger,
     Verdict,
@@ -149,7 +158,7 @@ def test_a_hundred_crashes_are_a_hundred_incidents_within_the_limits(tree: Proce
         with one_that_died(tree) as rank:
             folder = IncidentFolder(tmp_path, "killed", new_id(), time.time(), limits, server=tree.root.pid)
             run = IncidentRun("killed", "process_exited", rank, time.time(), tree, folder, tmp_path, settings)
-            run.photograph()
+            run.capture()
             run.add_exit(rank)
             made.append(run.finish())
             assert made[-1].is_dir()
@@ -230,3 +239,41 @@ def test_two_triggers_at_once_are_one_incident(start_server: Start) -> None:
     assert stored.document is not None
     assert len(read_faults(server.crash_folder / HOST / "incidents")) == 1
     assert stored.document["fault"]["count"] == 1
+
+
+def test_what_was_saved_has_a_path_and_counts() -> None:
+    told = requests_of({"path": "/x.pkl", "finished": 3, "unfinished": 1, "reason": "of no account"})
+    assert told == Requests(3, 1, "/x.pkl", None, "pickle")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"error": "OSError: full", "reason": "x"}, "OSError: full"),
+        ({"reason": "x"}, "x"),
+        ({}, "there were no requests to save"),
+        ({"finished": True, "unfinished": "7"}, "there were no requests to save"),
+    ],
+)
+def test_what_was_not_saved_has_a_reason(fields: dict[str, object], reason: str) -> None:
+    assert requests_of(fields) == Requests(None, None, None, reason, None)
+
+
+def test_those_of_two_workers_are_added_up() -> None:
+    first, second = Requests(3, 1, "/a.pkl", None, "pickle"), Requests(2, 0, "/b.pkl", None, "pickle")
+    assert add(first, second) == Requests(5, 1, "/a.pkl", None, "pickle")
+    assert add(Requests(), second) == second
+    nothing = Requests(0, None, None, "there were no requests to save", None)
+    assert add(first, nothing) == first
+
+
+def test_the_journal_counts_where_the_server_did_not() -> None:
+    journal = JournaledRequests("requests/requests.jsonl", finished=4, unfinished=2)
+    by_server, by_nobody = Requests(3, 1, "/a.pkl", None, "pickle"), Requests()
+    add_journal(by_server, journal)
+    add_journal(by_nobody, journal)
+    assert (by_server.finished, by_server.source, by_server.journal) == (3, "pickle", journal)
+    assert (by_nobody.finished, by_nobody.unfinished, by_nobody.source) == (4, 2, "journal")
+    empty = Requests()
+    add_journal(empty, JournaledRequests(reason="torn"))
+    assert (empty.finished, empty.source) == (None, None)

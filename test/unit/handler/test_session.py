@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit import protocol
-from sglang_crashkit.handler.answers import Answers
+from sglang_crashkit.handler.session import Answers
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID
 from sglang_crashkit.protocol import Mailbox, Message
 from unit.waiting import LONG, wait_until

@@ -21,11 +21,12 @@ import pytest
 import setproctitle
 
 import sglang_crashkit
-from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.folders import Place
-from sglang_crashkit.handler.incident import IncidentRun
-from sglang_crashkit.handler.loop import CrashHandler
+from sglang_crashkit.handler.server import CrashHandler
+from sglang_crashkit.handler.session import Session
 from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.store import StoredIncident
+from sglang_crashkit.incident.termination_log import VARIABLE
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.protocol import Mailbox, notify
 from sglang_crashkit.settings import Settings
@@ -139,14 +140,6 @@ def test_a_rank_that_crashes_is_named_with_its_signal(start_server: Start, signu
     assert f"was killed by {signum.name}" in document["verdict"]["text"]
 
 
-def test_a_rank_that_aborts_is_named(start_server: Start) -> None:
-    server = start_server()
-    server.say("tell scheduler_TP0 abort")
-    document = document_of(server)
-    assert process_of(document, "scheduler_TP0")["exit"]["signal"] == "SIGABRT"
-    assert document["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP0"]
-
-
 def test_a_rank_that_exits_with_a_status_is_an_incident(start_server: Start) -> None:
     server = start_server()
     server.say("tell scheduler_TP1 exit 3")
@@ -186,16 +179,6 @@ def test_an_exception_of_a_rank_makes_an_incident_with_its_own_record(start_serv
     assert piece_of(rank, "stack")["status"] == "captured"
     assert document["requests"]["unfinished"] == 1
     assert not server.spool.exists()
-
-
-def test_two_ranks_killed_at_once_are_one_incident(start_server: Start) -> None:
-    server = start_server()
-    server.kill("scheduler_TP0")
-    server.kill("scheduler_TP1")
-    document = document_of(server)
-    for name in ("scheduler_TP0", "scheduler_TP1"):
-        assert process_of(document, name)["exit"]["signal"] == "SIGKILL"
-    assert document["verdict"]["first_failure"]["pid"] in server.ranks.values()
 
 
 def test_a_rank_killed_while_another_one_raises_is_one_incident(start_server: Start) -> None:
@@ -296,36 +279,6 @@ def test_an_announced_teardown_is_no_incident_and_the_handler_leaves_nothing(sta
     assert list((server.crash_folder / HOST / "incidents").iterdir()) == []
 
 
-def test_children_that_end_after_an_announcement_are_no_incident(start_server: Start) -> None:
-    server = start_server()
-    assert server.ask("teardown children") == "done"
-    wait_until(lambda: not set(server.ranks.values()) & server.watched(), "the handler lets go of the ranks")
-    assert server.incidents() == []
-    server.say("leave 0")
-    assert server.wait_for_the_end() is None
-
-
-def test_a_draining_server_may_end_with_its_ranks(start_server: Start) -> None:
-    server = start_server(tears_down_on_sigterm=False)
-    os.kill(server.pid, signal.SIGTERM)
-    assert server.line() == "draining"
-    server.say("tell scheduler_TP0 exit 0")
-    server.say("tell scheduler_TP1 exit 0")
-    wait_until(
-        lambda: not {server.ranks["scheduler_TP0"], server.ranks["scheduler_TP1"]} & server.watched(), "both are let go"
-    )
-    server.say("leave 0")
-    assert server.wait_for_the_end() is None
-
-
-def test_a_rank_that_fails_while_the_server_drains_is_an_incident(start_server: Start) -> None:
-    server = start_server(tears_down_on_sigterm=False)
-    os.kill(server.pid, signal.SIGTERM)
-    assert server.line() == "draining"
-    server.say("tell scheduler_TP0 exit 1")
-    assert document_of(server)["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP0"
-
-
 def test_sigterm_to_the_whole_group_is_no_incident(start_server: Start) -> None:
     server = start_server()
     os.killpg(server.pid, signal.SIGTERM)
@@ -357,16 +310,15 @@ pause()
 """
     path = place.runtime / "handler.sock"
     with child(code) as server, Mailbox.bind(path) as receiver:
-        begin = CurrentIncident.open
+        begin = Session._open
 
-        def begin_late(current: CurrentIncident, *args: Any) -> IncidentRun | None:
-            run = begin(current, *args)
+        def begin_late(session: Session, *args: Any) -> None:
+            begin(session, *args)
             notify(str(path), "teardown", pid=server.pid)
             server.kill()
             server.wait(30)
-            return run
 
-        monkeypatch.setattr(CurrentIncident, "open", begin_late)
+        monkeypatch.setattr(Session, "_open", begin_late)
         handler = CrashHandler(server.pid, Mailbox(receiver), place, Settings.from_environ({}))
         os.kill(int(server.first_line), signal.SIGTERM)  # type: ignore[attr-defined]
         launch(handler, int(server.first_line))  # type: ignore[attr-defined]
@@ -374,12 +326,6 @@ pause()
         handler.run()
     # THEN there is no incident
     assert list((place.host_folder / "incidents").iterdir()) == []
-
-
-def test_a_server_that_exits_with_0_is_no_incident(start_server: Start) -> None:
-    server = start_server()
-    server.say("leave 0")
-    assert server.wait_for_the_end() is None
 
 
 # -- the handler as a process
@@ -661,23 +607,6 @@ def test_the_requests_of_all_tokenizers_are_one_incidents(start_server: Start) -
     assert requests["path"] == saved[0]
 
 
-def test_a_tokenizer_that_dies_while_it_saves_is_not_waited_for(start_server: Start) -> None:
-    server = start_server(answers_sigquit=False)
-    first, second = start_two_tokenizers(server)
-    server.kill("scheduler_TP1")
-    assert server.line() == "sigquit"
-    server.ask("dump_begun")
-    server.kill(first)
-    assert server.ask(f"tell {second} dump {server.crash_folder}") == "dumped"
-    assert server.ask("dump_ended") != "None"
-    document = server.incident().document
-    assert document is not None
-    assert (document["requests"]["finished"], document["verdict"]["first_failure"]["title"]) == (
-        3,
-        "sglang::scheduler_TP1",
-    )
-
-
 def test_a_tokenizer_that_is_killed_does_not_end_the_server(start_server: Start) -> None:
     server = start_server()
     first, _second = start_two_tokenizers(server)
@@ -872,3 +801,213 @@ def test_helpers_that_come_and_go_leave_no_descriptor_behind(quiet_server: Serve
     assert server.ask("helpers 500") == "done"
     server.settle()
     assert sorted(descriptors(server.handler.pid).values()) == before
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [
+        ("kill", ServerExit.KILLED),
+        ("abort", 128 + signal.SIGABRT),
+        ("raise ValueError", ServerExit.RAISED),
+        ("raise Connection closed by peer", ServerExit.LOST_PEER),
+        ("exit 0", ServerExit.EXITED),
+        ("watchdog hard", ServerExit.HUNG),
+    ],
+)
+def test_the_servers_status_tells_what_came_first(start_server: Start, fault: str, status: int) -> None:
+    server = start_server()
+    if fault == "kill":
+        server.kill("scheduler_TP1")
+    else:
+        server.say(f"tell scheduler_TP1 {fault}")
+    assert server.process.wait(LONG) == status
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"), [("raise out of memory", ServerExit.FAILED_START), ("abort", 128 + signal.SIGABRT)]
+)
+def test_so_does_that_of_a_server_that_did_not_start(start_server: Start, fault: str, status: int) -> None:
+    server = start_server(launching=True)
+    server.say(f"tell scheduler_TP0 {fault}")
+    assert server.process.wait(LONG) == status
+
+
+def test_a_server_that_is_asked_to_end_ends_as_before(start_server: Start) -> None:
+    server = start_server()
+    os.kill(server.pid, signal.SIGTERM)
+    assert server.process.wait(LONG) == 41
+    assert server.wait_for_the_end() is None
+
+
+def test_a_child_that_fails_before_there_are_requests_is_no_failed_start(start_server: Start) -> None:
+    server = start_server(launching=True, started=True)
+    server.say("tell scheduler_TP0 raise out of memory")
+    assert server.process.wait(LONG) == ServerExit.RAISED
+    stored = server.wait_for_the_end()
+    assert stored is not None
+    assert stored.document is not None
+    assert "child_failed" in [entry["event"] for entry in stored.document["timeline"]]
+    assert stored.document["requests"]["reason"] == "the server's main process held no requests"
+
+
+def test_the_containers_status_has_the_verdict(start_server: Start, tmp_path: Path) -> None:
+    message = tmp_path / "message"
+    message.touch()
+    server = start_server(environ={VARIABLE: str(message)})
+    server.kill("scheduler_TP1")
+    stored = server.wait_for_the_end()
+    assert stored is not None
+    assert stored.document is not None
+    verdict, where, *rest = message.read_text().splitlines()
+    assert verdict == f"{stored.document['verdict']['text']} (established)"
+    assert str(stored.path) in where
+    assert "3 finished and 1 unfinished" in where
+    assert rest == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"), [("kill", ServerExit.KILLED), ("raise ValueError", ServerExit.RAISED), ("exit 0", 84)]
+)
+def test_a_crash_that_cannot_be_written_anywhere_ends_the_server_with_its_status(
+    start_server: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: str, status: int
+) -> None:
+    message = tmp_path / "message"
+    message.touch()
+    server = start_server(environ={VARIABLE: str(message)})
+    assert server.crash_folder is not None
+    for folder in (server.crash_folder / HOST, server.fallback):
+        shutil.rmtree(folder / "incidents", ignore_errors=True)
+        (folder / "incidents").write_text("a file")
+    if fault == "kill":
+        server.kill("scheduler_TP1")
+    else:
+        server.say(f"tell scheduler_TP1 {fault}")
+    assert server.process.wait(LONG) == status
+    server.wait_for_handler()
+    said = capfd.readouterr().err
+    assert f"the incident is not written: no incident can be written below {server.crash_folder / HOST}: " in said
+    assert server.incidents() == server.incidents(server.fallback) == []
+    verdict, where = message.read_text().splitlines()
+    assert "sglang::scheduler_TP1" in verdict
+    assert where.startswith("incident not written, ")
+    log = (server.crash_folder / HOST / "crash_handler.log").read_text()
+    assert f"no incident can be written below {server.crash_folder / HOST}: " in log
+    assert "incident nowhere: " + verdict.partition(" (")[0] in log
+
+
+def test_what_went_on_is_not_in_the_containers_status(start_server: Start, tmp_path: Path) -> None:
+    message = tmp_path / "message"
+    message.touch()
+    server = start_server(environ={VARIABLE: str(message)})
+    assert server.ask("tell scheduler_TP0 watchdog soft") == "the handler"
+    server.incident()
+    os.kill(server.pid, signal.SIGTERM)
+    assert server.process.wait(LONG) == 41
+    assert message.read_text() == ""
+
+
+def test_a_main_process_that_hangs_in_its_dump_ends_by_itself(start_server: Start) -> None:
+    environ = {"SGLANG_CRASHKIT_BUDGET_SECS": "0.5", "SGLANG_CRASHKIT_END_SECS": "0.2"}
+    server = start_server(environ=environ, dump_secs=3600.0)
+    server.kill("scheduler_TP0")
+    assert server.process.wait(LONG) == ServerExit.CRASHED
+
+
+# -- an end that was asked for
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_main_process_that_a_signal_asks_to_end_is_no_incident(start_server: Start, signum: signal.Signals) -> None:
+    # As a node of rank above 0 has it before 0.5.21, and any server before it serves.
+    server = start_server(catches_sigterm=False)
+    os.kill(server.pid, signum)
+    assert server.process.wait(LONG) == -signum
+    assert server.wait_for_the_end() is None
+
+
+#: Longer than the test waits for anything.
+ENDLESS_SECS = 10 * LONG
+
+
+def stacks_of(stored: StoredIncident) -> set[str]:
+    """Return the titles of the processes whose stacks are on disk."""
+    assert stored.document is not None
+    return {
+        process["title"]
+        for process in stored.document["processes"]
+        for piece in process["evidence"]
+        if (piece["kind"], piece["status"]) == ("stack", "captured") and (stored.path / piece["path"]).is_file()
+    }
+
+
+def test_of_a_server_that_hangs_they_are_on_disk_before_it_says_that_it_ends(start_server: Start) -> None:
+    server = start_server()
+    server.ask("draining unhealthy")
+    own = {"sglang::scheduler_TP0", "sglang::scheduler_TP1", "sglang::detokenizer"}
+
+    def with_stacks() -> list[StoredIncident]:
+        return [one for one in server.incidents() if one.document is not None and own <= stacks_of(one)]
+
+    (stored,) = wait_until(with_stacks, "the stacks are on disk")
+    assert not stored.finished
+    server.ask("dump_begun")
+    server.ask("dump_ended")
+    (stored,) = server.incidents()
+    assert stored.finished
+    assert stored.document is not None
+    events = [entry["event"] for entry in stored.document["timeline"]]
+    assert events.index("photographed") < events.index("crash_dump_begun")
+    assert (stored.document["kind"], events.count("photographed")) == ("hang", 2)
+
+
+def test_a_healthy_server_that_is_asked_to_end_is_not_photographed(start_server: Start) -> None:
+    server = start_server()
+    server.ask("draining healthy")
+    os.kill(server.pid, signal.SIGTERM)
+    server.wait_for_handler()
+    assert server.incidents() == []
+
+
+def test_stacks_and_exits_are_on_disk_while_the_server_still_saves_its_requests(start_server: Start) -> None:
+    server = start_server(dump_secs=ENDLESS_SECS)
+    server.kill("scheduler_TP1")
+    assert server.line() == "sigquit"
+    survivors = {"sglang::scheduler_TP0", "sglang::detokenizer"}
+
+    def with_stacks() -> list[StoredIncident]:
+        return [one for one in server.incidents() if one.document is not None and survivors <= stacks_of(one)]
+
+    (stored,) = wait_until(with_stacks, "the stacks are on disk")
+    assert server.process.poll() is None
+    assert not stored.finished
+    # WHEN the grace period is over and everything of the container is killed; the ranks go with the server
+    assert server.handler is not None
+    for pid in (server.handler.pid, server.pid):
+        os.kill(pid, signal.SIGKILL)
+    server.wait_for_handler()
+    (stored,) = server.incidents()
+    assert stored.document is not None
+    assert survivors <= stacks_of(stored)
+    (dead,) = [one for one in stored.document["processes"] if one["title"] == "sglang::scheduler_TP1"]
+    assert dead["exit"]["signal"] == "SIGKILL"
+    assert stored.document["complete"] is False
+
+
+@pytest.mark.parametrize("status", [0, 1, 7])
+def test_a_program_that_ends_and_takes_its_ranks_with_it_leaves_no_incident(
+    start_server: Callable[..., Server], status: int
+) -> None:
+    server = start_server(mode="library")
+    server.settle()
+    server.say(f"leave {status}")
+    assert server.wait_for_the_end() is None
+
+
+def test_a_program_that_is_killed_leaves_one(start_server: Callable[..., Server]) -> None:
+    server = start_server(mode="library")
+    server.settle()
+    server.process.kill()
+    stored = server.wait_for_the_end()
+    assert stored is not None
+    assert stored.document is not None
+    assert stored.document["verdict"]["first_failure"]["pid"] == server.process.pid

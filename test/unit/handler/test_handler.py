@@ -1,4 +1,4 @@
-"""Exits that the handler sees in an order that the kernel does not vouch for."""
+"""The handler's reaction to single messages, in this process and in a fixed order."""
 
 from __future__ import annotations
 
@@ -6,25 +6,155 @@ import contextlib
 import dataclasses
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_crashkit.capture.responder import ask_exit
-from sglang_crashkit.handler import exits
+from sglang_crashkit.handler import server
 from sglang_crashkit.handler.folders import Place
-from sglang_crashkit.handler.loop import CrashHandler
 from sglang_crashkit.handler.processes import TrackedProcess
+from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.policy import Event
-from sglang_crashkit.protocol import Mailbox
+from sglang_crashkit.protocol import Mailbox, Message
 from sglang_crashkit.settings import Settings
-from unit.handler.launching import launch
+from unit.handler.launching import LAUNCHER, Case, launch
 from unit.targets import ARM
 from unit.waiting import LONG, child, wait_until
+
+
+def test_a_time_that_is_no_time_is_now(launching: Case) -> None:
+    launching.fail({}, time=10**400)
+    assert launching.verdict().first_failure is None
+
+
+def test_a_message_that_cannot_be_taken_in_does_not_end_the_handler(
+    launching: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(launching.handler, "take", fail)
+    message = Message("teardown", {}, launching.titled, os.getuid(), None)
+    monkeypatch.setattr(launching.handler._mailbox, "receive", lambda **_: [message])
+    launching.handler._take_messages()
+    assert "message 'teardown'" in caplog.text
+    assert "unforeseen" in caplog.text
+
+
+def test_what_strangers_say_is_ignored_and_told_ever_more_rarely(
+    launching: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    message = Message("x" * 500, {}, os.getpid(), os.getuid(), None)
+    for _ in range(1234):
+        launching.handler.take(message, None)
+    told = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
+    assert [text[text.index("ignored") :] for text in told] == [
+        f"ignored ({count} so far)" for count in (1, 10, 100, 1000)
+    ]
+    assert max(map(len, told)) < 300
+
+
+#: A main process that ends with status 7 when it is told of a death, and a rank.
+SERVING = LAUNCHER.replace("import ctypes", "signal.signal(signal.SIGQUIT, lambda *_: os._exit(7))\nimport ctypes")
+
+
+@pytest.mark.parametrize(
+    ("event", "fields", "kind"),
+    [
+        ("watchdog_timeout", {"name": "Scheduler", "soft": True}, "hang"),
+        ("stacks_wanted", {}, "snapshot"),
+    ],
+)
+def test_a_death_while_an_incident_of_a_server_that_goes_on_is_opened_ends_the_server(
+    tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch, event: str, fields: dict[str, Any], kind: str
+) -> None:
+    settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
+    place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
+    with child(SERVING) as process, Mailbox.bind(short_folder / "sock") as receiver:
+        handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
+        launch(handler, int(process.first_line.split()[0]))
+        handler.look()
+        (rank,) = (one for one in handler.tree if one.title == "sglang::scheduler_TP0")
+
+        def look_and_kill() -> None:
+            if not rank.handle.has_exited():
+                os.kill(rank.pid, signal.SIGKILL)
+                wait_until(rank.handle.has_exited, "the rank is dead")
+
+        monkeypatch.setattr(handler, "look", look_and_kill)
+        message = Message(event, fields, process.pid, os.getuid(), None)
+        handler.take(message, handler.tree.root)
+        found = {stored.document["kind"]: stored.document for stored in find_incidents(tmp_path) if stored.document}
+        assert set(found) == {kind, "killed"}
+        assert found["killed"]["verdict"]["first_failure"]["pid"] == rank.pid
+        assert found[kind]["complete"] is True
+        wait_until(lambda: handler.session.act_on_time() or process.poll() is not None, "the server is told")
+        assert process.poll() == 7
+        for one in handler.tree:
+            one.handle.close()
+        handler._selector.close()
+
+
+# -- what is finished is never joined
+
+TIMEOUT = {"name": "Manager", "silent_secs": 20.0, "soft": True}
+
+
+def tell(case: Case, event: str, pid: int, **fields: Any) -> None:
+    """Let a process of the server say something."""
+    case.handler.take(Message(event, fields, pid, os.getuid(), None), case.handler.tree.get(pid))
+
+
+def documents(tmp_path: Path) -> list[dict[str, Any]]:
+    """Return the incidents, oldest first."""
+    return [stored.document for stored in find_incidents(tmp_path) if stored.document][::-1]
+
+
+def events_of(document: dict[str, Any]) -> list[str]:
+    return [entry["event"] for entry in document["timeline"]]
+
+
+@pytest.mark.parametrize(
+    ("event", "fields"),
+    [
+        ("exception", {"message": "RuntimeError: Connection closed by peer"}),
+        ("launch_failed", {"message": "died"}),
+        ("child_failed", {"message": "died"}),
+    ],
+)
+def test_what_follows_while_the_server_ends_is_noted_and_changes_no_verdict(
+    launching: Case, tmp_path: Path, event: str, fields: dict[str, Any]
+) -> None:
+    current = launching.handler.session
+    tell(launching, "exception", launching.starting, message="ValueError: the first")
+    current.finish()
+    (before,) = documents(tmp_path)
+    tell(launching, event, launching.titled, **fields)
+    (after,) = documents(tmp_path)
+    assert after["verdict"] == before["verdict"]
+    assert [report["evidence"] for report in after["processes"]] == [
+        report["evidence"] for report in before["processes"]
+    ]
+    assert current.run is not None
+    assert current.run.incident.timeline[-1]["event"] == event
+
+
+def test_the_record_of_a_rank_that_raised_too_late_is_kept(launching: Case, tmp_path: Path) -> None:
+    tell(launching, "exception", launching.starting, message="ValueError: the first")
+    launching.handler.session.finish()
+    record = tmp_path / "spool" / "record.json"
+    record.parent.mkdir(exist_ok=True)
+    record.write_text("{}")
+    tell(launching, "exception", launching.titled, message="RuntimeError: reset by peer", record=str(record))
+    (stored,) = find_incidents(tmp_path)
+    assert not record.exists()
+    (kept,) = (stored.path / "ranks").iterdir()
+    assert kept.read_text() == "{}"
+
 
 #: A main process with a rank that the kernel ends with it; it leaves with status 0 when it is told to.
 SERVER = """
@@ -49,7 +179,7 @@ def test_a_server_that_is_reaped_while_it_is_looked_at_has_ended_before_its_rank
         handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
         launch(handler, int(process.first_line))
         handler.look()
-        rank = handler._tree.get(int(process.first_line))
+        rank = handler.tree.get(int(process.first_line))
         assert rank is not None
 
         def read_stat(pid: int) -> procfs.ProcStat | None:
@@ -62,11 +192,11 @@ def test_a_server_that_is_reaped_while_it_is_looked_at_has_ended_before_its_rank
 
         original = procfs.read_stat
         monkeypatch.setattr(procfs, "read_stat", read_stat)
-        handler._exits.take(rank)
-        assert handler._current.run is None
-        assert handler._tree.root.exited_at is not None
+        handler.take_exit(rank)
+        assert handler.session.run is None
+        assert handler.tree.root.exited_at is not None
         assert not list(tmp_path.rglob("incident.json"))
-        for one in handler._tree:
+        for one in handler.tree:
             one.handle.close()
         handler._selector.close()
 
@@ -94,7 +224,7 @@ def handled_replicas(
         handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
         launch(handler, *(int(pid) for pid in process.first_line.split()))
         handler.look()
-        controller, rank = (handler._tree.get(int(pid)) for pid in process.first_line.split())
+        controller, rank = (handler.tree.get(int(pid)) for pid in process.first_line.split())
         assert controller is not None
         assert rank is not None
         try:
@@ -103,27 +233,27 @@ def handled_replicas(
             # It outlives its controller.
             with contextlib.suppress(ProcessLookupError):
                 rank.handle.send_signal(signal.SIGKILL)
-            for one in handler._tree:
+            for one in handler.tree:
                 one.handle.close()
             handler._selector.close()
 
 
-@pytest.mark.parametrize("event", ["crash_dump", "child_failed"])
+@pytest.mark.parametrize("event", ["crash_dump_begun", "child_failed"])
 def test_an_incident_that_the_main_process_told_first_is_of_the_kind_of_the_first_failure(
     tmp_path: Path, short_folder: Path, event: str
 ) -> None:
     with handled_replicas(tmp_path, short_folder) as (handler, controller, _rank):
         os.kill(controller.pid, signal.SIGKILL)
         wait_until(controller.handle.has_exited, "the controller has ended")
-        handler._current.join("child_failure", event, handler._tree.root, time.time(), Event.FAILED)
-        (stored,) = find_incidents(tmp_path)
-        assert "-child_failure-" in stored.name
-        handler.collect_exits()
-        handler._current.finish()
+        handler.take(Message(event, {}, handler.tree.root.pid, os.getuid(), None), handler.tree.root)
+        handler.session.finish()
         (stored,) = find_incidents(tmp_path)
         assert "-killed-" in stored.name
         assert stored.document is not None
-        assert (stored.document["kind"], stored.document["trigger"]["event"]) == ("killed", event)
+        assert (stored.document["kind"], stored.document["trigger"]["event"]) == (
+            "killed",
+            event.removesuffix("_begun"),
+        )
         assert stored.document["verdict"]["first_failure"]["pid"] == controller.pid
 
 
@@ -153,7 +283,7 @@ def test_of_whom_it_may_not_trace_the_parent_says_how_it_ended(
     settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
     place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
     asked = []
-    monkeypatch.setattr(exits, "ask_exit", lambda *arguments: asked.append(arguments[2]) or ask_exit(*arguments))
+    monkeypatch.setattr(server, "ask_exit", lambda *arguments: asked.append(arguments[2]) or ask_exit(*arguments))
     with (
         child(ARMED_SERVER, str(short_folder), title="sglang::server") as process,
         Mailbox.bind(short_folder / "sock") as receiver,
@@ -161,7 +291,7 @@ def test_of_whom_it_may_not_trace_the_parent_says_how_it_ended(
         handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
         launch(handler, *(int(pid) for pid in process.first_line.split()))
         handler.look()
-        ranks = [handler._tree.get(int(pid)) for pid in process.first_line.split()]
+        ranks = [handler.tree.get(int(pid)) for pid in process.first_line.split()]
         if not answers:
             os.kill(process.pid, signal.SIGSTOP)
         for rank in ranks:
@@ -172,8 +302,8 @@ def test_of_whom_it_may_not_trace_the_parent_says_how_it_ended(
         monkeypatch.setattr(procfs, "may_inspect", lambda _pid: False)
         monkeypatch.setattr(procfs, "read_stat", without_status(procfs.read_stat))
         handler.collect_exits()
-        assert handler._current.run is not None
-        incident = handler._current.run.incident
+        assert handler.session.run is not None
+        incident = handler.session.run.incident
         reports = [incident.process(rank.pid) for rank in ranks if rank is not None]
         ends = [report.exit for report in reports if report is not None]
         assert len(ends) == 2
@@ -186,7 +316,7 @@ def test_of_whom_it_may_not_trace_the_parent_says_how_it_ended(
             assert "its parent did not answer" in str(ends[0])
             # One that is stuck is waited for once.
             assert len(asked) == 1
-        for one in handler._tree:
+        for one in handler.tree:
             one.handle.close()
         handler._selector.close()
 

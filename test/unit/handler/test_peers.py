@@ -1,23 +1,33 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
 import select
+import shutil
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler import peers
-from sglang_crashkit.handler.peers import PeerProber
+from sglang_crashkit.handler import peer_link, peers
+from sglang_crashkit.handler.folders import Place
+from sglang_crashkit.handler.peer_link import Link
+from sglang_crashkit.handler.peers import PeerLosses, PeerProber
+from sglang_crashkit.handler.server import CrashHandler
+from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.model.peer_report import UNCHANGED, KnownPeers, read_question, waiting_answers
 from sglang_crashkit.model.peers import LostPeer, PeerProcess, Role, WaitingRequest
-from unit.waiting import LONG, child, descriptors
+from sglang_crashkit.protocol import Mailbox
+from sglang_crashkit.settings import Settings
+from unit.handler.launching import launch
+from unit.waiting import LONG, child, descriptors, wait_until
 
 SINCE = "2026-09-01T00:00:00.000000Z"
 LISTEN = """
@@ -141,8 +151,8 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("_CHECK_SECS", 0.05), ("_ASK_SECS", 0.1), ("_GATHER_SECS", 0.3), ("_TURN_SECS", 600.0)):
         monkeypatch.setattr(peers, name, seconds)
     for name, seconds in (("_RETRY_SECS", 0.02), ("_LOST_RETRY_SECS", 0.05), ("_TURNED_AWAY_SECS", 0.1)):
-        monkeypatch.setattr(peers, name, seconds)
-    monkeypatch.setattr(peers, "_LONGEST_RETRY_SECS", 0.1)
+        monkeypatch.setattr(peer_link, name, seconds)
+    monkeypatch.setattr(peer_link, "_LONGEST_RETRY_SECS", 0.1)
 
 
 @pytest.fixture
@@ -174,7 +184,7 @@ def test_a_peer_that_is_killed_is_told_of_once_with_those_that_wait(watch: Watch
 
 
 def test_those_whose_wait_ended_meanwhile_are_named_too(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_RETRY_SECS", 0.5)
+    monkeypatch.setattr(peer_link, "_RETRY_SECS", 0.5)
     with listening() as peer:
         rank = watch.rank()
         rank.knows({ADDRESS: processes(peer)})
@@ -444,7 +454,7 @@ def test_a_lost_peer_is_looked_for_no_longer_than_so(watch: Watch, monkeypatch: 
 def test_no_more_connections_are_made_than_there_may_be_and_it_is_said_once(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "_MOST_LINKS", 1)
+    monkeypatch.setattr(peers, "_MAX_LINKS", 1)
     with listening() as first, listening() as second:
         rank = watch.rank()
         rank.knows({ADDRESS: processes(first), "other:1": processes(second)})
@@ -515,7 +525,11 @@ def test_a_hundred_peers_that_restart_one_after_the_other_cost_one_connection_ea
         ]
         rank = watch.rank("decode")
         rank.knows(decode_peers(*found))
-        watch.run(until=lambda: len(watch.prober._registered) == 100)
+
+        def links() -> int:
+            return sum(isinstance(its, Link) for its in watch.prober._by_descriptor.values())
+
+        watch.run(until=lambda: links() == 100)
         for host in hosts[:30]:
             peers[host].close()
             with contextlib.suppress(BlockingIOError):
@@ -523,4 +537,141 @@ def test_a_hundred_peers_that_restart_one_after_the_other_cost_one_connection_ea
         # A listener that is closed leaves what it did not take to the kernel, which resets it.
         watch.run(until=lambda: len(watch.lost) == 30)
         assert {lost.host for lost in watch.lost} == set(hosts[:30])
-        assert len(watch.prober._registered) <= 100
+        assert links() <= 100
+
+
+SERVER = """
+rank = os.fork()
+if not rank:
+    import setproctitle; setproctitle.setproctitle("sglang::scheduler_TP0")
+    ready()
+pause()
+"""
+
+
+class Case:
+    """A handler in this process, with a clock that stands still."""
+
+    def __init__(self, handler: CrashHandler, folder: Path) -> None:
+        self.handler = handler
+        self.folder = folder
+        self.now = 1000.0
+        self.said: list[str] = []
+        current = handler.session
+        self.losses = PeerLosses(handler.tree, current, self.said.append, lambda: self.now)
+
+    def lose(self, *numbers: int, waiting: tuple[str, ...] = ()) -> None:
+        requests = [WaitingRequest(rid) for rid in waiting]
+        self.losses.tell([LostPeer.of(f"10.0.0.{n}:8998", "prefill", "refused", SINCE, requests) for n in numbers])
+
+    def finish(self) -> None:
+        self.handler.session.finish_observed()
+
+    def documents(self) -> list[dict[str, Any]]:
+        """Return the incidents, oldest first."""
+        return [found.document for found in reversed(find_incidents(self.folder)) if found.document]
+
+    def addresses(self) -> list[list[str]]:
+        return [[peer["address"] for peer in document["peers"]] for document in self.documents()]
+
+
+@pytest.fixture
+def case(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
+    settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
+    place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
+    with child(SERVER) as process, Mailbox.bind(short_folder / "sock") as receiver:
+        handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
+        handler.look()
+        (rank,) = (one for one in handler.tree if one.title == "sglang::scheduler_TP0")
+        launch(handler, rank.pid)
+        handler.look()
+        yield Case(handler, tmp_path)
+        rank.handle.send_signal(signal.SIGKILL) if not rank.handle.has_exited() else None
+        for one in handler.tree:
+            one.handle.close()
+        handler._prober.close()
+        handler._selector.close()
+
+
+def test_a_rolling_restart_is_one_incident_without_stacks(case: Case) -> None:
+    for number in range(1, 51):
+        case.lose(number, waiting=("a", "b"))
+        case.finish()
+        case.now += 60.0
+    (document,) = case.documents()
+    assert (document["kind"], document["complete"], len(document["peers"])) == ("peer_lost", True, 50)
+    assert document["verdict"]["text"].startswith(
+        "prefill server 10.0.0.1:8998, 10.0.0.2:8998, 10.0.0.3:8998, 10.0.0.4:8998, 10.0.0.5:8998, 10.0.0.6:8998, "
+        "10.0.0.7:8998, 10.0.0.8:8998 and 42 more are gone; 100 requests wait for them: a, b and 98 more."
+    )
+    pieces = {piece["kind"]: piece["status"] for process in document["processes"] for piece in process["evidence"]}
+    assert pieces == {"proc_state": "captured", "stack": "skipped"}
+    assert not list(case.folder.rglob("stacks"))
+    assert len(case.said) == 50
+
+
+def test_peers_that_are_lost_at_once_are_told_in_one_line(case: Case) -> None:
+    case.lose(1, 2)
+    assert case.said == [
+        "crash kit: prefill server 10.0.0.1:8998 is gone; no request waits for it. Its port refuses connections. "
+        "prefill server 10.0.0.2:8998 is gone; no request waits for it. Its port refuses connections."
+    ]
+    case.finish()
+    assert case.addresses() == [["10.0.0.1:8998", "10.0.0.2:8998"]]
+
+
+def test_a_loss_long_after_the_last_one_is_an_incident_of_its_own(case: Case) -> None:
+    case.lose(1)
+    case.finish()
+    case.now += 601.0
+    case.lose(2)
+    case.finish()
+    assert case.addresses() == [["10.0.0.1:8998"], ["10.0.0.2:8998"]]
+
+
+def test_an_incident_does_not_take_in_losses_for_ever(case: Case) -> None:
+    for number in range(1, 11):
+        case.lose(number)
+        case.finish()
+        case.now += 500.0
+    assert [len(found) for found in case.addresses()] == [8, 2]
+
+
+def test_an_incident_that_was_removed_gives_way_to_another(case: Case) -> None:
+    case.lose(1)
+    case.finish()
+    for found in find_incidents(case.folder):
+        shutil.rmtree(found.path)
+    case.lose(2)
+    case.finish()
+    assert case.addresses() == [["10.0.0.2:8998"]]
+
+
+def test_so_many_requests_are_named_that_the_incident_stays_readable(case: Case) -> None:
+    case.lose(*range(1, 65), waiting=tuple(f"request-{number}" for number in range(64)))
+    case.finish()
+    (document,) = case.documents()
+    assert sum(len(peer["requests"]) for peer in document["peers"]) == 1024
+    assert [peer["count"] for peer in document["peers"]] == [64] * 64
+
+
+def test_a_death_that_is_found_as_the_incident_is_opened_is_the_incident(case: Case) -> None:
+    (rank,) = (one for one in case.handler.tree if one.title == "sglang::scheduler_TP0")
+    os.kill(rank.pid, signal.SIGKILL)
+    wait_until(rank.handle.has_exited, "the rank is dead")
+    case.lose(1)
+    run = case.handler.session.run
+    assert run is not None
+    assert (run.incident.kind, [peer.address for peer in run.incident.peers]) == ("killed", ["10.0.0.1:8998"])
+
+
+@pytest.mark.parametrize("waiting", [(), ("a",)])
+def test_while_the_server_ends_only_a_loss_that_keeps_requests_waiting_counts(
+    case: Case, waiting: tuple[str, ...]
+) -> None:
+    case.handler.triage.shutdown.draining = True
+    case.lose(1, waiting=waiting)
+    assert bool(case.documents()) == bool(waiting)
+    case.handler.triage.shutdown.expected.add(case.handler.tree.root.pid)
+    case.lose(2, waiting=waiting)
+    assert len(case.said) == bool(waiting)
