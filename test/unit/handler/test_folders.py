@@ -115,6 +115,17 @@ def test_where_no_disk_answers_it_is_an_error(tmp_path: Path, monkeypatch: pytes
         make(tmp_path, secs=0.2)
 
 
+def test_a_child_that_a_disk_held_up_is_reaped_once_it_is_let_go_of() -> None:
+    before = set(folders_module._held_up)
+    assert make_within(0.05, lambda: time.sleep(600)) == "it did not answer within 0.05 s"
+    (held,) = folders_module._held_up - before
+    os.waitid(os.P_PID, held, os.WEXITED | os.WNOWAIT)
+    folders_module.reap()
+    assert held not in folders_module._held_up
+    with pytest.raises(ChildProcessError):
+        os.waitpid(held, os.WNOHANG)
+
+
 def test_without_a_crash_folder_the_fallback_is_no_matter_of_warning(fallback: Path) -> None:
     folders = make_work_folders(None, "1-2-3", secs=LONG)
     assert folders.host_folder == fallback / "host"

@@ -45,6 +45,34 @@ def test_a_message_that_cannot_be_taken_in_does_not_end_the_handler(
     assert "unforeseen" in caplog.text
 
 
+def test_an_exit_that_cannot_be_taken_in_neither_ends_the_handler_nor_comes_again(
+    launching: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    handler = launching.handler
+    launching.say("stacks_wanted")
+    with monkeypatch.context() as patch:
+        patch.setattr(handler.session, "take", lambda *_: 1 / 0)
+        launching.kill(launching.starting)
+    assert f"the exit of process {launching.starting} could not be taken in" in caplog.text
+    assert handler.session.run is not None
+    (noted,) = [entry for entry in handler.session.run.incident.timeline if entry["event"] == "handler_error"]
+    assert noted["message"] == "ZeroDivisionError: division by zero"
+    # The selector does not wake for it any more, and the next one is taken in.
+    assert not handler._selector.select(0)
+    launching.kill(launching.titled)
+    assert handler.session.run.incident.kind == "killed"
+
+
+def test_what_fails_as_its_time_comes_is_tried_again_later(launching: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    handler, looks = launching.handler, []
+    monkeypatch.setattr(handler.session, "act_on_time", lambda: 1 / 0)
+    monkeypatch.setattr(handler._hangs, "act_on_time", lambda: looks.append(None))
+    handler._act_on_time()
+    handler._act_on_time()
+    assert len(looks) == 1
+    assert handler._retry_at > 0
+
+
 def test_what_strangers_say_is_ignored_and_told_ever_more_rarely(
     launching: Case, caplog: pytest.LogCaptureFixture
 ) -> None:

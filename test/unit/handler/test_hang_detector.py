@@ -265,15 +265,6 @@ def test_where_they_are_dead_there_was_one() -> None:
     assert world.current.discarded == []
 
 
-@pytest.mark.parametrize(("hang_secs", "silent_secs"), [(60.0, 4.5), (6.0, 2.5)])
-def test_a_shorter_silence_is_none(hang_secs: float, silent_secs: float) -> None:
-    assert asked_to_end(hang_secs, silent_secs).hangs == []
-
-
-def test_where_hangs_are_noticed_sooner_a_shorter_silence_is_one() -> None:
-    assert len(asked_to_end(6.0, 3.5).hangs) == 1
-
-
 def test_a_hang_that_was_noticed_before_is_not_another_one() -> None:
     world = World().follow()
     world.pass_time(7)
@@ -330,25 +321,12 @@ def test_a_silent_server_is_one_hang_with_three_snapshots() -> None:
     assert world.said == ["TP1 hangs. Incident: /incidents/one"]
 
 
-def test_a_loop_that_stands_still_in_a_batch_is_a_hang() -> None:
-    world = World().follow()
-    world.batch()
-    world.pass_time(6.1)
-    assert len(world.hangs) == 1
-
-
 def test_the_one_that_was_silent_first_is_the_trigger() -> None:
     world = World().follow()
     world.now += 0.2
     world.beat(10)
     world.pass_time(6.5)
     assert world.current.triggers == [11]
-
-
-def test_one_that_goes_round_does_not_hang_with_the_other() -> None:
-    world = World().follow()
-    world.pass_time(6.5, lambda: world.beat(10))
-    assert [run.silent for run in world.hangs] == [[11]]
 
 
 def test_progress_is_noted_when_all_that_hung_go_on_and_then_another_hang_is_another_incident() -> None:
@@ -452,6 +430,131 @@ def test_a_limit_below_the_rounds_of_an_idle_server_is_raised() -> None:
     assert len(world.hangs) == 1
 
 
+def set_up(**facts: Any) -> Callable[[World], None]:
+    """Return what makes a world: states by pid, a batch, or what the heartbeats of some say."""
+
+    def make(world: World) -> None:
+        for pid, state in facts.get("states", {}).items():
+            world.states[pid] = state
+        world.beat(*facts.get("who", ()), **facts.get("beat", {}))
+        if "batch" in facts:
+            world.batch(*facts.get("who", ()), **facts["batch"])
+        world.compiling = facts.get("compiling", set())
+        world.shutdown.expected |= facts.get("expected", set())
+        world.shutdown.gone_at = facts.get("gone_at")
+        world.shutdown.draining = facts.get("draining", False)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "no_hang_for", "hang_by"),
+    [
+        (set_up(), 4.5, 6.5),
+        (set_up(batch={}), 4.5, 6.5),
+        (set_up(draining=True), 4.5, 6.5),
+        (set_up(states={10: "T", 11: "T"}), 4.5, 6.5),
+        # The first batches may take three times as long.
+        (set_up(batch={"number": 1}), 14.5, 17.5),
+        (set_up(batch={"number": 8}), 14.5, 17.5),
+        # One that waits for its compiler twenty times, one that has a control request ten times.
+        (set_up(batch={}, compiling={11}), 98, 102),
+        (set_up(who=(11,), beat={"is_busy": True}), 48, 52),
+        # Whatever a stopped one had to do, it does not do it.
+        (set_up(who=(11,), beat={"is_busy": True}, states={11: "T"}), 4.5, 6.5),
+        (set_up(who=(11,), beat={"batch_at": 2000.0, "batches": 1}, states={11: "T"}), 4.5, 6.5),
+        # A prompt that is taken in at once has the more time the longer it is.
+        (set_up(batch={"mode": "extend", "tokens": 16_384}), 4, 7),
+        (set_up(batch={"mode": "extend", "tokens": 32_767}), 4, 7),
+        (set_up(batch={"mode": "extend", "tokens": 32_768}), 9, 12),
+        (set_up(batch={"mode": "extend", "tokens": 1_000_000}), 99, 102),
+        # Not even after hours: the server is stopped as a whole, held by a debugger, or being ended.
+        (set_up(states={ROOT: "T", 10: "T", 11: "T"}), 600, None),
+        (set_up(states={10: "t"}), 600, None),
+        (set_up(states={11: "t"}), 600, None),
+        (set_up(gone_at=1000.0), 600, None),
+        (set_up(expected={ROOT}), 600, None),
+        (set_up(expected={11}), 600, None),
+    ],
+)
+def test_so_long_a_silence_is_no_hang(make: Callable[[World], None], no_hang_for: float, hang_by: float | None) -> None:
+    world = World().follow()
+    make(world)
+    world.pass_time(no_hang_for)
+    assert world.hangs == []
+    if hang_by is not None:
+        world.pass_time(hang_by - no_hang_for)
+        assert [run.silent for run in world.hangs] == [[10, 11]]
+
+
+@pytest.mark.parametrize(("hang_secs", "silent_secs", "hangs"), [(60, 4.5, 0), (6, 2.5, 0), (6, 3.5, 1), (60, 5.5, 1)])
+def test_so_long_a_silence_is_a_hang_at_the_end(hang_secs: float, silent_secs: float, hangs: int) -> None:
+    assert len(asked_to_end(hang_secs, silent_secs).hangs) == hangs
+
+
+@pytest.mark.parametrize(
+    ("followed", "batches", "off", "beating", "silent"),
+    [
+        # One that goes round does not hang with the other.
+        ((10, 11), 100, (), (10,), [11]),
+        # A heartbeat that was switched off neither hangs nor excuses the others.
+        ((10, 11), 100, (11,), (10,), None),
+        ((10, 11), 100, (11,), (), [10]),
+        # All of a server's schedulers are ready before it takes in a request.
+        ((10,), 9, (), (), [10]),
+        ((10,), 0, (), (), None),
+        # One that cannot be followed excuses nobody.
+        ((10, -11), 0, (), (), [10]),
+        ((10, -11), 1, (), (), [10]),
+        ((10, 11), 0, (), (), [10, 11]),
+    ],
+)
+def test_who_hangs(
+    followed: tuple[int, ...], batches: int, off: tuple[int, ...], beating: tuple[int, ...], silent: list[int] | None
+) -> None:
+    world = World()
+    world.beat(batches=batches)
+    for process in world.processes:
+        if process.pid in followed or -process.pid in followed:
+            descriptor = process.pid if process.pid in followed else -1
+            world.watch.follow(process, descriptor)  # type: ignore[arg-type]
+    for pid in off:
+        world.beat(pid, is_off=True)
+    world.pass_time(6.5, (lambda: world.beat(*beating)) if beating else None)
+    assert [run.silent for run in world.hangs] == ([] if silent is None else [silent])
+
+
+@pytest.mark.parametrize("state", ["t", "T"])
+def test_what_was_excused_does_not_count_later(state: str) -> None:
+    world = World().follow()
+    world.stop(ROOT, 10, 11, state=state)
+    world.pass_time(600)
+    world.stop(ROOT, 10, 11, state="S")
+    world.pass_time(3)
+    assert world.hangs == []
+    world.pass_time(3.5)
+    assert len(world.hangs) == 1
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_server_that_goes_round_does_not_hang_even_if_it_is_paused(again: bool) -> None:
+    world = World().follow()
+    if again:
+        # It announces its heartbeat anew.
+        world.follow()
+    world.pass_time(600, lambda: world.beat(paused=True))
+    assert world.hangs == []
+
+
+def test_a_scheduler_whose_title_is_newer_than_the_last_scan_is_followed() -> None:
+    world = World()
+    world.titled = lambda process: setattr(process, "role", "scheduler")
+    for process in world.processes:
+        process.role = "starting"
+    world.follow().pass_time(6.5)
+    assert len(world.hangs) == 1
+
+
 @given(st.lists(st.floats(0.001, 900.0), min_size=1, max_size=60), st.sampled_from([2.0, 5.0, 60.0]))
 def test_a_server_that_beats_between_the_looks_never_hangs_however_late_they_come(
     gaps: list[float], hang_secs: float
@@ -476,90 +579,6 @@ def test_only_time_that_was_seen_to_pass_counts(gaps: list[float], hang_secs: fl
     assert world.hangs == [] or sum(min(gap, 2 * interval) for gap in gaps) >= hang_secs - 2 * interval
 
 
-def test_a_server_that_still_starts_does_not_hang() -> None:
-    world = World()
-    world.beat(batches=0)
-    world.follow(10)
-    world.pass_time(600)
-    assert world.hangs == []
-    world.follow(11)
-    world.pass_time(6.5)
-    assert len(world.hangs) == 1
-
-
-def test_one_that_never_beats_excuses_nobody_once_there_was_a_batch() -> None:
-    # All of a server's schedulers are ready before it takes in a request.
-    world = World().follow(10)
-    world.batch(10, number=9)
-    world.pass_time(6.5)
-    assert [run.silent for run in world.hangs] == [[10]]
-
-
-def test_a_server_that_is_stopped_as_a_whole_does_not_hang() -> None:
-    world = World().follow()
-    world.stop(ROOT, 10, 11)
-    world.pass_time(600)
-    world.stop(ROOT, 10, 11, state="S")
-    world.pass_time(60, world.beat)
-    assert world.hangs == []
-
-
-def test_schedulers_that_are_all_stopped_in_a_server_that_is_not_hang() -> None:
-    world = World().follow()
-    world.stop(10, 11)
-    world.pass_time(6.5)
-    assert len(world.hangs) == 1
-
-
-@pytest.mark.parametrize("pid", [10, 11])
-def test_a_scheduler_that_is_held_by_a_debugger_excuses_all(pid: int) -> None:
-    world = World().follow()
-    world.stop(pid, state="t")
-    world.pass_time(600)
-    assert world.hangs == []
-    world.stop(pid, state="S")
-    world.pass_time(6.5)
-    assert len(world.hangs) == 1
-
-
-@pytest.mark.parametrize("what", ["gone", "root", "rank"])
-def test_a_server_that_is_being_ended_does_not_hang(what: str) -> None:
-    world = World().follow()
-    if what == "gone":
-        world.shutdown.gone_at = world.now
-    else:
-        world.shutdown.expected.add(ROOT if what == "root" else 11)
-    world.pass_time(600)
-    assert world.hangs == []
-
-
-def test_a_server_that_drains_may_hang() -> None:
-    world = World().follow()
-    world.shutdown.draining = True
-    world.pass_time(6.5)
-    assert len(world.hangs) == 1
-
-
-def test_a_paused_server_goes_round() -> None:
-    world = World().follow()
-    world.pass_time(600, lambda: world.beat(paused=True))
-    assert world.hangs == []
-
-
-def test_a_heartbeat_that_was_switched_off_is_no_hang() -> None:
-    world = World().follow()
-    world.beat(11, is_off=True)
-    world.pass_time(600, lambda: world.beat(10))
-    assert world.hangs == []
-
-
-def test_nor_does_it_excuse_the_others() -> None:
-    world = World().follow()
-    world.beat(11, is_off=True)
-    world.pass_time(6.5)
-    assert [run.silent for run in world.hangs] == [[10]]
-
-
 def test_a_heartbeat_that_is_switched_off_in_a_hang_does_not_keep_it_from_its_end() -> None:
     world = World().follow()
     world.pass_time(12)
@@ -569,42 +588,11 @@ def test_a_heartbeat_that_is_switched_off_in_a_hang_does_not_keep_it_from_its_en
     assert len(world.hangs[0].progress) == 1
 
 
-@pytest.mark.parametrize("batches", [0, 1])
-def test_one_that_cannot_be_followed_does_not_excuse_the_others(batches: int) -> None:
-    world = World()
-    world.beat(batches=batches)
-    world.follow(10)
-    unfollowed: Any = world.processes[1]
-    world.watch.follow(unfollowed, -1)
-    world.pass_time(6.5)
-    assert [run.silent for run in world.hangs] == [[10]]
-
-
-@pytest.mark.parametrize("number", [1, 8])
-def test_the_first_batches_may_take_three_times_as_long(number: int) -> None:
-    world = World().follow()
-    world.batch(number=number)
-    world.pass_time(14.5)
-    assert world.hangs == []
-    world.pass_time(3)
-    assert len(world.hangs) == 1
-
-
 def test_a_hang_in_the_first_batch_is_whole_before_upstreams_watchdog_ends_the_server() -> None:
     world = World(Settings.from_environ({}).hang_secs).follow()
     world.batch(number=1)
     world.pass_time(240)
     assert [run.finished for run in world.hangs] == [True]
-
-
-def test_one_that_waits_for_its_compiler_may_take_twenty_times_as_long() -> None:
-    world = World().follow()
-    world.batch()
-    world.compiling = {11}
-    world.pass_time(98)
-    assert world.hangs == []
-    world.pass_time(4)
-    assert len(world.hangs) == 1
 
 
 def test_between_two_compilers_there_may_be_none_for_as_long_as_a_silence_is_no_hang() -> None:
@@ -617,24 +605,6 @@ def test_between_two_compilers_there_may_be_none_for_as_long_as_a_silence_is_no_
     assert world.hangs == []
     world.pass_time(3)
     assert len(world.hangs) == 1
-
-
-def test_a_control_request_of_one_may_take_all_of_them_ten_times_as_long() -> None:
-    world = World().follow()
-    world.beat(11, is_busy=True)
-    world.pass_time(48)
-    assert world.hangs == []
-    world.pass_time(4)
-    assert len(world.hangs) == 1
-
-
-def test_whatever_a_stopped_one_had_to_do_it_does_not_do_it() -> None:
-    for fields in ({"is_busy": True}, {"batch_at": 2000.0, "batches": 1}):
-        world = World().follow()
-        world.beat(11, **fields)
-        world.stop(11)
-        world.pass_time(6.5)
-        assert len(world.hangs) == 1
 
 
 def test_a_long_prompt_that_advances_in_chunks_is_no_hang() -> None:
@@ -659,21 +629,6 @@ def test_only_schedulers_are_followed_and_what_is_no_heartbeat_is_named(caplog: 
     world.watch.follow(scheduler, -1)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert world.watch.next_due() == float("inf")
-
-
-def test_a_scheduler_whose_title_is_newer_than_the_last_scan_is_followed() -> None:
-    world = World()
-    world.titled = lambda process: setattr(process, "role", "scheduler")
-    for process in world.processes:
-        process.role = "starting"
-    world.follow().pass_time(6.5)
-    assert len(world.hangs) == 1
-
-
-def test_one_that_announces_itself_again_is_followed_there() -> None:
-    world = World().follow().follow()
-    world.pass_time(60, world.beat)
-    assert world.hangs == []
 
 
 # -- busy
@@ -724,17 +679,6 @@ def test_what_is_busy_for_too_long_is_another_incident() -> None:
     world.pass_time(200)
     world.pass_time(5, world.beat)
     assert (len(world.hangs), world.current.discarded) == (2, [run])
-
-
-def test_a_prompt_that_is_taken_in_at_once_has_the_more_time_the_longer_it_is() -> None:
-    for tokens, limit in ((0, 5), (16_384, 5), (32_767, 5), (32_768, 10), (1_000_000, 100)):
-        world = World(5.0).follow()
-        world.batch(mode="extend", tokens=tokens)
-        world.pass_time(limit - 1)
-        assert world.hangs == [], tokens
-        world.pass_time(3)
-        assert len(world.hangs) == 1, tokens
-        assert f"{tokens:,} tokens" in world.hangs[0].last_signs[10] or tokens == 0
 
 
 # -- what the dead did last
