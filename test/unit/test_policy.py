@@ -98,7 +98,7 @@ SENDERS = {
     "capture/pyspy.py",
     "capture/native_stacks.py",
     "capture/cuda_core/child.py",
-    "handler/work_folders.py",
+    "handler/folders.py",
     "installer/environment.py",
     "srt/handler_process.py",
     "test/plugin.py",
