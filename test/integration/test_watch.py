@@ -20,7 +20,8 @@ from integration.hang_story import CHUNK, HANG_SECS, LONG, QUIET_SECS, VICTIM, W
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.model.snapshot import ProcessSnapshot, parse
+from sglang_crashkit.model.sample import Sample
+from sglang_crashkit.model.snapshot import parse
 from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -65,7 +66,7 @@ class Story:
     events: list[dict[str, Any]] = field(default_factory=list)
     status: int | None = None
 
-    def moments(self, title: str) -> list[ProcessSnapshot]:
+    def moments(self, title: str) -> list[Sample]:
         """Return what each snapshot has of a process."""
         folder = Path(self.snapshots["output_dir"])
         rounds = [parse(path.read_bytes()) for path in sorted(folder.glob("snapshot_*.json"))]

@@ -14,12 +14,13 @@ from sglang_crashkit.analysis.rank_set import Rank, Scope, scope_of
 from sglang_crashkit.analysis.sightings import Seen, Sightings
 from sglang_crashkit.analysis.untitled import ROLE, judge_untitled, name_untitled, untitled_role
 from sglang_crashkit.model.incident import Level
-from sglang_crashkit.model.snapshot import Problem, ProcessSnapshot
+from sglang_crashkit.model.sample import Sample
+from sglang_crashkit.model.snapshot import Problem
 
 SCHEMA_VERSION = 1
 
 _LEVELS: dict[Level, int] = {"established": 0, "supported": 1, "unknown": 2}
-_KINDS = ("odd", "waiting", "unclear", "moving", "idle")
+_KINDS = ("outlier", "waiting", "unclear", "moving", "idle")
 #: Beside the schedulers, those without which no request is answered; a compiler or another helper comes and goes.
 _NEEDED = frozenset({"server", "detokenizer", "detokenizer_router", "data_parallel_controller", "tokenizer_worker"})
 _MOST_STATEMENTS = 3
@@ -85,7 +86,7 @@ def explain(sightings: Sightings) -> Explanation:
     texts = [f"{finding.group}: {finding.statement}" if finding.group else finding.statement for finding in telling]
     if len(texts) > _MOST_STATEMENTS:
         texts[_MOST_STATEMENTS:] = [f"The same kind of thing is seen of {len(texts) - _MOST_STATEMENTS} more groups."]
-    if first.kind == "odd":
+    if first.kind == "outlier":
         texts += [f"{f.group}: {f.statement}" for f in findings if f.kind == "waiting"][:1]
     named = tuple(member for finding in telling for member in finding.named)
     return Explanation(first.kind, " ".join(texts), first.level, named, tuple(findings), problems, len(sightings))
@@ -108,7 +109,7 @@ def _findings(sightings: Sightings) -> list[Finding]:
             server = scope_of({name: place for name, place in seen.rank.scope if name != "role"})
             untitled.setdefault(server, []).append(name_untitled(member))
         elif _is_needed(role, untitled_as, member) and (odd := find_odd([member])) is not None:
-            findings.append(Finding("", "odd", (member,), odd.statement, (), odd.level))
+            findings.append(Finding("", "outlier", (member,), odd.statement, (), odd.level))
     common = set.intersection(*(set(scope) for scope in groups)) if groups else set()
     common = {place for place in common if place[0] != "side"}
     for scope, ranks in groups.items():
@@ -166,7 +167,7 @@ def _judge_stages(judged: list[tuple[Scope, Finding, list[Member]]]) -> list[Fin
         others = ", ".join(findings[other].group for other in stages if other != position)
         text = f"{finding.statement} All of {others} waited meanwhile."
         level: Level = "supported" if all(len(member.seen) > 1 for member in members) else "unknown"
-        findings[position] = replace(finding, kind="odd", named=tuple(members), statement=text, level=level)
+        findings[position] = replace(finding, kind="outlier", named=tuple(members), statement=text, level=level)
     return findings
 
 
@@ -175,6 +176,6 @@ def _importance(finding: Finding) -> tuple[int, int, str]:
 
 
 def _named_to_json(member: Member) -> dict[str, Any]:
-    process: ProcessSnapshot = member.source
+    process: Sample = member.source
     place = {"host": process.host, "pid": process.pid, "title": process.title, "side": process.side}
     return {**place, "doing": describe(member)}

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from sglang_crashkit.analysis.rank_set import Rank, Scope, scope_of
-from sglang_crashkit.model.snapshot import ProcessSnapshot
+from sglang_crashkit.model.sample import Sample
 
 #: What divides the ranks of tensor parallelism once more, and tells nobody apart where those are numbered.
 _WITHIN_TP = frozenset({"ep", "attn_cp", "moe_dp"})
@@ -20,14 +20,14 @@ _BY_PREFERENCE = ("tp", "dp", "pp", "ep", "attn_cp", "moe_dp")
 _Member = TypeVar("_Member")
 
 
-def server_of(process: ProcessSnapshot) -> str:
+def server_of(process: Sample) -> str:
     """Return what the processes of one server have in common, on all its hosts where that is known."""
     if process.rendezvous:
         return process.rendezvous
     return process.host if process.server is None else f"{process.host}:{process.server}"
 
 
-def rank_of(process: ProcessSnapshot) -> Rank:
+def rank_of(process: Sample) -> Rank:
     """Return the place of a process among all."""
     places: dict[str, int | str] = {"server": server_of(process)}
     if process.side is not None:

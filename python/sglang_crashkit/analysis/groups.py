@@ -12,7 +12,7 @@ from sglang_crashkit.model.incident import Level
 
 #: ``odd``: somebody stands out; ``waiting``: all wait, and nobody does; ``idle``: they wait for requests; ``moving``:
 #: they go on; ``unclear``: none of that.
-FindingKind = Literal["odd", "waiting", "idle", "moving", "unclear"]
+FindingKind = Literal["outlier", "waiting", "idle", "moving", "unclear"]
 
 _NO_HANG = ": no hang is seen."
 #: Of the others of a group, this many different things are told.
@@ -53,12 +53,12 @@ def judge_group(name: str, members: Sequence[Member]) -> Finding:
     all_wait = all(member.waits() for member in members)
     odd = find_odd(members) or find_astray(members)
     if odd is not None and odd.level == "established":
-        return Finding(name, "odd", odd.members, odd.statement, evidence, odd.level)
+        return Finding(name, "outlier", odd.members, odd.statement, evidence, odd.level)
     if _are_idle(members):
         text = f"{name_members(members)} waited for {_awaited(members)}, as when there are none{_NO_HANG}"
         return Finding(name, "idle", (), text, evidence, _level(members))
     if odd is not None and _is_convincing(odd, members):
-        return Finding(name, "odd", odd.members, odd.statement, evidence, odd.level)
+        return Finding(name, "outlier", odd.members, odd.statement, evidence, odd.level)
     if all_wait:
         return Finding(name, "waiting", (), _waiting_text(members), evidence, "unknown", waits=True)
     moving = [member for member in members if member.motion() == "moving"]
@@ -142,18 +142,18 @@ def _waiting_text(members: Sequence[Member]) -> str:
         return f"{_sentence(members[0])} For whom is not seen."
     told = "; ".join(f"{name_members(some)} {words}" for words, some in list(places.items())[:_MOST_EVIDENCE])
     ending = "all wait, for one another or for somebody who is not seen" if len(places) == 1 else "each waits elsewhere"
-    return f"{told}: {ending}, and nobody stands out."
+    return f"{told}: {ending}, and no single rank looks responsible."
 
 
 def _unclear_text(members: Sequence[Member]) -> str:
     seen = [member for member in members if member.seen]
     unseen = [member for member in members if not member.seen]
     if not unseen:
-        return f"{name_members(members)}: nobody stands out."
+        return f"{name_members(members)}: no single rank looks responsible."
     missing = f"Of {name_members(unseen)} no stack was seen"
     if seen and all(member.waits() for member in seen):
         return f"{_waiting_text(seen)} {missing}: for {'it' if len(unseen) == 1 else 'them'} the others may wait."
-    return f"{name_members(members)}: nobody stands out. {missing}."
+    return f"{name_members(members)}: no single rank looks responsible. {missing}."
 
 
 def _evidence(members: Sequence[Member]) -> tuple[str, ...]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import datetime, timezone
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from sglang_crashkit.analysis.groups import motion_words
@@ -13,9 +12,7 @@ from sglang_crashkit.analysis.member import Member, Sight, describe, name_member
 from sglang_crashkit.analysis.outliers import find_odd
 from sglang_crashkit.analysis.states import activity_of
 from sglang_crashkit.model.incident import ProcessReport
-from sglang_crashkit.model.look import Look
-from sglang_crashkit.model.snapshot import ProcessSnapshot
-from sglang_crashkit.model.stacks import Frame, Thread
+from sglang_crashkit.model.sample import Frame, Sample, Thread
 
 #: Of so many ranks it is told what holds them.
 _MOST_TOLD = 3
@@ -70,36 +67,26 @@ def all_stopped(ranks: Sequence[ProcessReport]) -> str:
     members = [member_of(rank) for rank in ranks]
     if len(members) < 2 or not all(member.always("stopped") for member in members):
         return ""
-    return f"{name_members(members)} are all stopped (state T) until somebody sends SIGCONT: none of them stands out."
+    stopped = f"{name_members(members)} are all stopped (state T) until somebody sends SIGCONT"
+    return f"{stopped}: no single rank looks responsible."
 
 
 def member_of(report: ProcessReport) -> Member:
     """Return a process of an incident as it is compared with others."""
-    seen = [look for look in report.looks if look.doing]
-    # It has the lock for a moment now and then.
-    holds_lock = len(seen) > 1 and all(look.lock == "main" for look in seen)
-    sights = tuple(_sight(report, look, holds_lock=holds_lock) for look in report.looks if look.state or look.doing)
+    seen = [sample for sample in report.samples if sample.doing]
+    # It has the GIL for a moment now and then.
+    holds_gil = len(seen) > 1 and all(sample.gil == "main" for sample in seen)
+    sights = tuple(_sight(report, one, holds_gil=holds_gil) for one in report.samples if one.state or one.doing)
     return Member(f"{report.title} (pid {report.pid})", sights, source=report)
 
 
-def _sight(report: ProcessReport, look: Look, *, holds_lock: bool) -> Sight:
-    frames = look.frames or tuple(frame_of(text) for text in look.doing)
-    seconds = _seconds_of(look.time)
-    threads = (Thread("MainThread", report.pid, False, holds_lock, frames),) if frames else ()
+def _sight(report: ProcessReport, sample: Sample, *, holds_gil: bool) -> Sight:
+    main = sample.main_thread
+    frames = main.frames if main is not None and main.frames else tuple(frame_of(text) for text in sample.doing)
+    threads = (Thread("MainThread", report.pid, False, holds_gil, frames),) if frames else ()
     wchan = str((report.state or {}).get("wchan") or "")
-    process = ProcessSnapshot(
-        "",
-        report.pid,
-        0,
-        report.title,
-        report.role,
-        report.rank,
-        seconds,
-        state=look.state,
-        wchan=wchan,
-        threads=threads,
-    )
-    return Sight(look.state, look.cpu_secs, activity_of(process), frames, seconds)
+    process = replace(sample, pid=report.pid, wchan=wchan, threads=threads)
+    return Sight(sample.state, sample.cpu_secs, activity_of(process), frames, sample.time)
 
 
 def _more_of(member: Member) -> list[str]:
@@ -114,18 +101,10 @@ def _more_of(member: Member) -> list[str]:
 def _of_lock(member: Member) -> list[str]:
     """Return in a sentence that nobody in a process got its GIL, where that is so."""
     report: ProcessReport = member.source
-    seen = [look for look in report.looks if look.doing or look.lock]
-    if len(seen) > 1 and all(look.lock == "taken" for look in seen):
-        return [f"No other thread of {member.name} got its interpreter lock in time to answer."]
+    seen = [sample for sample in report.samples if sample.doing or sample.gil]
+    if len(seen) > 1 and all(sample.gil == "taken" for sample in seen):
+        return [f"No other thread of {member.name} got the GIL in time to answer."]
     return []
-
-
-def _seconds_of(time: str) -> float:
-    """Return a time of `iso_time` in seconds since the epoch, 0 where it is none."""
-    try:
-        return datetime.strptime(time, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc).timestamp()
-    except ValueError:
-        return 0.0
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from sglang_crashkit.analysis.rank_set import Rank, RankSet
 from sglang_crashkit.analysis.states import WAITS_FOR_OTHERS, Activity
-from sglang_crashkit.model.stacks import Frame
+from sglang_crashkit.model.sample import Frame
 
 #: What the looks at a process say together. ``still``: the same functions and hardly any CPU time; ``spinning``: the
 #: same functions and much of it; ``moving``: other functions; ``unknown``: there are not two looks with a stack.

@@ -16,8 +16,8 @@ from sglang_crashkit.analysis.member import Sight
 from sglang_crashkit.analysis.rank_set import Rank
 from sglang_crashkit.analysis.stack_tree import PrefixTree
 from sglang_crashkit.analysis.states import Activity, activity_of
-from sglang_crashkit.model.snapshot import NodeSnapshot, Problem, ProcessSnapshot
-from sglang_crashkit.model.stacks import Frame, main_thread
+from sglang_crashkit.model.sample import Frame, Sample, main_thread
+from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 
 _MOST_CACHED = 1 << 16
 
@@ -34,7 +34,7 @@ class Seen:
         gone: how many looks did not find it any more.
     """
 
-    process: ProcessSnapshot
+    process: Sample
     rank: Rank
     last: float
     sights: list[Sight] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Sightings:
         """Take in what could not be had."""
         self._problems.update(dict.fromkeys(problems))
 
-    def seen(self, process: ProcessSnapshot, last: float) -> Seen:
+    def seen(self, process: Sample, last: float) -> Seen:
         """Return what was seen of a process; what `process` says of its doings is not taken in.
 
         Args:
@@ -140,7 +140,7 @@ class Sightings:
             seen.process = replace(seen.process, time=process.time)
         return seen
 
-    def _sight(self, process: ProcessSnapshot) -> Sight:
+    def _sight(self, process: Sample) -> Sight:
         main = main_thread(process.threads, process.pid)
         native = main_thread(process.native, process.pid)
         frames = main.frames if main else ()
@@ -162,7 +162,7 @@ class Sightings:
         return Sight(process.state, process.cpu_secs, known[0], known[1], process.time, process.problem)
 
 
-def _name(process: ProcessSnapshot) -> tuple[object, ...]:
+def _name(process: Sample) -> tuple[object, ...]:
     """Return what may change of a process while it lives, with an order."""
     return (
         process.title,
@@ -174,8 +174,8 @@ def _name(process: ProcessSnapshot) -> tuple[object, ...]:
     )
 
 
-def _without_doings(process: ProcessSnapshot) -> ProcessSnapshot:
-    return ProcessSnapshot(
+def _without_doings(process: Sample) -> Sample:
+    return Sample(
         process.host,
         process.pid,
         process.start_ticks,

@@ -17,6 +17,7 @@ from sglang_crashkit.analysis.sightings import Seen, Sightings
 from sglang_crashkit.analysis.stack_tree import PrefixTree
 from sglang_crashkit.analysis.states import Activity, Kind
 from sglang_crashkit.model import checked_json as checked
+from sglang_crashkit.model.sample import Frame
 from sglang_crashkit.model.snapshot import (
     problems_from_json,
     process_from_json,
@@ -24,7 +25,6 @@ from sglang_crashkit.model.snapshot import (
     stacks_from_json,
     stacks_to_json,
 )
-from sglang_crashkit.model.stacks import Frame
 
 SCHEMA_VERSION = 1
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from sglang_crashkit.analysis.rank_set import Rank, RankSet
 from sglang_crashkit.model import checked_json as checked
-from sglang_crashkit.model.stacks import Frame
+from sglang_crashkit.model.sample import Frame
 
 SCHEMA_VERSION = 1
 

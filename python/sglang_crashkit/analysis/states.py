@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sglang_crashkit.model.snapshot import ProcessSnapshot
-from sglang_crashkit.model.stacks import Frame, Thread, main_thread
+from sglang_crashkit.model.sample import Frame, Sample, Thread, main_thread
 
 Kind = Literal[
     "gone",
@@ -42,7 +41,7 @@ _WORDS: dict[Kind, str] = {
     "store": "waited for the others through the store, as at startup",
     "cuda_sync": "waited for its GPU",
     "kernel": "waited for its GPU, which ran a kernel of its own",
-    "gil_wait": "waited for the interpreter lock of its own process",
+    "gil_wait": "waited for the GIL of its own process",
     "lock": "waited for a lock or an event",
     "socket": "waited for a socket",
     "compiling": "compiled a kernel",
@@ -135,13 +134,13 @@ class Activity:
     batch: bool = False
 
 
-def activity_of(process: ProcessSnapshot) -> Activity:
+def activity_of(process: Sample) -> Activity:
     """Return what a process was doing, by the kernel's word first, then by its main thread."""
     thread = main_thread(process.threads, process.pid)
     native = main_thread(process.native, process.pid)
     seen = of_frames(thread.frames if thread else (), native.frames if native else (), process.kernels)
     if thread is not None and thread.owns_gil and process.state == "S":
-        seen = replace(seen, words=f"{seen.words}, holding the interpreter lock in native code")
+        seen = replace(seen, words=f"{seen.words}, holding the GIL in native code")
     return of_state(process.state, process.wchan, process.tracer) or seen
 
 

@@ -23,7 +23,7 @@ def judge_unhealthy(incident: Incident) -> Verdict:
     Args:
         incident: with its processes, which were looked at.
     """
-    ranks = [process for process in incident.processes if process.role == "scheduler" and process.looks]
+    ranks = [process for process in incident.processes if process.role == "scheduler" and process.samples]
     others = [process for process in incident.processes if process.role not in ("scheduler", "helper")]
     stopped = all_stopped(ranks)
     if stopped:

@@ -62,9 +62,10 @@ def judge_untitled(group: str, members: Sequence[Member]) -> Finding:
         return finding
     finding = replace(finding, evidence=(*finding.evidence, _NOTE))
     if finding.kind == "moving" and not all(member.motion() == "moving" for member in members):
-        text = f"{name_members(members)}: some did different things at different looks, and nobody stands out."
+        text = f"{name_members(members)}: some did different things at different looks"
+        text += ", and no single rank looks responsible."
         return replace(finding, kind="unclear", statement=text, level="unknown")
-    if finding.kind != "odd":
+    if finding.kind != "outlier":
         return finding
     if any(member.motion() == "moving" or all(map(is_for_requests, member.sights)) for member in finding.named):
         return replace(finding, kind="unclear", named=(), level="unknown")

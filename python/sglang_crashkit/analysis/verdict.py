@@ -155,7 +155,7 @@ def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Seque
     elif len(hung) == 1:
         named, basis = hung[0], [*silences, *tell(incident.process(hung[0])), *collectives]
     else:
-        text = f"{len(hung)} processes made no progress, and none of them stands out."
+        text = f"{len(hung)} processes made no progress, and no single rank looks responsible."
         basis = [text, *silences, *collectives, *_doings(incident), *_on_gpus(incident), *lost]
         return Verdict("hang", None, "unknown", " ".join(basis), basis)
     basis += [*_doings(incident, without=named), *_on_gpus(incident), *lost]

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from sglang_crashkit.analysis.explain import Explanation
     from sglang_crashkit.analysis.sightings import Seen
     from sglang_crashkit.collect.slurm_gather import JobResult
-    from sglang_crashkit.model.snapshot import ProcessSnapshot
+    from sglang_crashkit.model.sample import Sample
+
 
 _AT_ONCE, _NODE_SECS = 32, 300
 #: More lines, of processes or of what is missing, are in the file only.
@@ -191,7 +192,7 @@ def _problem_lines(result: JobResult) -> Iterator[str]:
             yield f"  next: {problem.next}"
 
 
-def rank_label(process: ProcessSnapshot) -> str:
+def rank_label(process: Sample) -> str:
     """Return the rank of a process, such as ``DP0 TP3``; its role where it has none."""
     return " ".join(f"{name.upper()}{number}" for name, number in process.ranks.items()) or process.role
 

@@ -32,8 +32,8 @@ from sglang_crashkit.collect import text as collected_text
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
-from sglang_crashkit.model.photograph import Photograph
-from sglang_crashkit.model.snapshot import NodeSnapshot, Problem, ProcessSnapshot
+from sglang_crashkit.model.sample import Sample
+from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 from sglang_crashkit.settings import runtime_folder
 
 #: The longest that one tool may take for one process, in seconds.
@@ -74,7 +74,7 @@ class Collected:
     """
 
     process: FoundProcess
-    moments: list[ProcessSnapshot] = field(default_factory=list)
+    moments: list[Sample] = field(default_factory=list)
     debugged: Debugged | None = None
     files: list[str] = field(default_factory=list)
 
@@ -201,7 +201,7 @@ class Collection:
         for one in self.collected:
             self._write(one, "pyspy", collected_text.python_stacks(one.process, self.host, one.moments))
 
-    def _photograph_all(self) -> dict[int, Photograph]:
+    def _photograph_all(self) -> dict[int, Sample]:
         """Photograph the processes that are there, side by side."""
         there = [one.process for one in self.collected if _is_python(one.process)]
         began = time.monotonic()
@@ -215,14 +215,14 @@ class Collection:
         self._pyspy_secs += time.monotonic() - began
         return {photograph.pid: photograph for photograph in found}
 
-    def _snapshot_of(self, process: FoundProcess, photograph: Photograph | None) -> ProcessSnapshot:
+    def _snapshot_of(self, process: FoundProcess, photograph: Sample | None) -> Sample:
         stat = procfs.read_stat(process.pid)
         is_there = stat is not None and stat.start_ticks == process.start_ticks
         if photograph is None:
             problem = "it is no Python process" if is_there else "it has ended"
         else:
-            problem = photograph.reason if photograph.threads is None else ""
-        return ProcessSnapshot(
+            problem = "" if photograph.threads else photograph.problem
+        return Sample(
             host=self.host,
             pid=process.pid,
             start_ticks=process.start_ticks,
@@ -237,7 +237,7 @@ class Collection:
             wchan=procfs.read_wchan(process.pid) if is_there else "",
             tracer=procfs.read_tracer(process.pid) if is_there else 0,
             cpu_secs=stat.cpu_ticks / _TICKS_PER_SEC if stat is not None and is_there else 0.0,
-            threads=(photograph.threads if photograph else None) or (),
+            threads=photograph.threads if photograph else (),
             problem=problem,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from sglang_crashkit.analysis.states import caller_that_tells
@@ -18,10 +18,8 @@ from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.retention import status_of
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.stack_hooks import ArmedFiles, read_armed
-from sglang_crashkit.model.incident import Evidence, EvidenceKind, ProcessReport, iso_time
-from sglang_crashkit.model.look import Look
-from sglang_crashkit.model.photograph import Photograph
-from sglang_crashkit.model.stacks import Frame, Thread, format_threads, main_thread
+from sglang_crashkit.model.incident import Evidence, EvidenceKind, ProcessReport
+from sglang_crashkit.model.sample import Frame, Sample, Thread, format_threads, main_thread
 
 _KIT = "sglang_crashkit"
 #: Where the thread sleeps that answers for its process; of no interest.
@@ -43,7 +41,7 @@ def capture_stacks(
     *,
     may_signal: bool = False,
 ) -> None:
-    """Photograph the living processes side by side and write their stacks.
+    """Take the stacks of the living processes side by side and write their stacks.
 
     Args:
         processes: the living ones.
@@ -56,22 +54,20 @@ def capture_stacks(
     """
     if snapshot is not None:
         for process in processes:
-            reports[process.pid].looks.append(_look_at(process.pid))
+            reports[process.pid].samples.append(_sample_of(process.pid))
     for process in processes:
         if not process.is_python:
             reports[process.pid].evidence.append(Evidence("stack", "skipped", reason="not a Python process"))
     wanted = {process.pid: process for process in processes if process.is_python}
     start_ticks = {pid: process.handle.start_ticks for pid, process in wanted.items()}
-    for photograph in capture_all(start_ticks, runtime, deadline_secs, may_signal=may_signal):
-        process, report = wanted[photograph.pid], reports[photograph.pid]
-        _keep("stack", photograph, process, report, folder, snapshot)
-        if photograph.threads is None:
-            if snapshot is not None and photograph.lock_taken:
-                report.looks[-1].lock = "taken"
-            continue
-        doing = innermost(photograph.threads, report.pid)
+    for sample in capture_all(start_ticks, runtime, deadline_secs, may_signal=may_signal):
+        process, report = wanted[sample.pid], reports[sample.pid]
+        _keep("stack", sample, process, report, folder, snapshot)
+        doing = innermost(sample.threads, report.pid)
         if snapshot is not None:
-            _take_in(report.looks[-1], photograph, doing)
+            report.samples[-1] = _with_stack(report.samples[-1], sample, doing)
+        if not sample.threads:
+            continue
         raised = any(piece.kind == "exception" and piece.status == "captured" for piece in report.evidence)
         if (_is_first(snapshot) or not report.doing) and not raised:
             # One that raised has left what it was doing; its own record says what that was. What was seen is told even
@@ -88,9 +84,9 @@ def capture_native_stacks(
     """Take the native stacks of those living processes that may be stopped for it; see `capture_stacks`."""
     wanted = {process.pid: process for process in processes if process.is_python}
     start_ticks = {pid: process.handle.start_ticks for pid, process in wanted.items()}
-    photographs, obstacles = capture_native(start_ticks, deadline_secs)
-    for photograph in photographs:
-        _keep("native_stack", photograph, wanted[photograph.pid], reports[photograph.pid], folder)
+    samples, obstacles = capture_native(start_ticks, deadline_secs)
+    for sample in samples:
+        _keep("native_stack", sample, wanted[sample.pid], reports[sample.pid], folder)
     for pid, obstacle in obstacles.items():
         reports[pid].evidence.append(Evidence("native_stack", "skipped", reason=obstacle))
 
@@ -120,7 +116,7 @@ def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentF
     cut_off = None if output.is_whole else "what it wrote is not whole"
     report.evidence.append(Evidence("fault_stack", "captured", path=path, reason=cut_off, source="faulthandler"))
     faulty = next((thread for thread in output.threads if thread.active), None)
-    # It was photographed alive, if at all; what the fault interrupted is what it did last.
+    # It was captured alive, if at all; what the fault interrupted is what it did last.
     report.doing = _of_interest(faulty.frames) if faulty else innermost(output.threads, report.pid)
 
 
@@ -130,11 +126,11 @@ def innermost(threads: Sequence[Thread], pid: int) -> list[str]:
     return _of_interest(thread.frames if thread else ())
 
 
-def _take_in(look: Look, photograph: Photograph, doing: list[str]) -> None:
-    thread = main_thread(photograph.threads or (), photograph.pid)
-    look.doing = doing
-    look.frames = _below_hooks(thread.frames) if thread is not None else ()
-    look.lock = "main" if thread is not None and thread.owns_gil else "taken" if photograph.lock_taken else ""
+def _with_stack(before: Sample, captured: Sample, doing: list[str]) -> Sample:
+    thread = captured.main_thread
+    threads = (replace(thread, frames=_below_hooks(thread.frames)),) if thread is not None else ()
+    gil = "main" if thread is not None and thread.owns_gil else captured.gil
+    return replace(before, threads=threads, gil=gil, doing=tuple(doing))
 
 
 def _below_hooks(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
@@ -154,16 +150,16 @@ def _of_interest(frames: tuple[Frame, ...]) -> list[str]:
 
 def _keep(
     kind: EvidenceKind,
-    photograph: Photograph,
+    sample: Sample,
     process: TrackedProcess,
     report: ProcessReport,
     folder: IncidentFolder,
     snapshot: int | None = None,
 ) -> None:
     """Write the stacks of a process, or why there are none."""
-    seconds, source = photograph.seconds, photograph.source
-    if photograph.threads is None:
-        reason = photograph.reason
+    seconds, source = sample.seconds, sample.source
+    if not sample.threads:
+        reason = sample.problem
         if process.handle.has_exited():
             reason = f"it ended while it was photographed ({reason})"
         report.evidence.append(Evidence(kind, "failed", reason=reason, seconds=seconds))
@@ -171,11 +167,11 @@ def _keep(
     suffix = ".native" if kind == "native_stack" else "" if _is_first(snapshot) else f".{snapshot}"
     name = f"stacks/{titles.label_of(report.title, report.pid)}{suffix}"
     try:
-        path = _write(name, [thread for thread in photograph.threads if not _is_responder(thread)], report, folder)
+        path = _write(name, [thread for thread in sample.threads if not _is_responder(thread)], report, folder)
     except (OSError, CrashkitError) as error:
         report.evidence.append(Evidence(kind, status_of(error), reason=f"{name}: {error}", seconds=seconds))
     else:
-        report.evidence.append(Evidence(kind, "captured", path, photograph.reason or None, seconds, source))
+        report.evidence.append(Evidence(kind, "captured", path, sample.problem or None, seconds, source))
 
 
 def _write(name: str, threads: Sequence[Thread], report: ProcessReport, folder: IncidentFolder) -> str:
@@ -188,10 +184,10 @@ def _is_first(snapshot: int | None) -> bool:
     return snapshot is None or snapshot == 1
 
 
-def _look_at(pid: int) -> Look:
+def _sample_of(pid: int) -> Sample:
     stat = procfs.read_stat(pid)
-    now = iso_time(time.time())
-    return Look(now, "", 0.0) if stat is None else Look(now, stat.state, stat.cpu_ticks / _TICKS_PER_SEC)
+    state, ticks = (stat.state, stat.cpu_ticks) if stat is not None else ("", 0)
+    return Sample(pid=pid, time=time.time(), state=state, cpu_secs=ticks / _TICKS_PER_SEC)
 
 
 def _read(path: Path) -> str:

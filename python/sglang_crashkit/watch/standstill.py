@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sglang_crashkit.analysis.states import Activity, of_frames, of_state
-from sglang_crashkit.model.stacks import Frame
+from sglang_crashkit.model.sample import Frame
 
 Manner = Literal["gone", "traced", "stopped", "asleep", "still", "spinning", "moving", "unknown"]
 Outcome = Literal["crash", "hang", "patience", "excused"]

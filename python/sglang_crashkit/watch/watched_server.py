@@ -10,13 +10,13 @@ from collections.abc import Iterable
 
 import psutil
 
-from sglang_crashkit.capture.pyspy import photograph_all
+from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.capture.server_arguments import port_of, serves_tls
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.discovery import FoundProcess, find_processes
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.kernel.sglang_command import runs_sglang
-from sglang_crashkit.model.stacks import Frame, main_thread
+from sglang_crashkit.model.sample import Frame
 from sglang_crashkit.watch.deaths import Death, DeathWatch
 from sglang_crashkit.watch.health_probe import Address
 from sglang_crashkit.watch.standstill import RankLook
@@ -133,9 +133,9 @@ class WatchedServer:
 
     def _frames(self) -> dict[int, tuple[Frame, ...]]:
         frames = {}
-        for photograph in photograph_all(self._ranks, _STACKS_SECS):
-            thread = main_thread(photograph.threads or (), photograph.pid)
-            frames[photograph.pid] = thread.frames if thread is not None else ()
+        for sample in sample_all(self._ranks, _STACKS_SECS):
+            thread = sample.main_thread
+            frames[sample.pid] = thread.frames if thread is not None else ()
         return frames
 
     def _look_at(self, rank: FoundProcess, frames: tuple[Frame, ...]) -> RankLook:

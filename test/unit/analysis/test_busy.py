@@ -4,8 +4,8 @@ import pytest
 
 from sglang_crashkit.analysis.busy import BUSY_TOO_LONG, find_busy
 from sglang_crashkit.analysis.verdict import FailureEvent, judge
-from sglang_crashkit.model.incident import Incident, LastSign, ProcessReport, ServerInfo, Trigger, iso_time
-from sglang_crashkit.model.look import Look
+from sglang_crashkit.model.incident import Incident, LastSign, ProcessReport, ServerInfo, Trigger
+from sglang_crashkit.model.sample import Sample
 
 WAITS = ("all_reduce (torch/distributed/distributed_c10d.py:3913)",)
 COMPILES = ("make_llir (triton/backends/nvidia/compiler.py:400)", "compile (triton/compiler/compiler.py:280)")
@@ -23,7 +23,7 @@ def rank(
     """Return a rank that was seen in the same frames at each look, with so much CPU time a second."""
     report = ProcessReport(10 + number, f"sglang::scheduler_TP{number}", "scheduler", {"tp": number})
     for second in range(looks):
-        report.looks.append(Look(iso_time(1000.0 + second), state, cpu * second, list(frames)))
+        report.samples.append(Sample(time=1000.0 + second, state=state, cpu_secs=cpu * second, doing=frames))
     report.doing = list(frames)
     report.last_sign = LastSign("batch 20", 20, 1, "extend", tokens, 5.0)
     return report

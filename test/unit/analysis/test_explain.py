@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from sglang_crashkit.analysis.explain import Explanation
 from sglang_crashkit.analysis.explain import explain as explain_sightings
 from sglang_crashkit.analysis.sightings import Sightings
-from sglang_crashkit.model.snapshot import NodeSnapshot, Problem, ProcessSnapshot
+from sglang_crashkit.model.sample import Sample
+from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 from unit.analysis.real_stacks import (
     ALL_REDUCE,
     BROADCAST,
@@ -41,7 +42,7 @@ def pids(explanation: Explanation) -> list[int]:
     return [member.source.pid for member in explanation.named]
 
 
-def looks(count: int = 3, **ranks: Any) -> list[list[ProcessSnapshot]]:
+def looks(count: int = 3, **ranks: Any) -> list[list[Sample]]:
     """Return looks at ``TP0``, ``TP1``... each given as the frames, or as fields beside the frames."""
     made = []
     for position in range(count):
@@ -67,14 +68,14 @@ EIGHT: dict[str, Any] = {f"tp{number}": ALL_REDUCE for number in range(8)}
 @pytest.mark.parametrize("waiting", [ALL_REDUCE, BROADCAST])
 def test_a_stopped_rank_is_named(waiting: tuple[str, ...]) -> None:
     told = explain(rounds(*looks(tp0=waiting, tp1={"frames": waiting, "state": "T"})))
-    assert (told.kind, told.level, pids(told)) == ("odd", "established", [11])
+    assert (told.kind, told.level, pids(told)) == ("outlier", "established", [11])
     assert told.statement == "sglang::scheduler_TP1 (pid 11) is stopped (state T) until somebody sends SIGCONT."
     assert any("TP0 (pid 10) waited in a collective in" in line for line in told.findings[0].evidence)
 
 
 def test_a_rank_that_spins_in_python_is_named() -> None:
     told = explain(rounds(*looks(tp0=ALL_REDUCE, tp1={"frames": SPIN, "cpu": 5.0, "state": "R"})))
-    assert (told.kind, told.level, pids(told)) == ("odd", "supported", [11])
+    assert (told.kind, told.level, pids(told)) == ("outlier", "supported", [11])
     assert "was in spin (sitecustomize.py:12) at 3 looks and used 10.0 s of CPU time meanwhile" in told.statement
     assert "while sglang::scheduler_TP0 (pid 10) waited in all_reduce" in told.statement
     assert any("it spun there, busy all the time" in line for line in told.findings[0].evidence)
@@ -83,22 +84,22 @@ def test_a_rank_that_spins_in_python_is_named() -> None:
 def test_a_first_rank_that_spins_while_it_takes_in_requests_is_named() -> None:
     spin = ("spin (sitecustomize.py:12)", "on_stick (sitecustomize.py:32)", *RECEIVE)
     told = explain(rounds(*looks(tp0={"frames": spin, "cpu": 5.0, "state": "R"}, tp1=BROADCAST)))
-    assert (told.kind, pids(told)) == ("odd", [10])
+    assert (told.kind, pids(told)) == ("outlier", [10])
 
 
 def test_a_rank_in_uninterruptible_sleep_is_named() -> None:
     asleep = {"frames": BROADCAST, "state": "D", "wchan": "kernel_clone"}
     told = explain(rounds(*looks(tp0=ALL_REDUCE, tp1=asleep)))
-    assert (told.kind, told.level, pids(told)) == ("odd", "established", [11])
+    assert (told.kind, told.level, pids(told)) == ("outlier", "established", [11])
     assert "in uninterruptible sleep (state D) in the kernel's kernel_clone" in told.statement
 
 
 def test_a_rank_that_holds_the_interpreter_lock_in_native_code_is_named() -> None:
     told = explain(rounds(*looks(tp0=ALL_REDUCE, tp1={"frames": HOLD_GIL, "owns_gil": True})))
-    assert (told.kind, told.level, pids(told)) == ("odd", "supported", [11])
+    assert (told.kind, told.level, pids(told)) == ("outlier", "supported", [11])
     assert "hold_gil" in told.statement
     assert any("it was stuck there" in line for line in told.findings[0].evidence)
-    assert "holding the interpreter lock in native code" in told.statement
+    assert "holding the GIL in native code" in told.statement
 
 
 def test_a_rank_held_by_a_debugger_is_named_with_the_debugger() -> None:
@@ -110,26 +111,26 @@ def test_a_rank_held_by_a_debugger_is_named_with_the_debugger() -> None:
 @pytest.mark.parametrize("frames", [LOAD, COMPILE, MATMUL])
 def test_a_rank_that_stays_behind_is_named_with_what_it_does(frames: tuple[str, ...]) -> None:
     told = explain(rounds(*looks(tp0=ALL_REDUCE, tp1=frames)))
-    assert (told.kind, told.level, pids(told)) == ("odd", "supported", [11])
+    assert (told.kind, told.level, pids(told)) == ("outlier", "supported", [11])
     assert frames[0] in told.statement
 
 
 def test_a_rank_that_died_between_the_looks_is_named() -> None:
     both = looks(2, tp0=ALL_REDUCE, tp1=ALL_REDUCE)
     told = explain(rounds(both[0], both[1][:1]))
-    assert (told.kind, told.level, pids(told)) == ("odd", "established", [11])
+    assert (told.kind, told.level, pids(told)) == ("outlier", "established", [11])
     assert "is gone" in told.statement
 
 
 def test_one_look_names_who_is_elsewhere_but_is_not_sure() -> None:
     told = explain(rounds(*looks(1, tp0=ALL_REDUCE, tp1=SPIN)))
-    assert (told.kind, told.level, pids(told)) == ("odd", "unknown", [11])
+    assert (told.kind, told.level, pids(told)) == ("outlier", "unknown", [11])
 
 
 def test_a_rank_that_goes_on_while_the_other_rests_is_named() -> None:
     moving = {"frames": [SPIN, ("helper (sitecustomize.py:40)", *SPIN), SPIN], "cpu": 5.0, "state": "R"}
     told = explain(rounds(*looks(tp0=ALL_REDUCE, tp1=moving)))
-    assert (told.kind, pids(told)) == ("odd", [11])
+    assert (told.kind, pids(told)) == ("outlier", [11])
     assert any("it moved below spin" in line for line in told.findings[0].evidence)
 
 
@@ -140,7 +141,7 @@ def test_of_two_that_wait_for_each_other_at_startup_nobody_is_named() -> None:
     told = explain(rounds(*looks(tp0=STORE, tp1=STORE)))
     assert (told.kind, told.level, pids(told)) == ("waiting", "unknown", [])
     assert "waited for the others through the store, as at startup" in told.statement
-    assert "nobody stands out" in told.statement
+    assert "no single rank looks responsible" in told.statement
 
 
 def test_of_two_in_different_collectives_nobody_is_named_but_both_are_told() -> None:
@@ -175,7 +176,7 @@ def test_an_idle_server_seen_once_does_not_hang_either() -> None:
 def test_a_rank_that_spins_in_the_loop_for_requests_while_the_other_rests_is_named() -> None:
     spin = ("spin (sitecustomize.py:12)", "on_stick (sitecustomize.py:32)", *CHECK)
     told = explain(rounds(*looks(tp0=BROADCAST, tp1={"frames": spin, "cpu": 5.0, "state": "R"})))
-    assert (told.kind, told.level, pids(told)) == ("odd", "supported", [11])
+    assert (told.kind, told.level, pids(told)) == ("outlier", "supported", [11])
 
 
 def test_one_look_at_the_loop_for_requests_shows_nothing() -> None:
@@ -209,7 +210,7 @@ def test_nothing_is_claimed_of_nothing() -> None:
 
 def test_a_rank_without_a_stack_does_not_hide_who_is_elsewhere_but_makes_it_less_certain() -> None:
     told = explain(rounds(*looks(tp0=ALL_REDUCE, tp1=SPIN, tp2={"problem": "no py-spy"})))
-    assert (told.kind, told.level, pids(told)) == ("odd", "unknown", [11])
+    assert (told.kind, told.level, pids(told)) == ("outlier", "unknown", [11])
     assert told.statement.endswith("Of sglang::scheduler_TP2 (pid 12) no stack was seen.")
 
 
@@ -231,14 +232,14 @@ def test_nobody_is_named_where_most_have_no_stack() -> None:
 @pytest.mark.parametrize("frames", [BROADCAST, STORE, SYNCHRONIZE])
 def test_the_one_that_waits_elsewhere_than_most_is_named(frames: tuple[str, ...]) -> None:
     told = explain(rounds(*looks(**EIGHT | {"tp5": frames})))
-    assert (told.kind, told.level, pids(told)) == ("odd", "supported", [15])
+    assert (told.kind, told.level, pids(told)) == ("outlier", "supported", [15])
     assert frames[0] in told.statement
     assert "while 7 ranks (TP0-4,6-7) waited in all_reduce" in told.statement
 
 
 def test_several_that_wait_elsewhere_than_most_are_named_together() -> None:
     told = explain(rounds(*looks(**EIGHT | {"tp5": BROADCAST, "tp2": STORE, "tp6": BROADCAST})))
-    assert (told.kind, told.level, pids(told)) == ("odd", "supported", [12, 15, 16])
+    assert (told.kind, told.level, pids(told)) == ("outlier", "supported", [12, 15, 16])
 
 
 def test_nobody_is_named_where_half_wait_elsewhere() -> None:
@@ -262,7 +263,7 @@ def test_who_waits_elsewhere_is_not_named_of_one_look_or_where_somebody_goes_on(
 def test_several_that_do_not_wait_are_named_together() -> None:
     spinning = {"frames": SPIN, "cpu": 5.0, "state": "R"}
     told = explain(rounds(*looks(**EIGHT | {"tp2": spinning, "tp5": spinning})))
-    assert (told.kind, told.level, pids(told)) == ("odd", "supported", [12, 15])
+    assert (told.kind, told.level, pids(told)) == ("outlier", "supported", [12, 15])
     assert "TP2 (pid 12) and sglang::scheduler_TP5 (pid 15) were in spin (sitecustomize.py:12)" in told.statement
     assert "while 6 ranks (TP0-1,3-4,6-7) waited in all_reduce" in told.statement
 
@@ -279,7 +280,7 @@ def test_nobody_is_named_where_as_many_wait_as_do_not() -> None:
 # -- groups
 
 
-def two_groups(axis: str, odd: tuple[str, ...] = SPIN) -> list[list[ProcessSnapshot]]:
+def two_groups(axis: str, odd: tuple[str, ...] = SPIN) -> list[list[Sample]]:
     made = []
     for _look in range(3):
         row = [
@@ -294,8 +295,8 @@ def two_groups(axis: str, odd: tuple[str, ...] = SPIN) -> list[list[ProcessSnaps
 @pytest.mark.parametrize(("axis", "name"), [("pp", "PP1"), ("dp", "DP1")])
 def test_of_eight_ranks_in_two_groups_the_odd_one_of_its_group_is_named(axis: str, name: str) -> None:
     told = explain(rounds(*two_groups(axis)))
-    assert (told.kind, told.level, pids(told)) == ("odd", "supported", [22])
-    assert [finding.kind for finding in told.findings] == ["odd", "waiting"]
+    assert (told.kind, told.level, pids(told)) == ("outlier", "supported", [22])
+    assert [finding.kind for finding in told.findings] == ["outlier", "waiting"]
     assert told.findings[0].group == name
     assert told.statement.startswith(f"{name}: sglang::scheduler_")
 
@@ -326,7 +327,7 @@ def test_servers_of_one_host_are_not_mixed() -> None:
 
 
 def test_ranks_of_one_server_on_several_hosts_are_one_group() -> None:
-    def host(number: int) -> list[ProcessSnapshot]:
+    def host(number: int) -> list[Sample]:
         return [
             process(10 + tp, SPIN if tp == 6 else ALL_REDUCE, tp=tp, server=5, rendezvous="10.0.0.1:5000")
             for tp in range(4 * number, 4 * number + 4)
@@ -341,12 +342,12 @@ def test_ranks_of_one_server_on_several_hosts_are_one_group() -> None:
 
 
 def test_a_stage_for_which_all_others_wait_is_named() -> None:
-    def row() -> list[ProcessSnapshot]:
+    def row() -> list[Sample]:
         frames = {0: ALL_REDUCE, 1: MATMUL, 2: ALL_REDUCE}
         return [process(10 + pp, frames[pp], pp=pp) for pp in range(3)]
 
     told = explain(rounds(row(), row(), row()))
-    assert (told.kind, told.level, pids(told)) == ("odd", "supported", [11])
+    assert (told.kind, told.level, pids(told)) == ("outlier", "supported", [11])
     assert "All of PP0, PP2 waited meanwhile." in told.statement
 
 
@@ -356,7 +357,7 @@ def test_a_stage_for_which_all_others_wait_is_named() -> None:
 def test_a_prefill_side_that_died_is_named() -> None:
     decode, prefill = process(20, DECODE, side="decode", server=2), process(10, BROADCAST, side="prefill", server=1)
     told = explain(rounds([decode, prefill], [decode], [decode]))
-    assert (told.kind, told.level, pids(told)) == ("odd", "established", [10])
+    assert (told.kind, told.level, pids(told)) == ("outlier", "established", [10])
     assert told.statement.startswith("prefill n1:1: sglang::scheduler (pid 10) of the prefill side is gone")
 
 
@@ -418,7 +419,7 @@ def test_a_stopped_process_that_is_no_rank_is_named() -> None:
         process(5, ("poll (x.py:1)",), title="sglang::detokenizer", role="detokenizer", state="T"),
     ]
     told = explain(rounds(row, row))
-    assert (told.kind, pids(told)) == ("odd", [5])
+    assert (told.kind, pids(told)) == ("outlier", [5])
 
 
 def test_a_helper_that_ended_is_not_named() -> None:
@@ -459,7 +460,7 @@ def test_whatever_is_seen_somebody_is_named_only_as_odd_and_who_only_waits_only_
         for look in told
     ]
     explanation = explain(rounds(*row))
-    assert bool(explanation.named) == (explanation.kind == "odd")
+    assert bool(explanation.named) == (explanation.kind == "outlier")
     for member in explanation.named:
         is_among_few = 2 * len(explanation.named) < explanation.processes
         assert explanation.level == "established" or not member.waits() or is_among_few

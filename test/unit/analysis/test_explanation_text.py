@@ -17,7 +17,7 @@ def test_the_verdict_comes_first_and_then_what_it_rests_on() -> None:
     lines = list(format_explanation(explain(sightings), sightings.tree))
     assert lines[0].startswith("Verdict (supported): sglang::scheduler_TP1 (pid 11) was in spin (sitecustomize.py:12)")
     assert lines[1] == "Look at: sglang::scheduler_TP1 (pid 11)"
-    assert "Evidence (odd, supported):" in lines
+    assert "Evidence (outlier, supported):" in lines
     assert lines[lines.index("Not collected:") + 1 :][:2] == ["  n2: silent", "  pid 12: it ended; next: look again"]
     tree = lines[lines.index("Python stacks of all threads, outermost call first, what the fewest ranks do first:") :]
     assert any("TP1: " in line and "spin (sitecustomize.py:12)" in tree[at + 1] + line for at, line in enumerate(tree))
@@ -30,7 +30,7 @@ def test_of_many_groups_and_problems_some_are_told() -> None:
     sightings = Sightings.of(nodes)
     lines = list(format_explanation(explain(sightings)))
     assert "Look at: 32 more" in lines
-    assert "12 more groups: 12 odd" in lines
+    assert "12 more groups: 12 outlier" in lines
     assert "  20 more" in lines
     assert len(lines) < 80
 

@@ -16,7 +16,7 @@ def member(name: str, *looks: tuple[str, ...], cpu: float = 0.0) -> Member:
 
 def test_the_rarest_is_told_first() -> None:
     finding = judge_group("PP0", [*(member(f"r{n}", *[ALL_REDUCE] * 2) for n in range(5)), member("odd", *[SPIN] * 2)])
-    assert (finding.group, finding.kind) == ("PP0", "odd")
+    assert (finding.group, finding.kind) == ("PP0", "outlier")
     assert finding.evidence[0].startswith("odd was in spin")
     assert finding.evidence[1].startswith("r0, r1, r2, r3 and r4 waited in a collective in all_reduce")
     assert len(finding.evidence) == 2

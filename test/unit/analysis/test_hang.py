@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,8 +9,8 @@ from hypothesis import strategies as st
 from sglang_crashkit.analysis.hang import Suspect, find_suspect
 from sglang_crashkit.analysis.member import name_some
 from sglang_crashkit.analysis.verdict import FailureEvent, judge
-from sglang_crashkit.model.incident import Collectives, Incident, ProcessReport, ServerInfo, Trigger, iso_time
-from sglang_crashkit.model.look import Lock, Look
+from sglang_crashkit.model.incident import Collectives, Incident, ProcessReport, ServerInfo, Trigger
+from sglang_crashkit.model.sample import Gil, Sample, Thread
 from unit.analysis import real_stacks
 from unit.analysis.real_stacks import stack
 
@@ -25,8 +27,10 @@ def rank(number: int, *frames: str, states: str = "", cpu_secs: float = 0.0, **r
     states = states or "S" * max(len(frames), 1)
     for position, state in enumerate(states):
         frame = frames[position % len(frames)] if frames else ""
-        report.looks.append(Look(f"t{position}", state, cpu_secs * position, [frame, "main (x.py:1)"] if frame else []))
-    report.doing = report.looks[0].doing
+        report.samples.append(
+            Sample(state=state, cpu_secs=cpu_secs * position, doing=(frame, "main (x.py:1)") if frame else ())
+        )
+    report.doing = list(report.samples[0].doing)
     return report
 
 
@@ -120,7 +124,7 @@ def test_whoever_is_named_is_one_of_them_and_not_one_that_waits(frames: list[str
         assert suspect.process in ranks
         assert suspect.process.title in suspect.statement
         if states not in ("TTT", "DDD", "ttt"):
-            assert not suspect.process.looks[0].doing[0].startswith(("broadcast", "all_reduce"))
+            assert not suspect.process.samples[0].doing[0].startswith(("broadcast", "all_reduce"))
 
 
 def test_many_names_are_not_all_listed() -> None:
@@ -133,16 +137,24 @@ def test_many_names_are_not_all_listed() -> None:
 
 
 def looked_at(
-    number: int, *stacks: tuple[str, ...], states: str = "RRR", cpu_secs: float = 0.0, lock: Lock = ""
+    number: int, *stacks: tuple[str, ...], states: str = "RRR", cpu_secs: float = 0.0, gil: Gil = ""
 ) -> ProcessReport:
     """Return a rank as the handler sees it, every 2 s; a stack for each look, or the same at all."""
     report = ProcessReport(10 + number, f"sglang::scheduler_TP{number}", "scheduler", {"tp": number})
     for position, state in enumerate(states):
         frames = stack(*stacks[position % len(stacks)])
-        doing = [str(frame) for frame in frames[:4]]
-        time = iso_time(1000.0 + 2 * position)
-        report.looks.append(Look(time, state, cpu_secs * position, doing, lock, frames))
-    report.doing = report.looks[0].doing
+        report.samples.append(
+            Sample(
+                time=1000.0 + 2 * position,
+                pid=10 + number,
+                state=state,
+                cpu_secs=cpu_secs * position,
+                doing=tuple(map(str, frames[:4])),
+                gil=gil,
+                threads=(Thread("MainThread", 10 + number, active=False, owns_gil=False, frames=frames),),
+            )
+        )
+    report.doing = list(report.samples[0].doing)
     return report
 
 
@@ -158,7 +170,7 @@ def said_of(rank: ProcessReport) -> str:
 
 
 def test_one_that_is_busy_at_the_same_place_all_the_time_is_said_to_spin() -> None:
-    assert said_of(looked_at(1, real_stacks.SPIN, cpu_secs=1.9, lock="main")) == (
+    assert said_of(looked_at(1, real_stacks.SPIN, cpu_secs=1.9, gil="main")) == (
         "sglang::scheduler_TP1 (pid 11) was in spin (sitecustomize.py:12) at 3 looks and used 3.8 s of CPU time"
         f" meanwhile, while sglang::scheduler_TP0 (pid 10) waited in {real_stacks.BROADCAST[0]}."
         " sglang::scheduler_TP1 (pid 11) spun there, busy all the time."
@@ -182,27 +194,25 @@ def test_one_that_goes_round_is_said_to_move_with_the_function_that_it_does_not_
 
 
 def test_one_that_sleeps_with_the_interpreter_lock_is_said_to_hold_it() -> None:
-    said = said_of(looked_at(1, real_stacks.SPIN, states="SSS", lock="main"))
-    assert "was in spin (sitecustomize.py:12), holding the interpreter lock in native code at 3 looks" in said
+    said = said_of(looked_at(1, real_stacks.SPIN, states="SSS", gil="main"))
+    assert "was in spin (sitecustomize.py:12), holding the GIL in native code at 3 looks" in said
 
 
-@pytest.mark.parametrize("lock", ["main", "taken"])
-def test_a_lock_that_was_held_at_some_of_the_looks_only_is_not_said_to_be(lock: Lock) -> None:
-    rank = looked_at(1, real_stacks.SPIN, states="SSS", lock=lock)
-    rank.looks[1].lock = ""
-    assert "interpreter lock" not in said_of(rank)
-    assert "interpreter lock" not in said_of(looked_at(1, real_stacks.SPIN, states="S", lock=lock))
+@pytest.mark.parametrize("gil", ["main", "taken"])
+def test_a_lock_that_was_held_at_some_of_the_looks_only_is_not_said_to_be(gil: Gil) -> None:
+    rank = looked_at(1, real_stacks.SPIN, states="SSS", gil=gil)
+    rank.samples[1] = replace(rank.samples[1], gil="")
+    assert "GIL" not in said_of(rank)
+    assert "GIL" not in said_of(looked_at(1, real_stacks.SPIN, states="S", gil=gil))
 
 
 def test_where_it_is_not_seen_who_holds_the_lock_it_is_said_that_it_was_not_to_be_had() -> None:
-    said = said_of(looked_at(1, real_stacks.SPIN, states="SSS", lock="taken"))
-    assert said.endswith(
-        " No other thread of sglang::scheduler_TP1 (pid 11) got its interpreter lock in time to answer."
-    )
+    said = said_of(looked_at(1, real_stacks.SPIN, states="SSS", gil="taken"))
+    assert said.endswith(" No other thread of sglang::scheduler_TP1 (pid 11) got the GIL in time to answer.")
 
 
 def test_of_one_that_is_stopped_nothing_more_is_said() -> None:
-    said = said_of(looked_at(1, real_stacks.SPIN, states="TTT", lock="taken"))
+    said = said_of(looked_at(1, real_stacks.SPIN, states="TTT", gil="taken"))
     assert said == "sglang::scheduler_TP1 (pid 11) is stopped (state T) until somebody sends SIGCONT."
 
 
@@ -259,7 +269,7 @@ def test_the_verdict_is_unknown_where_all_wait() -> None:
     ranks = rank(0, BROADCAST), rank(1, BROADCAST)
     verdict = judge(incident_of(*ranks), [silent(10, 1.0), silent(11, 1.0)])
     assert (verdict.kind, verdict.first_failure, verdict.level) == ("hang", None, "unknown")
-    assert verdict.text.startswith("2 processes made no progress, and none of them stands out. ")
+    assert verdict.text.startswith("2 processes made no progress, and no single rank looks responsible. ")
     assert BROADCAST in verdict.text
 
 

@@ -5,7 +5,7 @@ import pytest
 from sglang_crashkit.analysis.member import Member, Sight, describe, name_members
 from sglang_crashkit.analysis.rank_set import Rank
 from sglang_crashkit.analysis.states import of_frames
-from sglang_crashkit.model.stacks import Frame
+from sglang_crashkit.model.sample import Frame
 from unit.analysis.real_stacks import ALL_REDUCE, BROADCAST, MATMUL, SPIN, stack
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_crashkit.analysis.rank_set import Rank, scope_of
 from sglang_crashkit.analysis.stack_tree import Node, PrefixTree
-from sglang_crashkit.model.stacks import Frame
+from sglang_crashkit.model.sample import Frame
 
 Stack = tuple[Rank, tuple[Frame, ...]]
 

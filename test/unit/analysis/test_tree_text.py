@@ -3,7 +3,7 @@ from __future__ import annotations
 from sglang_crashkit.analysis.rank_set import Rank, scope_of
 from sglang_crashkit.analysis.stack_tree import PrefixTree
 from sglang_crashkit.analysis.tree_text import format_tree
-from sglang_crashkit.model.stacks import Frame
+from sglang_crashkit.model.sample import Frame
 
 
 def add(tree: PrefixTree, number: int, *names: str, line: int = 1, **places: int | str) -> None:

@@ -4,8 +4,8 @@ import pytest
 
 from sglang_crashkit.analysis.unhealthy import UNHEALTHY
 from sglang_crashkit.analysis.verdict import FailureEvent, judge
-from sglang_crashkit.model.incident import Incident, ProcessReport, ServerInfo, Trigger, Verdict, iso_time
-from sglang_crashkit.model.look import Look
+from sglang_crashkit.model.incident import Incident, ProcessReport, ServerInfo, Trigger, Verdict
+from sglang_crashkit.model.sample import Sample, Thread
 from unit.analysis import real_stacks
 from unit.analysis.real_stacks import stack
 
@@ -14,9 +14,12 @@ def process(pid: int, title: str, role: str, frames: tuple[str, ...], states: st
     """Return a process as the handler sees it at two looks."""
     rank = {"tp": pid - 10} if role == "scheduler" else {}
     doing = [str(frame) for frame in stack(*frames)[:4]]
-    times = (iso_time(1000.0 + position) for position in range(len(states)))
-    looks = [Look(time, state, 0.0, doing, "", stack(*frames)) for time, state in zip(times, states, strict=False)]
-    return ProcessReport(pid, f"sglang::{title}", role, rank, doing=doing, looks=looks)
+    threads = (Thread("MainThread", pid, active=False, owns_gil=False, frames=stack(*frames)),)
+    samples = [
+        Sample(pid=pid, time=1000.0 + at, state=state, doing=tuple(doing), threads=threads)
+        for at, state in enumerate(states)
+    ]
+    return ProcessReport(pid, f"sglang::{title}", role, rank, doing=doing, samples=samples)
 
 
 def scheduler(number: int, frames: tuple[str, ...], states: str = "SS") -> ProcessReport:
@@ -52,7 +55,7 @@ def test_nobody_is_named_where_all_schedulers_are_stopped(others: tuple[ProcessR
     assert (verdict.kind, named(verdict), verdict.level) == ("hang", None, "established")
     assert verdict.text == (
         "sglang::scheduler_TP0 (pid 10) and sglang::scheduler_TP1 (pid 11) are all stopped (state T)"
-        " until somebody sends SIGCONT: none of them stands out."
+        " until somebody sends SIGCONT: no single rank looks responsible."
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from sglang_crashkit.analysis.explain import Explanation
 from sglang_crashkit.analysis.explain import explain as explain_sightings
 from sglang_crashkit.analysis.sightings import Sightings
-from sglang_crashkit.model.snapshot import ProcessSnapshot
+from sglang_crashkit.model.sample import Sample
 from unit.analysis.real_stacks import (
     ALL_REDUCE,
     BROADCAST,
@@ -26,34 +26,34 @@ from unit.analysis.real_stacks import (
 SPAWNED = "python3 -c multiprocessing.spawn"
 
 
-def untitled(pid: int, frames: tuple[str, ...] = (), **fields: Any) -> ProcessSnapshot:
+def untitled(pid: int, frames: tuple[str, ...] = (), **fields: Any) -> Sample:
     return process(pid, frames, title=SPAWNED, role="starting", **fields)
 
 
-def explain(*rows: list[ProcessSnapshot]) -> Explanation:
+def explain(*rows: list[Sample]) -> Explanation:
     return explain_sightings(Sightings.of(rounds(*rows)))
 
 
-def told(*members: ProcessSnapshot) -> tuple[str, str, list[int]]:
+def told(*members: Sample) -> tuple[str, str, list[int]]:
     explanation = explain(list(members), list(members), list(members))
     return explanation.kind, explanation.level, [member.source.pid for member in explanation.named]
 
 
 @pytest.mark.parametrize("frames", [ALL_REDUCE, IMPORT, ()])
 def test_one_that_is_stopped_is_named(frames: tuple[str, ...]) -> None:
-    assert told(untitled(10, BROADCAST), untitled(11, frames, state="T")) == ("odd", "established", [11])
-    assert told(untitled(11, frames, state="T")) == ("odd", "established", [11])
+    assert told(untitled(10, BROADCAST), untitled(11, frames, state="T")) == ("outlier", "established", [11])
+    assert told(untitled(11, frames, state="T")) == ("outlier", "established", [11])
 
 
 def test_one_in_uninterruptible_sleep_or_held_by_a_debugger_is_named() -> None:
-    assert told(untitled(10, ALL_REDUCE), untitled(11, ALL_REDUCE, state="D")) == ("odd", "established", [11])
-    assert told(untitled(10, ALL_REDUCE), untitled(11, ALL_REDUCE, state="t")) == ("odd", "established", [11])
+    assert told(untitled(10, ALL_REDUCE), untitled(11, ALL_REDUCE, state="D")) == ("outlier", "established", [11])
+    assert told(untitled(10, ALL_REDUCE), untitled(11, ALL_REDUCE, state="t")) == ("outlier", "established", [11])
 
 
 def test_one_that_spins_while_the_others_wait_is_named() -> None:
     spinning = [[untitled(10, ALL_REDUCE), untitled(11, SPIN, state="R", cpu_secs=5.0 * n)] for n in range(3)]
     explanation = explain(*spinning)
-    assert (explanation.kind, explanation.level) == ("odd", "supported")
+    assert (explanation.kind, explanation.level) == ("outlier", "supported")
     assert explanation.statement.startswith("untitled scheduler (pid 11) was in spin (sitecustomize.py:12) at 3 looks")
     assert explanation.to_json()["named"][0]["title"] == SPAWNED
     assert any("without titles do not tell their ranks" in line for line in explanation.findings[0].evidence)
@@ -61,7 +61,7 @@ def test_one_that_spins_while_the_others_wait_is_named() -> None:
 
 def test_the_odd_one_among_equals_is_named() -> None:
     rest = [untitled(number, ALL_REDUCE) for number in range(10, 17)]
-    assert told(*rest, untitled(17, BROADCAST[:1] + ALL_REDUCE[1:])) == ("odd", "supported", [17])
+    assert told(*rest, untitled(17, BROADCAST[:1] + ALL_REDUCE[1:])) == ("outlier", "supported", [17])
 
 
 def test_one_that_was_there_before_is_named_where_it_was_a_scheduler() -> None:
@@ -73,14 +73,14 @@ def test_one_that_was_there_before_is_named_where_it_was_a_scheduler() -> None:
 
 
 def test_one_that_has_not_got_as_far_as_the_others_is_named_but_it_may_be_no_rank() -> None:
-    assert told(untitled(10, STORE), untitled(11, IMPORT), untitled(12, STORE)) == ("odd", "unknown", [11])
-    assert told(untitled(10, STORE), untitled(11, LOAD), untitled(12, STORE)) == ("odd", "supported", [11])
+    assert told(untitled(10, STORE), untitled(11, IMPORT), untitled(12, STORE)) == ("outlier", "unknown", [11])
+    assert told(untitled(10, STORE), untitled(11, LOAD), untitled(12, STORE)) == ("outlier", "supported", [11])
 
 
 def test_what_is_no_rank_is_not_compared_with_ranks_but_named_when_it_is_stopped() -> None:
     ranks = [untitled(10, ALL_REDUCE), untitled(11, ALL_REDUCE)]
     assert told(*ranks, untitled(12, DETOKENIZE)) == ("waiting", "unknown", [])
-    assert told(*ranks, untitled(12, DETOKENIZE, state="T")) == ("odd", "established", [12])
+    assert told(*ranks, untitled(12, DETOKENIZE, state="T")) == ("outlier", "established", [12])
     explanation = explain([*ranks, untitled(12, DETOKENIZE)], ranks)
     assert [member.source.pid for member in explanation.named] == [12]
 
@@ -110,7 +110,7 @@ def test_servers_are_not_mixed() -> None:
 def test_it_is_a_rank_again_once_it_has_its_title() -> None:
     early = [untitled(10, STORE), untitled(11, STORE)]
     late = [process(10, ALL_REDUCE, tp=0), process(11, SPIN, tp=1)]
-    late = [ProcessSnapshot(**{**vars(one), "time": 1.0}) for one in late]
+    late = [Sample(**{**vars(one), "time": 1.0}) for one in late]
     explanation = explain(early, late, late)
     assert [finding.group for finding in explanation.findings] == [""]
     assert explanation.findings[0].evidence[0].startswith("sglang::scheduler_TP")

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_crashkit.capture.responder import ask_exit
 from sglang_crashkit.kernel.pidfd import ExitStatus
-from sglang_crashkit.model.stacks import parse_pyspy
+from sglang_crashkit.model.sample import parse_pyspy
 from sglang_crashkit.srt import responder
 from sglang_crashkit.srt.paths import shorten
 from unit.waiting import LONG, child, wait_until

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_crashkit.model.stacks import Frame
+from sglang_crashkit.model.sample import Frame
 from sglang_crashkit.watch.standstill import RankLook, Standing, judge, standing_of
 
 IN_COLLECTIVE = (Frame("broadcast", "torch/distributed/distributed_c10d.py", 3787), Frame("event_loop", "s.py", 1))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_crashkit.kernel.pidfd import ExitStatus
-from sglang_crashkit.model.stacks import Frame
+from sglang_crashkit.model.sample import Frame
 from sglang_crashkit.watch.deaths import Death
 from sglang_crashkit.watch.standstill import RankLook
 from sglang_crashkit.watch.watching import Event, Health, Observation, Watching
