@@ -92,21 +92,27 @@ def explain(sightings: Sightings) -> Explanation:
     return Explanation(first.kind, " ".join(texts), first.level, named, tuple(findings), problems, len(sightings))
 
 
+def members_of(sightings: Sightings) -> list[Member]:
+    """Return the processes that were seen, in an order that depends on nothing but them."""
+    return [_member(seen, sightings.rounds) for seen in sightings.processes()]
+
+
 def _findings(sightings: Sightings) -> list[Finding]:
     groups: dict[Scope, dict[Rank, list[Member]]] = {}
     untitled: dict[Scope, list[Member]] = {}
     findings = []
     judged: list[tuple[Scope, Finding, list[Member]]] = []
     sides: set[str | None] = set()
-    for seen in sightings.processes():
-        member = _member(seen, sightings.rounds)
-        sides.add(seen.process.side)
-        role = seen.process.role
+    for member in members_of(sightings):
+        process, rank = member.source, member.rank
+        assert rank is not None
+        sides.add(process.side)
+        role = process.role
         untitled_as = untitled_role(member) if role == ROLE else None
         if role == "scheduler":
-            groups.setdefault(group_of(seen.rank), {}).setdefault(seen.rank, []).append(member)
+            groups.setdefault(group_of(rank), {}).setdefault(rank, []).append(member)
         elif untitled_as == "rank":
-            server = scope_of({name: place for name, place in seen.rank.scope if name != "role"})
+            server = scope_of({name: place for name, place in rank.scope if name != "role"})
             untitled.setdefault(server, []).append(name_untitled(member))
         elif _is_needed(role, untitled_as, member) and (odd := find_odd([member])) is not None:
             findings.append(Finding("", "outlier", (member,), odd.statement, (), odd.level))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sglang_crashkit.analysis.member import Member, Sight, describe, describe_several, name_members
+from sglang_crashkit.analysis.member import Member, describe, describe_several, is_for_requests, name_members
 from sglang_crashkit.analysis.outliers import Odd, find_astray, find_odd
 from sglang_crashkit.model.incident import Level
 
@@ -125,12 +125,6 @@ def _awaited(members: Sequence[Member]) -> str:
 def _takes_requests(member: Member) -> bool:
     requests = [sight.activity.requests or is_for_requests(sight) for sight in member.sights]
     return all(requests) or (member.motion() == "moving" and any(requests))
-
-
-def is_for_requests(sight: Sight) -> bool:
-    """Say whether a process waited for, or passed on, new requests at this look."""
-    activity = sight.activity
-    return activity.kind == "idle" or (activity.kind in ("collective", "socket", "gil_wait") and activity.requests)
 
 
 def _waiting_text(members: Sequence[Member]) -> str:

@@ -14,6 +14,10 @@ from sglang_crashkit.model.sample import Frame
 #: same functions and much of it; ``moving``: other functions; ``unknown``: there are not two looks with a stack.
 Motion = Literal["still", "spinning", "moving", "unknown"]
 
+#: The same with what the kernel says of it: ``gone``, ``stopped``, ``traced``, ``asleep`` in the kernel.
+Manner = Literal["gone", "stopped", "traced", "asleep", "still", "spinning", "moving", "unknown"]
+_BY_KERNEL: dict[str, Manner] = {"stopped": "stopped", "traced": "traced", "disk_sleep": "asleep"}
+
 #: Shares of one CPU above which a process is busy, and below which it rests.
 _BUSY, _RESTING = 0.5, 0.05
 _MOST_NAMES = 8
@@ -102,6 +106,23 @@ class Member:
         """Say whether it stayed in the same functions all the time and used hardly any CPU time."""
         return self.motion() == "still" and self.cpu_used() <= _RESTING * self.seconds()
 
+    def manner(self) -> Manner:
+        """Return in a word how it fared, by the kernel's word first."""
+        if self.has_ended():
+            return "gone"
+        return next((manner for kind, manner in _BY_KERNEL.items() if self.always(kind)), None) or self.motion()
+
+    def stands(self) -> bool:
+        """Say whether it does not go on: held by the kernel, or at one line at each look, at rest or busy all the time.
+
+        One that is in its loop for requests goes on, as far as can be seen.
+        """
+        if self.manner() in ("gone", "stopped", "traced", "asleep"):
+            return True
+        if len({sight.frames for sight in self.seen}) != 1 or any(is_for_requests(sight) for sight in self.seen):
+            return False
+        return self.rests() or self.motion() == "spinning"
+
     def is_alike(self, other: Member) -> bool:
         """Say whether both were in the same innermost functions."""
         return self.innermost() == other.innermost()
@@ -119,6 +140,12 @@ class Member:
                 break
             common = frames[0].function
         return common
+
+
+def is_for_requests(sight: Sight) -> bool:
+    """Say whether a process waited for, or passed on, new requests at this look."""
+    activity = sight.activity
+    return activity.kind == "idle" or (activity.kind in ("collective", "socket", "gil_wait") and activity.requests)
 
 
 def name_some(names: Sequence[str], most: int = _MOST_NAMES) -> str:

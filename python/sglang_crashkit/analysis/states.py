@@ -36,6 +36,9 @@ Kind = Literal[
 #: In these a rank waits for other ranks, or for a GPU that may wait for them.
 WAITS_FOR_OTHERS = frozenset({"collective", "store", "cuda_sync"})
 
+#: What may take minutes and is no hang.
+WORK = frozenset({"compiling", "loading", "profiling"})
+
 _WORDS: dict[Kind, str] = {
     "collective": "waited in a collective",
     "store": "waited for the others through the store, as at startup",
@@ -132,6 +135,11 @@ class Activity:
     backend: str = ""
     requests: bool = False
     batch: bool = False
+
+    @property
+    def is_work(self) -> bool:
+        """Whether it may take minutes and is no hang."""
+        return self.kind in WORK
 
 
 def activity_of(process: Sample) -> Activity:

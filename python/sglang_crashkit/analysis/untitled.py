@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from sglang_crashkit.analysis.groups import Finding, is_for_requests, judge_group
-from sglang_crashkit.analysis.member import Member, name_members
+from sglang_crashkit.analysis.groups import Finding, judge_group
+from sglang_crashkit.analysis.member import Member, is_for_requests, name_members
 from sglang_crashkit.analysis.states import bare_name
 
 #: As `titles.role_of` has it.

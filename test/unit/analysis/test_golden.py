@@ -12,6 +12,7 @@ from sglang_crashkit.analysis.explain import explain
 from sglang_crashkit.analysis.sightings import Sightings
 from sglang_crashkit.analysis.verdict import FailureEvent, judge
 from sglang_crashkit.model.incident import Incident, ProcessReport, ServerInfo, Trigger
+from sglang_crashkit.watch.watching import Observation, Watching
 from unit.analysis.real_stacks import rounds
 from unit.analysis.scenarios import Row, scenarios
 
@@ -58,6 +59,17 @@ def expected(name: str) -> dict[str, list[Any]]:
     return document
 
 
+#: In these a rank asks for requests again and again: by its stack alone it goes on, and is given time.
+ASKS = frozenset({"BROADCAST", "DETOKENIZE", "ON_IDLE", "RECEIVE"})
+
+
+def watch_answers() -> Iterator[tuple[str, str]]:
+    for name, rows in scenarios():
+        watching = Watching(10.0)
+        watching._rounds.extend(rounds(*rows))
+        yield name, watching._judge(Observation(1.0, "waiting", server_state="S"))[0]
+
+
 def summed(answers: Iterator[tuple[str, list[Any]]]) -> dict[str, list[Any]]:
     return {name: [*said[:3], f"{zlib.crc32(said[3].encode()):08x}"] for name, said in answers}
 
@@ -68,3 +80,11 @@ def test_collect_says_what_it_said() -> None:
 
 def test_an_incident_says_what_it_said() -> None:
     assert summed(incident_answers()) == expected("incident")
+
+
+def test_watch_takes_the_same_for_a_hang() -> None:
+    golden = json.loads((GOLDEN / "watch.json").read_text())
+    for name, outcome in watch_answers():
+        if name in golden:
+            asks = set(name.split()) - {"7", "x", "alone", "once"} <= ASKS
+            assert outcome == ("patience" if asks else golden[name]), name

@@ -7,13 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_crashkit.kernel.pidfd import ExitStatus
-from sglang_crashkit.model.sample import Frame
-from sglang_crashkit.watch.deaths import Death
-from sglang_crashkit.watch.standstill import RankLook
-from sglang_crashkit.watch.watching import Event, Health, Observation, Watching
+from sglang_crashkit.model.sample import Sample
+from sglang_crashkit.watch.health import Health
+from sglang_crashkit.watch.server import Death
+from sglang_crashkit.watch.watching import Event, Observation, Watching
+from unit.analysis import real_stacks
+from unit.analysis.real_stacks import process
 
 HANG_SECS = 10.0
-FRAME = Frame("broadcast", "torch/distributed/distributed_c10d.py", 3787)
 
 
 class Server:
@@ -31,6 +32,7 @@ class Server:
         self.gone: set[int] = set()
         self.deaths: list[Death] = []
         self.is_busy = False
+        self.frames = real_stacks.ALL_REDUCE
         self.has_ranks = True
 
     def pass_by(self, secs: float, health: Health, step: float = 1.0) -> list[str]:
@@ -58,14 +60,16 @@ class Server:
         self.gone.add(number)
         self.deaths.append(Death(number, f"sglang::scheduler_TP{number}", self.at, end, alone))
 
-    def _rank(self, number: int, *, stacks: bool) -> RankLook:
+    def _rank(self, number: int, *, stacks: bool) -> Sample:
         is_stopped = number in self.stopped
         runs = self.is_busy and not is_stopped
-        frame = replace(FRAME, line=self.rounds) if runs else FRAME
-        work = self.rounds if runs else 0
-        title = f"sglang::scheduler_TP{number}"
+        one = process(number, self.frames, tp=number, time=self.at, cpu_secs=0.5 * self.rounds if runs else 0.0)
+        thread = one.threads[0]
+        if runs:
+            inner = replace(thread.frames[0], line=self.rounds)
+            thread = replace(thread, frames=(inner, *thread.frames[1:]))
         state = "X" if number in self.gone else "T" if is_stopped else "S"
-        return RankLook(self.at, number, title, state, work * 0.5, work * 10, frames=(frame,) if stacks else ())
+        return replace(one, state=state, threads=(thread,) if stacks else ())
 
 
 @pytest.fixture
@@ -89,9 +93,9 @@ def test_a_stopped_rank_is_a_hang_after_the_time_and_is_told_of_once(server: Ser
     hang = server.told[-1]
     assert hang.text == (
         "no health check was answered for 10.0 s: "
-        "sglang::scheduler_TP1 (pid 1) was stopped (state T) until somebody sends SIGCONT"
+        "sglang::scheduler_TP1 (pid 1) is stopped (state T) until somebody sends SIGCONT."
     )
-    assert {rank.title: rank.manner for rank in hang.ranks}["sglang::scheduler_TP1"] == "stopped"
+    assert {rank.source.title: rank.manner() for rank in hang.ranks}["sglang::scheduler_TP1"] == "stopped"
     assert server.pass_by(10 * HANG_SECS, "failed") == []
     assert server.watching.phase == "hung"
 
@@ -165,7 +169,7 @@ def test_a_rank_that_has_just_ended_may_be_the_first_of_all(server: Server) -> N
     server.gone.add(1)
     assert server.pass_by(1.4 * HANG_SECS, "waiting") == []
     assert server.pass_by(HANG_SECS, "waiting") == ["crash"]
-    assert "had ended" in server.told[-1].text
+    assert "(pid 1) is gone" in server.told[-1].text
 
 
 KILLED, FAULT, RAISED = ExitStatus(signal="SIGKILL"), ExitStatus(signal="SIGSEGV"), ExitStatus(code=1)
@@ -240,7 +244,7 @@ def test_a_server_that_serves_on_without_a_rank_is_said_to_and_watched_on(server
     server.stopped = {0}
     assert server.pass_by(HANG_SECS, "waiting") == ["hang"]
     assert server.told[-1].text.endswith(
-        "sglang::scheduler_TP0 (pid 0) was stopped (state T) until somebody sends SIGCONT"
+        "sglang::scheduler_TP0 (pid 0) is stopped (state T) until somebody sends SIGCONT."
     )
 
 
