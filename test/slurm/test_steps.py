@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.collect.slurm_job import Job, find_job, find_steps, step_command, step_name
-from sglang_crashkit.collect.slurm_steps import ERRORS, NodeRun, Steps
+from sglang_crashkit.collect.slurm import ERRORS, Job, NodeRun, find_job, find_steps, run_steps, step_command, step_name
 from sglang_crashkit.errors import NothingToDoError
 from slurm.cluster import LONG_S, NODES, Cluster
 from unit.waiting import wait_until
@@ -22,19 +21,16 @@ STEP = "crashkit-test"
 ENOUGH_SECS = 60.0
 
 
-def steps_for(job: Job, folder: Path, *, deadline_secs: float = ENOUGH_SECS, at_once: int = 8) -> Steps:
-    folders = {node: folder / node for node in job.nodes}
-    return Steps(job, step=STEP, folders=folders, deadline_secs=deadline_secs, at_once=at_once)
-
-
 def commands_for(job: Job, script: str) -> dict[str, list[str]]:
     return {node: step_command(job, node, ["bash", "-c", script], step=STEP) for node in job.nodes}
 
 
-def run_all(steps: Steps, commands: dict[str, list[str]]) -> dict[str, NodeRun]:
+def run_all(
+    job: Job, folder: Path, commands: dict[str, list[str]], *, node_secs: float = ENOUGH_SECS, at_once: int = 8
+) -> dict[str, NodeRun]:
     """Return what became of each node, in the order in which they ended."""
     runs: list[NodeRun] = []
-    steps.run(commands, runs.append)
+    run_steps(job, commands, runs.append, step=STEP, output=folder, node_secs=node_secs, at_once=at_once)
     assert sorted(run.node for run in runs) == sorted(commands)
     return {run.node: run for run in runs}
 
@@ -63,8 +59,8 @@ def test_every_node_is_asked_beside_a_step_that_has_all_of_its_cores_and_memory(
         wait_until(lambda: all(path.exists() for path in ready), "the workers run", LONG_S)
         found = find_job(job)
         script = "echo $SLURMD_NODENAME; echo to the log >&2; exit $SLURM_NTASKS"
-        runs = run_all(steps_for(found, tmp_path), commands_for(found, script))
-    assert {node: (run.status, run.output.decode().split()) for node, run in runs.items()} == {
+        runs = run_all(found, tmp_path, commands_for(found, script))
+    assert {node: (run.status, run.output.split()) for node, run in runs.items()} == {
         node: (1, [node]) for node in NODES
     }
     for node in NODES:
@@ -74,7 +70,7 @@ def test_every_node_is_asked_beside_a_step_that_has_all_of_its_cores_and_memory(
 def test_no_more_than_asked_for_run_at_once(job: str, tmp_path: Path) -> None:
     found = find_job(job)
     script = f"mkdir {tmp_path}/alone && sleep 0.5 && rmdir {tmp_path}/alone"
-    runs = run_all(steps_for(found, tmp_path, at_once=1), commands_for(found, script))
+    runs = run_all(found, tmp_path, commands_for(found, script), at_once=1)
     assert [run.status for run in runs.values()] == [0, 0]
 
 
@@ -83,7 +79,7 @@ def test_what_does_not_end_in_time_is_ended_on_the_node_too(cluster: Cluster, jo
     # One ends and the other never does, whatever it is asked.
     script = "trap '' TERM INT; echo $$ >$0/$SLURMD_NODENAME.pid; [ $SLURMD_NODENAME = n1 ] || sleep 600"
     commands = {node: [*argv, str(tmp_path)] for node, argv in commands_for(found, script).items()}
-    runs = run_all(steps_for(found, tmp_path, deadline_secs=10), commands)
+    runs = run_all(found, tmp_path, commands, node_secs=10)
     assert (runs["n1"].status, runs["n1"].late) == (0, False)
     assert (runs["n2"].status, runs["n2"].late, runs["n2"].problem) == (None, True, "no answer within 10 s")
     pid = int((tmp_path / "n2.pid").read_text())
@@ -99,10 +95,10 @@ def test_a_node_whose_slurmd_is_gone_or_silent_holds_up_no_other(
     found = find_job(job)
     cluster.stop_node("n2", number)
     try:
-        runs = run_all(steps_for(found, tmp_path, deadline_secs=15), commands_for(found, "echo here"))
+        runs = run_all(found, tmp_path, commands_for(found, "echo here"), node_secs=15)
     finally:
         cluster.start_node("n2")
-    assert (runs["n1"].status, runs["n1"].output) == (0, b"here\n")
+    assert (runs["n1"].status, runs["n1"].output) == (0, "here\n")
     assert list(runs) == ["n1", "n2"]
     # srun may give up by itself before.
     assert runs["n2"].late or "Application launch failed" in runs["n2"].errors
@@ -120,10 +116,16 @@ def test_an_interruption_ends_what_runs_and_keeps_what_was_had(cluster: Cluster,
     had: dict[str, NodeRun] = {}
     thread = threading.Thread(target=interrupt)
     thread.start()
-    steps = steps_for(found, tmp_path)
-    steps.run(commands_for(found, script), lambda run: had.update({run.node: run}))
+    interrupted = run_steps(
+        found,
+        commands_for(found, script),
+        lambda run: had.update({run.node: run}),
+        step=STEP,
+        output=tmp_path,
+        node_secs=ENOUGH_SECS,
+    )
     thread.join(LONG_S)
-    assert steps.interrupt is not None
-    assert (had["n1"].status, had["n1"].output) == (0, b"n1\n")
+    assert interrupted is not None
+    assert (had["n1"].status, had["n1"].output) == (0, "n1\n")
     assert (had["n2"].status, had["n2"].problem) == (None, "interrupted")
     wait_until(lambda: find_steps(found, step_name(STEP, "n2")) == [], "its step is gone", LONG_S)

@@ -7,13 +7,11 @@ costs as little as any small object, and one of all ranks a bit for each.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 _BITS = 1024
-_RANGES = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
 #: In which order the axes of a scope are written.
 _ORDER = {
     name: number for number, name in enumerate(("side", "server", "role", "attn_cp", "moe_dp", "dp", "pp", "tp", "ep"))
@@ -122,31 +120,6 @@ class RankSet:
             words.append(f"{sum(count for _key, count in shown[most:])} more ranks")
         return "; ".join(words) or "nobody"
 
-    def to_json(self) -> list[list[Any]]:
-        """Return the set as JSON values: for each scope its places, the axis and the ranges of numbers."""
-        entries: list[list[Any]] = [
-            [[list(place) for place in scope], axis, _ranges(pieces)] for (scope, axis), pieces in self._pieces.items()
-        ]
-        return sorted(entries, key=str)
-
-    @classmethod
-    def from_json(cls, document: Any) -> RankSet:
-        """Return the set of which `document` holds the JSON values.
-
-        Raises:
-            ValueError: it is not one.
-        """
-        ranks = cls()
-        try:
-            for places, axis, text in document:
-                scope = tuple((str(name), place if isinstance(place, int) else str(place)) for name, place in places)
-                pieces = ranks._pieces.setdefault((scope, str(axis)), {})
-                for first, last in _parse_ranges(text):
-                    _fill(pieces, first, last)
-        except TypeError as error:
-            raise ValueError(f"not a set of ranks: {error}") from None
-        return ranks
-
 
 def _runs(pieces: dict[int, int]) -> Iterator[tuple[int, int]]:
     """Yield first and last number of each run, in order."""
@@ -171,25 +144,6 @@ def _runs(pieces: dict[int, int]) -> Iterator[tuple[int, int]]:
 
 def _ranges(pieces: dict[int, int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in _runs(pieces))
-
-
-def _parse_ranges(text: object) -> Iterator[tuple[int, int]]:
-    if not isinstance(text, str) or not _RANGES.fullmatch(text):
-        raise ValueError(f"not a set of ranks: {text!r:.80} is not a list of ranges")
-    for part in text.split(","):
-        first, _dash, last = part.partition("-")
-        if len(part) > 32 or int(last or first) < int(first):
-            raise ValueError(f"not a set of ranks: {part:.80} is not a range")
-        yield int(first), int(last or first)
-
-
-def _fill(pieces: dict[int, int], first: int, last: int) -> None:
-    if last - first > 1 << 27:
-        raise ValueError(f"not a set of ranks: {first}-{last} is too many")
-    for index in range(first // _BITS, last // _BITS + 1):
-        low = max(first - index * _BITS, 0)
-        high = min(last - index * _BITS, _BITS - 1)
-        pieces[index] = pieces.get(index, 0) | ((1 << (high - low + 1)) - 1) << low
 
 
 _Line = tuple[tuple[tuple[str, str], ...], str, str]
@@ -217,10 +171,7 @@ def _join_scopes(lines: dict[_Line, int]) -> dict[_Line, int]:
 def _places_text(places: list[str]) -> str:
     if not all(place.isdigit() for place in places):
         return ",".join(sorted(places))
-    pieces: dict[int, int] = {}
-    for place in places:
-        _fill(pieces, int(place), int(place))
-    return _ranges(pieces)
+    return _ranges(RankSet(Rank((), "", int(place)) for place in places)._pieces[(), ""])
 
 
 def _line_text(places: tuple[tuple[str, str], ...], axis: str, text: str) -> str:

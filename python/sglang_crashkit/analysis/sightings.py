@@ -1,8 +1,7 @@
-"""What snapshots show, merged: small for 100,000 ranks, and the same in whatever order and grouping it came together.
+"""What snapshots show, merged: small for 100,000 ranks, and the same in whatever order they came.
 
 Snapshots are taken in one by one and not kept: of each process stays what each look saw of its main thread, and of the
-Python stacks of all threads the merged tree. Hosts can merge what is theirs and send that (`sightings_json`). Each
-snapshot is to be taken in once.
+Python stacks of all threads the merged tree. Each snapshot is to be taken in once.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Seen:
 
 
 class Sightings:
-    """Takes in snapshots and other sightings, in any order.
+    """Takes in snapshots, in any order.
 
     Attributes:
         tree: the Python stacks of all threads of all processes, of all snapshots.
@@ -85,10 +84,10 @@ class Sightings:
 
     def add(self, node: NodeSnapshot) -> None:
         """Take in what one round saw on one host."""
-        self.note_round(node.host, node.time)
-        self.note_problems(node.problems)
+        self.rounds[node.host] = max(node.time, self.rounds.get(node.host, node.time))
+        self._problems.update(dict.fromkeys(node.problems))
         for process in node.processes:
-            seen = self.seen(process, node.time)
+            seen = self._identify(process, node.time)
             rank = seen.rank if _name(process) == _name(seen.process) else rank_of(process)
             # Threads of a pool mostly have the same stack, as the same object.
             for frames in {id(thread.frames): thread.frames for thread in process.threads}.values():
@@ -98,35 +97,8 @@ class Sightings:
             else:
                 seen.gone += 1
 
-    def merge(self, other: Sightings) -> None:
-        """Take in all of other sightings, which stay as they are."""
-        self.tree.merge(other.tree)
-        self.note_problems(other._problems)
-        for host, time in other.rounds.items():
-            self.note_round(host, time)
-        for key, theirs in other._seen.items():
-            if key in self._seen:
-                seen = self.seen(theirs.process, theirs.last)
-                seen.sights += theirs.sights
-                seen.gone += theirs.gone
-            else:
-                self._seen[key] = replace(theirs, sights=[*theirs.sights])
-
-    def note_round(self, host: str, time: float) -> None:
-        """Take in that there was a round on a host, at a time in seconds since the epoch."""
-        self.rounds[host] = max(time, self.rounds.get(host, time))
-
-    def note_problems(self, problems: Iterable[Problem]) -> None:
-        """Take in what could not be had."""
-        self._problems.update(dict.fromkeys(problems))
-
-    def seen(self, process: Sample, last: float) -> Seen:
-        """Return what was seen of a process; what `process` says of its doings is not taken in.
-
-        Args:
-            process: which, and what it is called at its time.
-            last: the time of the last round that has it, in seconds since the epoch.
-        """
+    def _identify(self, process: Sample, last: float) -> Seen:
+        """Return what was seen of a process, named as it was last, in a round at `last`, in seconds since the epoch."""
         key = (process.host, process.pid, process.start_ticks)
         seen = self._seen.get(key)
         if seen is None:

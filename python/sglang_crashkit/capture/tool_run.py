@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import selectors
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 #: How often a tool that prints nothing is looked at, in seconds.
 _POLL_SECS = 0.1
@@ -30,14 +31,18 @@ class ToolRun:
     """What came of running a tool.
 
     Attributes:
-        text: what it printed, standard error included.
+        text: what it printed; with what it printed on standard error, where that was not kept apart.
         reason: why that is not all, or nothing; empty where the tool ended well.
         seconds: how long it took.
+        errors: what it printed on standard error, where that was kept apart.
+        status: its exit status, None where it did not end by itself.
     """
 
     text: str
     reason: str
     seconds: float
+    errors: str = ""
+    status: int | None = None
 
 
 def run_tool(
@@ -45,6 +50,10 @@ def run_tool(
     deadline_secs: float,
     stop: threading.Event | None = None,
     on_start: Callable[[int], None] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    apart: bool = False,
+    max_output: int = _MOST_BYTES,
 ) -> ToolRun:
     """Run `argv`; kill it, and all that it started, when its time is over.
 
@@ -53,6 +62,9 @@ def run_tool(
         deadline_secs: the longest that it may take, in seconds.
         stop: calls it off when it is set.
         on_start: called with its pid, which is its process group's as well.
+        environ: its environment, this process's own by default.
+        apart: keep what it prints on standard error apart.
+        max_output: of how many bytes of output it is given up.
     """
     _dying[:] = [process for process in _dying if process.poll() is None]
     started = time.monotonic()
@@ -60,56 +72,66 @@ def run_tool(
     try:
         process = subprocess.Popen(
             list(argv),
+            env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE if apart else subprocess.STDOUT,
             bufsize=0,
             # What it starts is killed with it, and Ctrl-C reaches neither.
             start_new_session=True,
         )
     except OSError as error:
         return ToolRun("", f"{argv[0]}: {error.strerror}", 0.0)
-    output, reason = bytearray(), ""
+    output = {process.stdout: bytearray(), process.stderr: bytearray()}
+    reason = ""
     try:
         if on_start is not None:
             on_start(process.pid)
-        reason = _read(process, output, name, started + deadline_secs, deadline_secs, stop)
+        reason = _read(process, output, name, started + deadline_secs, deadline_secs, stop, max_output)
     finally:
         _end(process)
-    if not reason and process.returncode:
-        reason = f"{name} ended with status {process.returncode}"
-    return ToolRun(output.decode(errors="replace"), reason, round(time.monotonic() - started, 3))
+    status = None if reason else process.returncode
+    if status:
+        reason = f"{name} ended with status {status}"
+    text, errors = (output[pipe].decode(errors="replace") for pipe in (process.stdout, process.stderr))
+    return ToolRun(text, reason, round(time.monotonic() - started, 3), errors, status)
 
 
 def _read(
     process: subprocess.Popen[bytes],
-    output: bytearray,
+    output: dict[IO[bytes] | None, bytearray],
     name: str,
     deadline: float,
     deadline_secs: float,
     stop: threading.Event | None,
+    max_output: int,
 ) -> str:
     """Read what it prints until it ends; return why it was given up, empty when it ended."""
-    assert process.stdout is not None
-    is_open = True
-    while is_open or process.poll() is None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return f"{name} did not end within {deadline_secs:g} s"
-        if stop is not None and stop.is_set():
-            return f"{name} was called off"
-        if not is_open:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(min(left, _POLL_SECS))
-        elif select.select([process.stdout], [], [], min(left, _POLL_SECS))[0]:
-            chunk = os.read(process.stdout.fileno(), 1 << 16)
-            is_open = bool(chunk)
-            output += chunk
-            if len(output) > _MOST_BYTES:
-                return f"{name} printed more than {_MOST_BYTES >> 20} MiB"
-        elif process.poll() is not None:
-            # Whoever holds the pipe open now is a child that it left behind.
-            return ""
+    with selectors.DefaultSelector() as selector:
+        for pipe in output:
+            if pipe is not None:
+                selector.register(pipe, selectors.EVENT_READ, output[pipe])
+        while selector.get_map() or process.poll() is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return f"{name} did not end within {deadline_secs:g} s"
+            if stop is not None and stop.is_set():
+                return f"{name} was called off"
+            if not selector.get_map():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(left, _POLL_SECS))
+                continue
+            ready = selector.select(min(left, _POLL_SECS))
+            if not ready and process.poll() is not None:
+                # Whoever holds the pipe open now is a child that it left behind.
+                return ""
+            for key, _events in ready:
+                chunk = os.read(key.fd, 1 << 16)
+                key.data.extend(chunk)
+                if not chunk:
+                    selector.unregister(key.fileobj)
+            if sum(map(len, output.values())) > max_output:
+                return f"{name} printed more than {max_output >> 20} MiB"
     return ""
 
 
@@ -117,8 +139,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     # Where it was reaped its pid may be another's, but its group lives as long as a child of it does.
     with contextlib.suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
-    assert process.stdout is not None
-    process.stdout.close()
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
     try:
         process.wait(_REAP_SECS)
     except subprocess.TimeoutExpired:

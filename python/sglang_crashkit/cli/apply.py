@@ -6,8 +6,6 @@ import argparse
 
 from sglang_crashkit.errors import ExitCode
 
-HELP = "patch the SGLang that a python imports"
-
 #: What the installation was → what it is now.
 _DONE = {
     "outdated": "patched anew, over an earlier kit's patches",

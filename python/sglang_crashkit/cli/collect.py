@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import functools
+import json
 import os
 import pwd
+import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from sglang_crashkit.cli import slurm_collect
 from sglang_crashkit.cli.argument_types import positive, seconds
 from sglang_crashkit.cli.ending import Terminated, terminable
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, RefusedError, UsageError
 
 if TYPE_CHECKING:
     from sglang_crashkit.collect.collection import Collection
+    from sglang_crashkit.collect.slurm_gather import JobResult
     from sglang_crashkit.kernel.discovery import Discovery
-
-HELP = "take the stacks of the SGLang processes on this host, of a server that hangs"
 
 #: Seconds between two lines of the overview while it waits, on a terminal and elsewhere.
 _REDRAW_SECS, _REPEAT_SECS = 2.0, 60.0
-_MOST_TITLES = 8
-
-
-class Report(Protocol):
-    """What is printed, when."""
-
-    def snapshots_taken(self, status: ExitCode) -> None:
-        """Print what is to be known before the debuggers run.
-
-        Args:
-            status: what the exit status would be.
-        """
-
-    def ended(self, status: ExitCode) -> None:
-        """Print the rest, or all of it where it was interrupted before."""
+_MAX_TITLES = 8
+#: The debuggers' part of the time that a node has: the start of its step and the end of one debugger are not in it.
+_SHARE, _END_SECS = 0.9, 20.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -75,10 +63,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a job's file, with a debug: section, which asks for --native and --all-servers",
     )
     where.add_argument("--json", action="store_true", help="print a JSON object")
-    where.add_argument(
-        "--with-snapshots", action="store_true", help="with the snapshots, and these merged, in the JSON object"
+    where.add_argument("--with-snapshots", action="store_true", help="with the snapshots in the JSON object")
+    job = parser.add_argument_group("on every node of a Slurm job")
+    job.add_argument("--slurm-job", metavar="ID", help="on each node of this job, one result for all")
+    job.add_argument(
+        "--container-name",
+        metavar="PATTERN",
+        help="in each node's pyxis container of this name, such as sglang_{job_id}_{node}",
     )
-    slurm_collect.configure(parser)
+    job.add_argument("--fan-out", metavar="N", type=positive, default=32, help="nodes at a time (32)")
+    job.add_argument(
+        "--node-timeout", metavar="S", type=positive, default=300, help="seconds until a node is given up (300)"
+    )
+    job.add_argument("--timeout", metavar="S", type=positive, help="seconds until all nodes are (no limit)")
+    job.add_argument(
+        "--remote-command",
+        metavar="COMMAND",
+        help='the kit on the nodes (this Python; in a container "python3 -m sglang_crashkit")',
+    )
+    job.add_argument(
+        "--srun-option",
+        metavar="OPTION",
+        action="append",
+        default=[],
+        help="one more option of srun, as --srun-option=...",
+    )
+    # What such a command runs on each node: the debuggers end in time for the answer.
+    job.add_argument("--gathered-within", metavar="S", type=positive, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -86,16 +97,20 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     Raises:
         UsageError: the configuration makes no sense.
-        NothingToDoError: there is no such process, or the configuration says that nothing is to be done.
+        NothingToDoError: there is no such process or job, or the configuration says that nothing is to be done.
         RefusedError: there are several servers, and it is not said which.
-        CrashkitError: the output folder cannot be written to.
+        CrashkitError: the output folder cannot be written to, or Slurm is not here or does not answer.
     """
     wait_secs, output = _read_config(args)
-    _settle_native(args)
-    user = _user_of(args)
+    if args.no_debugger:
+        _say("--no-debugger is what happens anyway, and goes with the next release; next: leave it out, or --no-native")
+    if args.native is None:
+        args.native = args.config is not None and not args.no_debugger
     try:
         with terminable():
-            return _collect(args, wait_secs, output, user)
+            if args.slurm_job is not None:
+                return _collect_job(args, wait_secs, output.absolute())
+            return _collect_here(args, wait_secs, output)
     except Terminated:
         _say("asked to end before anything was collected")
         return ExitCode.TERMINATED
@@ -105,22 +120,14 @@ def run(args: argparse.Namespace) -> ExitCode:
         ) from error
 
 
-def _collect(args: argparse.Namespace, wait_secs: float, output: Path, user: int | None) -> ExitCode:
+def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
     # Imported here, so that every command starts without what the others need.
-    from sglang_crashkit.cli import collect_report, node_answer
+    from sglang_crashkit.cli.reporters.collected import TextReport, as_json
     from sglang_crashkit.collect.collection import Collection, Plan
     from sglang_crashkit.kernel.discovery import find_processes
     from sglang_crashkit.kernel.slurm_place import Place
 
-    if args.slurm_job is not None:
-        wait = functools.partial(_wait, wait_secs, lambda: f"the nodes of job {args.slurm_job}")
-        return slurm_collect.run(args, output, wait, _say)
-    began, node_secs = time.monotonic(), args.gathered_within
-    if node_secs is not None:
-        node_answer.greet()
-    if args.with_snapshots or node_secs is not None:
-        output = node_answer.folder_or_substitute(output)
-
+    began, user = time.monotonic(), _user_of(args)
     # In a step of a Slurm job, those of another job on the same node are not asked for.
     here = Place.of_environ(os.environ) if args.pid is None else None
 
@@ -130,7 +137,7 @@ def _collect(args: argparse.Namespace, wait_secs: float, output: Path, user: int
     several = args.pid is not None or args.all_servers or args.config is not None or here is not None
     if wait_secs and not several:
         # Better told before a long wait than after it.
-        require_one_server(find())
+        _require_one_server(find())
     _wait(wait_secs, lambda: _overview(find()))
     found = find()
     for line in _passed_over(found):
@@ -138,29 +145,105 @@ def _collect(args: argparse.Namespace, wait_secs: float, output: Path, user: int
     if not found.processes:
         raise _nothing(args, found)
     if not several:
-        require_one_server(found)
-    plan = Plan(output, args.snapshots, args.interval, native=args.native)
-    collection = Collection(found.processes, plan, _say)
-    report: Report
-    if node_secs is not None:
-        report = node_answer.NodeReport(collection, output)
-    elif args.json:
-        report = collect_report.JsonReport(collection, output, found, with_snapshots=args.with_snapshots)
-    else:
-        report = collect_report.TextReport(collection, output)
+        _require_one_server(found)
+    if args.with_snapshots:
+        output = _folder_or_substitute(output)
+    collection = Collection(found.processes, Plan(output, args.snapshots, args.interval, native=args.native), _say)
+    report = None if args.json else TextReport(collection, output)
     interrupt: KeyboardInterrupt | None = None
     try:
         collection.take_snapshots()
-        if plan.native:
-            report.snapshots_taken(_status_of(collection, None))
-            used = time.monotonic() - began
-            collection.debug(node_answer.debugger_secs(node_secs, used) if node_secs is not None else None)
+        if report is not None and args.native:
+            report.snapshots_taken()
+        collection.debug(debugger_secs(args.gathered_within, time.monotonic() - began))
     except KeyboardInterrupt as error:
         interrupt = error
         _say("interrupted; what was collected until then is kept")
     status = _status_of(collection, interrupt)
-    report.ended(status)
+    if report is not None:
+        report.ended()
+    else:
+        document = as_json(collection, output, status, found, with_snapshots=args.with_snapshots)
+        print(json.dumps(document, indent=None if args.with_snapshots else 2))
     return status
+
+
+def debugger_secs(node_secs: float | None, used_secs: float) -> float | None:
+    """Return how long the debuggers may take for all processes, so that a node answers in time; no limit when None.
+
+    Args:
+        node_secs: when the node is given up, in seconds.
+        used_secs: how much of that is over.
+    """
+    return None if node_secs is None else max(0.0, _SHARE * node_secs - _END_SECS - used_secs)
+
+
+def _folder_or_substitute(output: Path) -> Path:
+    """Return `output`; a temporary folder where it cannot be made, as in a container, for the snapshots are printed."""
+    from sglang_crashkit.kernel.private_files import make_private_folder
+
+    try:
+        return make_private_folder(output.absolute())
+    except (CrashkitError, OSError):
+        return Path(tempfile.mkdtemp(prefix="sglang-crashkit-collect-"))
+
+
+def _collect_job(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
+    from sglang_crashkit.analysis.explain import explain
+    from sglang_crashkit.cli.reporters.slurm_job import EXPLANATION, as_json, as_text, write_explanation
+    from sglang_crashkit.collect.slurm import find_job
+    from sglang_crashkit.collect.slurm_gather import gather
+
+    if args.pid is not None:
+        raise UsageError("--pid names a process of one machine", next_step="leave it out, or leave --slurm-job out")
+    command = _remote_command(args)
+    # What is wrong with it is better told before a long wait than after it.
+    find_job(args.slurm_job)
+    _wait(wait_secs, lambda: f"the nodes of job {args.slurm_job}")
+    job = find_job(args.slurm_job)
+    nodes = ", ".join(job.nodes[:_MAX_TITLES])
+    _say(f"collecting on {len(job.nodes)} nodes of job {job.name}, {args.fan_out} at a time: {nodes}")
+    result = gather(
+        job,
+        command,
+        output,
+        _say,
+        container=args.container_name,
+        options=args.srun_option,
+        at_once=args.fan_out,
+        node_secs=args.node_timeout,
+        total_secs=args.timeout,
+    )
+    status, explanation = _status_of_job(result), explain(result.sightings)
+    try:
+        write_explanation(result, explanation, output)
+    except OSError as error:
+        _say(f"cannot write {output / EXPLANATION}: {error.strerror or error}")
+    if args.json:
+        print(json.dumps(as_json(result, explanation, output, status), indent=2))
+    else:
+        for line in as_text(result, explanation, output):
+            print(line)
+    if result.interrupt is not None:
+        _say("interrupted; what was collected until then is kept")
+    return status
+
+
+def _remote_command(args: argparse.Namespace) -> list[str]:
+    # The image of a container has a Python of its own; its path is not this one's.
+    command = [sys.executable if args.container_name is None else "python3", "-m", "sglang_crashkit"]
+    if args.remote_command is not None:
+        try:
+            command = shlex.split(args.remote_command)
+        except ValueError as error:
+            raise UsageError(f"--remote-command {args.remote_command}: {error}") from None
+        if not command:
+            raise UsageError("--remote-command is empty", next_step="leave it out")
+    command += ["collect", "--json", "--with-snapshots", f"--gathered-within={args.node_timeout}"]
+    command += [f"--snapshots={args.snapshots}", f"--interval={args.interval:g}"]
+    command += [f"--{name.replace('_', '-')}" for name in ("all", "routers", "any_user") if getattr(args, name)]
+    command += [f"--user={args.user}"] if args.user is not None else []
+    return [*command, "--native" if args.native else "--no-native"]
 
 
 def _read_config(args: argparse.Namespace) -> tuple[float, Path]:
@@ -181,15 +264,7 @@ def _read_config(args: argparse.Namespace) -> tuple[float, Path]:
     return wait_secs, expand_output(args.output_dir or template, args.log_dir)
 
 
-def _settle_native(args: argparse.Namespace) -> None:
-    """Say once what of the older option is left, and let a job's file ask for native stacks."""
-    if args.no_debugger and args.gathered_within is None:
-        _say("--no-debugger is what happens anyway, and goes with the next release; next: leave it out, or --no-native")
-    if args.native is None:
-        args.native = args.config is not None and not args.no_debugger
-
-
-def require_one_server(found: Discovery) -> None:
+def _require_one_server(found: Discovery) -> None:
     """Refuse where the processes are of several servers.
 
     Raises:
@@ -243,20 +318,20 @@ def _wait(seconds: float, overview: Callable[[], str]) -> None:
 
 def _overview(found: Discovery) -> str:
     titles = [process.title for process in found.processes]
-    more = f" and {len(titles) - _MOST_TITLES} more" if len(titles) > _MOST_TITLES else ""
-    names = f": {', '.join(titles[:_MOST_TITLES])}{more}" if titles else " yet"
+    more = f" and {len(titles) - _MAX_TITLES} more" if len(titles) > _MAX_TITLES else ""
+    names = f": {', '.join(titles[:_MAX_TITLES])}{more}" if titles else " yet"
     return f"{len(titles)} process{'' if len(titles) == 1 else 'es'}{names}"
 
 
 def _passed_over(found: Discovery) -> Iterator[str]:
-    from sglang_crashkit.cli import collect_report
+    from sglang_crashkit.cli.reporters.collected import name_of
 
     for user, pids in found.others.items():
-        name = collect_report.name_of(user)
-        which = ", ".join(str(pid) for pid in pids[:_MOST_TITLES])
+        name = name_of(user)
+        which = ", ".join(str(pid) for pid in pids[:_MAX_TITLES])
         yield f"user {name}'s processes were left alone (pid {which}); next: --user {name}, or --any-user"
     for place, pids in found.elsewhere.items():
-        which = ", ".join(str(pid) for pid in pids[:_MOST_TITLES])
+        which = ", ".join(str(pid) for pid in pids[:_MAX_TITLES])
         count = f"{len(pids)} process{'' if len(pids) == 1 else 'es'}"
         yield f"{count} of Slurm job {place.job_id} on {place.node} left alone (pid {which}); next: --pid {pids[0]}"
 
@@ -287,6 +362,18 @@ def _status_of(collection: Collection, interrupt: KeyboardInterrupt | None) -> E
     if all(gave):
         return ExitCode.DONE
     return ExitCode.PARTIAL if any(gave) else ExitCode.FAILED
+
+
+def _status_of_job(result: JobResult) -> ExitCode:
+    if result.interrupt is not None:
+        return ExitCode.TERMINATED if isinstance(result.interrupt, Terminated) else ExitCode.INTERRUPTED
+    statuses = {node.status for node in result.nodes}
+    if statuses == {ExitCode.NOTHING}:
+        return ExitCode.NOTHING
+    # A node that nothing of SGLang runs on is no failure: the router may have one of its own.
+    if statuses <= {ExitCode.DONE, ExitCode.NOTHING}:
+        return ExitCode.DONE if all(node.visible for node in result.nodes) else ExitCode.PARTIAL
+    return ExitCode.PARTIAL if statuses & {ExitCode.DONE, ExitCode.PARTIAL} else ExitCode.FAILED
 
 
 def _say(line: str) -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from sglang_crashkit.errors import ExitCode
 
-HELP = "say which kernels a GPU core shows and what failed; of two cores of a process, which kernels are stuck"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""

@@ -16,8 +16,6 @@ from sglang_crashkit.incident.summary import headline, mapping_of
 #: What the index of each folder has of each fault.
 Faults = Mapping[Path, Mapping[str, Mapping[str, Any]]]
 
-HELP = "list the incidents below a crash folder, newest first"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""

@@ -12,16 +12,22 @@ from typing import Protocol
 
 from sglang_crashkit import __version__
 from sglang_crashkit.errors import CrashkitError, ExitCode
-from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
 
-#: Module of each command, in the order of ``--help``.
-COMMANDS = ("apply", "revert", "status", "wheel", "incidents", "core", "collect", "watch")
+#: What each command does; that of the same name in this package is imported when it is called.
+COMMANDS = {
+    "apply": "patch the SGLang that a python imports",
+    "revert": "take the patches out again, to the exact bytes",
+    "status": "say whether the SGLang that a python imports is patched",
+    "wheel": "build a patched SGLang wheel and put the kit's own beside it",
+    "incidents": "list the incidents below a crash folder, newest first",
+    "core": "say which kernels a GPU core shows and what failed; of two cores of a process, which kernels are stuck",
+    "collect": "take the stacks of the SGLang processes on this host, of a server that hangs",
+    "watch": "watch a server from outside, patched or not, and take its stacks when it hangs or crashes",
+}
 
 
 class Command(Protocol):
     """What a module in ``sglang_crashkit.cli`` offers."""
-
-    HELP: str
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add the command's arguments to `parser`."""
@@ -40,18 +46,22 @@ def load_command(name: str) -> Command:
     return module
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line."""
+def build_parser(called: str | None) -> argparse.ArgumentParser:
+    """Return the parser of the command line.
+
+    Args:
+        called: the command whose arguments it takes, so that no other command is imported.
+    """
     parser = argparse.ArgumentParser(
         prog="sglang-crashkit",
         description="Evidence from crashed and hung SGLang servers.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in COMMANDS:
-        command = load_command(name)
-        sub = subparsers.add_parser(name, help=command.HELP, description=command.HELP)
-        command.configure(sub)
+    for name, words in COMMANDS.items():
+        sub = subparsers.add_parser(name, help=words, description=words)
+        if name == called:
+            load_command(name).configure(sub)
     return parser
 
 
@@ -68,7 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # Evidence may hold what a terminal's encoding cannot show.
             stream.reconfigure(errors="backslashreplace")
-    args = build_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args = build_parser(next((word for word in argv if word in COMMANDS), None)).parse_args(argv)
+    # Imported here, so that what is wrong with the arguments is told at once.
+    from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
+
     guard_reads(GuardedReader())
     try:
         return int(load_command(args.command).run(args))

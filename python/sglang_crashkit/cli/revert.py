@@ -6,8 +6,6 @@ import argparse
 
 from sglang_crashkit.errors import ExitCode
 
-HELP = "take the patches out again, to the exact bytes"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""

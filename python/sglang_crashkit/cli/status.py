@@ -1,13 +1,23 @@
-"""``sglang-crashkit status``: say what an installed SGLang is, and what to run next."""
+"""``sglang-crashkit status``: say what an installed SGLang is, and which servers here have their crash handler."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
+from sglang_crashkit import protocol
 from sglang_crashkit.errors import CrashkitError, ExitCode
+from sglang_crashkit.kernel import procfs, titles
+from sglang_crashkit.kernel.stack_hooks import ArmedFiles, read_handler_pid
+from sglang_crashkit.settings import SOCKET
 
-HELP = "say whether the SGLang that a python imports is patched"
+_PROC = Path("/proc")
+_DELETED = " (deleted)"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +29,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Print the status."""
     # Imported here, so that every command starts without what the others need.
-    from sglang_crashkit.cli.running_servers import find_running_servers, format_server
     from sglang_crashkit.installer.session import open_session
     from sglang_crashkit.installer.status import format_status, read_status
 
@@ -35,3 +44,85 @@ def run(args: argparse.Namespace) -> ExitCode:
         for line in [*format_status(status), *map(format_server, servers)]:
             print(line)
     return ExitCode.DONE
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server, by one of its workers.
+
+    Attributes:
+        pid: the worker; one below the main process where there are several.
+        title: the worker's.
+        runtime: the runtime folder of its crash handler.
+        handler: the crash handler's pid; None where nobody knows it any more.
+        problem: why the handler does not hear of a crash; empty where it does.
+    """
+
+    pid: int
+    title: str
+    runtime: str
+    handler: int | None
+    problem: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for a program."""
+        return asdict(self)
+
+
+def find_running_servers() -> list[RunningServer]:
+    """Return the servers of this user, or of all where this is root, one for each crash handler that was started.
+
+    A worker holds a file open in the runtime folder of its crash handler, which names that folder even when it was
+    removed. Its environment would too, but setproctitle writes over what the kernel shows of it. A server whose runtime
+    folder was removed, or whose handler was killed, serves on; but a crash of it leaves no incident.
+    """
+    found: dict[str, RunningServer] = {}
+    for pid in sorted(int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()):
+        title = procfs.read_title(pid)
+        if not title.startswith("sglang::") or titles.role_of(title) == "helper":
+            continue
+        runtime = _runtime_of(pid)
+        if runtime and runtime not in found:
+            found[runtime] = _look(pid, title, runtime)
+    return list(found.values())
+
+
+def _look(pid: int, title: str, folder_path: str) -> RunningServer:
+    # As the server sees it, which may have another temporary folder, in a container.
+    inside = _PROC / str(pid) / "root" / folder_path.lstrip("/")
+    try:
+        folder = os.open(inside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        problem = f"its runtime folder is gone ({error.strerror}), as after a cleaner of the temporary folder"
+        return RunningServer(pid, title, folder_path, None, problem)
+    try:
+        # A socket's path has 107 bytes at most, which the long way to it may exceed.
+        runtime = _PROC / "self" / "fd" / str(folder)
+        problem = "" if protocol.is_reachable(str(runtime / SOCKET)) else "its crash handler has ended"
+        return RunningServer(pid, title, folder_path, read_handler_pid(runtime), problem)
+    finally:
+        os.close(folder)
+
+
+def _runtime_of(pid: int) -> str:
+    """Return the runtime folder that a worker armed itself in; empty where it did not, or may not be looked at."""
+    stat = procfs.read_stat(pid)
+    if stat is None:
+        return ""
+    # The pid in its name is another one outside a container.
+    ending = ArmedFiles.of(Path(), pid, stat.start_ticks).fault.name.removeprefix(str(pid))
+    with contextlib.suppress(OSError):
+        for entry in (_PROC / str(pid) / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = Path(str(entry.readlink()).removesuffix(_DELETED))
+                if target.name.endswith(ending):
+                    return str(target.parent)
+    return ""
+
+
+def format_server(server: RunningServer) -> str:
+    """Return a line for a person."""
+    name = f"running: the server of {server.title} (pid {server.pid})"
+    if not server.problem:
+        return f"{name} is watched by crash handler {server.handler}"
+    return f"{name} has no crash handler: {server.problem}; a crash of it leaves no incident; next: restart it"

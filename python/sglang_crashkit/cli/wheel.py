@@ -8,8 +8,6 @@ from pathlib import Path
 
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 
-HELP = "build a patched SGLang wheel and put the kit's own beside it"
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""

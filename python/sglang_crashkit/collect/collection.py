@@ -182,7 +182,7 @@ class Collection:
 
     def _take_snapshot(self) -> None:
         began = time.time()
-        photographs = self._photograph_all()
+        photographs = self._sample_all()
         seen = [self._snapshot_of(one.process, photographs.get(one.process.pid)) for one in self.collected]
         for one, moment in zip(self.collected, seen, strict=True):
             one.moments.append(moment)
@@ -201,7 +201,7 @@ class Collection:
         for one in self.collected:
             self._write(one, "pyspy", collected_text.python_stacks(one.process, self.host, one.moments))
 
-    def _photograph_all(self) -> dict[int, Sample]:
+    def _sample_all(self) -> dict[int, Sample]:
         """Photograph the processes that are there, side by side."""
         there = [one.process for one in self.collected if _is_python(one.process)]
         began = time.monotonic()

@@ -1,72 +1,92 @@
-"""Run the collector on every node of a Slurm job, and gather what the nodes answer.
+"""Run the collector on every node of a Slurm job, and take in what the nodes answer.
 
-The answer, with the snapshots in it, comes through srun's standard output, so that nothing depends on a file system
-that all nodes and containers share; of two, the last that came whole counts (see `slurm_answer`). Where the node's
-files cannot be seen here, the snapshots are written again. Each node has merged what its snapshots show; of all nodes
-that is merged here as the answers come, and no snapshot is kept.
+A node's answer is one JSON object, with its snapshots in it. It comes through srun's standard output, so that nothing
+depends on a file system that all nodes and containers share; where a node's files cannot be seen here, the snapshots
+are written again. They are merged as the answers come, and not kept.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis import sightings_json
 from sglang_crashkit.analysis.sightings import Seen, Sightings
-from sglang_crashkit.collect.slurm_answer import read_answer
-from sglang_crashkit.collect.slurm_job import Job, step_command
-from sglang_crashkit.collect.slurm_steps import NodeRun, Steps
+from sglang_crashkit.collect.slurm import ERRORS, Job, NodeRun, run_steps, step_command
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.private_files import write_json
 from sglang_crashkit.model import snapshot
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 
+#: Words with which Slurm only says that something ended.
+_EMPTY_WORDS = re.compile(
+    r"Exited with exit code|Terminating StepId|Terminating Job Step|Job step aborted|launch/slurm"
+)
+#: Slurm's marks before a message: the program, the node, the task, the level.
+_MARKS = re.compile(r"^(?:(?:srun|slurmstepd(?:-[\w.-]+)?|slurmd(?:-[\w.-]+)?): )?(?:error: |fatal: )?")
+_WIDEST = 300
+#: Words in what was said, why there is no answer, and what to do about it. The first that fits tells.
+_REASONS = (
+    (
+        r"execve\(\)|command not found|No module named '?sglang_crashkit|invalid choice: 'collect'"
+        r"|can't open file|unrecognized arguments",
+        "the collector cannot be run there: {said}",
+        "install sglang-crashkit in that environment or container, or name its command with --remote-command",
+    ),
+    (
+        r"unrecognized option '--container",
+        "this Slurm has no pyxis: {said}",
+        "leave --container-name out, or run it where srun --help names --container-name",
+    ),
+    (
+        r"pyxis|container",
+        "its container cannot be entered: {said}",
+        "srun --overlap --jobid={job} --nodelist={node} enroot list --fancy",
+    ),
+    (
+        r"Requested node configuration is not available|Invalid node name|DOWN|drained|not in this allocation",
+        "Slurm has no such node for the job: {said}",
+        "scontrol show node {node}",
+    ),
+    (
+        r"launch failed|Communication connection|Unable to contact|timed out|not responding|Connection refused",
+        "it does not answer Slurm: {said}",
+        "scontrol show node {node}",
+    ),
+    (
+        r"step creation temporarily disabled|Unable to create step|nodes are busy",
+        "Slurm starts no step on it: {said}",
+        "squeue --steps --jobs={job}",
+    ),
+)
 
-@dataclass(frozen=True)
-class Request:
-    """What is to be run on the nodes.
 
-    Attributes:
-        output: the folder for the files, with a folder for each node in it.
-        command: the collector's command and arguments, to which each node's own folder is added.
-        container: a pattern of the name of each node's container, None for none; see `slurm.expand_pattern`.
-        options: more options of srun.
-        at_once: how many nodes are asked at the same time.
-        deadline_secs: the longest that a node may take, in seconds.
-    """
-
-    output: Path
-    command: Sequence[str]
-    container: str | None = None
-    options: Sequence[str] = ()
-    at_once: int = 32
-    deadline_secs: float = 180.0
-
-
-@dataclass(frozen=True)
+@dataclass
 class NodeResult:
     """What came of one node.
 
     Attributes:
         node: the node's name.
         status: the collector's exit status there, None where it gave no answer.
-        processes: what was seen of each process on it, in the order of their ranks.
         folder: where its files are, or would be if they could be seen here.
         files: names of the files in it.
         visible: whether these files can be seen here.
         problems: what could not be had, and why.
+        processes: what was seen of each process on it, in the order of their ranks.
     """
 
     node: str
     status: int | None
-    processes: tuple[Seen, ...] = ()
-    folder: Path = field(default_factory=Path)
+    folder: Path
     files: tuple[str, ...] = ()
     visible: bool = True
-    problems: tuple[Problem, ...] = ()
+    problems: list[Problem] = field(default_factory=list)
+    processes: list[Seen] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -86,119 +106,152 @@ class JobResult:
     interrupt: KeyboardInterrupt | None = None
 
 
-def gather(job: Job, request: Request, tell: Callable[[str], None]) -> JobResult:
+def gather(
+    job: Job,
+    command: Sequence[str],
+    output: Path,
+    tell: Callable[[str], None],
+    *,
+    container: str | None = None,
+    options: Sequence[str] = (),
+    at_once: int = 32,
+    node_secs: float = 300.0,
+    total_secs: float | None = None,
+) -> JobResult:
     """Collect on all nodes of `job`.
 
     Args:
         job: a running job.
-        request: what is to be run.
+        command: the collector's command and arguments, to which each node's own folder is added.
+        output: the folder for the files, with a folder for each node in it.
         tell: called with a line for a person as each node ends.
+        container: see `slurm.step_command`, as `options`.
+        options: more options of srun.
+        at_once: see `slurm.run_steps`, as `node_secs` and `total_secs`.
+        node_secs: the longest that a node may take, in seconds.
+        total_secs: the longest that all may take together, in seconds; no limit when None.
 
     Raises:
         UsageError: the container's name is no pattern.
     """
     # Two who collect at the same time must not cancel each other's steps.
     step = f"crashkit-{secrets.token_hex(4)}"
-    folders = {node: request.output / node for node in job.nodes}
-    commands = {node: _command(job, request, node, step) for node in job.nodes}
-    steps = Steps(job, step=step, folders=folders, deadline_secs=request.deadline_secs, at_once=request.at_once)
+    commands = {
+        node: step_command(
+            job, node, [*command, f"--output-dir={output / node}"], step=step, container=container, options=options
+        )
+        for node in job.nodes
+    }
     results: dict[str, NodeResult] = {}
     sightings = Sightings()
 
     def take_in(run: NodeRun) -> None:
         if run.node in results:
             return
-        result, seen = _result_of(run, job, folders[run.node])
+        result, rounds = _read(run, job, output / run.node)
         results[run.node] = result
-        sightings.merge(seen)
-        if steps.interrupt is None:
-            tell(f"{run.node}: {describe(result)} ({len(results)} of {len(job.nodes)} nodes, {run.secs:.0f} s)")
+        for one in rounds:
+            sightings.add(one)
+        if not run.problem.startswith("interrupted"):
+            count = len({(seen.pid, seen.start_ticks) for one in rounds for seen in one.processes})
+            so_far = f"{len(results)} of {len(job.nodes)} nodes, {run.secs:.0f} s"
+            tell(f"{run.node}: {describe(result.status, count)} ({so_far})")
 
-    steps.run(commands, take_in)
-    return JobResult(job, tuple(results[node] for node in job.nodes), sightings, steps.interrupt)
+    interrupt = run_steps(
+        job, commands, take_in, step=step, output=output, at_once=at_once, node_secs=node_secs, total_secs=total_secs
+    )
+    for seen in sightings.processes():
+        results[seen.process.host].processes.append(seen)
+    for result in results.values():
+        result.processes.sort(key=_by_rank)
+    return JobResult(job, tuple(results[node] for node in job.nodes), sightings, interrupt)
 
 
-def describe(result: NodeResult) -> str:
-    """Return in a few words what came of a node."""
-    if result.status is None:
+def describe(status: int | None, processes: int) -> str:
+    """Return in a few words what came of a node.
+
+    Args:
+        status: the collector's exit status there, None where it gave no answer.
+        processes: how many were seen there.
+    """
+    if status is None:
         return "no answer"
-    if not result.processes:
-        return "no process of SGLang" if result.status == ExitCode.NOTHING else "the collector failed there"
-    count = len(result.processes)
-    return f"{count} process{'' if count == 1 else 'es'}"
+    if not processes:
+        return "no process of SGLang" if status == ExitCode.NOTHING else "the collector failed there"
+    return f"{processes} process{'' if processes == 1 else 'es'}"
 
 
-def _command(job: Job, request: Request, node: str, step: str) -> list[str]:
-    command = [*request.command, "--output-dir", str(request.output / node)]
-    return step_command(job, node, command, step=step, container=request.container, options=request.options)
+def find_answer(output: str) -> dict[str, Any] | None:
+    """Return the JSON object of a collector on the last line of `output` that is one; containers print around it."""
+    for line in reversed(output.split("\n")):
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError, RecursionError):
+                document: dict[str, Any] = json.loads(line)
+                if "exit_code" in document:
+                    return document
+    return None
 
 
-def _result_of(run: NodeRun, job: Job, folder: Path) -> tuple[NodeResult, Sightings]:
-    answer = read_answer(run, job.job_id, needed="exit_code")
-    problems = (answer.problem,) if answer.problem else ()
-    if answer.document is None:
-        return NodeResult(run.node, None, folder=folder, problems=problems), Sightings()
-    result, sightings = read_document(run.node, answer.document, folder)
-    if problems:
-        result = replace(result, status=_not_all(result.status), problems=(*result.problems, *problems))
-    return result, sightings
+def why_silent(run: NodeRun, job_id: str) -> Problem:
+    """Return why a node gave no answer, with the step that helps."""
+    what, said = f"node {run.node}", _telling_line(run.errors)
+    for pattern, why, following in _REASONS:
+        if re.search(pattern, said):
+            return Problem(what, why.format(said=said), following.format(job=job_id, node=run.node))
+    said = f": {said}" if said else ""
+    if run.late:
+        following = f"raise --node-timeout or --timeout, or ask Slurm: scontrol show node {run.node}"
+        return Problem(what, f"{run.problem}{said}", following)
+    if run.problem:
+        return Problem(what, run.problem)
+    status = f"the collector ended there with status {run.status} and without a result"
+    return Problem(what, f"{status}{said}", f"read all it said: {run.node}/{ERRORS}")
 
 
-def _not_all(status: int | None) -> int | None:
-    return ExitCode.PARTIAL if status == ExitCode.DONE else status
+def _telling_line(errors: str) -> str:
+    """Return the line of what was said that tells the most: the first that has a known reason, else the last."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip() and not _EMPTY_WORDS.search(line)]
+    telling = [line for line in lines if any(re.search(pattern, line) for pattern, _why, _next in _REASONS)]
+    return _MARKS.sub("", (telling or lines[-1:] or [""])[0])[:_WIDEST]
 
 
-def read_document(node: str, document: Mapping[str, Any], folder: Path) -> tuple[NodeResult, Sightings]:
-    """Return the result in the JSON object that the collector printed on a node, and what was seen there."""
-    status = document.get("exit_code")
-    status = status if isinstance(status, int) else ExitCode.FAILED
-    files = tuple(_files_in(document))
-    visible = all((folder / name).is_file() for name in files)
-    merged = _merged_there(node, document)
-    # What the node has merged and what is in its files here need not be read once more.
-    rounds, problems = _read_rounds(node, document) if merged is None or not visible else ([], [])
-    status = ExitCode.PARTIAL if problems else status
-    sightings = merged or Sightings.of(rounds)
-    problems += [replace(problem, what=f"node {node}: {problem.what}") for problem in sightings.problems()]
+def _read(run: NodeRun, job: Job, folder: Path) -> tuple[NodeResult, list[NodeSnapshot]]:
+    """Return what came of a node, and its snapshots."""
+    document = find_answer(run.output)
+    if document is None:
+        return NodeResult(run.node, None, folder, problems=[why_silent(run, job.job_id)]), []
+    status = document["exit_code"]
+    result = NodeResult(run.node, status if isinstance(status, int) else ExitCode.FAILED, folder)
+    rounds: list[NodeSnapshot] = []
+    try:
+        result.files = tuple(_files_in(document))
+        rounds += (_renamed(snapshot.from_json(entry), run.node) for entry in document.get("rounds", []))
+        result.visible = all((folder / name).is_file() for name in result.files)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        result.status = ExitCode.PARTIAL
+        result.problems.append(
+            Problem(f"a snapshot of node {run.node}", str(error), "install the same release of the kit")
+        )
+    found = dict.fromkeys(problem for one in rounds for problem in one.problems)
+    result.problems += [replace(problem, what=f"node {run.node}: {problem.what}") for problem in found]
     # Where there is nothing to collect, that is the answer.
     if "error" in document and status != ExitCode.NOTHING:
-        problems.append(Problem(f"node {node}", str(document["error"]), str(document.get("next") or "")))
-    if not visible:
-        problems += _write_here(node, rounds, folder, str(document.get("output_dir") or folder))
-    processes = sorted(sightings.processes(), key=_by_rank)
-    return NodeResult(node, status, tuple(processes), folder, files, visible, tuple(problems)), sightings
+        result.problems.append(Problem(f"node {run.node}", str(document["error"]), str(document.get("next") or "")))
+    if not result.visible:
+        result.problems += _write_here(run.node, rounds, folder, str(document.get("output_dir") or folder))
+    return result, rounds
 
 
-def _merged_there(node: str, document: Mapping[str, Any]) -> Sightings | None:
-    """Return what a node has merged, None where its snapshots must be read instead."""
-    try:
-        merged = sightings_json.from_json(document.get("sightings"))
-    except ValueError:
-        return None
-    # In a container that hides Slurm's name of the node, it has merged under another name.
-    hosts = {*merged.rounds, *(seen.process.host for seen in merged.processes())}
-    return merged if hosts <= {node} else None
+def _files_in(document: Mapping[str, Any]) -> list[str]:
+    of_processes = [name for process in document.get("processes", []) for name in process["files"]]
+    return [str(name) for name in (*document.get("snapshots", []), *of_processes)]
 
 
-def _read_rounds(node: str, document: Mapping[str, Any]) -> tuple[list[NodeSnapshot], list[Problem]]:
-    rounds, problems = [], []
-    for entry in document.get("rounds") or []:
-        try:
-            one = snapshot.parse(entry) if isinstance(entry, str) else snapshot.from_json(entry)
-            rounds.append(renamed(one, node))
-        except ValueError as error:
-            problems.append(Problem(f"a snapshot of node {node}", str(error), "install the same release of the kit"))
-    return rounds, problems
-
-
-def _by_rank(seen: Seen) -> tuple[bool, list[tuple[str, int]], int]:
-    return not seen.process.ranks, sorted(seen.process.ranks.items()), seen.process.pid
-
-
-def _files_in(document: Mapping[str, Any]) -> Iterator[str]:
-    yield from (str(name) for name in document.get("snapshots") or [])
-    for process in document.get("processes") or []:
-        yield from (str(name) for name in process.get("files") or [])
+def _renamed(one: NodeSnapshot, node: str) -> NodeSnapshot:
+    """Return a snapshot with Slurm's name of its node, which in a container is not the host's name."""
+    if one.host == node and all(process.host == node for process in one.processes):
+        return one
+    return replace(one, host=node, processes=tuple(replace(process, host=node) for process in one.processes))
 
 
 def _write_here(node: str, rounds: Sequence[NodeSnapshot], folder: Path, where: str) -> list[Problem]:
@@ -207,13 +260,9 @@ def _write_here(node: str, rounds: Sequence[NodeSnapshot], folder: Path, where: 
     Returns:
         What is missing nevertheless.
     """
-    problems = [
-        Problem(
-            f"the text files of node {node}",
-            f"they are where the collector ran, in {where}, which cannot be seen here",
-            "name a folder that the nodes and their containers share with --output-dir",
-        )
-    ]
+    why = f"they are where the collector ran, in {where}, which cannot be seen here"
+    following = "name a folder that the nodes and their containers share with --output-dir"
+    problems = [Problem(f"the text files of node {node}", why, following)]
     try:
         for number, one in enumerate(rounds, start=1):
             write_json(folder / f"snapshot.{number}.json", one.to_json())
@@ -222,6 +271,5 @@ def _write_here(node: str, rounds: Sequence[NodeSnapshot], folder: Path, where: 
     return problems
 
 
-def renamed(one: NodeSnapshot, node: str) -> NodeSnapshot:
-    """Return a snapshot with Slurm's name of its node, which in a container is not the host's name."""
-    return replace(one, host=node, processes=tuple(replace(process, host=node) for process in one.processes))
+def _by_rank(seen: Seen) -> tuple[bool, list[tuple[str, int]], int]:
+    return not seen.process.ranks, sorted(seen.process.ranks.items()), seen.process.pid

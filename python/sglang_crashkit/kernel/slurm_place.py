@@ -11,9 +11,6 @@ from dataclasses import dataclass
 
 from sglang_crashkit.kernel import procfs
 
-_JOB = "SLURM_JOB_ID"
-_NODE = "SLURMD_NODENAME"
-
 
 @dataclass(frozen=True)
 class Place:
@@ -30,7 +27,7 @@ class Place:
     @classmethod
     def of_environ(cls, environ: Mapping[str, str]) -> Place | None:
         """Return the place that a step's environment names, None outside of a step."""
-        job_id, node = environ.get(_JOB, ""), environ.get(_NODE, "")
+        job_id, node = environ.get("SLURM_JOB_ID", ""), environ.get("SLURMD_NODENAME", "")
         return cls(job_id, node) if job_id and node else None
 
 
@@ -43,7 +40,7 @@ def place_of(pid: int) -> Place | None:
     seen: set[int] = set()
     while pid > 1 and pid not in seen:
         seen.add(pid)
-        place = Place.of_environ(_read_environ(pid))
+        place = Place.of_environ(procfs.read_environ(pid))
         if place is not None:
             return place
         stat = procfs.read_stat(pid)
@@ -55,8 +52,3 @@ def other_place_of(pid: int, here: Place | None) -> Place | None:
     """Return the place of process `pid` where it is known to be another job or node than `here`, else None."""
     place = place_of(pid) if here is not None else None
     return None if place == here else place
-
-
-def _read_environ(pid: int) -> dict[str, str]:
-    """Return the two variables as the process got them at its start, as far as they may be read."""
-    return {name: value for name, value in procfs.read_environ(pid).items() if name in (_JOB, _NODE)}

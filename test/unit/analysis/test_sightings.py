@@ -1,20 +1,15 @@
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_crashkit.analysis import sightings_json
 from sglang_crashkit.analysis.explain import explain
 from sglang_crashkit.analysis.explanation_text import format_explanation
 from sglang_crashkit.analysis.sightings import Sightings
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 from unit.analysis.real_stacks import ALL_REDUCE, BROADCAST, LOAD, RECEIVE, SPIN, STORE, process, rounds
-
-Form = Callable[[Sightings], Sightings]
 
 PROCESSES = st.builds(
     process,
@@ -39,49 +34,15 @@ NODES = st.builds(
 )
 
 
-def as_it_is(sightings: Sightings) -> Sightings:
-    return sightings
-
-
-def sent(sightings: Sightings) -> Sightings:
-    """Return them as they come from another host."""
-    return sightings_json.from_json(json.loads(json.dumps(sightings_json.to_json(sightings))))
-
-
 def told(sightings: Sightings) -> tuple[Any, list[str]]:
     explanation = explain(sightings)
     return explanation.to_json(), list(format_explanation(explanation, sightings.tree))
 
 
-def merged(parts: Sequence[Sightings]) -> Sightings:
-    whole = Sightings()
-    for part in parts:
-        whole.merge(part)
-    return whole
-
-
 @settings(max_examples=300, deadline=None)
-@given(st.data(), st.lists(NODES, max_size=8), st.sampled_from([as_it_is, sent]))
-def test_any_order_and_grouping_gives_the_same(data: st.DataObject, nodes: list[NodeSnapshot], form: Form) -> None:
-    whole = Sightings.of(nodes)
-    groups: list[list[NodeSnapshot]] = [[] for _ in range(4)]
-    for node in data.draw(st.permutations(nodes)):
-        groups[data.draw(st.integers(0, 3))].append(node)
-    parts = data.draw(st.permutations([form(Sightings.of(group)) for group in groups]))
-    while len(parts) > 1:
-        one, two = parts.pop(data.draw(st.integers(0, len(parts) - 1))), parts.pop()
-        parts.append(form(merged([one, two])))
-    assert told(parts[0]) == told(whole)
-    assert sightings_json.to_json(parts[0]) == sightings_json.to_json(whole)
-
-
-def test_those_that_are_merged_stay_as_they_are() -> None:
-    row = [process(10, ALL_REDUCE, tp=0), process(11, SPIN, tp=1)]
-    one, two = (Sightings.of(rounds(row, host=host)) for host in ("n1", "n2"))
-    before = told(one), told(two)
-    whole = merged([one, two])
-    whole.merge(Sightings.of(rounds(row, host="n1")))
-    assert (told(one), told(two)) == before
+@given(st.data(), st.lists(NODES, max_size=8))
+def test_the_order_of_snapshots_does_not_matter(data: st.DataObject, nodes: list[NodeSnapshot]) -> None:
+    assert told(Sightings.of(data.draw(st.permutations(nodes)))) == told(Sightings.of(nodes))
 
 
 def test_a_process_is_called_as_it_was_last() -> None:

@@ -29,6 +29,11 @@ def test_a_failure_is_told_with_what_it_printed() -> None:
     assert (run.text, run.reason) == ("why\n", "sh ended with status 3")
 
 
+def test_standard_error_is_kept_apart_where_that_is_asked_for() -> None:
+    run = run_tool(shell("echo $WHO; echo two >&2; exit 3"), LONG, environ={"WHO": "one"}, apart=True)
+    assert (run.text, run.errors, run.status) == ("one\n", "two\n", 3)
+
+
 def test_one_that_cannot_be_run_is_said_to(tmp_path: Path) -> None:
     run = run_tool([str(tmp_path / "absent")], LONG)
     assert (run.text, run.reason) == ("", f"{tmp_path}/absent: No such file or directory")

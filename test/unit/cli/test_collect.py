@@ -6,16 +6,18 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang_crashkit.cli.collect import debugger_secs
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.kernel.discovery import Discovery, FoundProcess, find_processes
 from sglang_crashkit.kernel.procfs import TreeScanner, read_title
 from sglang_crashkit.kernel.slurm_place import Place
-from sglang_crashkit.model.snapshot import parse
+from sglang_crashkit.model.snapshot import from_json, parse
 from unit.targets import SLEEPER, functions_of, settle, settle_in_sleep, state_of
 from unit.waiting import LONG, child, wait_until
 
@@ -139,6 +141,25 @@ def test_a_program_reads_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[
         [True] * 3
     )
     assert (document["exit_code"], document["verdict"]["named"]) == (0, [])
+
+
+def test_where_the_folder_cannot_be_made_the_snapshots_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with child(SLEEPER, title=TITLE) as process:
+        assert collect(process.pid, Path("/proc/no/folder"), *QUICK, "--json", "--with-snapshots") == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    document = json.loads(line)
+    assert [[one.pid for one in from_json(each).processes] for each in document["rounds"]] == [[process.pid]] * 2
+    assert Path(document["output_dir"]).parent == tmp_path
+
+
+@pytest.mark.parametrize(("node_secs", "used_secs", "left"), [(300, 12, 238), (20, 12, 0), (None, 12, None)])
+def test_the_debuggers_end_before_their_node_is_given_up(
+    node_secs: float | None, used_secs: float, left: float | None
+) -> None:
+    assert debugger_secs(node_secs, used_secs) == left
 
 
 def test_a_stopped_process_is_photographed_and_left_stopped(

@@ -131,8 +131,8 @@ def test_what_the_terminal_cannot_show_is_shown_escaped(tmp_path: Path, encoding
 def test_a_folder_that_may_not_be_read_is_said_to_be_so(tmp_path: Path) -> None:
     # The command must be readable by that user, so it is started as root and becomes that user.
     path = make_incident(tmp_path, 1.0, "")
-    code = "import os, sys; from sglang_crashkit.cli.main import build_parser, main; build_parser(); os.setuid(65534); "
-    code += "sys.exit(main(sys.argv[1:]))"
+    code = "import os, sys; import sglang_crashkit.kernel.guarded_read; from sglang_crashkit.cli import main; "
+    code += "main.build_parser('incidents'); os.setuid(65534); sys.exit(main.main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", code, "incidents", str(path.parent)],
         capture_output=True,

@@ -10,13 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.analysis.sightings import Sightings
-from sglang_crashkit.analysis.sightings_json import to_json
 from sglang_crashkit.cli import main
-from sglang_crashkit.collect.slurm_answer import PENDING
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.model.sample import Sample
-from sglang_crashkit.model.snapshot import NodeSnapshot, Problem, parse
+from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 
 RANK = Sample("host", 4711, 1, "sglang::scheduler_TP0", "scheduler", {"tp": 0}, 1.0, state="S")
 ROUND = NodeSnapshot("host", 1.0, (RANK,))
@@ -47,11 +44,6 @@ class Slurm:
         find_node = "for a; do case $a in --nodelist=*) n=${a#*=};; esac; done"
         note = 'printf "%s\\n" "$@" >$n.asked; env >$n.environ'
         self._write("srun", f"cd {self._folder}; {find_node}; {note}; cat $n.json")
-
-    def answer_and_hang(self, node: str, document: object) -> None:
-        path = self._folder / "srun"
-        self.answer(**{node: document})
-        self._write("srun", f"{path.read_text()}[ $n != {node} ] || exec sleep 600")
 
     def asked(self, node: str) -> list[str]:
         return (self._folder / f"{node}.asked").read_text().splitlines()
@@ -93,19 +85,18 @@ def test_each_node_runs_the_collector_in_its_container_with_its_own_folder(slurm
             "--ntasks=1",
             f"--container-name=sglang_12_{node}",
             "--mem=0",
-            *("python3", "-m", "sglang_crashkit", "collect", "--json", "--gathered-within=300"),
-            *("--snapshots=2", "--interval=0.5", "--all", "--no-debugger"),
-            *("--output-dir", f"{tmp_path}/out/{node}"),
+            *("python3", "-m", "sglang_crashkit", "collect", "--json", "--with-snapshots"),
+            *("--gathered-within=300", "--snapshots=2", "--interval=0.5", "--all", "--no-native"),
+            f"--output-dir={tmp_path}/out/{node}",
         ]
 
 
-@pytest.mark.parametrize(("options", "passed_on"), [((), "--no-debugger"), (("--native",), "--native")])
+@pytest.mark.parametrize(("options", "passed_on"), [((), "--no-native"), (("--native",), "--native")])
 def test_native_stacks_are_for_the_nodes_to_take_where_they_are_asked_for(
     slurm: Slurm, tmp_path: Path, options: tuple[str, ...], passed_on: str
 ) -> None:
-    # The older name: an older kit in a node's image would run its debuggers unless it is told not to.
     collect(tmp_path, *options)
-    assert [word for word in slurm.asked("n1") if word in ("--native", "--no-native", "--no-debugger")] == [passed_on]
+    assert [word for word in slurm.asked("n1") if word in ("--native", "--no-native")] == [passed_on]
 
 
 def test_without_a_container_it_is_this_python_and_any_command_when_asked_for(slurm: Slurm, tmp_path: Path) -> None:
@@ -170,36 +161,6 @@ def test_what_a_node_could_not_do_is_told_with_its_name(
     assert lines[3:5] == ["node n2: cannot write to /x", "  next: name another"]
 
 
-def test_of_a_node_that_is_given_up_while_its_debuggers_run_there_is_all_else(
-    slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slurm.answer_and_hang("n2", merged_on("n2", ranks={"tp": 1}, state="T") | {PENDING: True})
-    assert collect(tmp_path, "--node-timeout=2") == ExitCode.PARTIAL
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2:5] == [
-        "n2  TP1          pid 4711     T  no Python frame",
-        "native stacks of node n2: the debuggers had not ended: no answer within 2 s",
-        "  next: raise --node-timeout, or leave the debuggers out: --no-native",
-    ]
-    assert "(pid 4711 on n2) is stopped" in lines[-1]
-
-
-def test_snapshots_that_are_sent_as_text_are_read_only_where_they_are_needed(
-    slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
-    monkeypatch.setattr("sglang_crashkit.model.snapshot.parse", lambda text: read.append(text) or parse(text))
-    as_text = {"rounds": [json.dumps(ROUND.to_json())] * 2}
-    slurm.answer(n1=merged_on("n1") | as_text, n2=merged_on("n2") | as_text)
-    assert collect(tmp_path) == ExitCode.DONE
-    assert read == []
-    slurm.answer(n2=merged_on("n2") | as_text | {"snapshots": ["snapshot_host_1.json"], "output_dir": "/no"})
-    assert collect(tmp_path) == ExitCode.PARTIAL
-    assert len(read) == 2
-    (first, _second) = sorted((tmp_path / "out/n2").glob("snapshot.*.json"))
-    assert parse(first.read_text()).host == "n2"
-
-
 def test_snapshots_of_a_node_that_has_no_such_folder_are_written_here(
     slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,47 +179,43 @@ def test_a_job_that_there_is_not_is_told_before_the_wait(
     assert "Slurm knows no job 12, or no longer" in capsys.readouterr().err
 
 
-def test_a_snapshot_of_a_newer_kit_is_told_and_holds_up_nothing(
-    slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("document", "why"),
+    [
+        (FOUND | {"rounds": [ROUND.to_json() | {"schema_version": 99}]}, "the snapshot has schema_version 99"),
+        (FOUND | {"rounds": 5}, "not iterable"),
+        (FOUND | {"rounds": [5]}, "not a snapshot"),
+        (FOUND | {"processes": [{}]}, "files"),
+        (FOUND | {"snapshots": ["x" * 9999]}, "File name too long"),
+    ],
+)
+def test_an_answer_that_is_not_understood_is_told_and_holds_up_nothing(
+    slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str], document: dict[str, object], why: str
 ) -> None:
-    slurm.answer(n2=FOUND | {"rounds": [ROUND.to_json() | {"schema_version": 99}]})
+    slurm.answer(n2=document)
     assert collect(tmp_path) == ExitCode.PARTIAL
-    assert "a snapshot of node n2: the snapshot has schema_version 99" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert "n1  TP0          pid 4711     S  no Python frame" in lines
+    (problem,) = [line for line in lines if line.startswith("a snapshot of node n2: ")]
+    assert why in problem
 
 
-def merged_on(node: str, **fields: object) -> dict[str, object]:
-    """Return the answer of a node that has merged what its two rounds show."""
-    nodes = [NodeSnapshot(node, one, (replace(RANK, host=node, time=one, **fields),)) for one in (1.0, 2.0)]
-    return {**FOUND, "rounds": [one.to_json() for one in nodes], "sightings": to_json(Sightings.of(nodes))}
-
-
-def printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> tuple[str, str]:
-    text = (tmp_path / "out/explanation.txt").read_text()
-    return capsys.readouterr().out, text
-
-
-def test_nodes_that_merged_what_they_saw_are_explained_as_their_snapshots_are(
+def test_the_snapshots_of_all_nodes_are_explained_as_one(
     slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers = {"n1": merged_on("n1"), "n2": merged_on("n2", ranks={"tp": 1}, state="T", problem="not allowed")}
-    slurm.answer(**{node: {**answer, "sightings": None} for node, answer in answers.items()})
+    # GIVEN nodes that name themselves alike, as containers do
+    looks = [replace(RANK, ranks={"tp": 1}, state="T", problem="not allowed", time=time) for time in (1.0, 2.0)]
+    problem = Problem("stacks", "not allowed")
+    rounds = [NodeSnapshot("host", look.time, (look,), (problem,)).to_json() for look in looks]
+    slurm.answer(n2=FOUND | {"rounds": rounds})
     assert collect(tmp_path) == ExitCode.DONE
-    of_snapshots = printed(capsys, tmp_path)
-    # What they merged is enough.
-    slurm.answer(**{node: {**answer, "rounds": []} for node, answer in answers.items()})
-    assert collect(tmp_path) == ExitCode.DONE
-    assert printed(capsys, tmp_path) == of_snapshots
-    assert "is stopped (state T)" in of_snapshots[0]
-    assert "n2  TP1          pid 4711     T  not allowed" in of_snapshots[0].splitlines()
-
-
-@pytest.mark.parametrize("merged", [{"schema_version": 99}, "nonsense", merged_on("a-container")["sightings"]])
-def test_what_a_node_merged_in_vain_is_had_from_its_snapshots(
-    slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str], merged: object
-) -> None:
-    slurm.answer(n2={**merged_on("n2", ranks={"tp": 1}, state="T"), "sightings": merged})
-    assert collect(tmp_path) == ExitCode.DONE
-    assert "(pid 4711 on n2) is stopped" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:4] == [
+        "n1  TP0          pid 4711     S  no Python frame",
+        "n2  TP1          pid 4711     T  not allowed",
+        "node n2: stacks: not allowed",
+    ]
+    assert "(pid 4711 on n2) is stopped (state T)" in lines[-1]
 
 
 def test_of_very_many_lines_some_are_printed_and_all_are_in_a_file(
@@ -266,11 +223,10 @@ def test_of_very_many_lines_some_are_printed_and_all_are_in_a_file(
 ) -> None:
     ranks = tuple(replace(RANK, host="n1", pid=pid, ranks={"tp": pid}) for pid in range(300))
     node = NodeSnapshot("n1", 1.0, ranks, tuple(Problem(f"pid {pid}", "it hides") for pid in range(500)))
-    slurm.answer(n1={**FOUND, "sightings": to_json(Sightings.of([node]))}, n2=NOTHING)
+    slurm.answer(n1=FOUND | {"rounds": [node.to_json()]}, n2=NOTHING)
     assert collect(tmp_path) == ExitCode.DONE
-    said, text = printed(capsys, tmp_path)
     path = tmp_path / "out/explanation.txt"
-    lines = said.splitlines()
+    lines, text = capsys.readouterr().out.splitlines(), path.read_text()
     assert len(lines) == 205
     assert lines[101] == f"... and 201 lines more in {path}"
     assert lines[202] == f"... and 400 lines more in {path}"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import pwd
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.explain import Explanation, explain
+from sglang_crashkit.analysis.explain import explain
 from sglang_crashkit.analysis.sightings import Sightings
 from sglang_crashkit.capture.debugger import Debugged
-from sglang_crashkit.cli import node_answer
 from sglang_crashkit.collect.collection import Collected, Collection
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.discovery import Discovery
@@ -30,7 +28,7 @@ class TextReport:
         self._collection, self._output = collection, output
         self._verdict = ""
 
-    def snapshots_taken(self, _status: ExitCode) -> None:
+    def snapshots_taken(self) -> None:
         """Print what the processes did, and the verdict, before the debuggers, which take minutes."""
         for one in self._collection.collected:
             print(f"{one.process.title} (pid {one.process.pid})")
@@ -38,10 +36,10 @@ class TextReport:
                 print(f"    {line}")
         self._tell_verdict("verdict")
 
-    def ended(self, status: ExitCode) -> None:
+    def ended(self) -> None:
         """Print the rest."""
         if not self._verdict:
-            self.snapshots_taken(status)
+            self.snapshots_taken()
         if self._collection.spared:
             print(f"native stacks: not taken: {self._collection.spared}")
         for one in self._collection.collected:
@@ -58,34 +56,6 @@ class TextReport:
         if self._collection.rounds and verdict != self._verdict:
             self._verdict = verdict
             print(f"{what} {verdict}", flush=True)
-
-
-class JsonReport:
-    """The same for a program: one JSON object at the end.
-
-    Args:
-        collection: what is collected.
-        output: the folder for the files.
-        found: what there was to collect.
-        with_snapshots: whether the snapshots, and these merged, are in it.
-    """
-
-    def __init__(self, collection: Collection, output: Path, found: Discovery, *, with_snapshots: bool) -> None:
-        self._collection, self._output, self._found = collection, output, found
-        self._with_snapshots = with_snapshots
-
-    def snapshots_taken(self, _status: ExitCode) -> None:
-        """Print nothing yet."""
-
-    def ended(self, status: ExitCode) -> None:
-        """Print the object."""
-        collection = self._collection
-        explanation = explain(Sightings.of(collection.rounds))
-        document = as_json(collection, explanation, self._output, status, self._found)
-        if self._with_snapshots:
-            document["rounds"] = [one.to_json() for one in collection.rounds]
-            document["sightings"] = node_answer.merged_by_node(collection)
-        print(json.dumps(document, indent=None if self._with_snapshots else 2))
 
 
 def _debugged(it: Debugged) -> str:
@@ -113,9 +83,17 @@ def _moments(one: Collected) -> Iterator[str]:
 
 
 def as_json(
-    collection: Collection, explanation: Explanation, output: Path, status: ExitCode, found: Discovery
+    collection: Collection, output: Path, status: ExitCode, found: Discovery, *, with_snapshots: bool
 ) -> dict[str, Any]:
-    """Return the same for a program, as JSON values."""
+    """Return the same for a program, as JSON values.
+
+    Args:
+        collection: what was collected.
+        output: the folder for the files.
+        status: the exit status.
+        found: what there was to collect.
+        with_snapshots: whether the snapshots are in it.
+    """
     processes = []
     for one in collection.collected:
         debugged = one.debugged
@@ -141,9 +119,10 @@ def as_json(
         "snapshots": collection.snapshot_files,
         "missing": collection.missing,
         "processes": processes,
-        "verdict": explanation.to_json(),
+        "verdict": explain(Sightings.of(collection.rounds)).to_json(),
         "other_users": {name_of(user): list(pids) for user, pids in found.others.items()},
         "other_jobs": [{**vars(place), "pids": list(pids)} for place, pids in found.elsewhere.items()],
+        **({"rounds": [one.to_json() for one in collection.rounds]} if with_snapshots else {}),
     }
 
 

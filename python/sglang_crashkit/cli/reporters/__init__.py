@@ -1,0 +1,1 @@
+"""What the commands print, for a person and for a program."""

@@ -1,0 +1,103 @@
+"""What ``sglang-crashkit collect --slurm-job`` tells of all nodes of a job, for a person and for a program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit.analysis.explain import Explanation
+from sglang_crashkit.analysis.explanation_text import format_explanation
+from sglang_crashkit.analysis.sightings import Seen
+from sglang_crashkit.collect.slurm_gather import JobResult, describe
+from sglang_crashkit.errors import ExitCode
+from sglang_crashkit.kernel.private_files import make_private_folder, write_private
+
+#: The file with all that is told, and the merged stacks of all ranks.
+EXPLANATION = "explanation.txt"
+#: More lines, of processes or of what is missing, are in the file only.
+_MAX_LINES = 100
+
+
+def write_explanation(result: JobResult, explanation: Explanation, output: Path) -> None:
+    """Write all that is told of the job, with the merged stacks of all its ranks.
+
+    Raises:
+        CrashkitError: the folder is no folder of this user.
+        OSError: it cannot be written to.
+    """
+    lines = [*_process_lines(result), *_problem_lines(result), ""]
+    lines += format_explanation(explanation, result.sightings.tree)
+    make_private_folder(output)
+    write_private(output / EXPLANATION, "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
+
+
+def as_text(result: JobResult, explanation: Explanation, output: Path) -> Iterator[str]:
+    """Yield the lines for a person."""
+    yield f"job {result.job.name} on {len(result.nodes)} nodes"
+    for lines in (list(_process_lines(result)), list(_problem_lines(result))):
+        yield from lines[:_MAX_LINES]
+        if len(lines) > _MAX_LINES:
+            yield f"... and {len(lines) - _MAX_LINES} lines more in {output / EXPLANATION}"
+    yield f"files: {output}/<node>/, {output / EXPLANATION}"
+    if any(node.processes for node in result.nodes):
+        yield f"verdict ({explanation.level}): {explanation.statement}"
+
+
+def as_json(result: JobResult, explanation: Explanation, output: Path, status: ExitCode) -> dict[str, Any]:
+    """Return the same for a program, as JSON values."""
+    return {
+        "exit_code": int(status),
+        "job": result.job.name,
+        "output_dir": str(output),
+        "explanation": EXPLANATION,
+        "nodes": [
+            {
+                "node": node.node,
+                "exit_code": node.status,
+                "folder": str(node.folder),
+                "files_visible": node.visible,
+                "files": list(node.files),
+                "processes": [
+                    {
+                        "pid": seen.process.pid,
+                        "title": seen.process.title,
+                        "role": seen.process.role,
+                        "ranks": dict(seen.process.ranks),
+                        "states": [sight.state for sight in seen.in_order()] + [""] * seen.gone,
+                    }
+                    for seen in node.processes
+                ],
+                "problems": [vars(problem) for problem in node.problems],
+            }
+            for node in result.nodes
+        ],
+        "verdict": explanation.to_json(),
+    }
+
+
+def _process_lines(result: JobResult) -> Iterator[str]:
+    width = max(len(node.node) for node in result.nodes)
+    for node in result.nodes:
+        if not node.processes:
+            yield f"{node.node:<{width}}  {describe(node.status, 0)}"
+        for seen in node.processes:
+            process = seen.process
+            rank = " ".join(f"{name.upper()}{number}" for name, number in process.ranks.items()) or process.role
+            yield f"{node.node:<{width}}  {rank:<12} pid {process.pid:<8} {_doing(seen)}"
+
+
+def _problem_lines(result: JobResult) -> Iterator[str]:
+    for problem in (problem for node in result.nodes for problem in node.problems):
+        yield f"{problem.what}: {problem.why}"
+        if problem.next:
+            yield f"  next: {problem.next}"
+
+
+def _doing(seen: Seen) -> str:
+    """Return the states and innermost frames of a process's main thread at several looks, each once."""
+    doings = [
+        f"{sight.state or '-'}  {sight.frames[0] if sight.frames else sight.problem or 'no Python frame'}"
+        for sight in seen.in_order()
+    ]
+    return "; ".join(dict.fromkeys([*doings, *(["-  it has ended"] if seen.gone else [])]))

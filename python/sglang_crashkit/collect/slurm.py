@@ -1,0 +1,279 @@
+"""Find a Slurm job's nodes, and run a command on each: one ``srun --overlap`` a node, from a bounded pool.
+
+Only options and formats that squeue(1), scontrol(1) and srun(1) have had since ``srun --overlap`` came (20.11) are
+used: ``--json`` has another form in every release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import string
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_crashkit.capture.tool_run import run_tool
+from sglang_crashkit.errors import CrashkitError, NothingToDoError, UsageError
+from sglang_crashkit.kernel.private_files import make_private_folder, write_private
+
+#: What srun and the node say of the step.
+ERRORS = "srun.log"
+#: A job, a task of an array, or a component of a heterogeneous job.
+_JOB_ID = re.compile(r"\d+(_\d+|\+\d+)?")
+#: One line for each job: the number that srun takes, the one that people see, and the rest.
+_FORMAT = "%A|%i|%T|%N"
+#: The controller of a busy cluster takes seconds to answer.
+_ASK_SECS = 60.0
+#: No node has more to say.
+_MAX_BYTES = 1 << 28
+#: Of the variables that a job's environment holds, which srun would take for options, these say where Slurm is.
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")
+_FOREIGN = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that runs.
+
+    Attributes:
+        job_id: the number that srun takes.
+        name: the job's id as it was asked for, such as ``12_3``.
+        nodes: the names of its nodes, in Slurm's order.
+    """
+
+    job_id: str
+    name: str
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NodeRun:
+    """What became of the command for one node.
+
+    Attributes:
+        node: the node's name.
+        status: srun's exit status, None where it did not end by itself or was not started.
+        output: what the command printed on the node, to standard output.
+        errors: what it and Slurm printed to standard error.
+        problem: why there is no status; empty where there is one.
+        secs: how long it took, in seconds.
+        late: it was killed at its deadline, or at that of all nodes.
+    """
+
+    node: str
+    status: int | None
+    output: str = ""
+    errors: str = ""
+    problem: str = ""
+    secs: float = 0.0
+    late: bool = False
+
+
+def find_job(name: str) -> Job:
+    """Return the running job with the id `name`.
+
+    Raises:
+        UsageError: that is no id, or the id of several jobs.
+        NothingToDoError: there is no such job, or it does not run.
+        CrashkitError: Slurm is not here or does not answer.
+    """
+    if not _JOB_ID.fullmatch(name):
+        raise UsageError(f"{name!r} is not the id of a Slurm job", next_step="squeue --me")
+    done = _ask_slurm("squeue", "--noheader", "--states=all", f"--jobs={name}", f"--format={_FORMAT}")
+    lines = [line.strip().split("|", 3) for line in done.stdout.splitlines() if line.count("|") >= 3]
+    if done.returncode != 0 and "Invalid job id" not in done.stderr:
+        raise CrashkitError(f"squeue says nothing of job {name}: {_last_line(done.stderr)}", next_step="scontrol ping")
+    if not lines:
+        raise NothingToDoError(f"Slurm knows no job {name}, or no longer", next_step="squeue --me")
+    if len(lines) > 1:
+        parts = ", ".join(shown for _number, shown, _state, _nodes in lines[:8])
+        raise UsageError(f"job {name} is {len(lines)} jobs: {parts}", next_step=f"name one: --slurm-job {lines[0][1]}")
+    number, _shown, state, nodes = lines[0]
+    if state != "RUNNING" or not nodes:
+        raise NothingToDoError(f"job {name} does not run: {state}", next_step=f"scontrol show job {name}")
+    # The list of nodes is as in ``n[1-2],m7``.
+    done = _ask_slurm("scontrol", "show", "hostnames", nodes)
+    if done.returncode != 0 or not done.stdout.split():
+        raise CrashkitError(f"scontrol cannot read the list of nodes {nodes}: {_last_line(done.stderr)}")
+    return Job(number, name, tuple(done.stdout.split()))
+
+
+def find_steps(job: Job, name: str) -> list[str]:
+    """Return the ids (``12.3``) of the steps of `job` that have this name, none where Slurm does not answer."""
+    try:
+        done = _ask_slurm("squeue", "--noheader", "--steps", f"--jobs={job.job_id}", "--format=%i|%j")
+    except CrashkitError:
+        return []
+    pairs = [line.strip().partition("|") for line in done.stdout.splitlines()]
+    return [step for step, _bar, its in pairs if its == name]
+
+
+def step_name(step: str, node: str) -> str:
+    """Return the name of the step on `node`, where `step` names those on all nodes."""
+    return f"{step}-{node}"
+
+
+def step_command(
+    job: Job,
+    node: str,
+    command: Sequence[str],
+    *,
+    step: str,
+    container: str | None = None,
+    options: Sequence[str] = (),
+) -> list[str]:
+    """Return the arguments that run `command` on one node, beside what the job runs there.
+
+    Args:
+        job: a running job.
+        node: one of its nodes.
+        command: what to run there.
+        step: see `step_name`.
+        container: a pattern of the name of the pyxis container to run it in, with ``{job_id}`` and ``{node}``.
+        options: more options of srun.
+
+    Raises:
+        UsageError: the pattern has other braces.
+    """
+    argv = ["srun", "--overlap", f"--jobid={job.job_id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
+    # Pyxis runs it inside the container where one of that name runs, in the namespaces of the workers.
+    argv += [] if container is None else [f"--container-name={_expand(container, job_id=job.job_id, node=node)}"]
+    return [*argv, f"--job-name={step_name(step, node)}", *options, *command]
+
+
+def run_steps(
+    job: Job,
+    commands: Mapping[str, Sequence[str]],
+    on_end: Callable[[NodeRun], None],
+    *,
+    step: str,
+    output: Path,
+    node_secs: float,
+    total_secs: float | None = None,
+    at_once: int = 32,
+) -> KeyboardInterrupt | None:
+    """Run the command of each node; Ctrl-C ends all that run and starts no more.
+
+    Args:
+        job: the job that the steps are in.
+        commands: as `step_command` makes them, by the node's name.
+        on_end: called for each node in this thread, as it ends; once more where Ctrl-C came in between.
+        step: what the commands name their steps by.
+        output: what each node's srun says is noted in a folder of the node's name in it.
+        node_secs: how long each may take, in seconds.
+        total_secs: how long all may take together, in seconds; no limit when None.
+        at_once: how many run at the same time.
+
+    Returns:
+        What ended it before all nodes had answered, None where nothing did.
+    """
+    stop, until = threading.Event(), time.monotonic() + (threading.TIMEOUT_MAX if total_secs is None else total_secs)
+
+    def run(node: str, argv: Sequence[str]) -> NodeRun:
+        secs = round(min(node_secs, until - time.monotonic()), 1)
+        if stop.is_set() or secs <= 0:
+            why = "interrupted before its turn" if stop.is_set() else "not asked: the time for all nodes was over"
+            return NodeRun(node, None, problem=why, late=not stop.is_set())
+        ended = _run_one(node, argv, output / node, secs, stop)
+        if ended.status is None:
+            # Killing srun does not end what it has started on a node.
+            _cancel(job, step_name(step, node))
+        return ended
+
+    interrupt = None
+    with ThreadPoolExecutor(max_workers=at_once) as pool:
+        pending = {pool.submit(run, node, argv): node for node, argv in commands.items()}
+        try:
+            for future in as_completed(tuple(pending)):
+                on_end(future.result())
+                # What a node printed is not kept, for a thousand nodes print much.
+                del pending[future]
+        except KeyboardInterrupt as error:
+            interrupt = error
+        finally:
+            stop.set()
+    # Those that the interruption ended, in the order of the commands.
+    for future in pending:
+        on_end(future.result())
+    return interrupt
+
+
+def _run_one(node: str, argv: Sequence[str], folder: Path, secs: float, stop: threading.Event) -> NodeRun:
+    try:
+        make_private_folder(folder)
+    except (OSError, CrashkitError) as error:
+        return NodeRun(node, None, problem=f"srun was not started: {error}")
+    done = run_tool(argv, secs, stop, environ=client_environ(os.environ), apart=True, max_output=_MAX_BYTES)
+    # An answer counts for more than what was said beside it.
+    with contextlib.suppress(OSError):
+        write_private(folder / ERRORS, done.errors.encode(errors="backslashreplace"))
+    if done.status is not None and not stop.is_set():
+        return NodeRun(node, done.status, done.text, done.errors, secs=done.seconds)
+    late = done.seconds >= secs and not stop.is_set()
+    problem = "interrupted" if stop.is_set() else f"no answer within {secs:.0f} s" if late else done.reason
+    return NodeRun(node, None, done.text, done.errors, problem, done.seconds, late)
+
+
+def _cancel(job: Job, name: str) -> None:
+    """Have Slurm kill what runs in a step; a node that does not answer does so when it is back."""
+    # With one name for all, the steps of nodes that are still at work would be killed too.
+    if steps := find_steps(job, name):
+        with contextlib.suppress(CrashkitError):
+            _ask_slurm("scancel", "--signal=KILL", *steps)
+
+
+def _ask_slurm(*argv: str) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's clients and return what it printed.
+
+    Raises:
+        CrashkitError: it is not here, or did not answer in time.
+    """
+    try:
+        return subprocess.run(
+            argv,
+            env=client_environ(os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ASK_SECS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise CrashkitError(f"{argv[0]} did not answer within {_ASK_SECS:g} s", next_step="scontrol ping") from None
+    except OSError as error:
+        raise CrashkitError(
+            f"{argv[0]} cannot be run: {error.strerror}", next_step="run it where Slurm's commands are on PATH"
+        ) from error
+
+
+def client_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` without what a job's environment would have Slurm's clients do.
+
+    In a job's script ``SLURM_NTASKS``, ``SLURM_MEM_PER_NODE`` and others are options that the step must not have.
+    """
+    return {name: value for name, value in environ.items() if name in _KEPT or not name.startswith(_FOREIGN)}
+
+
+def _expand(pattern: str, **values: str) -> str:
+    try:
+        fields = [name for _text, name, _spec, _conversion in string.Formatter().parse(pattern) if name is not None]
+        if not set(fields) <= values.keys():
+            raise ValueError
+        return pattern.format_map(values)
+    except (ValueError, LookupError):
+        raise UsageError(
+            f"{pattern} is not a pattern of a container's name",
+            next_step="use {job_id} and {node} in it, such as sglang_{job_id}_{node}",
+        ) from None
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no reason given"

@@ -1,0 +1,95 @@
+"""What Slurm is asked for; what becomes of it on a real Slurm is in ``test/slurm/test_steps.py``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.collect.slurm import Job, NodeRun, client_environ, find_job, run_steps, step_command
+from sglang_crashkit.errors import CrashkitError, UsageError
+
+JOB = Job("4712", "4711_3", ("gpu-a01", "gpu-a02"))
+TOOL = ["python3", "-m", "sglang_crashkit", "collect"]
+
+
+@pytest.mark.parametrize(
+    ("container", "options", "expected"),
+    [
+        (None, [], []),
+        ("sglang_{job_id}_{node}", [], ["--container-name=sglang_4712_gpu-a02"]),
+        ("sglang:exec", ["--mem=0"], ["--container-name=sglang:exec", "--mem=0"]),
+    ],
+)
+def test_a_step_runs_once_on_the_one_node(container: str | None, options: list[str], expected: list[str]) -> None:
+    argv = step_command(JOB, "gpu-a02", TOOL, step="look", container=container, options=options)
+    assert argv[:6] == ["srun", "--overlap", "--jobid=4712", "--nodelist=gpu-a02", "--nodes=1", "--ntasks=1"]
+    assert [word for word in argv[6:] if word != "--job-name=look-gpu-a02"] == [*expected, *TOOL]
+
+
+@pytest.mark.parametrize("pattern", ["{rank}", "{}", "{0}", "{node", "node}", "{node.__class__}", "{job_id[0]}"])
+def test_a_container_pattern_with_other_braces_is_refused(pattern: str) -> None:
+    with pytest.raises(UsageError, match="is not a pattern of a container's name"):
+        step_command(JOB, "gpu-a01", TOOL, step="look", container=pattern)
+
+
+@pytest.mark.parametrize("name", ["", "x", "-1", "12;reboot", "12_", "12 13", "12,13", "--help"])
+def test_what_is_no_job_id_is_never_given_to_slurm(name: str) -> None:
+    with pytest.raises(UsageError, match="is not the id of a Slurm job"):
+        find_job(name)
+
+
+def test_where_there_is_no_slurm_the_message_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CrashkitError, match="squeue cannot be run: No such file or directory"):
+        find_job("12")
+
+
+def test_a_jobs_environment_gives_its_options_to_no_step() -> None:
+    kept = {"PATH": os.defpath, "SLURM_CONF": "/etc/slurm/slurm.conf", "SGLANG_X": "1"}
+    foreign = dict.fromkeys(("SLURM_NTASKS", "SLURM_JOB_ID", "SRUN_CPUS_PER_TASK", "SQUEUE_FORMAT"), "8")
+    assert client_environ(kept | foreign) == kept
+
+
+@pytest.mark.parametrize(
+    ("script", "node_secs", "total_secs", "expected"),
+    [
+        ("echo here; echo why >&2; exit 3", 60.0, None, NodeRun("n1", 3, "here\n", "why\n")),
+        ("echo here; exec sleep 600", 0.2, None, NodeRun("n1", None, "here\n", "", "no answer within 0 s", late=True)),
+        ("echo here", 60.0, 0.0, NodeRun("n1", None, problem="not asked: the time for all nodes was over", late=True)),
+        (None, 60.0, None, NodeRun("n1", None, problem="/no/srun: No such file or directory")),
+    ],
+    ids=["ends", "hangs", "all nodes are late", "cannot be run"],
+)
+def test_what_became_of_each_node_is_told(
+    script: str | None,
+    node_secs: float,
+    total_secs: float | None,
+    expected: NodeRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # GIVEN a stand-in for what is asked which step is to be cancelled
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho '7.1|look-n1'\necho '7.2|look-n2'\n")
+    (tmp_path / "scancel").write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/cancelled\n')
+    for name in ("squeue", "scancel"):
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    ended: list[NodeRun] = []
+    argv = ["/no/srun"] if script is None else ["sh", "-c", script]
+    interrupt = run_steps(
+        Job("7", "7", ("n1",)),
+        {"n1": argv},
+        ended.append,
+        step="look",
+        output=tmp_path / "out",
+        node_secs=node_secs,
+        total_secs=total_secs,
+    )
+    assert interrupt is None
+    (run,) = ended
+    assert run == NodeRun(**{**vars(expected), "secs": run.secs})
+    cancelled = tmp_path / "cancelled"
+    assert cancelled.exists() == (expected.problem.startswith(("no answer", "/no")))
+    assert not cancelled.exists() or cancelled.read_text() == "--signal=KILL 7.1\n"
