@@ -16,7 +16,7 @@ from typing import Any
 from integration.scenario import answers_of, handler_pid
 from integration.stuck_rank import StuckRank
 from lanelib.servers import Server
-from sglang_crashkit.analysis.states import bare_name
+from sglang_crashkit.analysis.waits import bare_name
 from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sglang_crashkit.analysis.rank_set import Rank, RankSet
-from sglang_crashkit.analysis.states import WAITS_FOR_OTHERS, Activity
+from sglang_crashkit.analysis.ranks import Rank, RankSet
+from sglang_crashkit.analysis.waits import WAITS_FOR_OTHERS, Activity
 from sglang_crashkit.model.sample import Frame
 
 #: What the looks at a process say together. ``still``: the same functions and hardly any CPU time; ``spinning``: the
@@ -20,9 +20,9 @@ _BY_KERNEL: dict[str, Manner] = {"stopped": "stopped", "traced": "traced", "disk
 
 #: Shares of one CPU above which a process is busy, and below which it rests.
 _BUSY, _RESTING = 0.5, 0.05
-_MOST_NAMES = 8
+_MAX_NAMES = 8
 #: Of several that did different things, so many are told.
-_MOST_TOLD = 4
+_MAX_TOLD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +123,6 @@ class Member:
             return False
         return self.rests() or self.motion() == "spinning"
 
-    def is_alike(self, other: Member) -> bool:
-        """Say whether both were in the same innermost functions."""
-        return self.innermost() == other.innermost()
-
     def innermost(self) -> frozenset[tuple[str, str]]:
         """Return the innermost function, with its file, of each look that has one."""
         return frozenset((sight.frames[0].function, sight.frames[0].file) for sight in self.seen if sight.frames)
@@ -148,7 +144,7 @@ def is_for_requests(sight: Sight) -> bool:
     return activity.kind == "idle" or (activity.kind in ("collective", "socket", "gil_wait") and activity.requests)
 
 
-def name_some(names: Sequence[str], most: int = _MOST_NAMES) -> str:
+def name_some(names: Sequence[str], most: int = _MAX_NAMES) -> str:
     """Return the names as part of a sentence, at most `most` of them."""
     shown = list(names[:most])
     if len(names) > most:
@@ -205,8 +201,8 @@ def describe_some(members: Sequence[Member]) -> str:
         alike.setdefault(member.sights[-1].activity.words, []).append(member)
     groups = list(alike.values())
     told = [f"{some[0].name} {describe(some[0])}" if len(some) == 1 else describe_several(some) for some in groups]
-    if len(told) > _MOST_TOLD:
-        told[_MOST_TOLD:] = [f"{sum(len(some) for some in groups[_MOST_TOLD:])} more did other things"]
+    if len(told) > _MAX_TOLD:
+        told[_MAX_TOLD:] = [f"{sum(len(some) for some in groups[_MAX_TOLD:])} more did other things"]
     return "; ".join(told)
 
 
@@ -216,3 +212,15 @@ def _some(functions: Sequence[str]) -> list[str]:
 
 def _functions(frames: Sequence[Frame]) -> tuple[tuple[str, str], ...]:
     return tuple((frame.function, frame.file) for frame in frames)
+
+
+def motion_words(member: Member) -> str:
+    """Return what its looks say together, as the end of a sentence about it; empty where they say nothing."""
+    motion = member.motion()
+    if motion == "moving":
+        common = member.common_function()
+        return f"; it moved below {common}" if common else "; it moved"
+    # One that waits may be busy with waiting.
+    if motion == "unknown" or member.waits():
+        return ""
+    return "; it was stuck there" if motion == "still" else "; it spun there, busy all the time"

@@ -10,11 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from sglang_crashkit.analysis.grouping import rank_of
 from sglang_crashkit.analysis.member import Sight
-from sglang_crashkit.analysis.rank_set import Rank
+from sglang_crashkit.analysis.ranks import Rank, rank_of
 from sglang_crashkit.analysis.stack_tree import PrefixTree
-from sglang_crashkit.analysis.states import Activity, activity_of
+from sglang_crashkit.analysis.waits import Activity, activity_of
 from sglang_crashkit.model.sample import Frame, Sample, main_thread
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 

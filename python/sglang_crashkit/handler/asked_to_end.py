@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from sglang_crashkit.analysis.unhealthy import UNHEALTHY
+from sglang_crashkit.analysis.verdict import UNHEALTHY
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.hang import note_silence
 from sglang_crashkit.handler.hang_watch import HangWatch

@@ -27,7 +27,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from sglang_crashkit.analysis.busy import BUSY_TOO_LONG
+from sglang_crashkit.analysis.verdict import BUSY_TOO_LONG
 from sglang_crashkit.handler.compilers import has_compiler
 from sglang_crashkit.handler.current import CurrentIncident
 from sglang_crashkit.handler.hang import Hang

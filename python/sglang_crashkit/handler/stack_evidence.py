@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from sglang_crashkit.analysis.states import caller_that_tells
+from sglang_crashkit.analysis.waits import caller_that_tells
 from sglang_crashkit.capture.faulthandler_output import parse_faulthandler
 from sglang_crashkit.capture.ladder import capture_all
 from sglang_crashkit.capture.native_stacks import capture_native

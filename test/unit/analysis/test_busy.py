@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_crashkit.analysis.busy import BUSY_TOO_LONG, find_busy
-from sglang_crashkit.analysis.verdict import FailureEvent, judge
+from sglang_crashkit.analysis.verdict import BUSY_TOO_LONG, FailureEvent, find_busy, judge
 from sglang_crashkit.model.incident import Incident, LastSign, ProcessReport, ServerInfo, Trigger
 from sglang_crashkit.model.sample import Sample
 

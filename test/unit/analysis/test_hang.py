@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.analysis.hang import Suspect, find_suspect
 from sglang_crashkit.analysis.member import name_some
-from sglang_crashkit.analysis.verdict import FailureEvent, judge
+from sglang_crashkit.analysis.verdict import FailureEvent, Suspect, find_suspect, judge
 from sglang_crashkit.model.incident import Collectives, Incident, ProcessReport, ServerInfo, Trigger
 from sglang_crashkit.model.sample import Gil, Sample, Thread
 from unit.analysis import real_stacks

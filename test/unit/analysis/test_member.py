@@ -3,16 +3,21 @@ from __future__ import annotations
 import pytest
 
 from sglang_crashkit.analysis.member import Member, Sight, describe, name_members
-from sglang_crashkit.analysis.rank_set import Rank
-from sglang_crashkit.analysis.states import of_frames
-from sglang_crashkit.model.sample import Frame
+from sglang_crashkit.analysis.ranks import Rank
+from sglang_crashkit.analysis.waits import of_frames, of_state
 from unit.analysis.real_stacks import ALL_REDUCE, BROADCAST, MATMUL, SPIN, stack
 
 
-def member(*looks: tuple[str, ...], cpu: float = 0.0, secs: float = 5.0) -> Member:
+def member(*looks: tuple[str, ...], cpu: float = 0.0, secs: float = 5.0, state: str = "S") -> Member:
     """Return one seen at several looks; CPU time and time passed from each to the next."""
     sights = [
-        Sight("S", cpu * position, of_frames(stack(*frames)), stack(*frames), 100.0 + secs * position)
+        Sight(
+            state,
+            cpu * position,
+            of_state(state) or of_frames(stack(*frames)),
+            stack(*frames),
+            100.0 + secs * position,
+        )
         for position, frames in enumerate(looks)
     ]
     return Member("TP0 (pid 10)", tuple(sights))
@@ -76,8 +81,20 @@ def test_many_are_named_as_a_set() -> None:
     assert name_members([*many, Member("x", ())]).endswith("TP7 (pid 7) and 2 more")
 
 
-def test_the_innermost_functions_make_two_alike() -> None:
-    assert member(ALL_REDUCE).is_alike(member(ALL_REDUCE, ALL_REDUCE))
-    assert not member(ALL_REDUCE).is_alike(member(SPIN))
-    assert member(SPIN).innermost() == {("spin", "sitecustomize.py")}
-    assert Frame("spin", "sitecustomize.py", 12) == stack(SPIN[0])[0]
+@pytest.mark.parametrize(
+    ("manner", "stands", "one"),
+    [
+        ("still", True, member(ALL_REDUCE, ALL_REDUCE, ALL_REDUCE)),
+        ("spinning", True, member(SPIN, SPIN, cpu=5.0)),
+        ("moving", False, member(SPIN, MATMUL, cpu=5.0)),
+        ("unknown", False, member(SPIN)),
+        # Another line of the same function is progress, and a loop for requests goes round.
+        ("still", False, member(SPIN, ("spin (sitecustomize.py:13)", *SPIN[1:]))),
+        ("still", False, member(BROADCAST, BROADCAST)),
+        ("stopped", True, member(SPIN, SPIN, state="T")),
+        ("asleep", True, member(SPIN, SPIN, state="D")),
+        ("gone", True, member(SPIN, SPIN, state="Z")),
+    ],
+)
+def test_how_it_fared_and_whether_it_stands(manner: str, stands: bool, one: Member) -> None:
+    assert (one.manner(), one.stands()) == (manner, stands)

@@ -5,8 +5,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_crashkit.analysis.explain import explain
-from sglang_crashkit.analysis.explanation_text import format_explanation
+from sglang_crashkit.analysis.explain import explain, format_explanation
 from sglang_crashkit.analysis.sightings import Sightings
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 from unit.analysis.real_stacks import ALL_REDUCE, BROADCAST, LOAD, RECEIVE, SPIN, STORE, process, rounds

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_crashkit.analysis.unhealthy import UNHEALTHY
-from sglang_crashkit.analysis.verdict import FailureEvent, judge
+from sglang_crashkit.analysis.verdict import UNHEALTHY, FailureEvent, judge
 from sglang_crashkit.model.incident import Incident, ProcessReport, ServerInfo, Trigger, Verdict
 from sglang_crashkit.model.sample import Sample, Thread
 from unit.analysis import real_stacks

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.explain import Explanation
-from sglang_crashkit.analysis.explanation_text import format_explanation
+from sglang_crashkit.analysis.explain import Explanation, format_explanation
 from sglang_crashkit.analysis.sightings import Seen
 from sglang_crashkit.collect.slurm_gather import JobResult, describe
 from sglang_crashkit.errors import ExitCode

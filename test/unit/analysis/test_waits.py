@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_crashkit.analysis.states import (
+from sglang_crashkit.analysis.waits import (
     WAITS_FOR_OTHERS,
     activity_of,
     caller_that_tells,
     of_frames,
     of_state,
-    of_thread,
 )
 from sglang_crashkit.capture.gdb_output import parse_stacks
 from sglang_crashkit.model.sample import Frame, Sample, Thread
@@ -200,11 +199,6 @@ def test_the_state_comes_before_the_stack() -> None:
 def test_who_sleeps_with_the_interpreter_lock_holds_it_in_native_code() -> None:
     assert "holding the GIL in native code" in activity_of(process("S", "f (x.py:1)", owns_gil=True)).words
     assert "GIL" not in activity_of(process("R", "f (x.py:1)", owns_gil=True)).words
-
-
-def test_a_worker_without_work_is_idle() -> None:
-    frames = stack("_worker (concurrent/futures/thread.py:81)", "Thread.run (threading.py:982)")
-    assert of_thread(Thread("", 11, active=False, owns_gil=False, frames=frames)).kind == "idle"
 
 
 def test_who_compiles_or_loads_is_told_by_the_innermost_caller_that_does() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sglang_crashkit.model.sample import Frame, Sample, Thread, main_thread
+from sglang_crashkit.model.sample import Frame, Sample, main_thread
 
 Kind = Literal[
     "gone",
@@ -107,8 +107,6 @@ _SOCKET_FILE = re.compile(
     r"(^|/)(zmq/|(socket|ssl|selectors|socketserver)\.py$|multiprocessing/connection\.py$|http/client\.py$)"
 )
 _SERVING = re.compile(r"(^|/)(asyncio/(runners|base_events|unix_events)|uvloop/\S*)\.py|(^|/)uvicorn/")
-#: A thread of a pool that has nothing to do.
-_POOL = re.compile(r"(^|/)concurrent/futures/(thread|process)\.py$")
 #: What stands between a wait and what it is for.
 _BETWEEN = re.compile(
     r"^<frozen|(^|/)(contextlib|functools|subprocess|threading|queue|socket|ssl|selectors)\.py$"
@@ -198,13 +196,6 @@ def of_frames(frames: Sequence[Frame], native: Sequence[Frame] = (), kernels: Se
         requests=any(_RECEIVING.match(bare_name(frame)) for frame in frames),
         batch=any(re.match(r"run_batch$|process_batch_result|forward_batch", bare_name(frame)) for frame in frames),
     )
-
-
-def of_thread(thread: Thread) -> Activity:
-    """Return what the functions of any thread say; one of a pool without work is idle."""
-    if thread.frames and _POOL.search(thread.frames[0].file) and bare_name(thread.frames[0]) == "_worker":
-        return Activity("idle", "had nothing to do", str(thread.frames[0]))
-    return of_frames(thread.frames)
 
 
 def caller_that_tells(frames: Sequence[Frame]) -> Frame | None:
