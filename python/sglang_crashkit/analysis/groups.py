@@ -105,7 +105,7 @@ def judge_group(name: str, members: Sequence[Member]) -> Finding:
         return Finding(name, "waiting", (), _waiting_text(members), evidence, "unknown", waits=True)
     moving = [member for member in members if member.motion() == "moving"]
     if moving:
-        text = f"{name_members(moving)} did different things at different looks{_NO_HANG}"
+        text = f"{name_members(moving)} did different things in different samples{_NO_HANG}"
         return Finding(name, "moving", (), text, evidence, "supported")
     text = _unclear_text(members) if len(members) > 1 else _sentence(members[0])
     return Finding(name, "unclear", (), text, evidence, "unknown")
@@ -123,7 +123,7 @@ def doubt_alone(finding: Finding, members: Sequence[Member], side: str) -> Findi
     """
     missing = f"No process of the {side} side was found"
     finding = replace(finding, evidence=(*finding.evidence, f"{missing}."))
-    works = any(sight.activity.batch for member in members for sight in member.sights)
+    works = any(moment.activity.batch for member in members for moment in member.moments)
     if finding.kind != "idle" and (finding.kind != "moving" or works):
         return finding
     text = f"{finding.statement.removesuffix(_NO_HANG)}. {missing}: whether that hangs, or is gone, is not seen."
@@ -140,8 +140,8 @@ def untitled_role(member: Member) -> UntitledRole:
         return "rank"
     if entries:
         return "worker"
-    is_serving = any(sight.activity.kind == "idle" for sight in member.sights)
-    return "helper" if is_serving or member.has_ended() or not member.sights else "rank"
+    is_serving = any(moment.activity.kind == "idle" for moment in member.moments)
+    return "helper" if is_serving or member.has_ended() or not member.moments else "rank"
 
 
 def name_untitled(member: Member) -> Member:
@@ -166,12 +166,12 @@ def judge_untitled(group: str, members: Sequence[Member]) -> Finding:
         return finding
     finding = replace(finding, evidence=(*finding.evidence, _NO_TITLES))
     if finding.kind == "moving" and not all(member.motion() == "moving" for member in members):
-        text = f"{name_members(members)}: some did different things at different looks"
+        text = f"{name_members(members)}: some did different things in different samples"
         text += ", and no single rank looks responsible."
         return replace(finding, kind="unclear", statement=text, level="unknown")
     if finding.kind != "outlier":
         return finding
-    if any(member.motion() == "moving" or all(map(is_for_requests, member.sights)) for member in finding.named):
+    if any(member.motion() == "moving" or all(map(is_for_requests, member.moments)) for member in finding.named):
         return replace(finding, kind="unclear", named=(), level="unknown")
     # What has not got as far as to run a scheduler may never do so.
     is_certain = all(_entries(member) for member in members)
@@ -179,7 +179,7 @@ def judge_untitled(group: str, members: Sequence[Member]) -> Finding:
 
 
 def _entries(member: Member) -> set[str]:
-    names = (bare_name(frame) for sight in member.sights for frame in sight.frames)
+    names = (bare_name(frame) for moment in member.moments for frame in moment.frames)
     return {name for name in names if _ENTRY.fullmatch(name)}
 
 
@@ -197,14 +197,14 @@ def find_outlier(members: Sequence[Member]) -> Outlier | None:
 
 def _find_by_kernel(members: Sequence[Member]) -> Outlier | None:
     if gone := _all_that(members, Member.has_ended):
-        text = f"{name_members(gone)} {be(gone)} gone: there before, and not at the last look."
+        text = f"{name_members(gone)} {be(gone)} gone: there before, and not in the last sample."
         return Outlier(gone, text, "established")
     if stopped := _all_that(members, lambda member: member.always("stopped")):
         text = f"{name_members(stopped)} {be(stopped)} stopped (state T) until somebody sends SIGCONT."
         return Outlier(stopped, text, "established")
-    # A healthy process is in D for a moment now and then, so one look says nothing.
+    # A healthy process is in D for a moment now and then, so one sample says nothing.
     held = _all_that(members, lambda member: member.always("traced")) or _all_that(
-        members, lambda member: len(member.sights) > 1 and member.always("disk_sleep")
+        members, lambda member: len(member.moments) > 1 and member.always("disk_sleep")
     )
     if held and held[0].last is not None:
         # The words say by whom it is held, or where it sleeps.
@@ -238,7 +238,7 @@ def _find_different(members: Sequence[Member]) -> Outlier | None:
 def _find_astray(members: Sequence[Member]) -> Outlier | None:
     """Return who waits elsewhere than most of a group, all of which wait; None where there is nobody.
 
-    One look at a server at work finds some of its ranks a call ahead of others, so it takes two in which nobody moved.
+    One sample of a server at work finds some of its ranks a call ahead of others, so it takes two in which nobody moved.
     """
     seen = [member for member in members if member.seen]
     if not all(member.waits() and member.motion() not in ("moving", "unknown") for member in seen):
@@ -264,34 +264,34 @@ def _by_place(members: Sequence[Member]) -> dict[frozenset[tuple[str, str]], lis
 def _is_convincing(outlier: Outlier, members: Sequence[Member]) -> bool:
     """Say whether the outlier keeps the others waiting.
 
-    One that goes on does not, unless the others rest meanwhile; and one look at a loop for requests shows nothing.
+    One that goes on does not, unless the others rest meanwhile; and one sample of a loop for requests shows nothing.
     """
     named = {id(member) for member in outlier.members}
     others = [member for member in members if member.seen and id(member) not in named]
-    if all(len(member.sights) == 1 for member in members):
-        sights = [sight for member in members for sight in member.sights]
-        return any(s.activity.batch for s in sights) or not any(map(is_for_requests, sights))
+    if all(len(member.moments) == 1 for member in members):
+        moments = [moment for member in members for moment in member.moments]
+        return any(s.activity.batch for s in moments) or not any(map(is_for_requests, moments))
     is_moving = any(member.motion() == "moving" for member in outlier.members)
     return not is_moving or all(member.rests() for member in others)
 
 
 def _are_idle(members: Sequence[Member]) -> bool:
-    sights = [sight for member in members for sight in member.sights]
-    if not sights or any(sight.activity.batch or not sight.activity.function for sight in sights):
+    moments = [moment for member in members for moment in member.moments]
+    if not moments or any(moment.activity.batch or not moment.activity.function for moment in moments):
         return False
     if not all(_takes_requests(member) for member in members):
         return False
     # One that never left a function of the loop may be stuck in it, and those that wait for each other as well: what
     # tells is a sign of life of one that is not itself in doubt.
-    clear = [member for member in members if member.motion() == "moving" or all(map(is_for_requests, member.sights))]
+    clear = [member for member in members if member.motion() == "moving" or all(map(is_for_requests, member.moments))]
     return any(
-        member.always("idle") or member.motion() == "moving" or len(member.sights) == 1 or not member.rests()
+        member.always("idle") or member.motion() == "moving" or len(member.moments) == 1 or not member.rests()
         for member in clear
     )
 
 
 def _takes_requests(member: Member) -> bool:
-    requests = [sight.activity.requests or is_for_requests(sight) for sight in member.sights]
+    requests = [moment.activity.requests or is_for_requests(moment) for moment in member.moments]
     return all(requests) or (member.motion() == "moving" and any(requests))
 
 
@@ -300,7 +300,7 @@ def _all_that(members: Sequence[Member], is_so: Callable[[Member], bool]) -> tup
 
 
 def _level(members: Iterable[Member]) -> Level:
-    # What one look shows may have been over a moment later.
+    # What one sample shows may have been over a moment later.
     return "supported" if all(len(member.seen) > 1 for member in members) else "unknown"
 
 
@@ -326,7 +326,7 @@ def _awaited(members: Sequence[Member]) -> str:
 def _waiting_text(members: Sequence[Member]) -> str:
     places: dict[str, list[Member]] = {}
     for member in members:
-        words = dict.fromkeys(sight.activity.words for sight in member.seen)
+        words = dict.fromkeys(moment.activity.words for moment in member.seen)
         places.setdefault(" and ".join(list(words)[:3]), []).append(member)
     if len(members) == 1:
         return f"{_sentence(members[0])} For whom is not seen."
@@ -350,7 +350,7 @@ def _evidence(members: Sequence[Member]) -> tuple[str, ...]:
     """Return what the members did, those alike together, the rarest first."""
     alike: dict[tuple[str, str], list[Member]] = {}
     for member in members:
-        last = member.sights[-1].activity.words if member.sights else "is known from before only"
+        last = member.moments[-1].activity.words if member.moments else "is known from before only"
         alike.setdefault((last, member.motion()), []).append(member)
     groups = sorted(alike.values(), key=len)
     lines = [_sentence(some[0]) if len(some) == 1 else f"{describe_several(some)}." for some in groups[:_MAX_EVIDENCE]]
@@ -360,6 +360,6 @@ def _evidence(members: Sequence[Member]) -> tuple[str, ...]:
 
 
 def _sentence(member: Member) -> str:
-    if not member.sights:
+    if not member.moments:
         return f"{member.name} is known from before only."
     return f"{member.name} {describe(member)}{motion_words(member)}."

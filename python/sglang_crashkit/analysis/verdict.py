@@ -16,7 +16,7 @@ from typing import Any, Literal
 from sglang_crashkit.analysis.groups import find_outlier, judge_group
 from sglang_crashkit.analysis.member import (
     Member,
-    Sight,
+    Moment,
     describe,
     describe_some,
     motion_words,
@@ -374,23 +374,23 @@ def member_of(report: ProcessReport) -> Member:
     seen = [sample for sample in report.samples if sample.doing]
     # It has the GIL for a moment now and then.
     holds_gil = len(seen) > 1 and all(sample.gil == "main" for sample in seen)
-    sights = tuple(_sight(report, one, holds_gil=holds_gil) for one in report.samples if one.state or one.doing)
-    return Member(f"{report.title} (pid {report.pid})", sights, source=report)
+    moments = tuple(_moment(report, one, holds_gil=holds_gil) for one in report.samples if one.state or one.doing)
+    return Member(f"{report.title} (pid {report.pid})", moments, source=report)
 
 
-def _sight(report: ProcessReport, sample: Sample, *, holds_gil: bool) -> Sight:
+def _moment(report: ProcessReport, sample: Sample, *, holds_gil: bool) -> Moment:
     main = sample.main_thread
     frames = main.frames if main is not None and main.frames else tuple(frame_of(text) for text in sample.doing)
     threads = (Thread("MainThread", report.pid, False, holds_gil, frames),) if frames else ()
     wchan = str((report.state or {}).get("wchan") or "")
     process = replace(sample, pid=report.pid, wchan=wchan, threads=threads)
-    return Sight(sample.state, sample.cpu_secs, activity_of(process), frames, sample.time)
+    return Moment(sample.state, sample.cpu_secs, activity_of(process), frames, sample.time)
 
 
 def _more_of(member: Member) -> list[str]:
-    """Return in sentences what the looks at one say together."""
-    # The CPU time is that of all threads; a main thread that is asleep at each look does not use it.
-    sleeps = all(sight.state == "S" for sight in member.sights)
+    """Return in sentences what the samples of one say together."""
+    # The CPU time is that of all threads; a main thread that is asleep in each sample does not use it.
+    sleeps = all(moment.state == "S" for moment in member.moments)
     is_known = member.seconds() > 0 and not (sleeps and member.motion() == "spinning")
     motion = motion_words(member).removeprefix("; it ") if is_known else ""
     return [*([f"{member.name} {motion}."] if motion else []), *_of_lock(member)]
@@ -439,9 +439,9 @@ def find_busy(ranks: Sequence[ProcessReport]) -> str:
 
 
 def _works(member: Member) -> bool:
-    """Say whether it does at most looks what may take long, and does not rest."""
-    # Nobody stops it for a look, so that frames may be missing at one of them.
-    working = [sight for sight in member.seen if sight.activity.kind in WORK]
+    """Say whether it does in most samples what may take long, and does not rest."""
+    # Nobody stops it for a sample, so that frames may be missing in one of them.
+    working = [moment for moment in member.seen if moment.activity.kind in WORK]
     return 2 * len(working) > len(member.seen) and not member.rests()
 
 
@@ -449,6 +449,6 @@ def _takes_in(member: Member) -> bool:
     """Say whether it is in a batch that takes in very many tokens in one piece, and waits for the GPU at most."""
     report: ProcessReport = member.source
     sign = report.last_sign
-    if sign is None or sign.tokens < _MANY_TOKENS or not all(sight.activity.batch for sight in member.seen):
+    if sign is None or sign.tokens < _MANY_TOKENS or not all(moment.activity.batch for moment in member.seen):
         return False
     return member.waits() or not member.rests()

@@ -54,7 +54,10 @@ def test_a_stopped_rank_is_named() -> None:
 @pytest.mark.parametrize(
     ("stacks", "words"),
     [
-        (["ALL_REDUCE", "SPIN"], "was in spin (sitecustomize.py:12) at 3 looks and used 10.0 s of CPU time meanwhile"),
+        (
+            ["ALL_REDUCE", "SPIN"],
+            "was in spin (sitecustomize.py:12) in 3 samples and used 10.0 s of CPU time meanwhile",
+        ),
         (["ALL_REDUCE", "SPIN"], "while sglang::scheduler_TP0 (pid 10) waited in all_reduce"),
         (["ALL_REDUCE", "HOLD_GIL"], "holding the GIL in native code"),
         (["ALL_REDUCE", "LOAD"], LOAD[0]),
@@ -221,7 +224,7 @@ def test_of_processes_without_titles(members: list[Sample], expected: tuple[str,
 
 def test_a_rank_without_a_title_that_spins_or_ends_is_named() -> None:
     told = explain(*([untitled(10, ALL_REDUCE), untitled(11, SPIN, cpu_secs=5.0 * n)] for n in range(3)))
-    assert told.statement.startswith("untitled scheduler (pid 11) was in spin (sitecustomize.py:12) at 3 looks")
+    assert told.statement.startswith("untitled scheduler (pid 11) was in spin (sitecustomize.py:12) in 3 samples")
     assert told.to_json()["named"][0]["title"] == SPAWNED
     assert any("without titles do not tell their ranks" in line for line in told.findings[0].evidence)
     assert pids(explain(HUNG, HUNG[:-1])) == [13]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_crashkit.analysis.member import Member, Sight, describe, name_members
+from sglang_crashkit.analysis.member import Member, Moment, describe, name_members
 from sglang_crashkit.analysis.ranks import Rank
 from sglang_crashkit.analysis.waits import of_frames, of_state
 from unit.analysis.real_stacks import ALL_REDUCE, BROADCAST, MATMUL, SPIN, stack
@@ -10,8 +10,8 @@ from unit.analysis.real_stacks import ALL_REDUCE, BROADCAST, MATMUL, SPIN, stack
 
 def member(*looks: tuple[str, ...], cpu: float = 0.0, secs: float = 5.0, state: str = "S") -> Member:
     """Return one seen at several looks; CPU time and time passed from each to the next."""
-    sights = [
-        Sight(
+    moments = [
+        Moment(
             state,
             cpu * position,
             of_state(state) or of_frames(stack(*frames)),
@@ -20,7 +20,7 @@ def member(*looks: tuple[str, ...], cpu: float = 0.0, secs: float = 5.0, state: 
         )
         for position, frames in enumerate(looks)
     ]
-    return Member("TP0 (pid 10)", tuple(sights))
+    return Member("TP0 (pid 10)", tuple(moments))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_one_waits_where_it_waited_at_each_look() -> None:
 def test_it_is_described_with_its_places_and_cpu_time() -> None:
     assert describe(member(SPIN)) == "was in spin (sitecustomize.py:12)"
     assert describe(member(SPIN, MATMUL, cpu=2.0)) == (
-        "was in spin (sitecustomize.py:12) and linear (torch/nn/functional.py:2300) at 2 looks"
+        "was in spin (sitecustomize.py:12) and linear (torch/nn/functional.py:2300) in 2 samples"
         " and used 2.0 s of CPU time meanwhile"
     )
     assert describe(member()) == "was not seen"
@@ -65,13 +65,13 @@ def test_it_is_described_with_its_places_and_cpu_time() -> None:
 
 def test_of_many_different_places_some_are_told() -> None:
     looks = [stack(f"f{number} (x.py:1)") for number in range(6)]
-    one = Member("x", tuple(Sight("S", 0.0, of_frames(frames), frames) for frames in looks))
+    one = Member("x", tuple(Moment("S", 0.0, of_frames(frames), frames) for frames in looks))
     assert "3 more places" in describe(one)
 
 
 def test_what_all_looks_have_in_common_is_found() -> None:
     assert member(SPIN, MATMUL).common_function() == "LlamaModel.forward"
-    assert Member("x", (Sight("S", 0.0, of_frames(()), ()),)).common_function() == ""
+    assert Member("x", (Moment("S", 0.0, of_frames(()), ()),)).common_function() == ""
 
 
 def test_many_are_named_as_a_set() -> None:
