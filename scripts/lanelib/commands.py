@@ -1,24 +1,30 @@
-"""Run a command with a deadline, and kill its whole group at the end of it."""
+"""Run a command with a deadline in a clean environment, and let one process at a time make a thing."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from lanelib.errors import LaneError
+from lanelib.paths import ROOT
 
 #: How much of a failed command's output an error repeats.
 TAIL_LINES = 15
-#: What an outer environment sets that would point a child python at other packages.
-FOREIGN_PYTHON_VARIABLES = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "UV_SYSTEM_PYTHON")
-#: Without cached bytecode each of a server's processes compiles SGLang and torch anew: minutes.
-SLOW_PYTHON_VARIABLES = ("PYTHONDONTWRITEBYTECODE",)
-UNWANTED_VARIABLES = (*FOREIGN_PYTHON_VARIABLES, *SLOW_PYTHON_VARIABLES)
+#: Seconds that pytest has to stop its servers, and the status of what did not end.
+END_S, NO_END = 120, 124
+UNWANTED_VARIABLES = (
+    # They would point a child python at other packages.
+    *("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "UV_SYSTEM_PYTHON"),
+    # Without cached bytecode each of a server's processes compiles SGLang and torch anew: minutes.
+    "PYTHONDONTWRITEBYTECODE",
+)
 
 
 def say(text: str) -> None:
@@ -26,18 +32,20 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def clean_environment() -> dict[str, str]:
-    """Return the environment without what would mislead or slow a child python."""
-    return {k: v for k, v in os.environ.items() if k not in UNWANTED_VARIABLES}
+def clean_environment(*, without: Sequence[str] = (), kept: Sequence[str] = ()) -> dict[str, str]:
+    """Return the environment without what would mislead or slow a child python.
+
+    What begins as one of `without` is left out too, but for what begins as one of `kept`.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in UNWANTED_VARIABLES and (name.startswith(tuple(kept)) or not name.startswith(tuple(without)))
+    }
 
 
 def run_command(
-    argv: Sequence[str | Path],
-    *,
-    timeout_s: float,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-    quiet: bool = True,
+    argv: Sequence[object], *, timeout_s: float, env: Mapping[str, str] | None = None, quiet: bool = True
 ) -> str:
     """Run `argv` and return what it printed.
 
@@ -45,23 +53,19 @@ def run_command(
         argv: the program and its arguments.
         timeout_s: seconds until the program and its children are killed.
         env: its environment; `clean_environment` by default.
-        cwd: its working directory.
-        quiet: keep its output for the return value or the error; otherwise it goes straight to
-            this process's stderr, so that a person sees the progress, and "" is returned.
+        quiet: keep its output for the return value or the error; otherwise a person sees it on stderr.
 
     Raises:
         LaneError: it is not there, failed, or ran out of time.
     """
     words = [str(word) for word in argv]
-    output = subprocess.PIPE if quiet else 2
     try:
         process = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
-            stdout=output,
+            stdout=subprocess.PIPE if quiet else 2,
             stderr=subprocess.STDOUT,
             env=dict(clean_environment() if env is None else env),
-            cwd=cwd,
             start_new_session=True,  # so that its children can be killed with it
             text=True,
             errors="replace",
@@ -72,16 +76,44 @@ def run_command(
         try:
             text, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
-            raise LaneError(
-                f"no end after {timeout_s:.0f} s: {shlex.join(words)}",
-                next_step="repeat it; it starts over where it left off",
-            ) from error
+            raise LaneError(f"no end after {timeout_s:.0f} s: {shlex.join(words)}", next_step="repeat it") from error
         finally:
             if process.poll() is None:  # out of time, or Ctrl-C
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode != 0:
-        tail = "\n".join((text or "").splitlines()[-TAIL_LINES:])
-        raise LaneError(
-            f"exit status {process.returncode}: {shlex.join(words)}" + (f"\n{tail}" if tail else ""),
-        )
+        tail = "".join(f"\n{line}" for line in (text or "").splitlines()[-TAIL_LINES:])
+        raise LaneError(f"exit status {process.returncode}: {shlex.join(words)}{tail}")
     return text or ""
+
+
+def run_in_terminal(argv: Sequence[object], *, timeout_s: float, env: Mapping[str, str]) -> int:
+    """Run a check or pytest in the checkout with its output on this terminal.
+
+    A session of its own would keep Ctrl-C from pytest, which has servers to stop. After `timeout_s` seconds it gets
+    SIGINT for the same reason, `END_S` seconds later SIGKILL, and `NO_END` is returned in place of its exit status.
+    """
+    process = subprocess.Popen([str(word) for word in argv], cwd=ROOT, env=dict(env))
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(30)
+        say(f"no end after {timeout_s:.0f} s: {argv[0]}")
+        return NO_END
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on the file `path`; the kernel lets go of it when the holder dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another process that holds {path.name}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

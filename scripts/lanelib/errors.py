@@ -22,9 +22,7 @@ class LaneError(Exception):
         self.exit_code = exit_code
 
     def __str__(self) -> str:
-        if self.next_step is None:
-            return self.message
-        return f"{self.message}\n  next: {self.next_step}"
+        return self.message if self.next_step is None else f"{self.message}\n  next: {self.next_step}"
 
 
 def run_script(name: str, main: Callable[[], int]) -> int:

@@ -13,24 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lanelib import model
-from lanelib.commands import clean_environment, run_command, say
+from lanelib.commands import clean_environment, exclusive, run_command, say
 from lanelib.errors import LaneError
-from lanelib.locking import exclusive
-from lanelib.machine import find_compiler, find_python, require_disk
-from lanelib.paths import KIT_VERSION_FILE, LANES, PATCHES, PYPROJECT, ROOT, hash_files
-from lanelib.resolve import check_release, versions_of
-from lanelib.stub import ensure_stub, has_driver
+from lanelib.paths import KIT_VERSION_FILE, LANES, PATCHES, PYPROJECT, ROOT, hash_files, write_whole
+from lanelib.resolve import LANE_PYTHON, check_release, versions_of
+from lanelib.stub import ensure_stub, find_compiler, has_driver
 from lanelib.tools import tool
 
 MODEL_WRITER = Path(model.__file__)
 #: Seconds for a cold download of a release.
 INSTALL_TIMEOUT_S = 3600
+#: An SGLang release with torch and CUDA's libraries, unpacked.
+LANE_BYTES = 10 * 10**9
 NO_PROXY = "127.0.0.1,localhost"
+STAMPS = "crashkit-lane.json"
 
 
 @dataclass(frozen=True)
 class Lane:
-    """One SGLang release that can serve on a CPU.
+    """One SGLang release that can serve.
 
     Attributes:
         release: SGLang's version.
@@ -47,7 +48,7 @@ class Lane:
     @property
     def name(self) -> str:
         """What tells it from every other lane."""
-        return lane_name(self.release, pristine=self.pristine)
+        return f"{self.release}-pristine" if self.pristine else self.release
 
     @property
     def python(self) -> Path:
@@ -93,10 +94,20 @@ class Lane:
             env["LD_LIBRARY_PATH"] = f"{self.stub_dir}:{outer}" if outer else str(self.stub_dir)
         return env
 
+    def write_model(self) -> None:
+        """Write the tiny model with its own transformers."""
+        say(f"{self.root.name}: writing the tiny model")
+        fresh = self.model_dir.with_suffix(".new")
+        shutil.rmtree(fresh, ignore_errors=True)
+        # -P: the modules beside the writer must not shadow those of the lane.
+        run_command([self.python, "-P", MODEL_WRITER, fresh], timeout_s=300, env=self.serve_env())
+        shutil.rmtree(self.model_dir, ignore_errors=True)
+        fresh.rename(self.model_dir)
 
-def lane_name(release: str, *, pristine: bool) -> str:
-    """Return the name of a lane's folder."""
-    return f"{release}-pristine" if pristine else release
+    def patch(self) -> None:
+        """Let the kit patch its SGLang."""
+        say(f"{self.root.name}: patching SGLang")
+        run_command([self.python, "-m", "sglang_crashkit", "apply"], timeout_s=300, env=self.serve_env())
 
 
 def ensure_lane(release: str, pristine: bool = False) -> Lane:
@@ -110,100 +121,71 @@ def ensure_lane(release: str, pristine: bool = False) -> Lane:
         LaneError: something is missing on the machine, or an installation failed.
     """
     check_release(release)
-    if not pristine:
-        _require_patches(release)
-    root = LANES / lane_name(release, pristine=pristine)
-    if not has_driver():
-        find_compiler()  # before the long download, not after it
-    with exclusive(LANES / f".{root.name}.lock"):
-        _Maker(release, root, pristine).make()
-        return Lane(release, pristine, root, ensure_stub())
-
-
-def _require_patches(release: str) -> None:
-    """Check that the kit has patches for `release`, before gigabytes are installed for nothing."""
+    # Both are told before gigabytes are installed for nothing.
     supported = json.loads((PATCHES / "releases.lock.json").read_text())["releases"]
-    if release not in supported:
+    if not pristine and release not in supported:
         raise LaneError(
             f"the kit has no patches for SGLang {release}; it has for {', '.join(supported)}",
             next_step=f"scripts/lane {release} --pristine, or scripts/port_release {release}",
         )
+    if not has_driver():
+        find_compiler()
+    root = LANES / Lane(release, pristine, LANES, None).name
+    with exclusive(LANES / f".{root.name}.lock"):
+        lane = Lane(release, pristine, root, ensure_stub())
+        _Maker(lane).make()
+        return lane
 
 
+@dataclass
 class _Maker:
     """Brings one lane's folder up to date, step by step."""
 
-    def __init__(self, release: str, root: Path, pristine: bool) -> None:
-        self.release = release
-        self.root = root
-        self.pristine = pristine
-        self.python = root / "bin" / "python"
+    lane: Lane
 
     def make(self) -> None:
-        versions = versions_of(self.release)
-        self._step(
-            "versions",
-            lambda: hash_files([versions], relative_to=versions.parent),
-            lambda: self._install(versions),
-        )
-        self._step("model", lambda: hash_files([MODEL_WRITER]), self._write_model)
-        if not self.pristine:
+        lock = versions_of(self.lane.release)
+        self._step("versions", lambda: hash_files([lock], relative_to=lock.parent), lambda: self._install(lock))
+        self._step("model", lambda: hash_files([MODEL_WRITER]), self.lane.write_model)
+        if not self.lane.pristine:
             self._step("kit", self._kit_stamp, self._install_kit)
 
     def _kit_stamp(self) -> str:
         patches = [path for path in PATCHES.rglob("*") if path.is_file()]
         # The kit's own account of what it patched: somebody may have reverted it by hand.
-        state = self.root.glob("lib/python3*/site-packages/sglang-*.dist-info/sglang-crashkit.json")
+        state = self.lane.root.glob("lib/python3*/site-packages/sglang-*.dist-info/sglang-crashkit.json")
         return hash_files([*patches, KIT_VERSION_FILE, PYPROJECT, *state])
 
     def _step(self, name: str, stamp: Callable[[], str], make: Callable[[], None]) -> None:
-        if self._stamps().get(name) == stamp() and self.python.exists():
-            return
-        make()
-        path = self.root / "crashkit-lane.json"
-        fresh = path.with_suffix(".new")
-        fresh.write_text(json.dumps(self._stamps() | {name: stamp()}, indent=1))
-        fresh.replace(path)
+        path = self.lane.root / STAMPS
+        if _read_stamps(path).get(name) != stamp() or not self.lane.python.exists():
+            make()
+            write_whole(path, json.dumps(_read_stamps(path) | {name: stamp()}, indent=1))
 
-    def _stamps(self) -> dict[str, str]:
-        try:
-            stamps: dict[str, str] = json.loads((self.root / "crashkit-lane.json").read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
-            return {}
-        return stamps
-
-    def _install(self, versions: Path) -> None:
-        base = find_python()
-        uv = tool("uv")
-        if self.root.exists():
-            shutil.rmtree(self.root)
+    def _install(self, lock: Path) -> None:
+        uv, root = tool("uv"), self.lane.root
+        shutil.rmtree(root, ignore_errors=True)
         cache = Path(run_command([uv, "cache", "dir"], timeout_s=30).strip())
-        for folder in (self.root, cache):
-            require_disk(folder)
-        say(f"{self.root.name}: installing SGLang {self.release} (minutes when nothing is cached)")
-        run_command([uv, "venv", "--quiet", "--python", base, self.root], timeout_s=120)
-        sync = [uv, "pip", "sync", "--python", self.python, versions]
+        for folder in (LANES, next(path for path in (cache, *cache.parents) if path.exists())):
+            free = shutil.disk_usage(folder).free
+            if free < LANE_BYTES:
+                raise LaneError(
+                    f"{free / 1e9:.1f} GB are free at {folder}, and up to {LANE_BYTES / 1e9:.0f} GB are needed",
+                    next_step="free some space there, for example a lane that is not needed, and repeat",
+                )
+        say(f"{root.name}: installing SGLang {self.lane.release} (minutes when nothing is cached)")
+        venv = [uv, "venv", "--quiet", "--no-python-downloads", "--python", LANE_PYTHON, root]
+        run_command(venv, timeout_s=120)
+        # Hard links to uv's cache, so that a second lane of 9 GB takes seconds and little space.
+        sync = [uv, "pip", "sync", "--python", self.lane.python, lock]
         run_command(sync, timeout_s=INSTALL_TIMEOUT_S, quiet=False)
 
-    def _write_model(self) -> None:
-        say(f"{self.root.name}: writing the tiny model")
-        lane = Lane(self.release, self.pristine, self.root, ensure_stub())
-        fresh = lane.model_dir.with_suffix(".new")
-        shutil.rmtree(fresh, ignore_errors=True)
-        # -P: the modules beside the writer must not shadow those of the lane.
-        command = [self.python, "-P", MODEL_WRITER, fresh]
-        run_command(command, timeout_s=300, env=lane.serve_env())
-        shutil.rmtree(lane.model_dir, ignore_errors=True)
-        fresh.rename(lane.model_dir)
-
     def _install_kit(self) -> None:
-        say(f"{self.root.name}: installing the kit and patching SGLang")
-        install = [tool("uv"), "pip", "install", "--quiet", "--python", self.python]
-        run_command([*install, "--no-deps", "-e", ROOT], timeout_s=300)
-        try:
-            run_command([self.python, "-m", "sglang_crashkit", "apply"], timeout_s=120)
-        except LaneError as error:
-            raise LaneError(
-                f"the kit could not patch SGLang {self.release}: {error.message}",
-                next_step=f"scripts/lane {self.release} --pristine gives it unpatched",
-            ) from error
+        say(f"{self.lane.name}: installing the kit")
+        install = [tool("uv"), "pip", "install", "--quiet", "--python", self.lane.python, "--no-deps", "-e", ROOT]
+        run_command(install, timeout_s=300)
+        self.lane.patch()
+
+
+def _read_stamps(path: Path) -> dict[str, str]:
+    return dict(json.loads(path.read_text())) if path.is_file() else {}

@@ -5,28 +5,21 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from lanelib.errors import LaneError
 from lanelib.paths import LANES
-from lanelib.procs import (
-    Process,
-    alive,
-    send,
-    title_of,
-    tree_of,
-    wait_gone,
-    watchers_of,
-)
+from lanelib.procs import Process, alive, send, title_of, tree_of, wait_gone, watchers_of
 
 READY_TIMEOUT_S = 300.0
 #: Seconds between SIGTERM and SIGKILL; an idle server of today takes up to 11.
@@ -35,6 +28,7 @@ GRACE_S = 20.0
 HANDLER_GRACE_S = 60.0
 POLL_S = 0.2
 TAIL_LINES = 30
+_Self = TypeVar("_Self", bound="ManagedProcess")
 #: A server on this machine is not behind the proxy that the environment may name.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -46,9 +40,10 @@ class ManagedProcess:
         name: what messages call it.
         url: where it answers, without a slash at the end.
         port: its port.
-        log_path: what it printed.
+        log_path: what it printed; by default a file of its own below ``.lanes/logs``.
         popen: its main process.
         ready_s: seconds from its start to its first answer; None before.
+        members: the servers that it stands for, each in a session of its own; itself alone.
     """
 
     def __init__(
@@ -60,14 +55,14 @@ class ManagedProcess:
         host: str,
         port: int,
         log_path: Path | None = None,
-        ready_path: str = "/health",
     ) -> None:
         self.name = name
         self.port = port
         self.url = f"http://{host}:{port}"
-        self.log_path = log_path or new_log_path(name)
+        unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.urandom(2).hex()}.log"
+        self.log_path = log_path or LANES / "logs" / unique
         self.ready_s: float | None = None
-        self._ready_path = ready_path
+        self.members: tuple[ManagedProcess, ...] = (self,)
         self._started = time.monotonic()
         self._known: dict[tuple[int, int], Process] = {}
         self._watchers: dict[tuple[int, int], Process] = {}
@@ -87,14 +82,11 @@ class ManagedProcess:
         """The main process's pid."""
         return self.popen.pid
 
-    def __enter__(self) -> ManagedProcess:
+    def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
 
@@ -116,9 +108,22 @@ class ManagedProcess:
             raise LaneError(f"{len(pids)} processes titled {title} in {self.name}: {titles}")
         return pids[0]
 
-    def log_tail(self, lines: int = TAIL_LINES) -> str:
-        """Return the last `lines` lines of its log."""
-        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+    def log_tail(self) -> str:
+        """Return the last `TAIL_LINES` lines of its log."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+
+    def require_running(self) -> None:
+        """Check that its main process has not ended.
+
+        Raises:
+            LaneError: it has; the message has its log's tail.
+        """
+        status = self.popen.poll()
+        if status is not None:
+            when = "" if self.ready_s else " before it was ready"
+            raise LaneError(
+                f"{self.name} ended with status {status}{when}:\n{self.log_tail()}", next_step=f"read {self.log_path}"
+            )
 
     def poll_ready(self) -> bool:
         """Say whether it answers.
@@ -127,57 +132,42 @@ class ManagedProcess:
             LaneError: it has ended; the message has its log's tail.
         """
         self._tree()
-        status = self.popen.poll()
-        if status is not None:
-            raise LaneError(
-                f"{self.name} ended with status {status} before it was ready:\n{self.log_tail()}",
-                next_step=f"read {self.log_path}",
-            )
-        try:
-            with _opener.open(f"{self.url}{self._ready_path}", timeout=5):
-                pass
-        except (urllib.error.URLError, OSError, http.client.HTTPException):
-            return False
-        self.ready_s = time.monotonic() - self._started
-        self._note_watchers()
-        return True
+        self.require_running()
+        with suppress(OSError, http.client.HTTPException):
+            self.ask("health", timeout_s=5)
+            self.ready_s = time.monotonic() - self._started
+            self._note_watchers()
+            return True
+        return False
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Wait until it answers.
+        """Wait until each of its members answers; see `wait_all_ready`."""
+        wait_all_ready(self.members, timeout_s)
 
-        Raises:
-            LaneError: it ended, or did not answer within `timeout_s` seconds.
-        """
-        wait_all_ready([self], timeout_s)
-
-    def generate(
-        self,
-        prompt: str = "Hello",
-        *,
-        max_new_tokens: int = 8,
-        timeout_s: float = 60.0,
-        temperature: float = 0.0,
-        **sampling: Any,
-    ) -> dict[str, Any]:
-        """Ask for exactly `max_new_tokens` tokens.
-
-        Returns:
-            SGLang's answer: ``text``, ``output_ids``, ``meta_info``.
+    def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> bytes:
+        """Post `body` as JSON, or get where there is none, and return the answer.
 
         Raises:
             urllib.error.URLError: it refused, failed or is gone.
             TimeoutError: no answer within `timeout_s` seconds.
         """
-        parameters = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-        # Random weights end a sentence at random.
-        parameters |= {"ignore_eos": True} | sampling
-        body = json.dumps({"text": prompt, "sampling_params": parameters}).encode()
-        request = urllib.request.Request(  # noqa: S310 - the scheme is ours
-            f"{self.url}/generate", body, {"Content-Type": "application/json"}
-        )
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})  # noqa: S310
         with _opener.open(request, timeout=timeout_s) as response:
-            answer: dict[str, Any] = json.load(response)
-        return answer
+            content: bytes = response.read()
+        return content
+
+    def generate(self, prompt: str = "Hello", *, max_new_tokens: int = 8, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Ask for exactly `max_new_tokens` tokens, greedily, as `ask` does.
+
+        Returns:
+            SGLang's answer: ``text``, ``output_ids``, ``meta_info``.
+        """
+        # Random weights end a sentence at random.
+        parameters = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True}
+        answer = self.ask("generate", {"text": prompt, "sampling_params": parameters}, timeout_s)
+        document: dict[str, Any] = json.loads(answer)
+        return document
 
     def terminate(self) -> None:
         """Ask the main process to end."""
@@ -195,17 +185,14 @@ class ManagedProcess:
             LaneError: a process could not be killed.
         """
         self.terminate()
-        deadline = time.monotonic() + grace_s
-        while self._members() and time.monotonic() < deadline:
-            self.popen.poll()  # reap it, or it stays as a zombie
-            time.sleep(POLL_S / 4)
-        # New ones may appear while the old ones are killed.
-        kill_deadline = time.monotonic() + grace_s
-        while (left := self._members()) and time.monotonic() < kill_deadline:
-            for process in left:
-                send(process, signal.SIGKILL)
-            wait_gone(left, 0.5)
-            self.popen.poll()
+        for is_killed in (False, True):
+            deadline = time.monotonic() + grace_s
+            # New ones may appear while the old ones are killed.
+            while (left := self._members()) and time.monotonic() < deadline:
+                for process in left if is_killed else ():
+                    send(process, signal.SIGKILL)
+                self.popen.poll()  # reap it, or it stays as a zombie
+                time.sleep(POLL_S / 4)
         for process in wait_gone(self._watchers.values(), HANDLER_GRACE_S):
             send(process, signal.SIGKILL)
         left = [*self._members(), *wait_gone(self._watchers.values(), 5)]
@@ -226,9 +213,8 @@ class ManagedProcess:
         return alive(self._known.values())
 
     def _note_watchers(self) -> None:
-        for process in watchers_of(pid for pid, _ in self._known):
-            if title_of(process.pid).startswith("sglang::"):
-                self._watchers[process.key] = process
+        found = watchers_of(pid for pid, _ in self._known)
+        self._watchers |= {one.key: one for one in found if title_of(one.pid).startswith("sglang::")}
 
 
 def wait_all_ready(servers: Sequence[ManagedProcess], timeout_s: float = READY_TIMEOUT_S) -> None:
@@ -238,8 +224,8 @@ def wait_all_ready(servers: Sequence[ManagedProcess], timeout_s: float = READY_T
         LaneError: one ended, or did not answer within `timeout_s` seconds in all.
     """
     deadline = time.monotonic() + timeout_s
-    pending = [server for server in servers if not server.poll_ready()]
-    while pending:
+    pending = list(servers)
+    while pending := [server for server in pending if not server.poll_ready()]:
         if time.monotonic() > deadline:
             slow = pending[0]
             raise LaneError(
@@ -247,7 +233,6 @@ def wait_all_ready(servers: Sequence[ManagedProcess], timeout_s: float = READY_T
                 next_step=f"read {slow.log_path}",
             )
         time.sleep(POLL_S)
-        pending = [server for server in pending if not server.poll_ready()]
 
 
 def free_port() -> int:
@@ -256,18 +241,8 @@ def free_port() -> int:
     Below the ports that the kernel gives to clients, and with room above for the ports that SGLang
     derives from it.
     """
-    for _ in range(100):
-        port = 20000 + int.from_bytes(os.urandom(2), "big") % 10000
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+    for port in random.SystemRandom().sample(range(20000, 30000), 100):
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
             return port
     raise LaneError("no free TCP port between 20000 and 29999", next_step="stop other servers")
-
-
-def new_log_path(name: str) -> Path:
-    """Return a path below ``.lanes/logs`` for one more log of `name`."""
-    moment = time.strftime("%Y%m%d-%H%M%S")
-    return LANES / "logs" / f"{moment}-{name}-{os.urandom(2).hex()}.log"

@@ -24,3 +24,11 @@ def hash_files(files: Iterable[Path], *, relative_to: Path = ROOT) -> str:
         digest.update(f"{path.relative_to(relative_to)}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is never seen half-written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(text)
+    fresh.replace(path)

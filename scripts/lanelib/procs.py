@@ -9,23 +9,20 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
 POLL_S = 0.05
+_GONE = (FileNotFoundError, ProcessLookupError)
 
 
 @dataclass(frozen=True)
 class Process:
     """One process, as ``/proc/<pid>/stat`` has it.
 
-    Attributes:
-        pid: its id.
-        started: clock ticks from boot to its start.
-        parent: its parent's pid.
-        session: its session's id.
-        state: one letter; Z is dead and not yet reaped.
+    `started` is in clock ticks since boot; `state` is one letter, Z of a process that is dead and not yet reaped.
     """
 
     pid: int
@@ -44,7 +41,7 @@ def read_process(pid: int) -> Process | None:
     """Return the process `pid`, or None if it is gone."""
     try:
         text = (PROC / str(pid) / "stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+    except _GONE:
         return None
     # The name in parentheses may hold spaces and parentheses of its own.
     fields = text[text.rindex(")") + 2 :].split()
@@ -63,24 +60,17 @@ def tree_of(root: int) -> list[Process]:
     The session finds children whose parent died before they did.
     """
     everything = all_processes()
-    children: dict[int, list[Process]] = {}
-    for process in everything:
-        children.setdefault(process.parent, []).append(process)
-    members = {p.key: p for p in everything if p.pid == root or p.session == root}
-    pending = list(members.values())
-    while pending:
-        for child in children.get(pending.pop().pid, []):
-            if child.key not in members:
-                members[child.key] = child
-                pending.append(child)
-    return sorted((p for p in members.values() if p.state != "Z"), key=lambda p: p.pid)
+    pids = {process.pid for process in everything if root in (process.pid, process.session)}
+    while more := {process.pid for process in everything if process.parent in pids} - pids:
+        pids |= more
+    return sorted((p for p in everything if p.pid in pids and p.state != "Z"), key=lambda p: p.pid)
 
 
 def title_of(pid: int) -> str:
     """Return the title or command line of `pid`; empty when it is gone."""
     try:
         raw = (PROC / str(pid) / "cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
+    except _GONE:
         return ""
     return raw.replace(b"\0", b" ").decode(errors="replace").strip()
 
@@ -94,20 +84,18 @@ def watchers_of(pids: Iterable[int]) -> list[Process]:
 def _watched_by(pid: int) -> set[int]:
     pids = set()
     folder = PROC / str(pid)
-    try:
+    with suppress(*_GONE, PermissionError):  # gone meanwhile, or another user's
         for descriptor in (folder / "fd").iterdir():
             if str(descriptor.readlink()) == "anon_inode:[pidfd]":
                 text = (folder / "fdinfo" / descriptor.name).read_text()
                 pids |= {int(line[4:]) for line in text.splitlines() if line.startswith("Pid:")}
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return pids  # gone meanwhile, or another user's
     return pids
 
 
 def alive(processes: Iterable[Process]) -> list[Process]:
     """Return those of `processes` that still run."""
-    now = ((process, read_process(process.pid)) for process in processes)
-    return [p for p, current in now if current and current.key == p.key and current.state != "Z"]
+    pairs = ((process, read_process(process.pid)) for process in processes)
+    return [p for p, current in pairs if current and current.key == p.key and current.state != "Z"]
 
 
 def wait_gone(processes: Iterable[Process], timeout_s: float) -> list[Process]:
@@ -122,15 +110,11 @@ def wait_gone(processes: Iterable[Process], timeout_s: float) -> list[Process]:
 
 def send(process: Process, number: signal.Signals) -> None:
     """Send a signal to exactly this process; do nothing if it is gone."""
-    try:
+    with suppress(ProcessLookupError):
         descriptor = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return
-    try:
-        current = read_process(process.pid)
-        if current is not None and current.key == process.key:
-            signal.pidfd_send_signal(descriptor, number)
-    except ProcessLookupError:
-        return
-    finally:
-        os.close(descriptor)
+        try:
+            current = read_process(process.pid)
+            if current is not None and current.key == process.key:
+                signal.pidfd_send_signal(descriptor, number)
+        finally:
+            os.close(descriptor)

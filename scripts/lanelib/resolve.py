@@ -8,11 +8,12 @@ from pathlib import Path
 
 from lanelib.commands import run_command, say
 from lanelib.errors import LaneError
-from lanelib.machine import LANE_PYTHON
-from lanelib.paths import LANES, PYPROJECT, RECIPES
+from lanelib.paths import LANES, PYPROJECT, RECIPES, write_whole
 from lanelib.tools import tool
 
 RELEASE = re.compile(r"\d+\.\d+\.\d+(\.post\d+|rc\d+)?")
+#: The locks were resolved for this python.
+LANE_PYTHON = "3.11"
 #: What prefill/decode disaggregation needs beside SGLang.
 EXTRAS = ("mooncake-transfer-engine-non-cuda", "sglang-router")
 #: Packages of the same release go up within this time of each other.
@@ -28,24 +29,15 @@ def lock_path(release: str) -> Path:
     return RECIPES / f"{release}.lock"
 
 
-def constraints_path(release: str) -> Path:
-    """Return where limits for resolving `release` are kept, where it needs any."""
-    return RECIPES / f"{release}.constraints"
-
-
-def check_release(release: str) -> str:
-    """Return `release` if it is written like one.
+def check_release(release: str) -> None:
+    """Check that `release` is written like one.
 
     Raises:
         LaneError: it is not.
     """
-    if RELEASE.fullmatch(release):
-        return release
-    raise LaneError(
-        f"{release!r} is not an SGLang release such as 0.5.23",
-        next_step=f"name one of: {', '.join(locked_releases())}",
-        exit_code=2,
-    )
+    if not RELEASE.fullmatch(release):
+        step = f"name one of: {', '.join(locked_releases())}"
+        raise LaneError(f"{release!r} is not an SGLang release such as 0.5.23", next_step=step, exit_code=2)
 
 
 def locked_releases() -> list[str]:
@@ -66,7 +58,7 @@ def versions_of(release: str) -> Path:
     resolved = LANES / "resolved" / f"{release}.lock"
     if not resolved.is_file():
         say(f"{release}: no lock in {RECIPES}; resolving as on the day of the release")
-        _write(resolved, resolve(release))
+        write_whole(resolved, resolve(release))
         say(f"{release}: once it serves, keep these versions with: scripts/lane {release} --lock")
     return resolved
 
@@ -80,38 +72,25 @@ def write_lock(release: str) -> Path:
     path = lock_path(release)
     if path.is_file():
         raise LaneError(f"{release} is locked already", next_step=f"delete {path} to resolve anew")
-    _write(path, versions_of(release).read_text())
+    write_whole(path, versions_of(release).read_text())
     return path
 
 
 def resolve(release: str) -> str:
-    """Return the text of a lock: what `release` depended on when it was new.
+    """Return the text of a lock: what `release` depended on when it was published.
 
     Later versions of its dependencies break old releases.
 
     Raises:
         LaneError: the release does not exist, or its dependencies cannot be resolved.
     """
-    compile_ = [
-        *(tool("uv"), "pip", "compile", "--quiet", "--no-header", "--no-annotate"),
-        *("--prerelease=allow", "--python-version", ".".join(map(str, LANE_PYTHON))),
-    ]
+    compile_ = [tool("uv"), "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--prerelease=allow"]
+    compile_ += ["--python-version", LANE_PYTHON]
     wanted = LANES / "resolved" / f"{release}.in"
-    _write(wanted, "".join(f"{line}\n" for line in (f"sglang=={release}", *EXTRAS)))
-    limits = constraints_path(release)
+    write_whole(wanted, "".join(f"{line}\n" for line in (f"sglang=={release}", *EXTRAS)))
+    limits = RECIPES / f"{release}.constraints"
     if limits.is_file():
         compile_ += ["--constraint", limits]
-    date = _upload_time(release, compile_, wanted)
-    if date is not None:
-        compile_ += ["--exclude-newer", (date + SETTLING).strftime("%Y-%m-%dT%H:%M:%SZ")]
-    # The kit's own dependencies are part of the lane: the kit is installed without any.
-    versions = run_command([*compile_, wanted, PYPROJECT], timeout_s=600)
-    python = ".".join(map(str, LANE_PYTHON))
-    return HEADER.format(release=release, python=python) + versions
-
-
-def _upload_time(release: str, compile_: list[Path | str], wanted: Path) -> datetime | None:
-    """Return when the registry received `release`; None where it does not say."""
     try:
         facts = run_command([*compile_, "--no-deps", "--format", "pylock.toml", wanted], timeout_s=120)
     except LaneError as error:
@@ -119,15 +98,11 @@ def _upload_time(release: str, compile_: list[Path | str], wanted: Path) -> date
             f"SGLang {release} cannot be found or reached on the package registry: {error.message}",
             next_step="check the release's name and the network, and repeat",
         ) from error
+    # When the registry received it, where it says so.
     entry = facts.partition('name = "sglang"')[2].partition("[[packages]]")[0]
-    match = re.search(r"upload-time = (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", entry)
-    if match is None:
-        return None
-    return datetime.fromisoformat(match.group(1)).replace(tzinfo=timezone.utc)
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.write_text(text)
-    fresh.replace(path)
+    if match := re.search(r"upload-time = (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", entry):
+        date = datetime.fromisoformat(match.group(1)).replace(tzinfo=timezone.utc) + SETTLING
+        compile_ += ["--exclude-newer", date.strftime("%Y-%m-%dT%H:%M:%SZ")]
+    # The kit's own dependencies are part of the lane: the kit is installed without any.
+    versions = run_command([*compile_, wanted, PYPROJECT], timeout_s=600)
+    return HEADER.format(release=release, python=LANE_PYTHON) + versions

@@ -17,10 +17,10 @@ from pathlib import Path
 from lanelib.lanes import Lane
 from lanelib.managed import ManagedProcess, free_port
 
-#: Capturing takes longer than serving the tiny model.
-NO_CUDA_GRAPH = ["--disable-cuda-graph"]
 #: A library that cannot be loaded turns pynccl off, and gloo carries the collectives.
 NO_NCCL = "/nonexistent.so"
+#: Where a server on a GPU keeps what it compiles, below its lane.
+CACHES = ("TRITON_CACHE_DIR", "TVM_FFI_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "CUDA_CACHE_PATH")
 
 
 class Server(ManagedProcess):
@@ -59,11 +59,8 @@ class Server(ManagedProcess):
         """
         port = port or free_port()
         argv = [*prefix, *command_of(lane, port, tp=tp, dp=dp, device=device, host=host), *extra_args]
-        merged = lane.serve_env() | device_env(device) | parallel_env(lane, tp, dp) | dict(env or {})
+        merged = lane.serve_env() | device_env(lane, device) | parallel_env(lane, tp, dp) | dict(env or {})
         return cls(name or f"sglang-{lane.name}", argv, env=merged, host=host, port=port, log_path=log_path)
-
-    def __enter__(self) -> Server:
-        return self
 
 
 def command_of(
@@ -74,17 +71,20 @@ def command_of(
     argv += ["--model-path", lane.model_dir, "--load-format", "dummy", "--device", device]
     argv += ["--host", host, "--port", str(port)]
     argv += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-    argv += ["--skip-server-warmup", "--max-total-tokens", "8192"]
-    argv += ["--mem-fraction-static", "0.2"]
+    argv += ["--skip-server-warmup", "--max-total-tokens", "8192", "--mem-fraction-static", "0.2"]
     argv += ["--tp", str(tp)] if tp > 1 else []
     argv += ["--dp", str(dp)] if dp > 1 else []
-    argv += [] if device == "cpu" else NO_CUDA_GRAPH
-    return argv
+    # To capture a graph takes longer than to serve the tiny model.
+    return argv if device == "cpu" else [*argv, "--disable-cuda-graph"]
 
 
-def device_env(device: str) -> dict[str, str]:
+def device_env(lane: Lane, device: str) -> dict[str, str]:
     """Return what a server on `device` needs in its environment beside the lane's, which is for a CPU."""
-    return {} if device == "cpu" else {"SGLANG_USE_CPU_ENGINE": "0"}
+    if device == "cpu":
+        return {}
+    # What is compiled for a GPU is compiled by the lane's own ninja.
+    path = os.pathsep.join([str(lane.root / "bin"), os.environ.get("PATH", os.defpath)])
+    return {"SGLANG_USE_CPU_ENGINE": "0", "PATH": path} | {name: str(lane.root / "cache" / name) for name in CACHES}
 
 
 def parallel_env(lane: Lane, tp: int, dp: int) -> dict[str, str]:
@@ -95,6 +95,5 @@ def parallel_env(lane: Lane, tp: int, dp: int) -> dict[str, str]:
     ranks = tp if lane.binds_replicas_alike() else tp * dp
     if ranks > 1:
         cores = sorted(os.sched_getaffinity(0))
-        bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
-        env["SGLANG_CPU_OMP_THREADS_BIND"] = bound
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
     return env

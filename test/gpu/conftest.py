@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from lanelib.cudadevice import NO_DEVICE, Device, find_device
-from lanelib.gpulanes import found_gpu_lane
+from lanelib.gpulanes import NO_DEVICE, Device, find_device
 from lanelib.lanes import Lane
 
 #: A core is copied where it is no larger than this, compressed.
@@ -70,7 +69,7 @@ def device() -> Device:
 
 @pytest.fixture(scope="session")
 def lane(pytestconfig: pytest.Config) -> Lane:
-    return found_gpu_lane(option(pytestconfig, "--gpu-release"), Path(option(pytestconfig, "--gpu-lane")))
+    return Lane(option(pytestconfig, "--gpu-release"), False, Path(option(pytestconfig, "--gpu-lane")), None)
 
 
 @pytest.fixture(scope="session")

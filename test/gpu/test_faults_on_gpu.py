@@ -1,7 +1,7 @@
 """A real SGLang on a GPU that hangs, fails, is killed or stopped: its incident says which kernel it was at.
 
 Not run on a GPU so far: what is asserted of the driver is what its manual and its headers say, and no finding is
-claimed. The first run that has one writes what it saw here, with the version of the driver; ``scripts/gpu_lane run``
+claimed. The first run that has one writes what it saw here, with the version of the driver; ``scripts/gpu_lane``
 prints it below "what the driver does".
 
 A process that was killed has nothing on the GPU any more, and one that is stopped does not read its pipe, so that their

@@ -104,3 +104,14 @@ def wait_for_scheduler(process: subprocess.Popen[bytes], log: Path) -> int:
         time.sleep(0.2)
     titles = [(member.pid, Path(f"/proc/{member.pid}/cmdline").read_text()) for member in tree_of(process.pid)]
     return next(pid for pid, title in titles if title.startswith(SCHEDULER))
+
+
+def test_whoever_wants_upstreams_status_gets_it_with_the_incident(tmp_path: Path) -> None:
+    arguments, env = ["--crash-dump-folder", str(tmp_path)], {"SGLANG_CRASHKIT_EXIT_STATUS": "upstream"}
+    with Server.start(ensure_lane("0.5.23"), extra_args=arguments, env=env) as server:
+        server.wait_ready()
+        left = wreck(server, tmp_path, lambda _server: os.kill(_server.pid_of(SCHEDULER), signal.SIGKILL), requests=1)
+    assert left.status == -signal.SIGKILL
+    assert left.left == []
+    assert left.incident["complete"] is True
+    assert left.incident["verdict"]["first_failure"]["title"] == SCHEDULER

@@ -53,11 +53,15 @@ class Host:
 
     @property
     def left(self) -> list[str]:
-        """What servers left, but for the folders that every server makes anew and the log of crash handlers."""
+        """What servers left, but for the folders that every server makes anew and the log of crash handlers.
+
+        Nor is upstream's own dump of the latest requests counted, which older releases write at a clean stop, too.
+        """
         runtime = self.temporary / f"sglang-crashkit-{os.getuid()}" / "run"
         below = list((self.crash / HOST).rglob("*"))
         found = [*below, *(runtime.iterdir() if runtime.is_dir() else [])]
-        return sorted(str(path) for path in found if path.name not in ("incidents", "crash_handler.log"))
+        names = ("incidents", "crash_handler.log")
+        return sorted(str(path) for path in found if not path.match("crash_dump_*.pkl") and path.name not in names)
 
     @property
     def places(self) -> list[str]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from integration.soak import soak
 from lanelib.lanes import ensure_lane
-from lanelib.soak import soak
 
 RELEASE = "0.5.23"
 #: ``benchmarks/soak`` goes on for an hour.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from featurelib.sglangsource import HOOK_FILE
+from patches.hook_table import HOOK_FILE
 from sglang_crashkit.installer.hunks import apply_patch
 from sglang_crashkit.installer.releasefiles import ReleaseFiles
 from sglang_crashkit.installer.resolver import PatchTree, find_patch_root

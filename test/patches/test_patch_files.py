@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from featurelib.sglangsource import HOOK_FILE, read_hooks
+from patches.hook_table import HOOK_FILE, read_hooks
 from sglang_crashkit.installer.lockgen import generate_lock, normalise_patches
 from sglang_crashkit.installer.patchfile import FIELDS, render_patch
 from sglang_crashkit.installer.resolver import LOCK_NAME, PatchTree, find_patch_root

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from featurelib.sglangsource import HOOK_FILE, read_hooks
+from patches.hook_table import HOOK_FILE, read_hooks
 from sglang_crashkit import __version__
 from sglang_crashkit.installer.environment import Environment, Kit
 from sglang_crashkit.installer.hunks import apply_patch

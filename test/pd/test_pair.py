@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from inner_pytest import Run, run_pytest
-from lanelib.machine import PD_PACKAGES, missing_libraries
 from lanelib.paths import ROOT
+from lanelib.pd import PD_PACKAGES, missing_libraries
 from sglang_crashkit.kernel import procfs
 
 MISSING = missing_libraries()

@@ -23,8 +23,7 @@ import pytest
 from integration.scenario import Member, Sent, members_of
 from integration.whole import assert_ends, assert_present, assert_requests, assert_told, journaled
 from lanelib.lanes import ensure_lane
-from lanelib.machine import PD_PACKAGES, missing_libraries
-from lanelib.pd import PDServers
+from lanelib.pd import PD_PACKAGES, PDServers, missing_libraries
 from lanelib.procs import tree_of
 from lanelib.servers import Server
 from sglang_crashkit.incident.store import StoredIncident, find_incidents

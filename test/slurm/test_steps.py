@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.collect.slurm import ERRORS, Job, NodeRun, find_job, find_steps, run_steps, step_command, step_name
+from sglang_crashkit.collect.slurm import (
+    ERRORS,
+    Job,
+    Limits,
+    NodeRun,
+    find_job,
+    find_steps,
+    run_steps,
+    step_command,
+    step_name,
+)
 from sglang_crashkit.errors import NothingToDoError
 from slurm.cluster import LONG_S, NODES, Cluster
 from unit.waiting import wait_until
@@ -30,7 +40,7 @@ def run_all(
 ) -> dict[str, NodeRun]:
     """Return what became of each node, in the order in which they ended."""
     runs: list[NodeRun] = []
-    run_steps(job, commands, runs.append, step=STEP, output=folder, node_secs=node_secs, at_once=at_once)
+    run_steps(job, commands, runs.append, step=STEP, output=folder, limits=Limits(at_once, node_secs))
     assert sorted(run.node for run in runs) == sorted(commands)
     return {run.node: run for run in runs}
 
@@ -122,7 +132,7 @@ def test_an_interruption_ends_what_runs_and_keeps_what_was_had(cluster: Cluster,
         lambda run: had.update({run.node: run}),
         step=STEP,
         output=tmp_path,
-        node_secs=ENOUGH_SECS,
+        limits=Limits(8, ENOUGH_SECS),
     )
     thread.join(LONG_S)
     assert interrupted is not None

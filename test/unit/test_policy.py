@@ -97,7 +97,6 @@ SENDERS = {
     "capture/tool_guard.py",
     "capture/pyspy.py",
     "capture/native_stacks.py",
-    "collect/slurm_steps.py",
     "capture/cuda_core/child.py",
     "handler/work_folders.py",
     "installer/process.py",

@@ -1,1 +1,1 @@
-"""Judgement: pure functions from a model to a verdict."""
+"""Pure functions from what was seen to a verdict."""

@@ -191,7 +191,7 @@ def _folder_or_substitute(output: Path) -> Path:
 def _collect_job(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
     from sglang_crashkit.analysis.explain import explain
     from sglang_crashkit.cli.reporters.slurm_job import EXPLANATION, as_json, as_text, write_explanation
-    from sglang_crashkit.collect.slurm import find_job
+    from sglang_crashkit.collect.slurm import Limits, find_job
     from sglang_crashkit.collect.slurm_gather import gather
 
     if args.pid is not None:
@@ -203,17 +203,8 @@ def _collect_job(args: argparse.Namespace, wait_secs: float, output: Path) -> Ex
     job = find_job(args.slurm_job)
     nodes = ", ".join(job.nodes[:_MAX_TITLES])
     _say(f"collecting on {len(job.nodes)} nodes of job {job.name}, {args.fan_out} at a time: {nodes}")
-    result = gather(
-        job,
-        command,
-        output,
-        _say,
-        container=args.container_name,
-        options=args.srun_option,
-        at_once=args.fan_out,
-        node_secs=args.node_timeout,
-        total_secs=args.timeout,
-    )
+    limits = Limits(args.fan_out, args.node_timeout, args.timeout)
+    result = gather(job, command, output, _say, limits=limits, container=args.container_name, options=args.srun_option)
     status, explanation = _status_of_job(result), explain(result.sightings)
     try:
         write_explanation(result, explanation, output)

@@ -7,6 +7,7 @@ used: ``--json`` has another form in every release.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import string
@@ -50,6 +51,15 @@ class Job:
     job_id: str
     name: str
     nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many nodes are asked at the same time, and how long each and all may take, in seconds; None for no limit."""
+
+    at_once: int = 32
+    node_secs: float = 300.0
+    total_secs: float | None = None
 
 
 @dataclass(frozen=True)
@@ -154,9 +164,7 @@ def run_steps(
     *,
     step: str,
     output: Path,
-    node_secs: float,
-    total_secs: float | None = None,
-    at_once: int = 32,
+    limits: Limits,
 ) -> KeyboardInterrupt | None:
     """Run the command of each node; Ctrl-C ends all that run and starts no more.
 
@@ -166,17 +174,15 @@ def run_steps(
         on_end: called for each node in this thread, as it ends; once more where Ctrl-C came in between.
         step: what the commands name their steps by.
         output: what each node's srun says is noted in a folder of the node's name in it.
-        node_secs: how long each may take, in seconds.
-        total_secs: how long all may take together, in seconds; no limit when None.
-        at_once: how many run at the same time.
+        limits: how many run at the same time, and for how long.
 
     Returns:
         What ended it before all nodes had answered, None where nothing did.
     """
-    stop, until = threading.Event(), time.monotonic() + (threading.TIMEOUT_MAX if total_secs is None else total_secs)
+    stop, until = threading.Event(), time.monotonic() + (math.inf if limits.total_secs is None else limits.total_secs)
 
     def run(node: str, argv: Sequence[str]) -> NodeRun:
-        secs = round(min(node_secs, until - time.monotonic()), 1)
+        secs = round(min(limits.node_secs, until - time.monotonic()), 1)
         if stop.is_set() or secs <= 0:
             why = "interrupted before its turn" if stop.is_set() else "not asked: the time for all nodes was over"
             return NodeRun(node, None, problem=why, late=not stop.is_set())
@@ -187,7 +193,7 @@ def run_steps(
         return ended
 
     interrupt = None
-    with ThreadPoolExecutor(max_workers=at_once) as pool:
+    with ThreadPoolExecutor(max_workers=limits.at_once) as pool:
         pending = {pool.submit(run, node, argv): node for node, argv in commands.items()}
         try:
             for future in as_completed(tuple(pending)):

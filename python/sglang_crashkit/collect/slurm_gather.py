@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.analysis.sightings import Seen, Sightings
-from sglang_crashkit.collect.slurm import ERRORS, Job, NodeRun, run_steps, step_command
+from sglang_crashkit.collect.slurm import ERRORS, Job, Limits, NodeRun, run_steps, step_command
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.private_files import write_json
 from sglang_crashkit.model import snapshot
@@ -114,9 +114,7 @@ def gather(
     *,
     container: str | None = None,
     options: Sequence[str] = (),
-    at_once: int = 32,
-    node_secs: float = 300.0,
-    total_secs: float | None = None,
+    limits: Limits,
 ) -> JobResult:
     """Collect on all nodes of `job`.
 
@@ -127,9 +125,7 @@ def gather(
         tell: called with a line for a person as each node ends.
         container: see `slurm.step_command`, as `options`.
         options: more options of srun.
-        at_once: see `slurm.run_steps`, as `node_secs` and `total_secs`.
-        node_secs: the longest that a node may take, in seconds.
-        total_secs: the longest that all may take together, in seconds; no limit when None.
+        limits: how many nodes are asked at the same time, and for how long.
 
     Raises:
         UsageError: the container's name is no pattern.
@@ -157,9 +153,7 @@ def gather(
             so_far = f"{len(results)} of {len(job.nodes)} nodes, {run.secs:.0f} s"
             tell(f"{run.node}: {describe(result.status, count)} ({so_far})")
 
-    interrupt = run_steps(
-        job, commands, take_in, step=step, output=output, at_once=at_once, node_secs=node_secs, total_secs=total_secs
-    )
+    interrupt = run_steps(job, commands, take_in, step=step, output=output, limits=limits)
     for seen in sightings.processes():
         results[seen.process.host].processes.append(seen)
     for result in results.values():

@@ -1,4 +1,1 @@
-"""Puts the kit's patches into an installed SGLang, takes them out, and builds patched wheels.
-
-Imports neither ``sglang`` nor the parts of the kit that run inside a server.
-"""
+"""Put the kit's patches into an installed SGLang, take them out, and build patched wheels, without importing SGLang."""

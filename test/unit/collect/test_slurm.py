@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.collect.slurm import Job, NodeRun, client_environ, find_job, run_steps, step_command
+from sglang_crashkit.collect.slurm import Job, Limits, NodeRun, client_environ, find_job, run_steps, step_command
 from sglang_crashkit.errors import CrashkitError, UsageError
 
 JOB = Job("4712", "4711_3", ("gpu-a01", "gpu-a02"))
@@ -84,8 +84,7 @@ def test_what_became_of_each_node_is_told(
         ended.append,
         step="look",
         output=tmp_path / "out",
-        node_secs=node_secs,
-        total_secs=total_secs,
+        limits=Limits(1, node_secs, total_secs),
     )
     assert interrupt is None
     (run,) = ended

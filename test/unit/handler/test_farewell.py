@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,7 +75,18 @@ def left(temporary: Path, crash: Path) -> list[str]:
     return [str(path) for path in found if path.name != "faults.json"]
 
 
-@pytest.mark.parametrize("prefix", [(), ("tini", "--"), SHELL], ids=["process 1", "tini", "shell"])
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        pytest.param((), id="process 1"),
+        pytest.param(
+            ("tini", "--"),
+            id="tini",
+            marks=pytest.mark.skipif(shutil.which("tini") is None, reason="no tini here: apt-get install tini"),
+        ),
+        pytest.param(SHELL, id="shell"),
+    ],
+)
 def test_a_clean_stop_in_a_container_leaves_nothing(short_folder: Path, tmp_path: Path, prefix: Sequence[str]) -> None:
     with contained(short_folder, tmp_path, *prefix) as server:
         assert len(left(short_folder, tmp_path)) == 2

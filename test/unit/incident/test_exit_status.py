@@ -17,7 +17,7 @@ from sglang_crashkit.incident.exit_status import (
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.model.incident import Exit, Failure, Incident, ProcessReport, ServerInfo, Trigger, Verdict
 
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "docs" / "incidents.md"
 
 
 def incident(kind: str, signal_name: str | None = None) -> Incident:
@@ -71,7 +71,7 @@ def test_no_status_is_one_that_a_shell_python_or_the_kits_commands_use() -> None
     assert OUT_OF_MEMORY == 128 + signal.SIGKILL
 
 
-@pytest.mark.parametrize("text", [exit_status.__doc__ or "", README.read_text()], ids=["docstring", "README"])
+@pytest.mark.parametrize("text", [exit_status.__doc__ or "", PAGE.read_text()], ids=["docstring", "page"])
 def test_each_status_is_documented(text: str) -> None:
     rows = set(re.findall(r"^\|? ?(\d{2,3}) ", text, re.MULTILINE))
     assert {str(int(status)) for status in (*ServerExit, OUT_OF_MEMORY, 134)} <= rows

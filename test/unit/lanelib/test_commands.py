@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from lanelib.commands import clean_environment, run_command
+from lanelib.commands import NO_END, clean_environment, exclusive, run_command, run_in_terminal
 from lanelib.errors import LaneError, run_script
 
 
@@ -58,16 +61,54 @@ def _is_gone(pid: int) -> bool:
     return False
 
 
+class Endless:
+    """A process that does not end before it gets the signal that `ends_by` names."""
+
+    def __init__(self, ends_by: str) -> None:
+        self.ends_by = ends_by
+        self.told: list[str] = []
+
+    def wait(self, timeout: float) -> int:
+        if self.ends_by not in self.told:
+            raise subprocess.TimeoutExpired("pytest", timeout)
+        return 0
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self.told.append(number.name)
+
+    def kill(self) -> None:
+        self.told.append("SIGKILL")
+
+
+@pytest.mark.parametrize(("ends_by", "told"), [("SIGINT", ["SIGINT"]), ("SIGKILL", ["SIGINT", "SIGKILL"])])
+def test_a_check_that_does_not_end_is_interrupted_and_then_killed(monkeypatch, capsys, ends_by, told):
+    process = Endless(ends_by)
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: process)
+
+    assert run_in_terminal(["pytest"], timeout_s=3, env={}) == NO_END
+    assert process.told == told
+    assert capsys.readouterr().err == "no end after 3 s: pytest\n"
+
+
+def test_a_checks_exit_status_is_returned():
+    assert run_in_terminal([sys.executable, "-c", "raise SystemExit(5)"], timeout_s=30, env=os.environ) == 5
+
+
 def test_clean_environment_drops_what_misleads_a_child_python(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "elsewhere")
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.setenv("KEPT", "1")
+    for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "SGLANG_X", "SGLANG_Y_Z", "KEPT"):
+        monkeypatch.setenv(name, "1")
 
-    env = clean_environment()
+    assert {"SGLANG_X", "KEPT"} <= clean_environment().keys()
+    env = clean_environment(without=("SGLANG_",), kept=("SGLANG_Y",))
+    assert {"SGLANG_Y_Z", "KEPT"} <= env.keys()
+    assert not {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "SGLANG_X"} & env.keys()
 
-    assert "PYTHONPATH" not in env
-    assert "PYTHONDONTWRITEBYTECODE" not in env
-    assert env["KEPT"] == os.environ["KEPT"]
+
+def test_one_holder_at_a_time_has_a_lock(tmp_path):
+    with (tmp_path / "lock").open("a") as other:
+        with exclusive(tmp_path / "lock"), pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_run_script_prints_the_error_and_returns_its_exit_code(capsys):

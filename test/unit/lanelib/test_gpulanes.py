@@ -1,127 +1,192 @@
 from __future__ import annotations
 
+import ctypes
+import importlib.machinery
+import importlib.util
+import re
 import sys
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from lanelib import gpulanes
-from lanelib.cudadevice import Device
 from lanelib.errors import LaneError
-from lanelib.gpulanes import Machine, ensure_gpu_lane, look_at
-from lanelib.paths import ROOT
+from lanelib.gpulanes import Device, ensure_gpu_lane, find_device, gpu_releases, require_device
+from lanelib.lanes import Lane
+from lanelib.paths import PYPROJECT, RECIPES, ROOT
+from lanelib.servers import device_env
 
-H200 = Device("NVIDIA H200", (9, 0), (13, 0))
+RELEASE = "0.5.12.post1"
 PACKAGES = "lib/python3.12/site-packages"
 
 
-class FakeInstaller:
-    """Stands in for the machine's python, its pip and the lane's python: makes the files they would."""
+class FakeDriver:
+    """Stands in for libcuda.so.1 with one GPU."""
 
-    def __init__(self) -> None:
-        self.commands: list[list[str]] = []
+    def __init__(self, devices: int = 1, status: int = 0) -> None:
+        self.devices = devices
+        self.status = status
 
-    def run(self, argv, **_options) -> str:
-        words = [str(word) for word in argv]
-        self.commands.append(words)
-        if "venv" in words:
-            python = Path(words[-1]) / "bin" / "python"
-            python.parent.mkdir(parents=True)
-            python.touch()
-            (Path(words[-1]) / PACKAGES).mkdir(parents=True)
-        return ""
+    def cuInit(self, flags):  # noqa: N802
+        return self.status
 
-    @property
-    def steps(self) -> list[str]:
-        names = ("venv", "install", "model.py", "apply")
-        return [next(name for name in names if any(word.endswith(name) for word in words)) for words in self.commands]
+    def cuDeviceGetCount(self, number):  # noqa: N802
+        number._obj.value = self.devices
+        return 0
+
+    def cuDeviceGet(self, device, ordinal):  # noqa: N802
+        return 0
+
+    def cuDeviceGetName(self, name, size, device):  # noqa: N802
+        name.value = b"NVIDIA H200"
+        return 0
+
+    def cuDriverGetVersion(self, number):  # noqa: N802
+        number._obj.value = 13000
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("driver", "found"),
+    [
+        (FakeDriver(), Device("NVIDIA H200", (13, 0), 1)),
+        (FakeDriver(devices=0), None),
+        (FakeDriver(status=100), None),
+        (object(), None),
+    ],
+)
+def test_a_gpu_is_described_where_there_is_one(monkeypatch, driver, found):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+
+    assert find_device() == found
+
+
+def test_no_driver_is_no_gpu(monkeypatch):
+    monkeypatch.setattr(gpulanes, "SONAME", "libcrashkit_nowhere.so.1")
+
+    assert find_device() is None
+    with pytest.raises(LaneError, match="there is no CUDA device on this machine") as caught:
+        require_device("scripts/lane")
+    assert caught.value.next_step == "scripts/lane"
 
 
 @pytest.fixture
-def installer(tmp_path, monkeypatch):
-    fake = FakeInstaller()
+def packages(tmp_path, monkeypatch) -> Path:
+    """Packages that were carried in, a machine with their torch, and what stands in for its venv and the lane."""
+    folder = tmp_path / "packages"
+    (folder / "sglang" / "srt").mkdir(parents=True)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "py-spy").write_text("a program")
+
+    def run(argv, **_options):
+        if "venv" in argv:
+            (Path(argv[-1]) / "bin").mkdir(parents=True)
+            (Path(argv[-1]) / PACKAGES).mkdir(parents=True)
+
     monkeypatch.setattr(gpulanes, "LANES", tmp_path / "lanes")
-    monkeypatch.setattr(gpulanes, "run_command", fake.run)
-    monkeypatch.setattr(gpulanes, "look_at", lambda python: machine_with("2.11.0+cu130"))
-    return fake
-
-
-def machine_with(torch: str) -> Machine:
-    return Machine(Path("/opt/torch/bin/python3"), (3, 12), torch, ("/opt/torch/packages", "/usr/dist-packages"))
-
-
-@pytest.fixture
-def wheels(tmp_path):
-    folder = tmp_path / "wheels"
-    folder.mkdir()
-    (folder / "sglang-0.5.12.post1-cp312-cp312-manylinux_2_34_x86_64.whl").touch()
+    monkeypatch.setattr(gpulanes, "run_command", run)
+    monkeypatch.setattr(metadata, "version", lambda name: "2.11.0+cu130")
+    for step in ("write_model", "patch"):
+        monkeypatch.setattr(Lane, step, lambda lane, step=step: (lane.root / step).touch())
     return folder
 
 
-def test_a_lane_is_installed_from_a_folder_without_the_index(installer, wheels):
-    lane = ensure_gpu_lane("0.5.12.post1", H200, wheels)
+def test_a_lane_is_made_of_carried_packages_with_the_machines_behind_them(packages, monkeypatch):
+    monkeypatch.setattr(sys, "path", ["/checkout/scripts", "/opt/torch/site-packages", "/usr/lib/dist-packages"])
 
-    assert installer.steps == ["venv", "install", "model.py", "apply"]
-    (install,) = [words for words in installer.commands if "install" in words]
-    assert {"--no-index", "--no-deps", str(wheels), "sglang==0.5.12.post1"} <= set(install)
-    assert not any(word.startswith("torch==") for word in install)
-    assert lane.serve_env()["SGLANG_USE_CPU_ENGINE"] == "0"
+    lane = ensure_gpu_lane(RELEASE, packages)
 
-
-def test_the_machines_packages_come_behind_the_lanes_own_and_the_kit_is_this_checkouts(installer, wheels):
-    lane = ensure_gpu_lane("0.5.12.post1", H200, wheels)
-
-    folder = lane.root / PACKAGES
-    files = sorted(path.name for path in folder.glob("*.pth"))
-    assert files == ["sglang-crashkit.pth", "zzz-machine.pth"]
-    assert (folder / files[0]).read_text() == f"{ROOT / 'python'}\n"
-    lines = [f"import site; site.addsitedir({site!r})" for site in machine_with("").sites]
-    assert (folder / files[1]).read_text().splitlines() == lines
+    own = lane.root / PACKAGES
+    assert (lane.root / "bin" / "py-spy").read_text() == "a program"
+    assert (own / "sglang" / "srt").is_dir()
+    assert (own / "lane.pth").read_text().splitlines() == [
+        str(ROOT / "python"),
+        "import site; site.addsitedir('/opt/torch/site-packages')",
+        "import site; site.addsitedir('/usr/lib/dist-packages')",
+    ]
+    assert (lane.root / "write_model").exists()
+    assert (lane.root / "patch").exists()
+    # What was carried may serve again.
+    assert (packages / "bin" / "py-spy").exists()
 
 
-def test_a_lane_is_found_again_and_made_anew_where_what_it_was_made_of_changed(installer, wheels, monkeypatch):
-    ensure_gpu_lane("0.5.12.post1", H200, wheels)
-    installer.commands.clear()
+@pytest.mark.parametrize("torch", ["missing", "2.12.0+cu130"])
+def test_another_torch_than_the_releases_is_refused(packages, monkeypatch, torch):
+    def version(name):
+        if torch == "missing":
+            raise metadata.PackageNotFoundError(name)
+        return torch
 
-    # Whoever comes after the maker need not know where the wheels were.
-    ensure_gpu_lane("0.5.12.post1", H200)
-    assert installer.commands == []
+    monkeypatch.setattr(metadata, "version", version)
 
-    monkeypatch.setattr(gpulanes, "look_at", lambda python: machine_with("2.11.0+cu126"))
-    ensure_gpu_lane("0.5.12.post1", H200, wheels)
-    assert installer.steps == ["venv", "install", "model.py", "apply"]
-
-
-@pytest.mark.parametrize("torch", ["", "2.12.0+cu130"])
-def test_another_torch_is_refused_where_none_can_be_fetched(installer, wheels, monkeypatch, torch):
-    monkeypatch.setattr(gpulanes, "look_at", lambda python: machine_with(torch))
-
-    with pytest.raises(LaneError, match=r"needs 2\.11\.0"):
-        ensure_gpu_lane("0.5.12.post1", H200, wheels)
-    assert installer.commands == []
+    with pytest.raises(LaneError, match=rf"is {re.escape(torch)}, and SGLang .* needs torch==2\.11\.0"):
+        ensure_gpu_lane(RELEASE, packages)
+    assert not (packages.parent / "lanes").exists()
 
 
-def test_torch_is_fetched_where_the_machine_has_another(installer, monkeypatch, tmp_path):
-    fetched = []
-    monkeypatch.setattr(gpulanes, "look_at", lambda python: machine_with("2.12.0"))
-    monkeypatch.setattr(gpulanes, "fetch_wheels", lambda *arguments: fetched.append(arguments))
+def test_without_carried_packages_the_lane_is_installed_from_its_lock(monkeypatch):
+    monkeypatch.setattr(gpulanes, "ensure_lane", lambda release: f"the lane of {release}")
 
-    lane = ensure_gpu_lane("0.5.12.post1", H200)
-
-    assert installer.steps == ["venv", "install", "install", "model.py", "apply"]
-    assert installer.commands[1][-2:] == ["torch", "torchvision"]
-    assert fetched == [("0.5.12.post1", tmp_path / "lanes" / "gpu-wheels-0.5.12.post1", (3, 12), "sm90")]
-    assert (lane.root / PACKAGES / "zzz-machine.pth").read_text() == ""
+    assert ensure_gpu_lane(RELEASE) == f"the lane of {RELEASE}"
 
 
-def test_a_python_tells_its_version_and_where_its_packages_are():
-    machine = look_at(Path(sys.executable))
+def test_a_server_on_a_gpu_finds_the_lanes_compiler_and_keeps_its_caches_there():
+    env = device_env(Lane(RELEASE, False, Path("/lanes/gpu"), None), "cuda")
 
-    assert (machine.version, machine.torch) == (sys.version_info[:2], "")
-    assert str(Path(pytest.__file__).parents[1]) in machine.sites
-    assert not machine.has_torch("2.11.0")
+    assert env["SGLANG_USE_CPU_ENGINE"] == "0"
+    assert env["PATH"].startswith("/lanes/gpu/bin:")
+    assert env["TRITON_CACHE_DIR"].startswith("/lanes/gpu/cache/")
+    assert device_env(Lane(RELEASE, False, Path("/lanes/cpu"), None), "cpu") == {}
 
 
-def test_a_build_for_any_cuda_is_the_same_torch():
-    assert machine_with("2.11.0+cu130").has_torch("2.11.0")
-    assert not machine_with("2.11.0+cu130").has_torch("2.11.1")
+def pins_in(path: Path) -> dict[str, str]:
+    return dict(re.findall(r"^([\w.-]+)==([^\s;]+)$", path.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("release", gpu_releases())
+def test_what_is_carried_is_what_the_locks_name_and_leaves_torch_to_the_machine(release):
+    carried = pins_in(RECIPES / f"{release}.gpu")
+    locked = pins_in(RECIPES / "tools.lock") | pins_in(RECIPES / f"{release}.lock")
+
+    assert carried == {name: locked[name] for name in carried}
+    assert {"sglang", "sglang-kernel", "flashinfer-python", "ninja", "py-spy", "pytest"} <= carried.keys()
+    assert not [name for name in carried if name in ("torch", "triton") or name.startswith(("nvidia-cu", "nvidia-nc"))]
+    # The kit is not installed there but shown, so that its own dependencies are named one by one.
+    block = PYPROJECT.read_text().partition("\ndependencies = [")[2].partition("]")[0]
+    own = {name.lower() for name in re.findall(r'"([\w-]+)', block)}
+    assert own
+    assert own <= carried.keys()
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader("gpu_lane", str(ROOT / "scripts" / "gpu_lane"))
+    spec = importlib.util.spec_from_loader("gpu_lane", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_what_is_not_the_scripts_own_goes_to_pytest(script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_lane", "--out", "found", "-k", "hung", "--durations=5"])
+    ran = []
+    monkeypatch.setattr(script, "require_device", lambda without: Device("NVIDIA H200", (13, 0)))
+    monkeypatch.setattr(script, "ensure_gpu_lane", lambda release, packages: Lane(release, False, Path("/lane"), None))
+    monkeypatch.setattr(script, "tool", lambda name: Path("/tools") / name)
+    monkeypatch.setattr(script, "run_in_terminal", lambda argv, **options: ran.append((argv, options["env"])) or 3)
+    for name in ("SGLANG_X", "CUDA_COREDUMP_FILE", "NCCL_DEBUG", "CUDA_HOME"):
+        monkeypatch.setenv(name, "/somewhere")
+
+    assert script.main() == 3
+
+    [(argv, env)] = ran
+    words = [str(word) for word in argv]
+    assert words[:3] == ["/tools/python", "-m", "pytest"]
+    assert words[-3:] == ["-k", "hung", "--durations=5"]
+    assert words[words.index("--gpu-lane") + 1] == "/lane"
+    assert Path(words[words.index("--gpu-out") + 1]).is_absolute()
+    assert "CUDA_HOME" in env
+    assert not {"SGLANG_X", "CUDA_COREDUMP_FILE", "NCCL_DEBUG"} & env.keys()

@@ -55,6 +55,7 @@ def installer(tmp_path, monkeypatch) -> FakeInstaller:
     monkeypatch.setattr(lanes, "run_command", fake.run)
     monkeypatch.setattr(lanes, "versions_of", lambda release: tmp_path / "versions")
     monkeypatch.setattr(lanes, "hash_files", _hash)
+    monkeypatch.setattr(lanes, "has_driver", lambda: True)
     monkeypatch.setattr(lanes, "ensure_stub", lambda: tmp_path / "stub")
     monkeypatch.setattr(lanes, "tool", Path)
     return fake
@@ -67,58 +68,44 @@ def _hash(files, **_options) -> str:
 ALL_STEPS = ["venv", "sync", "model.py", "install", "apply"]
 
 
-def test_a_lane_is_made_in_steps(installer):
-    lane = lanes.ensure_lane("0.5.23")
+@pytest.mark.parametrize("pristine", [False, True])
+def test_a_lane_is_made_in_steps_and_a_second_call_runs_nothing(installer, pristine):
+    lane = lanes.ensure_lane("0.5.23", pristine)
 
-    assert installer.steps == ALL_STEPS
+    assert installer.steps == (ALL_STEPS[:3] if pristine else ALL_STEPS)
+    assert lane.root.name == ("0.5.23-pristine" if pristine else "0.5.23")
     assert lane.python.is_file()
     assert lane.model_dir.is_dir()
 
-
-def test_a_pristine_lane_has_no_kit(installer):
-    lane = lanes.ensure_lane("0.5.23", pristine=True)
-
-    assert installer.steps == ["venv", "sync", "model.py"]
-    assert lane.root.name == "0.5.23-pristine"
-
-
-def test_a_second_call_runs_nothing(installer):
-    lanes.ensure_lane("0.5.23")
     installer.steps.clear()
-
-    lanes.ensure_lane("0.5.23")
-
+    lanes.ensure_lane("0.5.23", pristine)
     assert installer.steps == []
 
 
-def test_changed_patches_are_applied_without_a_new_install(installer, tmp_path):
-    lanes.ensure_lane("0.5.23")
-    installer.steps.clear()
-    (tmp_path / "patches" / "new.patch").write_text("+call()\n")
-
-    lanes.ensure_lane("0.5.23")
-
-    assert installer.steps == ["install", "apply"]
+def change_patches(installer, folder):
+    (folder / "patches" / "more.patch").write_text("+call()\n")
 
 
-def test_a_lane_reverted_by_hand_is_patched_again(installer):
-    lanes.ensure_lane("0.5.23")
-    installer.steps.clear()
+def revert_by_hand(installer, folder):
     installer.state.unlink()
 
-    lanes.ensure_lane("0.5.23")
 
-    assert installer.steps == ["install", "apply"]
+def change_versions(installer, folder):
+    (folder / "versions").write_text("sglang==0.5.23\ntorch==1\n")
 
 
-def test_changed_versions_make_the_lane_anew(installer, tmp_path):
+@pytest.mark.parametrize(
+    ("change", "redone"),
+    [(change_patches, ALL_STEPS[3:]), (revert_by_hand, ALL_STEPS[3:]), (change_versions, ALL_STEPS)],
+)
+def test_what_a_change_concerns_is_redone(installer, tmp_path, change, redone):
     lanes.ensure_lane("0.5.23")
     installer.steps.clear()
-    (tmp_path / "versions").write_text("sglang==0.5.23\ntorch==1\n")
+    change(installer, tmp_path)
 
     lanes.ensure_lane("0.5.23")
 
-    assert installer.steps == ALL_STEPS
+    assert installer.steps == redone
 
 
 @pytest.mark.parametrize(
@@ -177,19 +164,16 @@ def test_a_full_disk_is_told_before_the_download(installer, monkeypatch):
     assert installer.steps == []
 
 
-def test_serve_env_puts_the_stub_before_what_is_there(installer, tmp_path, monkeypatch):
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/outer")
-
-    env = lanes.ensure_lane("0.5.23").serve_env()
-
-    assert env["LD_LIBRARY_PATH"] == f"{tmp_path / 'stub'}:/outer"
-
-
-def test_serve_env_leaves_a_real_driver_alone(installer, monkeypatch):
-    monkeypatch.setattr(lanes, "ensure_stub", lambda: None)
+@pytest.mark.parametrize(("folder", "path"), [("stub", "/outer"), ("stub", None), (None, "/outer")])
+def test_the_stub_is_found_before_what_is_there(installer, tmp_path, monkeypatch, folder, path):
+    monkeypatch.setattr(lanes, "ensure_stub", lambda: folder and tmp_path / folder)
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    if path:
+        monkeypatch.setenv("LD_LIBRARY_PATH", path)
 
-    assert "LD_LIBRARY_PATH" not in lanes.ensure_lane("0.5.23").serve_env()
+    found = lanes.ensure_lane("0.5.23").serve_env().get("LD_LIBRARY_PATH")
+
+    assert found == (":".join(str(part) for part in (folder and tmp_path / folder, path) if part) or None)
 
 
 def test_knows_option_reads_it_from_the_source(tmp_path):

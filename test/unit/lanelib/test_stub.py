@@ -27,22 +27,19 @@ def test_stub_answers_that_there_is_no_device(stub_dir):
     assert hasattr(library, stub.MARKER)
 
 
-def test_stub_is_compiled_once(stub_dir, monkeypatch):
+def test_stub_is_compiled_once_and_again_when_its_source_changes(stub_dir, monkeypatch, tmp_path):
     stub.ensure_stub()
+    run = stub.run_command
     monkeypatch.setattr(stub, "run_command", None)
-
     assert stub.ensure_stub() == stub_dir
 
-
-def test_stub_is_compiled_again_when_its_source_changes(stub_dir, monkeypatch, tmp_path):
-    stub.ensure_stub()
     source = tmp_path / "stub.c"
     shutil.copy(stub.SOURCE, source)
     with source.open("a") as file:
         file.write("NO_DEVICE(cuNew)\n")
     monkeypatch.setattr(stub, "SOURCE", source)
     monkeypatch.setattr(stub, "hash_files", lambda files: "changed")
-
+    monkeypatch.setattr(stub, "run_command", run)
     stub.ensure_stub()
 
     assert b"cuNew" in (stub_dir / "libcuda.so.1").read_bytes()
@@ -70,3 +67,26 @@ def test_has_driver_is_not_misled_by_the_stub(stub_dir, monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: type("Stub", (), {stub.MARKER: 0}))
 
     assert not stub.has_driver()
+
+
+@pytest.mark.parametrize(
+    ("there", "chosen", "found"),
+    [
+        (["gcc", "clang"], None, ["gcc"]),
+        (["gcc", "wrapper"], "wrapper gcc", ["wrapper", "gcc"]),
+        ([], None, r"no C compiler \(cc, gcc, clang\) on PATH"),
+        (["gcc"], "icc", r"no C compiler \(icc\) on PATH"),
+    ],
+)
+def test_the_compiler_is_the_one_that_cc_names_or_the_first_on_path(programs, monkeypatch, there, chosen, found):
+    for name in there:
+        programs.add(name, "")
+    if chosen:
+        monkeypatch.setenv("CC", chosen)
+
+    if isinstance(found, list):
+        assert stub.find_compiler() == found
+    else:
+        with pytest.raises(LaneError, match=found) as caught:
+            stub.find_compiler()
+        assert "apt-get install gcc libc6-dev" in str(caught.value.next_step)

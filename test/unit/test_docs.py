@@ -1,0 +1,66 @@
+"""The documents name what is there: options, variables, packages, and the pages that they link to."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+import sglang_crashkit
+from sglang_crashkit.cli.main import COMMANDS, load_command
+
+KIT = Path(sglang_crashkit.__file__).parent
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
+_LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+_VARIABLE = re.compile(r"SGLANG_CRASHKIT_[A-Z_]*[A-Z]\b")
+_OPTION = re.compile(r"--[a-z][a-z-]*[a-z]")
+
+
+def options_of(command: str) -> set[str]:
+    parser = argparse.ArgumentParser(add_help=False)
+    load_command(command).configure(parser)
+    shown = (action for action in parser._actions if action.help is not argparse.SUPPRESS)
+    return {option for action in shown for option in action.option_strings}
+
+
+def anchors_of(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_links_to_what_is_there(page: Path) -> None:
+    links = [link for link in _LINK.findall(page.read_text()) if not link[0].startswith("http")]
+    targets = [((page.parent / path).resolve() if path else page, anchor) for path, anchor in links]
+    assert [target for target in targets if not target[0].exists()] == []
+    assert [target for target in targets if target[1] and target[1] not in anchors_of(target[0])] == []
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    linked = {path for path, _anchor in _LINK.findall((ROOT / "README.md").read_text())}
+    assert {str(page.relative_to(ROOT)) for page in PAGES[1:]} <= linked
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_every_option_is_documented_and_no_other() -> None:
+    first_cells = re.findall(r"^\| (`-[^|]*)\|", CONFIGURATION.partition("\n## Commands\n")[2], re.MULTILINE)
+    assert set(_OPTION.findall("".join(first_cells))) == set().union(*map(options_of, COMMANDS))
+
+
+def test_every_variable_of_the_kit_is_documented_and_no_other() -> None:
+    read = {name for path in KIT.rglob("*.py") for name in _VARIABLE.findall(path.read_text())}
+    assert set(_VARIABLE.findall(CONFIGURATION)) == read
+
+
+def test_the_design_lists_every_package() -> None:
+    rows = re.findall(r"^\| ((?:`\w+/`(?:, )?)+) \|", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"\w+", row)} == {
+        path.parent.name for path in KIT.glob("*/__init__.py")
+    }
