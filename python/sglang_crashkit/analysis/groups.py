@@ -238,7 +238,7 @@ def _find_different(members: Sequence[Member]) -> Outlier | None:
 def _find_astray(members: Sequence[Member]) -> Outlier | None:
     """Return who waits elsewhere than most of a group, all of which wait; None where there is nobody.
 
-    One sample of a server at work finds some of its ranks a call ahead of others, so it takes two in which nobody moved.
+    One sample of a server at work finds some ranks a call ahead of others, so it takes two in which nobody moved.
     """
     seen = [member for member in members if member.seen]
     if not all(member.waits() and member.motion() not in ("moving", "unknown") for member in seen):

@@ -113,7 +113,7 @@ class Member:
         return next((manner for kind, manner in _BY_KERNEL.items() if self.always(kind)), None) or self.motion()
 
     def stands(self) -> bool:
-        """Say whether it does not go on: held by the kernel, or at one line in each sample, at rest or busy all the time.
+        """Say whether it does not go on: held by the kernel, or at one line all the time, at rest or busy.
 
         One that is in its loop for requests goes on, as far as can be seen.
         """

@@ -1,7 +1,7 @@
 """What snapshots show, merged: small for 100,000 ranks, and the same in whatever order they came.
 
-Snapshots are taken in one by one and not kept: of each process stays what each sample shows of its main thread, and of the
-Python stacks of all threads the merged tree. Each snapshot is to be taken in once.
+Snapshots are taken in one by one and not kept: of each process stays what each sample shows of its main thread, and of
+the Python stacks of all threads the merged tree. Each snapshot is to be taken in once.
 """
 
 from __future__ import annotations

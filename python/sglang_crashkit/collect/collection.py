@@ -182,8 +182,8 @@ class Collection:
 
     def _take_snapshot(self) -> None:
         began = time.time()
-        photographs = self._sample_all()
-        seen = [self._snapshot_of(one.process, photographs.get(one.process.pid)) for one in self.collected]
+        samples = self._sample_all()
+        seen = [self._snapshot_of(one.process, samples.get(one.process.pid)) for one in self.collected]
         for one, moment in zip(self.collected, seen, strict=True):
             one.moments.append(moment)
         problems = tuple(
@@ -202,7 +202,7 @@ class Collection:
             self._write(one, "pyspy", collected_text.python_stacks(one.process, self.host, one.moments))
 
     def _sample_all(self) -> dict[int, Sample]:
-        """Photograph the processes that are there, side by side."""
+        """Take the stacks of the processes that are there, side by side."""
         there = [one.process for one in self.collected if _is_python(one.process)]
         began = time.monotonic()
         found = capture_all(
@@ -213,15 +213,15 @@ class Collection:
             may_signal=False,
         )
         self._pyspy_secs += time.monotonic() - began
-        return {photograph.pid: photograph for photograph in found}
+        return {sample.pid: sample for sample in found}
 
-    def _snapshot_of(self, process: FoundProcess, photograph: Sample | None) -> Sample:
+    def _snapshot_of(self, process: FoundProcess, sample: Sample | None) -> Sample:
         stat = procfs.read_stat(process.pid)
         is_there = stat is not None and stat.start_ticks == process.start_ticks
-        if photograph is None:
+        if sample is None:
             problem = "it is no Python process" if is_there else "it has ended"
         else:
-            problem = "" if photograph.threads else photograph.problem
+            problem = "" if sample.threads else sample.problem
         return Sample(
             host=self.host,
             pid=process.pid,
@@ -237,7 +237,7 @@ class Collection:
             wchan=procfs.read_wchan(process.pid) if is_there else "",
             tracer=procfs.read_tracer(process.pid) if is_there else 0,
             cpu_secs=stat.cpu_ticks / _TICKS_PER_SEC if stat is not None and is_there else 0.0,
-            threads=photograph.threads if photograph else (),
+            threads=sample.threads if sample else (),
             problem=problem,
         )
 
