@@ -16,11 +16,11 @@ from typing import Any
 from integration.scenario import answers_of, handler_pid
 from integration.stuck_rank import StuckRank
 from lanelib.servers import Server
-from sglang_crashkit.analysis.states import bare_name
-from sglang_crashkit.capture.pyspy import photograph_all
+from sglang_crashkit.analysis.waits import bare_name
+from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.model.stacks import main_thread
+from sglang_crashkit.model.sample import main_thread
 from unit.waiting import wait_until
 
 VICTIM, WAITING = "sglang::scheduler_TP1", "sglang::scheduler_TP0"
@@ -171,8 +171,8 @@ def stop_in_all_reduce(told: Story) -> bool:
     """Stop the rank; unless the other one waits for it in an all-reduce then, let it go on."""
     os.kill(told.pids[VICTIM], signal.SIGSTOP)
     time.sleep(0.5)
-    (photograph,) = photograph_all([told.pids[WAITING]], LONG)
-    thread = main_thread(photograph.threads or (), photograph.pid)
+    (sample,) = sample_all([told.pids[WAITING]], LONG)
+    thread = main_thread(sample.threads, sample.pid)
     if thread is not None and any(bare_name(frame) == "all_reduce" for frame in thread.frames):
         return True
     os.kill(told.pids[VICTIM], signal.SIGCONT)

@@ -24,7 +24,7 @@ FIRST, SECOND = "sglang::scheduler_TP0", "sglang::scheduler_TP1"
 DETOKENIZER = "sglang::detokenizer"
 PR_CAPBSET_DROP, CAP_SYS_PTRACE = 24, 19
 #: What every Python of the server runs first: nobody may trace it without the capability, and SIGUSR2 makes it hold its
-#: interpreter lock in C for ever, as a stuck extension does.
+#: GIL in C for ever, as a stuck extension does.
 UNTRACEABLE = """
 import ctypes, signal
 ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
@@ -139,7 +139,7 @@ def test_without_permission_to_trace_every_rung_below_py_spy_delivers(tmp_path: 
         left = wreck(server, folder, fault)
     held = left.evidence(FIRST, "stack")
     assert (held["status"], held["source"]) == ("captured", "faulthandler"), held
-    assert "its interpreter lock is not to be had" in held["reason"]
+    assert "the GIL is not to be had" in held["reason"]
     assert left.report(FIRST)["doing"][0].startswith("hold_the_lock ("), left.report(FIRST)
     assert "run_scheduler_process" in text_of(left, FIRST, "stack")
     free = left.evidence(DETOKENIZER, "stack")

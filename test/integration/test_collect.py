@@ -20,10 +20,10 @@ import pytest
 from integration.scenario import answers_of
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.capture.pyspy import photograph_all
+from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.model.snapshot import ProcessSnapshot, parse
-from sglang_crashkit.model.stacks import main_thread
+from sglang_crashkit.model.sample import Sample, main_thread
+from sglang_crashkit.model.snapshot import parse
 from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -57,7 +57,7 @@ class Collected:
         process = self.process(title)
         return (self.folder / f"{tool}_{self.document['host']}_{process['pid']}.txt").read_text()
 
-    def moments(self, title: str) -> list[ProcessSnapshot]:
+    def moments(self, title: str) -> list[Sample]:
         """Return what each snapshot has of a process."""
         rounds = [parse((self.folder / name).read_bytes()) for name in self.document["snapshots"]]
         return [one for each in rounds for one in each.processes if one.title == title]
@@ -173,8 +173,8 @@ def tell(server: Server, folder: Path) -> Story:
 
 
 def _waits(pid: int) -> bool:
-    (photograph,) = photograph_all([pid], COLLECT_TIMEOUT_S)
-    thread = main_thread(photograph.threads or (), pid)
+    (sample,) = sample_all([pid], COLLECT_TIMEOUT_S)
+    thread = main_thread(sample.threads, pid)
     return thread is not None and bool(thread.frames) and "torch/distributed" in thread.frames[0].file
 
 

@@ -97,7 +97,7 @@ def test_when_the_rank_goes_on_the_request_is_answered_and_the_incident_says_so(
     ("way", "state", "words", "how"),
     [
         ("spin", "R", "was in spin (sitecustomize.py", "spun there, busy all the time."),
-        ("hold_gil", "S", "was in hold_gil (sitecustomize.py", "holding the interpreter lock in native code"),
+        ("hold_gil", "S", "was in hold_gil (sitecustomize.py", "holding the GIL in native code"),
         ("sleep_in_kernel", "D", "is in uninterruptible sleep (state D)", ""),
     ],
 )

@@ -14,8 +14,8 @@ import pytest
 
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.capture.pyspy import photograph_all
-from sglang_crashkit.model.stacks import main_thread
+from sglang_crashkit.capture.pyspy import sample_all
+from sglang_crashkit.model.sample import main_thread
 from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -99,8 +99,8 @@ def pid_of(server: Server, rank: str) -> int:
 def is_in(pid: int, function: str) -> bool:
     """Say whether a process is in a function of torch's groups."""
     time.sleep(0.1)
-    (photograph,) = photograph_all([pid], COLLECT_S)
-    thread = main_thread(photograph.threads or (), pid)
+    (sample,) = sample_all([pid], COLLECT_S)
+    thread = main_thread(sample.threads, pid)
     leaf = thread.frames[0] if thread is not None and thread.frames else None
     return leaf is not None and "torch/distributed" in leaf.file and leaf.function == function
 
@@ -130,7 +130,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def test_the_rank_that_the_other_one_waits_for_in_the_store_is_named(story: Story) -> None:
-    assert (story.held["kind"], story.held["level"]) == ("odd", "supported")
+    assert (story.held["kind"], story.held["level"]) == ("outlier", "supported")
     (named,) = story.held["named"]
     assert (named["title"], named["pid"]) == (RANKS[1], story.pids[RANKS[1]])
     assert named["doing"].startswith("was in hold (sitecustomize.py:")

@@ -20,7 +20,8 @@ from integration.hang_story import CHUNK, HANG_SECS, LONG, QUIET_SECS, VICTIM, W
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.model.snapshot import ProcessSnapshot, parse
+from sglang_crashkit.model.sample import Sample
+from sglang_crashkit.model.snapshot import parse
 from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -65,7 +66,7 @@ class Story:
     events: list[dict[str, Any]] = field(default_factory=list)
     status: int | None = None
 
-    def moments(self, title: str) -> list[ProcessSnapshot]:
+    def moments(self, title: str) -> list[Sample]:
         """Return what each snapshot has of a process."""
         folder = Path(self.snapshots["output_dir"])
         rounds = [parse(path.read_bytes()) for path in sorted(folder.glob("snapshot_*.json"))]
@@ -148,7 +149,7 @@ def test_nothing_that_is_no_hang_is_taken_for_one(story: Story) -> None:
 def test_the_hang_is_seen_in_time_and_the_stopped_rank_is_named(story: Story) -> None:
     # The goal is 15 s more than the limit; a machine that is busy with other tests has more.
     assert HANG_SECS < story.hang_secs < HANG_SECS + 60
-    assert f"{VICTIM} (pid {story.pids[VICTIM]}) was stopped (state T)" in story.hang["text"]
+    assert f"{VICTIM} (pid {story.pids[VICTIM]}) is stopped (state T)" in story.hang["text"]
     assert WAITING not in story.hang["text"]
     assert story.hang["level"] == "supported"
     assert {rank["title"]: rank["manner"] for rank in story.hang["ranks"]}[VICTIM] == "stopped"
@@ -225,7 +226,7 @@ def test_with_its_key_a_paused_server_is_no_hang_and_the_stopped_rank_is_named(k
     assert keyed.calm == ["watching", "serving"]
     kinds = [event["event"] for event in keyed.events[True]]
     assert kinds == [*keyed.calm, "hang", "snapshots", "verdict"]
-    assert f"{VICTIM} (pid {keyed.victim}) was stopped (state T)" in keyed.hang[True]["text"]
+    assert f"{VICTIM} (pid {keyed.victim}) is stopped (state T)" in keyed.hang[True]["text"]
 
 
 @pytest.mark.wide
@@ -233,7 +234,7 @@ def test_without_its_key_the_option_is_named_once_and_a_hang_is_told_nevertheles
     (problem,) = [event["text"] for event in keyed.events[False] if event["event"] == "problem"]
     assert "/server_info is answered with 401" in problem
     assert problem.endswith("next: give its key with --api-key-file")
-    assert f"{VICTIM} (pid {keyed.victim}) was stopped (state T)" in keyed.hang[False]["text"]
+    assert f"{VICTIM} (pid {keyed.victim}) is stopped (state T)" in keyed.hang[False]["text"]
 
 
 @pytest.mark.wide

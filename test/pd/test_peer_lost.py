@@ -282,7 +282,7 @@ def test_what_the_other_server_waits_for_is_named_from_outside_too(parting: Part
         "is gone: there before, and not at the last look.": parting.gone,
     }
     for words, verdict in told.items():
-        assert (verdict["kind"], verdict["level"]) == ("odd", "established")
+        assert (verdict["kind"], verdict["level"]) == ("outlier", "established")
         (named,) = verdict["named"]
         assert (named["pid"], named["side"]) == (parting.dead_rank, parting.victim)
         name = f"sglang::scheduler (pid {parting.dead_rank}) of the {parting.victim} side"

@@ -22,8 +22,8 @@ from lanelib.servers import Server
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.slurm_place import Place, place_of
-from sglang_crashkit.model.snapshot import ProcessSnapshot, parse
-from sglang_crashkit.model.stacks import main_thread
+from sglang_crashkit.model.sample import Sample, main_thread
+from sglang_crashkit.model.snapshot import parse
 from slurm.cluster import NODES, Cluster
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1500)]
@@ -58,7 +58,7 @@ class Story:
         (found,) = [node for node in self.document["nodes"] if node["node"] == name]
         return found
 
-    def last(self, name: str) -> ProcessSnapshot:
+    def last(self, name: str) -> Sample:
         """What the last round saw of the rank on a node."""
         path = max((self.output / name).glob("snapshot_*.json"))
         (found,) = [one for one in parse(path.read_text()).processes if one.pid == self.pids[name]]

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sglang_crashkit.analysis.grouping import group_of, split_replicas
-from sglang_crashkit.analysis.groups import Finding, doubt_alone, judge_group
+from sglang_crashkit.analysis.groups import (
+    Finding,
+    doubt_alone,
+    find_outlier,
+    judge_group,
+    judge_untitled,
+    name_untitled,
+    untitled_role,
+)
 from sglang_crashkit.analysis.member import Member, describe
-from sglang_crashkit.analysis.outliers import find_odd
-from sglang_crashkit.analysis.rank_set import Rank, Scope, scope_of
+from sglang_crashkit.analysis.ranks import Rank, Scope, group_of, scope_of, split_replicas
 from sglang_crashkit.analysis.sightings import Seen, Sightings
-from sglang_crashkit.analysis.untitled import ROLE, judge_untitled, name_untitled, untitled_role
+from sglang_crashkit.analysis.stack_tree import PrefixTree, format_tree
 from sglang_crashkit.model.incident import Level
-from sglang_crashkit.model.snapshot import Problem, ProcessSnapshot
+from sglang_crashkit.model.sample import Sample
+from sglang_crashkit.model.snapshot import Problem
 
 SCHEMA_VERSION = 1
 
 _LEVELS: dict[Level, int] = {"established": 0, "supported": 1, "unknown": 2}
-_KINDS = ("odd", "waiting", "unclear", "moving", "idle")
+#: The role of a process that multiprocessing spawned and that has no title; see `titles.role_of`.
+_UNTITLED = "starting"
+_KINDS = ("outlier", "waiting", "unclear", "moving", "idle")
 #: Beside the schedulers, those without which no request is answered; a compiler or another helper comes and goes.
 _NEEDED = frozenset({"server", "detokenizer", "detokenizer_router", "data_parallel_controller", "tokenizer_worker"})
-_MOST_STATEMENTS = 3
+_MAX_STATEMENTS = 3
+#: Groups that are told one by one, and names of those to be looked at.
+_MAX_GROUPS, _MAX_NAMED = 8, 8
+_MAX_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
@@ -83,12 +95,17 @@ def explain(sightings: Sightings) -> Explanation:
     # What is less certain than the first is evidence, and not part of the verdict.
     telling = [f for f in findings if (f.kind, f.level) == (first.kind, first.level)]
     texts = [f"{finding.group}: {finding.statement}" if finding.group else finding.statement for finding in telling]
-    if len(texts) > _MOST_STATEMENTS:
-        texts[_MOST_STATEMENTS:] = [f"The same kind of thing is seen of {len(texts) - _MOST_STATEMENTS} more groups."]
-    if first.kind == "odd":
+    if len(texts) > _MAX_STATEMENTS:
+        texts[_MAX_STATEMENTS:] = [f"The same kind of thing is seen of {len(texts) - _MAX_STATEMENTS} more groups."]
+    if first.kind == "outlier":
         texts += [f"{f.group}: {f.statement}" for f in findings if f.kind == "waiting"][:1]
     named = tuple(member for finding in telling for member in finding.named)
     return Explanation(first.kind, " ".join(texts), first.level, named, tuple(findings), problems, len(sightings))
+
+
+def members_of(sightings: Sightings) -> list[Member]:
+    """Return the processes that were seen, in an order that depends on nothing but them."""
+    return [_member(seen, sightings.rounds) for seen in sightings.processes()]
 
 
 def _findings(sightings: Sightings) -> list[Finding]:
@@ -97,18 +114,19 @@ def _findings(sightings: Sightings) -> list[Finding]:
     findings = []
     judged: list[tuple[Scope, Finding, list[Member]]] = []
     sides: set[str | None] = set()
-    for seen in sightings.processes():
-        member = _member(seen, sightings.rounds)
-        sides.add(seen.process.side)
-        role = seen.process.role
-        untitled_as = untitled_role(member) if role == ROLE else None
+    for member in members_of(sightings):
+        process, rank = member.source, member.rank
+        assert rank is not None
+        sides.add(process.side)
+        role = process.role
+        untitled_as = untitled_role(member) if role == _UNTITLED else None
         if role == "scheduler":
-            groups.setdefault(group_of(seen.rank), {}).setdefault(seen.rank, []).append(member)
+            groups.setdefault(group_of(rank), {}).setdefault(rank, []).append(member)
         elif untitled_as == "rank":
-            server = scope_of({name: place for name, place in seen.rank.scope if name != "role"})
+            server = scope_of({name: place for name, place in rank.scope if name != "role"})
             untitled.setdefault(server, []).append(name_untitled(member))
-        elif _is_needed(role, untitled_as, member) and (odd := find_odd([member])) is not None:
-            findings.append(Finding("", "odd", (member,), odd.statement, (), odd.level))
+        elif _is_needed(role, untitled_as, member) and (outlier := find_outlier([member])) is not None:
+            findings.append(Finding("", "outlier", (member,), outlier.statement, (), outlier.level))
     common = set.intersection(*(set(scope) for scope in groups)) if groups else set()
     common = {place for place in common if place[0] != "side"}
     for scope, ranks in groups.items():
@@ -166,7 +184,7 @@ def _judge_stages(judged: list[tuple[Scope, Finding, list[Member]]]) -> list[Fin
         others = ", ".join(findings[other].group for other in stages if other != position)
         text = f"{finding.statement} All of {others} waited meanwhile."
         level: Level = "supported" if all(len(member.seen) > 1 for member in members) else "unknown"
-        findings[position] = replace(finding, kind="odd", named=tuple(members), statement=text, level=level)
+        findings[position] = replace(finding, kind="outlier", named=tuple(members), statement=text, level=level)
     return findings
 
 
@@ -175,6 +193,47 @@ def _importance(finding: Finding) -> tuple[int, int, str]:
 
 
 def _named_to_json(member: Member) -> dict[str, Any]:
-    process: ProcessSnapshot = member.source
+    process: Sample = member.source
     place = {"host": process.host, "pid": process.pid, "title": process.title, "side": process.side}
     return {**place, "doing": describe(member)}
+
+
+def format_explanation(explanation: Explanation, tree: PrefixTree | None = None) -> Iterator[str]:
+    """Yield the explanation line by line.
+
+    Args:
+        explanation: what is told.
+        tree: the merged stacks, which follow where they are given.
+    """
+    yield f"Verdict ({explanation.level}): {explanation.statement}"
+    for member in explanation.named[:_MAX_NAMED]:
+        yield f"Look at: {member.name}"
+    if len(explanation.named) > _MAX_NAMED:
+        yield f"Look at: {len(explanation.named) - _MAX_NAMED} more"
+    yield from _format_groups(explanation.findings)
+    if explanation.problems:
+        yield ""
+        yield "Not collected:"
+    for problem in explanation.problems[:_MAX_PROBLEMS]:
+        yield f"  {problem.what}: {problem.why}" + (f"; next: {problem.next}" if problem.next else "")
+    if len(explanation.problems) > _MAX_PROBLEMS:
+        yield f"  {len(explanation.problems) - _MAX_PROBLEMS} more"
+    if tree is not None and tree.root.children:
+        yield ""
+        # Threads of native libraries, such as NCCL's, have no such stacks.
+        yield "Python stacks of all threads, outermost call first, what the fewest ranks do first:"
+        yield from (f"  {line}" for line in format_tree(tree))
+
+
+def _format_groups(findings: tuple[Finding, ...]) -> Iterator[str]:
+    for finding in findings[:_MAX_GROUPS]:
+        if not finding.evidence:
+            continue
+        yield ""
+        yield f"{finding.group or 'Evidence'} ({finding.kind}, {finding.level}):"
+        yield from (f"  {line}" for line in finding.evidence)
+    if len(findings) > _MAX_GROUPS:
+        left = findings[_MAX_GROUPS:]
+        kinds = ", ".join(f"{sum(f.kind == kind for f in left)} {kind}" for kind in dict.fromkeys(f.kind for f in left))
+        yield ""
+        yield f"{len(left)} more groups: {kinds}"

@@ -1,22 +1,65 @@
-"""Judge one parallel group: who is to be looked at, or why nobody is."""
+"""Judge the ranks of one parallel group, which work together: who is to be looked at, or why nobody is.
+
+One that is gone, stopped or in uninterruptible sleep is plain to see. Of the rest, most wait in a collective or for
+their GPU, in the call in which they would also be if nothing were wrong; the few that are elsewhere are those to look
+at. Where all wait, the few that do so elsewhere than most are. Where neither is the case, nobody is named.
+
+Of one without a stack nothing is known: it may be the one. So it makes less certain whoever is named, and is told of.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sglang_crashkit.analysis.member import Member, Sight, describe, describe_several, name_members
-from sglang_crashkit.analysis.outliers import Odd, find_astray, find_odd
+from sglang_crashkit.analysis.member import (
+    Member,
+    be,
+    describe,
+    describe_several,
+    describe_some,
+    is_for_requests,
+    motion_words,
+    name_members,
+)
+from sglang_crashkit.analysis.waits import bare_name
 from sglang_crashkit.model.incident import Level
 
-#: ``odd``: somebody stands out; ``waiting``: all wait, and nobody does; ``idle``: they wait for requests; ``moving``:
-#: they go on; ``unclear``: none of that.
-FindingKind = Literal["odd", "waiting", "idle", "moving", "unclear"]
+#: ``outlier``: somebody stands out; ``waiting``: all wait, and nobody does; ``idle``: they wait for requests;
+#: ``moving``: they go on; ``unclear``: none of that.
+FindingKind = Literal["outlier", "waiting", "idle", "moving", "unclear"]
 
+#: Of a process that multiprocessing spawned and that has no title. ``rank``: it runs a scheduler, or nothing says that
+#: it runs anything else; ``worker``: it runs something else of SGLang's, such as the detokenizer; ``helper``: something
+#: else, which may come and go.
+UntitledRole = Literal["rank", "worker", "helper"]
+
+#: To tell an outlier from the rest, the rest must be more than one.
+_MIN_TO_COMPARE = 3
 _NO_HANG = ": no hang is seen."
 #: Of the others of a group, this many different things are told.
-_MOST_EVIDENCE = 6
+_MAX_EVIDENCE = 6
+#: What SGLang lets multiprocessing call in the processes that it spawns.
+_ENTRY = re.compile(r"run_\w+_process(_\w+)?")
+_RANK_ENTRY = re.compile(r"run_scheduler_process(_\w+)?")
+_NO_TITLES = "Processes without titles do not tell their ranks, so those of different groups may be among them."
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """Who is to be looked at.
+
+    Attributes:
+        members: they; of those that are alike the first one first.
+        statement: what is seen, one sentence, and another one where some were not seen.
+        level: how well that is supported; ``established`` is what the kernel says of them.
+    """
+
+    members: tuple[Member, ...]
+    statement: str
+    level: Level
 
 
 @dataclass(frozen=True)
@@ -26,7 +69,7 @@ class Finding:
     Attributes:
         group: its name, empty where it is the only one.
         kind: see `FindingKind`.
-        named: who is to be looked at; empty where nobody stands out.
+        named: who is to be looked at; empty where no single rank looks responsible.
         statement: what is seen, in one or two sentences.
         evidence: what it rests on, a sentence each.
         level: how well it is supported.
@@ -50,20 +93,19 @@ def judge_group(name: str, members: Sequence[Member]) -> Finding:
         members: its processes, of which there is at least one.
     """
     evidence = _evidence(members)
-    all_wait = all(member.waits() for member in members)
-    odd = find_odd(members) or find_astray(members)
-    if odd is not None and odd.level == "established":
-        return Finding(name, "odd", odd.members, odd.statement, evidence, odd.level)
+    outlier = find_outlier(members) or _find_astray(members)
+    if outlier is not None and outlier.level == "established":
+        return Finding(name, "outlier", outlier.members, outlier.statement, evidence, outlier.level)
     if _are_idle(members):
         text = f"{name_members(members)} waited for {_awaited(members)}, as when there are none{_NO_HANG}"
         return Finding(name, "idle", (), text, evidence, _level(members))
-    if odd is not None and _is_convincing(odd, members):
-        return Finding(name, "odd", odd.members, odd.statement, evidence, odd.level)
-    if all_wait:
+    if outlier is not None and _is_convincing(outlier, members):
+        return Finding(name, "outlier", outlier.members, outlier.statement, evidence, outlier.level)
+    if all(member.waits() for member in members):
         return Finding(name, "waiting", (), _waiting_text(members), evidence, "unknown", waits=True)
     moving = [member for member in members if member.motion() == "moving"]
     if moving:
-        text = f"{name_members(moving)} did different things at different looks{_NO_HANG}"
+        text = f"{name_members(moving)} did different things in different samples{_NO_HANG}"
         return Finding(name, "moving", (), text, evidence, "supported")
     text = _unclear_text(members) if len(members) > 1 else _sentence(members[0])
     return Finding(name, "unclear", (), text, evidence, "unknown")
@@ -81,39 +123,198 @@ def doubt_alone(finding: Finding, members: Sequence[Member], side: str) -> Findi
     """
     missing = f"No process of the {side} side was found"
     finding = replace(finding, evidence=(*finding.evidence, f"{missing}."))
-    works = any(sight.activity.batch for member in members for sight in member.sights)
+    works = any(moment.activity.batch for member in members for moment in member.moments)
     if finding.kind != "idle" and (finding.kind != "moving" or works):
         return finding
     text = f"{finding.statement.removesuffix(_NO_HANG)}. {missing}: whether that hangs, or is gone, is not seen."
     return replace(finding, kind="unclear", statement=text, level="unknown")
 
 
-def _is_convincing(odd: Odd, members: Sequence[Member]) -> bool:
-    """Say whether the odd one keeps the others waiting.
+# -- processes without titles: where setproctitle is missing, and until a rank has got as far as to take its title
 
-    One that goes on does not, unless the others rest meanwhile; and one look at a loop for requests shows nothing.
+
+def untitled_role(member: Member) -> UntitledRole:
+    """Return what a process without a title does for its server, by all samples of it."""
+    entries = _entries(member)
+    if any(_RANK_ENTRY.fullmatch(entry) for entry in entries):
+        return "rank"
+    if entries:
+        return "worker"
+    is_serving = any(moment.activity.kind == "idle" for moment in member.moments)
+    return "helper" if is_serving or member.has_ended() or not member.moments else "rank"
+
+
+def name_untitled(member: Member) -> Member:
+    """Return a rank with a name that says more than its command line."""
+    if not any(_RANK_ENTRY.fullmatch(entry) for entry in _entries(member)):
+        return member
+    return replace(member, name=member.name.replace(member.source.title, "untitled scheduler", 1))
+
+
+def judge_untitled(group: str, members: Sequence[Member]) -> Finding:
+    """Return what is seen of the ranks of one server that have no titles.
+
+    They may be of several groups. Then those of a group that waits for requests, or works, are elsewhere than those of
+    a group that hangs, and are not to be looked at.
+
+    Args:
+        group: its name.
+        members: those that are ranks, see `untitled_role`; at least one.
     """
-    named = {id(member) for member in odd.members}
+    finding = judge_group(group, members)
+    if finding.level == "established" or len(members) == 1:
+        return finding
+    finding = replace(finding, evidence=(*finding.evidence, _NO_TITLES))
+    if finding.kind == "moving" and not all(member.motion() == "moving" for member in members):
+        text = f"{name_members(members)}: some did different things in different samples"
+        text += ", and no single rank looks responsible."
+        return replace(finding, kind="unclear", statement=text, level="unknown")
+    if finding.kind != "outlier":
+        return finding
+    if any(member.motion() == "moving" or all(map(is_for_requests, member.moments)) for member in finding.named):
+        return replace(finding, kind="unclear", named=(), level="unknown")
+    # What has not got as far as to run a scheduler may never do so.
+    is_certain = all(_entries(member) for member in members)
+    return finding if is_certain else replace(finding, level="unknown")
+
+
+def _entries(member: Member) -> set[str]:
+    names = (bare_name(frame) for moment in member.moments for frame in moment.frames)
+    return {name for name in names if _ENTRY.fullmatch(name)}
+
+
+# -- who stands out
+
+
+def find_outlier(members: Sequence[Member]) -> Outlier | None:
+    """Return who stands out in a group and does not wait for others, None where nobody does.
+
+    Args:
+        members: of one group; in the order in which they are named where several stand out alike.
+    """
+    return _find_by_kernel(members) or _find_elsewhere(members) or _find_different(members)
+
+
+def _find_by_kernel(members: Sequence[Member]) -> Outlier | None:
+    if gone := _all_that(members, Member.has_ended):
+        text = f"{name_members(gone)} {be(gone)} gone: there before, and not in the last sample."
+        return Outlier(gone, text, "established")
+    if stopped := _all_that(members, lambda member: member.always("stopped")):
+        text = f"{name_members(stopped)} {be(stopped)} stopped (state T) until somebody sends SIGCONT."
+        return Outlier(stopped, text, "established")
+    # A healthy process is in D for a moment now and then, so one sample says nothing.
+    held = _all_that(members, lambda member: member.always("traced")) or _all_that(
+        members, lambda member: len(member.moments) > 1 and member.always("disk_sleep")
+    )
+    if held and held[0].last is not None:
+        # The words say by whom it is held, or where it sleeps.
+        words = held[0].last.words.removeprefix("was ")
+        return Outlier(held, f"{name_members(held)} {be(held)} {words}.", "established")
+    return None
+
+
+def _find_elsewhere(members: Sequence[Member]) -> Outlier | None:
+    seen = [member for member in members if member.seen]
+    waiting = [member for member in seen if member.waits()]
+    elsewhere = tuple(member for member in seen if not member.waits())
+    if not waiting or not elsewhere or 2 * len(seen) <= len(members):
+        return None
+    if len(elsewhere) > 1 and len(elsewhere) >= len(waiting):
+        return None
+    return Outlier(elsewhere, _while(elsewhere, waiting, "waited in") + _unseen_text(members), _level(members))
+
+
+def _find_different(members: Sequence[Member]) -> Outlier | None:
+    seen = [member for member in members if member.seen]
+    places = _by_place(seen)
+    if len(seen) < _MIN_TO_COMPARE or 2 * len(seen) <= len(members) or len(places) != 2:
+        return None
+    few, many = sorted(places.values(), key=len)
+    if len(few) == len(many) or any(member.waits() for member in few):
+        return None
+    return Outlier(tuple(few), _while(few, many, "were all in") + _unseen_text(members), _level(members))
+
+
+def _find_astray(members: Sequence[Member]) -> Outlier | None:
+    """Return who waits elsewhere than most of a group, all of which wait; None where there is nobody.
+
+    One sample of a server at work finds some ranks a call ahead of others, so it takes two in which nobody moved.
+    """
+    seen = [member for member in members if member.seen]
+    if not all(member.waits() and member.motion() not in ("moving", "unknown") for member in seen):
+        return None
+    place, many = max(_by_place(seen).items(), key=lambda item: len(item[1]), default=(frozenset(), []))
+    # A GPU that waits may have been given the collective before: most are to be where they wait for one another.
+    if not place or 2 * len(many) <= len(members) or not all(member.always("collective", "store") for member in many):
+        return None
+    few = tuple(member for member in seen if member.innermost() != place)
+    if not few:
+        return None
+    text = f"{_while(few, many, 'waited in')} All wait, and not in the same call."
+    return Outlier(few, text + _unseen_text(members), _level(members))
+
+
+def _by_place(members: Sequence[Member]) -> dict[frozenset[tuple[str, str]], list[Member]]:
+    places: dict[frozenset[tuple[str, str]], list[Member]] = {}
+    for member in members:
+        places.setdefault(member.innermost(), []).append(member)
+    return places
+
+
+def _is_convincing(outlier: Outlier, members: Sequence[Member]) -> bool:
+    """Say whether the outlier keeps the others waiting.
+
+    One that goes on does not, unless the others rest meanwhile; and one sample of a loop for requests shows nothing.
+    """
+    named = {id(member) for member in outlier.members}
     others = [member for member in members if member.seen and id(member) not in named]
-    if all(len(member.sights) == 1 for member in members):
-        sights = [sight for member in members for sight in member.sights]
-        return any(s.activity.batch for s in sights) or not any(map(is_for_requests, sights))
-    return not any(member.motion() == "moving" for member in odd.members) or all(member.rests() for member in others)
+    if all(len(member.moments) == 1 for member in members):
+        moments = [moment for member in members for moment in member.moments]
+        return any(s.activity.batch for s in moments) or not any(map(is_for_requests, moments))
+    is_moving = any(member.motion() == "moving" for member in outlier.members)
+    return not is_moving or all(member.rests() for member in others)
 
 
 def _are_idle(members: Sequence[Member]) -> bool:
-    sights = [sight for member in members for sight in member.sights]
-    if not sights or any(sight.activity.batch or not sight.activity.function for sight in sights):
+    moments = [moment for member in members for moment in member.moments]
+    if not moments or any(moment.activity.batch or not moment.activity.function for moment in moments):
         return False
     if not all(_takes_requests(member) for member in members):
         return False
     # One that never left a function of the loop may be stuck in it, and those that wait for each other as well: what
     # tells is a sign of life of one that is not itself in doubt.
-    clear = [member for member in members if member.motion() == "moving" or all(map(is_for_requests, member.sights))]
+    clear = [member for member in members if member.motion() == "moving" or all(map(is_for_requests, member.moments))]
     return any(
-        member.always("idle") or member.motion() == "moving" or len(member.sights) == 1 or not member.rests()
+        member.always("idle") or member.motion() == "moving" or len(member.moments) == 1 or not member.rests()
         for member in clear
     )
+
+
+def _takes_requests(member: Member) -> bool:
+    requests = [moment.activity.requests or is_for_requests(moment) for moment in member.moments]
+    return all(requests) or (member.motion() == "moving" and any(requests))
+
+
+def _all_that(members: Sequence[Member], is_so: Callable[[Member], bool]) -> tuple[Member, ...]:
+    return tuple(member for member in members if is_so(member))
+
+
+def _level(members: Iterable[Member]) -> Level:
+    # What one sample shows may have been over a moment later.
+    return "supported" if all(len(member.seen) > 1 for member in members) else "unknown"
+
+
+# -- in words
+
+
+def _while(few: Sequence[Member], many: Sequence[Member], words: str) -> str:
+    where = many[0].seen[0].activity.function
+    return f"{describe_some(few)}, while {name_members(many)} {words} {where}."
+
+
+def _unseen_text(members: Sequence[Member]) -> str:
+    unseen = [member for member in members if not member.seen]
+    return f" Of {name_members(unseen)} no stack was seen." if unseen else ""
 
 
 def _awaited(members: Sequence[Member]) -> str:
@@ -122,70 +323,43 @@ def _awaited(members: Sequence[Member]) -> str:
     return "requests or for the other side of its pair" if is_of_pair else "requests"
 
 
-def _takes_requests(member: Member) -> bool:
-    requests = [sight.activity.requests or is_for_requests(sight) for sight in member.sights]
-    return all(requests) or (member.motion() == "moving" and any(requests))
-
-
-def is_for_requests(sight: Sight) -> bool:
-    """Say whether a process waited for, or passed on, new requests at this look."""
-    activity = sight.activity
-    return activity.kind == "idle" or (activity.kind in ("collective", "socket", "gil_wait") and activity.requests)
-
-
 def _waiting_text(members: Sequence[Member]) -> str:
     places: dict[str, list[Member]] = {}
     for member in members:
-        words = dict.fromkeys(sight.activity.words for sight in member.seen)
+        words = dict.fromkeys(moment.activity.words for moment in member.seen)
         places.setdefault(" and ".join(list(words)[:3]), []).append(member)
     if len(members) == 1:
         return f"{_sentence(members[0])} For whom is not seen."
-    told = "; ".join(f"{name_members(some)} {words}" for words, some in list(places.items())[:_MOST_EVIDENCE])
+    told = "; ".join(f"{name_members(some)} {words}" for words, some in list(places.items())[:_MAX_EVIDENCE])
     ending = "all wait, for one another or for somebody who is not seen" if len(places) == 1 else "each waits elsewhere"
-    return f"{told}: {ending}, and nobody stands out."
+    return f"{told}: {ending}, and no single rank looks responsible."
 
 
 def _unclear_text(members: Sequence[Member]) -> str:
     seen = [member for member in members if member.seen]
     unseen = [member for member in members if not member.seen]
-    if not unseen:
-        return f"{name_members(members)}: nobody stands out."
-    missing = f"Of {name_members(unseen)} no stack was seen"
-    if seen and all(member.waits() for member in seen):
-        return f"{_waiting_text(seen)} {missing}: for {'it' if len(unseen) == 1 else 'them'} the others may wait."
-    return f"{name_members(members)}: nobody stands out. {missing}."
+    nobody = f"{name_members(members)}: no single rank looks responsible."
+    if unseen and seen and all(member.waits() for member in seen):
+        whom = "it" if len(unseen) == 1 else "them"
+        missing = f"Of {name_members(unseen)} no stack was seen: for {whom} the others may wait."
+        return f"{_waiting_text(seen)} {missing}"
+    return nobody + _unseen_text(members)
 
 
 def _evidence(members: Sequence[Member]) -> tuple[str, ...]:
     """Return what the members did, those alike together, the rarest first."""
     alike: dict[tuple[str, str], list[Member]] = {}
     for member in members:
-        last = member.sights[-1].activity.words if member.sights else "is known from before only"
+        last = member.moments[-1].activity.words if member.moments else "is known from before only"
         alike.setdefault((last, member.motion()), []).append(member)
     groups = sorted(alike.values(), key=len)
-    lines = [_sentence(some[0]) if len(some) == 1 else f"{describe_several(some)}." for some in groups[:_MOST_EVIDENCE]]
-    if len(groups) > _MOST_EVIDENCE:
-        lines.append(f"{sum(len(some) for some in groups[_MOST_EVIDENCE:])} more did other things.")
+    lines = [_sentence(some[0]) if len(some) == 1 else f"{describe_several(some)}." for some in groups[:_MAX_EVIDENCE]]
+    if len(groups) > _MAX_EVIDENCE:
+        lines.append(f"{sum(len(some) for some in groups[_MAX_EVIDENCE:])} more did other things.")
     return tuple(lines)
 
 
 def _sentence(member: Member) -> str:
-    if not member.sights:
+    if not member.moments:
         return f"{member.name} is known from before only."
     return f"{member.name} {describe(member)}{motion_words(member)}."
-
-
-def motion_words(member: Member) -> str:
-    """Return what its looks say together, as the end of a sentence about it; empty where they say nothing."""
-    motion = member.motion()
-    if motion == "moving":
-        common = member.common_function()
-        return f"; it moved below {common}" if common else "; it moved"
-    # One that waits may be busy with waiting.
-    if motion == "unknown" or member.waits():
-        return ""
-    return "; it was stuck there" if motion == "still" else "; it spun there, busy all the time"
-
-
-def _level(members: Iterable[Member]) -> Level:
-    return "supported" if all(len(member.seen) > 1 for member in members) else "unknown"

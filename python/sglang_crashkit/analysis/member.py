@@ -1,4 +1,4 @@
-"""One process as it is compared with others: what it did at each look, and whether it moved between them."""
+"""One process as it is compared with others: what it did in each sample, and whether it moved between them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sglang_crashkit.analysis.rank_set import Rank, RankSet
-from sglang_crashkit.analysis.states import WAITS_FOR_OTHERS, Activity
-from sglang_crashkit.model.stacks import Frame
+from sglang_crashkit.analysis.ranks import Rank, RankSet
+from sglang_crashkit.analysis.waits import WAITS_FOR_OTHERS, Activity
+from sglang_crashkit.model.sample import Frame
 
-#: What the looks at a process say together. ``still``: the same functions and hardly any CPU time; ``spinning``: the
-#: same functions and much of it; ``moving``: other functions; ``unknown``: there are not two looks with a stack.
+#: What the samples of a process say together. ``still``: the same functions and hardly any CPU time; ``spinning``: the
+#: same functions and much of it; ``moving``: other functions; ``unknown``: there are not two samples with a stack.
 Motion = Literal["still", "spinning", "moving", "unknown"]
+
+#: The same with what the kernel says of it: ``gone``, ``stopped``, ``traced``, ``asleep`` in the kernel.
+Manner = Literal["gone", "stopped", "traced", "asleep", "still", "spinning", "moving", "unknown"]
+_BY_KERNEL: dict[str, Manner] = {"stopped": "stopped", "traced": "traced", "disk_sleep": "asleep"}
 
 #: Shares of one CPU above which a process is busy, and below which it rests.
 _BUSY, _RESTING = 0.5, 0.05
-_MOST_NAMES = 8
+_MAX_NAMES = 8
 #: Of several that did different things, so many are told.
-_MOST_TOLD = 4
+_MAX_TOLD = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """What one look saw.
+class Moment:
+    """What one sample shows, as far as it is compared.
 
     Attributes:
         state: the letter that ``/proc`` has for the state of its main thread; empty where it is not known.
@@ -48,53 +52,53 @@ class Member:
 
     Attributes:
         name: what it is called in sentences.
-        sights: what each look saw, in order of time; none of one that is only known to have been there.
+        moments: what each sample shows, in order of time; none of one that is only known to have been there.
         rank: its place among many, None where it is called by its name alone.
-        is_gone: it was there before and no more at the last look.
+        is_gone: it was there before and no more in the last sample.
         source: what it stands for.
     """
 
     name: str
-    sights: tuple[Sight, ...]
+    moments: tuple[Moment, ...]
     rank: Rank | None = None
     is_gone: bool = False
     source: Any = None
 
     @property
-    def seen(self) -> tuple[Sight, ...]:
-        """The looks with a stack, or with native frames that tell as much."""
-        return tuple(sight for sight in self.sights if sight.activity.function)
+    def seen(self) -> tuple[Moment, ...]:
+        """Those with a stack, or with native frames that tell as much."""
+        return tuple(moment for moment in self.moments if moment.activity.function)
 
     @property
     def last(self) -> Activity | None:
-        """What it did last, None where no look tells."""
-        return self.sights[-1].activity if self.sights else None
+        """What it did last, None where no sample tells."""
+        return self.moments[-1].activity if self.moments else None
 
     def has_ended(self) -> bool:
-        """Say whether it was there before and no more, or only as a zombie, at the last look."""
+        """Say whether it was there before and no more, or only as a zombie, in the last sample."""
         return self.is_gone or (self.last is not None and self.last.kind == "gone")
 
     def always(self, *kinds: str) -> bool:
-        """Say whether it was in one of these states at each look."""
-        return bool(self.sights) and all(sight.activity.kind in kinds for sight in self.sights)
+        """Say whether it was in one of these states in each sample."""
+        return bool(self.moments) and all(moment.activity.kind in kinds for moment in self.moments)
 
     def waits(self) -> bool:
         """Say whether it waited for others whenever its stack was seen."""
-        return bool(self.seen) and all(sight.activity.kind in WAITS_FOR_OTHERS for sight in self.seen)
+        return bool(self.seen) and all(moment.activity.kind in WAITS_FOR_OTHERS for moment in self.seen)
 
     def cpu_used(self) -> float:
-        """Return the CPU time that it used from the first look to the last, in seconds."""
-        return self.sights[-1].cpu_secs - self.sights[0].cpu_secs if self.sights else 0.0
+        """Return the CPU time that it used from the first sample to the last, in seconds."""
+        return self.moments[-1].cpu_secs - self.moments[0].cpu_secs if self.moments else 0.0
 
     def seconds(self) -> float:
-        """Return the time from the first look to the last, in seconds; 0 where it is not known."""
-        return max(0.0, self.sights[-1].time - self.sights[0].time) if self.sights else 0.0
+        """Return the time from the first sample to the last, in seconds; 0 where it is not known."""
+        return max(0.0, self.moments[-1].time - self.moments[0].time) if self.moments else 0.0
 
     def motion(self) -> Motion:
-        """Compare the looks."""
+        """Compare its moments."""
         if len(self.seen) < 2:
             return "unknown"
-        if len({_functions(sight.frames) for sight in self.seen}) > 1:
+        if len({_functions(moment.frames) for moment in self.seen}) > 1:
             return "moving"
         return "spinning" if self.cpu_used() >= _BUSY * self.seconds() > 0 else "still"
 
@@ -102,17 +106,30 @@ class Member:
         """Say whether it stayed in the same functions all the time and used hardly any CPU time."""
         return self.motion() == "still" and self.cpu_used() <= _RESTING * self.seconds()
 
-    def is_alike(self, other: Member) -> bool:
-        """Say whether both were in the same innermost functions."""
-        return self.innermost() == other.innermost()
+    def manner(self) -> Manner:
+        """Return in a word how it fared, by the kernel's word first."""
+        if self.has_ended():
+            return "gone"
+        return next((manner for kind, manner in _BY_KERNEL.items() if self.always(kind)), None) or self.motion()
+
+    def stands(self) -> bool:
+        """Say whether it does not go on: held by the kernel, or at one line all the time, at rest or busy.
+
+        One that is in its loop for requests goes on, as far as can be seen.
+        """
+        if self.manner() in ("gone", "stopped", "traced", "asleep"):
+            return True
+        if len({moment.frames for moment in self.seen}) != 1 or any(is_for_requests(moment) for moment in self.seen):
+            return False
+        return self.rests() or self.motion() == "spinning"
 
     def innermost(self) -> frozenset[tuple[str, str]]:
-        """Return the innermost function, with its file, of each look that has one."""
-        return frozenset((sight.frames[0].function, sight.frames[0].file) for sight in self.seen if sight.frames)
+        """Return the innermost function, with its file, of each sample that has one."""
+        return frozenset((moment.frames[0].function, moment.frames[0].file) for moment in self.seen if moment.frames)
 
     def common_function(self) -> str:
-        """Return the innermost call that all looks have in common, empty where there is none."""
-        stacks = [tuple(reversed(sight.frames)) for sight in self.seen]
+        """Return the innermost call that all moments have in common, empty where there is none."""
+        stacks = [tuple(reversed(moment.frames)) for moment in self.seen]
         common = ""
         for frames in zip(*stacks, strict=False):
             if any((frame.function, frame.file) != (frames[0].function, frames[0].file) for frame in frames):
@@ -121,7 +138,13 @@ class Member:
         return common
 
 
-def name_some(names: Sequence[str], most: int = _MOST_NAMES) -> str:
+def is_for_requests(moment: Moment) -> bool:
+    """Say whether a process waited for, or passed on, new requests at this moment."""
+    activity = moment.activity
+    return activity.kind == "idle" or (activity.kind in ("collective", "socket", "gil_wait") and activity.requests)
+
+
+def name_some(names: Sequence[str], most: int = _MAX_NAMES) -> str:
     """Return the names as part of a sentence, at most `most` of them."""
     shown = list(names[:most])
     if len(names) > most:
@@ -145,26 +168,26 @@ def be(members: Sequence[Member], *, past: bool = False) -> str:
 
 def describe(member: Member) -> str:
     """Return what it was seen doing, without its name and a full stop."""
-    words = list(dict.fromkeys(sight.activity.words for sight in member.seen or member.sights))
-    functions = list(dict.fromkeys(sight.activity.function for sight in member.seen))
+    words = list(dict.fromkeys(moment.activity.words for moment in member.seen or member.moments))
+    functions = list(dict.fromkeys(moment.activity.function for moment in member.seen))
     if len(functions) > 1:
         words = [f"was in {' and '.join(_some(functions))}"]
     elif len(words) > 1:
-        # The last look, at which native stacks are taken, tells most.
+        # The last one, with which native stacks are taken, tells most.
         words = words[-1:]
-    looks = f" at {len(member.sights)} looks" if len(member.sights) > 1 else ""
-    cpu = f" and used {member.cpu_used():.1f} s of CPU time meanwhile" if len(member.sights) > 1 else ""
-    return f"{words[0] if words else 'was not seen'}{looks}{cpu}"
+    samples = f" in {len(member.moments)} samples" if len(member.moments) > 1 else ""
+    cpu = f" and used {member.cpu_used():.1f} s of CPU time meanwhile" if len(member.moments) > 1 else ""
+    return f"{words[0] if words else 'was not seen'}{samples}{cpu}"
 
 
 def describe_several(members: Sequence[Member]) -> str:
     """Return who they are and what they were seen doing, which is the same for all, without a full stop."""
-    words = members[0].sights[-1].activity.words if members[0].sights else "are known from before only"
+    words = members[0].moments[-1].activity.words if members[0].moments else "are known from before only"
     words = f"were {words[4:]}" if words.startswith("was ") else words
     used = [member.cpu_used() for member in members]
-    looks = len(members[0].sights)
-    cpu = f" at the last of {looks} looks and used {min(used):.1f} to {max(used):.1f} s of CPU time meanwhile"
-    return f"{name_members(members)} {words}{cpu if looks > 1 else ''}"
+    samples = len(members[0].moments)
+    cpu = f" in the last of {samples} samples and used {min(used):.1f} to {max(used):.1f} s of CPU time meanwhile"
+    return f"{name_members(members)} {words}{cpu if samples > 1 else ''}"
 
 
 def describe_some(members: Sequence[Member]) -> str:
@@ -175,11 +198,11 @@ def describe_some(members: Sequence[Member]) -> str:
     """
     alike: dict[str, list[Member]] = {}
     for member in members:
-        alike.setdefault(member.sights[-1].activity.words, []).append(member)
+        alike.setdefault(member.moments[-1].activity.words, []).append(member)
     groups = list(alike.values())
     told = [f"{some[0].name} {describe(some[0])}" if len(some) == 1 else describe_several(some) for some in groups]
-    if len(told) > _MOST_TOLD:
-        told[_MOST_TOLD:] = [f"{sum(len(some) for some in groups[_MOST_TOLD:])} more did other things"]
+    if len(told) > _MAX_TOLD:
+        told[_MAX_TOLD:] = [f"{sum(len(some) for some in groups[_MAX_TOLD:])} more did other things"]
     return "; ".join(told)
 
 
@@ -189,3 +212,15 @@ def _some(functions: Sequence[str]) -> list[str]:
 
 def _functions(frames: Sequence[Frame]) -> tuple[tuple[str, str], ...]:
     return tuple((frame.function, frame.file) for frame in frames)
+
+
+def motion_words(member: Member) -> str:
+    """Return what its samples say together, as the end of a sentence about it; empty where they say nothing."""
+    motion = member.motion()
+    if motion == "moving":
+        common = member.common_function()
+        return f"; it moved below {common}" if common else "; it moved"
+    # One that waits may be busy with waiting.
+    if motion == "unknown" or member.waits():
+        return ""
+    return "; it was stuck there" if motion == "still" else "; it spun there, busy all the time"

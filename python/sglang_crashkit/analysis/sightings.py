@@ -1,7 +1,7 @@
 """What snapshots show, merged: small for 100,000 ranks, and the same in whatever order they came.
 
-Snapshots are taken in one by one and not kept: of each process stays what each look saw of its main thread, and of the
-Python stacks of all threads the merged tree. Each snapshot is to be taken in once.
+Snapshots are taken in one by one and not kept: of each process stays what each sample shows of its main thread, and of
+the Python stacks of all threads the merged tree. Each snapshot is to be taken in once.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from sglang_crashkit.analysis.grouping import rank_of
-from sglang_crashkit.analysis.member import Sight
-from sglang_crashkit.analysis.rank_set import Rank
+from sglang_crashkit.analysis.member import Moment
+from sglang_crashkit.analysis.ranks import Rank, rank_of
 from sglang_crashkit.analysis.stack_tree import PrefixTree
-from sglang_crashkit.analysis.states import Activity, activity_of
-from sglang_crashkit.model.snapshot import NodeSnapshot, Problem, ProcessSnapshot
-from sglang_crashkit.model.stacks import Frame, main_thread
+from sglang_crashkit.analysis.waits import Activity, activity_of
+from sglang_crashkit.model.sample import Frame, Sample, main_thread
+from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 
 _MOST_CACHED = 1 << 16
 
@@ -29,21 +28,21 @@ class Seen:
         process: who it is by the latest word, without what it did.
         rank: its place among all.
         last: the time of the last round that has it, in seconds since the epoch.
-        sights: what each look saw, in no order; see `in_order`.
-        gone: how many looks did not find it any more.
+        moments: what each sample shows, in no order; see `in_order`.
+        gone: in how many rounds it was not found any more.
     """
 
-    process: ProcessSnapshot
+    process: Sample
     rank: Rank
     last: float
-    sights: list[Sight] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
     gone: int = 0
 
-    def in_order(self) -> tuple[Sight, ...]:
-        """Return what each look saw in order of time."""
-        ordered = sorted(self.sights, key=lambda sight: sight.time)
+    def in_order(self) -> tuple[Moment, ...]:
+        """Return what each sample shows in order of time."""
+        ordered = sorted(self.moments, key=lambda moment: moment.time)
         if any(one.time == other.time for one, other in pairwise(ordered)):
-            ordered.sort(key=lambda sight: (sight.time, repr(sight)))
+            ordered.sort(key=lambda moment: (moment.time, repr(moment)))
         return tuple(ordered)
 
 
@@ -93,11 +92,11 @@ class Sightings:
             for frames in {id(thread.frames): thread.frames for thread in process.threads}.values():
                 self.tree.add(rank, frames)
             if process.state or process.threads or process.native:
-                seen.sights.append(self._sight(process))
+                seen.moments.append(self._moment(process))
             else:
                 seen.gone += 1
 
-    def _identify(self, process: ProcessSnapshot, last: float) -> Seen:
+    def _identify(self, process: Sample, last: float) -> Seen:
         """Return what was seen of a process, named as it was last, in a round at `last`, in seconds since the epoch."""
         key = (process.host, process.pid, process.start_ticks)
         seen = self._seen.get(key)
@@ -112,7 +111,7 @@ class Sightings:
             seen.process = replace(seen.process, time=process.time)
         return seen
 
-    def _sight(self, process: ProcessSnapshot) -> Sight:
+    def _moment(self, process: Sample) -> Moment:
         main = main_thread(process.threads, process.pid)
         native = main_thread(process.native, process.pid)
         frames = main.frames if main else ()
@@ -131,10 +130,10 @@ class Sightings:
                 self._activities.clear()
             known = self._activities[key] = (activity_of(process), frames)
         # With the frames of the first that had them, so that equal ones are kept once.
-        return Sight(process.state, process.cpu_secs, known[0], known[1], process.time, process.problem)
+        return Moment(process.state, process.cpu_secs, known[0], known[1], process.time, process.problem)
 
 
-def _name(process: ProcessSnapshot) -> tuple[object, ...]:
+def _name(process: Sample) -> tuple[object, ...]:
     """Return what may change of a process while it lives, with an order."""
     return (
         process.title,
@@ -146,8 +145,8 @@ def _name(process: ProcessSnapshot) -> tuple[object, ...]:
     )
 
 
-def _without_doings(process: ProcessSnapshot) -> ProcessSnapshot:
-    return ProcessSnapshot(
+def _without_doings(process: Sample) -> Sample:
+    return Sample(
         process.host,
         process.pid,
         process.start_ticks,

@@ -9,26 +9,44 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
-from sglang_crashkit.analysis.busy import find_busy
-from sglang_crashkit.analysis.grouping import groups_of, rank_at
-from sglang_crashkit.analysis.hang import all_stopped, find_suspect, frame_of, tell
-from sglang_crashkit.analysis.member import name_some
-from sglang_crashkit.analysis.states import of_frames
-from sglang_crashkit.analysis.unhealthy import UNHEALTHY, judge_unhealthy
+from sglang_crashkit.analysis.groups import find_outlier, judge_group
+from sglang_crashkit.analysis.member import (
+    Member,
+    Moment,
+    describe,
+    describe_some,
+    motion_words,
+    name_members,
+    name_some,
+)
+from sglang_crashkit.analysis.ranks import groups_of, rank_at
+from sglang_crashkit.analysis.waits import WORK, activity_of, of_frames
 from sglang_crashkit.model.incident import Failure, Incident, Level, ProcessReport, Verdict
-from sglang_crashkit.model.peers import describe
+from sglang_crashkit.model.peers import describe as describe_peers
+from sglang_crashkit.model.sample import Frame, Sample, Thread
 
 FailureKind = Literal["exit", "exception", "hang"]
+
+#: The triggers of an incident of ranks that were busy for longer than anything of theirs takes, and of a server whose
+#: health check failed while no scheduler was silent, or nobody knows whether one was.
+BUSY_TOO_LONG, UNHEALTHY = "busy_too_long", "unhealthy_at_sigterm"
 
 #: Two failures this close, in seconds, may have been noticed in the wrong order.
 _SAME_MOMENT_SECS = 0.005
 #: Of so many process groups the verdict tells what is seen; of the others, the incident does.
-_MOST_COLLECTIVES = 2
+_MAX_COLLECTIVES = 2
 #: Triggers by which the kit itself noticed a silence; upstream's watchdog ends the server, busy or not.
 _NOTICED = ("no_progress", "silent_at_sigterm")
+#: More tokens than upstream lets a batch take in, unless prompts are not cut into chunks.
+_MANY_TOKENS = 16_384
+#: Of so many ranks it is told what holds them.
+_MAX_TOLD = 3
+_CERTAINTY: tuple[Level, ...] = ("established", "supported", "unknown")
+_FRAME = re.compile(r"(?P<function>.*) \((?P<file>.*):(?P<line>\d+)\)")
 _LOST_PEER = re.compile(
     r"connection (closed|reset)|closed by peer|broken pipe|socket timeout|timed out waiting|remote (process|peer)"
     r"|nccl.*(abort|remote|unhandled)|store.*(timeout|closed)|recv(?:value)? failed",
@@ -92,13 +110,13 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
         events: the failures in any order.
     """
     ordered = order_failures(events)
-    lost = describe(incident.peers)
+    lost = describe_peers(incident.peers)
     if lost and not ordered:
         # Who refuses a connection is not there; that others gave it up is their word.
         certain = all(peer.sign == "refused" for peer in incident.peers)
         return Verdict("peer_lost", None, "established" if certain else "supported", " ".join(lost), lost)
     if not ordered and incident.trigger.event == UNHEALTHY:
-        return judge_unhealthy(incident)
+        return _judge_unhealthy(incident)
     if not ordered:
         return Verdict(
             kind="unknown",
@@ -155,7 +173,7 @@ def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Seque
     elif len(hung) == 1:
         named, basis = hung[0], [*silences, *tell(incident.process(hung[0])), *collectives]
     else:
-        text = f"{len(hung)} processes made no progress, and none of them stands out."
+        text = f"{len(hung)} processes made no progress, and no single rank looks responsible."
         basis = [text, *silences, *collectives, *_doings(incident), *_on_gpus(incident), *lost]
         return Verdict("hang", None, "unknown", " ".join(basis), basis)
     basis += [*_doings(incident, without=named), *_on_gpus(incident), *lost]
@@ -163,6 +181,37 @@ def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Seque
     title = process.title if process else incident.trigger.title
     # Who waits is not necessarily whom the others wait for.
     return Verdict("hang", Failure(named, title), "supported", " ".join(basis), basis)
+
+
+def _judge_unhealthy(incident: Incident) -> Verdict:
+    """Return the verdict on an incident of which no failure is known.
+
+    Nothing but the stacks and what the kernel says tell who it is: of the schedulers the outlier of its group, of the
+    other processes one that is stopped, such as a detokenizer.
+
+    Args:
+        incident: with its processes, which were looked at.
+    """
+    ranks = [process for process in incident.processes if process.role == "scheduler" and process.samples]
+    others = [process for process in incident.processes if process.role not in ("scheduler", "helper")]
+    stopped = all_stopped(ranks)
+    if stopped:
+        return Verdict("hang", None, "established", stopped, [stopped])
+    groups = groups_of([(rank_at(process.rank), process) for process in ranks])
+    findings = [judge_group("", [member_of(process) for process in group]) for group in groups]
+    named = [(one.level, one.named[0].source, one.statement) for one in findings if one.named]
+    for process in others:
+        # One alone stands out by nothing but what the kernel says of it.
+        alone = find_outlier([member_of(process)])
+        if alone is not None and alone.level == "established":
+            named.append((alone.level, process, alone.statement))
+    if named:
+        level, process, statement = min(named, key=lambda one: _CERTAINTY.index(one[0]))
+        return Verdict("hang", Failure(process.pid, process.title), level, statement, [statement])
+    name = f"{incident.trigger.title} (pid {incident.trigger.pid})"
+    basis = [f"The health check of {name} had failed, but no process was seen to stand still."]
+    basis += [one.statement for one in findings]
+    return Verdict("unknown", None, "unknown", " ".join(basis), basis)
 
 
 def _silences(incident: Incident, ordered: Sequence[FailureEvent]) -> list[str]:
@@ -187,7 +236,7 @@ def _telling(incident: Incident) -> list[dict[str, Any]]:
 
 
 def _collectives(incident: Incident) -> list[str]:
-    return [str(finding["statement"]) for finding in _telling(incident)[:_MOST_COLLECTIVES]]
+    return [str(finding["statement"]) for finding in _telling(incident)[:_MAX_COLLECTIVES]]
 
 
 def _late_in_collectives(incident: Incident) -> int | None:
@@ -263,3 +312,143 @@ def _consequence(event: FailureEvent, process: ProcessReport) -> str:
         return f"{process.title} (pid {process.pid}) then ended with the process that had started it."
     how = (process.exit.signal or f"exit status {process.exit.code}") if process.exit else "an unknown cause"
     return f"{process.title} (pid {process.pid}) then ended by {how}."
+
+
+# -- a hang
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """The rank that the others wait for, as far as can be seen.
+
+    Attributes:
+        process: its report.
+        statement: what is seen, one sentence.
+    """
+
+    process: ProcessReport
+    statement: str
+
+
+def find_suspect(ranks: Sequence[ProcessReport]) -> Suspect | None:
+    """Return the rank to look at; None where none stands out.
+
+    Args:
+        ranks: those that make no progress, in the order of their last signs of life.
+    """
+    members = [member_of(rank) for rank in ranks]
+    outlier = find_outlier(members)
+    if outlier is None:
+        return None
+    if outlier.level == "established":
+        # What the kernel says of it is all there is to say.
+        return Suspect(outlier.members[0].source, outlier.statement)
+    # One without a stack may be the one, and whoever is named here is named without a level that says so.
+    if not all(member.seen for member in members):
+        return None
+    more = [sentence for member in outlier.members[:_MAX_TOLD] for sentence in _more_of(member)]
+    return Suspect(outlier.members[0].source, " ".join([outlier.statement, *more]))
+
+
+def tell(report: ProcessReport | None) -> list[str]:
+    """Return what one rank alone was seen doing, in sentences; nothing where it was not seen."""
+    member = member_of(report) if report is not None else None
+    if member is None:
+        return []
+    if not member.seen:
+        return _of_lock(member)
+    return [f"{member.name} {describe(member)}.", *_more_of(member)]
+
+
+def all_stopped(ranks: Sequence[ProcessReport]) -> str:
+    """Return what is seen where all of several ranks are stopped, so that none of them stands out; empty otherwise."""
+    members = [member_of(rank) for rank in ranks]
+    if len(members) < 2 or not all(member.always("stopped") for member in members):
+        return ""
+    stopped = f"{name_members(members)} are all stopped (state T) until somebody sends SIGCONT"
+    return f"{stopped}: no single rank looks responsible."
+
+
+def member_of(report: ProcessReport) -> Member:
+    """Return a process of an incident as it is compared with others."""
+    seen = [sample for sample in report.samples if sample.doing]
+    # It has the GIL for a moment now and then.
+    holds_gil = len(seen) > 1 and all(sample.gil == "main" for sample in seen)
+    moments = tuple(_moment(report, one, holds_gil=holds_gil) for one in report.samples if one.state or one.doing)
+    return Member(f"{report.title} (pid {report.pid})", moments, source=report)
+
+
+def _moment(report: ProcessReport, sample: Sample, *, holds_gil: bool) -> Moment:
+    main = sample.main_thread
+    frames = main.frames if main is not None and main.frames else tuple(frame_of(text) for text in sample.doing)
+    threads = (Thread("MainThread", report.pid, False, holds_gil, frames),) if frames else ()
+    wchan = str((report.state or {}).get("wchan") or "")
+    process = replace(sample, pid=report.pid, wchan=wchan, threads=threads)
+    return Moment(sample.state, sample.cpu_secs, activity_of(process), frames, sample.time)
+
+
+def _more_of(member: Member) -> list[str]:
+    """Return in sentences what the samples of one say together."""
+    # The CPU time is that of all threads; a main thread that is asleep in each sample does not use it.
+    sleeps = all(moment.state == "S" for moment in member.moments)
+    is_known = member.seconds() > 0 and not (sleeps and member.motion() == "spinning")
+    motion = motion_words(member).removeprefix("; it ") if is_known else ""
+    return [*([f"{member.name} {motion}."] if motion else []), *_of_lock(member)]
+
+
+def _of_lock(member: Member) -> list[str]:
+    """Return in a sentence that nobody in a process got its GIL, where that is so."""
+    report: ProcessReport = member.source
+    seen = [sample for sample in report.samples if sample.doing or sample.gil]
+    if len(seen) > 1 and all(sample.gil == "taken" for sample in seen):
+        return [f"No other thread of {member.name} got the GIL in time to answer."]
+    return []
+
+
+@lru_cache(maxsize=1024)
+def frame_of(text: str) -> Frame:
+    """Return the frame that `text` is the form of."""
+    found = _FRAME.fullmatch(text)
+    return Frame(found["function"], found["file"], int(found["line"])) if found else Frame(text, "", 0)
+
+
+def find_busy(ranks: Sequence[ProcessReport]) -> str:
+    """Return who is at work, in a sentence; empty where that is not plain.
+
+    What may take minutes and is no hang: a compiler that runs within the rank, such as Triton's, NVRTC or the driver's;
+    the export of a profile; weights that are read; a prompt of very many tokens that is taken in at once. A rank that
+    does the first three uses its CPU or moves on; one that stands still there, as for a lock of a compiler's cache, may
+    hang.
+
+    Args:
+        ranks: those that make no progress together.
+    """
+    members = [member_of(rank) for rank in ranks]
+    if not members or not all(member.seen for member in members):
+        return ""
+    outlier = find_outlier(members)
+    if outlier is not None and outlier.level == "established":
+        # One that is stopped or gone does nothing, whatever the others do.
+        return ""
+    elsewhere = [member for member in members if not (member.waits() or member.always("idle"))]
+    if elsewhere and all(_works(member) or _takes_in(member) for member in elsewhere):
+        return f"{describe_some(elsewhere)}: at work, which may take long."
+    if all(_takes_in(member) for member in members):
+        return f"{describe_some(members)}: at work on the GPU, as so long a prompt may take."
+    return ""
+
+
+def _works(member: Member) -> bool:
+    """Say whether it does in most samples what may take long, and does not rest."""
+    # Nobody stops it for a sample, so that frames may be missing in one of them.
+    working = [moment for moment in member.seen if moment.activity.kind in WORK]
+    return 2 * len(working) > len(member.seen) and not member.rests()
+
+
+def _takes_in(member: Member) -> bool:
+    """Say whether it is in a batch that takes in very many tokens in one piece, and waits for the GPU at most."""
+    report: ProcessReport = member.source
+    sign = report.last_sign
+    if sign is None or sign.tokens < _MANY_TOKENS or not all(moment.activity.batch for moment in member.seen):
+        return False
+    return member.waits() or not member.rests()

@@ -28,7 +28,7 @@ from sglang_crashkit.capture.native_stacks import capture_native, obstacle_of, r
 from sglang_crashkit.capture.tool_guard import ToolGuard
 from sglang_crashkit.capture.tool_run import run_tool
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.model.stacks import Thread, format_threads
+from sglang_crashkit.model.sample import Thread, format_threads
 
 Name = Literal["cuda-gdb", "gdb"]
 
@@ -199,14 +199,14 @@ def substitute(processes: Mapping[int, int], deadline_secs: float) -> dict[int, 
     """
     guard = ToolGuard()
     try:
-        photographs, obstacles = capture_native(processes, deadline_secs, guard)
+        samples, obstacles = capture_native(processes, deadline_secs, guard)
     finally:
         guard.close()
     found = {pid: Debugged(SUBSTITUTE, problem=f"not run: {obstacle}") for pid, obstacle in obstacles.items()}
-    for one in photographs:
-        threads = one.threads or ()
+    for one in samples:
+        threads = one.threads
         text = "\n".join(format_threads(procfs.read_title(one.pid), one.pid, threads)) if threads else ""
-        found[one.pid] = Debugged(SUBSTITUTE, text, one.reason, one.seconds, threads)
+        found[one.pid] = Debugged(SUBSTITUTE, text, one.problem, one.seconds, threads)
     return found
 
 
@@ -235,8 +235,8 @@ def command_of(debugger: Debugger, pid: int, libraries: Sequence[str] = ()) -> l
 def _spy(pid: int, start_ticks: int, deadline_secs: float, guard: ToolGuard | None) -> tuple[Thread, ...]:
     if not procfs.is_python(pid):
         return ()
-    photographs, _obstacles = capture_native({pid: start_ticks}, min(_SPY_SECS, deadline_secs), guard)
-    return photographs[0].threads or () if photographs else ()
+    samples, _obstacles = capture_native({pid: start_ticks}, min(_SPY_SECS, deadline_secs), guard)
+    return samples[0].threads if samples else ()
 
 
 def _libraries_of(pid: int, threads: Sequence[Thread]) -> list[str]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sglang_crashkit.model.stacks import Frame, Thread
+from sglang_crashkit.model.sample import Frame, Thread
 
 _FATAL = re.compile(r"Fatal Python error: (.*)")
 _THREAD = re.compile(r"(Thread|Current thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):")

@@ -6,7 +6,7 @@ a second whether somebody wrote to it, and has another thread write the dump, ``
 ``DebugInfoWriter`` in ``FlightRecorder.cpp``.
 
 The dump has the Python stacks with it, which no variable turns off there, and for them the writing thread needs the
-interpreter lock: where another thread holds that for ever, there is no dump. Nothing in the process waits for the one
+GIL: where another thread holds that for ever, there is no dump. Nothing in the process waits for the one
 that writes.
 """
 

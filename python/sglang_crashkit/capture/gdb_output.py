@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from sglang_crashkit.model.stacks import Frame, Thread
+from sglang_crashkit.model.sample import Frame, Thread
 
 _THREAD = re.compile(r'^Thread \d+ \((?:Thread 0x[0-9a-f]+ )?\(?(?:LWP |process )(\d+)\)?(?: "(.*)")?\):$')
 _FRAME = re.compile(r"^#\d+ +(?:0x[0-9a-f]+ in )?(.+)$")

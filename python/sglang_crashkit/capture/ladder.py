@@ -1,7 +1,7 @@
 """Take the Python stacks of processes, one way after the other until one gives them, within one time.
 
 1. py-spy, from outside, without a pause: needs permission to trace, and nothing of the process.
-2. a thread of the process itself: needs its interpreter lock, and no permission.
+2. a thread of the process itself: needs its GIL, and no permission.
 3. faulthandler, in a signal handler of the process: needs neither, and a thread that takes a signal. It may crash the
    process, so that it is for one that is about to be ended.
 
@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sglang_crashkit.capture.pyspy import photograph_all
+from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.capture.responder import ask_responders
 from sglang_crashkit.capture.stack_signal import ask_faulthandler
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.stack_hooks import Armed, ArmedFiles, read_armed
-from sglang_crashkit.model.photograph import Photograph
+from sglang_crashkit.model.sample import Sample
 
 #: What py-spy gets of the time where there is another way, and what the threads get.
 _PYSPY_SHARE, _RESPONDER_SHARE = 0.5, 0.2
@@ -35,7 +35,7 @@ def capture_all(
     deadline_secs: float,
     *,
     may_signal: bool = False,
-) -> list[Photograph]:
+) -> list[Sample]:
     """Take the stacks of all processes side by side.
 
     Args:
@@ -67,30 +67,30 @@ class _Ascent:
             for pid, start_ticks in processes.items()
             if (armed := read_armed(folders[pid], pid, start_ticks)) is not None
         }
-        self._results: dict[int, Photograph] = {}
+        self._results: dict[int, Sample] = {}
 
-    def climb(self) -> list[Photograph]:
+    def climb(self) -> list[Sample]:
         share = _PYSPY_SHARE if self._armed else 1.0
-        self._take_in(photograph_all(self._pids, share * self._deadline_secs), 0.0)
+        self._take_in(sample_all(self._pids, share * self._deadline_secs), 0.0)
         self._try(self._ask_responders, self._answering())
         if self._may_signal:
             self._try(self._ask_faulthandler, self._without())
         return [self._results[pid] for pid in self._pids]
 
-    def _try(self, ask: Callable[[Sequence[Armed]], list[Photograph]], processes: Sequence[Armed]) -> None:
+    def _try(self, ask: Callable[[Sequence[Armed]], list[Sample]], processes: Sequence[Armed]) -> None:
         if processes:
             self._take_in(ask(processes), time.monotonic() - self._started)
 
-    def _ask_responders(self, processes: Sequence[Armed]) -> list[Photograph]:
+    def _ask_responders(self, processes: Sequence[Armed]) -> list[Sample]:
         files = {a.pid: ArmedFiles.of(self._folders[a.pid], a.pid, a.start_ticks).socket for a in processes}
         return ask_responders(files, min(self._remaining(), _RESPONDER_SHARE * self._deadline_secs))
 
-    def _ask_faulthandler(self, processes: Sequence[Armed]) -> list[Photograph]:
+    def _ask_faulthandler(self, processes: Sequence[Armed]) -> list[Sample]:
         return ask_faulthandler(processes, self._folders, self._remaining())
 
     def _without(self) -> list[Armed]:
         """Return those that live and have no result."""
-        armed = [self._armed[pid] for pid in self._pids if pid in self._armed and self._results[pid].threads is None]
+        armed = [self._armed[pid] for pid in self._pids if pid in self._armed and not self._results[pid].threads]
         return [one for one in armed if _state_of(one) not in "ZX"]
 
     def _answering(self) -> list[Armed]:
@@ -101,15 +101,15 @@ class _Ascent:
         least = _LEAST_SHARE * self._deadline_secs
         return max(least, self._started + self._deadline_secs - time.monotonic())
 
-    def _take_in(self, photographs: Sequence[Photograph], later_secs: float) -> None:
-        for new in photographs:
+    def _take_in(self, samples: Sequence[Sample], later_secs: float) -> None:
+        for new in samples:
             earlier = self._results.get(new.pid)
-            reasons = [earlier.reason] if earlier else []
-            if new.reason:
-                reasons.append(new.reason if new.source == "py-spy" else f"{new.source}: {new.reason}")
+            problems = [earlier.problem] if earlier else []
+            if new.problem:
+                problems.append(new.problem if new.source == "py-spy" else f"{new.source}: {new.problem}")
             seconds = round(new.seconds + later_secs, 4)
-            taken = new.lock_taken or (earlier is not None and earlier.lock_taken)
-            self._results[new.pid] = replace(new, reason="; ".join(reasons), seconds=seconds, lock_taken=taken)
+            gil = new.gil or (earlier.gil if earlier is not None else "")
+            self._results[new.pid] = replace(new, problem="; ".join(problems), seconds=seconds, gil=gil)
 
 
 def _state_of(armed: Armed) -> str:

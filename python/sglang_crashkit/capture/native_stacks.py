@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sglang_crashkit.capture.pyspy import photograph_all
+from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.model.photograph import Photograph
+from sglang_crashkit.model.sample import Sample
 
 if TYPE_CHECKING:
     from sglang_crashkit.capture.tool_guard import ToolGuard
@@ -29,7 +29,7 @@ _POLL_SECS = 0.01
 
 def capture_native(
     processes: Mapping[int, int], deadline_secs: float, guard: ToolGuard | None = None
-) -> tuple[list[Photograph], dict[int, str]]:
+) -> tuple[list[Sample], dict[int, str]]:
     """Take the native and Python stacks of those processes that may be stopped for it, side by side.
 
     Args:
@@ -51,17 +51,17 @@ def capture_native(
                 tool_runs[pid](tool)
 
         try:
-            photographs = photograph_all(wanted, deadline_secs, mode="--native", on_start=on_start)
+            samples = sample_all(wanted, deadline_secs, mode="--native", on_start=on_start)
             # One that ended well has let go by itself.
-            uncertain = [one.pid for one in photographs if one.threads is None or _is_stopped(one.pid)]
+            uncertain = [one.pid for one in samples if not one.threads or _is_stopped(one.pid)]
         finally:
             # Where this is interrupted, py-spy was killed.
             stopped = release({pid: processes[pid] for pid in uncertain})
     results = []
-    for photograph in photographs:
-        note = "py-spy left it stopped; it was sent SIGCONT" if photograph.pid in stopped else ""
-        reason = "; ".join(part for part in (photograph.reason, note) if part)
-        results.append(replace(photograph, reason=reason))
+    for sample in samples:
+        note = "py-spy left it stopped; it was sent SIGCONT" if sample.pid in stopped else ""
+        problem = "; ".join(part for part in (sample.problem, note) if part)
+        results.append(replace(sample, problem=problem))
     return results, {pid: obstacle for pid, obstacle in obstacles.items() if obstacle}
 
 

@@ -1,4 +1,4 @@
-"""Photograph Python processes with py-spy: all at once, each within a deadline.
+"""Take the stacks of Python processes with py-spy: all at once, each within a deadline.
 
 ``--nonblocking`` reads the target's memory without pausing it: it works on a stopped process and never waits for a
 thread in uninterruptible sleep. A snapshot of a running process may be inconsistent; py-spy then says so, and it is
@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from sglang_crashkit.model.photograph import Photograph
-from sglang_crashkit.model.stacks import Thread, parse_pyspy
+from sglang_crashkit.model.sample import Sample, Thread, parse_pyspy
 
 EXECUTABLE_VARIABLE = "SGLANG_CRASHKIT_PYSPY"
 
@@ -60,14 +59,14 @@ def find_pyspy() -> str | None:
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
-def photograph_all(
+def sample_all(
     pids: Iterable[int],
     deadline_secs: float,
     executable: str | None = None,
     mode: Mode = "--nonblocking",
     on_start: Callable[[int, int], None] | None = None,
-) -> list[Photograph]:
-    """Photograph all of `pids` side by side.
+) -> list[Sample]:
+    """Take the stacks of all of `pids` side by side.
 
     Args:
         pids: the processes.
@@ -83,13 +82,13 @@ def photograph_all(
     executable = executable or find_pyspy()
     wanted = list(dict.fromkeys(pids))
     if executable is None:
-        return [Photograph(pid, None, "py-spy is not installed; next: pip install py-spy", 0.0) for pid in wanted]
+        return [Sample(pid=pid, problem="py-spy is not installed; next: pip install py-spy") for pid in wanted]
     results = _Round(executable, deadline_secs, mode, on_start).take(wanted)
     return [results[pid] for pid in wanted]
 
 
 class _Round:
-    """One round of photographs; reads all pipes with one selector."""
+    """One round; reads all pipes with one selector."""
 
     def __init__(
         self, executable: str, deadline_secs: float, mode: Mode, on_start: Callable[[int, int], None] | None
@@ -100,11 +99,11 @@ class _Round:
         self._started = time.monotonic()
         self._deadline_secs = deadline_secs
         self._selector = selectors.DefaultSelector()
-        self._results: dict[int, Photograph] = {}
+        self._results: dict[int, Sample] = {}
         self._running: dict[int, _Run] = {}
         self._killed: list[subprocess.Popen[bytes]] = []
 
-    def take(self, pids: list[int]) -> dict[int, Photograph]:
+    def take(self, pids: list[int]) -> dict[int, Sample]:
         try:
             for pid in pids:
                 self._start(pid, attempts=1)
@@ -134,7 +133,7 @@ class _Round:
                 start_new_session=True,
             )
         except OSError as error:
-            self._finish(pid, None, f"{self._executable}: {error.strerror}")
+            self._finish(pid, (), f"{self._executable}: {error.strerror}")
             return
         run = _Run(pid, process, attempts)
         self._running[pid] = run
@@ -181,10 +180,11 @@ class _Round:
         if run.attempts < _ATTEMPTS[self._mode]:
             self._start(run.pid, run.attempts + 1)
         else:
-            self._finish(run.pid, None, reason)
+            self._finish(run.pid, (), reason)
 
-    def _finish(self, pid: int, threads: tuple[Thread, ...] | None, reason: str) -> None:
-        self._results[pid] = Photograph(pid, threads, reason, round(time.monotonic() - self._started, 4))
+    def _finish(self, pid: int, threads: tuple[Thread, ...], problem: str) -> None:
+        seconds = round(time.monotonic() - self._started, 4)
+        self._results[pid] = Sample(pid=pid, threads=threads, problem=problem, seconds=seconds)
 
     def _give_up(self, run: _Run, reason: str) -> None:
         del self._running[run.pid]
@@ -193,7 +193,7 @@ class _Round:
                 self._close(key)
         _kill_group(run.process)
         self._killed.append(run.process)
-        self._finish(run.pid, None, reason)
+        self._finish(run.pid, (), reason)
 
     def _close(self, key: selectors.SelectorKey) -> None:
         self._selector.unregister(key.fileobj)

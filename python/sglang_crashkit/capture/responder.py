@@ -2,7 +2,7 @@
 
 Asked for its stacks, a process answers in the form of ``py-spy dump --json``. It needs no permission to trace, and it
 names every thread. Asked how a child of its own ended, which the kernel tells to a parent and to whoever may trace, it
-answers with a status as waitpid(2) has it. A process whose interpreter lock is held, by C code or by a thread that is
+answers with a status as waitpid(2) has it. A process whose GIL is held, by C code or by a thread that is
 stuck, takes the connection and never answers; so does one that is stopped.
 """
 
@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_crashkit.kernel.pidfd import ExitStatus
-from sglang_crashkit.model.photograph import Photograph
-from sglang_crashkit.model.stacks import parse_pyspy
+from sglang_crashkit.model.sample import Gil, Sample, Thread, parse_pyspy
 
 #: What is asked, followed by the end of the line; the latter with a child's pid before that.
 STACKS, EXIT = b"stacks", b"exit"
@@ -36,7 +35,7 @@ class _Conversation:
     answer: bytearray = field(default_factory=bytearray)
 
 
-def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Photograph]:
+def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Sample]:
     """Ask all processes side by side.
 
     Args:
@@ -47,20 +46,20 @@ def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Ph
         A result for each process, in the order given.
     """
     started = time.monotonic()
-    results: dict[int, Photograph] = {}
+    results: dict[int, Sample] = {}
 
-    def finish(pid: int, answer: bytes | None, reason: str, *, lock_taken: bool = False) -> None:
-        threads = None
+    def finish(pid: int, answer: bytes | None, problem: str, gil: Gil = "") -> None:
+        threads: tuple[Thread, ...] = ()
         if answer is not None:
             try:
                 threads = parse_pyspy(answer.decode(errors="replace"))
             except ValueError as error:
-                reason = str(error)
+                problem = str(error)
             else:
                 if not any(thread.frames for thread in threads):
-                    threads, reason = None, "it named no Python frame"
+                    threads, problem = (), "it named no Python frame"
         seconds = round(time.monotonic() - started, 4)
-        results[pid] = Photograph(pid, threads, reason, seconds, "in-process", lock_taken)
+        results[pid] = Sample(pid=pid, threads=threads, problem=problem, source="in-process", seconds=seconds, gil=gil)
 
     with selectors.DefaultSelector() as selector:
         for pid, path in sockets.items():
@@ -80,8 +79,8 @@ def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Ph
                     finish(conversation.pid, None if reason else bytes(conversation.answer), reason)
         for key in list(selector.get_map().values()):
             key.data.connection.close()
-            reason = f"no answer within {deadline_secs:g} s: its interpreter lock is not to be had"
-            finish(key.data.pid, None, reason, lock_taken=True)
+            reason = f"no answer within {deadline_secs:g} s: the GIL is not to be had"
+            finish(key.data.pid, None, reason, "taken")
     return [results[pid] for pid in sockets]
 
 

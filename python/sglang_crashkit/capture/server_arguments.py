@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_crashkit.model.snapshot import Side
+from sglang_crashkit.model.sample import Side
 
 #: SGLang's names of the option, the older one last.
 _RENDEZVOUS = ("--dist-init-addr", "--nccl-init-addr")

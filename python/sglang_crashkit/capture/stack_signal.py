@@ -1,8 +1,8 @@
 """Have faulthandler write the stacks of processes, in their signal handlers: the last rung, without their interpreter.
 
-A signal handler runs when the kernel delivers the signal, whatever holds the interpreter lock. faulthandler walks all
+A signal handler runs when the kernel delivers the signal, whatever holds the GIL. faulthandler walks all
 threads' frames without that lock; where another thread runs Python meanwhile it may read a frame that is being freed,
-and crash the process. So it is asked only when the interpreter lock is not to be had, when nothing runs Python. A
+and crash the process. So it is asked only when the GIL is not to be had, when nothing runs Python. A
 stopped or traced process is not asked: it would take the signal whenever it goes on.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from sglang_crashkit.capture.faulthandler_output import FaulthandlerOutput, parse_faulthandler
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.stack_hooks import Armed, ArmedFiles
-from sglang_crashkit.model.photograph import Photograph
+from sglang_crashkit.model.sample import Sample
 
 _POLL_SECS = 0.005
 #: Output that has not grown for this long, in seconds, is all there is, whatever it looks like.
@@ -36,7 +36,7 @@ class _Question:
     grown_at: float = 0.0
 
 
-def ask_faulthandler(processes: Sequence[Armed], folders: Mapping[int, Path], deadline_secs: float) -> list[Photograph]:
+def ask_faulthandler(processes: Sequence[Armed], folders: Mapping[int, Path], deadline_secs: float) -> list[Sample]:
     """Ask all processes side by side.
 
     Args:
@@ -48,13 +48,13 @@ def ask_faulthandler(processes: Sequence[Armed], folders: Mapping[int, Path], de
         A result for each process, in the order given.
     """
     started = time.monotonic()
-    results: dict[int, Photograph] = {}
+    results: dict[int, Sample] = {}
     waiting: list[_Question] = []
     for armed in processes:
         question = _Question(armed, ArmedFiles.of(folders[armed.pid], armed.pid, armed.start_ticks).stack)
         refusal = _ask(question)
         if refusal:
-            results[armed.pid] = Photograph(armed.pid, None, refusal, 0.0, "faulthandler")
+            results[armed.pid] = Sample(pid=armed.pid, problem=refusal, source="faulthandler")
         else:
             waiting.append(question)
     while waiting:
@@ -138,10 +138,10 @@ def _read(question: _Question, *, is_last: bool) -> FaulthandlerOutput | None:
     return output if output.is_whole or stands_still or is_last else None
 
 
-def _result(question: _Question, output: FaulthandlerOutput, started: float) -> Photograph:
+def _result(question: _Question, output: FaulthandlerOutput, started: float) -> Sample:
     seconds = round(time.monotonic() - started, 4)
     if any(thread.frames for thread in output.threads):
-        reason = "" if output.is_whole else "what it wrote is not whole"
-        return Photograph(question.armed.pid, output.threads, reason, seconds, "faulthandler")
-    reason = f"it wrote nothing within {seconds:g} s"
-    return Photograph(question.armed.pid, None, reason, seconds, "faulthandler")
+        threads, problem = output.threads, "" if output.is_whole else "what it wrote is not whole"
+    else:
+        threads, problem = (), f"it wrote nothing within {seconds:g} s"
+    return Sample(pid=question.armed.pid, threads=threads, problem=problem, source="faulthandler", seconds=seconds)

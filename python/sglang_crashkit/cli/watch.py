@@ -14,9 +14,13 @@ from sglang_crashkit.cli.ending import Terminated, terminable
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, UsageError
 
 if TYPE_CHECKING:
-    from sglang_crashkit.watch.health_probe import Address, HealthProbe
-    from sglang_crashkit.watch.watched_server import WatchedServer
-    from sglang_crashkit.watch.watching import Event, Health, Observation
+    from collections.abc import Sequence
+
+    from sglang_crashkit.collect.collection import Collected, Collection
+    from sglang_crashkit.kernel.discovery import FoundProcess
+    from sglang_crashkit.watch.health import Address, Health, HealthProbe
+    from sglang_crashkit.watch.server import WatchedServer
+    from sglang_crashkit.watch.watching import Event, Observation
 
 HELP = "watch a server from outside, patched or not, and take its stacks when it hangs or crashes"
 
@@ -32,6 +36,8 @@ _CONNECT_SECS = 2.0
 _HEALTH_TIMEOUT_SECS = 30.0
 #: The crash handler of a patched server has finished its incident by then, in seconds.
 _INCIDENT_SECS = 30.0
+_RANK = "sglang::scheduler_"
+_OUTPUT_HINT = "next: name another folder with --output-dir"
 #: Incidents that are none of a crash.
 _NO_CRASH = ("hang", "peer_lost")
 
@@ -113,10 +119,8 @@ class _Watch:
 
     def __init__(self, args: argparse.Namespace, hang_secs: float) -> None:
         # Imported here, so that every command starts without what the others need.
-        from sglang_crashkit.watch.api_key import read_api_key
-        from sglang_crashkit.watch.capture import Capture
-        from sglang_crashkit.watch.health_probe import Address
-        from sglang_crashkit.watch.watched_server import is_here
+        from sglang_crashkit.watch.health import Address, read_api_key
+        from sglang_crashkit.watch.server import is_here
         from sglang_crashkit.watch.watching import Watching
 
         self._args, self._hang_secs = args, hang_secs
@@ -132,7 +136,7 @@ class _Watch:
         self._is_terminal = sys.stderr.isatty() and not args.json
         self._began = time.time()
         self._told_incidents: set[str] = set()
-        self._capture_of = Capture
+        self._folder: Path = args.output_dir
 
     def run(self) -> ExitCode:
         if self._args.pid is not None:
@@ -177,7 +181,7 @@ class _Watch:
                 time.sleep(self._tick_secs)
 
     def _find(self, pid: int) -> None:
-        from sglang_crashkit.watch.watched_server import WatchedServer
+        from sglang_crashkit.watch.server import WatchedServer
 
         try:
             self._server = WatchedServer(pid)
@@ -194,8 +198,8 @@ class _Watch:
 
     def _connect(self) -> None:
         """Find by the one what of process and address was not given, as soon as it is there."""
-        from sglang_crashkit.watch.health_probe import HealthProbe
-        from sglang_crashkit.watch.watched_server import WatchedServer, find_listener
+        from sglang_crashkit.watch.health import HealthProbe
+        from sglang_crashkit.watch.server import WatchedServer, find_listener
 
         if time.monotonic() < self._connected_at + _CONNECT_SECS:
             return
@@ -227,9 +231,9 @@ class _Watch:
             self._probe.forget_answer(is_well=health == "ok")
         if self._server is None:
             return Observation(time.monotonic(), health, answers=answers, asking=asking)
-        ranks = self._server.look(stacks=self._watching.wants_stacks(time.monotonic()))
+        samples = self._server.sample(stacks=self._watching.wants_stacks(time.monotonic()))
         state, gone = self._server.state, self._server.is_gone
-        return Observation(time.monotonic(), health, ranks, state, answers, asking, gone, self._server.deaths)
+        return Observation(time.monotonic(), health, samples, state, answers, asking, gone, self._server.deaths)
 
     def _health(self) -> Health:
         if self._probe is None:
@@ -242,28 +246,91 @@ class _Watch:
         return health
 
     def _capture(self) -> ExitCode:
-        from sglang_crashkit.collect.collection import Plan
+        """Take the snapshots of a hang, tell the verdict, and only then run the debugger, which takes minutes."""
         from sglang_crashkit.kernel.discovery import find_processes
 
         processes = find_processes(pid=self._server.pid, everything=True).processes if self._server is not None else ()
         if not processes:
             self._tell("snapshots", "there are no snapshots: its processes are not on this host", files=[])
             return ExitCode.PARTIAL
-        folder = self._args.output_dir / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        plan = Plan(folder, self._args.snapshots, self._args.interval, native=self._args.native or self._args.debugger)
-        return self._capture_of(processes, plan, self._tell, details=self._args.json).take()
+        native = self._args.native or self._args.debugger
+        collection = self._take_snapshots(processes, self._args.snapshots, native=native)
+        if collection is None:
+            return ExitCode.PARTIAL
+        self._tell_snapshots(collection, f"{len(collection.rounds)} snapshots of {len(processes)} processes")
+        verdict = self._tell_verdict(collection)
+        if native:
+            self._debug(collection, verdict)
+        return ExitCode.PARTIAL if _without(collection) else ExitCode.DONE
 
     def _capture_survivors(self) -> ExitCode:
-        from sglang_crashkit.collect.collection import Plan
+        """Take one snapshot of those that are left of a crash, for they will not be for long.
 
+        There is no verdict on them: who failed first is known by then, and they stand still because of it.
+        """
         # Those that were known before: they may be gone by the time that it takes to look for them anew.
         ended = {death.pid for death in self._server.deaths} if self._server is not None else set()
         processes = [one for one in self._server.processes if one.pid not in ended] if self._server is not None else []
         if not processes:
             self._tell("snapshots", "there are no snapshots: none of its processes is left", files=[])
             return ExitCode.PARTIAL
-        plan = Plan(self._args.output_dir / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()), snapshots=1)
-        return self._capture_of(processes, plan, self._tell, details=self._args.json).take_survivors()
+        collection = self._take_snapshots(processes, 1)
+        if collection is None:
+            return ExitCode.PARTIAL
+        self._tell_snapshots(collection, f"the stacks of {len(processes)} processes that were left")
+        return ExitCode.PARTIAL if _without(collection) else ExitCode.DONE
+
+    def _take_snapshots(
+        self, processes: Sequence[FoundProcess], count: int, *, native: bool = False
+    ) -> Collection | None:
+        """Take so many snapshots; None, which is told, where they cannot be written."""
+        from sglang_crashkit.collect.collection import Collection, Plan
+
+        self._folder = self._args.output_dir / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        plan = Plan(self._folder, count, self._args.interval, native=native)
+        try:
+            collection = Collection(processes, plan, lambda _line: None)
+            collection.take_snapshots()
+        except (OSError, CrashkitError) as error:
+            self._tell("problem", f"no snapshots in {self._folder}: {error}; {_OUTPUT_HINT}")
+            return None
+        return collection
+
+    def _debug(self, collection: Collection, told: tuple[str, str]) -> None:
+        before = _files_of(collection.collected)
+        try:
+            collection.debug()
+        except OSError as error:
+            self._tell("problem", f"no native stacks in {self._folder}: {error}; {_OUTPUT_HINT}")
+            return
+        collected = collection.collected
+        files = [name for name in _files_of(collected) if name not in before]
+        if collection.spared:
+            self._tell("native_stacks", f"not taken: {collection.spared}", files=files)
+            return
+        without = [one.process.title for one in collected if one.debugged is None or not one.debugged.threads]
+        self._tell_files("native_stacks", f"native stacks of {len(collected) - len(without)} processes", files, without)
+        self._tell_verdict(collection, told)
+
+    def _tell_snapshots(self, collection: Collection, what: str) -> None:
+        files = [*collection.snapshot_files, *_files_of(collection.collected)]
+        self._tell_files("snapshots", what, files, _without(collection))
+
+    def _tell_files(self, kind: str, what: str, files: list[str], without: list[str]) -> None:
+        text = f"{what} in {self._folder}" + (f"; none of {', '.join(without)}" if without else "")
+        self._tell(kind, text, output_dir=str(self._folder.absolute()), files=files, missing=without)
+
+    def _tell_verdict(self, collection: Collection, told: tuple[str, str] = ("", "")) -> tuple[str, str]:
+        """Tell and return the verdict, unless it is the one that was told."""
+        from sglang_crashkit.analysis.explain import explain
+        from sglang_crashkit.analysis.sightings import Sightings
+
+        explanation = explain(Sightings.of(collection.rounds))
+        verdict = (explanation.statement, explanation.level)
+        if verdict != told:
+            details = {"explanation": explanation.to_json()} if self._args.json else {}
+            self._tell("verdict", explanation.statement, level=explanation.level, **details)
+        return verdict
 
     def _tell_incident(self, *, is_crash: bool, wait_secs: float = 0.0) -> None:
         """Tell once what the server's own crash handler found, where it has one, and wait while that is at work."""
@@ -290,6 +357,8 @@ class _Watch:
         return f"watching {who}{where}; {self._hang_secs:g} s without an answer are a hang"
 
     def _tell_event(self, event: Event) -> None:
+        from sglang_crashkit.analysis.member import describe
+
         more: dict[str, Any] = {"secs": round(event.secs, 1)} if event.secs else {}
         if event.kind == "crash":
             more["level"] = event.level
@@ -298,8 +367,8 @@ class _Watch:
         if event.kind == "hang":
             more["level"] = event.level
             more["ranks"] = [
-                {"pid": rank.pid, "title": rank.title, "manner": rank.manner, "seen": rank.words}
-                for rank in event.ranks
+                {"pid": one.source.pid, "title": one.source.title, "manner": one.manner(), "seen": describe(one)}
+                for one in event.ranks
             ]
         self._tell(event.kind, event.text, **more)
 
@@ -315,7 +384,8 @@ class _Watch:
     def _overview(self, seen: Observation) -> None:
         if not self._is_terminal:
             return
-        ranks = "".join(f", {look.title.removeprefix('sglang::scheduler_')} {look.state}" for look in seen.ranks[:8])
+        titles = {one.title.removeprefix(_RANK): one.state for one in seen.samples if one.title.startswith(_RANK)}
+        ranks = "".join(f", {title} {state}" for title, state in list(titles.items())[:8])
         silent = f" for {self._watching.silent_secs:.0f} s" if self._watching.silent_secs else ""
         line = f"{self._watching.phase}: health {seen.health}{silent}{ranks}"
         print(f"\r\033[K{line[:100]}", end="", file=sys.stderr, flush=True)
@@ -323,3 +393,12 @@ class _Watch:
     def _clear(self) -> None:
         if self._is_terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _files_of(collected: Sequence[Collected]) -> list[str]:
+    return [name for one in collected for name in one.files]
+
+
+def _without(collection: Collection) -> list[str]:
+    """Return the titles of those of which there is no stack."""
+    return [one.process.title for one in collection.collected if not one.gave_something]

@@ -32,8 +32,8 @@ from sglang_crashkit.collect import text as collected_text
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
-from sglang_crashkit.model.photograph import Photograph
-from sglang_crashkit.model.snapshot import NodeSnapshot, Problem, ProcessSnapshot
+from sglang_crashkit.model.sample import Sample
+from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 from sglang_crashkit.settings import runtime_folder
 
 #: The longest that one tool may take for one process, in seconds.
@@ -74,7 +74,7 @@ class Collected:
     """
 
     process: FoundProcess
-    moments: list[ProcessSnapshot] = field(default_factory=list)
+    moments: list[Sample] = field(default_factory=list)
     debugged: Debugged | None = None
     files: list[str] = field(default_factory=list)
 
@@ -182,8 +182,8 @@ class Collection:
 
     def _take_snapshot(self) -> None:
         began = time.time()
-        photographs = self._photograph_all()
-        seen = [self._snapshot_of(one.process, photographs.get(one.process.pid)) for one in self.collected]
+        samples = self._sample_all()
+        seen = [self._snapshot_of(one.process, samples.get(one.process.pid)) for one in self.collected]
         for one, moment in zip(self.collected, seen, strict=True):
             one.moments.append(moment)
         problems = tuple(
@@ -201,8 +201,8 @@ class Collection:
         for one in self.collected:
             self._write(one, "pyspy", collected_text.python_stacks(one.process, self.host, one.moments))
 
-    def _photograph_all(self) -> dict[int, Photograph]:
-        """Photograph the processes that are there, side by side."""
+    def _sample_all(self) -> dict[int, Sample]:
+        """Take the stacks of the processes that are there, side by side."""
         there = [one.process for one in self.collected if _is_python(one.process)]
         began = time.monotonic()
         found = capture_all(
@@ -213,16 +213,16 @@ class Collection:
             may_signal=False,
         )
         self._pyspy_secs += time.monotonic() - began
-        return {photograph.pid: photograph for photograph in found}
+        return {sample.pid: sample for sample in found}
 
-    def _snapshot_of(self, process: FoundProcess, photograph: Photograph | None) -> ProcessSnapshot:
+    def _snapshot_of(self, process: FoundProcess, sample: Sample | None) -> Sample:
         stat = procfs.read_stat(process.pid)
         is_there = stat is not None and stat.start_ticks == process.start_ticks
-        if photograph is None:
+        if sample is None:
             problem = "it is no Python process" if is_there else "it has ended"
         else:
-            problem = photograph.reason if photograph.threads is None else ""
-        return ProcessSnapshot(
+            problem = "" if sample.threads else sample.problem
+        return Sample(
             host=self.host,
             pid=process.pid,
             start_ticks=process.start_ticks,
@@ -237,7 +237,7 @@ class Collection:
             wchan=procfs.read_wchan(process.pid) if is_there else "",
             tracer=procfs.read_tracer(process.pid) if is_there else 0,
             cpu_secs=stat.cpu_ticks / _TICKS_PER_SEC if stat is not None and is_there else 0.0,
-            threads=(photograph.threads if photograph else None) or (),
+            threads=sample.threads if sample else (),
             problem=problem,
         )
 

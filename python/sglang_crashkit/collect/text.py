@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from sglang_crashkit.capture.debugger import Debugged
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.model.incident import iso_time
-from sglang_crashkit.model.snapshot import ProcessSnapshot
-from sglang_crashkit.model.stacks import format_threads
+from sglang_crashkit.model.sample import Sample, format_threads
 
 _STATES = {
     "R": "running",
@@ -20,7 +19,7 @@ _STATES = {
 }
 
 
-def python_stacks(process: FoundProcess, host: str, moments: Sequence[ProcessSnapshot]) -> str:
+def python_stacks(process: FoundProcess, host: str, moments: Sequence[Sample]) -> str:
     """Return the text of ``pyspy_*.txt``: the Python stacks of each moment."""
     lines = [*_head(process, host)]
     for number, moment in enumerate(moments, start=1):
@@ -42,7 +41,7 @@ def native_stacks(process: FoundProcess, host: str, debugged: Debugged, missing:
     return "\n".join([*lines, "", debugged.text]).rstrip() + "\n"
 
 
-def state_in_words(moment: ProcessSnapshot) -> str:
+def state_in_words(moment: Sample) -> str:
     """Return the state of a process at a moment as a phrase."""
     if not moment.state:
         return "it had ended"

@@ -27,7 +27,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from sglang_crashkit.analysis.busy import BUSY_TOO_LONG
+from sglang_crashkit.analysis.verdict import BUSY_TOO_LONG
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import Session

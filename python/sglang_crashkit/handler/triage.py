@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from sglang_crashkit import policy
-from sglang_crashkit.analysis.unhealthy import UNHEALTHY
+from sglang_crashkit.analysis.verdict import UNHEALTHY
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, is_orderly
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.policy import Capture, Event, Mode

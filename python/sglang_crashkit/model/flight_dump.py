@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sglang_crashkit.model.plain_pickle import CutOffError, PickleError, load_plain
-from sglang_crashkit.model.stacks import Frame
+from sglang_crashkit.model.sample import Frame
 
 State = Literal["scheduled", "started", "completed"]
 

@@ -7,12 +7,12 @@ Times are UTC in ISO 8601 with microseconds, durations are seconds.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any, Literal
 
-from sglang_crashkit.model.look import Look, without_frames
 from sglang_crashkit.model.peers import LostPeer
+from sglang_crashkit.model.sample import Sample
 
 SCHEMA_VERSION = 1
 
@@ -48,7 +48,7 @@ class Evidence:
         path: the file, relative to the incident's folder; None where the piece stands in ``incident.json`` itself.
         reason: why it is not there; of one that is there, why a better way to it failed, None where none did.
         seconds: what it took, from the trigger's handling; None when not tried.
-        source: what took a stack; see `photograph.Source`. None for other kinds, and where there is none.
+        source: what took a stack; see `sample.Source`. None for other kinds, and where there is none.
     """
 
     kind: EvidenceKind
@@ -112,7 +112,7 @@ class ProcessReport:
         state: what ``/proc`` said of it, None where it was gone.
         doing: the innermost Python frames that tell what it was doing, innermost first.
         gpu: what its GPU was doing, in lines: which kernels, and what failed; empty where no core tells of it.
-        looks: where it was looked at several times, each time, the first one too.
+        samples: where several were taken, each, the first one too; ``looks`` in the JSON.
         evidence: every expected piece.
         last_sign: what the heartbeat of a scheduler that died or hangs said last; None where nobody followed it.
     """
@@ -125,7 +125,7 @@ class ProcessReport:
     state: dict[str, Any] | None = None
     doing: list[str] = field(default_factory=list)
     gpu: list[str] = field(default_factory=list)
-    looks: list[Look] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     evidence: list[Evidence] = field(default_factory=list)
     last_sign: LastSign | None = None
 
@@ -301,11 +301,23 @@ class Incident:
 
     def to_json(self) -> dict[str, Any]:
         """Return the incident as JSON values, ``schema_version`` first and the timeline in order of time."""
-        document = asdict(self)
-        for process in document["processes"]:
-            process["looks"] = [without_frames(look) for look in process["looks"]]
+        # The stacks of the samples are in files of their own.
+        document = asdict(replace(self, processes=[replace(process, samples=[]) for process in self.processes]))
+        for entry, process in zip(document["processes"], self.processes, strict=True):
+            del entry["samples"]
+            entry["looks"] = [_look(sample) for sample in process.samples]
         document["timeline"].sort(key=lambda entry: entry["time"])
         return {"schema_version": document.pop("schema_version"), **document}
+
+
+def _look(sample: Sample) -> dict[str, Any]:
+    return {
+        "time": iso_time(sample.time),
+        "state": sample.state,
+        "cpu_secs": sample.cpu_secs,
+        "doing": list(sample.doing),
+        "lock": sample.gil,
+    }
 
 
 def missing(processes: Iterable[ProcessReport]) -> list[tuple[ProcessReport, Evidence]]:

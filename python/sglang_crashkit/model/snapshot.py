@@ -12,18 +12,17 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 from sglang_crashkit.model import checked_json as checked
-from sglang_crashkit.model.stacks import Frame, Thread
+from sglang_crashkit.model.sample import Frame, Sample, Thread
 
 SCHEMA_VERSION = 1
 
 #: Equal frames of many hosts are one object, which makes them quick to compare.
 _frame = lru_cache(maxsize=1 << 16)(Frame)
-
-#: What a server of a pair with separate prefill and decode does (``--disaggregation-mode``).
-Side = Literal["prefill", "decode"]
+#: How a sample was taken; of no use elsewhere.
+_LOCAL = frozenset({"source", "seconds", "gil", "doing"})
 
 
 @dataclass(frozen=True)
@@ -42,53 +41,6 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class ProcessSnapshot:
-    """One process at one moment.
-
-    Attributes:
-        host: the host's name.
-        pid: process id.
-        start_ticks: start time in clock ticks since boot; with host and pid it identifies a process.
-        title: process title, without arguments that may be secret.
-        role: as `titles.role_of` has it.
-        ranks: as `titles.rank_of` has them, such as ``{"tp": 0, "pp": 1}``; empty where there is one rank only.
-        server: pid of the process on this host that launched its server, None where it is not known.
-        rendezvous: the address (``--dist-init-addr``) that the processes of one server have in common on all its
-            hosts, None where its command line names none.
-        side: what its server does, by the server's command line; None where prefill and decode are not separate.
-        time: when, in seconds since the epoch.
-        state: the letter that ``/proc`` has for the state of its main thread; empty where it was gone.
-        wchan: the kernel function in which the main thread slept, empty where it did not or could not be read.
-        tracer: pid of the process that traced it, 0 where there was none.
-        cpu_secs: CPU time that all its threads had used since its start, in seconds.
-        threads: its Python stacks, innermost frame first; empty where there are none.
-        native: its stacks with native frames, of a debugger or py-spy, where they were taken; the file of a native
-            frame is its source or library, as far as it is known.
-        kernels: names of the CUDA kernels that were running for it, as the debugger has them.
-        problem: why there are no Python stacks, empty where there are.
-    """
-
-    host: str
-    pid: int
-    start_ticks: int
-    title: str
-    role: str
-    ranks: Mapping[str, int]
-    time: float
-    server: int | None = None
-    rendezvous: str | None = None
-    side: Side | None = None
-    state: str = ""
-    wchan: str = ""
-    tracer: int = 0
-    cpu_secs: float = 0.0
-    threads: tuple[Thread, ...] = ()
-    native: tuple[Thread, ...] = ()
-    kernels: tuple[str, ...] = ()
-    problem: str = ""
-
-
-@dataclass(frozen=True)
 class NodeSnapshot:
     """What one round saw on one host.
 
@@ -101,7 +53,7 @@ class NodeSnapshot:
 
     host: str
     time: float
-    processes: tuple[ProcessSnapshot, ...] = ()
+    processes: tuple[Sample, ...] = ()
     problems: tuple[Problem, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
@@ -188,14 +140,14 @@ def problems_from_json(document: Any) -> tuple[Problem, ...]:
     )
 
 
-def process_to_json(process: ProcessSnapshot, table: dict[tuple[Frame, ...], int]) -> dict[str, Any]:
+def process_to_json(process: Sample, table: dict[tuple[Frame, ...], int]) -> dict[str, Any]:
     """Return a process as JSON values.
 
     Args:
         process: which.
         table: the number of each stack, to which those of the process are added.
     """
-    document: dict[str, Any] = dict(vars(process))
+    document: dict[str, Any] = {name: value for name, value in vars(process).items() if name not in _LOCAL}
     document["ranks"] = dict(process.ranks)
     document["kernels"] = list(process.kernels)
     for name in ("threads", "native"):
@@ -206,7 +158,7 @@ def process_to_json(process: ProcessSnapshot, table: dict[tuple[Frame, ...], int
     return document
 
 
-def process_from_json(entry: Mapping[str, Any], stacks: Sequence[tuple[Frame, ...]]) -> ProcessSnapshot:
+def process_from_json(entry: Mapping[str, Any], stacks: Sequence[tuple[Frame, ...]]) -> Sample:
     """Return the process of which `entry` holds the JSON values.
 
     Args:
@@ -219,7 +171,7 @@ def process_from_json(entry: Mapping[str, Any], stacks: Sequence[tuple[Frame, ..
     server, rendezvous, side = entry["server"], entry["rendezvous"], entry["side"]
     if side not in (None, "prefill", "decode"):
         raise ValueError(f"{side!r} is neither prefill nor decode")
-    return ProcessSnapshot(
+    return Sample(
         host=checked.text(entry["host"]),
         pid=checked.whole(entry["pid"]),
         start_ticks=checked.whole(entry["start_ticks"]),

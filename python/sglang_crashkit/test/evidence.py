@@ -13,12 +13,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from sglang_crashkit import protocol, settings
-from sglang_crashkit.capture.pyspy import photograph_all
+from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.kernel.private_files import make_private_folder, write_private
-from sglang_crashkit.model.stacks import format_threads, main_thread
+from sglang_crashkit.model.sample import format_threads, main_thread
 from sglang_crashkit.test.death import Death, Survivor
 
 _FRAMES = 3
@@ -41,10 +41,10 @@ def photograph(death: Death, survivors: Iterable[tuple[str, int]], folder: Path,
     owners = {pid: name for name, root in survivors for pid in sorted(procfs.TreeScanner(root).scan())}
     roles = {pid: procfs.read_title(pid) for pid in owners if procfs.is_python(pid)}
     written = _Folder(death, folder)
-    for result in photograph_all(roles, deadline_secs):
+    for result in sample_all(roles, deadline_secs):
         name, title = owners[result.pid], roles[result.pid]
         doing: tuple[str, ...] = ()
-        if result.threads is not None:
+        if result.threads:
             thread = main_thread(result.threads, result.pid)
             doing = tuple(str(frame) for frame in (thread.frames if thread else ())[:_FRAMES])
             written.write(
@@ -52,7 +52,7 @@ def photograph(death: Death, survivors: Iterable[tuple[str, int]], folder: Path,
             )
         if titles.role_of(title) != "helper" or "multiprocessing" not in title:
             # multiprocessing's own helpers only wait.
-            death.survivors.append(Survivor(name, result.pid, title, doing, result.reason))
+            death.survivors.append(Survivor(name, result.pid, title, doing, result.problem))
     death.folder = written.path
 
 

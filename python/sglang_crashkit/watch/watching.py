@@ -1,8 +1,12 @@
 """Follow a server from outside, and tell when it crashes, hangs and goes on: observations in, events out.
 
-What counts is time that was seen to pass, look by look: of a suspended machine, or of a watcher that was stopped or got
-no CPU, nothing was seen, and the watch starts over. A server that was not ready yet loads its model or compiles, which
-is no hang, whatever its health check says.
+A server hangs that answers neither its health check nor, as a paused one does, anything else, and of which a rank
+stands where it is. Whether one does, and which, the analysis of its samples says. Where all ranks go on it may be a
+long batch, and more patience is had.
+
+What counts is time that was seen to pass: of a suspended machine, or of a watcher that was stopped or got no CPU,
+nothing was seen, and the watch starts over. A server that was not ready yet loads its model or compiles, which is no
+hang, whatever its health check says.
 
 It crashed where one of its processes ended that was not asked to, while the others were to live. Who was first is told
 once, and what follows from it, that the others stand still or the main process ends, is no hang.
@@ -10,36 +14,41 @@ once, and what follows from it, that the others stand still or the main process 
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
+from sglang_crashkit.analysis.explain import explain, members_of
+from sglang_crashkit.analysis.member import Member, name_members
+from sglang_crashkit.analysis.sightings import Sightings
 from sglang_crashkit.incident.exit_status import is_orderly
 from sglang_crashkit.model.incident import Level
-from sglang_crashkit.watch.deaths import Death
-from sglang_crashkit.watch.standstill import Judgement, RankLook, Standing, judge, standing_of
+from sglang_crashkit.model.sample import Sample
+from sglang_crashkit.model.snapshot import NodeSnapshot
+from sglang_crashkit.watch.health import Health
+from sglang_crashkit.watch.server import Death
 
-#: The last answer of the health check: ``starting`` is a 503 at once, as of a server that starts or ends; ``failed`` a
-#: 503 after it tried; ``silent`` none in time; ``waiting`` none yet; ``none`` where there is nothing to ask.
-Health = Literal["ok", "starting", "failed", "silent", "refused", "waiting", "none"]
 Kind = Literal["serving", "crash", "hang", "progress", "excused", "started_over", "gone"]
 Phase = Literal["starting", "serving", "suspect", "hung", "crashed"]
+#: ``excused`` where something else than a hang is the reason; ``patience`` where it may be.
+Outcome = Literal["hang", "crash", "excused", "patience"]
 
 #: Two observations further apart than this, in seconds, are not of one watch; between them so much is counted at most,
 #: and no more than this share of the time to a hang.
-_TOO_LATE_SECS, _MOST_SECS, _MOST_SHARE = 15.0, 5.0, 0.25
+_TOO_LATE_SECS, _MAX_SECS, _MAX_SHARE = 15.0, 5.0, 0.25
 #: Where all ranks go on it may be a long batch, and where none is left the server may end: so many times as long each
 #: may take. With the default it is told of after 240 s; upstream's watchdog ends the server after 300 s of a batch.
 _PATIENCE = 4
 #: The schedulers are given so much time to answer something else, in seconds.
 _ANSWER_SECS = 5.0
-#: Share of the time after which the stacks are looked at, and of the time between two such looks.
-_LOOK_AFTER, _LOOK_AGAIN = 0.5, 0.1
-#: The rank that stood still went on if its main thread has waited for something else so many times since.
-_SIGNS_OF_PROGRESS = 5
+#: Share of the time after which samples are taken, and of the time between two; so many are compared.
+_SAMPLE_AFTER, _SAMPLE_AGAIN, _MAX_SAMPLES, _MIN_SAMPLES = 0.5, 0.1, 8, 3
 #: Whoever asks all processes of a server to end at once has ended them all by this time, in seconds.
 _ORDERLY_SECS = 5.0
 #: The health check of the moment before a crash has failed by then, in seconds, unless the server serves on.
 _SERVES_ON_SECS = 15.0
+_PAUSED = "its schedulers answer other questions than a health check: it is paused, or updates its weights"
+_NO_HANG = ": no hang is seen."
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,7 @@ class Observation:
     Attributes:
         at: when, in seconds of the monotonic clock.
         health: its health check.
-        ranks: its ranks on this host, empty where nothing is known of them.
+        samples: of its processes on this host, with stacks where these were wanted; empty where none is known.
         server_state: state letter of its main process, empty where it is not known.
         answers: whether its schedulers answered something else than a health check since `Watching.wants_answer`; None
             where that is not known.
@@ -60,12 +69,17 @@ class Observation:
 
     at: float
     health: Health
-    ranks: tuple[RankLook, ...] = ()
+    samples: tuple[Sample, ...] = ()
     server_state: str = ""
     answers: bool | None = None
     asking: bool = False
     gone: bool = False
     deaths: tuple[Death, ...] = ()
+
+    @property
+    def is_unreachable(self) -> bool:
+        """Whether its port refuses connections, and no process of it is known here."""
+        return self.health == "refused" and not self.samples and not self.server_state
 
 
 @dataclass(frozen=True)
@@ -77,7 +91,7 @@ class Event:
         text: in one sentence.
         secs: of a hang, for how long there was no answer; of progress, for how long the hang lasted; in seconds.
         level: of a hang or a crash, how well it is supported.
-        ranks: of a hang, how each rank fared.
+        ranks: of a hang, what was seen of each rank.
         first: of a crash, who ended first, where that was seen.
     """
 
@@ -85,7 +99,7 @@ class Event:
     text: str
     secs: float = 0.0
     level: Level = "supported"
-    ranks: tuple[Standing, ...] = ()
+    ranks: tuple[Member, ...] = ()
     first: Death | None = None
 
 
@@ -102,17 +116,16 @@ class Watching:
 
     def __init__(self, hang_secs: float, start_secs: float = 0.0) -> None:
         self._hang_secs, self._start_secs = hang_secs, start_secs
-        self._most_secs = min(_MOST_SECS, _MOST_SHARE * hang_secs)
+        self._most_secs = min(_MAX_SECS, _MAX_SHARE * hang_secs)
         self._at: float | None = None
         # It may take health checks in without having answered one.
         self._has_served = self._has_answered = self._is_late = self._is_ending = False
         self._starting_secs = self.silent_secs = 0.0
-        self._looks: dict[int, list[RankLook]] = {}
-        self._stacks_at: float | None = None
+        self._rounds: deque[NodeSnapshot] = deque(maxlen=_MAX_SAMPLES)
+        self._sampled_at: float | None = None
         self._hung_at: float | None = None
         self._refused_secs = self._asking_secs = 0.0
-        self._was_asking = False
-        self._stuck: dict[int, RankLook] = {}
+        self._was_asking = self._has_health = False
         self._excuse = ""
         self._crashed_at: float | None = None
         self._told_dead: set[int] = set()
@@ -126,7 +139,7 @@ class Watching:
             return "hung"
         if not self._has_served:
             return "starting"
-        return "suspect" if self._is_suspect else "serving"
+        return "suspect" if self.silent_secs >= _SAMPLE_AFTER * self._hang_secs else "serving"
 
     @property
     def wants_answer(self) -> bool:
@@ -134,10 +147,11 @@ class Watching:
         return self.phase == "suspect"
 
     def wants_stacks(self, at: float) -> bool:
-        """Say whether the next observation is to have the ranks' stacks."""
-        if self.phase != "suspect":
+        """Say whether the next observation is to have stacks."""
+        # Without a health check nothing but the ranks tells that a hang is over.
+        if self.phase != "suspect" and (self.phase != "hung" or self._has_health):
             return False
-        return self._stacks_at is None or at >= self._stacks_at + max(0.5, _LOOK_AGAIN * self._hang_secs)
+        return self._sampled_at is None or at >= self._sampled_at + max(0.5, _SAMPLE_AGAIN * self._hang_secs)
 
     def skip(self, at: float) -> None:
         """Do not count the time until `at`, in which the watcher did something else."""
@@ -158,8 +172,12 @@ class Watching:
             return [Event("started_over", f"nothing was seen for {secs:.0f} s, so the watch starts over", secs)]
         if self._crashed_at is not None and (seen.health != "ok" or seen.at < self._crashed_at + _SERVES_ON_SECS):
             # What a crash leads to was told with it, but for the end of a server of another host.
-            return [Event("gone", "its port refuses connections")] if _is_unreachable(seen) else []
-        self._take_in(seen)
+            return [Event("gone", "its port refuses connections")] if seen.is_unreachable else []
+        self._has_health = seen.health != "none"
+        if self.wants_stacks(seen.at):
+            self._sampled_at = seen.at
+            left = tuple(one for one in seen.samples if one.pid not in self._told_dead)
+            self._rounds.append(NodeSnapshot("", seen.at, left))
         if seen.health == "ok":
             return self._on_answer(seen)
         counted = min(secs, self._most_secs)
@@ -177,13 +195,9 @@ class Watching:
         self._was_asking = seen.asking
         if self.silent_secs < self._hang_secs:
             return []
-        if _is_unreachable(seen):
+        if seen.is_unreachable:
             return [Event("gone", f"its port has refused connections for {self.silent_secs:.1f} s", self.silent_secs)]
-        return self._judge(seen)
-
-    @property
-    def _is_suspect(self) -> bool:
-        return self.silent_secs >= _LOOK_AFTER * self._hang_secs
+        return self._on_silence(seen)
 
     def _crash_of(self, seen: Observation) -> list[Event]:
         """Return who ended first, where that was no end that somebody asked for; once for all that follow from it."""
@@ -203,19 +217,10 @@ class Watching:
         level: Level = "established" if first.alone else "supported"
         return [Event("crash", f"{first}{others if first.alone else ''}", level=level, first=first)]
 
-    def _take_in(self, seen: Observation) -> None:
-        if seen.health == "ok" or not self._is_suspect:
-            self._looks = {}
-        if any(look.frames for look in seen.ranks):
-            self._stacks_at = seen.at
-        for look in seen.ranks:
-            if look.pid not in self._told_dead:
-                self._looks.setdefault(look.pid, []).append(look)
-
     def _on_answer(self, seen: Observation) -> list[Event]:
         events = []
         if self._hung_at is not None:
-            events = [_progress(seen.at - self._hung_at)]
+            events = [self._progress(seen)]
         elif not self._has_answered:
             events = [Event("serving", "the server answers")]
         elif self._crashed_at is not None:
@@ -224,34 +229,21 @@ class Watching:
             events = [Event("serving", "the server answers health checks again")]
         self._has_served = self._has_answered = True
         self._is_ending = False
-        self._hung_at, self._excuse, self._crashed_at = None, "", None
+        self._excuse, self._crashed_at = "", None
         self._forget()
         return events
 
     def _while_hung(self, seen: Observation, counted: float) -> list[Event]:
         if seen.health == "none":
-            return self._on_signs(seen)
-        self._refused_secs = self._refused_secs + counted if _is_unreachable(seen) else 0.0
+            if len(self._rounds) < _MIN_SAMPLES or self._judge(seen)[0] == "hang":
+                return []
+            event = self._progress(seen)
+            self._forget()
+            return [event]
+        self._refused_secs = self._refused_secs + counted if seen.is_unreachable else 0.0
         if self._refused_secs < self._hang_secs:
             return []
         return [Event("gone", f"its port has refused connections for {self._refused_secs:.1f} s", self._refused_secs)]
-
-    def _on_signs(self, seen: Observation) -> list[Event]:
-        """Return progress where nothing but the ranks tells of it, and those that stood still go on."""
-        assert self._hung_at is not None
-        for look in seen.ranks:
-            stuck = self._stuck.get(look.pid)
-            if stuck is not None and look.state not in ("T", "t", "D"):
-                if look.switches >= stuck.switches + _SIGNS_OF_PROGRESS:
-                    del self._stuck[look.pid]
-            elif stuck is not None:
-                self._stuck[look.pid] = look
-        if self._stuck:
-            return []
-        event = _progress(seen.at - self._hung_at)
-        self._hung_at = None
-        self._forget()
-        return [event]
 
     def _on_start(self, seen: Observation, counted: float) -> list[Event]:
         if seen.health in ("failed", "silent", "none"):
@@ -265,67 +257,98 @@ class Watching:
         text = f"the server is not ready after {self._starting_secs:.0f} s"
         return [self._hang(seen, text, self._starting_secs, "unknown")]
 
-    def _judge(self, seen: Observation) -> list[Event]:
-        standings = self._standings()
+    def _on_silence(self, seen: Observation) -> list[Event]:
+        has_patience = self.silent_secs < _PATIENCE * self._hang_secs
         by_health = seen.health != "none"
-        if self._is_ending and self.silent_secs < _PATIENCE * self._hang_secs:
-            return self._excused(Judgement("patience", "it refused them at once before, as one does that is to end"))
-        if self._saw_an_end_lately(seen.at):
-            return []
+        if self._is_ending and has_patience:
+            return self._excused("patience", "it refused them at once before, as one does that is to end")
         may_answer = seen.asking and self._asking_secs < _ANSWER_SECS
-        answers = True if may_answer else seen.answers
-        judgement = judge(standings, server_state=seen.server_state, answers=answers, by_health=by_health)
-        if may_answer and judgement.outcome != "hang":
+        outcome, reason, level = self._judge(seen)
+        if may_answer and level != "established":
             return []
-        if judgement.outcome == "patience" and self.silent_secs < _PATIENCE * self._hang_secs:
-            return self._excused(judgement) if judgement.reason else []
-        if judgement.outcome == "excused":
+        if outcome == "patience":
+            if has_patience:
+                return self._excused("patience", reason) if reason else []
+            outcome, level = "hang", "unknown"
+        if outcome == "excused":
             self._forget()
-            return self._excused(judgement) if by_health else []
-        if judgement.outcome == "crash":
+            return self._excused("excused", reason) if by_health else []
+        if outcome == "crash":
+            if self.silent_secs < 2 * self._hang_secs:
+                # It may have been the first of all, and the server about to end.
+                return []
             self._crashed_at = seen.at
-            self._told_dead |= {one.pid for one in standings if one.manner == "gone"}
-            return [Event("crash", judgement.reason, level=judgement.level, ranks=tuple(standings))]
+            self._told_dead |= {one.source.pid for one in self._ranks() if one.manner() == "gone"}
+            return [Event("crash", reason, level="supported", ranks=self._ranks())]
         what = "no health check was answered" if by_health else "a rank stood still"
-        text = f"{what} for {self.silent_secs:.1f} s: {judgement.reason}"
-        return [self._hang(seen, text, self.silent_secs, judgement.level)]
+        # That it hangs is an inference, whatever is established of a rank.
+        level = "supported" if level == "established" else level
+        return [self._hang(seen, f"{what} for {self.silent_secs:.1f} s: {reason}", self.silent_secs, level)]
 
-    def _saw_an_end_lately(self, at: float) -> bool:
-        """Say whether a rank ended so short a time ago that the server may be about to end, too."""
-        if self.silent_secs >= 2 * self._hang_secs:
-            return False
-        ends = [next((look.at for look in looks if look.state in ("X", "Z")), None) for looks in self._looks.values()]
-        return any(end is not None and at - end < self._hang_secs for end in ends)
+    def _judge(self, seen: Observation) -> tuple[Outcome, str, Level]:
+        """Return what the samples say of a server that answers nothing, in a sentence, and how well it is supported."""
+        ranks = self._ranks()
+        if not ranks:
+            if seen.answers:
+                return "excused", _PAUSED, "supported"
+            # Of one that has no health check either, nothing can be said.
+            return "excused" if seen.health == "none" else "hang", "nothing is known of its ranks", "unknown"
+        sightings = Sightings.of(self._rounds)
+        traced = [one for one in members_of(sightings) if one.manner() == "traced"]
+        if traced and traced[0].last is not None:
+            return "excused", f"{name_members(traced)} {traced[0].last.words}", "established"
+        if seen.server_state in ("T", "t") and all(one.manner() == "stopped" for one in ranks):
+            return "excused", "the whole server is stopped (state T)", "established"
+        said = explain(sightings)
+        gone = [one for one in ranks if one.manner() == "gone"]
+        if gone and len(gone) == len(ranks) and seen.health != "none":
+            # Upstream waits for them to end before it ends itself, and answers nothing meanwhile.
+            return "patience", f"{name_members(gone)} had ended; whether the server ends too cannot be seen", "unknown"
+        if gone:
+            return "crash", said.statement, "established"
+        if said.kind == "outlier" and said.level == "established":
+            return "hang", said.statement, said.level
+        if seen.answers:
+            return "excused", _PAUSED, "supported"
+        if len(self._rounds) < _MIN_SAMPLES:
+            return "patience", "", "unknown"
+        at_work = [one for one in ranks if one.last is not None and one.last.is_work]
+        if at_work and at_work[0].last is not None:
+            outcome: Outcome = "excused" if seen.health == "none" else "patience"
+            return outcome, f"{name_members(at_work)} {at_work[0].last.words}", "supported"
+        if any(one.stands() and (seen.health != "none" or one.rests()) for one in ranks):
+            return "hang", said.statement, "supported"
+        if seen.health == "none":
+            return "excused", "its ranks go on", "supported"
+        if not any(one.seen for one in ranks) and not any(one.cpu_used() for one in ranks):
+            return "hang", said.statement, "unknown"
+        text = said.statement.removesuffix(_NO_HANG).removesuffix(".")
+        return "patience", f"{text}; whether they get on with the batch cannot be seen", "unknown"
 
-    def _excused(self, judgement: Judgement) -> list[Event]:
+    def _ranks(self) -> tuple[Member, ...]:
+        members = members_of(Sightings.of(self._rounds))
+        return tuple(one for one in members if one.source.role == "scheduler")
+
+    def _excused(self, outcome: Outcome, reason: str) -> list[Event]:
         """Tell once why it is no hang."""
-        kind = judgement.outcome
-        if self._excuse == kind:
+        if self._excuse == outcome:
             return []
-        self._excuse = kind
-        end = "" if kind == "excused" else f"; it is given {_PATIENCE} times the time"
-        return [Event("excused", f"no health check is answered, but {judgement.reason}{end}", self.silent_secs)]
+        self._excuse = outcome
+        end = "" if outcome == "excused" else f"; it is given {_PATIENCE} times the time"
+        return [Event("excused", f"no health check is answered, but {reason}{end}", self.silent_secs)]
 
     def _hang(self, seen: Observation, text: str, secs: float, level: Level) -> Event:
-        standings = self._standings()
+        ranks = self._ranks()
         self._hung_at = seen.at - secs
-        stands = {one.pid for one in standings if one.stands}
-        self._stuck = {look.pid: look for look in seen.ranks if look.pid in stands}
-        return Event("hang", text, secs, level, tuple(standings))
+        self._rounds.clear()
+        return Event("hang", text, secs, level, ranks)
 
-    def _standings(self) -> list[Standing]:
-        return [standing_of(looks) for looks in self._looks.values()]
+    def _progress(self, seen: Observation) -> Event:
+        assert self._hung_at is not None
+        secs, self._hung_at = seen.at - self._hung_at, None
+        return Event("progress", f"progress returned after {secs:.1f} s", secs)
 
     def _forget(self) -> None:
-        self.silent_secs = 0.0
-        self._asking_secs = 0.0
-        self._looks = {}
-        self._stacks_at = None
-
-
-def _is_unreachable(seen: Observation) -> bool:
-    return seen.health == "refused" and not seen.ranks and not seen.server_state
-
-
-def _progress(secs: float) -> Event:
-    return Event("progress", f"progress returned after {secs:.1f} s", secs)
+        self.silent_secs = self._asking_secs = 0.0
+        self._rounds.clear()
+        self._sampled_at = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_crashkit.model.snapshot import NodeSnapshot, ProcessSnapshot
-from sglang_crashkit.model.stacks import Frame, Thread
+from sglang_crashkit.model.sample import Frame, Sample, Thread
+from sglang_crashkit.model.snapshot import NodeSnapshot
 
 
 def stack(*texts: str) -> tuple[Frame, ...]:
@@ -99,7 +99,7 @@ IMPORT = (
 )
 
 
-def process(pid: int, frames: Sequence[str] = (), **fields: Any) -> ProcessSnapshot:
+def process(pid: int, frames: Sequence[str] = (), **fields: Any) -> Sample:
     """Return a scheduler whose main thread is in `frames`; ranks as ``tp=0``, other fields by their names."""
     ranks = {name: fields.pop(name) for name in ("dp", "pp", "tp", "ep") if name in fields}
     thread = Thread("MainThread", pid, active=False, owns_gil=fields.pop("owns_gil", False), frames=stack(*frames))
@@ -108,10 +108,10 @@ def process(pid: int, frames: Sequence[str] = (), **fields: Any) -> ProcessSnaps
     title = "".join(f"_{name.upper()}{number}" for name, number in ranks.items())
     defaults = {"host": "n1", "start_ticks": 1, "role": "scheduler", "time": 0.0, "server": 1, "state": "S"}
     fields = {"title": f"sglang::scheduler{title}", **defaults, **fields}
-    return ProcessSnapshot(pid=pid, ranks=ranks, threads=threads, **fields)
+    return Sample(pid=pid, ranks=ranks, threads=threads, **fields)
 
 
-def rounds(*looks: Sequence[ProcessSnapshot], host: str = "n1", secs: float = 5.0) -> list[NodeSnapshot]:
+def rounds(*looks: Sequence[Sample], host: str = "n1", secs: float = 5.0) -> list[NodeSnapshot]:
     """Return what was seen on one host at each of several rounds, so many seconds apart."""
     return [
         NodeSnapshot(host, 100.0 + secs * position, tuple(_at(one, 100.0 + secs * position, host) for one in look))
@@ -119,5 +119,5 @@ def rounds(*looks: Sequence[ProcessSnapshot], host: str = "n1", secs: float = 5.
     ]
 
 
-def _at(one: ProcessSnapshot, time: float, host: str) -> ProcessSnapshot:
-    return ProcessSnapshot(**{**vars(one), "time": time, "host": host})
+def _at(one: Sample, time: float, host: str) -> Sample:
+    return Sample(**{**vars(one), "time": time, "host": host})

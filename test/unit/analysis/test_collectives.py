@@ -282,7 +282,7 @@ def test_whoever_stops_is_named_and_nobody_else(ranks: set[int], finished: int, 
         assert stopped in finding.named
 
 
-OPERATIONS = st.sampled_from(["all_reduce", "broadcast", "barrier", "send 0->1", "recv 1<-0", "send 9->8", "odd"])
+OPERATIONS = st.sampled_from(["all_reduce", "broadcast", "barrier", "send 0->1", "recv 1<-0", "send 9->8", "outlier"])
 
 
 @st.composite

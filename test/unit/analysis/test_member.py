@@ -2,20 +2,25 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_crashkit.analysis.member import Member, Sight, describe, name_members
-from sglang_crashkit.analysis.rank_set import Rank
-from sglang_crashkit.analysis.states import of_frames
-from sglang_crashkit.model.stacks import Frame
+from sglang_crashkit.analysis.member import Member, Moment, describe, name_members
+from sglang_crashkit.analysis.ranks import Rank
+from sglang_crashkit.analysis.waits import of_frames, of_state
 from unit.analysis.real_stacks import ALL_REDUCE, BROADCAST, MATMUL, SPIN, stack
 
 
-def member(*looks: tuple[str, ...], cpu: float = 0.0, secs: float = 5.0) -> Member:
+def member(*looks: tuple[str, ...], cpu: float = 0.0, secs: float = 5.0, state: str = "S") -> Member:
     """Return one seen at several looks; CPU time and time passed from each to the next."""
-    sights = [
-        Sight("S", cpu * position, of_frames(stack(*frames)), stack(*frames), 100.0 + secs * position)
+    moments = [
+        Moment(
+            state,
+            cpu * position,
+            of_state(state) or of_frames(stack(*frames)),
+            stack(*frames),
+            100.0 + secs * position,
+        )
         for position, frames in enumerate(looks)
     ]
-    return Member("TP0 (pid 10)", tuple(sights))
+    return Member("TP0 (pid 10)", tuple(moments))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +57,7 @@ def test_one_waits_where_it_waited_at_each_look() -> None:
 def test_it_is_described_with_its_places_and_cpu_time() -> None:
     assert describe(member(SPIN)) == "was in spin (sitecustomize.py:12)"
     assert describe(member(SPIN, MATMUL, cpu=2.0)) == (
-        "was in spin (sitecustomize.py:12) and linear (torch/nn/functional.py:2300) at 2 looks"
+        "was in spin (sitecustomize.py:12) and linear (torch/nn/functional.py:2300) in 2 samples"
         " and used 2.0 s of CPU time meanwhile"
     )
     assert describe(member()) == "was not seen"
@@ -60,13 +65,13 @@ def test_it_is_described_with_its_places_and_cpu_time() -> None:
 
 def test_of_many_different_places_some_are_told() -> None:
     looks = [stack(f"f{number} (x.py:1)") for number in range(6)]
-    one = Member("x", tuple(Sight("S", 0.0, of_frames(frames), frames) for frames in looks))
+    one = Member("x", tuple(Moment("S", 0.0, of_frames(frames), frames) for frames in looks))
     assert "3 more places" in describe(one)
 
 
 def test_what_all_looks_have_in_common_is_found() -> None:
     assert member(SPIN, MATMUL).common_function() == "LlamaModel.forward"
-    assert Member("x", (Sight("S", 0.0, of_frames(()), ()),)).common_function() == ""
+    assert Member("x", (Moment("S", 0.0, of_frames(()), ()),)).common_function() == ""
 
 
 def test_many_are_named_as_a_set() -> None:
@@ -76,8 +81,20 @@ def test_many_are_named_as_a_set() -> None:
     assert name_members([*many, Member("x", ())]).endswith("TP7 (pid 7) and 2 more")
 
 
-def test_the_innermost_functions_make_two_alike() -> None:
-    assert member(ALL_REDUCE).is_alike(member(ALL_REDUCE, ALL_REDUCE))
-    assert not member(ALL_REDUCE).is_alike(member(SPIN))
-    assert member(SPIN).innermost() == {("spin", "sitecustomize.py")}
-    assert Frame("spin", "sitecustomize.py", 12) == stack(SPIN[0])[0]
+@pytest.mark.parametrize(
+    ("manner", "stands", "one"),
+    [
+        ("still", True, member(ALL_REDUCE, ALL_REDUCE, ALL_REDUCE)),
+        ("spinning", True, member(SPIN, SPIN, cpu=5.0)),
+        ("moving", False, member(SPIN, MATMUL, cpu=5.0)),
+        ("unknown", False, member(SPIN)),
+        # Another line of the same function is progress, and a loop for requests goes round.
+        ("still", False, member(SPIN, ("spin (sitecustomize.py:13)", *SPIN[1:]))),
+        ("still", False, member(BROADCAST, BROADCAST)),
+        ("stopped", True, member(SPIN, SPIN, state="T")),
+        ("asleep", True, member(SPIN, SPIN, state="D")),
+        ("gone", True, member(SPIN, SPIN, state="Z")),
+    ],
+)
+def test_how_it_fared_and_whether_it_stands(manner: str, stands: bool, one: Member) -> None:
+    assert (one.manner(), one.stands()) == (manner, stands)

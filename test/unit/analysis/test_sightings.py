@@ -5,8 +5,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_crashkit.analysis.explain import explain
-from sglang_crashkit.analysis.explanation_text import format_explanation
+from sglang_crashkit.analysis.explain import explain, format_explanation
 from sglang_crashkit.analysis.sightings import Sightings
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 from unit.analysis.real_stacks import ALL_REDUCE, BROADCAST, LOAD, RECEIVE, SPIN, STORE, process, rounds
@@ -52,7 +51,7 @@ def test_a_process_is_called_as_it_was_last() -> None:
         (seen,) = Sightings.of(order).processes()
         assert (seen.process.title, seen.process.role) == ("sglang::scheduler_TP1", "scheduler")
         assert seen.rank.number == 1
-        assert [sight.time for sight in seen.in_order()] == sorted(node.time for node in nodes)
+        assert [moment.time for moment in seen.in_order()] == sorted(node.time for node in nodes)
 
 
 def test_all_threads_of_all_ranks_are_in_the_tree() -> None:

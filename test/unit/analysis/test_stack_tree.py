@@ -5,9 +5,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.analysis.rank_set import Rank, scope_of
-from sglang_crashkit.analysis.stack_tree import Node, PrefixTree
-from sglang_crashkit.model.stacks import Frame
+from sglang_crashkit.analysis.ranks import Rank, scope_of
+from sglang_crashkit.analysis.stack_tree import Node, PrefixTree, format_tree
+from sglang_crashkit.model.sample import Frame
 
 Stack = tuple[Rank, tuple[Frame, ...]]
 
@@ -24,7 +24,7 @@ def tree_of(stacks: list[Stack]) -> PrefixTree:
 
 
 def told(node: Node) -> Any:
-    return node.function, node.file, node.lines, node.ranks, [told(child) for child in node.in_order()]
+    return node.function, node.file, node.lines, str(node.ranks), [told(child) for child in node.in_order()]
 
 
 def rank(number: int) -> Rank:
@@ -72,3 +72,66 @@ def test_a_very_deep_stack_is_taken() -> None:
 @given(st.data(), STACKS)
 def test_the_order_of_stacks_does_not_matter(data: st.DataObject, stacks: list[Stack]) -> None:
     assert told(tree_of(data.draw(st.permutations(stacks))).root) == told(tree_of(stacks).root)
+
+
+# -- as text
+
+
+def add(tree: PrefixTree, number: int, *names: str, line: int = 1, **places: int | str) -> None:
+    """Add a stack, outermost first."""
+    frames = tuple(Frame(name, "x.py", line) for name in reversed(names))
+    tree.add(Rank(scope_of(places), "tp", number), frames)
+
+
+def test_what_few_ranks_do_comes_first() -> None:
+    tree = PrefixTree()
+    for number in range(8):
+        add(tree, number, "main", "loop", "spin" if number == 5 else "all_reduce")
+    assert list(format_tree(tree)) == [
+        "TP0-7: main (x.py:1) > loop (x.py:1)",
+        "  TP5: spin (x.py:1)",
+        "  TP0-4,6-7: all_reduce (x.py:1)",
+    ]
+
+
+def test_a_long_chain_is_shortened_in_its_middle() -> None:
+    tree = PrefixTree()
+    add(tree, 0, *(f"f{depth}" for depth in range(20)))
+    assert list(format_tree(tree)) == [
+        "TP0: f0 (x.py:1) > f1 (x.py:1) > f2 (x.py:1) > (14 more)",
+        "    > f17 (x.py:1) > f18 (x.py:1) > f19 (x.py:1)",
+    ]
+
+
+def test_who_went_no_further_is_told() -> None:
+    tree = PrefixTree()
+    add(tree, 0, "main")
+    add(tree, 1, "main", "spin")
+    assert list(format_tree(tree)) == ["TP0-1: main (x.py:1)", "  TP0: no further", "  TP1: spin (x.py:1)"]
+
+
+def test_what_is_the_same_for_all_ranks_is_not_repeated() -> None:
+    tree = PrefixTree()
+    add(tree, 0, "main", server="n1:7", side="decode", pp=0)
+    add(tree, 0, "spin", server="n1:7", side="decode", pp=1)
+    assert list(format_tree(tree)) == ["PP0 TP0: main (x.py:1)", "PP1 TP0: spin (x.py:1)"]
+
+
+def test_of_many_lines_some_are_named() -> None:
+    tree = PrefixTree()
+    for number in range(9):
+        add(tree, number, "spin", line=number)
+    assert list(format_tree(tree)) == ["TP0-8: spin (x.py:1,2,3,...)"]
+
+
+def test_it_ends_with_how_much_was_left_out() -> None:
+    tree = PrefixTree()
+    for number in range(50):
+        add(tree, number, "main", f"f{number:02}")
+    lines = list(format_tree(tree, most_lines=10))
+    assert len(lines) == 11
+    assert lines[-1] == "... and 41 more branches"
+
+
+def test_without_stacks_there_is_nothing_to_tell() -> None:
+    assert list(format_tree(PrefixTree())) == []

@@ -6,9 +6,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.analysis.verdict import FailureEvent, judge, order_failures
-from sglang_crashkit.model.incident import Collectives, Exit, Incident, ProcessReport, ServerInfo, Trigger
+from sglang_crashkit.analysis.verdict import (
+    BUSY_TOO_LONG,
+    UNHEALTHY,
+    FailureEvent,
+    find_busy,
+    find_suspect,
+    judge,
+    order_failures,
+)
+from sglang_crashkit.model.incident import (
+    Collectives,
+    Exit,
+    Incident,
+    LastSign,
+    ProcessReport,
+    ServerInfo,
+    Trigger,
+    Verdict,
+)
 from sglang_crashkit.model.peers import LostPeer
+from sglang_crashkit.model.sample import Gil, Sample, Thread
+from unit.analysis import real_stacks
+from unit.analysis.real_stacks import stack
 
 ENDS: dict[str, Exit] = {
     "killed": Exit(None, "SIGKILL", "signal", "no OOM kill", "t"),
@@ -18,16 +38,19 @@ ENDS: dict[str, Exit] = {
     "orphaned": Exit(None, "SIGKILL", "parent_ended", "its parent ended", "t"),
 }
 LOST = "RuntimeError: [../gloo/pair.cc] Connection closed by peer [127.0.0.1]:4711"
+SHAPE = "ValueError: bad shape"
 
 
-def make_incident(**ends: str | None) -> Incident:
-    """Return an incident of ranks named ``tp0``..., each with its end."""
-    incident = Incident("id", "killed", Trigger("crash_dump", "t", 1, "server"), ServerInfo(1, "0", "0", "h"))
-    for number, end in enumerate(ends.values()):
-        report = ProcessReport(10 + number, f"sglang::scheduler_TP{number}", "scheduler", {"tp": number})
+def incident_of(*ranks: ProcessReport, trigger: str = "no_progress", pid: int = 1, title: str = "server") -> Incident:
+    return Incident("id", "hang", Trigger(trigger, "t", pid, title), ServerInfo(1, "0", "0", "h"), list(ranks))
+
+
+def ended(*ends: str | None) -> Incident:
+    """Return an incident of ranks, each with its end."""
+    reports = [ProcessReport(10 + n, f"sglang::scheduler_TP{n}", "scheduler", {"tp": n}) for n in range(len(ends))]
+    for report, end in zip(reports, ends, strict=True):
         report.exit = ENDS[end] if end else None
-        incident.processes.append(report)
-    return incident
+    return incident_of(*reports, trigger="crash_dump")
 
 
 def death(pid: int, seconds: float, **fields: Any) -> FailureEvent:
@@ -38,148 +61,131 @@ def raised(pid: int, seconds: float, message: str = "ValueError: x") -> FailureE
     return FailureEvent(pid, seconds, "exception", message)
 
 
-def test_what_was_on_the_gpu_is_part_of_the_verdict() -> None:
-    incident = make_incident(tp0=None, tp1="killed")
+def silent(*pids: int, message: str = "made no progress for 5.0 s") -> list[FailureEvent]:
+    return [FailureEvent(pid, float(second), "hang", message) for second, pid in enumerate(pids)]
+
+
+def first(verdict: Verdict) -> int | None:
+    return verdict.first_failure.pid if verdict.first_failure is not None else None
+
+
+# -- who failed first
+
+
+@pytest.mark.parametrize(
+    ("ends", "events", "expected", "words"),
+    [
+        # The survivor's exception may be stamped before the handler noticed the death.
+        (
+            [None, "killed"],
+            [raised(10, 1.0, LOST), death(11, 1.001)],
+            (11, "signal", "established"),
+            "TP1 (pid 11) was killed by SIGKILL: no OOM kill. sglang::scheduler_TP0 (pid 10) then raised RuntimeError",
+        ),
+        # Another exception that came first is the cause.
+        (
+            [None, "killed"],
+            [death(11, 1.1), raised(10, 1.0, SHAPE)],
+            (10, "exception", "established"),
+            "TP1 (pid 11) then ended by SIGKILL.",
+        ),
+        (
+            [None, "killed", None],
+            [raised(10, 1.0, SHAPE), death(11, 1.5), raised(12, 1.6, LOST)],
+            (11, "signal", "supported"),
+            "",
+        ),
+        # A death after the capture is the server's own clean-up.
+        (
+            [None, "killed"],
+            [raised(10, 1.0, LOST), death(11, 2.0, before_photograph=False)],
+            (10, "lost_peer", "supported"),
+            "lost the connection to a peer",
+        ),
+        # Who ended with its parent is never the first, whenever that was noticed.
+        (
+            ["orphaned", "killed"],
+            [death(10, 0.999, with_parent=True), death(11, 1.0)],
+            (11, "signal", "established"),
+            "TP0 (pid 10) then ended with the process that had started it.",
+        ),
+        (["orphaned"], [death(10, 1.0, with_parent=True)], (10, "parent_ended", "established"), "its parent ended."),
+        ([None, None], [raised(11, 1.1, LOST), raised(10, 1.0)], (10, "exception", "established"), ""),
+        # Two at the same time.
+        (["killed", "killed"], [raised(10, 1.0), raised(11, 1.002)], (10, "exception", "supported"), ""),
+        (["killed", "killed"], [death(10, 1.0), death(11, 1.002)], (10, "signal", "supported"), ""),
+        # A main process that tells of a rank, although its end was seen first.
+        (
+            ["status", "killed"],
+            [FailureEvent(10, 1.0, "exit", is_answer=True), death(11, 1.001)],
+            (11, "signal", "established"),
+            "",
+        ),
+        (["oom"], [death(10, 1.0)], (10, "oom_kill", "established"), "for lack of memory: 1 more"),
+        (["status"], [death(10, 1.0)], (10, "exit_status", "established"), "ended with exit status 3"),
+        (["unknown"], [death(10, 1.0)], (10, "unknown", "supported"), "nobody could tell how"),
+        ([None], [death(10, 1.0)], (10, "unknown", "supported"), "nobody could tell how"),
+        ([None], [death(99, 1.0), raised(98, 2.0)], (99, "unknown", "supported"), ""),
+        ([None], [], (None, "unknown", "unknown"), "server reported crash_dump, but no process was seen to fail."),
+    ],
+)
+def test_who_failed_first(
+    ends: list[str | None], events: list[FailureEvent], expected: tuple[int | None, str, str], words: str
+) -> None:
+    verdict = judge(ended(*ends), events)
+    assert (first(verdict), verdict.kind, verdict.level) == expected
+    assert words in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("message", "is_lost"),
+    [
+        (LOST, True),
+        ("ConnectionResetError: Connection reset by peer", True),
+        ("BrokenPipeError: [Errno 32] Broken pipe", True),
+        ("torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error", True),
+        ("RuntimeError: NCCL communicator was aborted on rank 1", True),
+        ("RuntimeError: recvValue failed on TCPStore(...)", True),
+        ("torch.OutOfMemoryError: CUDA out of memory", False),
+    ],
+)
+def test_a_lost_connection_is_a_consequence(message: str, is_lost: bool) -> None:
+    assert order_failures([raised(10, 1.0, message), death(11, 1.1)])[0].pid == (11 if is_lost else 10)
+
+
+def test_a_lost_peer_is_the_verdict_where_no_process_failed() -> None:
+    incident = ended("killed")
+    incident.peers = [LostPeer.of("h:1", "prefill", "refused", "t")]
+    verdict = judge(incident, [])
+    assert (verdict.kind, verdict.first_failure, verdict.level) == ("peer_lost", None, "established")
+    assert verdict.text == "prefill server h:1 is gone; no request waits for it. Its port refuses connections."
+    assert judge(incident, [death(10, 1.0)]).basis[-1].startswith("prefill server h:1 is gone")
+    incident.peers.append(LostPeer.of("h:2", "prefill", "heartbeat", "t"))
+    assert judge(incident, []).level == "supported"
+
+
+def test_what_the_others_did_and_what_was_on_the_gpus_is_told() -> None:
+    incident = ended(None, "killed")
+    incident.processes[0].doing = ["all_reduce (dist.py:3)", "main (x.py:1)"]
     incident.processes[0].gpu = ["kernel spin on GPU 0: grid 1x1x1, block 32x1x1, its name inferred"]
     incident.processes[1].gpu = ["no kernel on the GPU", "exception: warp assert (GPU 1, SM 3)"]
-    verdict = judge(incident, [death(11, 1.0)])
-    assert verdict.basis[-2:] == [
+    assert judge(incident, [death(11, 1.0)]).basis[-3:] == [
+        "sglang::scheduler_TP0 (pid 10) was in all_reduce (dist.py:3).",
         "sglang::scheduler_TP0 (pid 10) had on its GPU: "
         "kernel spin on GPU 0: grid 1x1x1, block 32x1x1, its name inferred.",
         "sglang::scheduler_TP1 (pid 11) had on its GPU: exception: warp assert (GPU 1, SM 3).",
     ]
 
 
-def test_a_killed_rank_is_the_first_failure_although_the_survivor_raised_first() -> None:
-    # The survivor's exception may be stamped before the handler noticed the death.
-    events = [raised(10, 1.000, LOST), death(11, 1.001)]
-    verdict = judge(make_incident(tp0=None, tp1="killed"), events)
-    assert verdict.first_failure is not None
-    assert (verdict.first_failure.pid, verdict.kind, verdict.level) == (11, "signal", "established")
-    assert verdict.text.startswith("sglang::scheduler_TP1 (pid 11) was killed by SIGKILL: no OOM kill. ")
-    assert "sglang::scheduler_TP0 (pid 10) then raised RuntimeError" in verdict.text
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        LOST,
-        "ConnectionResetError: Connection reset by peer",
-        "BrokenPipeError: [Errno 32] Broken pipe",
-        "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error",
-        "RuntimeError: NCCL communicator was aborted on rank 1",
-        "RuntimeError: recvValue failed on TCPStore(...)",
-    ],
-)
-def test_a_lost_connection_is_a_consequence(message: str) -> None:
-    assert order_failures([raised(10, 1.0, message), death(11, 1.1)])[0].pid == 11
-
-
-@pytest.mark.parametrize("message", ["ValueError: bad shape", "torch.OutOfMemoryError: CUDA out of memory"])
-def test_another_exception_that_came_first_is_the_cause(message: str) -> None:
-    ordered = order_failures([death(11, 1.1), raised(10, 1.0, message)])
-    assert ordered[0].pid == 10
-
-
-def test_a_death_after_the_photograph_is_the_clean_up() -> None:
-    events = [raised(10, 1.0, LOST), death(11, 2.0, before_photograph=False)]
-    assert order_failures(events)[0].pid == 10
-
-
-@pytest.mark.parametrize("at", [0.999, 1.0, 1.001])
-def test_who_ended_with_its_parent_is_never_the_first_whenever_that_was_noticed(at: float) -> None:
-    verdict = judge(make_incident(tp0="orphaned", tp1="killed"), [death(10, at, with_parent=True), death(11, 1.0)])
-    assert verdict.first_failure is not None
-    assert (verdict.first_failure.pid, verdict.kind, verdict.level) == (11, "signal", "established")
-    assert "sglang::scheduler_TP0 (pid 10) then ended with the process that had started it." in verdict.basis
-
-
-def test_where_nobody_else_ended_that_a_parent_did_is_the_cause() -> None:
-    verdict = judge(make_incident(tp0="orphaned"), [death(10, 1.0, fatal_signal=False, with_parent=True)])
-    assert (verdict.kind, verdict.level) == ("parent_ended", "established")
-    assert verdict.text == "sglang::scheduler_TP0 (pid 10) ended: its parent ended."
-
-
-def test_without_a_death_the_earliest_exception_is_the_cause() -> None:
-    verdict = judge(make_incident(tp0=None, tp1=None), [raised(11, 1.1, LOST), raised(10, 1.0)])
-    assert verdict.first_failure is not None
-    assert (verdict.first_failure.pid, verdict.kind, verdict.level) == (10, "exception", "established")
-
-
-def test_two_failures_at_the_same_time_are_only_supported() -> None:
-    for events in ([raised(10, 1.0), raised(11, 1.002)], [death(10, 1.0), death(11, 1.002)]):
-        assert judge(make_incident(tp0="killed", tp1="killed"), events).level == "supported"
-
-
-def test_an_exception_that_no_lost_connection_explains_and_that_came_first_leaves_a_death_only_supported() -> None:
-    events = [raised(10, 1.0, "ValueError: bad shape"), death(11, 1.5), raised(12, 1.6, LOST)]
-    verdict = judge(make_incident(tp0=None, tp1="killed", tp2=None), events)
-    assert verdict.level == "supported"
-
-
-@pytest.mark.parametrize(
-    ("end", "kind", "level", "words"),
-    [
-        ("killed", "signal", "established", "was killed by SIGKILL"),
-        ("oom", "oom_kill", "established", "was killed by the kernel for lack of memory: 1 more"),
-        ("status", "exit_status", "established", "ended with exit status 3"),
-        ("unknown", "unknown", "supported", "nobody could tell how"),
-        (None, "unknown", "supported", "nobody could tell how"),
-    ],
-)
-def test_the_cause_is_that_of_the_exit(end: str | None, kind: str, level: str, words: str) -> None:
-    verdict = judge(make_incident(tp0=end), [death(10, 1.0)])
-    assert (verdict.kind, verdict.level) == (kind, level)
-    assert words in verdict.text
-
-
-def test_unknown_is_the_verdict_without_a_failure() -> None:
-    verdict = judge(make_incident(tp0=None), [])
-    assert (verdict.kind, verdict.first_failure, verdict.level) == ("unknown", None, "unknown")
-    assert verdict.text == "server reported crash_dump, but no process was seen to fail."
-
-
-def test_a_lost_peer_is_the_verdict_where_no_process_failed() -> None:
-    incident = make_incident(tp0=None)
-    incident.peers = [LostPeer.of("h:1", "prefill", "refused", "t")]
-    verdict = judge(incident, [])
-    assert (verdict.kind, verdict.first_failure, verdict.level) == ("peer_lost", None, "established")
-    assert verdict.text == "prefill server h:1 is gone; no request waits for it. Its port refuses connections."
-    incident.peers.append(LostPeer.of("h:2", "prefill", "heartbeat", "t"))
-    assert judge(incident, []).level == "supported"
-
-
-def test_a_lost_peer_is_not_the_first_failure_where_a_process_failed() -> None:
-    incident = make_incident(tp0="killed")
-    incident.peers = [LostPeer.of("h:1", "prefill", "refused", "t")]
-    verdict = judge(incident, [death(10, 1.0)])
-    assert (verdict.kind, verdict.level) == ("signal", "established")
-    assert verdict.basis[-1].startswith("prefill server h:1 is gone")
-
-
-def test_a_main_process_that_tells_of_a_rank_is_not_first_although_its_end_was_seen_first() -> None:
-    incident = make_incident(tp0="status", tp1="killed")
-    answer = FailureEvent(10, 1.0, "exit", is_answer=True)
-    verdict = judge(incident, [answer, death(11, 1.001)])
-    assert verdict.first_failure is not None
-    assert (verdict.first_failure.pid, verdict.kind, verdict.level) == (11, "signal", "established")
-    alone = judge(incident, [answer])
-    assert alone.first_failure is not None
-    assert alone.first_failure.pid == 10
-
-
-def test_a_failure_of_a_process_that_nobody_knows_is_judged() -> None:
-    verdict = judge(make_incident(tp0=None), [death(99, 1.0), raised(98, 2.0)])
-    assert verdict.first_failure is not None
-    assert verdict.first_failure.pid == 99
-
-
-def test_the_survivor_is_said_to_have_been_doing_something() -> None:
-    incident = make_incident(tp0=None, tp1="killed")
-    incident.processes[0].doing = ["all_reduce (dist.py:3)", "main (x.py:1)"]
-    assert judge(incident, [death(11, 1.0)]).basis[-1] == (
-        "sglang::scheduler_TP0 (pid 10) was in all_reduce (dist.py:3)."
+def test_what_the_collectives_show_is_told_and_does_not_change_the_first_failure() -> None:
+    incident = ended(None, "killed")
+    shown = [("A wait.", "behind", "unknown"), ("In step.", "in_step", "supported")]
+    shown += [(f"Group {number}.", "behind", "supported") for number in range(9)]
+    incident.collectives = Collectives(
+        [{"kind": kind, "level": level, "statement": text, "pids": [10]} for text, kind, level in shown]
     )
+    verdict = judge(incident, [death(11, 1.0)])
+    assert (first(verdict), verdict.basis[1:]) == (11, ["Group 0.", "Group 1."])
 
 
 events_of_three = st.lists(
@@ -200,54 +206,275 @@ events_of_three = st.lists(
 
 
 @given(events_of_three.flatmap(lambda events: st.tuples(st.just(events), st.permutations(events))))
-def test_the_order_in_which_events_come_in_does_not_change_the_verdict(
+def test_the_verdict_depends_on_the_events_and_not_on_how_they_came_in(
     orders: tuple[list[FailureEvent], list[FailureEvent]],
 ) -> None:
-    incident = make_incident(tp0="killed", tp1="status", tp2=None)
-    assert judge(incident, orders[0]) == judge(incident, orders[1])
-
-
-@given(events_of_three)
-def test_the_first_failure_is_one_of_the_failures_and_each_is_ordered_once(events: list[FailureEvent]) -> None:
-    verdict = judge(make_incident(tp0="killed", tp1="status", tp2=None), events)
+    incident, (events, others) = ended("killed", "status", None), orders
     ordered = order_failures(events)
+    assert judge(incident, events) == judge(incident, others)
     assert sorted(map(repr, ordered)) == sorted(map(repr, events))
-    assert (verdict.first_failure is None) == (not events)
-    if events:
-        assert verdict.first_failure is not None
-        assert verdict.first_failure.pid == ordered[0].pid
-
-
-@given(events_of_three)
-def test_a_lost_connection_is_never_first_where_a_rank_was_killed_before_the_photograph(
-    events: list[FailureEvent],
-) -> None:
+    assert first(judge(incident, events)) == (ordered[0].pid if events else None)
     deaths = [event for event in events if event.kind == "exit" and event.fatal_signal and event.before_photograph]
     if any(not (event.with_parent or event.is_answer) for event in deaths):
-        first = order_failures(events)[0]
-        assert not (first.kind == "exception" and first.message == LOST)
+        # A lost connection is never first where a rank was killed before the capture.
+        assert not (ordered[0].kind == "exception" and ordered[0].message == LOST)
 
 
-def finding(statement: str, kind: str = "behind", level: str = "established", *pids: int) -> dict[str, Any]:
-    return {"kind": kind, "level": level, "statement": statement, "pids": list(pids)}
+# -- a hang
 
 
-def test_what_the_collectives_show_is_told_with_the_first_failure_and_does_not_change_it() -> None:
-    incident = make_incident(tp0=None, tp1="killed")
-    incident.collectives = Collectives(
-        [
-            finding("One is behind.", "behind", "supported", 10),
-            finding("A wait of a moment.", "behind", "unknown", 10),
-            finding("Nobody waits.", "in_step", "supported"),
-        ]
-    )
-    verdict = judge(incident, [death(11, 1.0)])
-    assert verdict.first_failure is not None
-    assert (verdict.first_failure.pid, verdict.level) == (11, "established")
-    assert verdict.basis[1:] == ["One is behind."]
+BROADCAST, ALL_REDUCE, SPIN = real_stacks.BROADCAST, real_stacks.ALL_REDUCE, real_stacks.SPIN
 
 
-def test_of_many_process_groups_the_verdict_tells_the_first() -> None:
-    incident = make_incident(tp0=None, tp1="killed")
-    incident.collectives = Collectives([finding(f"Group {number}.") for number in range(9)])
-    assert judge(incident, [death(11, 1.0)]).text.endswith(". Group 0. Group 1.")
+def rank(
+    number: int, *stacks: tuple[str, ...], states: str = "SSS", cpu: float = 0.0, gil: Gil = "", **ranks: int
+) -> ProcessReport:
+    """Return a rank as the handler sees it every 2 s; a stack for each sample, or the same in all."""
+    report = ProcessReport(10 + number, f"sglang::scheduler_TP{number}", "scheduler", {"tp": number} | ranks)
+    for at, state in enumerate(states):
+        frames = stack(*stacks[at % len(stacks)]) if stacks else ()
+        threads = (Thread("MainThread", report.pid, active=False, owns_gil=False, frames=frames),) if frames else ()
+        doing = tuple(map(str, frames[:4]))
+        sample = Sample(pid=report.pid, time=1000.0 + 2 * at, state=state, cpu_secs=cpu * at, threads=threads)
+        report.samples.append(Sample(**{**vars(sample), "gil": gil, "doing": doing}))
+    report.doing = list(report.samples[0].doing)
+    return report
+
+
+def suspect_of(*ranks: ProcessReport) -> tuple[int, str] | None:
+    suspect = find_suspect(ranks)
+    return (suspect.process.rank["tp"], suspect.statement) if suspect else None
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        # Of several that are stopped the one that was silent first.
+        [rank(2, BROADCAST, states="T"), rank(0, BROADCAST, states="T")],
+        [rank(0, BROADCAST, states="SS"), rank(2, BROADCAST, states="TT"), rank(1, SPIN, states="RR")],
+        [rank(0, BROADCAST), rank(2, SPIN, cpu=2.0)],
+        [rank(0, BROADCAST), rank(2, SPIN, BROADCAST)],
+        [rank(0, real_stacks.MATMUL), rank(1, real_stacks.MATMUL), rank(2, SPIN)],
+    ],
+)
+def test_the_rank_that_the_others_wait_for_is_named(ranks: list[ProcessReport]) -> None:
+    found = suspect_of(*ranks)
+    assert found is not None
+    assert (found[0], "sglang::scheduler_TP2 (pid 12)" in found[1]) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [],
+        [rank(0, BROADCAST)],
+        [rank(0, BROADCAST), rank(1, ALL_REDUCE), rank(2, BROADCAST)],
+        [rank(0, BROADCAST), rank(1, SPIN), rank(2, real_stacks.MATMUL)],
+        # Stopped, or asleep in the kernel, for a moment only.
+        [rank(0, BROADCAST), rank(1, BROADCAST, states="STS")],
+        [rank(0, BROADCAST, states="S"), rank(1, BROADCAST, states="D")],
+        # The one without a stack may be the one.
+        [rank(0, BROADCAST), rank(1, SPIN), rank(2)],
+    ],
+)
+def test_nobody_is_named_where_no_single_rank_looks_responsible(ranks: list[ProcessReport]) -> None:
+    assert suspect_of(*ranks) is None
+
+
+def test_where_a_rank_sleeps_in_the_kernel_is_told() -> None:
+    sleeper = rank(1, BROADCAST, states="DDD")
+    sleeper.state = {"wchan": "rpc_wait_bit_killable"}
+    found = suspect_of(rank(0, BROADCAST), sleeper)
+    assert found is not None
+    assert found[1].endswith("is in uninterruptible sleep (state D) in the kernel's rpc_wait_bit_killable.")
+
+
+TP1 = "sglang::scheduler_TP1 (pid 11)"
+DEEP = [(*(f"f{depth}_{look} (x.py:1)" for depth in range(8)), *real_stacks.BATCH) for look in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("one", "words"),
+    [
+        (rank(1, SPIN, states="RRR", cpu=1.9, gil="main"), f". {TP1} spun there, busy all the time."),
+        # One that sleeps does not spin whatever its other threads use.
+        (rank(1, SPIN, cpu=1.9), f"waited in {BROADCAST[0]}."),
+        (rank(1, SPIN), f". {TP1} was stuck there."),
+        (rank(1, *DEEP, states="RRR", cpu=1.9), f". {TP1} moved below LlamaModel.forward."),
+        (rank(1, SPIN, gil="taken"), f" No other thread of {TP1} got the GIL in time to answer."),
+        (rank(1, SPIN, states="TTT", gil="taken"), f"{TP1} is stopped (state T) until somebody sends SIGCONT."),
+    ],
+)
+def test_what_holds_it_is_told(one: ProcessReport, words: str) -> None:
+    found = suspect_of(rank(0, BROADCAST), one)
+    assert found is not None
+    assert found[1].endswith(words)
+
+
+@pytest.mark.parametrize("gil", ["main", "taken"])
+def test_a_gil_that_was_held_in_some_samples_only_is_not_said_to_be(gil: Gil) -> None:
+    held = suspect_of(rank(0, BROADCAST), rank(1, SPIN, gil=gil))
+    assert held is not None
+    assert "GIL" in held[1]
+    one = rank(1, SPIN, gil=gil)
+    one.samples[1] = rank(1, SPIN).samples[1]
+    for seen in (one, rank(1, SPIN, states="S", gil=gil)):
+        found = suspect_of(rank(0, BROADCAST), seen)
+        assert found is not None
+        assert "GIL" not in found[1]
+
+
+STOPPED = [rank(0, BROADCAST, states="SS"), rank(1, BROADCAST, states="TT")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "events", "expected", "words"),
+    [
+        (STOPPED, silent(10, 11), (11, "supported"), "TP1 (pid 11) made no progress for 5.0 s."),
+        # A watchdog of the waiting rank does not make it the cause.
+        (STOPPED, silent(10), (11, "supported"), f"sglang::scheduler_TP0 (pid 10) was in {BROADCAST[0]}."),
+        (STOPPED, [*silent(10), raised(10, 9.0, LOST)], (11, "supported"), "TP0 (pid 10) then raised RuntimeError"),
+        ([rank(n, SPIN, states="TT") for n in range(2)], silent(10, 11), (None, "established"), "are all stopped"),
+        ([rank(0, BROADCAST, states="TTT")], silent(10), (10, "supported"), "is stopped"),
+        (
+            [rank(0, BROADCAST), rank(1, BROADCAST)],
+            silent(10, 11),
+            (None, "unknown"),
+            "2 processes made no progress, and no single rank looks responsible. ",
+        ),
+        ([rank(0, SPIN, states="RRR", cpu=1.9)], silent(10), (10, "supported"), "(pid 10) spun there"),
+        ([ProcessReport(10, "sglang::scheduler_TP0", "scheduler", {})], silent(10), (10, "supported"), "no progress"),
+        # The replica that is idle has nothing to do with it; where the attention alone is replicated, it has.
+        (
+            [rank(0, BROADCAST, dp=0), rank(1, BROADCAST, dp=0), rank(2, SPIN, dp=1)],
+            silent(10, 11),
+            (None, "unknown"),
+            "",
+        ),
+        ([rank(n, SPIN if n == 2 else BROADCAST, dp=n) for n in range(4)], silent(10), (12, "supported"), ""),
+    ],
+)
+def test_the_verdict_on_a_hang(
+    ranks: list[ProcessReport], events: list[FailureEvent], expected: tuple[int | None, str], words: str
+) -> None:
+    verdict = judge(incident_of(*ranks), events)
+    assert (verdict.kind, first(verdict), verdict.level) == ("hang", *expected)
+    assert words in verdict.text
+
+
+def behind(*pids: int, level: str = "established") -> Collectives:
+    return Collectives([{"kind": "behind", "level": level, "statement": "One is behind.", "pids": list(pids)}])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told", "named"),
+    [
+        ([rank(0, ALL_REDUCE), rank(1, ALL_REDUCE)], behind(11), 11),
+        ([rank(0, ALL_REDUCE), rank(1, ALL_REDUCE)], behind(10, 11), None),
+        ([rank(0, ALL_REDUCE), rank(1, ALL_REDUCE)], behind(11, level="unknown"), None),
+        ([rank(0, ALL_REDUCE), rank(1, ALL_REDUCE)], Collectives(), None),
+        (STOPPED, behind(10), 11),
+    ],
+)
+def test_where_all_wait_the_one_that_is_behind_in_its_collectives_is_named(
+    ranks: list[ProcessReport], told: Collectives, named: int | None
+) -> None:
+    incident = incident_of(*ranks)
+    incident.collectives = told
+    assert first(judge(incident, silent(10, 11))) == named
+
+
+# -- ranks that are at work
+
+COMPILES = ("make_llir (triton/backends/nvidia/compiler.py:400)", "compile (triton/compiler/compiler.py:280)")
+LOADS = ("clone (torch/_tensor.py:9)", "load_weights (models/llama.py:700)")
+EXPORTS = ("save (torch/profiler/profiler.py:1)", "export_chrome_trace (torch/profiler/profiler.py:212)")
+STOPS = ("stop (torch/profiler/profiler.py:1)", "_stop_profile (managers/scheduler_components/profiler_manager.py:361)")
+ATTENDS = ("forward_extend (layers/attention/torch_native_backend.py:99)", "run_batch (managers/scheduler.py:9)")
+ON_GPU = ("synchronize (torch/cuda/streams.py:231)", "process_batch_result_prefill (managers/x.py:1)")
+
+
+def busy(number: int, frames: tuple[str, ...], states: str = "RRR", cpu: float = 2.0, tokens: int = 0) -> ProcessReport:
+    report = rank(number, frames, states=states, cpu=cpu) if frames else rank(number)
+    report.last_sign = LastSign("batch 20", 20, 1, "extend", tokens, 5.0)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("ranks", "is_busy"),
+    [
+        *[([busy(0, ALL_REDUCE, cpu=0.0), busy(1, frames)], True) for frames in (COMPILES, LOADS, EXPORTS, STOPS)],
+        ([busy(0, ALL_REDUCE, "S"), busy(1, COMPILES, "R")], True),
+        ([busy(0, LOADS), busy(1, LOADS)], True),
+        ([], False),
+        ([busy(0, ALL_REDUCE), busy(1, SPIN)], False),
+        ([busy(0, ALL_REDUCE), busy(1, COMPILES, cpu=0.01)], False),
+        ([busy(0, ALL_REDUCE), busy(1, COMPILES, "TTT")], False),
+        ([busy(0, ALL_REDUCE), busy(1, COMPILES), busy(2, COMPILES, "TTT")], False),
+        ([busy(0, ALL_REDUCE), busy(1, COMPILES), busy(2, SPIN)], False),
+        ([busy(0, ALL_REDUCE), busy(1, COMPILES), busy(2, ())], False),
+        ([busy(0, ALL_REDUCE), busy(1, ALL_REDUCE)], False),
+        # A long prompt in one piece.
+        ([busy(0, ATTENDS, tokens=40_000), busy(1, ALL_REDUCE, tokens=40_000)], True),
+        ([busy(0, ON_GPU, cpu=0.0, tokens=40_000), busy(1, ON_GPU, tokens=40_000)], True),
+        ([busy(0, ATTENDS, tokens=8_192), busy(1, ALL_REDUCE, tokens=8_192)], False),
+        ([busy(0, ATTENDS, cpu=0.0, tokens=40_000), busy(1, ALL_REDUCE, tokens=40_000)], False),
+    ],
+)
+def test_a_rank_for_which_the_others_wait_may_be_at_work(ranks: list[ProcessReport], is_busy: bool) -> None:
+    assert find_busy(ranks).endswith((": at work, which may take long.", "as so long a prompt may take.")) is is_busy
+
+
+@pytest.mark.parametrize(
+    ("trigger", "kind"),
+    [
+        ("no_progress", "busy"),
+        ("silent_at_sigterm", "busy"),
+        (BUSY_TOO_LONG, "hang"),
+        # The server ends for it.
+        ("watchdog_timeout", "hang"),
+    ],
+)
+def test_the_verdict_on_work_blames_nobody(trigger: str, kind: str) -> None:
+    incident = incident_of(busy(0, ALL_REDUCE), busy(1, COMPILES), trigger=trigger)
+    found = judge(incident, silent(10, 11))
+    assert (found.kind, found.level, found.first_failure is None) == (kind, "supported", kind == "busy")
+    assert "compiled a kernel in make_llir" in found.text
+    # A death is no work.
+    assert judge(incident, [*silent(10), death(11, 2.0)]).kind == "hang"
+
+
+# -- a server whose health check failed
+
+
+def detokenizer(states: str) -> ProcessReport:
+    report = rank(10, SPIN, states=states)
+    report.title, report.role, report.rank = "sglang::detokenizer", "detokenizer", {}
+    return report
+
+
+@pytest.mark.parametrize(
+    ("processes", "expected"),
+    [
+        ([rank(0, BROADCAST, states="SS"), rank(1, BROADCAST, states="TT")], ("hang", 11, "established")),
+        ([rank(0, BROADCAST), rank(1, SPIN, states="RRR"), detokenizer("SS")], ("hang", 11, "supported")),
+        ([rank(n, real_stacks.BATCH, states="TT") for n in range(2)], ("hang", None, "established")),
+        # What the kernel says of another process counts more than stacks; its stack alone does not.
+        ([rank(0, BROADCAST), rank(1, SPIN, states="RRR"), detokenizer("TT")], ("hang", 20, "established")),
+        ([rank(0, real_stacks.BATCH), detokenizer("SR")], ("unknown", None, "unknown")),
+        ([], ("unknown", None, "unknown")),
+    ],
+)
+def test_the_verdict_on_a_server_whose_health_check_failed(
+    processes: list[ProcessReport], expected: tuple[str, int | None, str]
+) -> None:
+    incident = incident_of(*processes, trigger=UNHEALTHY, title="python")
+    verdict = judge(incident, [])
+    assert (verdict.kind, first(verdict), verdict.level) == expected
+    if verdict.kind == "unknown":
+        assert verdict.basis[0] == (
+            "The health check of python (pid 1) had failed, but no process was seen to stand still."
+        )
+    if processes:
+        # A failure that was seen counts more.
+        assert judge(incident, [raised(10, 1.0)]).kind == "exception"

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from sglang_crashkit.capture.faulthandler_output import parse_faulthandler
-from sglang_crashkit.model.stacks import Frame
+from sglang_crashkit.model.sample import Frame
 
 MAIN, OTHER = 0x7F00, 0x7E00
 WHOLE = """Fatal Python error: Segmentation fault

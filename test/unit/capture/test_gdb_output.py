@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from sglang_crashkit.capture.gdb_output import parse_kernels, parse_stacks
-from sglang_crashkit.model.stacks import Frame
+from sglang_crashkit.model.sample import Frame
 
 STACKS = """
 [New LWP 8784]

@@ -13,7 +13,7 @@ from sglang_crashkit.capture import ladder
 from sglang_crashkit.capture.ladder import capture_all
 from sglang_crashkit.capture.pyspy import EXECUTABLE_VARIABLE
 from sglang_crashkit.capture.responder import ask_responders
-from sglang_crashkit.model.photograph import Photograph
+from sglang_crashkit.model.sample import Sample
 from unit.targets import (
     LOCK_HOLDER,
     SLEEPER,
@@ -52,9 +52,9 @@ def use_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_py_spy_is_first_and_asks_nothing_of_the_process(runtime: Path) -> None:
     with armed(runtime, LOCK_HOLDER) as target:
         settle_in_lock(target.pid)
-        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
-    assert (photograph.source, photograph.reason) == ("py-spy", "")
-    assert "hold_the_lock" in functions_of(photograph.threads)
+        (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
+    assert (sample.source, sample.problem) == ("py-spy", "")
+    assert "hold_the_lock" in functions_of(sample.threads)
 
 
 @pytest.mark.parametrize(
@@ -79,50 +79,50 @@ def test_whatever_py_spy_does_every_process_gets_its_stack_within_the_time(
         first, second = capture_all({one.pid: one.start_ticks for one in (free, held)}, runtime, 10.0, may_signal=True)
         # Five times the budget is what a loaded machine may take.
         assert time.monotonic() - started < 50.0
-    assert (first.source, first.reason.startswith(reason)) == ("in-process", True), first.reason
+    assert (first.source, first.problem.startswith(reason)) == ("in-process", True), first.problem
     assert functions_of(first.threads)[:2] == ["inner_function", "outer_function"]
     assert second.source == "faulthandler"
-    assert second.reason.startswith(reason)
-    assert "in-process: no answer within 2 s: its interpreter lock is not to be had" in second.reason
+    assert second.problem.startswith(reason)
+    assert "in-process: no answer within 2 s: the GIL is not to be had" in second.problem
     assert "hold_the_lock" in functions_of(second.threads)
-    assert (first.lock_taken, second.lock_taken) == (False, True)
+    assert (first.gil, second.gil) == ("", "taken")
 
 
 def test_a_machine_that_stood_still_until_the_time_was_over_does_not_cost_the_stacks(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # GIVEN a round of py-spy that took the time of all, and a process that is slow to answer
-    def stand_still(pids: list[int], deadline_secs: float) -> list[Photograph]:
+    def stand_still(pids: list[int], deadline_secs: float) -> list[Sample]:
         time.sleep(3 * deadline_secs)
-        return [Photograph(pid, None, "py-spy did not end", deadline_secs) for pid in pids]
+        return [Sample(pid=pid, problem="py-spy did not end", seconds=deadline_secs) for pid in pids]
 
-    def answer_late(sockets: dict[int, Path], deadline_secs: float) -> list[Photograph]:
+    def answer_late(sockets: dict[int, Path], deadline_secs: float) -> list[Sample]:
         time.sleep(0.05)
         return ask_responders(sockets, deadline_secs - 0.05)
 
-    monkeypatch.setattr(ladder, "photograph_all", stand_still)
+    monkeypatch.setattr(ladder, "sample_all", stand_still)
     monkeypatch.setattr(ladder, "ask_responders", answer_late)
     with armed(runtime, SLEEPER) as free, armed(runtime, LOCK_HOLDER) as held:
         settle_in_lock(held.pid)
         first, second = capture_all({one.pid: one.start_ticks for one in (free, held)}, runtime, 10.0, may_signal=True)
     # THEN there are two ways left
-    assert (first.source, second.source) == ("in-process", "faulthandler"), (first.reason, second.reason)
+    assert (first.source, second.source) == ("in-process", "faulthandler"), (first.problem, second.problem)
 
 
 def test_a_missing_py_spy_is_named(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EXECUTABLE_VARIABLE, str(runtime / "absent"))
     with armed(runtime, SLEEPER) as target:
-        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
-    assert photograph.source == "in-process"
-    assert photograph.reason == f"{runtime}/absent: No such file or directory"
+        (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
+    assert sample.source == "in-process"
+    assert sample.problem == f"{runtime}/absent: No such file or directory"
 
 
 def test_one_that_prints_for_ever_is_ended_early(runtime: Path, use_tool) -> None:
     use_tool("exec yes")
     with armed(runtime, SLEEPER) as target:
-        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
-    assert photograph.source == "in-process"
-    assert photograph.reason == "py-spy printed more than 16 MiB"
+        (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
+    assert sample.source == "in-process"
+    assert sample.problem == "py-spy printed more than 16 MiB"
 
 
 def test_without_permission_to_trace_a_process_speaks_for_itself(runtime: Path) -> None:
@@ -142,7 +142,7 @@ def test_without_permission_to_trace_a_process_speaks_for_itself(runtime: Path) 
     assert first["source"] == "in-process"
     assert second["source"] == "faulthandler"
     for found in (first, second):
-        assert "ermission" in found["reason"] or "Failed to get process executable" in found["reason"], found
+        assert "ermission" in found["problem"] or "Failed to get process executable" in found["problem"], found
     names = [frame["function"] for thread in first["threads"] for frame in thread["frames"]]
     assert names[:3] == ["inner_function", "outer_function", "<module>"]
     assert "hold_the_lock" in [frame["function"] for thread in second["threads"] for frame in thread["frames"]]
@@ -159,56 +159,56 @@ def test_a_stopped_process_costs_the_others_nothing_and_stays_stopped(runtime: P
             {one.pid: one.start_ticks for one in (stopped, free)}, runtime, LONG, may_signal=True
         )
         assert state_of(stopped.pid) == "T"
-    assert first.threads is None
-    assert first.reason.endswith("faulthandler: it is stopped, and would take the signal when it goes on")
-    assert second.threads is not None
+    assert not first.threads
+    assert first.problem.endswith("faulthandler: it is stopped, and would take the signal when it goes on")
+    assert second.threads
     assert second.seconds < LONG / 5
 
 
 def test_a_thread_in_uninterruptible_sleep_is_waited_for_by_no_rung(runtime: Path, use_tool) -> None:
     with asleep(runtime) as target:
-        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
-        assert photograph.source == "py-spy"
-        assert "sleep_uninterruptibly" in functions_of(photograph.threads)
+        (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
+        assert sample.source == "py-spy"
+        assert "sleep_uninterruptibly" in functions_of(sample.threads)
         use_tool("exit 1")
-        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, 3.0, may_signal=True)
-        assert photograph.source == "faulthandler"
-        assert "sleep_uninterruptibly" in functions_of(photograph.threads)
+        (sample,) = capture_all({target.pid: target.start_ticks}, runtime, 3.0, may_signal=True)
+        assert sample.source == "faulthandler"
+        assert "sleep_uninterruptibly" in functions_of(sample.threads)
         assert state_of(target.pid) == "D"
 
 
 def test_a_traced_process_is_photographed_beside_its_tracer(runtime: Path) -> None:
     with armed(runtime, SLEEPER) as target, traced(target.pid) as tracer:
         settle(target.pid, "S")
-        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
+        (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
         assert Path(f"/proc/{target.pid}/status").read_text().split("TracerPid:")[1].split()[0] == str(tracer)
-    assert (photograph.source, photograph.reason) == ("py-spy", "")
+    assert (sample.source, sample.problem) == ("py-spy", "")
 
 
 def test_one_that_armed_nothing_has_py_spys_reason_and_all_of_the_time(runtime: Path, use_tool) -> None:
     use_tool("sleep 0.6; exit 1")
     with child(SLEEPER) as process:
-        (photograph,) = capture_all({process.pid: start_ticks(process.pid)}, runtime, 0.9, may_signal=True)
-    assert photograph.reason == "py-spy did not end within 0.9 s"
+        (sample,) = capture_all({process.pid: start_ticks(process.pid)}, runtime, 0.9, may_signal=True)
+    assert sample.problem == "py-spy did not end within 0.9 s"
 
 
 def test_one_that_is_gone_is_asked_for_nothing_more(runtime: Path, use_tool) -> None:
     use_tool("echo Error: no such process >&2; exit 1")
     with armed(runtime, SLEEPER) as target:
         pass
-    (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
-    assert photograph == dataclasses.replace(photograph, threads=None, reason="no such process", source="py-spy")
+    (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
+    assert sample == dataclasses.replace(sample, threads=(), problem="no such process", source="py-spy")
 
 
 def test_a_process_that_goes_on_is_not_signalled(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(ladder, "ask_faulthandler", lambda *arguments: asked.append(arguments) or [])
     monkeypatch.setattr(ladder, "ask_responders", lambda files, _secs: [no_stack(pid, "in-process") for pid in files])
-    monkeypatch.setattr(ladder, "photograph_all", lambda pids, _secs: [no_stack(pid, "py-spy") for pid in pids])
+    monkeypatch.setattr(ladder, "sample_all", lambda pids, _secs: [no_stack(pid, "py-spy") for pid in pids])
     with armed(runtime, SLEEPER) as target:
         (result,) = capture_all({target.pid: target.start_ticks}, runtime, LONG)
-    assert (result.threads, asked) == (None, [])
+    assert (result.threads, asked) == ((), [])
 
 
-def no_stack(pid: int, source: str) -> Photograph:
-    return Photograph(pid, None, "none", 0.0, source)
+def no_stack(pid: int, source: str) -> Sample:
+    return Sample(pid=pid, problem="none", source=source)

@@ -47,10 +47,10 @@ def runs_on(pid: int) -> None:
 def test_native_frames_stand_between_pythons_and_the_target_runs_on() -> None:
     with child(NATIVE) as process:
         settle(process.pid, "S")
-        (photograph,), obstacles = capture(process.pid)
+        (sample,), obstacles = capture(process.pid)
         runs_on(process.pid)
-    assert (obstacles, photograph.reason) == ({}, "")
-    functions = functions_of(photograph.threads)
+    assert (obstacles, sample.problem) == ({}, "")
+    functions = functions_of(sample.threads)
     assert "call_c" in functions
     assert any("pause" in function for function in functions), functions
 
@@ -59,26 +59,26 @@ def test_a_stopped_target_is_left_alone_and_stays_stopped() -> None:
     with child(SLEEPER) as process:
         process.send_signal(signal.SIGSTOP)
         settle(process.pid, "T")
-        photographs, obstacles = capture(process.pid)
+        samples, obstacles = capture(process.pid)
         assert state_of(process.pid) == "T"
-    assert (photographs, obstacles) == ([], {process.pid: "it is stopped, and must stay as it was found"})
+    assert (samples, obstacles) == ([], {process.pid: "it is stopped, and must stay as it was found"})
 
 
 def test_a_thread_in_uninterruptible_sleep_is_an_obstacle(runtime: Path) -> None:
     with asleep(runtime) as target:
         started = time.monotonic()
-        photographs, obstacles = capture(target.pid)
+        samples, obstacles = capture(target.pid)
         assert time.monotonic() - started < LONG / 2
         runs_on(target.pid)
-    assert photographs == []
+    assert samples == []
     assert obstacles[target.pid] == f"thread {target.pid} is in uninterruptible sleep, and would not stop"
 
 
 def test_a_traced_target_is_left_to_its_tracer() -> None:
     with child(SLEEPER) as process, traced(process.pid) as tracer:
-        photographs, obstacles = capture(process.pid)
+        samples, obstacles = capture(process.pid)
         assert procfs.read_tracer(process.pid) == tracer
-    assert photographs == []
+    assert samples == []
     assert obstacles[process.pid].startswith(f"process {tracer} (python")
     assert obstacles[process.pid].endswith("traces it already")
 
@@ -107,11 +107,11 @@ def test_whatever_a_tool_leaves_behind_the_target_runs_on(
     monkeypatch.setenv(EXECUTABLE_VARIABLE, tool_in_python(tmp_path, code))
     with child(NATIVE) as process:
         settle(process.pid, "S")
-        (photograph,), obstacles = capture(process.pid, 1.0)
+        (sample,), obstacles = capture(process.pid, 1.0)
         runs_on(process.pid)
     assert obstacles == {}
-    assert photograph.threads is None
-    assert photograph.reason
+    assert not sample.threads
+    assert sample.problem
 
 
 def test_where_it_is_interrupted_the_target_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_where_it_is_interrupted_the_target_runs_on(monkeypatch: pytest.MonkeyPa
         settle(pids[0], "T")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sglang_crashkit.capture.native_stacks.photograph_all", interrupted)
+    monkeypatch.setattr("sglang_crashkit.capture.native_stacks.sample_all", interrupted)
     with child(SLEEPER) as process:
         with pytest.raises(KeyboardInterrupt):
             capture(process.pid)

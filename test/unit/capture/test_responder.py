@@ -66,10 +66,10 @@ def impostor(runtime: Path):
 def test_a_process_names_its_threads_and_what_each_does(runtime: Path) -> None:
     with armed(runtime, TWO_THREADS + SLEEPER) as target:
         settle(target.pid, "S")
-        (photograph,) = ask_responders({target.pid: sock(runtime, target.pid, target.start_ticks)}, LONG)
-    assert (photograph.reason, photograph.source) == ("", "in-process")
-    assert photograph.threads is not None
-    main, worker = sorted(photograph.threads, key=lambda thread: thread.name)
+        (sample,) = ask_responders({target.pid: sock(runtime, target.pid, target.start_ticks)}, LONG)
+    assert (sample.problem, sample.source) == ("", "in-process")
+    assert sample.threads
+    main, worker = sorted(sample.threads, key=lambda thread: thread.name)
     assert (main.name, main.native_id) == ("MainThread", target.pid)
     assert [frame.function for frame in main.frames] == ["inner_function", "outer_function", "<module>"]
     assert main.frames[0].line > 0
@@ -77,7 +77,7 @@ def test_a_process_names_its_threads_and_what_each_does(runtime: Path) -> None:
     assert worker.native_id not in (None, target.pid)
     assert ("threading.py", "wait") in {(frame.file, frame.function) for frame in worker.frames}
     # The thread that answers is not among them.
-    assert "describe_threads" not in functions_of(photograph.threads)
+    assert "describe_threads" not in functions_of(sample.threads)
 
 
 def test_processes_are_asked_side_by_side_and_one_that_cannot_answer_costs_the_others_nothing(runtime: Path) -> None:
@@ -86,11 +86,11 @@ def test_processes_are_asked_side_by_side_and_one_that_cannot_answer_costs_the_o
         sockets = {one.pid: sock(runtime, one.pid, one.start_ticks) for one in (held, free)}
         first, second = ask_responders(sockets, 0.5)
     assert first.pid == held.pid
-    assert first.threads is None
-    assert first.reason == "no answer within 0.5 s: its interpreter lock is not to be had"
-    assert second.threads is not None
+    assert not first.threads
+    assert first.problem == "no answer within 0.5 s: the GIL is not to be had"
+    assert second.threads
     assert second.seconds < first.seconds
-    assert (first.lock_taken, second.lock_taken) == (True, False)
+    assert (first.gil, second.gil) == ("taken", "")
     assert descriptors().items() <= fds.items()
 
 
@@ -99,27 +99,27 @@ def test_a_process_that_was_stopped_answers_once_it_goes_on(runtime: Path) -> No
         sockets = {target.pid: sock(runtime, target.pid, target.start_ticks)}
         os.kill(target.pid, signal.SIGSTOP)
         settle(target.pid, "T")
-        assert ask_responders(sockets, 0.1)[0].threads is None
+        assert ask_responders(sockets, 0.1)[0].threads == ()
         os.kill(target.pid, signal.SIGCONT)
         # Whoever asked before has hung up, and is not waited for.
-        assert ask_responders(sockets, LONG)[0].threads is not None
+        assert ask_responders(sockets, LONG)[0].threads
 
 
 @pytest.mark.parametrize("answer", [b"", b"rubbish", b"{}", b"[]", b'[{"frames": []}]', b"[" * 100_000])
 def test_rubbish_is_named(impostor, answer: bytes) -> None:
-    (photograph,) = ask_responders({os.getpid(): impostor(answer)}, LONG)
-    assert photograph.threads is None
-    assert photograph.reason
+    (sample,) = ask_responders({os.getpid(): impostor(answer)}, LONG)
+    assert not sample.threads
+    assert sample.problem
 
 
 def test_an_endless_answer_is_given_up(impostor) -> None:
-    (photograph,) = ask_responders({os.getpid(): impostor(b" " * (20 << 20))}, LONG)
-    assert photograph.reason == "it answered more than 16 MiB"
+    (sample,) = ask_responders({os.getpid(): impostor(b" " * (20 << 20))}, LONG)
+    assert sample.problem == "it answered more than 16 MiB"
 
 
 def test_whoever_listens_in_a_processs_place_is_not_asked(impostor) -> None:
-    (photograph,) = ask_responders({1: impostor(b"[]")}, LONG)
-    assert "No such process" in photograph.reason
+    (sample,) = ask_responders({1: impostor(b"[]")}, LONG)
+    assert "No such process" in sample.problem
 
 
 def test_where_nobody_listens_it_is_said(runtime: Path) -> None:
@@ -127,7 +127,7 @@ def test_where_nobody_listens_it_is_said(runtime: Path) -> None:
     left.bind(str(runtime / "left.sock"))
     left.close()
     first, second = ask_responders({1: runtime / "left.sock", 2: runtime / "absent.sock"}, LONG)
-    assert (first.reason, second.reason) == (
+    assert (first.problem, second.problem) == (
         "left.sock: Connection refused",
         "absent.sock: No such file or directory",
     )

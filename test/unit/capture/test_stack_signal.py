@@ -50,14 +50,14 @@ def ask(folder: Path, *targets: Armed, secs: float = LONG):
 def test_a_process_whose_lock_is_held_in_c_says_where_all_its_threads_are(runtime: Path) -> None:
     with armed(runtime, LOCK_HOLDER) as target:
         settle_in_lock(target.pid)
-        (photograph,) = ask(runtime, target)
+        (sample,) = ask(runtime, target)
         assert state_of(target.pid) == "S"
-    assert (photograph.reason, photograph.source) == ("", "faulthandler")
-    assert photograph.threads is not None
-    (main,) = [thread for thread in photograph.threads if thread.native_id == target.pid]
+    assert (sample.problem, sample.source) == ("", "faulthandler")
+    assert sample.threads
+    (main,) = [thread for thread in sample.threads if thread.native_id == target.pid]
     assert [frame.function for frame in main.frames] == ["hold_the_lock", "<module>"]
     # The kit's own is among them.
-    assert len(photograph.threads) == 2
+    assert len(sample.threads) == 2
 
 
 def test_it_can_be_asked_again_and_again(runtime: Path) -> None:
@@ -65,9 +65,9 @@ def test_it_can_be_asked_again_and_again(runtime: Path) -> None:
     with armed(runtime, LOCK_HOLDER) as target:
         settle_in_lock(target.pid)
         for _ in range(20):
-            (photograph,) = ask(runtime, target)
-            assert photograph.threads is not None
-            assert functions_of(photograph.threads).count("hold_the_lock") == 1
+            (sample,) = ask(runtime, target)
+            assert sample.threads
+            assert functions_of(sample.threads).count("hold_the_lock") == 1
         # What it wrote before is gone: the file does not grow.
         assert ArmedFiles.of(runtime, target.pid, target.start_ticks).stack.stat().st_size < 4096
     assert descriptors().items() <= fds.items()
@@ -76,74 +76,74 @@ def test_it_can_be_asked_again_and_again(runtime: Path) -> None:
 def test_a_deep_stack_is_cut_off_and_whole(runtime: Path) -> None:
     with armed(runtime, DEEP) as target:
         settle_in_lock(target.pid)
-        (photograph,) = ask(runtime, target)
-    assert photograph.reason == ""
-    assert photograph.threads is not None
-    assert functions_of(photograph.threads).count("recurse") == 99
+        (sample,) = ask(runtime, target)
+    assert sample.problem == ""
+    assert sample.threads
+    assert functions_of(sample.threads).count("recurse") == 99
 
 
 def test_one_whose_main_thread_is_in_uninterruptible_sleep_answers_by_another_thread(runtime: Path) -> None:
     with asleep(runtime) as target:
         started = time.monotonic()
-        (photograph,) = ask(runtime, target)
+        (sample,) = ask(runtime, target)
         assert time.monotonic() - started < LONG
         assert state_of(target.pid) == "D"
-    assert photograph.threads is not None
-    assert "sleep_uninterruptibly" in functions_of(photograph.threads)
+    assert sample.threads
+    assert "sleep_uninterruptibly" in functions_of(sample.threads)
 
 
 def test_a_stopped_process_is_not_asked_and_has_no_signal_pending(runtime: Path) -> None:
     with armed(runtime, SLEEPER) as target:
         os.kill(target.pid, signal.SIGSTOP)
         settle(target.pid, "T")
-        (photograph,) = ask(runtime, target)
+        (sample,) = ask(runtime, target)
         pending = Path(f"/proc/{target.pid}/status").read_text().split("ShdPnd:")[1].split()[0]
         assert int(pending, 16) == 0
         assert state_of(target.pid) == "T"
-    assert photograph.reason == "it is stopped, and would take the signal when it goes on"
+    assert sample.problem == "it is stopped, and would take the signal when it goes on"
 
 
 def test_a_traced_process_is_not_asked(runtime: Path) -> None:
     with armed(runtime, SLEEPER) as target, traced(target.pid) as tracer:
-        (photograph,) = ask(runtime, target)
-    assert photograph.reason == f"process {tracer} traces it, and would take the signal"
+        (sample,) = ask(runtime, target)
+    assert sample.problem == f"process {tracer} traces it, and would take the signal"
 
 
 def test_one_that_does_not_catch_the_signal_any_more_is_not_sent_it(runtime: Path) -> None:
     with armed(runtime, EXEC) as target:
         # Its handler went with its program, and the signal would end it.
         wait_until(lambda: "import time; time.sleep(120)" in procfs.read_cmdline(target.pid), "it runs another program")
-        (photograph,) = ask(runtime, target)
+        (sample,) = ask(runtime, target)
         assert state_of(target.pid) in "RS"
-    assert photograph.reason == f"it does not catch signal {target.signal} any more"
+    assert sample.problem == f"it does not catch signal {target.signal} any more"
 
 
 def test_one_that_blocks_the_signal_in_every_thread_is_not_sent_it(runtime: Path) -> None:
     with armed(runtime, SLEEPER, before=BLOCKED) as target:
-        (photograph,) = ask(runtime, target)
-    assert photograph.reason.startswith("no thread of it can take a signal now")
+        (sample,) = ask(runtime, target)
+    assert sample.problem.startswith("no thread of it can take a signal now")
 
 
 def test_one_without_a_signal_is_not_asked(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_CRASHKIT_STACK_SIGNAL", "0")
     with armed(runtime, SLEEPER) as target:
         assert target.signal == 0
-        assert ask(runtime, target)[0].reason == "faulthandler is not armed"
+        assert ask(runtime, target)[0].problem == "faulthandler is not armed"
 
 
 def test_a_recycled_pid_is_not_asked(runtime: Path) -> None:
     with child("signal.signal(45, lambda *_: os._exit(1)); ready(); pause()") as other:
         gone = Armed(other.pid, start_ticks(other.pid) - 1, 1, 45)
-        (photograph,) = ask(runtime, gone)
+        (sample,) = ask(runtime, gone)
         assert other.poll() is None
-    assert photograph.reason == "it has ended"
+    assert sample.problem == "it has ended"
 
 
 def test_one_that_is_gone_or_has_no_file_is_said_to(runtime: Path) -> None:
     with armed(runtime, SLEEPER) as target:
         ArmedFiles.of(runtime, target.pid, target.start_ticks).stack.unlink()
-        assert ask(runtime, target)[0].reason == "No such file or directory"
-    assert ask(runtime, target)[0].reason
+        assert ask(runtime, target)[0].problem == "No such file or directory"
+    assert ask(runtime, target)[0].problem
 
 
 def test_one_that_writes_nothing_costs_no_more_than_the_time(runtime: Path) -> None:
@@ -154,7 +154,7 @@ def test_one_that_writes_nothing_costs_no_more_than_the_time(runtime: Path) -> N
         started = time.monotonic()
         first, second = ask(runtime, silent, target, secs=0.4)
         assert time.monotonic() - started < LONG
-    assert first.threads is None
-    assert first.reason.startswith("it wrote nothing within 0.4")
-    assert second.threads is not None
+    assert not first.threads
+    assert first.problem.startswith("it wrote nothing within 0.4")
+    assert second.threads
     assert second.seconds < first.seconds

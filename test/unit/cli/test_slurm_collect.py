@@ -12,9 +12,10 @@ import pytest
 
 from sglang_crashkit.cli import main
 from sglang_crashkit.errors import ExitCode
-from sglang_crashkit.model.snapshot import NodeSnapshot, Problem, ProcessSnapshot
+from sglang_crashkit.model.sample import Sample
+from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 
-RANK = ProcessSnapshot("host", 4711, 1, "sglang::scheduler_TP0", "scheduler", {"tp": 0}, 1.0, state="S")
+RANK = Sample("host", 4711, 1, "sglang::scheduler_TP0", "scheduler", {"tp": 0}, 1.0, state="S")
 ROUND = NodeSnapshot("host", 1.0, (RANK,))
 FOUND = {"exit_code": 0, "snapshots": [], "processes": [], "rounds": [ROUND.to_json(), ROUND.to_json()]}
 NOTHING = {"error": "there is no SGLang process on this host", "next": "x", "exit_code": 3}

@@ -81,7 +81,7 @@ def test_a_hang_is_seen_the_stacks_are_taken_and_progress_is_told(tmp_path: Path
         watch.await_event("serving")
         hang(server)
         text = watch.await_event("hang")["text"]
-        assert f"{RANKS[1]} (pid {server.ranks[RANKS[1]]}) was stopped (state T)" in text
+        assert f"{RANKS[1]} (pid {server.ranks[RANKS[1]]}) is stopped (state T)" in text
         snapshots = watch.await_event("snapshots")
         assert snapshots["missing"] == []
         watch.await_event("verdict")

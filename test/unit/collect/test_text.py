@@ -3,16 +3,15 @@ from __future__ import annotations
 from sglang_crashkit.capture.debugger import Debugged
 from sglang_crashkit.collect.text import native_stacks, python_stacks, state_in_words
 from sglang_crashkit.kernel.discovery import FoundProcess
-from sglang_crashkit.model.snapshot import ProcessSnapshot
-from sglang_crashkit.model.stacks import Frame, Thread
+from sglang_crashkit.model.sample import Frame, Sample, Thread
 
 TITLE = "sglang::scheduler_TP1"
 PROCESS = FoundProcess(7, 1, TITLE, "scheduler", {"tp": 1}, 5, (), 0, "title")
 THREADS = (Thread("MainThread", 7, True, True, (Frame("forward", "scheduler.py", 12),)),)
 
 
-def moment(**fields) -> ProcessSnapshot:
-    return ProcessSnapshot("node7", 7, 1, TITLE, "scheduler", {"tp": 1}, 0.0, **fields)
+def moment(**fields) -> Sample:
+    return Sample("node7", 7, 1, TITLE, "scheduler", {"tp": 1}, 0.0, **fields)
 
 
 def test_every_moment_has_a_section_with_its_time_and_state() -> None:

@@ -136,8 +136,8 @@ def test_a_stopped_rank_is_a_hang_that_may_end_and_come_again_and_end_in_a_crash
     ("way", "tool", "states", "lock", "words"),
     [
         ("spin", "", "RRR", "main", "spun there, busy all the time"),
-        ("hold_the_lock", "", "SSS", "main", "holding the interpreter lock in native code at 3 looks"),
-        ("hold_the_lock", "exit 1", "SSS", "taken", ") got its interpreter lock in time to answer."),
+        ("hold_the_lock", "", "SSS", "main", "holding the GIL in native code in 3 samples"),
+        ("hold_the_lock", "exit 1", "SSS", "taken", ") got the GIL in time to answer."),
     ],
     ids=["spins", "holds the lock", "holds the lock, and nothing may trace it"],
 )

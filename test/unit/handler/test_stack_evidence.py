@@ -15,8 +15,7 @@ from sglang_crashkit.handler.collectors import stacks
 from sglang_crashkit.handler.collectors.stacks import capture_stacks, innermost
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.model.incident import ProcessReport
-from sglang_crashkit.model.photograph import Photograph
-from sglang_crashkit.model.stacks import Frame, Thread
+from sglang_crashkit.model.sample import Frame, Sample, Thread
 from unit.handler.driver import Server, document_of, report_of
 from unit.targets import make_tool, state_of
 from unit.waiting import wait_until
@@ -61,12 +60,12 @@ def test_what_a_process_was_doing_is_of_the_first_round_that_gave_its_stack(
     folder = IncidentFolder(tmp_path, "hang", new_id(), 0)
     for number, function in enumerate(rounds, 1):
         frames = (Frame(function, "model.py", 1),)
-        threads = (Thread("MainThread", 7, active=False, owns_gil=False, frames=frames),) if function else None
-        taken = [Photograph(7, threads, "" if function else "py-spy did not end in time", 0.1)]
+        threads = (Thread("MainThread", 7, active=False, owns_gil=False, frames=frames),) if function else ()
+        taken = [Sample(pid=7, threads=threads, problem="" if function else "py-spy did not end in time")]
         monkeypatch.setattr(stacks, "capture_all", lambda *_, taken=taken, **_how: taken)
         capture_stacks([process], {7: report}, folder, tmp_path, 1.0, number)
     assert report.doing == ([f"{doing} (model.py:1)"] if doing else [])
-    assert [bool(look.doing) for look in report.looks] == [bool(function) for function in rounds]
+    assert [bool(look.doing) for look in report.samples] == [bool(function) for function in rounds]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_crashkit.model import flight_dump
 from sglang_crashkit.model.flight_dump import FlightDumpError, Group, GroupStatus, parse_dump, read_dump
-from sglang_crashkit.model.stacks import Frame
+from sglang_crashkit.model.sample import Frame
 from unit.flight_dumps import BEGAN, document, entry, pickled
 
 ME = os.geteuid()

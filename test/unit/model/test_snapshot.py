@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.model.snapshot import NodeSnapshot, Problem, ProcessSnapshot, from_json, parse
-from sglang_crashkit.model.stacks import Frame, Thread
+from sglang_crashkit.model.sample import Frame, Sample, Thread
+from sglang_crashkit.model.snapshot import NodeSnapshot, Problem, from_json, parse
 
 LOOP = Frame("event_loop_normal", "sglang/srt/managers/scheduler.py", 1200)
 MAIN = Frame("run_scheduler_process", "sglang/srt/managers/scheduler.py", 3000)
 FUTEX = Frame("__futex_abstimed_wait_common", "libc.so.6", 0)
 THREAD = Thread("MainThread", 10, active=True, owns_gil=False, frames=(LOOP, MAIN))
-RANK = ProcessSnapshot(
+RANK = Sample(
     host="n1",
     pid=10,
     start_ticks=77,
@@ -59,7 +59,7 @@ def test_equal_stacks_and_frames_are_one_object_when_read() -> None:
 
 
 def test_a_process_of_which_little_is_known_survives_its_json() -> None:
-    bare = ProcessSnapshot("n1", 1, 2, "python", "helper", {}, 0.0, problem="py-spy may not trace it")
+    bare = Sample("n1", 1, 2, "python", "helper", {}, 0.0, problem="py-spy may not trace it")
     node = NodeSnapshot("n1", 0.0, (bare,))
     assert from_json(json.loads(json.dumps(node.to_json()))) == node
 

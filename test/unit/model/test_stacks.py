@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.model.stacks import Frame, Thread, format_threads, main_thread, parse_pyspy
+from sglang_crashkit.model.sample import Frame, Thread, format_threads, main_thread, parse_pyspy
 
 FRAME = {"name": "forward", "filename": "/site/sglang/model.py", "short_filename": "sglang/model.py", "line": 7}
 THREAD: dict[str, Any] = {

@@ -13,7 +13,7 @@ from sglang_crashkit.capture.debugger import Debugged
 from sglang_crashkit.collect.collection import Collected, Collection
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.discovery import Discovery
-from sglang_crashkit.model.stacks import main_thread
+from sglang_crashkit.model.sample import main_thread
 
 
 class TextReport:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.explain import Explanation
-from sglang_crashkit.analysis.explanation_text import format_explanation
+from sglang_crashkit.analysis.explain import Explanation, format_explanation
 from sglang_crashkit.analysis.sightings import Seen
 from sglang_crashkit.collect.slurm_gather import JobResult, describe
 from sglang_crashkit.errors import ExitCode
@@ -64,7 +63,7 @@ def as_json(result: JobResult, explanation: Explanation, output: Path, status: E
                         "title": seen.process.title,
                         "role": seen.process.role,
                         "ranks": dict(seen.process.ranks),
-                        "states": [sight.state for sight in seen.in_order()] + [""] * seen.gone,
+                        "states": [moment.state for moment in seen.in_order()] + [""] * seen.gone,
                     }
                     for seen in node.processes
                 ],
@@ -97,7 +96,7 @@ def _problem_lines(result: JobResult) -> Iterator[str]:
 def _doing(seen: Seen) -> str:
     """Return the states and innermost frames of a process's main thread at several looks, each once."""
     doings = [
-        f"{sight.state or '-'}  {sight.frames[0] if sight.frames else sight.problem or 'no Python frame'}"
-        for sight in seen.in_order()
+        f"{moment.state or '-'}  {moment.frames[0] if moment.frames else moment.problem or 'no Python frame'}"
+        for moment in seen.in_order()
     ]
     return "; ".join(dict.fromkeys([*doings, *(["-  it has ended"] if seen.gone else [])]))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from sglang_crashkit.analysis.states import caller_that_tells
+from sglang_crashkit.analysis.waits import caller_that_tells
 from sglang_crashkit.capture.faulthandler_output import parse_faulthandler
 from sglang_crashkit.capture.ladder import capture_all
 from sglang_crashkit.capture.native_stacks import capture_native
@@ -18,10 +18,8 @@ from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.retention import status_of
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.stack_hooks import ArmedFiles, read_armed
-from sglang_crashkit.model.incident import Evidence, EvidenceKind, ProcessReport, iso_time
-from sglang_crashkit.model.look import Look
-from sglang_crashkit.model.photograph import Photograph
-from sglang_crashkit.model.stacks import Frame, Thread, format_threads, main_thread
+from sglang_crashkit.model.incident import Evidence, EvidenceKind, ProcessReport
+from sglang_crashkit.model.sample import Frame, Sample, Thread, format_threads, main_thread
 
 _KIT = "sglang_crashkit"
 #: Where the thread sleeps that answers for its process; of no interest.
@@ -43,7 +41,7 @@ def capture_stacks(
     *,
     may_signal: bool = False,
 ) -> None:
-    """Capture the living processes side by side and write their stacks.
+    """Take the stacks of the living processes side by side and write their stacks.
 
     Args:
         processes: the living ones.
@@ -56,7 +54,7 @@ def capture_stacks(
     """
     if snapshot is not None:
         for process in processes:
-            reports[process.pid].looks.append(_look_at(process.pid))
+            reports[process.pid].samples.append(_sample_of(process.pid))
     for process in processes:
         if not process.is_python:
             reports[process.pid].evidence.append(Evidence("stack", "skipped", reason="not a Python process"))
@@ -65,13 +63,11 @@ def capture_stacks(
     for sample in capture_all(start_ticks, runtime, deadline_secs, may_signal=may_signal):
         process, report = wanted[sample.pid], reports[sample.pid]
         _keep("stack", sample, process, report, folder, snapshot)
-        if sample.threads is None:
-            if snapshot is not None and sample.lock_taken:
-                report.looks[-1].lock = "taken"
-            continue
         doing = innermost(sample.threads, report.pid)
         if snapshot is not None:
-            _take_in(report.looks[-1], sample, doing)
+            report.samples[-1] = _with_stack(report.samples[-1], sample, doing)
+        if not sample.threads:
+            continue
         raised = any(piece.kind == "exception" and piece.status == "captured" for piece in report.evidence)
         if (_is_first(snapshot) or not report.doing) and not raised:
             # One that raised has left what it was doing; its own record says what that was. What was seen is told even
@@ -120,7 +116,7 @@ def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentF
     cut_off = None if output.is_whole else "what it wrote is not whole"
     report.evidence.append(Evidence("fault_stack", "captured", path=path, reason=cut_off, source="faulthandler"))
     faulty = next((thread for thread in output.threads if thread.active), None)
-    # It was photographed alive, if at all; what the fault interrupted is what it did last.
+    # It was captured alive, if at all; what the fault interrupted is what it did last.
     report.doing = _of_interest(faulty.frames) if faulty else innermost(output.threads, report.pid)
 
 
@@ -130,11 +126,11 @@ def innermost(threads: Sequence[Thread], pid: int) -> list[str]:
     return _of_interest(thread.frames if thread else ())
 
 
-def _take_in(look: Look, sample: Photograph, doing: list[str]) -> None:
-    thread = main_thread(sample.threads or (), sample.pid)
-    look.doing = doing
-    look.frames = _below_hooks(thread.frames) if thread is not None else ()
-    look.lock = "main" if thread is not None and thread.owns_gil else "taken" if sample.lock_taken else ""
+def _with_stack(before: Sample, captured: Sample, doing: list[str]) -> Sample:
+    thread = captured.main_thread
+    threads = (replace(thread, frames=_below_hooks(thread.frames)),) if thread is not None else ()
+    gil = "main" if thread is not None and thread.owns_gil else captured.gil
+    return replace(before, threads=threads, gil=gil, doing=tuple(doing))
 
 
 def _below_hooks(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
@@ -154,7 +150,7 @@ def _of_interest(frames: tuple[Frame, ...]) -> list[str]:
 
 def _keep(
     kind: EvidenceKind,
-    sample: Photograph,
+    sample: Sample,
     process: TrackedProcess,
     report: ProcessReport,
     folder: IncidentFolder,
@@ -162,8 +158,8 @@ def _keep(
 ) -> None:
     """Write the stacks of a process, or why there are none."""
     seconds, source = sample.seconds, sample.source
-    if sample.threads is None:
-        reason = sample.reason
+    if not sample.threads:
+        reason = sample.problem
         if process.handle.has_exited():
             reason = f"it ended while it was photographed ({reason})"
         report.evidence.append(Evidence(kind, "failed", reason=reason, seconds=seconds))
@@ -175,7 +171,7 @@ def _keep(
     except (OSError, CrashkitError) as error:
         report.evidence.append(Evidence(kind, status_of(error), reason=f"{name}: {error}", seconds=seconds))
     else:
-        report.evidence.append(Evidence(kind, "captured", path, sample.reason or None, seconds, source))
+        report.evidence.append(Evidence(kind, "captured", path, sample.problem or None, seconds, source))
 
 
 def _write(name: str, threads: Sequence[Thread], report: ProcessReport, folder: IncidentFolder) -> str:
@@ -188,10 +184,10 @@ def _is_first(snapshot: int | None) -> bool:
     return snapshot is None or snapshot == 1
 
 
-def _look_at(pid: int) -> Look:
+def _sample_of(pid: int) -> Sample:
     stat = procfs.read_stat(pid)
-    now = iso_time(time.time())
-    return Look(now, "", 0.0) if stat is None else Look(now, stat.state, stat.cpu_ticks / _TICKS_PER_SEC)
+    state, ticks = (stat.state, stat.cpu_ticks) if stat is not None else ("", 0)
+    return Sample(pid=pid, time=time.time(), state=state, cpu_secs=ticks / _TICKS_PER_SEC)
 
 
 def _read(path: Path) -> str:

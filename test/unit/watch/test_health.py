@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
 import socket
+from pathlib import Path
 
 import pytest
 
 from sglang_crashkit.errors import UsageError
-from sglang_crashkit.watch.health_probe import HEALTH_PATH, INFO_PATH, Address, HealthProbe
+from sglang_crashkit.watch.health import HEALTH_PATH, INFO_PATH, Address, HealthProbe, read_api_key
 from unit.http_server import Answering, answering
 from unit.waiting import wait_until
 
@@ -162,3 +164,35 @@ def test_schedulers_that_do_not_answer_in_time_do_not_answer() -> None:
         assert len(server.asked) == 1
         probe.forget_answer(is_well=True)
         assert probe.answers() is None
+
+
+@pytest.mark.parametrize("content", ["sk-123", "sk-123\n", " sk-123 \r\n"])
+def test_the_key_is_the_only_line_of_a_file(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "key"
+    path.write_text(content)
+    assert read_api_key(path) == "sk-123"
+
+
+def test_it_may_come_through_a_pipe() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"sk-123\n")
+    os.close(writing)
+    try:
+        assert read_api_key(Path(f"/dev/fd/{reading}")) == "sk-123"
+    finally:
+        os.close(reading)
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"two\nlines", b"a\x00b", b"\xff\xfe", b"x" * 5000])
+def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as raised:
+        read_api_key(path)
+    assert str(path) in str(raised.value)
+    assert "lines" not in str(raised.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        read_api_key(tmp_path / "key")

@@ -2,17 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_crashkit.analysis.states import (
+from sglang_crashkit.analysis.waits import (
     WAITS_FOR_OTHERS,
     activity_of,
     caller_that_tells,
     of_frames,
     of_state,
-    of_thread,
 )
 from sglang_crashkit.capture.gdb_output import parse_stacks
-from sglang_crashkit.model.snapshot import ProcessSnapshot
-from sglang_crashkit.model.stacks import Frame, Thread
+from sglang_crashkit.model.sample import Frame, Sample, Thread
 from unit.analysis.real_stacks import ALL_REDUCE, BATCH, BROADCAST, INGEST, LOOP, stack
 
 CHECK_BUILD = ("VecISA.check_build (torch/_inductor/cpu_vec_isa.py:128)", *BATCH)
@@ -188,9 +186,9 @@ def test_an_ordinary_state_says_nothing(state: str) -> None:
     assert of_state(state) is None
 
 
-def process(state: str, *frames: str, owns_gil: bool = False) -> ProcessSnapshot:
+def process(state: str, *frames: str, owns_gil: bool = False) -> Sample:
     thread = Thread("MainThread", 10, active=False, owns_gil=owns_gil, frames=stack(*frames))
-    return ProcessSnapshot("n1", 10, 1, "sglang::scheduler_TP0", "scheduler", {}, 0.0, state=state, threads=(thread,))
+    return Sample("n1", 10, 1, "sglang::scheduler_TP0", "scheduler", {}, 0.0, state=state, threads=(thread,))
 
 
 def test_the_state_comes_before_the_stack() -> None:
@@ -199,13 +197,8 @@ def test_the_state_comes_before_the_stack() -> None:
 
 
 def test_who_sleeps_with_the_interpreter_lock_holds_it_in_native_code() -> None:
-    assert "holding the interpreter lock in native code" in activity_of(process("S", "f (x.py:1)", owns_gil=True)).words
-    assert "lock" not in activity_of(process("R", "f (x.py:1)", owns_gil=True)).words
-
-
-def test_a_worker_without_work_is_idle() -> None:
-    frames = stack("_worker (concurrent/futures/thread.py:81)", "Thread.run (threading.py:982)")
-    assert of_thread(Thread("", 11, active=False, owns_gil=False, frames=frames)).kind == "idle"
+    assert "holding the GIL in native code" in activity_of(process("S", "f (x.py:1)", owns_gil=True)).words
+    assert "GIL" not in activity_of(process("R", "f (x.py:1)", owns_gil=True)).words
 
 
 def test_who_compiles_or_loads_is_told_by_the_innermost_caller_that_does() -> None:

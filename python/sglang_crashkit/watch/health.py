@@ -17,9 +17,14 @@ import threading
 import time
 import urllib.parse
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from sglang_crashkit.errors import UsageError
-from sglang_crashkit.watch.watching import Health
+
+#: The last answer of the health check: ``starting`` is a 503 at once, as of a server that starts or ends; ``failed`` a
+#: 503 after it tried; ``silent`` none in time; ``waiting`` none yet; ``none`` where there is nothing to ask.
+Health = Literal["ok", "starting", "failed", "silent", "refused", "waiting", "none"]
 
 HEALTH_PATH, INFO_PATH = "/health_generate", "/server_info"
 
@@ -28,6 +33,8 @@ HEALTH_PATH, INFO_PATH = "/health_generate", "/server_info"
 _AT_ONCE_SECS = 2.0
 #: One that is well answers in little more than that; who has not by then, in seconds, may not be.
 _LATE_SECS = 2.0
+#: Of a file with an API key.
+_MAX_KEY_BYTES = 4096
 _SCHEMES = {"http": 80, "https": 443}
 
 
@@ -102,10 +109,6 @@ class Question:
     def is_over(self) -> bool:
         """Whether there is an answer, or will be none."""
         return self._over.is_set()
-
-    def wait(self, timeout_secs: float) -> bool:
-        """Wait until it is over, for at most `timeout_secs` seconds, and say whether it is."""
-        return self._over.wait(timeout_secs)
 
     def _ask(self) -> None:
         address = self._address
@@ -217,3 +220,26 @@ class HealthProbe:
             return "refused" if question.problem == "refused" else "silent"
         self.problem = question.problem
         return "refused"
+
+
+def read_api_key(path: Path) -> str:
+    """Return the API key that is the only line of the file, which may be a pipe.
+
+    On a command line every user of the machine would see it.
+
+    Raises:
+        UsageError: the file cannot be read or holds no such line. What it holds is not shown.
+    """
+    hint = "put nothing but the key into it"
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_KEY_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}", next_step="name another file") from None
+    try:
+        key = content.decode("ascii").strip()
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} holds no API key: it is not ASCII", next_step=hint) from None
+    if not key or len(content) > _MAX_KEY_BYTES or not key.isprintable():
+        raise UsageError(f"{path} holds no API key of one line and at most {_MAX_KEY_BYTES} bytes", next_step=hint)
+    return key

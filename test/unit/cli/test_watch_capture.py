@@ -1,15 +1,15 @@
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sglang_crashkit.collect.collection import Plan
+from sglang_crashkit.cli import watch
 from sglang_crashkit.errors import ExitCode
-from sglang_crashkit.kernel.discovery import find_processes
-from sglang_crashkit.watch.capture import Capture
 from unit.targets import SLEEPER, settle_in_sleep
 from unit.waiting import child
 
@@ -25,6 +25,7 @@ class Told:
         self.events: list[tuple[str, str, dict[str, Any]]] = []
         self.after_debugger: list[bool] = []
         self._ran = ran
+        self.options: list[str] = []
 
     def __call__(self, kind: str, text: str, **more: Any) -> None:
         self.events.append((kind, text, more))
@@ -51,9 +52,14 @@ def told(debugger: Path) -> Told:
     return Told(debugger.with_name("cuda-gdb.ran"))
 
 
-def capture(pid: int, output: Path, told: Told, *, native: bool = True, details: bool = False) -> ExitCode:
-    plan = Plan(output, snapshots=1, interval_secs=0.0, native=native)
-    return Capture(find_processes(pid=pid).processes, plan, told, details=details).take()
+def capture(pid: int, output: Path, told: Told, *, native: bool = True) -> ExitCode:
+    parser = argparse.ArgumentParser()
+    watch.configure(parser)
+    told.options = ["--snapshots", "1", "--output-dir", str(output), "--json", *(["--native"] if native else [])]
+    command = watch._Watch(parser.parse_args(["--url", "http://127.0.0.1:1", *told.options]), 2.0)
+    command._server = SimpleNamespace(pid=pid)  # type: ignore[assignment]
+    command._tell = told  # type: ignore[method-assign]
+    return command._capture()
 
 
 def test_the_verdict_is_told_before_the_debugger_runs(tmp_path: Path, told: Told) -> None:
@@ -63,12 +69,13 @@ def test_the_verdict_is_told_before_the_debugger_runs(tmp_path: Path, told: Told
     assert told.kinds == ["snapshots", "verdict", "native_stacks"]
     assert told.after_debugger == [False, False, True]
     (_kind, text, snapshots), _verdict, (_other, native_text, native) = told.events
-    assert text == f"1 snapshots of 1 processes in {tmp_path}/out"
+    assert text.startswith(f"1 snapshots of 1 processes in {tmp_path}/out/")
+    folder = Path(snapshots["output_dir"])
     assert snapshots["missing"] == []
     # It printed no stack; its file says so.
-    assert native_text == f"native stacks of 0 processes in {tmp_path}/out; none of {TITLE}"
+    assert native_text == f"native stacks of 0 processes in {folder}; none of {TITLE}"
     assert native["files"] == [f"cudagdb_{os.uname().nodename}_{process.pid}.txt"]
-    assert {one.name for one in (tmp_path / "out").iterdir()} == {*snapshots["files"], *native["files"]}
+    assert {one.name for one in folder.iterdir()} == {*snapshots["files"], *native["files"]}
 
 
 def test_a_verdict_that_native_stacks_change_is_told_again(tmp_path: Path, told: Told, debugger: Path) -> None:
@@ -78,7 +85,7 @@ def test_a_verdict_that_native_stacks_change_is_told_again(tmp_path: Path, told:
         listing += "#1  0x02 in ncclCommInitRank () from /lib/libnccl.so.2\n#2  0x03 in main ()\n"
         (tmp_path / "listing").write_text(listing)
         debugger.write_text(f"{DEBUGGER}cat {tmp_path}/listing\n")
-        capture(process.pid, tmp_path / "out", told, details=True)
+        capture(process.pid, tmp_path / "out", told)
     assert told.kinds == ["snapshots", "verdict", "native_stacks", "verdict"]
     first, second = (more for kind, _text, more in told.events if kind == "verdict")
     assert told.events[1][1] != told.events[3][1]
@@ -99,7 +106,7 @@ def test_a_folder_that_is_lost_while_the_debugger_runs_is_told(tmp_path: Path, t
         settle_in_sleep(process.pid)
         capture(process.pid, output, told)
     assert told.kinds == ["snapshots", "verdict", "problem"]
-    assert told.events[-1][1].startswith(f"no native stacks in {output}: ")
+    assert told.events[-1][1].startswith(f"no native stacks in {output}/")
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, told: Told) -> None:

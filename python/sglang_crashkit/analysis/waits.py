@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sglang_crashkit.model.snapshot import ProcessSnapshot
-from sglang_crashkit.model.stacks import Frame, Thread, main_thread
+from sglang_crashkit.model.sample import Frame, Sample, main_thread
 
 Kind = Literal[
     "gone",
@@ -37,12 +36,15 @@ Kind = Literal[
 #: In these a rank waits for other ranks, or for a GPU that may wait for them.
 WAITS_FOR_OTHERS = frozenset({"collective", "store", "cuda_sync"})
 
+#: What may take minutes and is no hang.
+WORK = frozenset({"compiling", "loading", "profiling"})
+
 _WORDS: dict[Kind, str] = {
     "collective": "waited in a collective",
     "store": "waited for the others through the store, as at startup",
     "cuda_sync": "waited for its GPU",
     "kernel": "waited for its GPU, which ran a kernel of its own",
-    "gil_wait": "waited for the interpreter lock of its own process",
+    "gil_wait": "waited for the GIL of its own process",
     "lock": "waited for a lock or an event",
     "socket": "waited for a socket",
     "compiling": "compiled a kernel",
@@ -105,8 +107,6 @@ _SOCKET_FILE = re.compile(
     r"(^|/)(zmq/|(socket|ssl|selectors|socketserver)\.py$|multiprocessing/connection\.py$|http/client\.py$)"
 )
 _SERVING = re.compile(r"(^|/)(asyncio/(runners|base_events|unix_events)|uvloop/\S*)\.py|(^|/)uvicorn/")
-#: A thread of a pool that has nothing to do.
-_POOL = re.compile(r"(^|/)concurrent/futures/(thread|process)\.py$")
 #: What stands between a wait and what it is for.
 _BETWEEN = re.compile(
     r"^<frozen|(^|/)(contextlib|functools|subprocess|threading|queue|socket|ssl|selectors)\.py$"
@@ -134,14 +134,19 @@ class Activity:
     requests: bool = False
     batch: bool = False
 
+    @property
+    def is_work(self) -> bool:
+        """Whether it may take minutes and is no hang."""
+        return self.kind in WORK
 
-def activity_of(process: ProcessSnapshot) -> Activity:
+
+def activity_of(process: Sample) -> Activity:
     """Return what a process was doing, by the kernel's word first, then by its main thread."""
     thread = main_thread(process.threads, process.pid)
     native = main_thread(process.native, process.pid)
     seen = of_frames(thread.frames if thread else (), native.frames if native else (), process.kernels)
     if thread is not None and thread.owns_gil and process.state == "S":
-        seen = replace(seen, words=f"{seen.words}, holding the interpreter lock in native code")
+        seen = replace(seen, words=f"{seen.words}, holding the GIL in native code")
     return of_state(process.state, process.wchan, process.tracer) or seen
 
 
@@ -191,13 +196,6 @@ def of_frames(frames: Sequence[Frame], native: Sequence[Frame] = (), kernels: Se
         requests=any(_RECEIVING.match(bare_name(frame)) for frame in frames),
         batch=any(re.match(r"run_batch$|process_batch_result|forward_batch", bare_name(frame)) for frame in frames),
     )
-
-
-def of_thread(thread: Thread) -> Activity:
-    """Return what the functions of any thread say; one of a pool without work is idle."""
-    if thread.frames and _POOL.search(thread.frames[0].file) and bare_name(thread.frames[0]) == "_worker":
-        return Activity("idle", "had nothing to do", str(thread.frames[0]))
-    return of_frames(thread.frames)
 
 
 def caller_that_tells(frames: Sequence[Frame]) -> Frame | None:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import select
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import psutil
 
-from sglang_crashkit.capture.pyspy import photograph_all
+from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.capture.server_arguments import port_of, serves_tls
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.discovery import FoundProcess, find_processes
-from sglang_crashkit.kernel.pidfd import ProcessHandle
+from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle
 from sglang_crashkit.kernel.sglang_command import runs_sglang
-from sglang_crashkit.model.stacks import Frame, main_thread
-from sglang_crashkit.watch.deaths import Death, DeathWatch
-from sglang_crashkit.watch.health_probe import Address
-from sglang_crashkit.watch.standstill import RankLook
+from sglang_crashkit.model.sample import Sample
+from sglang_crashkit.watch.health import Address
 
 _TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
 #: The longest that one round of stacks may take, in seconds.
@@ -30,6 +30,100 @@ _SEARCH_SECS, _SEARCH_SELDOM_SECS, _SETTLED_SECS = 2.0, 30.0, 60.0
 #: What its workers are called; the kit's own processes are no part of it.
 _TITLE, _KIT = "sglang::", "sglang::crash"
 _LOOPBACK = "127.0.0.1"
+#: Without these no request is answered.
+_NEEDED = frozenset({"server", "scheduler", "detokenizer", "detokenizer_router", "data_parallel_controller"})
+#: Whoever kills all processes of a server has sent the last signal this much after the first end, in seconds.
+_ALL_KILLED_SECS = 0.05
+
+
+@dataclass(frozen=True)
+class Death:
+    """The end of one process.
+
+    Attributes:
+        pid: its process id.
+        title: its title.
+        at: when it was noticed, in seconds of the monotonic clock.
+        end: how it ended, as far as the kernel tells.
+        alone: the others were not about to end.
+    """
+
+    pid: int
+    title: str
+    at: float
+    end: ExitStatus
+    alone: bool = True
+
+    def __str__(self) -> str:
+        who = f"{self.title} (pid {self.pid})"
+        if self.end.signal is not None:
+            return f"{who} was killed by {self.end.signal}"
+        return f"{who} ended " + ("by itself" if self.end.code is None else f"with exit status {self.end.code}")
+
+
+class DeathWatch:
+    """Sees processes end, one after the other, without being their parent.
+
+    Which one was first is known for a moment only: who started it reaps it, and ends the others. What tells a failure
+    from an end that was wanted is how it ended, and whether the others were still meant to live when it did: whoever
+    ends a server kills all of them within a few milliseconds.
+
+    Args:
+        root: who started them; where it ended in the same moment as another, it was not the first.
+
+    Attributes:
+        deaths: who has ended, the first one first.
+    """
+
+    def __init__(self, root: int) -> None:
+        self.deaths: list[Death] = []
+        self._root = root
+        self._alive: dict[int, tuple[ProcessHandle, str]] = {}
+        self._known: set[tuple[int, int]] = set()
+
+    def follow(self, processes: Mapping[int, str]) -> None:
+        """Follow more processes.
+
+        Args:
+            processes: their titles by pid; those that are followed already may be among them.
+        """
+        for pid, title in processes.items():
+            if pid in self._alive:
+                continue
+            try:
+                handle = ProcessHandle(pid)
+            except OSError:
+                # Gone already, or no descriptor is left: then its end is not seen here.
+                continue
+            if (pid, handle.start_ticks) in self._known:
+                handle.close()
+                continue
+            self._known.add((pid, handle.start_ticks))
+            self._alive[pid] = (handle, title)
+
+    def wait(self, secs: float) -> None:
+        """Wait for `secs` seconds, or until somebody has ended; who has is then among the deaths."""
+        poller = select.poll()
+        for handle, _title in self._alive.values():
+            poller.register(handle, select.POLLIN)
+        if not poller.poll(secs * 1000):
+            return
+        # How it ended is read before its parent reaps it.
+        at = time.monotonic()
+        ended = [(pid, handle.exit_status()) for pid, (handle, _title) in self._alive.items() if handle.has_exited()]
+        followed = {pid: self._alive.pop(pid) for pid, _end in ended}
+        time.sleep(_ALL_KILLED_SECS)
+        alone = not any(handle.has_exited() or procfs.is_ending(pid) for pid, (handle, _title) in self._alive.items())
+        for pid, end in sorted(ended, key=lambda one: one[0] == self._root):
+            handle, title = followed[pid]
+            handle.close()
+            self.deaths.append(Death(pid, title, at, end, alone=alone and bool(self._alive)))
+
+    def close(self) -> None:
+        """Let go of those that live."""
+        for handle, _title in self._alive.values():
+            handle.close()
+        self._alive.clear()
 
 
 class WatchedServer:
@@ -56,7 +150,7 @@ class WatchedServer:
         self.pid = roots.pop() if len(roots) == 1 else pid
         self._handle = ProcessHandle(self.pid)
         self.arguments = procfs.read_cmdline(self.pid)
-        self._ranks: dict[int, FoundProcess] = {}
+        self._needed: dict[int, FoundProcess] = {}
         self._searched_at = -_SEARCH_SELDOM_SECS
         self._settles_at: float | None = None
         self.processes = found
@@ -81,15 +175,16 @@ class WatchedServer:
         """Whether it answers HTTP, or will: a program of its own that uses SGLang's Engine need not."""
         return runs_sglang(self.arguments) or self.address() is not None
 
-    def look(self, *, stacks: bool) -> tuple[RankLook, ...]:
-        """Return how its ranks are now.
+    def sample(self, *, stacks: bool) -> tuple[Sample, ...]:
+        """Return what its ranks, and the processes that they need, are doing now.
 
         Args:
-            stacks: take their stacks, too, without a pause.
+            stacks: with their stacks, which are taken without a pause.
         """
         self._search()
-        frames = self._frames() if stacks and self._ranks else {}
-        return tuple(self._look_at(rank, frames.get(rank.pid, ())) for rank in self._ranks.values())
+        found = sample_all(self._needed, _STACKS_SECS) if stacks and self._needed else []
+        taken = {one.pid: one for one in found}
+        return tuple(self._sample_of(one, taken.get(one.pid, Sample())) for one in self._needed.values())
 
     @property
     def deaths(self) -> tuple[Death, ...]:
@@ -124,34 +219,33 @@ class WatchedServer:
         self._searched_at = now
         found = find_processes(pid=self.pid, everything=True).processes
         self.processes = found or self.processes
-        ranks = {one.pid: one for one in found if one.role == "scheduler" and one.way == "title"}
+        needed = {one.pid: one for one in found if (one.role in _NEEDED and one.way == "title") or one.pid == self.pid}
         # One that has ended is no longer found, which must not make it one that never was.
-        self._ranks = {**self._ranks, **ranks}
-        if ranks and self._settles_at is None:
+        self._needed = {**self._needed, **needed}
+        if self._settles_at is None and any(one.role == "scheduler" for one in needed.values()):
             self._settles_at = now + _SETTLED_SECS
         self._ends.follow({one.pid: one.title for one in found if one.title.startswith(_TITLE)})
 
-    def _frames(self) -> dict[int, tuple[Frame, ...]]:
-        frames = {}
-        for photograph in photograph_all(self._ranks, _STACKS_SECS):
-            thread = main_thread(photograph.threads or (), photograph.pid)
-            frames[photograph.pid] = thread.frames if thread is not None else ()
-        return frames
-
-    def _look_at(self, rank: FoundProcess, frames: tuple[Frame, ...]) -> RankLook:
-        at, stat = time.monotonic(), procfs.read_stat(rank.pid)
-        if stat is None or stat.start_ticks != rank.start_ticks:
-            return RankLook(at, rank.pid, rank.title, "X")
-        switches = procfs.read_status(rank.pid).get("voluntary_ctxt_switches", "0")
-        return RankLook(
-            at,
-            rank.pid,
-            rank.title,
-            stat.state,
-            stat.cpu_ticks / _TICKS_PER_SEC,
-            int(switches),
-            procfs.read_wchan(rank.pid),
-            frames,
+    def _sample_of(self, process: FoundProcess, taken: Sample) -> Sample:
+        who = replace(
+            taken,
+            pid=process.pid,
+            start_ticks=process.start_ticks,
+            title=process.title,
+            role=process.role,
+            ranks=process.ranks,
+            server=self.pid,
+            time=time.time(),
+        )
+        stat = procfs.read_stat(process.pid)
+        if stat is None or stat.start_ticks != process.start_ticks:
+            return replace(who, state="X", threads=())
+        return replace(
+            who,
+            state=stat.state,
+            wchan=procfs.read_wchan(process.pid),
+            tracer=procfs.read_tracer(process.pid),
+            cpu_secs=stat.cpu_ticks / _TICKS_PER_SEC,
         )
 
 

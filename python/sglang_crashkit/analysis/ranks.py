@@ -1,0 +1,220 @@
+"""Where a process stands among all, which of them work together, and sets of them: ``TP0-6,8``.
+
+Of the axes in a scheduler's title, tensor parallelism numbers all ranks of a stage; expert and context parallelism,
+and data parallelism of the attention alone, divide the same ranks once more. Replicas number theirs from 0 each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeVar
+
+from sglang_crashkit.model.sample import Sample
+
+#: In which order the axes of a scope are written.
+_ORDER = ("side", "server", "role", "attn_cp", "moe_dp", "dp", "pp", "tp", "ep")
+#: What divides the ranks of tensor parallelism once more, and tells nobody apart where those are numbered.
+_WITHIN_TP = frozenset({"ep", "attn_cp", "moe_dp"})
+_BY_PREFERENCE = ("tp", "dp", "pp", "ep", "attn_cp", "moe_dp")
+
+#: What tells ranks with the same number apart: names of axes with a place on each, such as ``(("pp", 1),)``.
+Scope = tuple[tuple[str, int | str], ...]
+_Member = TypeVar("_Member")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank.
+
+    Attributes:
+        scope: which of those with the same number; in one order of axes, see `scope_of`.
+        axis: along what it is numbered, such as ``tp``.
+        number: its number on that axis.
+    """
+
+    scope: Scope
+    axis: str
+    number: int
+
+
+def scope_of(places: dict[str, int | str]) -> Scope:
+    """Return the scope with these places on its axes, in the one order."""
+    return tuple((name, places[name]) for name in _in_order(places))
+
+
+def server_of(process: Sample) -> str:
+    """Return what the processes of one server have in common, on all its hosts where that is known."""
+    if process.rendezvous:
+        return process.rendezvous
+    return process.host if process.server is None else f"{process.host}:{process.server}"
+
+
+def rank_of(process: Sample) -> Rank:
+    """Return the place of a process among all."""
+    places: dict[str, int | str] = {"server": server_of(process)}
+    if process.side is not None:
+        places["side"] = process.side
+    if process.role != "scheduler":
+        return Rank(scope_of({**places, "role": f"{process.role} on {process.host}"}), "pid", process.pid)
+    return rank_at(process.ranks, places)
+
+
+def rank_at(numbers: Mapping[str, int], places: Mapping[str, int | str] = MappingProxyType({})) -> Rank:
+    """Return the place of a scheduler with these numbers in its title; see `titles.rank_of`.
+
+    Args:
+        numbers: by the axis.
+        places: what else tells it from others with the same numbers.
+    """
+    axis = next((axis for axis in _BY_PREFERENCE if axis in numbers), "")
+    without = _WITHIN_TP if axis == "tp" else ()
+    others = {name: number for name, number in numbers.items() if name != axis and name not in without}
+    return Rank(scope_of({**places, **others}), axis, numbers.get(axis, 0))
+
+
+def group_of(rank: Rank) -> Scope:
+    """Return what the ranks of one server, side and stage have in common, of whichever replica."""
+    places = {name: place for name, place in rank.scope if name != "dp"}
+    return scope_of(places | ({rank.axis: rank.number} if rank.axis == "pp" else {}))
+
+
+def groups_of(members: Iterable[tuple[Rank, _Member]]) -> list[list[_Member]]:
+    """Return the members group by group, those of each replica as one."""
+    found: dict[Scope, dict[Rank, list[_Member]]] = {}
+    for rank, member in members:
+        found.setdefault(group_of(rank), {}).setdefault(rank, []).append(member)
+    replicas = [lists for ranks in found.values() for _dp, lists in split_replicas(ranks)]
+    return [[member for some in lists for member in some] for lists in replicas]
+
+
+def split_replicas(members: Mapping[Rank, _Member]) -> list[tuple[int | None, list[_Member]]]:
+    """Return the members of one group by replica, with its number; together where they are of one.
+
+    Args:
+        members: of one group, see `group_of`.
+    """
+    by_dp: dict[int, dict[int, list[_Member]]] = {}
+    for rank, member in members.items():
+        dp = rank.number if rank.axis == "dp" else int(dict(rank.scope).get("dp", 0))
+        by_dp.setdefault(dp, {}).setdefault(rank.number if rank.axis == "tp" else 0, []).append(member)
+    replicas = [
+        (dp, [member for _number, some in sorted(tp.items()) for member in some]) for dp, tp in sorted(by_dp.items())
+    ]
+    # Where the ranks of all replicas are numbered as one, data parallelism is of the attention alone.
+    size = len(by_dp[min(by_dp)])
+    if all(sorted(tp) == list(range(dp * size, (dp + 1) * size)) for dp, tp in by_dp.items()) or len(by_dp) == 1:
+        return [(None, [member for _dp, some in replicas for member in some])]
+    return list(replicas)
+
+
+class RankSet:
+    """A set of ranks: for those of each scope the bits of one number, so that one of 100,000 stays small.
+
+    Args:
+        ranks: the first of them.
+    """
+
+    __slots__ = ("_bits",)
+
+    def __init__(self, ranks: Iterable[Rank] = ()) -> None:
+        self._bits: dict[tuple[Scope, str], int] = {}
+        for rank in ranks:
+            self.add(rank)
+
+    def add(self, rank: Rank) -> None:
+        """Add one."""
+        key = (rank.scope, rank.axis)
+        self._bits[key] = self._bits.get(key, 0) | 1 << rank.number
+
+    def update(self, other: RankSet) -> None:
+        """Add all of another set."""
+        for key, bits in other._bits.items():
+            self._bits[key] = self._bits.get(key, 0) | bits
+
+    def __len__(self) -> int:
+        return sum(bits.bit_count() for bits in self._bits.values())
+
+    def __str__(self) -> str:
+        return self.format()
+
+    def places(self) -> Iterator[tuple[str, int | str]]:
+        """Yield each pair of an axis and a place that is in all scopes."""
+        scopes = [set(scope) for scope, _axis in self._bits]
+        yield from sorted(set.intersection(*scopes), key=str) if scopes else ()
+
+    def format(self, hide: Collection[tuple[str, int | str]] = (), most: int = 8) -> str:
+        """Return the set in words, such as ``PP0-1 TP0-3, 7``.
+
+        Args:
+            hide: pairs of an axis and a place that go without saying.
+            most: of how many scopes it tells at most; of the others, how many ranks they have.
+        """
+        hidden = frozenset(hide)
+        lines: dict[_Line, int] = {}
+        for (scope, axis), bits in self._bits.items():
+            places = tuple((name, str(place)) for name, place in scope if (name, place) not in hidden)
+            key = (places, axis, _ranges(bits))
+            lines[key] = lines.get(key, 0) + bits.bit_count()
+        shown = sorted(_join_scopes(lines).items(), key=lambda item: (-item[1], item[0]))
+        words = [_line_text(*key) for key, _count in shown[:most]]
+        if len(shown) > most:
+            words.append(f"{sum(count for _key, count in shown[most:])} more ranks")
+        return "; ".join(words) or "nobody"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as a person would write them: ``0-3,5``."""
+    return _ranges(sum(1 << number for number in set(numbers)))
+
+
+def _ranges(bits: int) -> str:
+    parts, base = [], 0
+    while bits:
+        zeros = (bits & -bits).bit_length() - 1
+        bits >>= zeros
+        # With the bits below filled, the first gap ends the run.
+        ones = (bits ^ (bits + 1)).bit_length() - 1
+        first, last = base + zeros, base + zeros + ones - 1
+        parts.append(str(first) if first == last else f"{first}-{last}")
+        bits >>= ones
+        base = last + 1
+    return ",".join(parts)
+
+
+_Places = tuple[tuple[str, str], ...]
+_Line = tuple[_Places, str, str]
+
+
+def _join_scopes(lines: dict[_Line, int]) -> dict[_Line, int]:
+    """Return the lines, with those as one that differ in the place on one axis only."""
+    names = {name for places, _axis, _text in lines for name, _place in places}
+    for name in reversed(_in_order(names)):
+        joined: dict[tuple[_Places, _Places, str, str], list[str]] = {}
+        counts: dict[tuple[_Places, _Places, str, str], int] = {}
+        for (places, axis, text), count in lines.items():
+            at = next((at for at, (other, _place) in enumerate(places) if other == name), len(places))
+            key = (places[:at], places[at + 1 :], axis, text)
+            joined.setdefault(key, []).extend(place for other, place in places if other == name)
+            counts[key] = counts.get(key, 0) + count
+        lines = {
+            (key[0] + (((name, _places_text(found)),) if found else ()) + key[1], *key[2:]): counts[key]
+            for key, found in joined.items()
+        }
+    return lines
+
+
+def _places_text(places: list[str]) -> str:
+    if not all(place.isdigit() for place in places):
+        return ",".join(sorted(places))
+    return ranges(map(int, places))
+
+
+def _line_text(places: _Places, axis: str, text: str) -> str:
+    words = [f"{name.upper()}{place}" if place[:1].isdigit() and name != "server" else place for name, place in places]
+    return " ".join([*words, f"{axis.upper()}{text}" if axis else ""]).strip() or "the only rank"
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), name))

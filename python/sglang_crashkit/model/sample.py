@@ -1,0 +1,176 @@
+"""What a process did at a moment. Every stack in the kit, whatever took it, is the stack of a `Sample`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+#: What took a stack: py-spy from outside; a thread of the process itself; faulthandler in a signal handler.
+Source = Literal["py-spy", "in-process", "faulthandler"]
+
+#: What was seen of the GIL of a process: ``main`` where its main thread held it; ``taken`` where another thread of it
+#: did not get it in time, and who held it is not known; empty where nothing was seen.
+Gil = Literal["", "main", "taken"]
+
+#: What a server of a pair with separate prefill and decode does (``--disaggregation-mode``).
+Side = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One Python frame.
+
+    Attributes:
+        function: name of the function.
+        file: path of the file, shortened as py-spy does where it can.
+        line: line number, 0 where unknown.
+    """
+
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file}:{self.line})"
+
+
+@dataclass(frozen=True)
+class Thread:
+    """One Python thread, innermost frame first.
+
+    Attributes:
+        name: Python's name of the thread, empty where it could not be read.
+        native_id: the kernel's thread id; equals the pid for the main thread.
+        active: it was running on a CPU, as far as py-spy can tell.
+        owns_gil: it held the global interpreter lock.
+        frames: innermost first.
+    """
+
+    name: str
+    native_id: int | None
+    active: bool
+    owns_gil: bool
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one process did at one moment, as far as it is known.
+
+    Attributes:
+        host: the host's name.
+        pid: process id.
+        start_ticks: start time in clock ticks since boot; with host and pid it identifies a process.
+        title: process title, without arguments that may be secret.
+        role: as `titles.role_of` has it.
+        ranks: as `titles.rank_of` has them, such as ``{"tp": 0, "pp": 1}``; empty where there is one rank only.
+        time: when, in seconds since the epoch; 0 where it is not known.
+        server: pid of the process on this host that launched its server, None where it is not known.
+        rendezvous: the address (``--dist-init-addr``) that the processes of one server have in common on all its
+            hosts, None where its command line names none.
+        side: what its server does, by the server's command line; None where prefill and decode are not separate.
+        state: the letter that ``/proc`` has for the state of its main thread; empty where it was gone.
+        wchan: the kernel function in which the main thread slept, empty where it did not or could not be read.
+        tracer: pid of the process that traced it, 0 where there was none.
+        cpu_secs: CPU time that all its threads had used since its start, in seconds.
+        threads: its Python stacks, innermost frame first; empty where there are none.
+        native: its stacks with native frames, of a debugger or py-spy, where they were taken; the file of a native
+            frame is its source or library, as far as it is known.
+        kernels: names of the CUDA kernels that were running for it, as the debugger has them.
+        problem: why there are no Python stacks; where there are, why what was tried before gave none, or empty.
+        source: what took the stacks, or was tried last.
+        seconds: from the start of the round to its stacks, in seconds.
+        gil: what was seen of its GIL.
+        doing: the innermost frames that tell what it was about, as an incident shows them; empty where it shows none.
+    """
+
+    host: str = ""
+    pid: int = 0
+    start_ticks: int = 0
+    title: str = ""
+    role: str = ""
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    time: float = 0.0
+    server: int | None = None
+    rendezvous: str | None = None
+    side: Side | None = None
+    state: str = ""
+    wchan: str = ""
+    tracer: int = 0
+    cpu_secs: float = 0.0
+    threads: tuple[Thread, ...] = ()
+    native: tuple[Thread, ...] = ()
+    kernels: tuple[str, ...] = ()
+    problem: str = ""
+    source: Source = "py-spy"
+    seconds: float = 0.0
+    gil: Gil = ""
+    doing: tuple[str, ...] = ()
+
+    @property
+    def main_thread(self) -> Thread | None:
+        """Its main thread, None where there is no stack of that."""
+        return main_thread(self.threads, self.pid)
+
+
+def parse_pyspy(text: str) -> tuple[Thread, ...]:
+    """Parse the output of ``py-spy dump --json``, which is also the form in which a process speaks of itself.
+
+    Raises:
+        ValueError: it is not such an output.
+    """
+    try:
+        document = json.loads(text)
+    except RecursionError:
+        raise ValueError("the JSON of the stacks is nested too deeply") from None
+    if not isinstance(document, list):
+        raise ValueError("the JSON of the stacks is not a list of threads")
+    try:
+        return tuple(_thread(entry) for entry in document)
+    except (AttributeError, KeyError, OverflowError, TypeError) as error:
+        raise ValueError(f"the JSON of the stacks lacks {error}") from error
+
+
+def _thread(entry: dict[str, Any]) -> Thread:
+    frames = (
+        Frame(_text(frame["name"]), _text(frame.get("short_filename") or frame["filename"]), int(frame["line"]))
+        for frame in entry["frames"]
+    )
+    native_id = entry.get("os_thread_id")
+    return Thread(
+        name=_text(entry.get("thread_name") or ""),
+        native_id=native_id if isinstance(native_id, int) else None,
+        active=bool(entry.get("active")),
+        owns_gil=bool(entry.get("owns_gil")),
+        frames=tuple(frames),
+    )
+
+
+def _text(value: object) -> str:
+    # A lone surrogate, which no file would take, may stand in a name that is not UTF-8.
+    return str(value).encode(errors="backslashreplace").decode()
+
+
+def main_thread(threads: Iterable[Thread], pid: int) -> Thread | None:
+    """Return the main thread of process `pid`, None when it is not among `threads`."""
+    found = None
+    for thread in threads:
+        if thread.native_id == pid:
+            return thread
+        if thread.name == "MainThread":
+            found = thread
+    return found
+
+
+def format_threads(title: str, pid: int, threads: Iterable[Thread]) -> Iterator[str]:
+    """Yield the lines of a stack file: the process first, then thread by thread."""
+    yield f"Process {pid}: {title}"
+    for thread in threads:
+        state = "active" if thread.active else "idle"
+        gil = "+gil" if thread.owns_gil else ""
+        yield ""
+        yield f'Thread {thread.native_id or "?"} ({state}{gil}): "{thread.name or "unnamed"}"'
+        for frame in thread.frames:
+            yield f"    {frame}"

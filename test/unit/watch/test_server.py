@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.kernel.pidfd import ExitStatus
+from sglang_crashkit.watch.health import Address
+from sglang_crashkit.watch.server import Death, DeathWatch, WatchedServer, find_listener, is_here
+from unit.served import RANKS, served
+from unit.targets import settle
+from unit.waiting import LONG, child, wait_until
+
+
+def test_it_is_found_by_its_main_process_by_a_rank_and_by_its_address(tmp_path: Path) -> None:
+    with served(tmp_path) as server:
+        for pid in (server.popen.pid, *server.ranks.values()):
+            watched = WatchedServer(pid)
+            assert (watched.pid, watched.is_known, watched.serves_http) == (server.popen.pid, True, True)
+            assert watched.address() == Address("http", "127.0.0.1", server.port)
+            watched.close()
+        assert find_listener(Address.parse(server.url)) == server.popen.pid
+
+
+def test_its_processes_are_sampled_with_their_stacks_where_they_are_wanted(tmp_path: Path) -> None:
+    with served(tmp_path) as server:
+        watched = WatchedServer(server.popen.pid)
+        samples = watched.sample(stacks=False)
+        assert {one.pid for one in samples} == {server.popen.pid, *server.ranks.values()}
+        assert {one.title: one.pid for one in samples if one.role == "scheduler"} == server.ranks
+        assert not any(one.threads for one in samples)
+        for sample in watched.sample(stacks=True):
+            main = sample.main_thread
+            assert main is not None
+            assert sample.role != "scheduler" or "event_loop" in [frame.function for frame in main.frames]
+        first, second = (server.ranks[title] for title in RANKS)
+        os.kill(first, signal.SIGSTOP)
+        os.kill(second, signal.SIGKILL)
+        settle(first, "T")
+        settle(second, "Z")
+        states = {one.pid: one.state for one in watched.sample(stacks=True)}
+        assert (states[first], states[second]) == ("T", "Z")
+        watched.close()
+
+
+def test_who_ends_first_is_known_and_one_that_had_ended_before_it_was_watched(tmp_path: Path) -> None:
+    with served(tmp_path) as server:
+        first, second = (server.ranks[title] for title in RANKS)
+        os.kill(first, signal.SIGKILL)
+        settle(first, "Z")
+        watched = WatchedServer(server.popen.pid)
+        watched.sample(stacks=False)
+        watched.wait(LONG)
+        os.kill(second, signal.SIGSEGV)
+        watched.wait(LONG)
+        assert [(death.pid, death.end.signal) for death in watched.deaths] == [(first, "SIGKILL"), (second, "SIGSEGV")]
+        # All that is left of the title of one that has ended.
+        assert watched.deaths[0].title.startswith("sglang::")
+        watched.close()
+
+
+def test_its_end_is_seen(tmp_path: Path) -> None:
+    with served(tmp_path) as server:
+        watched = WatchedServer(server.popen.pid)
+        wait_until(lambda: watched.state == "S", "it has nothing to do")
+        assert not watched.is_gone
+        server.end()
+        assert watched.is_gone
+        watched.close()
+
+
+def test_a_process_that_is_no_server_is_not_taken_for_one() -> None:
+    with child("ready(); pause()") as process:
+        watched = WatchedServer(process.pid)
+        assert not watched.is_known
+        assert not watched.serves_http
+        assert watched.address() is None
+        watched.close()
+
+
+def test_a_process_that_is_not_there_is_an_error() -> None:
+    with child("ready()") as process:
+        process.wait(30)
+        with pytest.raises(ProcessLookupError):
+            WatchedServer(process.pid)
+
+
+@pytest.mark.parametrize(
+    ("host", "here"), [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", True), ("192.0.2.1", False)]
+)
+def test_which_addresses_are_on_this_host(host: str, here: bool) -> None:
+    assert is_here(Address("http", host, 30000)) is here
+
+
+def test_nobody_is_known_to_listen_on_another_host() -> None:
+    assert find_listener(Address("http", "192.0.2.1", 30000)) is None
+
+
+PAUSE = "ready(); pause()"
+
+
+def test_who_ends_alone_is_told_with_how_it_ended() -> None:
+    with child(PAUSE) as first, child(PAUSE) as second:
+        watch = DeathWatch(second.pid)
+        watch.follow({first.pid: "first", second.pid: "second"})
+        watch.wait(0)
+        assert watch.deaths == []
+        first.send_signal(signal.SIGSEGV)
+        watch.wait(LONG)
+        (death,) = watch.deaths
+        assert (death.pid, death.title, death.end.signal, death.alone) == (first.pid, "first", "SIGSEGV", True)
+        assert str(death) == f"first (pid {first.pid}) was killed by SIGSEGV"
+        first.wait(LONG)
+        watch.follow({first.pid: "first"})
+        second.kill()
+        watch.wait(LONG)
+        assert [(one.title, one.alone) for one in watch.deaths] == [("first", True), ("second", False)]
+        watch.close()
+
+
+def test_those_that_are_killed_together_end_together() -> None:
+    # GIVEN processes that are ended as upstream does it, one signal after the other
+    with child(PAUSE) as first, child(PAUSE) as second, child(PAUSE) as root:
+        watch = DeathWatch(root.pid)
+        watch.follow({root.pid: "root", first.pid: "first", second.pid: "second"})
+        for process in (first, second, root):
+            process.kill()
+        while len(watch.deaths) < 3:
+            watch.wait(LONG)
+        assert [death.alone for death in watch.deaths] == [False] * 3
+        watch.close()
+
+
+def test_where_several_ended_in_one_moment_their_parent_was_not_the_first() -> None:
+    with child(PAUSE) as root, child(PAUSE) as worker, child(PAUSE):
+        watch = DeathWatch(root.pid)
+        watch.follow({root.pid: "root", worker.pid: "worker"})
+        for process in (root, worker):
+            process.kill()
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        watch.wait(LONG)
+        assert [death.title for death in watch.deaths] == ["worker", "root"]
+        watch.close()
+
+
+def test_one_that_is_gone_is_not_followed_and_the_wait_has_an_end() -> None:
+    with child("ready()") as process:
+        process.wait(LONG)
+    watch = DeathWatch(1)
+    watch.follow({process.pid: "gone"})
+    began = time.monotonic()
+    watch.wait(0.1)
+    assert time.monotonic() - began >= 0.09
+    assert watch.deaths == []
+    watch.close()
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (ExitStatus(code=3), "ended with exit status 3"),
+        (ExitStatus(), "ended by itself"),
+        (ExitStatus(signal="SIGKILL"), "was killed by SIGKILL"),
+    ],
+)
+def test_how_it_ended_in_words(end: ExitStatus, words: str) -> None:
+    assert str(Death(7, "sglang::scheduler", 0.0, end)) == f"sglang::scheduler (pid 7) {words}"
