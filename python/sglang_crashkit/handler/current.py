@@ -20,9 +20,8 @@ from sglang_crashkit.handler.outlook import Outlook
 from sglang_crashkit.handler.place import Place
 from sglang_crashkit.handler.request_journals import RequestJournals
 from sglang_crashkit.handler.tree import ProcessTree, TrackedProcess
-from sglang_crashkit.incident.exit_status import exit_status_of
+from sglang_crashkit.incident.exit_status import exit_status_of, write_termination_message
 from sglang_crashkit.incident.summary import format_termination_message
-from sglang_crashkit.incident.termination_log import write_termination_message
 from sglang_crashkit.kernel import procfs, signals
 from sglang_crashkit.kernel.shared_memory import LeftSegment
 from sglang_crashkit.memory.heartbeat import Beat

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_crashkit.incident.exit_status import TERMINATION_LOG as VARIABLE
 from sglang_crashkit.incident.exit_status import ServerExit
-from sglang_crashkit.incident.termination_log import VARIABLE
 from sglang_crashkit.kernel import procfs
 from unit.handler.driver import HOST, Server
 from unit.waiting import LONG, wait_until

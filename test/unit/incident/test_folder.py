@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.incident.folder import IncidentFolder, new_id
+from sglang_crashkit.incident.folder import IncidentFolder, NullFolder, new_id
+from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.settings import DiskLimits
 from unit.stored import NOON, make_incident
 
@@ -92,3 +93,22 @@ def test_incident_json_begins_with_its_version(tmp_path: Path) -> None:
     document = json.loads((path / "incident.json").read_text())
     assert next(iter(document)) == "schema_version"
     assert document["complete"] is False
+
+
+def test_evidence_is_refused_with_the_reason_and_nothing_else_is_done(tmp_path: Path) -> None:
+    folder = NullFolder("no folder took it")
+    record = tmp_path / "record"
+    record.write_text("mine")
+    for write in (
+        lambda: folder.write_text("stacks/x.txt", "x"),
+        lambda: folder.write_json("stacks/x.json", {}),
+        lambda: folder.adopt(record, "ranks/x.json"),
+    ):
+        with pytest.raises(NoRoomError, match="no folder took it"):
+            write()
+    assert record.read_text() == "mine"
+    folder.save({}, "")
+    folder.publish()
+    folder.discard()
+    assert folder.problem == "no folder took it"
+    assert len(folder.id) == 8

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.errors import NothingToDoError
-from sglang_crashkit.incident.store import find_incidents, wait_for_incident
+from sglang_crashkit.incident.store import IncidentName, find_incidents, is_finished, parse_name, wait_for_incident
 from unit.stored import NOON, make_incident
 from unit.waiting import LONG
 
@@ -94,3 +94,20 @@ os.kill(os.getpid(), 9)
     (found,) = find_incidents(tmp_path)
     assert (found.finished, found.document, found.problem) == (False, None, "has no incident.json")
     assert found.name == "19700101T000001.000Z-killed-0123abcd"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0005, 1_700_000_000.25, 1_700_000_000.9999])
+def test_a_name_tells_time_kind_and_id_and_whether_it_is_finished(seconds: float) -> None:
+    name = IncidentName(seconds, "failed_start", "0123abcd")
+    for mark, finished in (("", True), (".partial-", False)):
+        found = parse_name(f"{mark}{name}")
+        assert found is not None
+        assert (found.kind, found.id) == (name.kind, name.id)
+        assert 0 <= seconds - found.seconds < 0.00101
+        assert is_finished(f"{mark}{name}") is finished
+    assert not is_finished(f".removing-{name}")
+
+
+@pytest.mark.parametrize("name", ["", "faults.json", ".spool-1-2", "20239914T221320.250Z-killed-0123abcd"])
+def test_other_names_are_none(name: str) -> None:
+    assert parse_name(name) is None
