@@ -1,0 +1,149 @@
+"""Run a tool: to its end, to its deadline or until it is called off, whichever comes first.
+
+It may do anything: hang, print for ever, leave children behind. What it printed by its end is kept: of a debugger that
+did not come to its end, the first listings are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import IO, cast
+
+#: How often one that prints nothing is looked at, in seconds.
+_POLL_SECS = 0.1
+#: A killed one is waited for this long, in seconds: a tracer in uninterruptible sleep cannot die yet.
+_REAP_SECS = 0.2
+#: A thousand threads fifty frames deep take 10 MB.
+MAX_OUTPUT = 32 << 20
+#: Killed and not gone yet; dropped unreaped, each would be a ResourceWarning later.
+_dying: list[subprocess.Popen[bytes]] = []
+
+
+@dataclass(frozen=True)
+class ToolRun:
+    """What came of running a tool.
+
+    Attributes:
+        text: what it printed; with what it printed on standard error, where that was not kept apart.
+        reason: why that is not all, or nothing; empty where the tool ended well.
+        seconds: how long it took.
+        errors: what it printed on standard error, where that was kept apart.
+        status: its exit status, as `subprocess.Popen.returncode` has it; None where it did not end by itself.
+    """
+
+    text: str
+    reason: str
+    seconds: float
+    errors: str = ""
+    status: int | None = None
+
+
+def run_tool(
+    argv: Sequence[str],
+    deadline_secs: float,
+    stop: threading.Event | None = None,
+    on_start: Callable[[int], None] | None = None,
+    *,
+    since: float | None = None,
+    apart: bool = False,
+    max_output: int = MAX_OUTPUT,
+) -> ToolRun:
+    """Run `argv`; kill it, and all that it started, when its time is over.
+
+    Args:
+        argv: the program and its arguments.
+        deadline_secs: the longest that it may take, in seconds.
+        stop: calls it off when it is set.
+        on_start: called with its pid, which is its process group's as well.
+        since: when the time began, by the monotonic clock; now where it is None.
+        apart: keep what it prints on standard error apart.
+        max_output: of how many bytes of output it is given up.
+    """
+    _dying[:] = [process for process in _dying if process.poll() is None]
+    started = time.monotonic()
+    name = os.path.basename(argv[0])  # noqa: PTH119 - a name, not a path
+    try:
+        process = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if apart else subprocess.STDOUT,
+            bufsize=0,
+            # What it starts is killed with it, and Ctrl-C reaches neither.
+            start_new_session=True,
+        )
+    except OSError as error:
+        return ToolRun("", f"{argv[0]}: {error.strerror}", 0.0)
+    output = {process.stdout: bytearray(), process.stderr: bytearray()}
+    status = None
+    try:
+        if on_start is not None:
+            on_start(process.pid)
+        deadline = (started if since is None else since) + deadline_secs
+        reason = _read(process, output, deadline, stop, max_output)
+        if reason is None:
+            reason = f"did not end within {deadline_secs:g} s"
+        elif not reason:
+            status = process.returncode
+            reason = f"ended with status {status}" if status else ""
+    finally:
+        _end(process)
+    text, errors = (output[pipe].decode(errors="replace") for pipe in (process.stdout, process.stderr))
+    return ToolRun(text, reason and f"{name} {reason}", round(time.monotonic() - started, 3), errors, status)
+
+
+def _read(
+    process: subprocess.Popen[bytes],
+    output: dict[IO[bytes] | None, bytearray],
+    deadline: float,
+    stop: threading.Event | None,
+    max_output: int,
+) -> str | None:
+    """Read what it prints until it ends; return why it was given up, empty when it ended, None when it is too late."""
+    with selectors.DefaultSelector() as selector:
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                selector.register(pipe, selectors.EVENT_READ)
+        while selector.get_map() or process.poll() is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            if stop is not None and stop.is_set():
+                return "was called off"
+            if not selector.get_map():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(left, _POLL_SECS))
+                continue
+            ready = selector.select(min(left, _POLL_SECS))
+            if not ready and process.poll() is not None:
+                # Whoever holds a pipe open now is a child that it left behind.
+                return ""
+            for key, _events in ready:
+                chunk = os.read(key.fd, 1 << 16)
+                output[cast("IO[bytes]", key.fileobj)] += chunk
+                if not chunk:
+                    selector.unregister(key.fileobj)
+            if sum(map(len, output.values())) > max_output:
+                return f"printed more than {max_output >> 20} MiB"
+    return ""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    # Where it was reaped its pid may be another's, but its group lives as long as a child of it does.
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
+    try:
+        process.wait(_REAP_SECS)
+    except subprocess.TimeoutExpired:
+        _dying.append(process)
