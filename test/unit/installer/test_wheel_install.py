@@ -18,7 +18,7 @@ from sglang_crashkit.installer.record import format_row
 from unit.installer.fake_sglang import RELEASE, FakeKit
 
 #: What the small SGLang and the kit require.
-REQUIRED = ("torch", "psutil", "py-spy", "pyelftools", "PyYAML", "setproctitle")
+REQUIRED = ("torch", "psutil", "py-spy", "PyYAML", "setproctitle")
 
 
 @pytest.fixture

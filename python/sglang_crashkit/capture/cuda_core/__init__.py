@@ -2,9 +2,7 @@
 
 ::
 
-    source     the file, opened and read within limits
-    sections   its section table
-    tables     the rows of the ``.cudbg.*`` tables
+    core_file  the file, its sections and the rows of its tables, read within limits
     symbols    whose function an address is, from the cubins in the core
     reading    all of it together: `reading.read_cuda_core`
     model      what comes out

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.capture.cuda_core.source import CudaCoreError
+from sglang_crashkit.capture.cuda_core.core_file import CudaCoreError
 from sglang_crashkit.capture.cuda_core.model import CudaCore
 from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
 from sglang_crashkit.capture.cuda_core.text import brief

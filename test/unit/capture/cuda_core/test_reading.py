@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_crashkit.capture.cuda_core.core_file import CudaCoreError
 from sglang_crashkit.capture.cuda_core.model import CudaCore
 from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
-from sglang_crashkit.capture.cuda_core.source import CudaCoreError
 from unit.synthetic_core import (
     CTATBL,
     CUBIN,
