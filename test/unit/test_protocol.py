@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import array
 import contextlib
-import json
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -96,11 +94,6 @@ def test_a_handler_that_does_not_answer_ends_the_wait_at_its_time(path: str, mai
     assert time.monotonic() - started >= 0.3
 
 
-def test_a_wait_of_no_time_is_over_at_once(path: str, mailbox: Mailbox) -> None:
-    assert protocol.request(path, "event", 0.0) == {}
-    assert receive_one(mailbox).event == "event"
-
-
 @pytest.mark.parametrize("gone", ["never there", "closed", "removed"])
 def test_without_a_handler_the_sender_is_told(path: str, gone: str) -> None:
     if gone != "never there":
@@ -174,22 +167,6 @@ def test_a_handler_that_reads_nothing_does_not_hold_a_sender_for_ever(path: str,
         assert time.monotonic() - started < LONG
 
 
-def test_a_process_with_very_many_descriptors_can_wait(path: str, mailbox: Mailbox) -> None:
-    # A server with over a thousand connections: select(2) ends at descriptor 1023.
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, before[1]), before[1]))
-    taken = [os.open("/dev/null", os.O_RDONLY)]
-    try:
-        while taken[-1] < 1100:
-            taken.append(os.dup(taken[0]))
-        with answering(mailbox, ack="done"):
-            assert protocol.request(path, "event", LONG) == {"ack": "done"}
-    finally:
-        for number in taken:
-            os.close(number)
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
 def test_a_message_that_is_too_long_is_refused_before_it_is_sent(path: str, mailbox: Mailbox) -> None:
     with pytest.raises(HandlerUnreachableError, match="over 60000"):
         protocol.notify(path, "event", text="x" * 60_000)
@@ -249,13 +226,6 @@ def test_a_message_carries_a_descriptor(path: str, mailbox: Mailbox) -> None:
     message.close()
 
 
-def test_a_message_without_one_has_none_to_close(path: str, mailbox: Mailbox) -> None:
-    protocol.notify(path, "x")
-    (message,) = mailbox.receive(descriptors=True)
-    assert message.descriptor is None
-    message.close()
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_users_message_is_passed_over(path: str, mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
     Path(path).chmod(0o777)
@@ -264,14 +234,6 @@ def test_another_users_message_is_passed_over(path: str, mailbox: Mailbox, monke
     code += "protocol.notify(sys.argv[1], 'x')\nready(); pause()"
     with child(code, path):
         assert mailbox.receive() == []
-
-
-def test_at_most_so_many_messages_are_taken_at_once(path: str, mailbox: Mailbox) -> None:
-    for number in range(5):
-        protocol.notify(path, str(number))
-    assert [message.event for message in mailbox.receive(limit=3)] == ["0", "1", "2"]
-    assert [message.event for message in mailbox.receive()] == ["3", "4"]
-    assert mailbox.receive() == []
 
 
 #: Tells every datagram socket of this machine that is to be had to wait, for as long as it runs.
@@ -361,33 +323,6 @@ def test_one_who_waits_is_answered_after_the_folder_was_removed(path: str, mailb
     assert protocol.request(path, "farewell", LONG) == {"ack": "clean"}
     thread.join(LONG)
     Path(path).parent.mkdir()
-
-
-def test_waiting_leaves_nothing_in_the_folder(path: str, mailbox: Mailbox) -> None:
-    before = sorted(Path(path).parent.iterdir())
-    protocol.request(path, "event", 0.0)
-    assert sorted(Path(path).parent.iterdir()) == before
-
-
-def test_a_sender_that_is_gone_is_no_error(path: str, mailbox: Mailbox) -> None:
-    assert protocol.request(path, "event", 0.0) == {}
-    mailbox.acknowledge(receive_one(mailbox), ack="late")
-
-
-def test_an_answer_is_json(path: str, mailbox: Mailbox) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        sender.bind(f"{path}.reply")
-        sender.sendto(b'{"event": "x", "wait": true}', path)
-        mailbox.acknowledge(receive_one(mailbox), ack="done", path=None)
-        assert json.loads(sender.recv(1000)) == {"ack": "done", "path": None}
-
-
-def test_sending_leaves_no_descriptor(path: str, mailbox: Mailbox) -> None:
-    before = descriptors()
-    protocol.notify(path, "event")
-    protocol.request(path, "event", 0.0)
-    protocol.is_reachable(path)
-    assert descriptors().items() <= before.items()
 
 
 def test_a_path_that_is_taken_or_too_long_leaves_no_descriptor(path: str, mailbox: Mailbox, tmp_path: Path) -> None:

@@ -25,11 +25,10 @@ from unit.targets import (
     run_unprivileged,
     settle,
     settle_in_lock,
-    start_ticks,
     state_of,
     traced,
 )
-from unit.waiting import LONG, child
+from unit.waiting import LONG
 
 CAPTURE = """
 import dataclasses, json, pathlib, sys
@@ -109,22 +108,6 @@ def test_a_machine_that_stood_still_until_the_time_was_over_does_not_cost_the_st
     assert (first.source, second.source) == ("in-process", "faulthandler"), (first.reason, second.reason)
 
 
-def test_a_missing_py_spy_is_named(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(EXECUTABLE_VARIABLE, str(runtime / "absent"))
-    with armed(runtime, SLEEPER) as target:
-        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
-    assert photograph.source == "in-process"
-    assert photograph.reason == f"{runtime}/absent: No such file or directory"
-
-
-def test_one_that_prints_for_ever_is_ended_early(runtime: Path, use_tool) -> None:
-    use_tool("exec yes")
-    with armed(runtime, SLEEPER) as target:
-        (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
-    assert photograph.source == "in-process"
-    assert photograph.reason == "py-spy printed more than 16 MiB"
-
-
 def test_without_permission_to_trace_a_process_speaks_for_itself(runtime: Path) -> None:
     # GIVEN processes that nobody may trace without the capability, one of them with its lock held
     with (
@@ -183,13 +166,6 @@ def test_a_traced_process_is_photographed_beside_its_tracer(runtime: Path) -> No
         (photograph,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
         assert Path(f"/proc/{target.pid}/status").read_text().split("TracerPid:")[1].split()[0] == str(tracer)
     assert (photograph.source, photograph.reason) == ("py-spy", "")
-
-
-def test_one_that_armed_nothing_has_py_spys_reason_and_all_of_the_time(runtime: Path, use_tool) -> None:
-    use_tool("sleep 0.6; exit 1")
-    with child(SLEEPER) as process:
-        (photograph,) = capture_all({process.pid: start_ticks(process.pid)}, runtime, 0.9, may_signal=True)
-    assert photograph.reason == "py-spy did not end within 0.9 s"
 
 
 def test_one_that_is_gone_is_asked_for_nothing_more(runtime: Path, use_tool) -> None:

@@ -6,13 +6,10 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
-
 from sglang_crashkit.capture.stack_signal import ask_faulthandler
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.stack_hooks import Armed, ArmedFiles
 from unit.targets import (
-    HOLD,
     LOCK_HOLDER,
     SLEEPER,
     armed,
@@ -33,14 +30,6 @@ os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(120)"])
 BLOCKED = """
 signal.pthread_sigmask(signal.SIG_BLOCK, range(34, 65))
 """
-DEEP = (
-    HOLD
-    + """
-def recurse(depth): recurse(depth - 1) if depth else hold_the_lock()
-ready()
-recurse(300)
-"""
-)
 
 
 def ask(folder: Path, *targets: Armed, secs: float = LONG):
@@ -71,15 +60,6 @@ def test_it_can_be_asked_again_and_again(runtime: Path) -> None:
         # What it wrote before is gone: the file does not grow.
         assert ArmedFiles.of(runtime, target.pid, target.start_ticks).stack.stat().st_size < 4096
     assert descriptors().items() <= fds.items()
-
-
-def test_a_deep_stack_is_cut_off_and_whole(runtime: Path) -> None:
-    with armed(runtime, DEEP) as target:
-        settle_in_lock(target.pid)
-        (photograph,) = ask(runtime, target)
-    assert photograph.reason == ""
-    assert photograph.threads is not None
-    assert functions_of(photograph.threads).count("recurse") == 99
 
 
 def test_one_whose_main_thread_is_in_uninterruptible_sleep_answers_by_another_thread(runtime: Path) -> None:
@@ -122,13 +102,6 @@ def test_one_that_blocks_the_signal_in_every_thread_is_not_sent_it(runtime: Path
     with armed(runtime, SLEEPER, before=BLOCKED) as target:
         (photograph,) = ask(runtime, target)
     assert photograph.reason.startswith("no thread of it can take a signal now")
-
-
-def test_one_without_a_signal_is_not_asked(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_CRASHKIT_STACK_SIGNAL", "0")
-    with armed(runtime, SLEEPER) as target:
-        assert target.signal == 0
-        assert ask(runtime, target)[0].reason == "faulthandler is not armed"
 
 
 def test_a_recycled_pid_is_not_asked(runtime: Path) -> None:

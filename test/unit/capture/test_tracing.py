@@ -110,14 +110,6 @@ def test_another_process_with_the_tools_pid_is_left_alone() -> None:
         assert not is_gone(other.pid)
 
 
-def test_without_a_guard_a_tool_runs_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    watch = ToolGuard()
-    with watch.over(1, 1) as tool_runs:
-        tool_runs(1)
-    watch.close()
-
-
 #: Sleeps in C, so that the native frames above Python's are known.
 NATIVE = """
 import ctypes, threading
@@ -155,15 +147,6 @@ def test_native_frames_stand_between_pythons_and_the_target_runs_on() -> None:
     functions = functions_of(result.threads)
     assert "call_c" in functions
     assert any("pause" in function for function in functions), functions
-
-
-def test_a_stopped_target_is_left_alone_and_stays_stopped() -> None:
-    with child(SLEEPER) as process:
-        process.send_signal(signal.SIGSTOP)
-        settle(process.pid, "T")
-        results, obstacles = capture(process.pid)
-        assert state_of(process.pid) == "T"
-    assert (results, obstacles) == ([], {process.pid: "it is stopped, and must stay as it was found"})
 
 
 def test_a_thread_in_uninterruptible_sleep_is_an_obstacle(runtime: Path) -> None:

@@ -87,10 +87,6 @@ def test_by_some_statuses_a_main_process_tells_of_another(code: int, tells: bool
     assert tells_of_a_crash(code) is tells
 
 
-def test_the_end_by_a_signal_tells_of_nothing() -> None:
-    assert not tells_of_a_crash(None)
-
-
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
@@ -133,14 +129,6 @@ def test_it_can_be_switched_off(log: Path, value: str) -> None:
     before = log.read_text()
     assert not write_termination_message("why", {TERMINATION_LOG: value})
     assert log.read_text() == before
-
-
-def test_another_file_can_be_named(log: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.touch()
-    assert write_termination_message("why", {TERMINATION_LOG: str(other)})
-    assert other.read_text() == "why"
-    assert log.read_text() != "why"
 
 
 def test_nothing_is_created_outside_a_container(tmp_path: Path) -> None:

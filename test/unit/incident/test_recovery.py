@@ -195,13 +195,6 @@ def test_one_that_cannot_be_read_is_named_and_stays(
     assert [path.name for path in finish_abandoned(tmp_path)] == [good.name.removeprefix(".partial-")]
 
 
-def test_a_removal_that_was_cut_short_is_finished(tmp_path: Path) -> None:
-    path = make_incident(tmp_path, pieces={"stacks/x": "x"})
-    path.rename(path.with_name(f".removing-{path.name}"))
-    assert finish_abandoned(tmp_path) == []
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_two_at_a_time_finish_each_incident_once(tmp_path: Path) -> None:
     for number in range(30):
         abandon(tmp_path, seconds=NOON + number)

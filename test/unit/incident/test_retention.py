@@ -70,25 +70,6 @@ def test_the_oldest_incidents_make_room(tmp_path: Path) -> None:
     assert size_of(tmp_path) + ledger.own <= 700 * KB
 
 
-def test_what_is_replaced_is_counted_once(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, OWN, DiskLimits(max_use=MB, keep_free=0))
-    for _ in range(10):
-        ledger.charge("incident.json", 500 * KB)
-    assert ledger.own == 500 * KB
-    ledger.forget("incident.json")
-    ledger.forget("never written")
-    assert ledger.own == 0
-
-
-def test_a_small_file_takes_a_whole_block(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, OWN, DiskLimits(max_use=8 * KB, keep_free=0))
-    ledger.charge("a", 1)
-    ledger.charge("b", 1)
-    ledger.charge("empty", 0)
-    with pytest.raises(NoRoomError):
-        ledger.charge("c", 1)
-
-
 @pytest.mark.parametrize(
     ("limits", "reason"),
     [
@@ -154,16 +135,6 @@ def test_the_oldest_incidents_make_room_for_what_others_write_beside_them(
     missing = tmp_path / "none"
     assert ledger.make_room_beside(missing, 1) == f"{missing} cannot be written to: No such file or directory"
     assert ledger.own == 0
-
-
-def test_room_on_another_file_system_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = old_incidents(tmp_path, 2)
-    ledger = Ledger(tmp_path, OWN, DiskLimits(keep_free=0))
-    elsewhere = Path("/proc")
-    monkeypatch.setattr(retention, "_space_of", lambda folder: (1000 * MB, 100 * MB if folder == elsewhere else 0))
-    assert ledger.make_room_beside(elsewhere, 50 * MB) == ""
-    assert ledger.make_room_beside(elsewhere, 51 * MB) == "there is no room for 51 MB in /proc"
-    assert left(old) == [True, True]
 
 
 def test_the_defaults_fit_a_small_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,16 +236,6 @@ def test_a_disk_that_fills_up_in_the_middle_takes_the_essential_files(small_disk
     ]
 
 
-def test_a_full_disk_gets_room_from_the_oldest_incident(small_disk: Path) -> None:
-    incidents = small_disk / "incidents"
-    limits = DiskLimits(max_use=100 * MB, keep_free=0)
-    old = old_incidents(incidents, 3, 500 * KB)
-    fill(small_disk)
-    new = make_incident(incidents, seconds=NOON + 9, pieces={"stacks/x.txt": "x" * 200 * KB}, limits=limits)
-    assert (new / "stacks" / "x.txt").stat().st_size == 200 * KB
-    assert left(old) == [False, True, True]
-
-
 def test_what_must_stay_free_stays_free(small_disk: Path) -> None:
     incidents = small_disk / "incidents"
     limits = DiskLimits(max_use=100 * MB, keep_free=MB)
@@ -304,12 +265,6 @@ def test_on_a_full_disk_the_oldest_incident_makes_room_for_what_is_essential(sma
     fill(small_disk)
     folder.save({"schema_version": 1}, "summary")
     assert (folder.publish() / "summary.md").read_text() == "summary"
-
-
-def test_limits_that_leave_no_room_for_a_reserve_are_no_full_disk(tmp_path: Path) -> None:
-    folder = IncidentFolder(tmp_path, "killed", "0123abcd", NOON, DiskLimits(max_use=8 * KB, keep_free=0))
-    folder.save({"schema_version": 1}, "summary")
-    assert (folder.publish() / "incident.json").is_file()
 
 
 def with_core(incidents: Path, number: int, *, server: dict[str, int] | None = None, age_secs: float = 3600.0) -> Path:
@@ -359,16 +314,6 @@ def test_what_nobody_names_counts_for_cores_and_never_goes(tmp_path: Path) -> No
     (incidents.parent / "core.cuda.5.6").write_bytes(b"x" * MB)
     assert ledger.make_room_beside(incidents.parent, 0) == reason
     assert beside(incidents) == ["core.cuda.5.5", "core.cuda.5.6"]
-
-
-def test_the_oldest_incidents_make_room_for_cores(tmp_path: Path) -> None:
-    incidents = tmp_path / "host" / "incidents"
-    incidents.mkdir(parents=True)
-    old = [with_core(incidents, number) for number in range(3)]
-    ledger = Ledger(incidents, OWN, DiskLimits(max_use=6 * MB, keep_free=0))
-    assert ledger.make_room_beside(incidents.parent, 3 * MB) == ""
-    assert left(old) == [False, False, True]
-    assert beside(incidents) == ["core.cuda.1795000002.77", "crash_dump_2.pkl"]
 
 
 def test_what_may_be_written_still_stays(tmp_path: Path) -> None:

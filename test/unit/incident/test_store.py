@@ -26,14 +26,6 @@ def test_incidents_are_found_from_every_folder_newest_first(tmp_path: Path) -> N
     assert only.document["kind"] == "killed"
 
 
-def test_an_incident_is_found_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = make_incident(tmp_path)
-    monkeypatch.chdir(path)
-    assert [found.document is not None for found in find_incidents(Path())] == [True]
-    monkeypatch.chdir(tmp_path)
-    assert len(find_incidents(Path())) == 1
-
-
 def test_what_is_no_incident_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "incidents" / ".spool-1-2").mkdir(parents=True)
     (tmp_path / "incidents" / "20231114T221320.250Z-killed-0123abcd").write_text("a file")
@@ -73,12 +65,6 @@ def test_waiting_ends_with_the_first_finished_incident(tmp_path: Path) -> None:
     timer.join(LONG)
     assert found is not None
     assert found.finished
-
-
-def test_waiting_has_an_end(tmp_path: Path) -> None:
-    make_incident(tmp_path, publish=False)
-    assert wait_for_incident(tmp_path, 0.05) is None
-    assert wait_for_incident(tmp_path / "absent", 0.05) is None
 
 
 def test_a_killed_writer_leaves_a_folder_that_is_known_as_unfinished(tmp_path: Path) -> None:

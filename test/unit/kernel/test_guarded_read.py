@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import threading
 import time
@@ -14,9 +13,9 @@ import pytest
 
 from sglang_crashkit.kernel import guarded_read, procfs
 from sglang_crashkit.kernel.folder_lock import FolderLock
-from sglang_crashkit.kernel.guarded_read import BlockedReadError, GuardedReader, guard_reads, read_guarded
+from sglang_crashkit.kernel.guarded_read import BlockedReadError, GuardedReader, guard_reads
 from unit.locked_memory import locked_process
-from unit.waiting import LONG, child, descriptors, wait_until
+from unit.waiting import LONG, descriptors, wait_until
 
 DEADLINE_SECS = 0.1
 
@@ -50,13 +49,6 @@ def test_a_file_is_read_whole(reader: GuardedReader, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="No such file"):
         reader.read(tmp_path / "none")
     assert helper_of(reader) == first
-
-
-def test_what_is_too_long_is_not_read(reader: GuardedReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarded_read, "_MOST_BYTES", 1000)
-    (tmp_path / "file").write_bytes(b"x" * 300_000)
-    with pytest.raises(OSError, match="File too large"):
-        reader.read(tmp_path / "file")
 
 
 def test_a_read_that_waits_is_ended_and_the_next_one_works(reader: GuardedReader, tmp_path: Path) -> None:
@@ -107,23 +99,6 @@ def test_many_that_wait_cost_less_each(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_a_helper_that_was_killed_is_replaced(reader: GuardedReader, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"x")
-    for _time in range(3):
-        reader.read(tmp_path / "file")
-        os.kill(helper_of(reader), signal.SIGKILL)
-        assert reader.read(tmp_path / "file") == b"x"
-
-
-def test_the_thread_that_started_it_may_end(reader: GuardedReader, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"x")
-    for _time in range(3):
-        thread = threading.Thread(target=reader.read, args=(tmp_path / "file",))
-        thread.start()
-        thread.join(LONG)
-        assert reader.read(tmp_path / "file") == b"x"
-
-
 def test_several_threads_may_read(reader: GuardedReader, tmp_path: Path) -> None:
     got: list[bytes] = []
 
@@ -161,17 +136,6 @@ if sys.argv[1:]:
     reader.read(Path(sys.argv[1]))
 pause()
 """
-
-
-@pytest.mark.parametrize("is_waiting", [False, True])
-def test_the_helper_dies_with_its_starter(tmp_path: Path, is_waiting: bool) -> None:
-    arguments = [str(fifo(tmp_path / "stuck"))] if is_waiting else []
-    with child(READS_AND_WAITS, *arguments) as process:
-        helper = int(process.first_line)  # type: ignore[attr-defined]
-        assert not procfs.is_dead(helper)
-        process.kill()
-        process.wait(LONG)
-    wait_until(lambda: procfs.is_dead(helper), "the helper ends")
 
 
 def test_after_a_fork_each_process_has_its_own(reader: GuardedReader, tmp_path: Path) -> None:
@@ -216,8 +180,3 @@ def test_a_process_whose_memory_map_is_locked_is_read_in_time(tmp_path: Path, re
         finally:
             guard_reads(None)
         assert reader._helper is None
-
-
-def test_without_a_reader_a_process_reads_by_itself(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"x")
-    assert read_guarded(tmp_path / "file") == b"x"

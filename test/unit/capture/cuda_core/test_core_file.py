@@ -38,14 +38,6 @@ def test_what_is_no_file_is_not_read(tmp_path: Path, kind: str) -> None:
         Source(path)
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "core").write_bytes(b"x")
-    (tmp_path / "link").symlink_to(tmp_path / "core")
-    with pytest.raises(CudaCoreError, match="is a link") as caught:
-        Source(tmp_path / "link")
-    assert caught.value.next_step == "name the file itself"
-
-
 @pytest.mark.parametrize("name", ["none", "nul\0byte"])
 def test_a_file_that_is_not_there_is_told_of(tmp_path: Path, name: str) -> None:
     with pytest.raises(CudaCoreError, match="cannot be opened"):
@@ -67,15 +59,6 @@ def test_time_is_bounded(tmp_path: Path) -> None:
     path.write_bytes(b"x")
     with open_source(path, most_seconds=-1.0) as source, pytest.raises(CudaCoreError, match="in time"):
         source.read(0, 1, "a byte")
-
-
-def test_a_file_that_shrinks_meanwhile_is_told_of(tmp_path: Path) -> None:
-    path = tmp_path / "core"
-    path.write_bytes(bytes(100))
-    with open_source(path) as source:
-        os.truncate(path, 50)
-        with pytest.raises(CudaCoreError, match="all was cut off while it was read"):
-            source.read(0, 100, "all")
 
 
 PARTS = [
@@ -151,14 +134,6 @@ def test_rows_of_the_table_that_cannot_be_are_refused(write: Write, size: int) -
         ElfPart(source)
 
 
-def test_a_file_without_sections_has_none(write: Write) -> None:
-    data = bytearray(elf_bytes(PARTS))
-    # Neither a place, nor a size of its rows.
-    data[40:48], data[58:60], data[60:62] = bytes(8), bytes(2), bytes(2)
-    with open_source(write(bytes(data))) as source:
-        assert list(ElfPart(source).sections(loaded=True)) == []
-
-
 def test_too_many_tables_are_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_file, "MAX_TABLES", 10)
     many = [Part(".cudbg.devtbl", DEVTBL, b"")] * 11
@@ -208,10 +183,6 @@ def test_rows_that_cannot_be_are_refused(write: Write, size: int, data: bytes, w
         rows_of(write(elf_bytes([Part(".cudbg.smtbl", SMTBL, data, row_size=size)])))
 
 
-def test_an_empty_table_has_no_rows(write: Write) -> None:
-    assert rows_of(write(elf_bytes([Part(".cudbg.smtbl", SMTBL, b"")]))) == []
-
-
 def test_a_compressed_table_is_not_unpacked(write: Write) -> None:
     part = Part(".cudbg.smtbl", SMTBL, bytes(24), row_size=8, flags=1 << 11)
     with pytest.raises(CudaCoreError, match="is compressed"):
@@ -223,10 +194,3 @@ def test_all_tables_together_have_a_limit(write: Write, monkeypatch: pytest.Monk
     parts = [Part(".cudbg.smtbl", SMTBL, bytes(48), row_size=8)] * 2
     with pytest.raises(CudaCoreError, match="have more than 10 rows"):
         rows_of(write(elf_bytes(parts)))
-
-
-def test_a_long_table_is_read_in_pieces(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_file, "_BYTES_AT_A_TIME", 30)
-    data = b"".join(number.to_bytes(8, "little") for number in range(100))
-    rows = rows_of(write(elf_bytes([Part(".cudbg.smtbl", SMTBL, data, row_size=8)])))
-    assert [row["sm"] for row in rows] == list(range(100))

@@ -132,15 +132,6 @@ def test_a_gpu_whose_name_cannot_be_read_has_none(write: Write, what: str) -> No
     assert core.kernels[0].name == SPIN_NAME
 
 
-def test_gpus_are_called_by_their_own_numbers(write: Write) -> None:
-    sm = SmSpec(0, [BlockSpec(7, warps=[WarpSpec(1, [SPIN])])], exception=10)
-    spec = CoreSpec([DeviceSpec(), DeviceSpec([GridSpec(7, SPIN)], [sm], number=5)])
-    core = read_cuda_core(write(core_bytes(spec)))
-    assert [device.number for device in core.devices] == [0, 5]
-    assert [core.kernels[0].device, core.faults[0].device, core.warps[0].device] == [5, 5, 5]
-    assert core.kernels[0].warps == 1
-
-
 def test_the_rows_of_an_old_driver_are_read(write: Write) -> None:
     sm = SmSpec(3, [BlockSpec(7, warps=[WarpSpec(1, [SPIN] * 2)])], exception=10, error=SPIN)
     spec = CoreSpec([DeviceSpec([GridSpec(7, SPIN)], [sm])], [CUBIN], old=True)
@@ -252,18 +243,6 @@ def test_a_table_that_belongs_nowhere_is_refused(kind: int, link: str) -> None:
         read(elf_bytes(parts))
 
 
-def test_tables_that_belong_to_each_other_in_a_ring_end() -> None:
-    parts = core_parts(
-        CoreSpec([DeviceSpec([GridSpec(7, SPIN)], [SmSpec(0, [BlockSpec(7, warps=[WarpSpec(1, [SPIN])])])])])
-    )
-    ring = [index for index, part in enumerate(parts, 1) if part.kind in (CTATBL, WPTBL, LNTBL)]
-    for index, following in zip(ring, (*ring[1:], ring[0]), strict=True):
-        parts[index - 1].link = following
-    core = read(elf_bytes(parts))
-    assert len(core.kernels) == 1
-    assert not core.has_all_warps
-
-
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_core_has_one_table_of_devices(count: int) -> None:
     parts = [part for part in core_parts(CoreSpec()) if part.kind != DEVTBL]
@@ -333,11 +312,6 @@ def test_bytes_that_flipped_are_refused_or_read(flips: list[tuple[int, int]]) ->
     for position, value in flips:
         data[position] = value
     read_or_refuse(bytes(data))
-
-
-@given(st.binary(max_size=2000))
-def test_anything_is_refused(data: bytes) -> None:
-    assert read_or_refuse(data) is None
 
 
 def test_fuzzed_headers_and_tables_are_refused_or_read() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.capture.cuda_core import symbols as symbols_module
 from sglang_crashkit.capture.cuda_core.core_file import ElfPart, Kind, open_source
 from sglang_crashkit.capture.cuda_core.symbols import Symbols
 from unit.synthetic_core import (
@@ -113,14 +112,3 @@ def test_a_packed_symbol_table_is_not_unpacked(write: Write) -> None:
         EXECUTABLE,
     )
     assert names_at(write(core_with(image)), 0x7000)[0] == ["kernel"]
-
-
-def test_a_symbol_table_of_absurd_length_is_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symbols_module, "MAX_SYMBOLS", 2)
-    _names, problems = names_at(write(core_with(cubin_bytes(FUNCTIONS))), 0x7000)
-    assert "has 3 symbols" in problems[0]
-
-
-def test_no_name_is_longer_than_a_name_may_be(write: Write) -> None:
-    names, _problems = names_at(write(core_with(cubin_bytes({"n" * 100_000: (0x7000, 4)}))), 0x7000)
-    assert names == ["n" * 16384]
