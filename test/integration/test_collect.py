@@ -20,7 +20,7 @@ import pytest
 from integration.scenario import answers_of
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.capture.pyspy import capture_pyspy as photograph_all
+from sglang_crashkit.capture.pyspy import sample_all as photograph_all
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.snapshot import ProcessSnapshot, parse
 from sglang_crashkit.model.stacks import main_thread

@@ -14,7 +14,7 @@ import pytest
 
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
-from sglang_crashkit.capture.pyspy import capture_pyspy as photograph_all
+from sglang_crashkit.capture.pyspy import sample_all as photograph_all
 from sglang_crashkit.model.stacks import main_thread
 from unit.waiting import wait_until
 

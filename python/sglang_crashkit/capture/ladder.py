@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sglang_crashkit.capture.pyspy import capture_pyspy
+from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.capture.responder import ask_responders
 from sglang_crashkit.capture.stack_signal import ask_faulthandler
 from sglang_crashkit.kernel import procfs
@@ -71,7 +71,7 @@ class _Ascent:
 
     def climb(self) -> list[Photograph]:
         share = _PYSPY_SHARE if self._armed else 1.0
-        self._take_in(capture_pyspy(self._pids, share * self._deadline_secs), 0.0)
+        self._take_in(sample_all(self._pids, share * self._deadline_secs), 0.0)
         self._try(self._ask_responders, self._answering())
         if self._may_signal:
             self._try(self._ask_faulthandler, self._without())

@@ -47,7 +47,7 @@ def find_pyspy() -> str | None:
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
-def capture_pyspy(
+def sample_all(
     pids: Iterable[int],
     deadline_secs: float,
     executable: str | None = None,
@@ -116,7 +116,7 @@ def capture_native(
     with contextlib.ExitStack() as stack:
         on_start = {pid: stack.enter_context(guard.over(pid, processes[pid])) for pid in wanted} if guard else {}
         try:
-            results = capture_pyspy(wanted, deadline_secs, mode="--native", on_start=on_start)
+            results = sample_all(wanted, deadline_secs, mode="--native", on_start=on_start)
             # One that ended well has let go by itself.
             uncertain = [one.pid for one in results if one.threads is None or is_stopped(one.pid)]
         finally:

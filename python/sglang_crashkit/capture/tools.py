@@ -13,7 +13,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, cast
 
@@ -52,6 +52,7 @@ def run_tool(
     stop: threading.Event | None = None,
     on_start: Callable[[int], None] | None = None,
     *,
+    environ: Mapping[str, str] | None = None,
     since: float | None = None,
     apart: bool = False,
     max_output: int = MAX_OUTPUT,
@@ -63,6 +64,7 @@ def run_tool(
         deadline_secs: the longest that it may take, in seconds.
         stop: calls it off when it is set.
         on_start: called with its pid, which is its process group's as well.
+        environ: its environment, this process's own by default.
         since: when the time began, by the monotonic clock; now where it is None.
         apart: keep what it prints on standard error apart.
         max_output: of how many bytes of output it is given up.
@@ -73,6 +75,7 @@ def run_tool(
     try:
         process = subprocess.Popen(
             list(argv),
+            env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if apart else subprocess.STDOUT,

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from sglang_crashkit import protocol, settings
-from sglang_crashkit.capture.pyspy import capture_pyspy
+from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.pidfd import ProcessHandle
@@ -41,7 +41,7 @@ def photograph(death: Death, survivors: Iterable[tuple[str, int]], folder: Path,
     owners = {pid: name for name, root in survivors for pid in sorted(procfs.TreeScanner(root).scan())}
     roles = {pid: procfs.read_title(pid) for pid in owners if procfs.is_python(pid)}
     written = _Folder(death, folder)
-    for result in capture_pyspy(roles, deadline_secs):
+    for result in sample_all(roles, deadline_secs):
         name, title = owners[result.pid], roles[result.pid]
         doing: tuple[str, ...] = ()
         if result.threads is not None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from sglang_crashkit.capture.pyspy import capture_pyspy
+from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.capture.server_arguments import port_of, serves_tls
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.discovery import FoundProcess, find_processes
@@ -133,7 +133,7 @@ class WatchedServer:
 
     def _frames(self) -> dict[int, tuple[Frame, ...]]:
         frames = {}
-        for photograph in capture_pyspy(self._ranks, _STACKS_SECS):
+        for photograph in sample_all(self._ranks, _STACKS_SECS):
             thread = main_thread(photograph.threads or (), photograph.pid)
             frames[photograph.pid] = thread.frames if thread is not None else ()
         return frames

@@ -99,7 +99,7 @@ def test_a_machine_that_stood_still_until_the_time_was_over_does_not_cost_the_st
         time.sleep(0.05)
         return ask_responders(sockets, deadline_secs - 0.05)
 
-    monkeypatch.setattr(ladder, "capture_pyspy", stand_still)
+    monkeypatch.setattr(ladder, "sample_all", stand_still)
     monkeypatch.setattr(ladder, "ask_responders", answer_late)
     with armed(runtime, SLEEPER) as free, armed(runtime, LOCK_HOLDER) as held:
         settle_in_lock(held.pid)
@@ -180,7 +180,7 @@ def test_a_process_that_goes_on_is_not_signalled(runtime: Path, monkeypatch: pyt
     asked: list[object] = []
     monkeypatch.setattr(ladder, "ask_faulthandler", lambda *arguments: asked.append(arguments) or [])
     monkeypatch.setattr(ladder, "ask_responders", lambda files, _secs: [no_stack(pid, "in-process") for pid in files])
-    monkeypatch.setattr(ladder, "capture_pyspy", lambda pids, _secs: [no_stack(pid, "py-spy") for pid in pids])
+    monkeypatch.setattr(ladder, "sample_all", lambda pids, _secs: [no_stack(pid, "py-spy") for pid in pids])
     with armed(runtime, SLEEPER) as target:
         (result,) = capture_all({target.pid: target.start_ticks}, runtime, LONG)
     assert (result.threads, asked) == (None, [])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.capture.pyspy import capture_pyspy, find_pyspy
+from sglang_crashkit.capture.pyspy import find_pyspy, sample_all
 from sglang_crashkit.kernel import procfs
 from unit.targets import SLEEPER, make_tool
 from unit.waiting import LONG, child, descriptors, wait_until
@@ -22,7 +22,7 @@ def children() -> set[int]:
 def test_a_sleeping_process_is_captured() -> None:
     with child(SLEEPER) as process:
         wait_until(lambda: procfs.read_stat(process.pid).state == "S", "it sleeps")  # type: ignore[union-attr]
-        (result,) = capture_pyspy([process.pid], LONG)
+        (result,) = sample_all([process.pid], LONG)
         assert result.reason == ""
         assert result.threads is not None
         functions = [frame.function for thread in result.threads for frame in thread.frames]
@@ -35,7 +35,7 @@ def test_a_stopped_process_is_captured_and_stays_stopped() -> None:
     with child(SLEEPER) as process:
         process.send_signal(signal.SIGSTOP)
         wait_until(lambda: procfs.read_stat(process.pid).state == "T", "it is stopped")  # type: ignore[union-attr]
-        (result,) = capture_pyspy([process.pid], LONG)
+        (result,) = sample_all([process.pid], LONG)
         assert result.threads is not None
         stat = procfs.read_stat(process.pid)
         assert stat is not None
@@ -48,7 +48,7 @@ def test_each_process_gets_its_result_in_the_order_given() -> None:
         with child("ready()") as process:
             process.wait(LONG)
         wanted = [alive[0], process.pid, alive[1]]
-        results = capture_pyspy([*wanted, alive[0]], LONG)
+        results = sample_all([*wanted, alive[0]], LONG)
     assert [result.pid for result in results] == wanted
     assert [result.threads is not None for result in results] == [True, False, True]
     assert results[1].reason
@@ -66,13 +66,13 @@ def test_py_spy_is_found_beside_the_interpreter_first(tmp_path: Path, monkeypatc
     assert find_pyspy() == str(on_path / "py-spy")
     (on_path / "py-spy").unlink()
     assert find_pyspy() is None
-    (result,) = capture_pyspy([1], LONG)
+    (result,) = sample_all([1], LONG)
     assert (result.threads, result.reason) == (None, "py-spy is not installed; next: pip install py-spy")
 
 
 def test_many_that_hang_are_killed_at_one_deadline_and_leave_nothing(tmp_path: Path) -> None:
     before, fds = children(), descriptors()
-    results = capture_pyspy(range(1, 33), 0.5, make_tool(tmp_path, "trap '' TERM; exec sleep 600"))
+    results = sample_all(range(1, 33), 0.5, make_tool(tmp_path, "trap '' TERM; exec sleep 600"))
     assert [(result.threads, result.reason) for result in results] == [(None, "py-spy did not end within 0.5 s")] * 32
     assert max(result.seconds for result in results) < LONG / 4
     wait_until(lambda: children() <= before, "they are gone")
@@ -81,7 +81,7 @@ def test_many_that_hang_are_killed_at_one_deadline_and_leave_nothing(tmp_path: P
 
 def test_one_that_hangs_does_not_cost_the_others_their_result(tmp_path: Path) -> None:
     tool = make_tool(tmp_path, f"[ $5 = 1 ] && exec sleep 600; echo '{GOOD}'")
-    first, second = capture_pyspy([1, 2], 5.0, tool)
+    first, second = sample_all([1, 2], 5.0, tool)
     assert first.threads is None
     assert second.threads is not None
     assert second.threads[0].frames[0].function == "f"
@@ -89,7 +89,7 @@ def test_one_that_hangs_does_not_cost_the_others_their_result(tmp_path: Path) ->
 
 @pytest.mark.parametrize("script", ["echo rubbish", "echo '{}'", "echo '[{\"frames\": []}]'", "exit 1", "kill -9 $$"])
 def test_one_that_fails_is_tried_six_times(tmp_path: Path, script: str) -> None:
-    (result,) = capture_pyspy([1], LONG, make_tool(tmp_path, f"echo x >> {tmp_path}/tries\n{script}"))
+    (result,) = sample_all([1], LONG, make_tool(tmp_path, f"echo x >> {tmp_path}/tries\n{script}"))
     assert result.threads is None
     assert result.reason
     assert (tmp_path / "tries").read_text() == "x\n" * 6
@@ -97,4 +97,4 @@ def test_one_that_fails_is_tried_six_times(tmp_path: Path, script: str) -> None:
 
 def test_the_reason_is_what_it_says_first(tmp_path: Path) -> None:
     tool = make_tool(tmp_path, "printf 'Error: Permission denied\\nReason: ptrace\\n' >&2; exit 1")
-    assert capture_pyspy([1], LONG, tool)[0].reason == "Permission denied"
+    assert sample_all([1], LONG, tool)[0].reason == "Permission denied"

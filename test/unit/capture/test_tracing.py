@@ -203,7 +203,7 @@ def test_where_it_is_interrupted_the_target_runs_on(monkeypatch: pytest.MonkeyPa
         settle(pids[0], "T")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sglang_crashkit.capture.pyspy.capture_pyspy", interrupted)
+    monkeypatch.setattr("sglang_crashkit.capture.pyspy.sample_all", interrupted)
     with child(SLEEPER) as process:
         with pytest.raises(KeyboardInterrupt):
             capture(process.pid)

@@ -157,21 +157,17 @@ class CoreRequest:
     @property
     def written(self) -> int:
         """How much of the core is on the disk, in bytes, of a file with holes also what fills them; it grows on."""
-        total = 0
-        for path in set(self._files()) - self._before:
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                total += status.st_size + status.st_blocks * _BLOCK_BYTES
-        return total
+        return sum(status.st_size + status.st_blocks * _BLOCK_BYTES for status in self._statuses())
 
     @property
     def size_on_disk(self) -> int:
         """How many bytes of the disk the core takes by now."""
-        total = 0
+        return sum(status.st_blocks * _BLOCK_BYTES for status in self._statuses())
+
+    def _statuses(self) -> Iterator[os.stat_result]:
         for path in set(self._files()) - self._before:
             with contextlib.suppress(OSError):
-                total += path.stat().st_blocks * _BLOCK_BYTES
-        return total
+                yield path.stat()
 
     @property
     def folder(self) -> Path:
