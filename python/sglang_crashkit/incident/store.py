@@ -124,19 +124,6 @@ def _read(path: Path) -> StoredIncident:
     return StoredIncident(path, finished, document)
 
 
-def wait_for_incident(folder: Path, timeout_secs: float) -> StoredIncident | None:
-    """Wait until there is a finished incident below `folder` and return the newest; None at the end of the time."""
-    deadline = time.monotonic() + timeout_secs
-    while True:
-        if folder.is_dir():
-            for incident in find_incidents(folder):
-                if incident.finished and incident.document is not None:
-                    return incident
-        if time.monotonic() >= deadline:
-            return None
-        time.sleep(0.02)
-
-
 def find_incident_of(pid: int, since: float, command: object, deadline_secs: float) -> StoredIncident | None:
     """Return the newest incident that the crash handler of server `pid` wrote, None where there is none.
 

@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from sglang_crashkit.errors import NothingToDoError
-from sglang_crashkit.incident.store import IncidentName, find_incidents, is_finished, parse_name, wait_for_incident
+from sglang_crashkit.incident.store import IncidentName, find_incidents, is_finished, parse_name
 from unit.stored import NOON, make_incident
 from unit.waiting import LONG
 
@@ -55,16 +54,6 @@ def test_a_damaged_incident_is_listed_with_its_problem(tmp_path: Path, content: 
 def test_no_folder_is_said_to_be_none(tmp_path: Path) -> None:
     with pytest.raises(NothingToDoError, match="absent is not a folder"):
         find_incidents(tmp_path / "absent")
-
-
-def test_waiting_ends_with_the_first_finished_incident(tmp_path: Path) -> None:
-    make_incident(tmp_path, publish=False)
-    timer = threading.Timer(0.1, make_incident, [tmp_path])
-    timer.start()
-    found = wait_for_incident(tmp_path, LONG)
-    timer.join(LONG)
-    assert found is not None
-    assert found.finished
 
 
 def test_a_killed_writer_leaves_a_folder_that_is_known_as_unfinished(tmp_path: Path) -> None:

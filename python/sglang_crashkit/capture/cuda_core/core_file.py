@@ -42,7 +42,10 @@ _READ_COST, _SECTION_COST, _ROW_COST = 256, 512, 256
 _BYTES_AT_A_TIME = 1 << 20
 _COMPRESSED = 1 << 11
 
-_HEADER, _SECTION = struct.Struct("<16sHHIQQQIHHHHHH"), struct.Struct("<IIQQQQIIQQ")
+_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_SECTION, _SEGMENT = struct.Struct("<IIQQQQIIQQ"), struct.Struct("<IIQQQQQQ")
+#: The type of a section that takes nothing of the file.
+_NO_BITS = 8
 _MAGIC = b"\x7fELF\x02\x01"
 #: ``e_type``, ``e_machine`` and ``EI_OSABI`` of a core; cudacoredump.h, "Overview".
 _CORE = (4, 190, 0x33)
@@ -218,13 +221,15 @@ class ElfPart:
         header = self.read(0, min(self._size, _HEADER.size), f"the ELF header of {what}")
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
             raise source.error(f"{what} is no ELF file of 64 bits, little-endian")
-        ident, kind, machine, _, _, _, self._table, _, _, _, _, row_size, count, names = _HEADER.unpack(header)
+        ident, kind, machine, _, _, segments, self._table, _, _, *numbers = _HEADER.unpack(header)
+        segment_size, segment_count, row_size, count, names = numbers
+        self._segments = (segments, max(0, segment_size - _SEGMENT.size), segment_count if segments else 0)
         self._type = (kind, machine, ident[7])
         if (self._table or count) and not _SECTION.size <= row_size <= MAX_ROW_BYTES:
             raise source.error(f"{what} says that a row of the section table has {row_size} bytes")
         self._row = struct.Struct(f"{_SECTION.format}{max(0, row_size - _SECTION.size)}x")
         # More than the header can say: the first section says how many, and which has the names.
-        first = self._sections(0, 1)[0] if self._table and (not count or names == _XINDEX) else None
+        first = self._section_at(0) if self._table and (not count or names == _XINDEX) else None
         self.count = first.size if first and not count else count
         self._names = first.link if first and names == _XINDEX else names
         if self.count > MAX_SECTIONS:
@@ -250,14 +255,26 @@ class ElfPart:
         Raises:
             CudaCoreError: the table is cut off, or more than is read of one.
         """
-        found, step = 0, max(1, _BYTES_AT_A_TIME // self._row.size)
-        for first in range(0, self.count, step):
-            for section in self._sections(first, min(step, self.count - first), kinds, loaded=loaded):
+        found = 0
+        for index, fields in self._rows(0, self.count):
+            if fields[1] in kinds or (loaded and fields[3]):
                 found += 1
                 self.source.spend(_SECTION_COST)
                 if found > MAX_TABLES:
                     raise self.source.error(f"{self._what} has more than {MAX_TABLES} tables")
-                yield section
+                yield Section(index, *fields)
+
+    def end(self) -> int:
+        """Return where the last of what the headers name ends, in bytes; 0 where they name nothing.
+
+        Raises:
+            CudaCoreError: a table is cut off.
+        """
+        end = max((row[4] + row[5] for _index, row in self._rows(0, self.count) if row[1] != _NO_BITS), default=0)
+        table, gap, count = self._segments
+        data = self.read(table, count * (_SEGMENT.size + gap), f"the segments of {self._what}")
+        rows: list[tuple[int, ...]] = list(struct.iter_unpack(f"{_SEGMENT.format}{gap}x", data))
+        return max([end, int(self._table) + self.count * self._row.size, *(row[2] + row[5] for row in rows)])
 
     def section(self, index: int) -> Section:
         """Return the section of a number.
@@ -267,18 +284,20 @@ class ElfPart:
         """
         if not 0 < index < self.count:
             raise self.source.error(f"{self._what} refers to a section {index}, and there is none")
-        return self._sections(index, 1)[0]
+        return self._section_at(index)
 
-    def _sections(
-        self, first: int, count: int, kinds: Collection[int] | None = None, *, loaded: bool = False
-    ) -> list[Section]:
-        size = self._row.size
-        data = self.read(self._table + first * size, count * size, f"the section table of {self._what}")
-        return [
-            Section(index, *fields)
-            for index, fields in enumerate(self._row.iter_unpack(data), first)
-            if kinds is None or fields[1] in kinds or (loaded and fields[3])
-        ]
+    def _section_at(self, index: int) -> Section:
+        return next(Section(index, *fields) for _index, fields in self._rows(index, 1))
+
+    def _rows(self, first: int, count: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield so many rows of the section table with their numbers."""
+        size, end = self._row.size, first + count
+        step = max(1, _BYTES_AT_A_TIME // size)
+        for begin in range(first, end, step):
+            data = self.read(
+                self._table + begin * size, min(step, end - begin) * size, f"the section table of {self._what}"
+            )
+            yield from enumerate(self._row.iter_unpack(data), begin)
 
     def read(self, offset: int, size: int, what: str) -> bytes:
         """Return `size` bytes from `offset` of the ELF file on; see `Source.read`."""
