@@ -69,7 +69,10 @@ def run_tool(
         apart: keep what it prints on standard error apart.
         max_output: of how many bytes of output it is given up.
     """
-    _dying[:] = [process for process in _dying if process.poll() is None]
+    for earlier in [process for process in _dying if process.poll() is not None]:
+        # Another thread may have seen it, too.
+        with contextlib.suppress(ValueError):
+            _dying.remove(earlier)
     started = time.monotonic()
     name = os.path.basename(argv[0])  # noqa: PTH119 - a name, not a path
     try:

@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import re
 import shutil
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ import pytest
 from sglang_crashkit.capture.debugger import Debugged, Debugger, command_of, debug, debug_all, find_debugger, substitute
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.kernel import procfs
-from unit.targets import PTRACE, SLEEPER, asleep, functions_of, settle, settle_in_sleep, start_ticks, state_of, traced
+from unit.targets import PTRACE, SLEEPER, functions_of, settle, settle_in_sleep, start_ticks, state_of
 from unit.waiting import LONG, child, wait_until
 
 needs_gdb = pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb is not installed: apt-get install gdb")
@@ -111,19 +109,6 @@ def test_one_that_left_its_target_stopped_is_made_good(tmp_path: Path) -> None:
     assert debugged.problem == "gdb ended with status 1; it left the process stopped, which was sent SIGCONT"
 
 
-def test_it_is_called_off(tmp_path: Path) -> None:
-    stop = threading.Event()
-    timer = threading.Timer(0.3, stop.set)
-    tool = Debugger("cuda-gdb", stand_in(tmp_path, "echo first; exec sleep 600").path)
-    with child(SLEEPER) as process:
-        timer.start()
-        debugged = debug(tool, process.pid, start_ticks(process.pid), 2 * LONG, stop)
-        timer.join(LONG)
-        again = debug(tool, process.pid, start_ticks(process.pid), 2 * LONG, stop)
-    assert (debugged.problem, debugged.text) == ("gdb was called off", "first\n")
-    assert again.problem == "not run: called off before its turn"
-
-
 def test_all_together_are_called_off_in_time_with_what_they_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,17 +157,6 @@ def test_a_stopped_target_is_left_alone(tmp_path: Path) -> None:
     assert (debugged.problem, debugged.seconds) == ("not run: it is stopped, and must stay as it was found", 0.0)
 
 
-def test_a_traced_target_and_one_in_uninterruptible_sleep_are_left_alone(tmp_path: Path, runtime: Path) -> None:
-    tool = stand_in(tmp_path, "sleep 600")
-    with child(SLEEPER) as process, traced(process.pid) as tracer:
-        debugged = debug(tool, process.pid, start_ticks(process.pid), LONG)
-        assert procfs.read_tracer(process.pid) == tracer
-    assert debugged.problem.startswith(f"not run: process {tracer} ")
-    with asleep(runtime) as target:
-        debugged = debug(tool, target.pid, target.start_ticks, LONG)
-    assert "is in uninterruptible sleep, and would not stop" in debugged.problem
-
-
 @pytest.mark.parametrize(
     ("names", "found", "missing"),
     [
@@ -221,8 +195,3 @@ def test_without_a_debugger_py_spy_takes_native_stacks() -> None:
     assert "inner_function" in functions_of(found[running.pid].threads)
     assert "inner_function" in found[running.pid].text
     assert found[stopped.pid].problem == "not run: it is stopped, and must stay as it was found"
-
-
-def test_one_that_is_gone_is_not_run_on(tmp_path: Path) -> None:
-    debugged = debug(stand_in(tmp_path, "sleep 600"), os.getpid(), 1, LONG)
-    assert debugged.problem == "not run: it has ended"

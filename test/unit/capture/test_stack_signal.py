@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import time
 from pathlib import Path
 
 from sglang_crashkit.capture.stack_signal import ask_faulthandler
@@ -64,9 +63,7 @@ def test_it_can_be_asked_again_and_again(runtime: Path) -> None:
 
 def test_one_whose_main_thread_is_in_uninterruptible_sleep_answers_by_another_thread(runtime: Path) -> None:
     with asleep(runtime) as target:
-        started = time.monotonic()
         (photograph,) = ask(runtime, target)
-        assert time.monotonic() - started < LONG
         assert state_of(target.pid) == "D"
     assert photograph.threads is not None
     assert "sleep_uninterruptibly" in functions_of(photograph.threads)
@@ -124,9 +121,7 @@ def test_one_that_writes_nothing_costs_no_more_than_the_time(runtime: Path) -> N
     with child("signal.signal(45, lambda *_: None); ready(); pause()") as other, armed(runtime, LOCK_HOLDER) as target:
         silent = dataclasses.replace(target, pid=other.pid, start_ticks=start_ticks(other.pid))
         ArmedFiles.of(runtime, silent.pid, silent.start_ticks).stack.touch()
-        started = time.monotonic()
         first, second = ask(runtime, silent, target, secs=0.4)
-        assert time.monotonic() - started < LONG
     assert first.threads is None
     assert first.reason.startswith("it wrote nothing within 0.4")
     assert second.threads is not None

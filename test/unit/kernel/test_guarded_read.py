@@ -54,10 +54,9 @@ def test_a_file_is_read_whole(reader: GuardedReader, tmp_path: Path) -> None:
 def test_a_read_that_waits_is_ended_and_the_next_one_works(reader: GuardedReader, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     assert reader.read(tmp_path / "file") == b"x"
-    first, before = helper_of(reader), time.monotonic()
+    first = helper_of(reader)
     with pytest.raises(BlockedReadError):
         reader.read(fifo(tmp_path / "stuck"))
-    assert DEADLINE_SECS <= time.monotonic() - before < LONG / 2
     assert reader.read(tmp_path / "file") == b"x"
     assert helper_of(reader) != first
     assert not Path(f"/proc/{first}").exists()
@@ -67,11 +66,9 @@ def test_who_let_a_read_wait_is_left_alone_for_a_while(reader: GuardedReader, tm
     path = fifo(tmp_path / "stuck")
     with pytest.raises(BlockedReadError, match="in time"):
         reader.read(path)
-    before = time.monotonic()
     for _again in range(100):
         with pytest.raises(BlockedReadError, match="lately"):
             reader.read(path)
-    assert time.monotonic() - before < DEADLINE_SECS
     # Twice as long after the second time.
     for skip in (5.0, 10.0, 20.0, 40.0, 60.0, 60.0):
         _until, how_long = reader._skipped[str(path.parent)]
@@ -168,14 +165,12 @@ def test_a_process_whose_memory_map_is_locked_is_read_in_time(tmp_path: Path, re
     with locked_process(tmp_path, title="sglang::scheduler_TP1") as process:
         guard_reads(reader)
         try:
-            before = time.monotonic()
             assert procfs.read_cmdline(process.pid) == []
             assert procfs.read_environ(process.pid) == {}
             # The kernel keeps the first letters elsewhere.
             assert procfs.read_title(process.pid) == "sglang::schedul"
             assert procfs.is_python(process.pid)
             procfs.mapped_files(process.pid)
-            assert time.monotonic() - before < LONG / 2
             assert procfs.read_title(os.getpid()) != ""
         finally:
             guard_reads(None)

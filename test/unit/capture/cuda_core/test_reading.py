@@ -1,9 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,8 +43,6 @@ from unit.synthetic_core import (
 )
 
 Write = Callable[[bytes], Path]
-#: No core of a few thousand bytes takes longer, in seconds, on whatever machine.
-AGES = 60.0
 
 
 @contextmanager
@@ -63,13 +61,9 @@ def read(data: bytes) -> CudaCore:
 
 def read_or_refuse(data: bytes) -> CudaCore | None:
     """Return what was read, None where it was refused as it should be; anything else is raised."""
-    began = time.monotonic()
-    try:
+    with contextlib.suppress(CudaCoreError):
         return read(data)
-    except CudaCoreError:
-        return None
-    finally:
-        assert time.monotonic() - began < AGES
+    return None
 
 
 def test_a_kernel_that_hangs_is_named(write: Write) -> None:
