@@ -10,7 +10,7 @@ from sglang_crashkit.analysis.states import (
     of_state,
     of_thread,
 )
-from sglang_crashkit.capture.gdb_output import parse_stacks
+from sglang_crashkit.capture.debugger import parse_stacks
 from sglang_crashkit.model.snapshot import ProcessSnapshot
 from sglang_crashkit.model.stacks import Frame, Thread
 from unit.analysis.real_stacks import ALL_REDUCE, BATCH, BROADCAST, INGEST, LOOP, stack
