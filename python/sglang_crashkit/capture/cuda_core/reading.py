@@ -129,48 +129,35 @@ class _Reading:
             )
         for index, row in enumerate(self._rows.of(found[0], tables.DEVICES)):
             self._numbers[found[0].index, index] = row["device"]
-            self._devices.append(
-                Device(
-                    number=row["device"],
-                    name=self._string(row["name"]),
-                    sm_type=self._string(row["sm_type"]),
-                    pci_bus=row["pci_bus"],
-                    sms=row["sms"],
-                    warps_per_sm=row["warps_per_sm"],
-                    lanes_per_warp=row["lanes_per_warp"],
-                    sm_major=row["sm_major"],
-                    sm_minor=row["sm_minor"],
-                )
-            )
+            same = ("pci_bus", "sms", "warps_per_sm", "lanes_per_warp", "sm_major", "sm_minor")
+            name, sm_type = self._string(row["name"]), self._string(row["sm_type"])
+            self._devices.append(Device(row["device"], name, sm_type, *(row[field] for field in same)))
 
     def _read_kernels(self) -> None:
         for section in self._sections[Kind.GRIDS]:
             device = self._parent(section, tables.GRIDS, self._numbers)
             for row in self._rows.of(section, tables.GRIDS):
-                self._kernels.append(
-                    Kernel(
-                        device=device,
-                        grid_id=row["grid"],
-                        entry=Place(row["entry"]),
-                        grid=(row["grid_x"], row["grid_y"], row["grid_z"]),
-                        block=(row["block_x"], row["block_y"], row["block_z"]),
-                        status=status_in_words(row["status"]),
-                        host_thread=row["host_thread"],
-                        parent_grid_id=row["parent"],
-                        blocks=0,
-                        warps=0,
-                    )
+                kernel = Kernel(
+                    device=device,
+                    grid_id=row["grid"],
+                    entry=Place(row["entry"]),
+                    grid=(row["grid_x"], row["grid_y"], row["grid_z"]),
+                    block=(row["block_x"], row["block_y"], row["block_z"]),
+                    status=status_in_words(row["status"]),
+                    host_thread=row["host_thread"],
+                    parent_grid_id=row["parent"],
+                    blocks=0,
+                    warps=0,
                 )
+                self._kernels.append(kernel)
 
     def _read_sms(self) -> None:
         for section in self._sections[Kind.SMS]:
             device = self._parent(section, tables.SMS, self._numbers)
             for index, row in enumerate(self._rows.of(section, tables.SMS)):
                 self._sms[section.index, index] = (device, row["sm"])
-                code = row.get("exception", 0)
-                if code:
-                    pc = row["error_pc"] if row.get("error_pc_valid") and "error_pc" in row else None
-                    place = None if pc is None else Place(pc)
+                if code := row.get("exception", 0):
+                    place = Place(row["error_pc"]) if row.get("error_pc_valid") and "error_pc" in row else None
                     self._faults.append(Fault(device, row["sm"], code, exception_in_words(code), place))
 
     def _read_blocks(self) -> None:
