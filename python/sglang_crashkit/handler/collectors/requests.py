@@ -17,7 +17,7 @@ from typing import BinaryIO
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import TrackedProcess
-from sglang_crashkit.incident.remains import REQUESTS
+from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.kernel.private_files import create_private, make_private_folder
 from sglang_crashkit.memory.journal import KEPT_SECS, JournaledRequest, JournalReader
