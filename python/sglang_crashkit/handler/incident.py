@@ -9,7 +9,6 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from sglang_crashkit import __version__
 from sglang_crashkit.analysis.verdict import FailureEvent, judge, order_failures
 from sglang_crashkit.handler.collectors import stacks, states
+from sglang_crashkit.handler.collectors.requests import add, add_journal, requests_of
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, tells_of_a_crash
@@ -155,10 +155,6 @@ class IncidentRun:
         """Say why what somebody else writes to `folder` is to become no longer; empty where it may."""
         return "" if self.problem else self.folder.make_room_beside(folder, 0)
 
-    def report(self, process: TrackedProcess) -> ProcessReport:
-        """Return the report on a process, to which evidence may be added."""
-        return self._report(process)
-
     def save(self, *, sync: bool = False) -> None:
         """Write the incident as it is now; see `IncidentFolder.save`."""
         document = self.incident.to_json()
@@ -183,7 +179,8 @@ class IncidentRun:
         verdict.text = " ".join([verdict.text, *self._afterwords])
         return verdict
 
-    def _report(self, process: TrackedProcess) -> ProcessReport:
+    def report(self, process: TrackedProcess) -> ProcessReport:
+        """Return the report on a process, to which evidence may be added."""
         report = self.incident.process(process.pid)
         if report is None:
             report = states.report_of(process)
@@ -204,9 +201,9 @@ class IncidentRun:
         started = time.time()
         for process in self._tree:
             if not process.is_of_no_account:
-                self._report(process)
+                self.report(process)
         living = self._tree.alive()
-        reports = {process.pid: self._report(process) for process in living}
+        reports = {process.pid: self.report(process) for process in living}
         if self._snapshots == 0:
             for report in reports.values():
                 # Of one that was opened without stacks.
@@ -253,7 +250,7 @@ class IncidentRun:
             return
         started = time.time()
         living = [process for process in self._tree.alive() if process.matters and not process.handle.has_exited()]
-        reports = {process.pid: self._report(process) for process in living}
+        reports = {process.pid: self.report(process) for process in living}
         stacks.capture_native_stacks(living, reports, self.folder, seconds)
         self.note(time.time(), "native_stacks", processes=len(living), seconds=round(time.time() - started, 4))
 
@@ -266,7 +263,7 @@ class IncidentRun:
         )
         if self.finished:
             return
-        report = self._report(process)
+        report = self.report(process)
         if not any(piece.kind == "stack" for piece in report.evidence):
             report.evidence.append(Evidence("stack", "skipped", reason="it was dead before it could be photographed"))
         self._note_exit(process)
@@ -310,7 +307,7 @@ class IncidentRun:
             message: the exception in one line.
             record: the file that the process wrote of itself, moved into the incident.
         """
-        report = self._report(process)
+        report = self.report(process)
         # A file name that is not UTF-8 stands in a message as lone surrogates, which no file would take.
         message = message.encode(errors="backslashreplace").decode()
         self.note(seconds, "exception", pid=process.pid, title=process.title, message=message)
@@ -350,7 +347,7 @@ class IncidentRun:
     def list_processes(self) -> None:
         """Note who is there and in which state, without any stack: what happened, happened elsewhere."""
         living = [process for process in self._tree.alive() if not process.is_of_no_account]
-        reports = {process.pid: self._report(process) for process in living}
+        reports = {process.pid: self.report(process) for process in living}
         states.capture_states(living, reports)
         for report in reports.values():
             report.evidence.append(Evidence("stack", "skipped", reason="none are taken for what another server did"))
@@ -418,7 +415,7 @@ class IncidentRun:
         now = time.time()
         details = {"silent_secs": round(secs, 3), "doing": beat.doing, "batches": beat.batches}
         self.note(now, "no_progress", pid=process.pid, title=process.title, **details)
-        self._report(process).last_sign = last_sign(beat, secs)
+        self.report(process).last_sign = last_sign(beat, secs)
         message = f"made no progress for {secs:.1f} s; the last sign was of {beat.doing}"
         if self.finished:
             self._save_again()
@@ -436,7 +433,7 @@ class IncidentRun:
             if process.exited_at is not None and (beat := signs.get(process.pid)) is not None:
                 # The beat is of the monotonic clock.
                 secs = process.exited_at - now + clock - beat.at
-                self._report(process).last_sign = last_sign(beat, secs)
+                self.report(process).last_sign = last_sign(beat, secs)
 
     def finish(self) -> Path:
         """Judge, write, and give the folder its final name, which is returned.
@@ -480,7 +477,7 @@ class IncidentRun:
             self.folder.rename(kind)
 
     def _note_exit(self, process: TrackedProcess) -> None:
-        report = self._report(process)
+        report = self.report(process)
         states.note_exit(report, process, raised=process.pid in self._raised)
         if self._settings.stacks:
             stacks.take_fault(process, report, self.folder, self._runtime)
@@ -566,46 +563,3 @@ def server_info(pid: int, start_ticks: int) -> ServerInfo:
     except metadata.PackageNotFoundError:
         sglang_version = "unknown"
     return ServerInfo(pid, sglang_version, __version__, socket.gethostname(), start_ticks, own_namespace())
-
-
-def requests_of(fields: dict[str, Any]) -> Requests:
-    """Return the requests that one process says it saved.
-
-    Args:
-        fields: ``path`` of the file, ``finished`` and ``unfinished``; where nothing was saved ``error`` or ``reason``.
-    """
-    path = fields.get("path")
-    reason = None if path else str(fields.get("error") or fields.get("reason") or "there were no requests to save")
-    return Requests(
-        finished=_count(fields.get("finished")),
-        unfinished=_count(fields.get("unfinished")),
-        path=str(path) if path else None,
-        reason=reason,
-        source="pickle" if path else None,
-    )
-
-
-def add(before: Requests, now: Requests) -> Requests:
-    """Return what two processes saved as one."""
-    if before.finished is None and before.unfinished is None:
-        return now
-    path = before.path or now.path
-    return replace(
-        now,
-        finished=(now.finished or 0) + (before.finished or 0),
-        unfinished=(now.unfinished or 0) + (before.unfinished or 0),
-        path=path,
-        reason=None if path else now.reason,
-        source="pickle" if path else None,
-    )
-
-
-def add_journal(requests: Requests, told: JournaledRequests) -> None:
-    """Add what the journals told, which counts where the server did not."""
-    requests.journal = told
-    if requests.source is None and told.path:
-        requests.finished, requests.unfinished, requests.source = told.finished, told.unfinished, "journal"
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

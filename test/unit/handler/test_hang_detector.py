@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from sglang_crashkit.handler import hang_detector
 from sglang_crashkit.handler.hang_detector import HangDetector, has_compiler
-from sglang_crashkit.handler.triage import Shutdown
+from sglang_crashkit.handler.state import Shutdown
 from sglang_crashkit.memory.heartbeat import Beat, NotABeatError
 from sglang_crashkit.settings import Settings
 
