@@ -191,7 +191,7 @@ class Session:
             case Do.CAPTURE:
                 self.capture()
             case Do.FINISH:
-                self.finish(after_second_sample=message is not None)
+                self.finish(after_second_sample=message is not None and message.event == "crash_dump_ended")
             case Do.FORGET:
                 self._forget()
             case Do.DISCARD:
