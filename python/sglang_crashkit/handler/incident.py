@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ from typing import Any
 from sglang_crashkit import __version__
 from sglang_crashkit.analysis.verdict import FailureEvent, judge, order_failures
 from sglang_crashkit.handler.collectors import stacks, states
+from sglang_crashkit.handler.collectors.repeats import count_repeat, incident_with_core
 from sglang_crashkit.handler.collectors.requests import add, add_journal, requests_of
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
-from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, tells_of_a_crash
-from sglang_crashkit.incident.fingerprint import count_fault, fault_of
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.kernel import procfs
@@ -52,7 +51,6 @@ _MAX_PEERS, _MAX_WAITING = 64, 1024
 _KINDS_OF_CRASHES = frozenset({"killed", "exited", "exception", "child_failure"})
 #: The longest that native stacks may take, and what is left of the budget for writing after them, in seconds.
 _NATIVE_SECS, _WRITING_SECS = 5.0, 1.0
-_STACKS = "stacks/"
 
 
 class IncidentRun:
@@ -502,51 +500,6 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: fields.get(name) for name in ("name", "silent_secs", "soft")}
-
-
-def count_repeat(incident: Incident, folder: IncidentFolder, keep: int) -> list[str]:
-    """Count the fault of an incident that is about to be written for the last time.
-
-    Args:
-        incident: with its verdict; it says afterwards what is not kept.
-        folder: where it is written.
-        keep: how many incidents of a fault are kept in full a day; 0 for all.
-
-    Returns:
-        The files that are of no use any more, relative to the folder, to be removed when the incident is written.
-    """
-    fault = fault_of(incident.to_json()) if not folder.problem else None
-    if fault is None:
-        return []
-    pieces = (piece for report in incident.processes for piece in report.evidence)
-    has_core = any(piece.kind == "cuda_core" and piece.status == "captured" for piece in pieces)
-    incident.fault = count_fault(folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core)
-    return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
-
-
-def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) -> str | None:
-    """Return the id of an earlier incident of the same fault that has GPU cores; None where there is none.
-
-    Args:
-        incident: with a verdict.
-        folder: where it is written.
-        keep: see `count_repeat`; with 0 each has its own.
-    """
-    fault = fault_of(incident.to_json()) if keep and not folder.problem else None
-    return fingerprint.incident_with_core(folder.path.parent, fault) if fault is not None else None
-
-
-def _give_up_stacks(incident: Incident) -> Iterator[str]:
-    """Take the stacks out of the incident, except those of the process that failed first, and yield their files."""
-    assert incident.fault is not None
-    assert incident.verdict is not None
-    first = incident.verdict.first_failure
-    for report in incident.processes:
-        for piece in report.evidence:
-            if piece.path and piece.path.startswith(_STACKS) and (first is None or report.pid != first.pid):
-                yield from (str(Path(piece.path).with_suffix(suffix)) for suffix in (".txt", ".json"))
-                piece.status, piece.path, piece.source = "skipped", None, None
-                piece.reason = f"the same fault as in incident {incident.fault.repeats}, which has its stacks"
 
 
 def handler_info() -> HandlerInfo:
