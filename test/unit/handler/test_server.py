@@ -24,9 +24,8 @@ import sglang_crashkit
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.handler.session import Session
-from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.exit_status import TERMINATION_LOG, ServerExit
 from sglang_crashkit.incident.store import StoredIncident
-from sglang_crashkit.incident.exit_status import TERMINATION_LOG
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.protocol import Mailbox, notify
 from sglang_crashkit.settings import Settings
