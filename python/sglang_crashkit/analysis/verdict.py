@@ -1,7 +1,7 @@
 """Name the first failure of a crash and say how well the evidence supports it.
 
 Two things are known of the order of events. A rank that raises an exception waits, before anything else is told to
-end, until the other ranks were photographed; so a rank killed by a fatal signal before that was not ended by the
+end, until the stacks of the other ranks were taken; so a rank killed by a fatal signal before that was not ended by the
 server's own clean-up. And a lost connection is a consequence of a death, not its cause.
 """
 
@@ -24,7 +24,7 @@ from sglang_crashkit.analysis.member import (
     name_some,
 )
 from sglang_crashkit.analysis.ranks import groups_of, rank_at
-from sglang_crashkit.analysis.waits import WORK, activity_of, of_frames
+from sglang_crashkit.analysis.waits import activity_of, of_frames
 from sglang_crashkit.model.incident import Failure, Incident, Level, ProcessReport, Verdict
 from sglang_crashkit.model.peers import describe as describe_peers
 from sglang_crashkit.model.sample import Frame, Sample, Thread
@@ -118,13 +118,8 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
     if not ordered and incident.trigger.event == UNHEALTHY:
         return _judge_unhealthy(incident)
     if not ordered:
-        return Verdict(
-            kind="unknown",
-            first_failure=None,
-            level="unknown",
-            text=f"{incident.trigger.title} reported {incident.trigger.event}, but no process was seen to fail.",
-            basis=[],
-        )
+        text = f"{incident.trigger.title} reported {incident.trigger.event}, but no process was seen to fail."
+        return Verdict("unknown", None, "unknown", text)
     first = ordered[0]
     if first.kind == "hang":
         return _judge_hang(incident, ordered, lost)
@@ -255,7 +250,7 @@ def _doings(incident: Incident, without: int | None = None) -> list[str]:
 
 def _doing(frames: Sequence[str]) -> str:
     activity = of_frames([frame_of(text) for text in frames])
-    return activity.words if activity.kind in ("compiling", "loading", "profiling") else f"was in {frames[0]}"
+    return activity.words if activity.is_work else f"was in {frames[0]}"
 
 
 def _on_gpus(incident: Incident) -> list[str]:
@@ -293,11 +288,7 @@ def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -
     if end.cause == "parent_ended":
         return f"{name} ended: {end.detail}.", "parent_ended", "established"
     if end.cause == "oom_kill":
-        return (
-            f"{name} was killed by the kernel for lack of memory: {end.detail}.",
-            "oom_kill",
-            "established",
-        )
+        return f"{name} was killed by the kernel for lack of memory: {end.detail}.", "oom_kill", "established"
     if end.signal is not None:
         return f"{name} was killed by {end.signal}: {end.detail}.", "signal", "established"
     return f"{name} ended with exit status {end.code}: {end.detail}.", "exit_status", "established"
@@ -441,7 +432,7 @@ def find_busy(ranks: Sequence[ProcessReport]) -> str:
 def _works(member: Member) -> bool:
     """Say whether it does in most samples what may take long, and does not rest."""
     # Nobody stops it for a sample, so that frames may be missing in one of them.
-    working = [moment for moment in member.seen if moment.activity.kind in WORK]
+    working = [moment for moment in member.seen if moment.activity.is_work]
     return 2 * len(working) > len(member.seen) and not member.rests()
 
 
