@@ -13,9 +13,8 @@ from integration.copied_lane import copied_lane, pip, status_of
 from integration.scenario import answers_of, handlers_of
 from lanelib.lanes import Lane
 from lanelib.servers import Server
-from sglang_crashkit.installer.kitwheel import build_kit_wheel
-from sglang_crashkit.installer.lockfile import load_lock
-from sglang_crashkit.installer.wheelcache import find_wheel
+from sglang_crashkit.installer.lock import load_lock
+from sglang_crashkit.installer.wheel import build_kit_wheel, find_wheel
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1200)]
 

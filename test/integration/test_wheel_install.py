@@ -11,11 +11,9 @@ import pytest
 from integration.copied_lane import copied_lane, pip, status_of
 from lanelib.lanes import Lane
 from sglang_crashkit import __version__
-from sglang_crashkit.installer.kitwheel import build_kit_wheel
-from sglang_crashkit.installer.lockfile import load_lock
-from sglang_crashkit.installer.patchedwheel import build_patched_wheel, install_command
-from sglang_crashkit.installer.resolver import PatchTree, find_patch_root
-from sglang_crashkit.installer.wheelcache import find_wheel
+from sglang_crashkit.installer.lock import load_lock
+from sglang_crashkit.installer.patches import PatchTree, find_patch_root
+from sglang_crashkit.installer.wheel import build_kit_wheel, build_patched_wheel, find_wheel, install_command
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.wheels, pytest.mark.timeout(1200)]
 

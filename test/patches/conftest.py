@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.installer.lockfile import Lock, load_lock
-from sglang_crashkit.installer.resolver import PatchTree, find_patch_root
-from sglang_crashkit.installer.wheelcache import find_wheel
+from sglang_crashkit.installer.lock import Lock, load_lock
+from sglang_crashkit.installer.patches import PatchTree, find_patch_root
+from sglang_crashkit.installer.wheel import find_wheel
 
 RELEASES = list(load_lock().releases)
 #: The first, the last, and one from where most of the patches change; the rest is left out by ``scripts/test --fast``.

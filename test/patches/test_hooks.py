@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from lanelib.porting import ReleaseFiles
 from patches.hook_table import HOOK_FILE
-from sglang_crashkit.installer.hunks import apply_patch
-from sglang_crashkit.installer.releasefiles import ReleaseFiles
-from sglang_crashkit.installer.resolver import PatchTree, find_patch_root
+from sglang_crashkit.installer.patches import PatchTree, apply_patch, find_patch_root
 
 REF = PatchTree.load(find_patch_root()).resolve("0.5.9")[HOOK_FILE]
 TEXT = apply_patch(None, REF.read())

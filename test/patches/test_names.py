@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sglang_crashkit.installer.releasefiles import ReleaseFiles
+from lanelib.porting import ReleaseFiles
 
 pytestmark = pytest.mark.wheels
 

@@ -7,10 +7,9 @@ from collections import Counter
 
 import pytest
 
+from lanelib.porting import FIELDS, generate_lock, normalise_patches, render_patch
 from patches.hook_table import HOOK_FILE, read_hooks
-from sglang_crashkit.installer.lockgen import generate_lock, normalise_patches
-from sglang_crashkit.installer.patchfile import FIELDS, render_patch
-from sglang_crashkit.installer.resolver import LOCK_NAME, PatchTree, find_patch_root
+from sglang_crashkit.installer.patches import LOCK_NAME, PatchTree, find_patch_root
 
 #: The one file that the patches add, and not only call from; see `test_hooks`.
 HOOKS = f"0.5.9/{HOOK_FILE}.patch"

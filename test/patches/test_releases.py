@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from lanelib.porting import read_package_file
 from patches.hook_table import HOOK_FILE, read_hooks
 from sglang_crashkit import __version__
+from sglang_crashkit.installer.apply import apply, revert
 from sglang_crashkit.installer.environment import Environment, Kit
-from sglang_crashkit.installer.hunks import apply_patch
-from sglang_crashkit.installer.lockgen import read_package_file
-from sglang_crashkit.installer.operations import apply, revert
-from sglang_crashkit.installer.tree import FileState, Overall, read_tree
+from sglang_crashkit.installer.patches import apply_patch
+from sglang_crashkit.installer.status import FileState, Overall, read_tree
 
 pytestmark = pytest.mark.wheels
 

@@ -16,9 +16,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Do it and say what was done."""
     # Imported here, so that every command starts without what the others need.
-    from sglang_crashkit.installer.operations import revert
-    from sglang_crashkit.installer.session import open_session
-    from sglang_crashkit.installer.tree import Overall
+    from sglang_crashkit.installer.apply import revert
+    from sglang_crashkit.installer.environment import open_session
+    from sglang_crashkit.installer.status import Overall
 
     session = open_session(args.python)
     outcome = revert(session.environment, session.patches, session.lock, dry_run=args.dry_run)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit import protocol
-from sglang_crashkit.errors import CrashkitError, ExitCode
+from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.stack_hooks import ArmedFiles, read_handler_pid
 from sglang_crashkit.settings import SOCKET
@@ -29,19 +29,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Print the status."""
     # Imported here, so that every command starts without what the others need.
-    from sglang_crashkit.installer.session import open_session
-    from sglang_crashkit.installer.status import format_status, read_status
+    from sglang_crashkit.installer.environment import open_session
+    from sglang_crashkit.installer.status import read_status
 
     session = open_session(args.python)
-    try:
-        status = read_status(session.environment, session.lock)
-    except OSError as error:
-        raise CrashkitError(f"cannot read the installation: {error}") from error
+    status = read_status(session.environment, session.lock)
     servers = find_running_servers()
     if args.json:
         print(json.dumps(status.to_json() | {"servers": [server.to_json() for server in servers]}, indent=1))
     else:
-        for line in [*format_status(status), *map(format_server, servers)]:
+        for line in [*status.lines(), *map(format_server, servers)]:
             print(line)
     return ExitCode.DONE
 

@@ -19,12 +19,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Build both and say how to install them."""
     # Imported here, so that every command starts without what the others need.
-    from sglang_crashkit.installer.kitwheel import build_kit_wheel
-    from sglang_crashkit.installer.lockfile import load_lock
-    from sglang_crashkit.installer.patchedwheel import build_patched_wheel, install_command
+    from sglang_crashkit.installer.lock import load_lock
+    from sglang_crashkit.installer.patches import PatchTree, find_patch_root
     from sglang_crashkit.installer.releases import is_release
-    from sglang_crashkit.installer.resolver import PatchTree, find_patch_root
-    from sglang_crashkit.installer.wheelcache import WheelName, find_wheel
+    from sglang_crashkit.installer.wheel import (
+        WheelName,
+        build_kit_wheel,
+        build_patched_wheel,
+        find_wheel,
+        install_command,
+    )
 
     root = find_patch_root()
     lock = load_lock(root)

@@ -21,10 +21,15 @@ from typing import Any
 
 import setproctitle
 
-from sglang_crashkit.handler.left_behind import remove_empty_spools, remove_runtime_folders
-from sglang_crashkit.handler.loop import CrashHandler
-from sglang_crashkit.handler.place import Place
-from sglang_crashkit.handler.work_folders import WorkFolders, lock_spool, make_work_folders
+from sglang_crashkit.handler.folders import (
+    Place,
+    WorkFolders,
+    lock_spool,
+    make_work_folders,
+    remove_empty_spools,
+    remove_runtime_folders,
+)
+from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.incident.recovery import finish_abandoned
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads

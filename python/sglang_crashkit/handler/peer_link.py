@@ -1,9 +1,4 @@
-"""One TCP connection to a peer server, held open: the kernel tells at once when the process behind it is gone.
-
-Nothing is sent over it, and what comes is not read as anything. The listener may close it for being silent, as ZeroMQ's
-does after 30 s (ZMQ_HANDSHAKE_IVL); then it is made anew. A peer that is slow, busy or stopped keeps it, because it is
-the peer's kernel that holds the other end.
-"""
+"""One TCP connection to a peer server, held open: the kernel tells at once when the process behind it is gone."""
 
 from __future__ import annotations
 
@@ -16,17 +11,17 @@ import time
 
 from sglang_crashkit.model.peers import Sign
 
+# All times are in seconds.
 #: This many failures in a row are no accident.
-_ENOUGH = 3
-_RETRY_SECS = 0.25
-_RETRY_LATER_SECS = 1.0
-#: A peer that stays away is tried again after this time, in seconds, then after twice, four times as long, and so on.
+ENOUGH = 3
+_RETRY_SECS, _RETRY_LATER_SECS = 0.25, 1.0
+#: A peer that stays away is tried again after this time, then after twice, four times as long, and so on.
 _LOST_RETRY_SECS, _LONGEST_RETRY_SECS = 5.0, 120.0
 #: Each pause is longer or shorter by up to this part of it, so that the servers that lost a peer come one by one.
 _JITTER = 0.2
 #: The kernel gives up the search for a host of the same network after 3 s, and says so.
 _CONNECT_SECS = 4.0
-#: A connection that was closed sooner than this after it was made, in seconds, was turned away.
+#: A connection that was closed sooner than this after it was made was turned away.
 _TURNED_AWAY_SECS = 1.0
 #: A host that is silent is noticed after 5 + 3 * 2 s (tcp(7)).
 _KEEPALIVE = (
@@ -43,7 +38,9 @@ _HANG_UP = select.POLLHUP | select.POLLERR | select.POLLRDHUP
 class Link:
     """A connection to one address.
 
-    Times are by the monotonic clock unless it says otherwise.
+    Nothing is sent over it, and what comes is not read as anything. The listener may close it for being silent, as
+    ZeroMQ's does after 30 s (ZMQ_HANDSHAKE_IVL); then it is made anew. A peer that is slow, busy or stopped keeps it,
+    because it is the peer's kernel that holds the other end.
 
     Args:
         host: an IP address; a name is not looked up, which might take any time.
@@ -52,36 +49,33 @@ class Link:
     Attributes:
         since: the first sign that something is wrong, in seconds since the epoch; None while nothing is.
         opened: how many sockets it has had; a descriptor of an earlier one may be anybody's by now.
+        polled: for which socket, descriptor and events it is registered.
 
     Raises:
         ValueError: `host` is no IP address.
     """
 
     def __init__(self, host: str, port: int) -> None:
+        flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         try:
-            found = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-            )
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
         except OSError as error:
             raise ValueError(f"{host} is no IP address") from error
         self._family, self._address = found[0][0], found[0][4]
         self._socket: socket.socket | None = None
-        self._connecting = False
-        self._changed = 0.0
-        self._due = 0.0
-        self._was_silent = False
-        self._refusals = 0
-        self._silences = 0
-        self._tries = 0
+        self._connecting = self._was_silent = False
+        self._changed = self._due = 0.0
+        self._refusals = self._silences = self._tries = 0
         self.since: float | None = None
         self.opened = 0
+        self.polled = (0, -1, 0)
 
     @property
     def lost(self) -> Sign | None:
         """The sign by which the peer is gone; None while it may be there."""
-        if self._refusals >= _ENOUGH:
+        if self._refusals >= ENOUGH:
             return "refused"
-        return "unreachable" if self._silences >= _ENOUGH else None
+        return "unreachable" if self._silences >= ENOUGH else None
 
     @property
     def failures(self) -> int:
@@ -95,7 +89,7 @@ class Link:
 
     @property
     def due(self) -> float:
-        """When `step` has something to do although nothing happens on the connection."""
+        """When `step` has something to do although nothing happens on the connection, by the monotonic clock."""
         if self._socket is None:
             return self._due
         if self._connecting:
@@ -115,7 +109,7 @@ class Link:
         """Go on.
 
         Args:
-            now: the time.
+            now: the time, by the monotonic clock.
             happened: what poll(2) said of the descriptor, 0 for nothing.
         """
         if self._socket is None:
@@ -123,13 +117,18 @@ class Link:
                 self._connect(now)
         elif self._connecting:
             if happened:
-                self._take_outcome(self._socket, now)
+                outcome = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if outcome:
+                    self._fail(outcome, now)
+                else:
+                    self._changed, self._connecting = now, False
             elif now >= self._changed + _CONNECT_SECS:
                 self._fail(errno.ETIMEDOUT, now)
         elif happened:
             self._read(self._socket, now, hung_up=bool(happened & _HANG_UP))
         elif now >= self._changed + _TURNED_AWAY_SECS:
-            self._recover()
+            self._was_silent, self.since = False, None
+            self._refusals = self._silences = self._tries = 0
 
     def close(self) -> None:
         """Close the connection."""
@@ -151,34 +150,24 @@ class Link:
         if outcome not in (0, errno.EINPROGRESS):
             self._fail(outcome, now)
 
-    def _take_outcome(self, connection: socket.socket, now: float) -> None:
-        outcome = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if outcome:
-            self._fail(outcome, now)
-        else:
-            self._changed, self._connecting = now, False
-
     def _read(self, connection: socket.socket, now: float, *, hung_up: bool) -> None:
         try:
             data = connection.recv(65536)
         except BlockingIOError:
             return
         except OSError as error:
-            # Of a connection that stood this is no refusal yet, unless it stood for a moment only.
-            self._end(now, error.errno or errno.EIO)
-            return
-        if not data or (hung_up and len(data) < 65536):
-            self._end(now, errno.ECONNRESET)
-
-    def _end(self, now: float, error: int) -> None:
-        """Note that a connection that stood is closed."""
+            outcome = error.errno or errno.EIO
+        else:
+            if data and not (hung_up and len(data) < 65536):
+                return
+            outcome = errno.ECONNRESET
         if now - self._changed < _TURNED_AWAY_SECS:
-            self._fail(error, now)
+            self._fail(outcome, now)
             return
+        # Of a connection that stood this is no refusal yet.
         self.close()
-        self._was_silent = error in _SILENT
-        self.since = self.since or time.time()
-        self._due = now
+        self._was_silent = outcome in _SILENT
+        self.since, self._due = self.since or time.time(), now
 
     def _fail(self, error: int, now: float) -> None:
         self.close()
@@ -190,11 +179,6 @@ class Link:
             self._silences += 1
         self._tries += 1
         pause = _RETRY_SECS if error in _REFUSED else _RETRY_LATER_SECS
-        if self._tries >= _ENOUGH:
-            pause = min(_LONGEST_RETRY_SECS, _LOST_RETRY_SECS * 2.0 ** min(self._tries - _ENOUGH, 16))
+        if self._tries >= ENOUGH:
+            pause = min(_LONGEST_RETRY_SECS, _LOST_RETRY_SECS * 2.0 ** min(self._tries - ENOUGH, 16))
         self._due = now + pause * random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311 - it guards no secret
-
-    def _recover(self) -> None:
-        self._was_silent = False
-        self._refusals = self._silences = self._tries = 0
-        self.since = None

@@ -16,7 +16,6 @@ status what came first
 87     a rank lost its connection to a rank of another node, where the cause is to be looked for
 134    a process was killed by SIGABRT; 135 SIGBUS, 136 SIGFPE, 139 SIGSEGV, and so on: 128 + the signal's number
 137    a process was killed by the kernel for lack of memory
-142    the server's main process stood still after a crash, and the crash handler ended it by SIGALRM
 ====== =============================================================================================================
 
 The status is 1 where a main process that stands still has to end itself, as process 1 of a container must: Python's own

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_crashkit import __version__
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, RefusedError, UsageError
-from sglang_crashkit.installer.process import run_tool
+from sglang_crashkit.installer.lock import Lock, load_lock
+from sglang_crashkit.installer.patches import PatchTree, find_patch_root
 from sglang_crashkit.installer.releases import base_release
 
 #: Seconds for a python to start, on a cold network file system too.
@@ -60,7 +64,9 @@ class Environment:
     @property
     def reinstall(self) -> str:
         """The command that puts upstream's files back."""
-        return _reinstall(self.python, self.release, has_pip=self.has_pip)
+        return (
+            f"{self._install} {'--force-reinstall' if self.has_pip else '--reinstall'} --no-deps sglang=={self.release}"
+        )
 
     @property
     def rebuild_wheel(self) -> str:
@@ -75,9 +81,11 @@ class Environment:
         """The command that installs this kit where that python imports it."""
         checkout = Path(__file__).resolve().parents[3]
         is_checkout = (checkout / "pyproject.toml").is_file()
-        return _pip(
-            self.python, str(checkout) if is_checkout else f"sglang-crashkit=={__version__}", has_pip=self.has_pip
-        )
+        return f"{self._install} {checkout if is_checkout else f'sglang-crashkit=={__version__}'}"
+
+    @property
+    def _install(self) -> str:
+        return f"{self.python} -m pip install" if self.has_pip else f"uv pip install --python {self.python}"
 
     def command(self, name: str) -> str:
         """Return the kit's command `name` for this environment."""
@@ -105,11 +113,7 @@ def find_python(given: str | None) -> Path:
 
 
 def find_environment(given: str | None, *, calls: Sequence[str] = ()) -> Environment:
-    """Ask a python where its SGLang is.
-
-    Args:
-        given: as for `find_python`; None for the one that runs this.
-        calls: dotted names of the kit's functions that the patches call.
+    """Ask the python that `given` names, as for `find_python`, where its SGLang is, and whether it can import `calls`.
 
     Raises:
         UsageError: `given` is not a python.
@@ -126,51 +130,98 @@ def find_environment(given: str | None, *, calls: Sequence[str] = ()) -> Environ
             f"{python} has no SGLang installed{where}",
             next_step="name the python that runs the server with --python PATH",
         )
-    version = str(found["version"])
     dist_info = Path(found["dist_infos"][0])
-    has_pip = bool(answer["has_pip"])
-    reinstall = _reinstall(python, version, has_pip=has_pip)
-    _refuse_editable(found["direct_url"], python, version, reinstall)
-    package = dist_info.parent / "sglang"
-    beside = [other for other in found["dist_infos"][1:] if Path(other).parent == dist_info.parent]
-    if beside:
+    site, version = dist_info.parent, str(found["version"])
+    environment = Environment(python, version, site / "sglang", dist_info, _kit(answer, site), answer["has_pip"])
+    if found["editable"] is not None:
         raise RefusedError(
-            f"two installations overlap: {dist_info} and {beside[0]}",
-            next_step=reinstall,
+            f"{python} has SGLang {version} as an editable install of {found['editable']}: the kit does not patch a "
+            "source checkout",
+            next_step=environment.reinstall,
         )
-    if found["package_dirs"] != [str(package)]:
+    beside = [other for other in found["dist_infos"][1:] if Path(other).parent == site]
+    if beside:
+        raise RefusedError(f"two installations overlap: {dist_info} and {beside[0]}", next_step=environment.reinstall)
+    if found["package_dirs"] != [str(environment.package)]:
         imported = found["package_dirs"][0] if found["package_dirs"] else "nothing"
         raise RefusedError(
-            f"{dist_info} describes {package}, but {python} imports {imported}",
+            f"{dist_info} describes {environment.package}, but {python} imports {imported}",
             next_step="take the other one off PYTHONPATH and sys.path",
         )
-    return Environment(python, version, package, dist_info, _kit(answer, dist_info.parent), has_pip)
+    return environment
+
+
+@dataclass(frozen=True)
+class Session:
+    """The kit's data and one environment."""
+
+    patches: PatchTree
+    lock: Lock
+    environment: Environment
+
+
+def open_session(python: str | None) -> Session:
+    """Load the kit's data and find the SGLang of `python`, by default of this one.
+
+    Raises:
+        CrashkitError: the data is not there, or the environment is not one to work on.
+    """
+    root = find_patch_root()
+    patches = PatchTree.load(root)
+    calls = sorted({name for ref in patches.refs() for name in ref.read().calls})
+    return Session(patches, load_lock(root), find_environment(python, calls=calls))
 
 
 def require_kit(environment: Environment) -> None:
     """Check that patched files can call the kit in `environment`.
 
     Raises:
-        RefusedError: they cannot; a patched SGLang would not even start.
+        RefusedError: they cannot.
     """
-    kit, python = environment.kit, environment.python
-    install = environment.install_kit
+    kit, python, install = environment.kit, environment.python, environment.install_kit
     if kit is None:
-        raise RefusedError(f"{python} cannot import sglang_crashkit, which patched files call", next_step=install)
-    if kit.version != __version__:
-        raise RefusedError(
-            f"{python} imports sglang_crashkit {kit.version}, but this is {__version__}",
-            next_step=f"{install}, or {python} -m sglang_crashkit apply",
+        why = "cannot import sglang_crashkit, which patched files call"
+    elif kit.version != __version__:
+        why = f"imports sglang_crashkit {kit.version}, but this is {__version__}"
+        install = f"{install}, or {python} -m sglang_crashkit apply"
+    elif kit.only_by_python_path:
+        why = f"finds sglang_crashkit through PYTHONPATH alone ({kit.root}): without it, a server has no kit"
+    elif kit.missing:
+        why = "cannot import {}: {}".format(*next(iter(kit.missing.items())))
+    else:
+        return
+    raise RefusedError(f"{python} {why}", next_step=install)
+
+
+def run_tool(argv: Sequence[str], *, timeout: float) -> subprocess.CompletedProcess[str]:
+    """Run `argv` and return what it printed; it and its children are killed after `timeout` seconds.
+
+    Raises:
+        CrashkitError: it could not be started, or had to be killed.
+    """
+    try:
+        process = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
         )
-    if kit.only_by_python_path:
-        raise RefusedError(
-            f"{python} finds sglang_crashkit through PYTHONPATH alone ({kit.root}): a server "
-            "started without it would not start",
-            next_step=install,
-        )
-    if kit.missing:
-        name, why = next(iter(kit.missing.items()))
-        raise RefusedError(f"{python} cannot import {name}: {why}", next_step=install)
+    except OSError as error:
+        raise CrashkitError(f"cannot run {argv[0]}: {error.strerror}") from error
+    with process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException as error:
+            # The group, not the process: a child of it could hold the pipes open.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise CrashkitError(f"{argv[0]} did not end within {timeout:g} s") from error
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 def _ask(python: Path, calls: Sequence[str]) -> dict[str, Any]:
@@ -178,44 +229,18 @@ def _ask(python: Path, calls: Sequence[str]) -> dict[str, Any]:
     text = Path(__file__).with_name("probe.py").read_text(encoding="utf-8")
     finished = run_tool([str(python), "-B", "-c", text, *calls], timeout=_PROBE_TIMEOUT)
     last = (finished.stdout.splitlines() or [""])[-1]
-    try:
+    with suppress(ValueError):
         answer = json.loads(last)
-        if finished.exit_code == 0 and isinstance(answer, dict):
+        if finished.returncode == 0 and isinstance(answer, dict):
             return answer
-    except ValueError:
-        pass
-    lines = finished.stderr.strip().splitlines() or [f"exit code {finished.exit_code}"]
+    lines = finished.stderr.strip().splitlines() or [f"exit code {finished.returncode}"]
     raise CrashkitError(f"{python} did not say where its SGLang is: {lines[-1]}", next_step=f"{python} -c pass")
-
-
-def _refuse_editable(direct_url: str | None, python: Path, version: str, reinstall: str) -> None:
-    try:
-        source = json.loads(direct_url or "{}")
-    except ValueError:
-        return
-    if source.get("dir_info", {}).get("editable"):
-        raise RefusedError(
-            f"{python} has SGLang {version} as an editable install of {source.get('url')}: "
-            "the kit does not patch a source checkout",
-            next_step=reinstall,
-        )
-
-
-def _pip(python: Path, arguments: str, *, has_pip: bool) -> str:
-    command = f"{python} -m pip install" if has_pip else f"uv pip install --python {python}"
-    return f"{command} {arguments}"
-
-
-def _reinstall(python: Path, version: str, *, has_pip: bool) -> str:
-    force = "--force-reinstall" if has_pip else "--reinstall"
-    return _pip(python, f"{force} --no-deps sglang=={base_release(version)}", has_pip=has_pip)
 
 
 def _kit(answer: dict[str, Any], site: Path) -> Kit | None:
     kit = answer["kit"]
     if "version" not in kit:
         return None
-    root = Path(kit["root"])
-    given = answer["python_path"]
+    root, given = Path(kit["root"]), answer["python_path"]
     by_path = str(root) in given and str(site) not in given
     return Kit(str(kit["version"]), root, dict(kit["missing"]), by_path)

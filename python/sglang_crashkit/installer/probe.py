@@ -1,7 +1,6 @@
-"""Say where a python finds SGLang and whether it can import the kit. Runs in that python.
+"""Say where a python finds SGLang, which is not imported, and whether it can import the kit. Runs in that python.
 
-Its text is passed with ``-c``, so it stands alone and imports nothing of the kit at the top. It
-never imports SGLang. Arguments: the kit's functions that the patches call.
+Its text is passed with ``-c``, so it stands alone. Arguments: the kit's functions that the patches call.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ def find_sglang() -> dict[str, object]:
     """Return what the metadata and the import system say of SGLang."""
     found: list[Path] = []
     for entry in sys.path:
-        folder = Path(entry)
-        for path in sorted(folder.glob("[Ss][Gg][Ll][Aa][Nn][Gg]-*.dist-info")):
+        for path in sorted(Path(entry).glob("[Ss][Gg][Ll][Aa][Nn][Gg]-*.dist-info")):
             if path.is_dir() and path.resolve() not in found:
                 found.append(path.resolve())
     spec = importlib.util.find_spec("sglang")
@@ -32,8 +30,17 @@ def find_sglang() -> dict[str, object]:
     if found:
         distribution = importlib.metadata.Distribution.at(found[0])
         result["version"] = distribution.metadata["Version"]
-        result["direct_url"] = distribution.read_text("direct_url.json")
+        result["editable"] = editable_source(distribution.read_text("direct_url.json") or "")
     return result
+
+
+def editable_source(direct_url: str) -> str | None:
+    """Return the address of the checkout that an editable install runs from."""
+    try:
+        source = json.loads(direct_url)
+    except ValueError:
+        return None
+    return str(source.get("url")) if source.get("dir_info", {}).get("editable") else None
 
 
 def find_kit(functions: list[str]) -> dict[str, object]:

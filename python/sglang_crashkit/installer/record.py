@@ -1,4 +1,4 @@
-"""A model of RECORD that keeps every row it does not touch byte for byte."""
+"""RECORD, the list of an installation's files: rows that are not touched keep every byte."""
 
 from __future__ import annotations
 
@@ -6,89 +6,70 @@ import base64
 import csv
 import hashlib
 import io
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
 
 from sglang_crashkit.errors import RefusedError
+from sglang_crashkit.installer.patches import split_lines
 
-
-@dataclass(frozen=True)
-class Row:
-    """One row."""
-
-    #: Relative to the folder that holds the dist-info folder, with forward slashes.
-    path: str
-    #: The line as it stands, with its line end.
-    raw: str
-
-
-@dataclass(frozen=True)
-class Record:
-    """The rows of a RECORD, in their order."""
-
-    rows: tuple[Row, ...]
-
-    @classmethod
-    def parse(cls, data: bytes, *, source: str) -> Record:
-        """Read a RECORD.
-
-        Raises:
-            RefusedError: it is not one.
-        """
-        try:
-            lines = io.StringIO(data.decode("utf-8"), newline="\n").readlines()
-            rows = [Row(_fields(line)[0], line) for line in lines]
-        except (UnicodeDecodeError, csv.Error, IndexError) as error:
-            raise RefusedError(f"{source} does not read as a RECORD: {error}") from error
-        return cls(tuple(rows))
-
-    def find(self, path: str) -> str | None:
-        """Return the raw row of `path`, if there is one."""
-        return next((row.raw for row in self.rows if row.path == path), None)
-
-    def with_rows(self, changes: Mapping[str, str | None]) -> Record:
-        """Return the record with other rows.
-
-        Args:
-            changes: path → its raw row, or None to take the row out. A row that is there is
-                rewritten in place; a new one goes ahead of all others, so that the last row keeps
-                its line end, or the lack of it.
-        """
-        kept = [Row(row.path, changes[row.path] or "") if row.path in changes else row for row in self.rows]
-        present = {row.path for row in self.rows}
-        added = [Row(path, raw) for path, raw in changes.items() if raw and path not in present]
-        return Record((*added, *(row for row in kept if row.raw)))
-
-    def format_row(self, path: str, data: bytes | None) -> str:
-        """Return the row of the file at `path`.
-
-        Args:
-            path: as in `Row.path`.
-            data: its bytes, None for a row without hash and size.
-        """
-        existing = self.find(path)
-        model = existing if existing is not None else self.rows[0].raw if self.rows else "\n"
-        body = model.rstrip("\r\n")
-        end = model[len(body) :]
-        if existing is None:
-            end = end or "\n"
-        return format_row(path, data, end=end)
-
-    def to_bytes(self) -> bytes:
-        """Return the record as a file's bytes."""
-        return "".join(row.raw for row in self.rows).encode()
+_HASH_AND_SIZE = re.compile(r",(sha256|sha384|sha512)=[\w-]+,(\d*)(?=\r?\n?$)")
 
 
 def format_row(path: str, data: bytes | None, *, end: str = "\n") -> str:
     """Return one row with the hash and size of `data`, or without both if it is None."""
-    fields = [path, "", ""]
-    if data is not None:
-        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-        fields = [path, f"sha256={digest}", str(len(data))]
     text = io.StringIO()
-    csv.writer(text, lineterminator=end).writerow(fields)
+    hash_and_size = ["", ""] if data is None else [f"sha256={_digest('sha256', data)}", str(len(data))]
+    csv.writer(text, lineterminator=end).writerow([path, *hash_and_size])
     return text.getvalue()
 
 
-def _fields(line: str) -> list[str]:
-    return next(csv.reader([line], strict=True))
+def read_rows(record: bytes, *, source: str) -> list[tuple[str, str]]:
+    """Return the path and the line of each row; joined, the lines are the record.
+
+    Raises:
+        RefusedError: it is not a RECORD.
+    """
+    try:
+        lines = [line.decode() for line in split_lines(record)]
+        return [(next(csv.reader([line], strict=True))[0], line) for line in lines]
+    except (UnicodeDecodeError, csv.Error, IndexError) as error:
+        raise RefusedError(f"{source} does not read as a RECORD: {error}") from error
+
+
+def rewrite_record(
+    record: bytes,
+    contents: Mapping[str, bytes],
+    added: Mapping[str, bytes | None],
+    *,
+    is_kits: Callable[[str], bool],
+    source: str,
+) -> bytes:
+    """Return a RECORD that describes other contents.
+
+    Args:
+        record: its bytes.
+        contents: path → bytes of upstream's files. A row without a hash stays so, and so does a file without a row.
+        added: path → bytes of the kit's own files, None for a row without hash and size. They go ahead of all
+            others, so that the last row keeps its line end, or the lack of it.
+        is_kits: tells the path of a file of the kit's own, whose row goes if it is not in `added`.
+        source: its name, for errors; raises what `read_rows` does.
+    """
+    rows = read_rows(record, source=source)
+    end = "\r\n" if rows and rows[0][1].endswith("\r\n") else "\n"
+    lines = [format_row(path, data, end=end) for path, data in added.items()]
+    for path, line in rows:
+        if not is_kits(path):
+            lines.append(_describe(line, contents[path]) if path in contents else line)
+    return "".join(lines).encode()
+
+
+def _describe(line: str, data: bytes) -> str:
+    match = _HASH_AND_SIZE.search(line)
+    if match is None:
+        return line
+    size = str(len(data)) if match[2] else ""
+    return f"{line[: match.start()]},{match[1]}={_digest(match[1], data)},{size}{line[match.end() :]}"
+
+
+def _digest(algorithm: str, data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.new(algorithm, data).digest()).rstrip(b"=").decode()

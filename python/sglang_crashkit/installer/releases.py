@@ -1,38 +1,38 @@
-"""Order SGLang's version numbers.
+"""The order of SGLang's releases.
 
-Only final and post releases exist for the kit: ``0.5.9``, ``0.5.12.post1``. What follows a ``+``
-(a local version such as ``+crashkit.0.1.0`` or ``+cu126``) names a build of the same release.
+Only final and post releases count: ``0.5.9``, ``0.5.12.post1``. What follows a ``+`` (``+crashkit.0.1.0``, ``+cu126``)
+names a build of the same release.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
-from sglang_crashkit.errors import UsageError
+from packaging.version import InvalidVersion, Version
 
-_RELEASE = re.compile(r"(\d+(?:\.\d+)*)(?:\.post(\d+))?")
+from sglang_crashkit.errors import UsageError
 
 
 def is_release(version: str) -> bool:
     """Return whether `version` is a final or post release without a local part."""
-    return _RELEASE.fullmatch(version) is not None
+    try:
+        parsed = Version(version)
+    except InvalidVersion:
+        return False
+    return str(parsed) == version and not parsed.is_prerelease and parsed.local is None
 
 
-def release_key(release: str) -> tuple[tuple[int, ...], int]:
+def release_key(release: str) -> Version:
     """Return the sort key of `release`.
 
     Raises:
         UsageError: it is not a final or post release.
     """
-    match = _RELEASE.fullmatch(release)
-    if match is None:
+    if not is_release(release):
         raise UsageError(
-            f"{release!r} is not a release of SGLang such as 0.5.9 or 0.5.12.post1",
-            next_step="sglang-crashkit status",
+            f"{release!r} is not a release of SGLang such as 0.5.9 or 0.5.12.post1", next_step="sglang-crashkit status"
         )
-    numbers = tuple(int(part) for part in match.group(1).split("."))
-    return numbers, int(match.group(2)) if match.group(2) else -1
+    return Version(release)
 
 
 def sorted_releases(releases: Iterable[str]) -> list[str]:
@@ -43,8 +43,3 @@ def sorted_releases(releases: Iterable[str]) -> list[str]:
 def base_release(version: str) -> str:
     """Return `version` without its local part: ``0.5.23`` for ``0.5.23+cu126``."""
     return version.partition("+")[0]
-
-
-def local_label(version: str) -> str:
-    """Return the local part of `version`, empty where there is none."""
-    return version.partition("+")[2]

@@ -1,35 +1,255 @@
-"""What `status` reports: the model, and its text."""
+"""What an installed SGLang is: each file pristine, patched or foreign by its hash; and what to run next.
+
+The manifest in SGLang's dist-info folder holds, for each patched file, the sha256 before and after and the patch
+itself. So a later kit with other patches knows the files of this one and can give upstream's bytes back. While files
+are being replaced, the manifest has what each may be, before and after. RECORD lists it, so that ``pip uninstall``
+takes it along.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
 
 from sglang_crashkit import __version__
-from sglang_crashkit.installer.environment import Environment, Kit
-from sglang_crashkit.installer.lockfile import Lock
-from sglang_crashkit.installer.tree import FileState, Overall, Tree, read_tree
+from sglang_crashkit.errors import CrashkitError, RefusedError
+from sglang_crashkit.installer.environment import Environment
+from sglang_crashkit.installer.lock import Lock, LockedFile, LockedRelease, sha256_hex
+from sglang_crashkit.installer.patches import HunkConflictError, PatchTree, parse_patch, unapply_patch
 
-_SCHEMA_VERSION = 1
+#: In the dist-info folder.
+MANIFEST_NAME = "sglang-crashkit.json"
+#: In the dist-info folder, beside a manifest of the first schema: the pristine files, in the package's own layout.
+COPIES_FOLDER = "sglang-crashkit-pristine"
+APPLYING, APPLIED, REVERTING = "applying", "applied", "reverting"
+#: Who patched: the command, or the build of a patched wheel.
+BY_COMMAND, BY_WHEEL = "apply", "wheel"
+
+_SCHEMA_VERSION = 2
+
+
+class FileState(Enum):
+    """What one file is, by its hash."""
+
+    PRISTINE = "pristine"
+    PATCHED = "patched"
+    #: Patched by another version of the kit.
+    OUTDATED = "outdated"
+    #: Neither upstream's nor the kit's.
+    FOREIGN = "foreign"
+    MISSING = "missing"
+
+
+class Overall(Enum):
+    """What the whole installation is."""
+
+    PRISTINE = "pristine"
+    PATCHED = "patched"
+    OUTDATED = "outdated"
+    INTERRUPTED = "interrupted"
+    FOREIGN = "foreign"
+    MISSING = "missing"
+    UNSUPPORTED = "unsupported"
+
+
+@dataclass(frozen=True)
+class PatchedFile:
+    """One file of the package."""
+
+    #: sha256 of upstream's bytes, None where upstream has no such file.
+    pristine: str | None
+    #: sha256 that the kit gave it → the text of the patch that did, empty where it is not known.
+    patched: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of the manifest."""
+
+    phase: str
+    by: str
+    kit_version: str
+    release: str
+    #: Path below the package → what it may be.
+    files: dict[str, PatchedFile]
+
+    def dump(self) -> bytes:
+        """Return it as a file's bytes."""
+        return (json.dumps({"schema_version": _SCHEMA_VERSION, **asdict(self)}, indent=1) + "\n").encode()
+
+
+def load_manifest(dist_info: Path, *, reinstall: str) -> Manifest | None:
+    """Read the manifest in `dist_info`, None if there is none.
+
+    Raises:
+        RefusedError: it does not read as one; `reinstall` is the next command.
+    """
+    file = dist_info / MANIFEST_NAME
+    try:
+        document = json.loads(file.read_bytes())
+        version = document.pop("schema_version")
+        if version == 1:
+            del document["record_rows"], document["folders"]
+            for entry in document["files"].values():
+                hashes = {entry["patched"], entry.pop("was")} - {None, entry["pristine"]}
+                entry["patched"] = dict.fromkeys(hashes, "")
+        elif version != _SCHEMA_VERSION:
+            raise RefusedError(
+                f"{file} has schema version {version}, which this kit does not know: a newer kit patched this SGLang",
+                next_step="revert with that kit, or " + reinstall,
+            )
+        files = {path: PatchedFile(**entry) for path, entry in document.pop("files").items()}
+        return Manifest(**document, files=files)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RefusedError(f"{file} does not read as the kit's manifest: {error!r}", next_step=reinstall) from error
+
+
+@dataclass(frozen=True)
+class Tree:
+    """An installation, as found."""
+
+    environment: Environment
+    #: None where the release is not supported.
+    locked: LockedRelease | None
+    manifest: Manifest | None
+    #: Path below the package → its bytes, None where there is no such file.
+    contents: dict[str, bytes | None]
+    files: dict[str, FileState]
+
+    @property
+    def by_wheel(self) -> bool:
+        """Whether it was installed from a patched wheel."""
+        return self.manifest is not None and self.manifest.by == BY_WHEEL
+
+    @property
+    def overall(self) -> Overall:
+        """The one word for it."""
+        states = set(self.files.values())
+        if FileState.FOREIGN in states:
+            return Overall.FOREIGN
+        if FileState.MISSING in states:
+            return Overall.MISSING
+        if self.manifest is None:
+            if self.locked is None:
+                return Overall.UNSUPPORTED
+            # Patched files without a manifest: someone removed it.
+            return Overall.PRISTINE if states <= {FileState.PRISTINE} else Overall.INTERRUPTED
+        if self.manifest.phase != APPLIED:
+            return Overall.INTERRUPTED
+        if self.locked is None:
+            return Overall.OUTDATED
+        wanted = {path: (file.pristine, [file.patched]) for path, file in self.locked.files.items()}
+        done = {path: (file.pristine, list(file.patched)) for path, file in self.manifest.files.items()}
+        if FileState.PRISTINE in states and wanted.keys() <= done.keys():
+            return Overall.INTERRUPTED
+        return Overall.PATCHED if wanted == done else Overall.OUTDATED
+
+    def patch_text(self, path: str, found: str | None, patches: PatchTree) -> str:
+        """Return the patch that gives the file at `path` the sha256 `found`, empty where it is not known."""
+        known = self.manifest.files.get(path) if self.manifest else None
+        locked = self.locked.files.get(path) if self.locked else None
+        text = known.patched.get(found, "") if known and found else ""
+        if not text and locked is not None and locked.patched == found:
+            text = next((ref.read_text() for ref in patches.refs() if ref.name == locked.patch), "")
+        return text
+
+    def pristine_bytes(self, path: str, patches: PatchTree) -> bytes | None:
+        """Return upstream's bytes of the file at `path`, None where upstream has none.
+
+        They are the file itself, or the file with its patch taken back, or the copy that the first schema had.
+
+        Raises:
+            RefusedError: none of them has the sha256 that upstream's has.
+        """
+        current = self.contents[path]
+        if self.files[path] is FileState.PRISTINE:
+            return current
+        expected = {file.pristine for file in _known_files(path, self.locked, self.manifest)}
+        if None in expected:
+            return None
+        text = self.patch_text(path, hash_or_none(current), patches)
+        pristine = None
+        with suppress(HunkConflictError):
+            if text and current is not None:
+                pristine = unapply_patch(current, parse_patch(text, source=f"the patch of {path}"))
+            else:
+                pristine = read_or_none(self.environment.dist_info / COPIES_FOLDER / path)
+        if hash_or_none(pristine) not in expected:
+            raise RefusedError(
+                f"upstream's {path} is nowhere in {self.environment.site}: what the kit kept is gone or was changed",
+                next_step=self.environment.reinstall,
+            )
+        return pristine
+
+
+def read_tree(environment: Environment, locked: LockedRelease | None) -> Tree:
+    """Read and hash the files that the lock or the manifest names.
+
+    Raises:
+        RefusedError: the manifest does not read as one.
+        CrashkitError: a file cannot be read.
+    """
+    try:
+        manifest = load_manifest(environment.dist_info, reinstall=environment.reinstall)
+        paths = {*(locked.files if locked else ()), *(manifest.files if manifest else ())}
+        contents = {path: read_or_none(environment.package / path) for path in sorted(paths)}
+    except OSError as error:
+        raise CrashkitError(f"cannot read the installation: {error}") from error
+    files = {
+        path: _classify(hash_or_none(data), *_known_files(path, locked, manifest)) for path, data in contents.items()
+    }
+    return Tree(environment, locked, manifest, contents, files)
+
+
+def read_or_none(path: Path) -> bytes | None:
+    """Return the bytes of `path`, None if there is no such file."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def hash_or_none(data: bytes | None) -> str | None:
+    """Return the sha256 of a file in hexadecimal, None for no file."""
+    return None if data is None else sha256_hex(data)
+
+
+def _known_files(path: str, locked: LockedRelease | None, manifest: Manifest | None) -> list[LockedFile | PatchedFile]:
+    """Return what the lock and the manifest know of the file at `path`."""
+    known = (locked.files.get(path) if locked else None, manifest.files.get(path) if manifest else None)
+    return [file for file in known if file is not None]
+
+
+def _classify(found: str | None, *known: LockedFile | PatchedFile) -> FileState:
+    if any(file.pristine == found for file in known):
+        return FileState.PRISTINE
+    if found is None:
+        return FileState.MISSING
+    for file in known:
+        if isinstance(file, LockedFile) and file.patched == found:
+            return FileState.PATCHED
+        if isinstance(file, PatchedFile) and found in file.patched:
+            return FileState.OUTDATED
+    return FileState.FOREIGN
 
 
 @dataclass(frozen=True)
 class Status:
     """One installation, for a person or a program."""
 
-    environment: Environment
     tree: Tree
     supported_range: str
 
     @property
-    def kit_ready(self) -> bool:
-        """Whether that python imports this version of the kit."""
-        return self.environment.kit is not None and self.environment.kit.version == __version__
-
-    @property
     def next_step(self) -> str | None:
         """The command to run next, None where nothing is to do."""
-        environment, overall = self.environment, self.tree.overall
+        environment, overall = self.tree.environment, self.tree.overall
         if overall in (Overall.FOREIGN, Overall.MISSING):
             return environment.reinstall
         if overall is Overall.UNSUPPORTED:
@@ -38,71 +258,59 @@ class Status:
             return environment.rebuild_wheel
         if overall is Overall.OUTDATED and self.tree.locked is None:
             return environment.command("revert")
-        if not self.kit_ready:
+        if environment.kit is None or environment.kit.version != __version__:
             return environment.install_kit
         return None if overall is Overall.PATCHED else environment.command("apply")
 
     def to_json(self) -> dict[str, object]:
         """Return it for ``--json``."""
-        environment, tree = self.environment, self.tree
+        tree, environment, manifest = self.tree, self.tree.environment, self.tree.manifest
         return {
-            "schema_version": _SCHEMA_VERSION,
+            "schema_version": 1,
             "python": str(environment.python),
             "sglang_version": environment.version,
             "package": str(environment.package),
             "supported": tree.locked is not None,
             "supported_range": self.supported_range,
             "state": tree.overall.value,
-            "phase": tree.state.phase if tree.state else None,
-            "patched_by": tree.state.by if tree.state else None,
-            "patched_with_kit": tree.state.kit_version if tree.state else None,
+            "phase": manifest and manifest.phase,
+            "patched_by": manifest and manifest.by,
+            "patched_with_kit": manifest and manifest.kit_version,
             "kit_version": __version__,
-            "kit_version_there": environment.kit.version if environment.kit else None,
+            "kit_version_there": environment.kit and environment.kit.version,
             "files": {path: state.value for path, state in tree.files.items()},
             "next": self.next_step,
         }
 
+    def lines(self) -> Iterator[str]:
+        """Yield the lines for a person."""
+        tree, environment, kit = self.tree, self.tree.environment, self.tree.environment.kit
+        supported = "supported" if tree.locked else f"not supported: {self.supported_range} are"
+        other = "" if kit is None or kit.version == __version__ else ", another one"
+        yield f"python   {environment.python}"
+        yield f"sglang   {environment.version} in {environment.package} ({supported})"
+        yield "kit      " + (f"{kit.version} in {kit.root}{other}" if kit else "cannot be imported there")
+        yield f"state    {tree.overall.value}{_explain(tree)}"
+        for path, state in tree.files.items():
+            yield f"  {state.value:<9}{path}"
+        if self.next_step is not None:
+            yield f"next     {self.next_step}"
+
 
 def read_status(environment: Environment, lock: Lock) -> Status:
-    """Read the state of the installation.
-
-    Raises:
-        RefusedError: the state file does not read as one.
-        OSError: a file cannot be read.
-    """
-    tree = read_tree(environment, lock.find(environment.version))
-    return Status(environment, tree, lock.supported_range())
-
-
-def format_status(status: Status) -> Iterator[str]:
-    """Yield the lines for a person."""
-    environment, tree = status.environment, status.tree
-    supported = "supported" if tree.locked else f"not supported: {status.supported_range} are"
-    yield f"python   {environment.python}"
-    yield f"sglang   {environment.version} in {environment.package} ({supported})"
-    yield f"kit      {_format_kit(environment.kit)}"
-    yield f"state    {tree.overall.value}{_explain(tree)}"
-    for path, state in tree.files.items():
-        yield f"  {state.value:<9}{path}"
-    if status.next_step is not None:
-        yield f"next     {status.next_step}"
-
-
-def _format_kit(kit: Kit | None) -> str:
-    if kit is None:
-        return "cannot be imported there"
-    return f"{kit.version} in {kit.root}" + ("" if kit.version == __version__ else ", another one")
+    """Read the state of the installation; raises what `read_tree` does."""
+    return Status(read_tree(environment, lock.find(environment.version)), lock.supported_range())
 
 
 def _explain(tree: Tree) -> str:
     if tree.overall is Overall.INTERRUPTED:
-        if tree.state is None:
-            return ": files are patched, but the state file is gone; apply or revert finishes it"
-        if tree.interrupted:
-            return f": cut off while {tree.state.phase}; apply or revert finishes it"
+        if tree.manifest is None:
+            return ": files are patched, but the manifest is gone; apply or revert finishes it"
+        if tree.manifest.phase != APPLIED:
+            return f": cut off while {tree.manifest.phase}; apply or revert finishes it"
         return ": patched in part; apply or revert finishes it"
-    if tree.overall is Overall.OUTDATED and tree.state is not None:
-        return f": patched with other patches, by kit {tree.state.kit_version}"
+    if tree.overall is Overall.OUTDATED and tree.manifest is not None:
+        return f": patched with other patches, by kit {tree.manifest.kit_version}"
     if tree.overall is Overall.FOREIGN:
         count = sum(state is FileState.FOREIGN for state in tree.files.values())
         return f": {count} neither upstream's nor the kit's"

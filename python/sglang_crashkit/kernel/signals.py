@@ -23,7 +23,11 @@ def tell(process: ProcessHandle) -> bool:
     Returns:
         Whether it could be told.
     """
-    return send(process, signal.SIGQUIT)
+    try:
+        process.send_signal(signal.SIGQUIT)
+    except OSError:
+        return False
+    return True
 
 
 def tell_itself() -> None:
@@ -34,15 +38,6 @@ def tell_itself() -> None:
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     signal.pthread_kill(main_thread, signal.SIGQUIT)
-
-
-def send(process: ProcessHandle, signum: int) -> bool:
-    """Send a signal to this very process, and say whether it was there to get it."""
-    try:
-        process.send_signal(signum)
-    except OSError:
-        return False
-    return True
 
 
 def kill_below(pid: int, spared: Collection[int] = ()) -> None:

@@ -1,27 +1,38 @@
-"""Prepare a process of the server so that its stacks can be had without tracing it; see `core.armed`.
+"""Prepare a process of the server so that its stacks can be had without tracing it; see `kernel.stack_hooks`.
 
 faulthandler writes to a descriptor by number. SGLang lets it write a fatal error of a scheduler to standard error; here
 it writes to a private file, which becomes part of the incident, and the server's main process copies it to standard
 error as soon as the rank is dead.
+
+A thread of the process tells the crash handler the stacks of all others, and how its children ended; see
+`capture.responder` for the other end. It sleeps until it is asked, and needs the GIL for as long as it answers. In the
+main process it also takes what belongs in the server's log.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import functools
+import json
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
+from sglang_crashkit.capture.responder import EXIT, STACKS, peer_of
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.stack_hooks import (
     DEFAULT_SIGNAL,
@@ -34,10 +45,9 @@ from sglang_crashkit.kernel.stack_hooks import (
 )
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, read_number, runtime_folder
-from sglang_crashkit.srt import child_watch, crash_exit, responder, server_log
-from sglang_crashkit.srt.child_watch import ChildWatch
+from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.flight_recorder import prepare_flight_recorder
-from sglang_crashkit.srt.hooks import never_raises, notify
+from sglang_crashkit.srt.hooks import never_raises, notify, say, say_line, shorten
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +58,10 @@ SIGNAL_VARIABLE = "SGLANG_CRASHKIT_STACK_SIGNAL"
 _WORKER = "sglang::"
 _PR_SET_PTRACER = 0x59616D61  # linux/prctl.h; the Yama module's
 _MOST_BYTES = 1 << 18
+_ANSWER_SECS = 2.0
+_PAUSE_SECS = 0.1
+_BACKLOG = 8
+_THREAD = "crashkit-stacks"
 
 
 @dataclass
@@ -59,7 +73,6 @@ class _State:
     descriptors: list[int]
     listener: socket.socket | None
     mailbox: socket.socket | None
-    watch: ChildWatch | None
     had_faulthandler: bool
     enabled_faulthandler: bool
 
@@ -103,6 +116,7 @@ def arm_worker() -> None:
     # Not setproctitle's own answer: to give it, it rewrites the process's command line.
     if procfs.read_title(os.getpid()).startswith(_WORKER) and Settings.from_environ().enabled:
         notify("member")
+        supervisor.join()
         prepare_flight_recorder()
         _arm(takes_over=True)
 
@@ -130,7 +144,7 @@ def tell_of_faults() -> None:
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES)
         heading = f"crash kit: process {path.name.partition('-')[0]} of this server wrote before it died:\n"
-        server_log.say(heading.encode() + text)
+        say(heading.encode() + text)
 
 
 def _arm(*, takes_over: bool) -> None:
@@ -148,35 +162,24 @@ def _arm(*, takes_over: bool) -> None:
         # Not in a main process, which may be a user's program: whom that lets trace it is its own.
         _allow_tracing(folder)
     if _state is not None and _state.listener is not None:
-        responder.stop(_state.listener)
+        stop_answering(_state.listener)
         _state.listener = None
     _disarm()
-    state = _state = _State(files, 0, [], None, None, None, faulthandler.is_enabled(), enabled_faulthandler=False)
+    state = _state = _State(files, 0, [], None, None, faulthandler.is_enabled(), enabled_faulthandler=False)
     _care_for_children()
     if takes_over or not state.had_faulthandler:
         faulthandler.enable(file=_open(state, files.fault))
         state.enabled_faulthandler = True
     if takes_over:
-        state.listener = responder.start(files.socket)
+        state.listener = start_answering(files.socket)
     else:
-        state.listener = _start_with_watch(state, folder)
+        state.listener = start_answering(files.socket, _own_mailbox(state))
     state.signal = _signal_of(SIGNAL_VARIABLE, DEFAULT_SIGNAL)
     if state.signal:
         faulthandler.register(state.signal, file=_open(state, files.stack), all_threads=True, chain=False)
     main_thread = threading.main_thread().ident or 0
     armed = Armed(stat.pid, stat.start_ticks, main_thread, state.signal, tuple(sys.path))
     describe(folder, armed)
-
-
-def _start_with_watch(state: _State, folder: Path) -> socket.socket:
-    """Let the thread that answers in the main process take what belongs in its log, and watch its workers."""
-    watch = state.watch = child_watch.replace(read_handler_pid(folder))
-    try:
-        return responder.start(state.files.socket, _own_mailbox(state) | watch.watched, watch.look)
-    except BaseException:
-        # Somebody else is to run one.
-        watch.close()
-        raise
 
 
 def _own_mailbox(state: _State) -> dict[int, Callable[[], bool]]:
@@ -195,7 +198,7 @@ def _say_all(mailbox: Mailbox) -> bool:
             tell_of_faults()
         text = message.fields.get("text")
         if isinstance(text, str):
-            server_log.say_line(text)
+            say_line(text)
     return True
 
 
@@ -252,9 +255,120 @@ def _disarm() -> None:
         if state.had_faulthandler:
             with contextlib.suppress(RuntimeError, ValueError, OSError):
                 faulthandler.enable()
-    for its in (state.listener, state.mailbox, state.watch):
+    for its in (state.listener, state.mailbox):
         if its is not None:
             its.close()
     for descriptor in state.descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
+
+
+def start_answering(
+    path: Path,
+    watched: Mapping[int, Callable[[], bool]] | None = None,
+) -> socket.socket:
+    """Listen at `path` and answer in a thread of its own, until `stop_answering`; return the thread's socket.
+
+    Args:
+        path: where to listen.
+        watched: more descriptors, open until then, and what is called in the thread, which lives on, when one has
+            something to read; one for which that returns False is watched no longer.
+
+    Raises:
+        OSError: the path is taken or too long.
+        RuntimeError: the system gives no thread.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+        threading.Thread(target=_answer_all, args=(listener, dict(watched or {})), name=_THREAD, daemon=True).start()
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def stop_answering(listener: socket.socket) -> None:
+    """End the thread, which closes the socket."""
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def describe_threads() -> list[dict[str, Any]]:
+    """Return the stacks of all Python threads but the caller's, in the form of ``py-spy dump --json``."""
+    known = {thread.ident: thread for thread in threading.enumerate()}
+    frames: dict[int, FrameType] = sys._current_frames()
+    threads = []
+    for ident, frame in frames.items():
+        if ident == threading.get_ident():
+            continue
+        thread = known.get(ident)
+        stack = [(one.f_code.co_name, one.f_code.co_filename, line or 0) for one, line in traceback.walk_stack(frame)]
+        threads.append(
+            {
+                "thread_name": thread.name if thread else None,
+                "os_thread_id": thread.native_id if thread else None,
+                "frames": [{"name": name, "filename": shorten(file), "line": line} for name, file, line in stack],
+            }
+        )
+    return threads
+
+
+def _answer_all(listener: socket.socket, watched: Mapping[int, Callable[[], bool]]) -> None:
+    poller, own = select.poll(), listener.fileno()
+    for descriptor in (own, *watched):
+        poller.register(descriptor, select.POLLIN)
+    with listener:
+        while True:
+            ready = {descriptor for descriptor, _events in poller.poll()}
+            for descriptor in ready - {own}:
+                if not watched[descriptor]():
+                    poller.unregister(descriptor)
+            if own in ready and not _answer_one(listener):
+                return
+
+
+def _answer_one(listener: socket.socket) -> bool:
+    """Answer who asks; say whether others may ask."""
+    try:
+        connection, _address = listener.accept()
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EBADF):
+            # It was shut down or closed.
+            return False
+        # No descriptor was left; there may be one again.
+        time.sleep(_PAUSE_SECS)
+        return True
+    with connection:
+        _answer(connection)
+    return True
+
+
+def _answer(connection: socket.socket) -> None:
+    try:
+        if peer_of(connection)[1] in (os.geteuid(), 0):
+            connection.settimeout(_ANSWER_SECS)
+            # As short as it is, it comes as a whole.
+            question, _, argument = connection.recv(64).strip().partition(b" ")
+            if question == STACKS:
+                connection.sendall(json.dumps(describe_threads()).encode())
+            elif question == EXIT:
+                connection.sendall(b"%d" % _wait_status_of(int(argument)))
+    except Exception:  # noqa: BLE001, S110 - whatever goes wrong, the next one is answered, and the log is the server's
+        pass
+
+
+def _wait_status_of(child: int) -> int:
+    """Return how a child ended, which stays to be reaped by whoever started it.
+
+    Raises:
+        ChildProcessError: it is none, or was reaped.
+        ValueError: it lives.
+    """
+    result = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if result is None:
+        raise ValueError(child)
+    if result.si_code == os.CLD_EXITED:
+        return result.si_status << 8
+    return result.si_status | (0x80 if result.si_code == os.CLD_DUMPED else 0)

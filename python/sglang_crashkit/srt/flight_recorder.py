@@ -1,4 +1,4 @@
-"""Let PyTorch's flight recorder of a scheduler be asked for what its collectives are doing; see `core.flight_request`.
+"""Let the flight recorder of a scheduler be asked what its collectives are doing; see `capture.flight_request`.
 
 PyTorch makes the pipe in a thread in which an error ends the process: two processes that make one of the same name at
 the same moment, as two replicas would, or a folder that is not there or has no pipes. So each process gets names of its

@@ -1,16 +1,19 @@
-"""What every hook shares: it never raises, and it knows how to reach the crash handler."""
+"""What every hook shares: it never raises, knows how to reach the crash handler, and writes to the server's log."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable
+import select
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from sglang_crashkit import protocol
-from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.stack_hooks import read_handler_pid
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 
@@ -19,10 +22,11 @@ logger = logging.getLogger(__name__)
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-#: The longest that a process waits for the crash handler to photograph the others, in seconds.
-PHOTOGRAPH_WAIT_SECS = 2.0
-#: So many processes are named in one message, which has a limit.
-_MOST_AT_ONCE = 512
+#: The longest that a process waits for the crash handler to capture the stacks of the others, in seconds.
+CAPTURE_WAIT_SECS = 2.0
+_STDERR = 2
+_SAY_SECS = 1.0
+_MOST_LINE_BYTES = 4000
 
 
 def never_raises(hook: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]:
@@ -89,20 +93,6 @@ def request(
         return None
 
 
-@never_raises
-def register_workers(processes: Iterable[Any]) -> None:
-    """Tell the crash handler which processes this one started for the server.
-
-    Args:
-        processes: as of `multiprocessing.Process`; others are passed over.
-    """
-    pids = [process.pid for process in processes or () if type(getattr(process, "pid", None)) is int]
-    stats = [stat for pid in pids if (stat := procfs.read_stat(pid)) is not None]
-    for first in range(0, len(stats), _MOST_AT_ONCE):
-        some = stats[first : first + _MOST_AT_ONCE]
-        notify("members", started=[(stat.pid, stat.start_ticks) for stat in some])
-
-
 def handler_pid() -> int | None:
     """Return the pid of the crash handler of this server; None where there is none."""
     socket_path = os.environ.get(SOCKET_VARIABLE)
@@ -118,3 +108,34 @@ def log_incident(answer: dict[str, Any] | None) -> None:
             "crash kit: the incident is not written: %s; next: make room in the --crash-dump-folder, or name another",
             answer["problem"],
         )
+
+
+def say(text: bytes) -> None:
+    """Write to standard error, without a logger, whose lock whoever hangs may hold, and for a second at most.
+
+    Raises:
+        OSError: nobody reads it any more.
+    """
+    poller = select.poll()
+    poller.register(_STDERR, select.POLLOUT)
+    deadline = time.monotonic() + _SAY_SECS
+    # What a pipe that is ready takes without blocking.
+    for start in range(0, len(text), select.PIPE_BUF):
+        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            return
+        os.write(_STDERR, text[start : start + select.PIPE_BUF])
+
+
+def say_line(text: str) -> None:
+    """Write one line of the kit's, without what a terminal would take for a command; nothing where nobody reads it."""
+    line = "".join(char if char.isprintable() else " " for char in f"crash kit: {text}")
+    with contextlib.suppress(OSError):
+        say(line.encode(errors="backslashreplace")[:_MOST_LINE_BYTES] + b"\n")
+
+
+def shorten(filename: str) -> str:
+    """Return the path relative to the longest folder of ``sys.path`` that holds it, as it is where none does."""
+    # The longest entry: a checkout on the path may hold the environment that the module is installed in.
+    roots = (root.rstrip("/") + "/" for root in sys.path if root)
+    longest = max((root for root in roots if filename.startswith(root)), key=len, default="")
+    return filename[len(longest) :]

@@ -1,29 +1,197 @@
-"""Wait for ranks in place of upstream: in the launching process, and in the data-parallel controller."""
+"""Wait until every rank of a server is ready, in place of upstream, and say which one will not be, and why.
+
+That is done in the launching process, and in the data-parallel controller.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from sglang_crashkit.kernel.pidfd import ProcessHandle
+from sglang_crashkit.kernel import procfs, titles
+from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.settings import LAUNCH_VARIABLE, Settings
 from sglang_crashkit.srt.hooks import log_incident, never_raises, request
-from sglang_crashkit.srt.readiness import Readiness, StartupError, no_more_to_come
 from sglang_crashkit.srt.redaction import redact
-from sglang_crashkit.srt.startup_report import Member
+from sglang_crashkit.srt.supervisor import STATUS_SECS, TITLE_SECS, Child, Clock, Supervisor, read_title
 
 logger = logging.getLogger(__name__)
 
-_MOST_MESSAGE = 4000
+Kind = Literal["died", "closed", "garbled", "failed", "timeout"]
+
+#: Ranks that die of the same cause die together; this long, in seconds, the others are given to be seen dead.
+_SETTLE_SECS = 0.02
+#: The kernel closes a dying process's pipes before it tells of its end; this long, in seconds, at most.
+_DYING_SECS = 0.2
+#: A message that was begun is whole within this time, in seconds.
+_MESSAGE_SECS = 10.0
+_RECEIVING_SECS = 0.05
+_FIRST_REPORT_SECS, _MAX_REPORT_SECS = 30.0, 600.0
+_MAX_MESSAGE = 4000
+_MAX_CHILDREN = 16
 
 
-def is_on() -> bool:
-    """Say whether the kit is switched on."""
-    return Settings.from_environ().enabled
+class StartupError(RuntimeError):
+    """A rank will not get ready.
+
+    Attributes:
+        kind: ``died``, ``closed`` (its pipe, while it lives), ``garbled`` (its message), ``failed`` (by its own word)
+            or ``timeout``.
+        children: those that it is about, the one seen first first.
+    """
+
+    def __init__(self, kind: Kind, children: Sequence[Child], message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.children = tuple(children)
+
+
+class Startup(Supervisor):
+    """One wait until all have said that they are ready.
+
+    Args:
+        children: who is waited for; may grow while `all_known` is false.
+        all_known: whether `children` is complete; what it raises ends the wait.
+        waited_secs: how long they had been waited for before, in seconds.
+        clock: see `Supervisor`.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        all_known: Callable[[], bool] = lambda: True,
+        waited_secs: float = 0.0,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(children, clock)
+        self._all_known = all_known
+        self._timeout_secs = Settings.from_environ().startup_timeout_secs
+        self._interval = _FIRST_REPORT_SECS
+        self.began = self.clock.now() - waited_secs
+        self._report_due = self.clock.now() + self._interval
+        self._receiving: dict[Child, _Receipt] = {}
+
+    def run(self) -> list[Any]:
+        """Return what each child with a pipe sent when it was ready, in order; what comes between is in the log.
+
+        Raises:
+            StartupError: one died, closed its pipe, sent something else, failed, or all took too long.
+        """
+        try:
+            while not (self._all_known() and all(child.ready for child in self.children)):
+                self._turn()
+            self.wait(0.0)
+            self._raise_deaths()
+        except StartupError as error:
+            # Now: a signal may end this process before whoever catches the error writes it down.
+            logger.error("crash kit: %s", error)
+            raise
+        finally:
+            self.let_go()
+        return [child.info for child in self.children if child.reader is not None]
+
+    def _turn(self) -> None:
+        for child in list(self.children):
+            child.hold()
+            child.look_up_title()
+        readers = {
+            child.reader.fileno(): child
+            for child in list(self.children)
+            if not child.ready and child not in self._receiving
+        }
+        for descriptor in self.wait(self._patience(), readers):
+            child = readers[descriptor]
+            self._receiving[child] = _Receipt(child.reader, self.clock.now())
+        for child, receipt in list(self._receiving.items()):
+            self._take(child, receipt)
+        self._raise_deaths()
+        self._act_on_time()
+
+    def _patience(self) -> float:
+        """Return how long nothing needs to be looked at, in seconds."""
+        now = self.clock.now()
+        dues = [self._report_due - now]
+        if self._timeout_secs:
+            dues.append(self.began + self._timeout_secs - now)
+        if self._receiving:
+            dues.append(_RECEIVING_SECS)
+        if not self._all_known() or any(not child.has_title for child in list(self.children)):
+            dues.append(TITLE_SECS)
+        return max(0.0, min(dues))
+
+    def _take(self, child: Child, receipt: _Receipt) -> None:
+        self.clock.join(receipt.thread, _RECEIVING_SECS)
+        if receipt.thread.is_alive():
+            if self.clock.now() < receipt.began + _MESSAGE_SECS:
+                return
+            raise _failure("garbled", child, f"began a message and did not finish it within {_MESSAGE_SECS:g} s")
+        del self._receiving[child]
+        child.look_up_title()
+        error, data = receipt.error, receipt.data
+        if isinstance(error, (EOFError, ConnectionError)):
+            if not self.ended():
+                self.wait(_DYING_SECS)
+            self._raise_deaths()
+            rest = ", and its process lives" if child.pid is not None else "; its process is not known"
+            raise _failure("closed", child, f"closed its pipe before it was ready{rest}")
+        if error is not None:
+            text = f"sent a message that cannot be read ({type(error).__name__}: {str(error)[:200]})"
+            raise _failure("garbled", child, text)
+        if not isinstance(data, dict) or "status" not in data:
+            raise _failure("garbled", child, f"sent a message without a status, of type {type(data).__name__}")
+        if data["status"] != "ready":
+            words = "Initialization failed. Please see the error messages above. "
+            raise _failure("failed", child, f"reported status {str(data['status'])[:200]!r}", words)
+        child.info, child.ready = data, True
+
+    def _raise_deaths(self) -> None:
+        dead = self.ended()
+        if not dead:
+            return
+        deadline = self.clock.now() + _SETTLE_SECS
+        while any(child.pid is not None for child in self.living()) and (left := deadline - self.clock.now()) > 0:
+            self.wait(left)
+        dead = self.ended()
+        self.learn_exits(dead, STATUS_SECS)
+        raise StartupError("died", dead, _of_deaths(dead, self.living(), self.began))
+
+    def _act_on_time(self) -> None:
+        now, children = self.clock.now(), list(self.children)
+        silent = [child for child in children if not child.ready]
+        if silent and self._timeout_secs and now >= self.began + self._timeout_secs:
+            raise StartupError("timeout", silent, _of_timeout(children, self._timeout_secs))
+        if silent and now >= self._report_due:
+            self._interval = min(self._interval * 2, _MAX_REPORT_SECS)
+            self._report_due = now + self._interval
+            logger.warning("crash kit: %s", _of_silence(children, now - self.began))
+
+
+def _failure(kind: Kind, child: Child, text: str, words: str = "") -> StartupError:
+    return StartupError(kind, [child], f"{words}{child.label()} {text}.")
+
+
+class _Receipt:
+    """A message on its way: read by a thread of its own, because a message that was only begun blocks its reader."""
+
+    def __init__(self, reader: Any, began: float) -> None:
+        self._reader = reader
+        self.began = began
+        self.data: Any = None
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._read, name="crashkit-startup", daemon=True)
+        self.thread.start()
+
+    def _read(self) -> None:
+        try:
+            self.data = self._reader.recv()
+        except Exception as error:  # noqa: BLE001 - unpickling may raise anything
+            self.error = error
 
 
 def note_launch() -> None:
@@ -47,35 +215,6 @@ def can_watch(readers: Iterable[Any], processes: Iterable[Any]) -> bool:
     return all(type(descriptor) is int for descriptor in descriptors)
 
 
-def await_ready(
-    members: Sequence[Member], all_known: Callable[[], bool] = no_more_to_come, waited_secs: float = 0.0
-) -> list[Any]:
-    """Return what each member with a pipe sent when it was ready, in order; what comes between is in the log.
-
-    Args:
-        members: see `Readiness`.
-        all_known: see `Readiness`.
-        waited_secs: see `Readiness`.
-
-    Raises:
-        StartupError: a RuntimeError; one of them will not get ready.
-    """
-    timeout_secs = Settings.from_environ().startup_timeout_secs
-    wait = Readiness(
-        members,
-        timeout_secs=timeout_secs,
-        on_silence=_report_silence,
-        all_known=all_known,
-        waited_secs=waited_secs,
-    )
-    try:
-        return wait.wait()
-    except StartupError as error:
-        # Now: a signal may end this process before whoever catches the error writes it down.
-        logger.error("crash kit: %s", error)
-        raise
-
-
 @never_raises
 def report(error: StartupError) -> dict[str, Any] | None:
     """Tell the crash handler, and wait until the incident is whole, at most ``SGLANG_CRASHKIT_BUDGET_SECS``.
@@ -84,35 +223,86 @@ def report(error: StartupError) -> dict[str, Any] | None:
         What the crash handler answered; None where there is none.
     """
     event = "startup_timeout" if error.kind == "timeout" else "launch_failed"
-    named = [member for member in error.members if member.process is not None]
-    titles = {str(member.process.pid): member.title or member.name or member.short() for member in named}
+    named = [child for child in error.children if child.pid is not None]
+    names = {str(child.pid): child.title or child.name or _short(child) for child in named}
     # `multiprocessing` may have reaped one before the crash handler looked for the first time.
-    codes = {str(member.process.pid): member.exit_code for member in named if member.exit.known}
-    words = redact(str(error)[:_MOST_MESSAGE])
-    answer = request(event, Settings.from_environ().budget_secs, message=words, titles=titles, exit_codes=codes)
+    codes = {str(child.pid): _exit_code(child.exit) for child in named if child.exit.known}
+    words = redact(str(error)[:_MAX_MESSAGE])
+    answer = request(event, Settings.from_environ().budget_secs, message=words, titles=names, exit_codes=codes)
     log_incident(answer)
     return answer
 
 
-def _report_silence(text: str) -> None:
-    logger.warning("crash kit: %s", text)
+def _short(child: Child) -> str:
+    """Return the first words of `label`."""
+    return child.label().partition(" (")[0]
 
 
-class ForeignProcess:
-    """A process that is another's child, in the form of `multiprocessing.Process`.
+def _exit_code(status: ExitStatus) -> int | None:
+    """Return an exit code as `multiprocessing` writes it, negative for a signal; None where nobody knows."""
+    if status.signal is None:
+        return status.code
+    number = getattr(signal, status.signal, None)
+    return -int(number) if number is not None else -int(status.signal.removeprefix("SIG"))
 
-    Raises:
-        ProcessLookupError: there is none with this pid.
-        OSError: the kernel gives no pidfd.
-    """
 
-    exitcode = None
+def _of_deaths(dead: Sequence[Child], living: Sequence[Child], began: float) -> str:
+    """Describe deaths during the start; `began` is when the wait did, by the clock that tells of the deaths."""
+    names, times = [_short(child) for child in dead], [child.ended_at for child in dead]
+    codes = ", ".join(str(_exit_code(child.exit)) for child in dead)
+    subject = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    lines = [f"{subject} died during initialization (exit code: {codes})."]
+    for child, when in zip(dead, times, strict=True):
+        order = ""
+        if len(dead) > 1 and when == times[0]:
+            order = ", first" if times.count(when) == 1 else ", at the same moment as the first"
+        lines.append(f"{child.label()} {child.how_it_ended()}, {when - began:.1f} s after the wait began{order}.")
+    if any(child.reader is not None for child in living):
+        lines.append(f"Ready: {_names(living, ready=True)}; not ready: {_names(living, ready=False)}.")
+    return " ".join(lines)
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._handle = ProcessHandle(pid)
 
-    @property
-    def sentinel(self) -> int:
-        """A descriptor that is readable once it has ended."""
-        return self._handle.fd
+def _of_silence(children: Sequence[Child], seconds: float) -> str:
+    """Describe whom is waited for, and in what state they are, after so many seconds."""
+    silent, ready = [child for child in children if not child.ready], _names(children, ready=True)
+    total = sum(child.reader is not None for child in children)
+    states = "; ".join(f"{child.label()}: {_state(child)}" for child in silent)
+    return f"not ready after {seconds:.0f} s: {len(silent)} of {total} ({states}); ready: {ready}"
+
+
+def _of_timeout(children: Sequence[Child], seconds: float) -> str:
+    """Describe the end of the time that the server had to start, in seconds."""
+    states = " ".join(f"{child.label()}: {_state(child)}." for child in children if not child.ready)
+    limit = f"{seconds:g} s (SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS)"
+    return f"{_names(children, ready=False)} not ready within {limit}. {states} Ready: {_names(children, ready=True)}."
+
+
+def _names(children: Iterable[Child], *, ready: bool) -> str:
+    # Nothing is expected of those without a pipe.
+    names = [_short(child) for child in children if child.reader is not None and child.ready is ready]
+    return ", ".join(names) or "none"
+
+
+def _state(child: Child) -> str:
+    """Return what ``/proc`` says that it is doing."""
+    if child.pid is None:
+        return "its process is not known"
+    status = procfs.read_status(child.pid)
+    if not status:
+        return "gone"
+    wchan = procfs.read_wchan(child.pid)
+    parts = [status.get("State", "?") + (f" in {wchan}" if wchan else "")]
+    parts += [f"{name} {status[name]}" for name in ("Threads", "VmRSS") if name in status]
+    if titles.role_of(child.title) == "data_parallel_controller":
+        parts.append(f"below it {_schedulers_below(child.pid)}")
+    return ", ".join(parts)
+
+
+def _schedulers_below(pid: int) -> str:
+    found = []
+    for below in sorted(procfs.TreeScanner(pid).scan() - {pid}):
+        stat = procfs.read_stat(below)
+        # Its name always comes; the title, with the rank, may wait for the process.
+        if stat is not None and stat.comm.startswith("sglang::schedul"):
+            found.append(f"{read_title(below) or stat.comm} (pid {below}, {stat.state})")
+    return ", ".join(found[:_MAX_CHILDREN]) or "no scheduler has its title yet"

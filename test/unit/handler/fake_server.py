@@ -292,13 +292,7 @@ def answer(text: object) -> None:
 
 def obey(line: str, options: dict[str, Any]) -> None:
     verb, _, argument = line.partition(" ")
-    if verb == "stand_still":
-        # In a call of C that never returns, whatever the signal, and lets no other thread run either.
-        answer("done")
-        mutex = ctypes.create_string_buffer(64)
-        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
-        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
-    elif verb == "tell":
+    if verb == "tell":
         name, _, command = argument.partition(" ")
         os.write(children[name][1], f"{command}\n".encode())
     elif verb == "teardown":

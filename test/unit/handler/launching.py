@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.handler.loop import CrashHandler
-from sglang_crashkit.handler.place import Place
+from sglang_crashkit.handler.folders import Place
+from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.policy import Mode
 from sglang_crashkit.protocol import Mailbox, Message
 from sglang_crashkit.settings import Settings
@@ -42,45 +42,50 @@ class Case:
 
     def fail(self, titles: Any, event: str = "launch_failed", **fields: Any) -> dict[str, str]:
         """Let the server say that its launch failed, and return the titles in the incident by pid."""
-        tree = self.handler._tree
+        tree = self.handler.tree
         fields |= {"titles": titles, "message": "died"}
         message = Message(event, fields, tree.root.pid, os.getuid(), None)
-        self.handler._reactions.take(message, tree.root)
-        run = self.handler._current.run
+        self.handler.take(message, tree.root)
+        run = self.handler.session.run
         assert run is not None
         assert run.finished
         return {str(process.pid): process.title for process in run.incident.processes}
 
+    def say(self, event: str, pid: int = 0, **fields: Any) -> None:
+        """Let a process of the server say something, by default its main process."""
+        pid = pid or self.handler.tree.root.pid
+        self.handler.take(Message(event, fields, pid, os.getuid(), None), self.handler.tree.get(pid))
+
     def kill(self, pid: int) -> None:
         """Kill a rank, and have the handler take in its end."""
         os.kill(pid, signal.SIGKILL)
-        rank = self.handler._tree.get(pid)
+        rank = self.handler.tree.get(pid)
         assert rank is not None
         wait_until(rank.handle.has_exited, "the rank is dead")
         self.handler.collect_exits()
 
     def failures(self) -> list[int]:
         """Return the processes that the incident takes for failed, in the order that it learned of them."""
-        run = self.handler._current.run
+        run = self.handler.session.run
         assert run is not None
         return [event.pid for event in run._failures]
 
     def verdict(self) -> Any:
         """Return the incident's verdict."""
-        run = self.handler._current.run
+        run = self.handler.session.run
         assert run is not None
         return run.incident.verdict
 
 
 def launch(handler: CrashHandler, *own: int) -> None:
     """Have the handler know that it is a server program's, and of its own processes as soon as it sees them."""
-    handler._outlook.begin(Mode.SERVER)
+    handler.triage.shutdown.mode = Mode.SERVER
     look = handler.look
 
     def look_and_register() -> None:
         look()
         for pid in own:
-            handler._tree.register(pid, 0)
+            handler.tree.register(pid, 0)
 
     handler.look = look_and_register  # type: ignore[method-assign]
 
@@ -94,6 +99,6 @@ def watched(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
         handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
         launch(handler, titled)
         yield Case(handler, titled, starting)
-        for one in handler._tree:
+        for one in handler.tree:
             one.handle.close()
         handler._selector.close()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.capture.cuda_core.child import Reading
-from sglang_crashkit.handler import core_reading
-from sglang_crashkit.handler.core_reading import CoreReadings
+from sglang_crashkit.handler.collectors import cores
+from sglang_crashkit.handler.collectors.cores import CoreReadings
 from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.model.incident import Evidence, ProcessReport
 
@@ -20,6 +20,7 @@ class Run:
 
     def __init__(self, error: OSError | None = None) -> None:
         self.error = error
+        self.folder = self
         self.files: dict[str, Any] = {}
 
     def write_json(self, name: str, value: Any) -> str:
@@ -46,7 +47,7 @@ class Reader:
 
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch) -> ProcessReport:
-    monkeypatch.setattr(core_reading, "CoreReader", Reader)
+    monkeypatch.setattr(cores, "CoreReader", Reader)
     return ProcessReport(8, "sglang::scheduler_TP1", "scheduler", {"tp": 1})
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.incident_run import IncidentRun
-from sglang_crashkit.handler.tree import ProcessTree
+from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.incident import recovery
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.incident.recovery import REASON, finish_abandoned
@@ -42,7 +42,7 @@ def gather(root_pid: int, incidents: Path, record: Path, reached: Callable[[str]
     )
     reached("opened")
     run.permit(Capture.OBSERVE)
-    run.photograph()
+    run.capture()
     reached("photographed")
     run.add_exception(tree.root, time.time(), "ValueError: x", record)
     reached("told of an exception")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.handler.server_log import ServerLog
-from sglang_crashkit.handler.tree import ProcessTree
+from sglang_crashkit.handler.collectors.server_log import ServerLog
+from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.kernel.stack_hooks import ArmedFiles
 from sglang_crashkit.protocol import Mailbox
 from unit.targets import start_ticks

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler import stack_evidence
-from sglang_crashkit.handler.stack_evidence import capture_stacks, innermost
+from sglang_crashkit.handler.collectors import stacks
+from sglang_crashkit.handler.collectors.stacks import capture_stacks, innermost
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.model.incident import ProcessReport
 from sglang_crashkit.model.sample import Frame, Sample, Thread
@@ -62,7 +62,7 @@ def test_what_a_process_was_doing_is_of_the_first_round_that_gave_its_stack(
         frames = (Frame(function, "model.py", 1),)
         threads = (Thread("MainThread", 7, active=False, owns_gil=False, frames=frames),) if function else ()
         taken = [Sample(pid=7, threads=threads, problem="" if function else "py-spy did not end in time")]
-        monkeypatch.setattr(stack_evidence, "capture_all", lambda *_, taken=taken, **_how: taken)
+        monkeypatch.setattr(stacks, "capture_all", lambda *_, taken=taken, **_how: taken)
         capture_stacks([process], {7: report}, folder, tmp_path, 1.0, number)
     assert report.doing == ([f"{doing} (model.py:1)"] if doing else [])
     assert [bool(look.doing) for look in report.samples] == [bool(function) for function in rounds]

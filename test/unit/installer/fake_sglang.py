@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import json
 import sys
 import zipfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+from lanelib.porting import generate_lock
 from sglang_crashkit import __version__
 from sglang_crashkit.installer.environment import Environment, Kit
-from sglang_crashkit.installer.lockfile import Lock
-from sglang_crashkit.installer.lockgen import generate_lock
+from sglang_crashkit.installer.lock import Lock
+from sglang_crashkit.installer.patches import LOCK_NAME, PatchTree
 from sglang_crashkit.installer.record import format_row
-from sglang_crashkit.installer.resolver import LOCK_NAME, PatchTree
 
 RELEASE = "0.5.9"
 
@@ -105,10 +105,6 @@ def install(wheel: Path, site: Path, *, python: Path | None = None) -> Environme
     return Environment(python or Path(sys.executable), version, site / "sglang", dist_info, kit)
 
 
-def without_kit(environment: Environment) -> Environment:
-    return replace(environment, kit=None)
-
-
 def snapshot(folder: Path) -> dict[str, bytes]:
     """Return every file and folder below `folder`."""
     found = {}
@@ -129,5 +125,33 @@ def copy_tree(source: Path, target: Path) -> None:
             path.write_bytes(data)
 
 
-def is_root() -> bool:
-    return os.geteuid() == 0
+def to_first_schema(environment: Environment, lock: Lock, pristine: dict[str, bytes], phase: str = "applied") -> None:
+    """Turn a patched installation into what the kit's first version left: copies of the pristine files, and their rows.
+
+    Args:
+        environment: patched.
+        lock: of the kit that patched it.
+        pristine: path below the package → bytes.
+        phase: where that kit was.
+    """
+    files = lock.releases[RELEASE].files
+    state = {
+        "schema_version": 1,
+        "phase": phase,
+        "by": "apply",
+        "kit_version": "0.0.9",
+        "release": RELEASE,
+        "files": {path: {"pristine": f.pristine, "patched": f.patched, "was": None} for path, f in files.items()},
+        "record_rows": {"sglang/srt/new/third.py": None},
+        "folders": ["srt/new"],
+    }
+    info = environment.dist_info
+    (info / "sglang-crashkit.json").write_text(json.dumps(state))
+    rows = ""
+    for path in files:
+        if path in pristine:
+            copy = info / "sglang-crashkit-pristine" / path
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(pristine[path])
+            rows += format_row(copy.relative_to(environment.site).as_posix(), pristine[path])
+    (info / "RECORD").write_text(rows + (info / "RECORD").read_text())

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import sglang_crashkit
 from sglang_crashkit.cli import main as cli
-from sglang_crashkit.installer import session
+from sglang_crashkit.installer import environment as environment_module
+from sglang_crashkit.installer.apply import apply
+from sglang_crashkit.installer.environment import Kit
+from sglang_crashkit.installer.status import read_status
 from unit.installer.fake_sglang import PATCHES, install, make_kit, snapshot, write_wheel
 
-KIT_ROOT = Path(sglang_crashkit.__file__).parents[1]
-
 
 @pytest.fixture
-def venv(tmp_path) -> Path:
-    folder = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
-    return folder
-
-
-@pytest.fixture
-def site(venv, wheel) -> Path:
-    folder = next((venv / "lib").glob("python*/site-packages"))
-    install(wheel, folder)
-    (folder / "kit.pth").write_text(f"{KIT_ROOT}\n")
-    return folder
-
-
-@pytest.fixture
-def run(venv, tmp_path, kit, monkeypatch, capsys):
-    monkeypatch.setattr(session, "find_patch_root", lambda: kit.patches.root)
+def run(venv, kit, monkeypatch, capsys):
+    monkeypatch.setattr(environment_module, "find_patch_root", lambda: kit.patches.root)
 
     def run_command(name: str, *options: str) -> tuple[int, str, str]:
         code = cli.main([name, "--python", str(venv), *options])
@@ -72,41 +59,19 @@ def test_apply_status_and_revert_say_what_they_did(site, run):
     assert snapshot(site) == pristine
 
 
-def test_the_patched_installation_runs_as_patched(site, venv, run):
-    run("apply")
-    text = (
-        "import sglang.srt.first as first, sglang.srt.new.third as third; print(first.ExitCode.__name__, third.THIRD)"
-    )
-    done = subprocess.run([venv / "bin/python", "-c", text], check=False, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "ExitCode 3\n"
-    run("revert")
-    text = "import sglang.srt.first as first; print(hasattr(first, 'ExitCode'))"
-    done = subprocess.run([venv / "bin/python", "-c", text], check=False, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "False\n"
-
-
-def test_a_foreign_file_ends_apply_with_exit_code_4_and_status_names_it(site, run):
+def test_the_exit_codes(site, run, tmp_path):
     (site / "sglang/srt/first.py").write_text("mine\n")
     code, _, err = run("apply")
     assert code == 4
     assert "srt/first.py (foreign)" in err
     assert "next: keep your edit elsewhere, then uv pip install" in err
-    code, out, _ = run("status")
-    assert code == 0
-    assert "foreign  srt/first.py" in out
-
-
-def test_a_missing_sglang_ends_with_exit_code_3(venv, run):
+    assert "foreign  srt/first.py" in run("status")[1]
+    for path in site.glob("sglang*"):
+        shutil.rmtree(path)
     for name in ("apply", "revert", "status"):
         code, _, err = run(name)
-        assert code == 3
-        assert "has no SGLang installed" in err
-
-
-def test_an_unsupported_release_ends_with_exit_code_4_and_the_range(venv, site, run, tmp_path):
-    for path in site.glob("sglang*"):
-        subprocess.run(["rm", "-r", path], check=True, timeout=10)
-    install(write_wheel(tmp_path / "new", "0.5.99"), site)
+        assert (code, "has no SGLang installed" in err) == (3, True)
+    install(write_wheel(tmp_path / "next", "0.5.99"), site)
     code, _, err = run("apply")
     assert code == 4
     assert "SGLang 0.5.99 is not supported; supported are 0.5.9 to 0.5.9 (1 releases)" in err
@@ -114,15 +79,17 @@ def test_an_unsupported_release_ends_with_exit_code_4_and_the_range(venv, site, 
     code, out, _ = run("status", "--json")
     found = json.loads(out)
     assert (code, found["state"], found["supported"]) == (0, "unsupported", False)
+    assert found["next"].startswith("scripts/port_release 0.5.99")
+    assert "(not supported: 0.5.9 to 0.5.9 (1 releases) are)" in run("status")[1]
 
 
 def test_status_tells_each_state_apart(site, run, kit, other_kit, monkeypatch):
     run("apply")
-    monkeypatch.setattr(session, "find_patch_root", lambda: other_kit.patches.root)
+    monkeypatch.setattr(environment_module, "find_patch_root", lambda: other_kit.patches.root)
     assert state(run) == "outdated"
     assert "patched with other patches, by kit" in run("status")[1]
-    state_file = site / "sglang-0.5.9.dist-info/sglang-crashkit.json"
-    state_file.write_text(state_file.read_text().replace('"applied"', '"applying"'))
+    manifest = site / "sglang-0.5.9.dist-info/sglang-crashkit.json"
+    manifest.write_text(manifest.read_text().replace('"applied"', '"applying"'))
     assert state(run) == "interrupted"
     assert "cut off while applying; apply or revert finishes it" in run("status")[1]
     assert run("apply")[1].splitlines()[0].endswith("is patched; a change that was cut off is finished:")
@@ -131,6 +98,28 @@ def test_status_tells_each_state_apart(site, run, kit, other_kit, monkeypatch):
     assert state(run) == "patched"  # the other kit does not touch that file
     (site / "sglang/srt/first.py").unlink()
     assert state(run) == "missing"
+
+
+def test_the_next_command_fits_the_state(environment, kit, other_kit):
+    def next_step(lock=kit.lock, **changes):
+        return read_status(replace(environment, **changes), lock).next_step
+
+    assert next_step() == f"sglang-crashkit apply --python {environment.python}"
+    assert next_step(kit=None) == environment.install_kit
+    other = Kit("9.9", environment.site, {}, only_by_python_path=False)
+    assert next_step(kit=other) == environment.install_kit
+    assert "kit      9.9 in" in (text := "\n".join(read_status(replace(environment, kit=other), kit.lock).lines()))
+    assert ", another one" in text
+    apply(environment, kit.patches, kit.lock)
+    assert next_step() is None
+    assert next_step(other_kit.lock).startswith("sglang-crashkit apply")
+    assert next_step(replace(kit.lock, releases={})).startswith("sglang-crashkit revert")
+    (environment.package / "srt/first.py").write_text("mine\n")
+    status = read_status(environment, kit.lock)
+    assert status.next_step == environment.reinstall
+    assert "state    foreign: 1 neither upstream's nor the kit's" in "\n".join(status.lines())
+    fields = {"python", "sglang_version", "state", "files", "next", "supported_range", "schema_version", "phase"}
+    assert fields | {"patched_by", "patched_with_kit", "kit_version", "kit_version_there"} <= status.to_json().keys()
 
 
 def test_pip_uninstalls_a_patched_sglang_without_leaving_anything(site, venv, run):
@@ -147,10 +136,9 @@ def test_pip_uninstalls_a_patched_sglang_without_leaving_anything(site, venv, ru
 
 
 def test_wheel_builds_both_wheels_and_says_how_to_install_them(tmp_path, capsys, monkeypatch):
-
     made = write_wheel(tmp_path / "in")
     kit = make_kit(tmp_path / "kit-patches", made, PATCHES)
-    monkeypatch.setattr("sglang_crashkit.installer.resolver.find_patch_root", lambda: kit.patches.root)
+    monkeypatch.setattr("sglang_crashkit.installer.patches.find_patch_root", lambda: kit.patches.root)
     out = tmp_path / "out"
     assert cli.main(["wheel", str(made), "--out", str(out)]) == 0
     version = sglang_crashkit.__version__

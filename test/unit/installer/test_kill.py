@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.installer.files import FileOps
-from sglang_crashkit.installer.operations import apply, revert
-from sglang_crashkit.installer.tree import Overall, read_tree
-from unit.installer.fake_sglang import copy_tree, install, snapshot
+from sglang_crashkit.installer.apply import apply, revert
+from sglang_crashkit.installer.status import Overall, read_tree
+from unit.installer.fake_sglang import FILES, copy_tree, install, snapshot, to_first_schema
+from unit.installer.steps import kill_at, run_in_child
 
 
 def placed(environment, site: Path):
@@ -27,20 +26,7 @@ def run_and_kill(environment, kit, action, step: int) -> bool:
     Returns:
         Whether it was killed; False where it ended before that step.
     """
-    child = os.fork()
-    if child == 0:
-        counter = iter(range(10_000))
-
-        def kill_at(_step: str) -> None:
-            if next(counter) == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        try:
-            action(environment, kit.patches, kit.lock, ops=FileOps(kill_at))
-            os._exit(0)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
+    status = run_in_child(lambda: action(environment, kit.patches, kit.lock), environment.site, kill_at(step))
     assert os.WIFSIGNALED(status) or os.waitstatus_to_exitcode(status) == 0
     return os.WIFSIGNALED(status)
 
@@ -60,7 +46,10 @@ class Scene:
         copy_tree(self.environment.site, self.folder / "pristine")
         apply(self.environment, other_kit.patches, other_kit.lock)
         copy_tree(self.environment.site, self.folder / "outdated")
-        self.outdated = snapshot(self.environment.site)
+        self.outdated = [snapshot(self.environment.site)]
+        to_first_schema(self.environment, other_kit.lock, FILES)
+        copy_tree(self.environment.site, self.folder / "first schema")
+        self.outdated.append(snapshot(self.environment.site))
         self.count = 0
 
     def fresh(self, state: str | Path):
@@ -79,7 +68,7 @@ class Scene:
         elif overall is Overall.INTERRUPTED:
             assert "sglang-0.5.9.dist-info/sglang-crashkit.json" in found
         else:
-            assert found == {Overall.PRISTINE: self.pristine, Overall.OUTDATED: self.outdated}[overall]
+            assert found in {Overall.PRISTINE: [self.pristine], Overall.OUTDATED: self.outdated}[overall]
 
     def check_finish(self, environment) -> None:
         """Check that both commands finish the tree, each to the exact bytes."""
@@ -107,7 +96,15 @@ def test_a_kill_while_a_later_kit_patches_fewer_files_can_be_finished(shrinking_
 
 
 @pytest.mark.parametrize(
-    ("start", "action"), [("pristine", apply), ("patched", revert), ("outdated", apply), ("outdated", revert)]
+    ("start", "action"),
+    [
+        ("pristine", apply),
+        ("patched", revert),
+        ("outdated", apply),
+        ("outdated", revert),
+        ("first schema", apply),
+        ("first schema", revert),
+    ],
 )
 def test_a_kill_at_any_step_leaves_a_tree_that_can_be_finished(scene, start, action):
     kill_at_every_step(scene, start, action)
@@ -128,7 +125,7 @@ def kill_at_every_step(scene: Scene, start: str, action) -> None:
 def test_kills_one_after_another_leave_a_tree_that_can_be_finished(scene):
     chance = random.Random(20261121)
     for _ in range(40):
-        environment = scene.fresh(chance.choice(["pristine", "patched", "outdated"]))
+        environment = scene.fresh(chance.choice(["pristine", "patched", "outdated", "first schema"]))
         for _ in range(chance.randint(2, 4)):
             kit = chance.choice([scene.kit, scene.other_kit])
             run_and_kill(environment, kit, chance.choice([apply, revert]), chance.randint(0, 60))

@@ -7,18 +7,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import pytest
 
 from sglang_crashkit.settings import SPOOL_VARIABLE
 from sglang_crashkit.srt import exception_record
-from sglang_crashkit.srt.exception_record import tell_exception
+from sglang_crashkit.srt.exception_record import find_batch, find_configuration, find_prompts, tell_exception
 from sglang_crashkit.srt.managers.data_parallel_controller import on_controller_exception
 from sglang_crashkit.srt.managers.detokenizer_manager import on_detokenizer_exception
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
-from sglang_crashkit.srt.readiness import StartupError
+from sglang_crashkit.srt.startup import StartupError
 from unit.srt.conftest import Listener
 
 
@@ -127,7 +127,7 @@ def test_any_exception_can_be_told(listener: Listener, error: BaseException, mes
 def test_without_a_handler_nothing_is_written_and_nothing_waited_for(short_folder: Path) -> None:
     started = time.monotonic()
     hit(ValueError("odd"))
-    assert time.monotonic() - started < exception_record.PHOTOGRAPH_WAIT_SECS
+    assert time.monotonic() - started < exception_record.CAPTURE_WAIT_SECS
     assert list(short_folder.iterdir()) == []
 
 
@@ -147,8 +147,8 @@ def test_a_spool_that_is_gone_does_not_silence_the_rank(listener: Listener, monk
 def test_a_handler_that_does_not_answer_holds_the_rank_for_two_seconds_at_most(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert exception_record.PHOTOGRAPH_WAIT_SECS <= 2.0
-    monkeypatch.setattr(exception_record, "PHOTOGRAPH_WAIT_SECS", 0.2)
+    assert exception_record.CAPTURE_WAIT_SECS <= 2.0
+    monkeypatch.setattr(exception_record, "CAPTURE_WAIT_SECS", 0.2)
     listener.process.send_signal(signal.SIGSTOP)
     started = time.monotonic()
     hit(ValueError("odd"))
@@ -171,3 +171,81 @@ def test_secrets_and_prompts_are_taken_out_of_the_exception(listener: Listener, 
     text = json.dumps(read_record(short_folder))
     assert "S3CRET" not in text
     assert "canary" not in text
+
+
+class Worker:
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+    def work(self) -> None:
+        raise ValueError("x")
+
+
+def trace_of(action: Callable[[], None]) -> TracebackType | None:
+    try:
+        action()
+    except ValueError:
+        return sys.exc_info()[2]
+    return None
+
+
+def request(text: Any) -> SimpleNamespace:
+    return SimpleNamespace(origin_input_text=text)
+
+
+def test_the_batch_is_the_first_one_on_the_traceback() -> None:
+    batch = SimpleNamespace(reqs=[])
+    inner = Worker(running_batch=batch)
+    outer = Worker()
+    outer.work = inner.work  # type: ignore[method-assign]
+    assert find_batch(trace_of(lambda: outer.work())) == (inner, batch)
+    assert find_batch(trace_of(Worker().work)) == (None, None)
+    assert find_batch(None) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["cur_batch", "cur_batch_for_debug"])
+def test_the_batch_at_work_comes_before_the_one_that_is_decoded_by_turns(name: str) -> None:
+    prefill, decode = SimpleNamespace(reqs=[request("new")]), SimpleNamespace(reqs=[request("old")])
+    scheduler = Worker(**{"running_batch": decode, name: prefill})
+    assert find_batch(trace_of(scheduler.work)) == (scheduler, prefill)
+    assert find_prompts(trace_of(scheduler.work)) == ["new"]
+    idle = Worker(**{"running_batch": decode, name: None})
+    assert find_batch(trace_of(idle.work)) == (idle, decode)
+
+
+def test_the_configuration_is_an_argument_or_an_objects() -> None:
+    def run_scheduler_process(server_args: object) -> None:
+        raise ValueError("x")
+
+    assert find_configuration(trace_of(lambda: run_scheduler_process("args"))) == "args"
+    assert find_configuration(trace_of(Worker(server_args="its own").work)) == "its own"
+    assert find_configuration(trace_of(Worker().work)) is None
+
+
+def test_prompts_are_those_of_the_batch_the_queue_and_the_tokenizer() -> None:
+    scheduler = Worker(
+        cur_batch=SimpleNamespace(reqs=[request("one"), request(None), SimpleNamespace()]),
+        waiting_queue=[request("two"), request("")],
+    )
+    assert find_prompts(trace_of(scheduler.work)) == ["one", "two"]
+    states = {n: SimpleNamespace(obj=SimpleNamespace(text=text)) for n, text in enumerate([["a", "b"], "c", None, 5])}
+    assert find_prompts(trace_of(Worker(rid_to_state=states | {9: object()}).work)) == ["a", "b", "c"]
+    assert find_prompts(trace_of(Worker().work)) == []
+
+
+def test_a_request_at_hand_has_a_prompt_too() -> None:
+    class Awkward:
+        @property
+        def text(self) -> str:
+            raise RuntimeError
+
+    def dispatch(received: object, _other: object) -> None:
+        raise ValueError(f"Invalid object: {received}")
+
+    asked = SimpleNamespace(input_text="tell me", text=None)
+    assert find_prompts(trace_of(lambda: dispatch(asked, Awkward()))) == ["tell me"] * 2
+
+
+def test_prompts_are_not_without_end() -> None:
+    scheduler = Worker(waiting_queue=[request(f"prompt {n}") for n in range(1000)])
+    assert len(find_prompts(trace_of(scheduler.work))) == 64

@@ -3,6 +3,8 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt import hooks
 from unit.srt.conftest import Listener
+from unit.waiting import LONG
 
 
 def test_a_hook_never_raises_and_says_what_went_wrong(caplog: pytest.LogCaptureFixture) -> None:
@@ -73,3 +76,36 @@ def test_what_cannot_be_sent_is_not_sent(listener: Listener, monkeypatch: pytest
     assert not hooks.notify("event")
     monkeypatch.setenv(SOCKET_VARIABLE, str(Path(__file__)))
     assert not hooks.notify("event")
+
+
+HEAD = "from sglang_crashkit.srt import hooks\n"
+
+
+def test_a_reader_of_standard_error_that_reads_nothing_holds_nobody_up() -> None:
+    code = HEAD + "hooks.say(b'x' * 200_000)\nprint('on')"
+    reader, writer = os.pipe()
+    try:
+        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=writer, timeout=LONG)
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert done.stdout == b"on\n"
+
+
+def test_a_line_is_one_line_and_is_cut() -> None:
+    code = HEAD + "hooks.say_line('a\\nb\\x1b[31m\\udcff')\nhooks.say_line('x' * 10_000)"
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, timeout=LONG, text=True)
+    first, second = done.stderr.splitlines()
+    assert first == "crash kit: a b [31m "
+    assert len(second) == 4000
+
+
+def test_a_line_that_nobody_reads_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = HEAD + "hooks.say_line('x')\nprint('on')"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=writer, timeout=LONG)
+    finally:
+        os.close(writer)
+    assert done.stdout == b"on\n"

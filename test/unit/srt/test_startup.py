@@ -1,10 +1,9 @@
-"""The hooks that wait for ranks, called as upstream's launcher and its data-parallel controller call them."""
+"""The wait for ranks: what it says on a clock of its own, and the hooks that begin it, with real processes."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -13,26 +12,125 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit.kernel import cgroup
 from sglang_crashkit.settings import LAUNCH_VARIABLE
-from sglang_crashkit.srt import startup
+from sglang_crashkit.srt import startup, supervisor
 from sglang_crashkit.srt.entrypoints.engine import on_wait_for_scheduler_ready
 from sglang_crashkit.srt.managers import data_parallel_controller as hooks
-from sglang_crashkit.srt.readiness import StartupError
+from sglang_crashkit.srt.startup import Startup, StartupError
+from sglang_crashkit.srt.supervisor import Child
+from unit.locked_memory import locked_process
 from unit.srt.conftest import Listener
+from unit.srt.fake_ranks import READY, FakeClock, FakeRank
 from unit.srt.fake_scheduler import scheduler
-from unit.waiting import LONG, wait_until
+from unit.waiting import LONG, child, descriptors, wait_until
 
 CONTEXT = multiprocessing.get_context("fork")
 #: As the controller's: a process has no pipes but its own.
 SPAWN = multiprocessing.get_context("spawn")
 TIMEOUT = "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS"
+READY_1 = [(1.0, "ready")]
+DIED = "died during initialization (exit code: "
 
 
-def upstream_wait(scheduler_pipe_readers: Any, scheduler_procs: Any) -> Any:
-    return "upstream's"
+def run(*scripts: list[tuple[float, Any]], **options: Any) -> tuple[FakeClock, list[Any]]:
+    """Wait for one rank for each script, on a clock of its own."""
+    clock = FakeClock()
+    ranks = [FakeRank(number, clock, *script) for number, script in enumerate(scripts)]
+    return clock, Startup([rank.child() for rank in ranks], clock=clock, **options).run()
 
 
-wait_for_scheduler_ready = on_wait_for_scheduler_ready(upstream_wait)
+def fail(*scripts: list[tuple[float, Any]], **options: Any) -> StartupError:
+    with pytest.raises(StartupError) as caught:
+        run(*scripts, **options)
+    return caught.value
+
+
+def test_what_the_ranks_sent_comes_in_the_order_of_the_ranks() -> None:
+    clock, infos = run([(3.0, "ready")], [(1.0, "ready")], [(2.0, "ready")])
+    assert infos == [READY | {"rank": number} for number in range(3)]
+    assert clock.time == 1003.0
+
+
+@pytest.mark.parametrize(
+    ("scripts", "kind", "said"),
+    [
+        ([[], [(5.0, -9)]], "died", [f"Rank 1 scheduler {DIED}-9)", "5.1 s after", "not ready: Rank 0 scheduler."]),
+        ([[(1.0, "ready"), (5.0, -15)], []], "died", [f"Rank 0 scheduler {DIED}-15)", "was killed by SIGTERM"]),
+        ([READY_1, [(1.0, "ready"), (1.0, 0)]], "died", [f"Rank 1 scheduler {DIED}0)"]),
+        ([[], [(5.0, 7)]], "died", [f"{DIED}7)", "ended with exit status 7"]),
+        ([[(2.0, "begin")], [(5.0, -9)]], "died", [f"Rank 1 scheduler {DIED}-9)"]),
+        (
+            [[(5.0, -15)], [], [(5.0, -9)]],
+            "died",
+            [f"Rank 0 scheduler and Rank 2 scheduler {DIED}-15, -9).", "at the same moment as the first."],
+        ),
+        ([[(5.0, -9)], [(5.01, -9)]], "died", [f"Rank 0 scheduler and Rank 1 scheduler {DIED}-9, -9).", ", first."]),
+        ([[], [(5.0, "close")]], "closed", ["closed its pipe before it was ready, and its process lives"]),
+        ([[], [(5.0, "text")]], "garbled", ["without a status, of type str"]),
+        ([[], [(5.0, {"state": "ready"})]], "garbled", ["without a status, of type dict"]),
+        (
+            [[], [(5.0, "garble")]],
+            "garbled",
+            ["Rank 1 scheduler (sglang::scheduler_TP1, pid", "cannot be read (ValueError: invalid load key"],
+        ),
+        ([[(2.0, "begin")], []], "garbled", ["Rank 0 scheduler (sglang::", "did not finish it within 10 s"]),
+        (
+            [[], [(5.0, {"status": "error"})]],
+            "failed",
+            ["Initialization failed. Please see the error messages above. Rank 1 scheduler", "reported status 'error'"],
+        ),
+    ],
+)
+def test_one_that_will_not_get_ready_ends_the_wait(
+    scripts: list[Any], kind: str, said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    error = fail(*scripts)
+    assert error.kind == kind
+    assert all(words in str(error) for words in said), str(error)
+    assert f"crash kit: {error}" in caplog.text
+
+
+def test_silence_is_reported_less_and_less_often_and_ends_at_the_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(TIMEOUT, "600")
+    text = str(fail(READY_1, []))
+    assert text.startswith(f"Rank 1 scheduler not ready within 600 s ({TIMEOUT}). Rank 1 scheduler (sglang::")
+    assert text.endswith("Ready: Rank 0 scheduler.")
+    reports = [record.message for record in caplog.records if "not ready after" in record.message]
+    assert [words.split(" s:")[0].split()[-1] for words in reports] == ["30", "90", "210", "450"]
+    assert "1 of 2 (Rank 1 scheduler (sglang::" in reports[0]
+    assert reports[0].endswith(": gone); ready: Rank 0 scheduler")
+
+
+def test_without_a_limit_it_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TIMEOUT, "0")
+    assert run([(1e6, "ready")])[1]
+
+
+def test_the_time_that_was_waited_before_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TIMEOUT, "600")
+    assert " not ready within 600 s" in str(fail([(2.0, "ready")], waited_secs=599.0))
+
+
+def test_children_may_come_later_and_without_a_pipe() -> None:
+    clock, children = FakeClock(), list[Child]()
+    ranks = [FakeRank(0, clock, (1.0, "ready")), FakeRank(1, clock, (3.0, "ready"), (9.0, 3))]
+
+    def all_known() -> bool:
+        if clock.time > 1002.0 and len(children) == 1:
+            children.append(ranks[1].child(is_waited_for=False))
+        return len(children) == 2
+
+    children.append(ranks[0].child())
+    assert len(Startup(children, all_known, clock=clock).run()) == 1
+    clock.time = 1010.0
+    with pytest.raises(StartupError, match=rf"^Rank 1 scheduler {DIED[:4]}"):
+        Startup(children, clock=clock).run()
+
+
+# -- real processes
 
 
 @pytest.fixture
@@ -58,16 +156,24 @@ def launch(started: list[Any], *behaviours: str) -> tuple[list[Any], list[Any]]:
     return readers, processes
 
 
+@on_wait_for_scheduler_ready
+def wait_for_scheduler_ready(scheduler_pipe_readers: Any, scheduler_procs: Any) -> Any:
+    return "upstream's"
+
+
 def test_the_launcher_gets_what_the_ranks_sent(started):
     readers, processes = launch(started, "ready", "ready")
+    before = set(descriptors())
     infos = wait_for_scheduler_ready(readers, processes)
     assert [info["title"] for info in infos] == ["sglang::scheduler_TP0", "sglang::scheduler_TP1"]
+    assert set(descriptors()) <= before
 
 
 def test_a_death_is_raised_when_the_incident_is_whole(started, listener: Listener, caplog):
     readers, processes = launch(started, "silent", "dies")
-    with pytest.raises(RuntimeError, match=r"Rank 1 scheduler died during initialization \(exit code: -9\)"):
+    with pytest.raises(RuntimeError, match=r"Rank 1 scheduler died during initialization \(exit code: -9\)") as caught:
         wait_for_scheduler_ready(scheduler_pipe_readers=readers, scheduler_procs=processes)
+    assert f"Rank 1 scheduler (sglang::scheduler_TP1, pid {processes[1].pid}) was killed by" in str(caught.value)
     heard = listener.heard_but_members()
     assert heard["event"] == "launch_failed"
     assert heard["message"].startswith("Rank 1 scheduler died")
@@ -75,6 +181,8 @@ def test_a_death_is_raised_when_the_incident_is_whole(started, listener: Listene
     assert heard["exit_codes"] == {str(processes[1].pid): -9}
     assert [record.message.split(":")[0] for record in caplog.records] == ["crash kit", "crash kit"]
     assert "incident /incident" in caplog.records[1].message
+    # The crash handler reads of the zombie how it ended.
+    assert os.waitid(os.P_PID, processes[1].pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
 def test_silence_beyond_the_limit_is_an_incident(started, listener: Listener, monkeypatch):
@@ -86,19 +194,45 @@ def test_silence_beyond_the_limit_is_an_incident(started, listener: Listener, mo
     assert listener.heard_but_members()["event"] == "startup_timeout"
 
 
-def test_a_death_without_a_crash_handler_is_raised(started):
-    readers, processes = launch(started, "silent", "dies")
-    with pytest.raises(RuntimeError, match="Rank 1 scheduler died"):
-        wait_for_scheduler_ready(readers, processes)
+@pytest.mark.parametrize("grown", [0, 1])
+def test_without_descriptors_left_the_sentinels_do(started, tmp_path, monkeypatch, grown: int):
+    events = tmp_path / "memory.events"
+    events.write_text(f"oom_kill {3 + grown}\n")
+    monkeypatch.setattr(cgroup, "find_counter", lambda pid: cgroup.OomCounter(events, 3))
+    monkeypatch.setattr(os, "pidfd_open", lambda _pid: os.open("/nonexistent", os.O_RDONLY))
+    said = [r"its memory cgroup counts no OOM kill since", rf"{events} counts 1 OOM kill\(s\) since"][grown]
+    with pytest.raises(RuntimeError, match=rf"Rank 1 scheduler died .* \({said} the wait began\)"):
+        wait_for_scheduler_ready(*launch(started, "silent", "dies"))
 
 
-def test_a_switched_off_kit_leaves_the_wait_to_upstream(started, monkeypatch):
-    monkeypatch.setenv("SGLANG_CRASHKIT_ENABLED", "0")
-    assert wait_for_scheduler_ready(*launch(started, "ready")) == "upstream's"
+def test_a_title_that_does_not_come_in_time_is_given_up(tmp_path):
+    with locked_process(tmp_path, title="sglang::scheduler_TP0") as target:
+        found = Child("Rank 0 scheduler", target.pid)
+        found.look_up_title()
+        assert (found.has_title, found.label()) == (True, f"Rank 0 scheduler (pid {target.pid})")
 
 
-def test_stand_ins_for_processes_are_left_to_upstream():
-    assert wait_for_scheduler_ready([object()], [object()]) == "upstream's"
+@pytest.mark.parametrize(("title", "known"), [("sglang::scheduler_TP0", True), ("python", False), (None, False)])
+def test_a_title_is_taken_of_a_living_process_that_sglang_gave_it(title: str | None, known: bool):
+    with child("ready(); pause()", title=title or "sglang::scheduler_TP0") as process:
+        if title is None:
+            process.kill()
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        found = Child("Rank 0 scheduler", process.pid)
+        found.look_up_title()
+        words = f"{title}, " if known else ""
+        assert (found.has_title, found.label()) == (known, f"Rank 0 scheduler ({words}pid {process.pid})")
+
+
+@pytest.mark.parametrize("stand_ins", [False, True])
+def test_what_is_left_to_upstream(started, monkeypatch, stand_ins: bool):
+    if not stand_ins:
+        monkeypatch.setenv("SGLANG_CRASHKIT_ENABLED", "0")
+    pipes, processes = ([object()], [object()]) if stand_ins else launch(started, "ready")
+    assert wait_for_scheduler_ready(pipes, processes) == "upstream's"
+    events = [threading.Event()]
+    assert stand_ins or hooks.on_scheduler_groups(SimpleNamespace(), events) is events
+    assert hooks.on_scheduler_group_started(SimpleNamespace(), pipes) is pipes
 
 
 class Controller:
@@ -157,27 +291,9 @@ def test_the_controller_gets_what_the_ranks_of_each_group_sent(started):
 
 def test_a_rank_that_dies_in_one_group_ends_the_controllers_wait(started):
     controller = Controller(started, {0: ["ready"], 1: ["dies"]})
-    began = time.monotonic()
-    with pytest.raises(StartupError) as caught:
+    with pytest.raises(StartupError, match=r"^DP1 Rank 0 scheduler died during initialization \(exit code: -9\)\."):
         controller.launch_dp_schedulers()
-    assert time.monotonic() - began < LONG / 2
-    assert str(caught.value).startswith("DP1 Rank 0 scheduler died during initialization (exit code: -9).")
     assert controller.infos == {}
-
-
-def test_a_rank_that_was_ready_and_dies_while_another_group_loads_is_named(started):
-    controller = Controller(started, {0: ["ready"], 1: ["silent"]})
-
-    def kill() -> None:
-        wait_until(lambda: len(started) == 2, "both were started")
-        time.sleep(0.3)
-        for process in started:
-            if process in controller.scheduler_procs[:1]:
-                os.kill(process.pid, signal.SIGKILL)
-
-    threading.Thread(target=kill, daemon=True).start()
-    with pytest.raises(StartupError, match=r"^DP\d Rank 0 scheduler died"):
-        controller.launch_dp_schedulers()
 
 
 def test_a_group_that_cannot_be_started_ends_the_controllers_wait(started, caplog):
@@ -188,9 +304,6 @@ def test_a_group_that_cannot_be_started_ends_the_controllers_wait(started, caplo
 
 
 def test_one_group_for_all_ranks_is_waited_for_where_it_is_started(started):
-    controller = Controller(started, {0: ["ready", "ready"]})
-    controller.launch_tensor_parallel_group(None, None, 0, None)
-    assert len(controller.infos[None]) == 2
     controller = Controller(started, {0: ["ready", "dies"]})
     with pytest.raises(StartupError, match=r"^Rank 1 scheduler died"):
         controller.launch_tensor_parallel_group(None, None, 0, None)
@@ -204,31 +317,21 @@ def test_schedulers_that_the_launcher_started_are_watched_by_pidfd(started):
         hooks.on_scheduler_group_started(controller, readers)
 
 
-def test_a_controller_that_waits_too_long_tells_the_crash_handler(started, listener: Listener, monkeypatch):
-    # Long enough for an interpreter's start on a loaded machine.
-    monkeypatch.setenv(TIMEOUT, "8")
+def test_a_controller_speaks_before_the_launching_process_which_knows_less(started, listener, monkeypatch):
     monkeypatch.setenv("SGLANG_CRASHKIT_BUDGET_SECS", "0.2")
-    controller = Controller(started, {0: ["ready"], 1: ["silent"]})
-    with pytest.raises(StartupError, match=r"^DP1 Rank 0 scheduler not ready within 8 s"):
-        controller.launch_dp_schedulers()
-    assert listener.heard_but_members()["event"] == "startup_timeout"
-
-
-def test_a_controller_speaks_before_the_launching_process_which_knows_less(started, monkeypatch):
     monkeypatch.setenv(TIMEOUT, "600")
+    # Two seconds less are left to it.
     monkeypatch.setenv(LAUNCH_VARIABLE, str(time.monotonic() - 599))
     controller = Controller(started, {0: ["ready"], 1: ["silent"]})
-    began = time.monotonic()
     with pytest.raises(StartupError, match=r" not ready within 600 s"):
         controller.launch_dp_schedulers()
-    assert time.monotonic() - began < LONG
+    assert listener.heard_but_members()["event"] == "startup_timeout"
     # Schedulers that join later have all the time that there is.
     assert startup.launched_at() is None
 
 
-def test_a_switched_off_kit_leaves_the_controller_to_upstream(started, monkeypatch):
-    monkeypatch.setenv("SGLANG_CRASHKIT_ENABLED", "0")
-    readers, _processes = launch(started, "ready")
-    events = [threading.Event()]
-    assert hooks.on_scheduler_groups(SimpleNamespace(), events) is events
-    assert hooks.on_scheduler_group_started(SimpleNamespace(), readers) is readers
+def test_what_is_below_a_silent_controller_is_told(monkeypatch):
+    monkeypatch.setattr(supervisor.procfs, "read_status", lambda _pid: {"State": "S (sleeping)"})
+    with child("ready(); pause()", title="sglang::scheduler_DP0") as below:
+        found = startup._state(Child("", os.getpid(), title="sglang::data_parallel_controller"))
+        assert f"below it sglang::scheduler_DP0 (pid {below.pid}, S)" in found

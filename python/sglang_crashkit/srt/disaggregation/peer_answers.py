@@ -4,19 +4,23 @@ SGLang itself learns of a lost prefill server by a heartbeat, after 5 to 10 s; o
 sends to it: a request that waits to be asked for by a decode server waits for 300 s
 (``SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT``) and nothing says why. The crash handler holds a connection to each peer; a
 thread of the scheduler, which sleeps until it is asked, says which peers there are and which requests wait for them.
-What becomes of the requests is left to SGLang. See `core.peer_report` for the words.
+What becomes of the requests is left to SGLang. See `model.peer_report` for the words.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
 
 from sglang_crashkit.model.incident import iso_time
 from sglang_crashkit.model.peer_report import (
@@ -27,17 +31,83 @@ from sglang_crashkit.model.peer_report import (
     read_question,
     waiting_answers,
 )
-from sglang_crashkit.model.peers import LostPeer
+from sglang_crashkit.model.peers import LostPeer, Role, WaitingRequest
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
-from sglang_crashkit.srt.disaggregation.view import PeerView
 from sglang_crashkit.srt.hooks import never_raises, notify
 
 logger = logging.getLogger(__name__)
+
+#: No more requests than this are looked at, so that a look stays short.
+MOST_REQUESTS = 2048
+
+#: The requests that wait, by the name of the peer; None stands for one that is not known.
+Waiting = Mapping[str | None, Sequence[WaitingRequest]]
 
 #: A handler that takes no answer for this long, in seconds, gets none.
 _SEND_SECS = 2
 #: The answers end when they fail this often in a row.
 _ENOUGH_FAILURES = 3
+_current_lock = threading.Lock()
+
+
+class PeerView(ABC):
+    """SGLang's own tables, as one of its queues has them.
+
+    Args:
+        queue: the queue; it is not kept alive.
+
+    Attributes:
+        role: what the peers do.
+    """
+
+    role: Role
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = weakref.ref(queue)
+        self._seen: tuple[list[Any], Set[str]] = [], frozenset()
+        self._known = KnownPeers()
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this rank tells of the peers for its group, all of whose ranks work with the same servers.
+
+        Each of the others speaks to its counterparts there, and has the same requests. A replica has a lead of its own.
+        """
+        manager = getattr(self._queue(), "kv_manager", None)
+        return not any(getattr(manager, name, 0) for name in ("attn_tp_rank", "attn_cp_rank", "pp_rank"))
+
+    def known(self) -> KnownPeers | None:
+        """Return the peers that are known now; None once the queue is gone."""
+        queue = self._queue()
+        if queue is None:
+            return None
+        table, names = self._tables_of(queue)
+        entries = list(table.values())
+        before, names_before = self._seen
+        # SGLang replaces an entry and changes none. That most often nothing has changed costs next to nothing to see,
+        # as the scheduler cannot go on meanwhile.
+        is_same = len(entries) == len(before) and all(map(operator.is_, entries, before)) and names == names_before
+        if not is_same:
+            self._known = self._known_from(table, names)
+            self._seen = entries, names
+        return self._known
+
+    def waiting(self) -> Waiting | None:
+        """Return the requests that wait now; None once the queue is gone."""
+        queue = self._queue()
+        return None if queue is None else self._waiting_in(queue)
+
+    @abstractmethod
+    def _tables_of(self, queue: Any) -> tuple[Mapping[str, Any], Set[str]]:
+        """Return copies of the table of peers that the ``kv_manager`` of `queue` has, and of the names beside it."""
+
+    @abstractmethod
+    def _known_from(self, table: Mapping[str, Any], names: Set[str]) -> KnownPeers:
+        """Return what the tables say."""
+
+    @abstractmethod
+    def _waiting_in(self, queue: Any) -> Waiting:
+        """Return the requests that wait in `queue`."""
 
 
 class PeerAnswers:
@@ -139,7 +209,6 @@ class _GoneError(Exception):
 
 
 _current: list[PeerAnswers] = []
-_current_lock = threading.Lock()
 
 
 def replace(view: PeerView) -> None:

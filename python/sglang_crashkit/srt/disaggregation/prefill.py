@@ -13,8 +13,7 @@ from typing import Any
 
 from sglang_crashkit.model.peer_report import KnownPeers
 from sglang_crashkit.model.peers import PeerProcess, Role, WaitingRequest
-from sglang_crashkit.srt.disaggregation.peer_answers import replace
-from sglang_crashkit.srt.disaggregation.view import MOST_REQUESTS, PeerView, Waiting
+from sglang_crashkit.srt.disaggregation.peer_answers import MOST_REQUESTS, PeerView, Waiting, replace
 from sglang_crashkit.srt.hooks import never_raises
 
 #: What the backends call the tensor-parallel rank of a decode rank.

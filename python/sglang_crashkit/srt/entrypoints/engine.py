@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.exit_status import ServerExit, status_of_exit
 from sglang_crashkit.settings import Settings
-from sglang_crashkit.srt import child_watch, crash_exit, follower, handler_process, startup
+from sglang_crashkit.srt import crash_exit, handler_process, startup, supervisor
 from sglang_crashkit.srt.arming import arm_server
-from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, register_workers, request
-from sglang_crashkit.srt.readiness import StartupError
+from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, request
 from sglang_crashkit.srt.server_args import set_crash_dump_env, withdraw_crash_dump_env
-from sglang_crashkit.srt.startup_report import Member
+from sglang_crashkit.srt.startup import Startup, StartupError
+from sglang_crashkit.srt.supervisor import STATUS_SECS, Child, Clock, Supervisor
+from sglang_crashkit.srt.utils.common import end_after_crash
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ def on_engine_launch(server_args: Any) -> None:
             arm_server()
         finally:
             # Where the handler did not start it is needed at once.
-            child_watch.ensure(follows=_follows)
+            supervisor.begin(follows=_follows)
 
 
 def on_launch_phase_sigquit(handler: Handler) -> Handler:
@@ -76,21 +78,21 @@ def on_wait_for_scheduler_ready(wait: Handler) -> Handler:
 
     @functools.wraps(wait)
     def wrapper(scheduler_pipe_readers: Sequence[Any], scheduler_procs: Sequence[Any]) -> Any:
-        if not startup.is_on():
+        if not Settings.from_environ().enabled:
             return wait(scheduler_pipe_readers, scheduler_procs)
-        register_workers(scheduler_procs)
+        supervisor.register(scheduler_procs)
         can_watch = startup.can_watch(scheduler_pipe_readers, scheduler_procs)
         if not can_watch:
             infos = wait(scheduler_pipe_readers, scheduler_procs)
         else:
             try:
-                infos = startup.await_ready(_members(scheduler_pipe_readers, scheduler_procs))
+                infos = Startup(_children(scheduler_pipe_readers, scheduler_procs)).run()
             except StartupError as error:
                 crash_exit.end_by_status(error, startup.report(error))
                 raise
         crash_exit.note_started()
         if _follows and can_watch:
-            follower.watch_local_schedulers(scheduler_procs)
+            _follow(scheduler_procs)
         return infos
 
     return _then_withdraw_crash_dump_env(wrapper)  # type: ignore[return-value]
@@ -109,15 +111,15 @@ def _then_withdraw_crash_dump_env(wait: Callable[..., Any]) -> Callable[..., Any
     return wrapper
 
 
-def _members(readers: Sequence[Any], processes: Sequence[Any]) -> list[Member]:
+def _children(readers: Sequence[Any], processes: Sequence[Any]) -> list[Child]:
     # Processes beyond the pipes are those that the data-parallel controller speaks for; their order is not their rank.
     is_rank = len(readers) == len(processes)
-    members = []
+    children = []
     for position in range(max(len(readers), len(processes))):
         reader = readers[position] if position < len(readers) else None
         process = processes[position] if position < len(processes) else None
-        members.append(Member(f"Rank {position} scheduler" if is_rank or process is None else "", process, reader))
-    return members
+        children.append(Child(f"Rank {position} scheduler" if is_rank or process is None else "", process, reader))
+    return children
 
 
 @never_raises
@@ -130,3 +132,84 @@ def _report_failed_child() -> None:
     answer = request(event, settings.budget_secs, on_wait=crash_exit.await_evidence)
     crash_exit.learn(answer)
     log_incident(answer)
+
+
+class Following(Supervisor):
+    """The schedulers of a node of a rank above 0, and its data-parallel controller: all of them are ready.
+
+    Upstream waits there for one scheduler after the other, in order and behind a ``/health`` that always answers 200,
+    and ends with 0 whatever they died of. They end with 0 when rank 0, which alone is asked to end, tells them to.
+    """
+
+    def __init__(self, children: Sequence[Child], clock: Clock | None = None) -> None:
+        super().__init__(children, clock)
+        self._settings = Settings.from_environ()
+        self._lock = threading.Lock()
+        self._is_draining = False
+
+    def run(self) -> None:
+        """Return when one of them failed, or when all have ended because they were told to."""
+        while not self.have_failed() and self.living():
+            self.wait(self._patience())
+
+    def have_failed(self) -> bool:
+        """Look at them, and say whether one failed; the incident is whole then.
+
+        To be called before this process does anything that their end may lead to; waits for the crash handler at most
+        ``SGLANG_CRASHKIT_BUDGET_SECS``.
+        """
+        if self._lock.acquire(timeout=self._settings.exit_secs):
+            try:
+                if not crash_exit.has_begun():
+                    self._look()
+            finally:
+                self._lock.release()
+        return crash_exit.has_begun()
+
+    def _look(self) -> None:
+        for child in self.living():
+            child.look_up_title()
+        self.wait(0.0)
+        ended = self.ended()
+        self.learn_exits(ended, STATUS_SECS)
+        for child in ended:
+            if child.exit.code != 0:
+                self._fail(child)
+                return
+        if ended and not self._is_draining:
+            self._is_draining = True
+            # Told by rank 0: the others are about to follow.
+            notify("draining")
+        if self._patience() == 0.0:
+            names = ", ".join(child.label() for child in self.living())
+            self._fail(ended[0], f", and this did not follow: {names}")
+
+    def _patience(self) -> float | None:
+        """Return how long the living still have to follow those that ended, in seconds; None where nobody has to."""
+        ended = self.ended()
+        if not ended or not self.living():
+            return None
+        return max(0.0, ended[0].ended_at + self._settings.end_secs - self.clock.now())
+
+    def _fail(self, child: Child, rest: str = "") -> None:
+        message = f"{child.label()} {child.how_it_ended()}{rest}"
+        logger.error("crash kit: %s; this node ends", message)
+        crash_exit.begin(status_of_exit(child.exit), self._settings.budget_secs + self._settings.end_secs)
+        wait = crash_exit.await_evidence
+        crash_exit.learn(request("child_failed", self._settings.budget_secs, on_wait=wait, message=message))
+
+
+@never_raises
+def _follow(processes: Iterable[Any]) -> None:
+    """Watch the schedulers of this node from a thread of their own, as long as they run."""
+    if not crash_exit.ends_with_the_server():
+        return
+    following = Following([Child("", process) for process in processes])
+    crash_exit.ask_before_the_end(following.have_failed)
+
+    def run() -> None:
+        following.run()
+        if crash_exit.has_begun():
+            end_after_crash()
+
+    threading.Thread(target=never_raises(run), name="crashkit-follower", daemon=True).start()

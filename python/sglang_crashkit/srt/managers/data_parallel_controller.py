@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sglang_crashkit.srt import startup
+from sglang_crashkit.settings import Settings
+from sglang_crashkit.srt import startup, supervisor
 from sglang_crashkit.srt.exception_record import tell_exception
-from sglang_crashkit.srt.hooks import register_workers
-from sglang_crashkit.srt.readiness import StartupError
-from sglang_crashkit.srt.startup_report import Member
+from sglang_crashkit.srt.startup import Startup, StartupError
+from sglang_crashkit.srt.supervisor import Child
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def on_scheduler_groups(controller: Any, ready_events: list[threading.Event]) ->
         controller: the ``DataParallelController``.
         ready_events: one for each thread that is about to start a group of schedulers.
     """
-    if not startup.is_on():
+    if not Settings.from_environ().enabled:
         return ready_events
     groups = _Groups(controller, len(ready_events))
     setattr(controller, _GROUPS, groups)
@@ -87,18 +87,18 @@ def on_scheduler_group_started(controller: Any, readers: list[Any]) -> list[Any]
     Raises:
         StartupError: a RuntimeError; a scheduler will not get ready.
     """
-    if not startup.is_on() or not startup.can_watch(readers, []):
+    if not Settings.from_environ().enabled or not startup.can_watch(readers, []):
         return readers
-    register_workers(_own_processes(controller))
+    supervisor.register(_own_processes(controller))
     members = _members_of_group(controller, readers)
     groups = getattr(controller, _GROUPS, None)
     if isinstance(groups, _Groups):
         groups.join(members)
     else:
         known = [member.process for member in members]
-        members += [Member("", process, None) for process in _own_processes(controller) if process not in known]
+        members += [Child("", process, None) for process in _own_processes(controller) if process not in known]
         try:
-            startup.await_ready(members, waited_secs=_waited_secs())
+            Startup(members, waited_secs=_waited_secs()).run()
         except StartupError as error:
             startup.report(error)
             raise
@@ -123,11 +123,11 @@ class _Groups:
         self._controller = controller
         self._missing = expected
         self._lock = threading.Lock()
-        self._members: list[Member] = []
+        self._members: list[Child] = []
         self._error: Exception | None = None
         self._ready = threading.Event()
 
-    def join(self, members: list[Member]) -> None:
+    def join(self, members: list[Child]) -> None:
         """Hand a group's members to the main thread; return when all groups are ready, and never if one will not be."""
         with self._lock:
             self._members += members
@@ -149,7 +149,7 @@ class _Groups:
         if self._ready.is_set():
             return
         try:
-            startup.await_ready(self._members, self._all_known, _waited_secs())
+            Startup(self._members, self._all_known, _waited_secs()).run()
         except StartupError as error:
             startup.report(error)
             raise
@@ -167,7 +167,7 @@ class _Groups:
                 # One that died before its pipe could be told is watched all the same.
                 known = [member.process for member in self._members]
                 left = [process for process in _own_processes(self._controller) if process not in known]
-                self._members += [Member("", process, None) for process in left]
+                self._members += [Child("", process, None) for process in left]
         return True
 
 
@@ -203,29 +203,21 @@ def _own_processes(controller: Any) -> list[Any]:
     return [process for process in list(controller.scheduler_procs) if process is not None]
 
 
-def _members_of_group(controller: Any, readers: Sequence[Any]) -> list[Member]:
+def _members_of_group(controller: Any, readers: Sequence[Any]) -> list[Child]:
     dp_rank = getattr(_thread, "dp_rank", None)
     group = "" if dp_rank is None else f"DP{dp_rank} "
     processes = _launchers_processes(controller, readers) or _matching(_own_processes(controller), readers)
     pairs = enumerate(zip(processes, readers, strict=True))
-    return [Member(f"{group}Rank {rank} scheduler", process, reader) for rank, (process, reader) in pairs]
+    return [Child(f"{group}Rank {rank} scheduler", process, reader) for rank, (process, reader) in pairs]
 
 
 def _launchers_processes(controller: Any, readers: Sequence[Any]) -> list[Any]:
-    """Return the schedulers that the launching process started for the controller, None for one that is gone."""
+    """Return the pids of the schedulers that the launching process started for the controller, None if unknown."""
     started = getattr(controller, "prelaunched_schedulers", None)
     if not started:
         return []
     pids = {id(reader): pid for pid, reader in started.values()}
-    return [_foreign(pids.get(id(reader))) for reader in readers]
-
-
-def _foreign(pid: int | None) -> startup.ForeignProcess | None:
-    try:
-        return None if pid is None else startup.ForeignProcess(pid)
-    except OSError:
-        # The end of its pipe tells of its end.
-        return None
+    return [pids.get(id(reader)) for reader in readers]
 
 
 def _matching(processes: Sequence[Any], readers: Sequence[Any]) -> list[Any]:

@@ -7,23 +7,18 @@ is what SGLang itself runs in that process.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
-import select
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from sglang_crashkit.incident.exit_status import ServerExit
-from sglang_crashkit.kernel import procfs, signals, titles
-from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.settings import Settings
-from sglang_crashkit.srt import crash_exit
+from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, request
 
@@ -77,17 +72,10 @@ def _end_workers(settings: Settings) -> None:
     if sys.exc_info()[0] is not None:
         tell_exception()
     is_told = notify("crash_dump_begun")
-    handles = _find_workers()
-    try:
-        for handle in handles:
-            signals.tell(handle)
-        _await_exits(handles, settings.budget_secs)
-    finally:
-        for handle in handles:
-            handle.close()
+    workers = supervisor.end_tokenizer_workers(settings.budget_secs) or 0
     if is_told:
         wait = crash_exit.await_evidence
-        answer = request("crash_dump_ended", settings.budget_secs, on_wait=wait, workers=len(handles))
+        answer = request("crash_dump_ended", settings.budget_secs, on_wait=wait, workers=workers)
         crash_exit.learn(answer)
         log_incident(answer)
 
@@ -102,6 +90,8 @@ def _watch_sigquit(router: Any) -> None:
         return
     if not crash_exit.ends_with_the_server():
         return
+    # The workers, which are about to be started, say to it that they are there.
+    supervisor.listen()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -129,24 +119,3 @@ def _end_on_sigquit(reader: int, own_handler: Any, kill: Callable[..., None] | N
             kill(os.getpid(), include_parent=True)
     finally:
         os._exit(ServerExit.CRASHED)
-
-
-def _find_workers() -> list[ProcessHandle]:
-    workers = []
-    for pid in procfs.TreeScanner(os.getpid()).scan():
-        if titles.role_of(procfs.read_title(pid)) == "tokenizer_worker":
-            with contextlib.suppress(OSError):
-                workers.append(ProcessHandle(pid))
-    return workers
-
-
-def _await_exits(handles: list[ProcessHandle], timeout_secs: float) -> None:
-    deadline = time.monotonic() + timeout_secs
-    poller = select.poll()
-    for handle in handles:
-        poller.register(handle, select.POLLIN)
-    left = {handle.fileno() for handle in handles}
-    while left and (remaining := deadline - time.monotonic()) > 0:
-        for descriptor, _events in poller.poll(remaining * 1000):
-            poller.unregister(descriptor)
-            left.discard(descriptor)

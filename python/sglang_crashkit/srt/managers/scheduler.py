@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import select
 
+from sglang_crashkit.kernel import procfs, signals
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.settings import Settings, read_bool
 from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import never_raises, request
-from sglang_crashkit.srt.process_group import find_server, kill_own_group
+from sglang_crashkit.srt.supervisor import read_title
+
+logger = logging.getLogger(__name__)
 
 #: The incident is written within this time once its own is spent, and the server ends within it, in seconds.
 _FINISH_SECS = 2.0
+_WORKER = "sglang::"
+_MOST_NAMED = 8
 
 
 def on_scheduler_exception() -> None:
@@ -43,7 +48,52 @@ def _await_server(timeout_secs: float) -> None:
     """Wait until the server has ended by itself: where there is no crash handler, this tells of the dump too."""
     with contextlib.suppress(OSError):
         server = ProcessHandle(find_server(os.getpid()))
-        poller = select.poll()
-        poller.register(server, select.POLLIN)
-        poller.poll(timeout_secs * 1000)
+        server.has_exited(timeout_secs)
         server.close()
+
+
+def kill_own_group() -> None:
+    """Send SIGKILL to the processes of this server that are in this process's group, this one last.
+
+    Upstream kills the whole group, which may hold what started the server: a shell, a test runner, another server.
+    Those are named and left alive. Does not return where it succeeds.
+    """
+    group = os.getpgrp()
+    own = procfs.TreeScanner(find_server(os.getpid())).scan()
+    present = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
+    members = {pid for pid in present if _group_of(pid) == group}
+    strangers = sorted(members - own)
+    if not strangers:
+        signals.kill_group(group)
+        return
+    named = ", ".join(f"{pid} {read_title(pid)}" for pid in strangers[:_MOST_NAMED])
+    more = f" and {len(strangers) - _MOST_NAMED} more" if len(strangers) > _MOST_NAMED else ""
+    logger.warning(
+        "crash kit: process group %d holds processes that are not the server's, which are left alive: %s%s; "
+        "next: start the server in a session of its own (setsid)",
+        group,
+        named,
+        more,
+    )
+    signals.kill_all([*sorted(members & own - {os.getpid()}), os.getpid()])
+
+
+def find_server(pid: int) -> int:
+    """Return the main process of the server that the worker `pid` belongs to: the first ancestor that is no worker."""
+    # By the name that the kernel keeps of the title, which comes whatever the process does.
+    while (stat := procfs.read_stat(pid)) is not None and stat.comm.startswith(_WORKER):
+        # An orphan's parent is init, which is no server; in a container the server itself may be process 1.
+        if stat.ppid < 1 or (stat.ppid == 1 and not procfs.is_python(1)):
+            break
+        pid = stat.ppid
+    return pid
+
+
+def _group_of(pid: int) -> int | None:
+    stat = procfs.read_stat(pid)
+    if stat is None or stat.state in "ZX":
+        return None
+    try:
+        return os.getpgid(pid)
+    except OSError:
+        return None

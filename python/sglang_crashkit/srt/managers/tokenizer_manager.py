@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -13,16 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.identity_key import server_key
-from sglang_crashkit.kernel.private_files import create_private
-from sglang_crashkit.settings import Settings
+from sglang_crashkit.kernel.private_files import create_private, make_private_folder
+from sglang_crashkit.settings import Settings, fallback_folder
 from sglang_crashkit.srt import crash_exit
-from sglang_crashkit.srt.dump_folder import give_name, safe_folder
-from sglang_crashkit.srt.exception_record import tell_exception
+from sglang_crashkit.srt.exception_record import prompts_of, tell_exception
 from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, request
-from sglang_crashkit.srt.on_traceback import prompts_of
 from sglang_crashkit.srt.redaction import redact, redact_dump
 from sglang_crashkit.srt.request_journal import JournaledStates, open_journal
 from sglang_crashkit.srt.utils.common import end_after_crash
@@ -38,6 +39,8 @@ _SAVED = "_crashkit_saved_requests"
 _ONGOING = "_crashkit_ongoing_dump"
 _ORDERLY = "_crashkit_orderly_exit"
 _claims = threading.Lock()
+#: On a disk with less than this, in bytes, no file of requests is begun.
+_LEAST_FREE_BYTES = 1 << 20
 
 
 class _Dump:
@@ -287,3 +290,44 @@ def _await_incident(outcome: dict[str, Any]) -> None:
     answer = request("crash_dump_ended", budget_secs, on_wait=crash_exit.await_evidence, **outcome)
     crash_exit.learn(answer)
     log_incident(answer)
+
+
+def safe_folder(folder: Path) -> Path:
+    """Return `folder`, private; one of the same name below the fallback folder where that cannot be, or takes no more.
+
+    Raises:
+        OSError: neither can be created.
+        CrashkitError: the fallback folder is somebody else's, too.
+    """
+    try:
+        make_private_folder(folder)
+        if not os.access(folder, os.W_OK):
+            raise OSError(errno.EROFS, "it cannot be written to", str(folder))
+        if shutil.disk_usage(folder).free < _LEAST_FREE_BYTES:
+            raise OSError(errno.ENOSPC, "the disk is full", str(folder))
+    except (OSError, CrashkitError) as error:
+        safe = make_private_folder(fallback_folder()) / folder.name
+        logger.error("crash kit: %s: the requests go to %s", error, safe)
+        return make_private_folder(safe)
+    return folder
+
+
+def give_name(temporary: Path, path: Path) -> Path:
+    """Give a file its name and return it: `path`, or with a number where that is taken.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    candidate, number = path, 1
+    while True:
+        try:
+            os.link(temporary, candidate)
+        except FileExistsError:
+            candidate, number = path.with_name(f"{path.stem}.{number}{path.suffix}"), number + 1
+        except OSError:
+            # A file system without hard links, which each says in its own way (EPERM, ENOTSUP, ENOSYS). Without them a
+            # second crash within a second replaces the first one's file.
+            temporary.replace(candidate)
+            return candidate
+        else:
+            return candidate

@@ -12,20 +12,21 @@ import functools
 import inspect
 import logging
 import os
+import select
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
+from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import psutil
 
 from sglang_crashkit import protocol, settings
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.srt import child_watch, crash_exit, handler_process
+from sglang_crashkit.srt import crash_exit, handler_process, supervisor
 from sglang_crashkit.srt.arming import tell_of_faults
 from sglang_crashkit.srt.hooks import never_raises, notify
-from sglang_crashkit.srt.reaping import DeathAlarm
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +242,7 @@ def _kill(process: Any) -> bool:
 def _announce_teardown(parent_pid: int | None, *, whole: bool) -> None:
     pid = os.getpid() if parent_pid is None else parent_pid
     notify("teardown", pid=pid, whole=whole)
-    child_watch.excuse(pid)
+    supervisor.excuse(pid)
     if pid != os.getpid():
         # The tree may be another server, which has a handler of its own.
         stat = procfs.read_stat(pid)
@@ -249,3 +250,75 @@ def _announce_teardown(parent_pid: int | None, *, whole: bool) -> None:
             path = str(settings.socket_path(pid, stat.start_ticks))
             if path != os.environ.get(settings.SOCKET_VARIABLE) and os.path.exists(path):  # noqa: PTH110
                 protocol.notify(path, "teardown", pid=pid, whole=whole)
+
+
+class DeathAlarm:
+    """Ends a sleep when one of some processes ends; to be used as a context manager, which closes the pidfds."""
+
+    def __init__(self) -> None:
+        self._pidfds: dict[int, int | None] = {}  # by id of the process object; None where there is none to be had
+        self._processes: list[Any] = []  # keeps the ids valid
+
+    def __enter__(self) -> DeathAlarm:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for descriptor in self._pidfds.values():
+            if descriptor is not None:
+                os.close(descriptor)
+        self._pidfds.clear()
+        self._processes.clear()
+
+    def sleep(self, processes: Iterable[Any], seconds: float, nap: Callable[[float], None]) -> None:
+        """Sleep, but not beyond the end of one of `processes`.
+
+        Args:
+            processes: `psutil.Process` objects; others (a test's stand-ins) have no pidfd.
+            seconds: the longest to sleep.
+            nap: sleeps where no pidfd can be watched, such as `time.sleep`.
+        """
+        poller = select.poll()
+        watched: dict[int, int] = {}  # key in _pidfds by descriptor
+        for process in processes:
+            if id(process) not in self._pidfds:
+                self._processes.append(process)
+                descriptor = self._pidfds[id(process)] = _open_pidfd(process)
+                if descriptor is None and _is_real(process):
+                    # It may just have gone: the caller looks again before it sleeps.
+                    return
+            descriptor = self._pidfds[id(process)]
+            if descriptor is not None:
+                poller.register(descriptor, select.POLLIN)
+                watched[descriptor] = id(process)
+        if not watched:
+            nap(seconds)
+            return
+        for descriptor, _events in poller.poll(max(0.0, seconds) * 1000):
+            # It stays readable; were the caller to hold the process for alive still, no sleep would last.
+            self._pidfds[watched[descriptor]] = None
+            os.close(descriptor)
+
+
+def _is_real(process: Any) -> bool:
+    # Not isinstance, which a mock with a spec passes.
+    return issubclass(type(process), psutil.Process)
+
+
+def _open_pidfd(process: Any) -> int | None:
+    if not _is_real(process) or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except OSError:
+        return None
+    with contextlib.suppress(psutil.Error, OSError):
+        if process.is_running():
+            return descriptor
+    # The pid was reaped, and may be another process's by now.
+    os.close(descriptor)
+    return None

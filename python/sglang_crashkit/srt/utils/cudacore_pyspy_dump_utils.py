@@ -29,7 +29,7 @@ from sglang_crashkit.capture.cuda_core.trigger import TRIGGER
 from sglang_crashkit.capture.pyspy import find_pyspy
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.settings import Settings
-from sglang_crashkit.srt.hooks import PHOTOGRAPH_WAIT_SECS, never_raises, request
+from sglang_crashkit.srt.hooks import CAPTURE_WAIT_SECS, never_raises, request
 from sglang_crashkit.srt.server_args import crash_dump_environ
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -189,7 +189,7 @@ def _targets(scheduler_only: bool, if_none: str) -> list[psutil.Process]:
 
 @never_raises
 def _photographed_by_handler() -> bool:
-    answer = request("stacks_wanted", PHOTOGRAPH_WAIT_SECS)
+    answer = request("stacks_wanted", CAPTURE_WAIT_SECS)
     captured = answer.get("captured") if answer else None
     if not answer or not captured:
         return False

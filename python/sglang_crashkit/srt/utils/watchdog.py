@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang_crashkit.srt.hooks import PHOTOGRAPH_WAIT_SECS, never_raises, request
+from sglang_crashkit.srt.hooks import CAPTURE_WAIT_SECS, never_raises, request
 
 logger = logging.getLogger(__name__)
 
@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 def on_watchdog_timeout(watchdog: Any) -> None:
     """Have all processes of the server photographed, not only the one whose watchdog noticed.
 
-    To be called in the watchdog's own thread, before it goes on; returns after at most `PHOTOGRAPH_WAIT_SECS`.
+    To be called in the watchdog's own thread, before it goes on; returns after at most `CAPTURE_WAIT_SECS`.
 
     Args:
         watchdog: SGLang's ``WatchdogRaw``.
     """
     answer = request(
         "watchdog_timeout",
-        PHOTOGRAPH_WAIT_SECS,
+        CAPTURE_WAIT_SECS,
         name=str(getattr(watchdog, "debug_name", ""))[:100],
         silent_secs=getattr(watchdog, "watchdog_timeout", None),
         soft=bool(getattr(watchdog, "soft", False)),

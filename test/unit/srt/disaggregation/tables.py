@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_crashkit.model.peer_report import KnownPeers
-from sglang_crashkit.srt.disaggregation.view import PeerView, Waiting
+from sglang_crashkit.srt.disaggregation.peer_answers import PeerView, Waiting
 
 
 class Queue(SimpleNamespace):

@@ -8,7 +8,7 @@ import pytest
 from sglang_crashkit.model.peers import PeerProcess, WaitingRequest
 from sglang_crashkit.srt.disaggregation import peer_answers
 from sglang_crashkit.srt.disaggregation.decode import PrefillServers, watch_prefill_servers
-from sglang_crashkit.srt.disaggregation.view import MOST_REQUESTS
+from sglang_crashkit.srt.disaggregation.peer_answers import MOST_REQUESTS
 from unit.srt.conftest import Listener
 from unit.srt.disaggregation.tables import decode_queue, known_to, receiving, request, waiting_in
 

@@ -14,8 +14,7 @@ from sglang_crashkit.model.peers import PeerProcess, Role, WaitingRequest
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt.disaggregation import peer_answers
-from sglang_crashkit.srt.disaggregation.peer_answers import PeerAnswers
-from sglang_crashkit.srt.disaggregation.view import PeerView, Waiting
+from sglang_crashkit.srt.disaggregation.peer_answers import PeerAnswers, PeerView, Waiting
 from unit.waiting import LONG, descriptors, wait_until
 
 ADDRESS = "prefill:8998"

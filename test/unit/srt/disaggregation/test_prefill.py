@@ -7,8 +7,8 @@ import pytest
 
 from sglang_crashkit.model.peers import PeerProcess, WaitingRequest
 from sglang_crashkit.srt.disaggregation import peer_answers
+from sglang_crashkit.srt.disaggregation.peer_answers import MOST_REQUESTS
 from sglang_crashkit.srt.disaggregation.prefill import DecodeServers, watch_decode_servers
-from sglang_crashkit.srt.disaggregation.view import MOST_REQUESTS
 from unit.srt.conftest import Listener
 from unit.srt.disaggregation.tables import known_to, prefill_queue, rank, request, sending, waiting_in
 

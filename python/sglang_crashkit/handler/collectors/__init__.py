@@ -1,0 +1,1 @@
+"""Each takes one kind of evidence into an incident."""

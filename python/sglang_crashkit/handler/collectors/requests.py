@@ -1,0 +1,251 @@
+"""The request journals of a server: held in memory since its processes passed them on, and read for an incident.
+
+Put what request journals hold into an incident, readable without SGLang: one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.processes import TrackedProcess
+from sglang_crashkit.incident.remains import REQUESTS
+from sglang_crashkit.incident.retention import NoRoomError
+from sglang_crashkit.kernel.private_files import create_private, make_private_folder
+from sglang_crashkit.memory.journal import KEPT_SECS, JournaledRequest, JournalReader
+from sglang_crashkit.memory.ring import RingError, is_ring
+from sglang_crashkit.model.incident import JournaledRequests, iso_time
+
+logger = logging.getLogger(__name__)
+
+
+#: The longest that an incident waits for its journals, in seconds: a full one of 32 MiB takes about one.
+_EXPORT_SECS = 3.0
+#: So many journals of dead processes are held, and of each living one. A tokenizer worker that ends by itself is
+#: started anew for ever, and a program may make one engine after the other.
+_MAX_OF_DEAD, _MAX_OF_ONE = 4, 4
+
+
+@dataclass(eq=False)
+class _Held:
+    """A journal: who writes it, or wrote it, and the descriptor by which it is held."""
+
+    process: TrackedProcess
+    descriptor: int
+
+    @property
+    def is_of_dead(self) -> bool:
+        return self.process.exited_at is not None
+
+
+class RequestJournals:
+    """The journals of the server at hand, which outlive every process of it."""
+
+    def __init__(self) -> None:
+        self._held: list[_Held] = []
+        self._taken: list[_Held] = []
+        self._dropped = 0
+
+    def follow(self, process: TrackedProcess, descriptor: int | None) -> None:
+        """Hold the journal of a process, which passed it on as `descriptor`, of this process; that stays open."""
+        if descriptor is None or not is_ring(descriptor):
+            logger.warning("%s (pid %d) passed on no request journal", process.title, process.pid)
+            return
+        self._held.append(_Held(process, os.dup(descriptor)))
+        self._drop_oldest([held for held in self._held if held.is_of_dead], _MAX_OF_DEAD)
+        self._drop_oldest([held for held in self._held if held.process is process], _MAX_OF_ONE)
+
+    def add_to(self, run: IncidentRun) -> None:
+        """Put what the journals hold now into an incident that is about to be finished."""
+        if not self._held:
+            return
+        # Before they are read: whoever ends meanwhile may have written more.
+        dead = [held for held in self._held if held.is_of_dead]
+        began = time.time() - (time.monotonic() - run.opened)
+        journals = [(held.process.pid, held.descriptor) for held in self._held]
+        told = export_requests(journals, run.path, _EXPORT_SECS, run.folder.charge, seconds=began)
+        if self._dropped:
+            words = f"the journals of {self._dropped} processes that had ended before were dropped"
+            told.reason = f"{told.reason}; {words}" if told.reason else words
+        run.set_journal(told)
+        self._taken = dead
+
+    def remove_taken(self) -> None:
+        """Give back what dead processes left and the incident holds, which is on the disk by now.
+
+        A server that starts killed tokenizer workers anew would keep a journal of each, and tell of its requests again.
+        """
+        for held in self._taken:
+            self._give_back(held)
+        self._taken = []
+        self._dropped = 0
+
+    def keep(self) -> None:
+        """Hold on to all: the incident could not be written."""
+        self._taken = []
+
+    def close(self) -> None:
+        """Give all of them back."""
+        for held in list(self._held):
+            self._give_back(held)
+
+    def _drop_oldest(self, held: list[_Held], most: int) -> None:
+        for oldest in held[: len(held) - most] if len(held) > most else ():
+            self._give_back(oldest)
+            self._dropped += 1
+            logger.warning("the request journal of %s (pid %d) is dropped", oldest.process.title, oldest.process.pid)
+
+    def _give_back(self, held: _Held) -> None:
+        self._held.remove(held)
+        os.close(held.descriptor)
+
+
+#: See `IncidentFolder.charge`.
+Charge = Callable[[str, int], None]
+
+#: How the ids of SGLang's own health checks begin, in all releases; each is a request of one token.
+_HEALTH_CHECK = "HEALTH_CHECK"
+#: The file is counted in steps of this many bytes.
+_AT_A_TIME = 256 * 1024
+
+
+def _free(_name: str, _size: int) -> None:
+    return
+
+
+def export_requests(
+    journals: Sequence[tuple[int, int]],
+    folder: Path,
+    timeout_secs: float,
+    charge: Charge = _free,
+    *,
+    seconds: float | None = None,
+) -> JournaledRequests:
+    """Write the requests of `journals` to ``requests/requests.jsonl`` in `folder`, the unfinished ones first.
+
+    Each line has ``rid``, ``state`` (``unfinished``, ``finished``, or ``dropped``: it ended without an answer),
+    ``arrived`` and ``ended`` (UTC), ``pid`` of the process that took it in, ``text`` or ``input_ids``,
+    ``sampling_params``, and what else the request asked for; ``omitted`` describes what was not kept, and ``truncated``
+    says how much of a long prompt is there (see `encode_begin`). Health checks are left out.
+
+    Args:
+        journals: the pid of each writer and a descriptor of its journal.
+        folder: the incident's folder.
+        timeout_secs: what is not written within this time, in seconds, is left out and counted.
+        charge: is told the file's name and how long it will be, in bytes, before it grows; what it raises `NoRoomError`
+            for is left out and counted.
+        seconds: when the incident began, since the epoch; what ended `KEPT_SECS` before that or earlier is left out. By
+            default when something was written last to any of the journals.
+    """
+    deadline = time.monotonic() + timeout_secs
+    result = JournaledRequests()
+    readers: list[tuple[int, JournalReader]] = []
+    problems = []
+    for pid, descriptor in journals:
+        try:
+            readers.append((pid, JournalReader(descriptor)))
+        except RingError as error:
+            problems.append(f"the journal of process {pid} {error.message}")
+    if seconds is None:
+        seconds = max((reader.latest for _pid, reader in readers), default=0.0)
+    result.lost = sum(reader.lost for _pid, reader in readers)
+    result.torn = sum(reader.torn for _pid, reader in readers)
+    try:
+        make_private_folder((folder / REQUESTS).parent)
+        (folder / REQUESTS).unlink(missing_ok=True)
+        with create_private(folder / REQUESTS) as file:
+            _write_all(_in_order(readers, seconds - KEPT_SECS), _Metered(file, charge), result, deadline)
+            file.flush()
+            os.fsync(file.fileno())
+        result.path = REQUESTS
+    except (OSError, CrashkitError) as error:
+        problems.append(f"{REQUESTS}: {error}")
+    if result.left_out:
+        problems.append(
+            f"{result.left_out} requests could not be read, found no room, or not within {timeout_secs:g} s"
+        )
+    result.reason = "; ".join(problems) or None
+    return result
+
+
+class _Metered:
+    """A file that takes no more than it is allowed to."""
+
+    def __init__(self, file: BinaryIO, charge: Charge) -> None:
+        self._file = file
+        self._charge = charge
+        self._size = self._charged = 0
+        self._is_full = False
+
+    def write(self, line: bytes) -> bool:
+        """Write a line and say whether there was room for it."""
+        size = self._size + len(line)
+        if size > self._charged and not self._is_full:
+            self._is_full = not (self._may_take(size + _AT_A_TIME) or self._may_take(size))
+        if self._is_full:
+            return False
+        self._file.write(line)
+        self._size = size
+        return True
+
+    def _may_take(self, size: int) -> bool:
+        try:
+            self._charge(REQUESTS, size)
+        except NoRoomError:
+            return False
+        self._charged = size
+        return True
+
+
+def _write_all(
+    requests: Iterable[tuple[int, JournalReader, JournaledRequest]],
+    file: _Metered,
+    result: JournaledRequests,
+    deadline: float,
+) -> None:
+    for pid, reader, request in requests:
+        if time.monotonic() > deadline:
+            result.left_out += 1
+            continue
+        state = "finished" if request.finished else "unfinished" if request.ended is None else "dropped"
+        try:
+            line = _line_of(reader, request, state, pid)
+        except (ValueError, RecursionError, RingError):
+            # What a user sent may be nested as deep as its writer could just follow.
+            result.left_out += 1
+            continue
+        if line is not None and not file.write(line):
+            result.left_out += 1
+        elif line is not None:
+            result.finished += state == "finished"
+            result.unfinished += state == "unfinished"
+
+
+def _line_of(reader: JournalReader, request: JournaledRequest, state: str, pid: int) -> bytes | None:
+    fields = reader.load(request)
+    # A server that lives may have overwritten it meanwhile. What SGLang takes no metrics of it does not keep either.
+    if fields is None or (request.ended is not None and fields.get("log_metrics") is False):
+        return None
+    if str(fields.get("rid")).startswith(_HEALTH_CHECK):
+        return None
+    ended = None if request.ended is None else iso_time(request.ended)
+    head = {"rid": fields.pop("rid", None), "state": state, "arrived": iso_time(request.arrived), "ended": ended}
+    return json.dumps({**head, "pid": pid, **fields}).encode() + b"\n"
+
+
+def _in_order(
+    readers: Sequence[tuple[int, JournalReader]], since: float
+) -> Iterator[tuple[int, JournalReader, JournaledRequest]]:
+    for has_ended in (False, True):
+        for pid, reader in readers:
+            for request in reader.requests:
+                if (request.ended is not None) == has_ended and (request.ended is None or request.ended > since):
+                    yield pid, reader, request

@@ -1,0 +1,41 @@
+"""Say something in the server's own log, which its main process writes: the crash handler holds none of it open."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit.handler.processes import TrackedProcess
+from sglang_crashkit.kernel.stack_hooks import FAULT, ArmedFiles
+from sglang_crashkit.protocol import HandlerUnreachableError, notify
+
+logger = logging.getLogger(__name__)
+
+_MAX_CHARACTERS = 3000
+
+
+class ServerLog:
+    """The log of one server; see `srt.arming` for the other end.
+
+    Args:
+        root: the server's main process.
+        runtime: where the server's processes say what they armed.
+    """
+
+    def __init__(self, root: TrackedProcess, runtime: Path) -> None:
+        self._socket = ArmedFiles.of(runtime, root.pid, root.handle.start_ticks).say
+
+    def report_fault(self) -> None:
+        """Have the main process copy what a dying worker wrote to its standard error, as upstream has it there."""
+        self._notify(FAULT)
+
+    def say(self, text: str) -> None:
+        """Have the main process write one line, when it gets to it; it may be the one that hangs."""
+        self._notify("say", text=text[:_MAX_CHARACTERS])
+
+    def _notify(self, event: str, **fields: Any) -> None:
+        try:
+            notify(str(self._socket), event, **fields)
+        except HandlerUnreachableError as error:
+            logger.warning("the server's own log does not report it: %s", error)

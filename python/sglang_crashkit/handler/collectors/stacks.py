@@ -1,0 +1,202 @@
+"""Take stacks into an incident: of the living by the capture ladder, of the dead what they wrote as they died."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from sglang_crashkit.analysis.waits import caller_that_tells
+from sglang_crashkit.capture.faulthandler_output import parse_faulthandler
+from sglang_crashkit.capture.ladder import capture_all
+from sglang_crashkit.capture.native_stacks import capture_native
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.processes import TrackedProcess
+from sglang_crashkit.incident.folder import IncidentFolder
+from sglang_crashkit.incident.retention import status_of
+from sglang_crashkit.kernel import procfs, titles
+from sglang_crashkit.kernel.stack_hooks import ArmedFiles, read_armed
+from sglang_crashkit.model.incident import Evidence, EvidenceKind, ProcessReport
+from sglang_crashkit.model.sample import Frame, Sample, Thread, format_threads, main_thread
+
+_KIT = "sglang_crashkit"
+#: Where the thread sleeps that answers for its process; of no interest.
+_RESPONDER = "sglang_crashkit/srt/responder.py"
+#: On these faulthandler writes the stacks of the process that they end.
+_FAULTS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
+_MAX_FAULT_BYTES = 4 << 20
+_MAX_DOING = 4
+_TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
+
+
+def capture_stacks(
+    processes: Sequence[TrackedProcess],
+    reports: dict[int, ProcessReport],
+    folder: IncidentFolder,
+    runtime: Path,
+    deadline_secs: float,
+    snapshot: int | None = None,
+    *,
+    may_signal: bool = False,
+) -> None:
+    """Take the stacks of the living processes side by side and write their stacks.
+
+    Args:
+        processes: the living ones.
+        reports: their reports by pid; evidence is added to them.
+        folder: where the stacks go.
+        runtime: where the processes say what they armed.
+        deadline_secs: the longest that it may take, in seconds.
+        snapshot: the number of this one, from 1, where several are taken.
+        may_signal: see `capture_all`.
+    """
+    if snapshot is not None:
+        for process in processes:
+            reports[process.pid].samples.append(_sample_of(process.pid))
+    for process in processes:
+        if not process.is_python:
+            reports[process.pid].evidence.append(Evidence("stack", "skipped", reason="not a Python process"))
+    wanted = {process.pid: process for process in processes if process.is_python}
+    start_ticks = {pid: process.handle.start_ticks for pid, process in wanted.items()}
+    for sample in capture_all(start_ticks, runtime, deadline_secs, may_signal=may_signal):
+        process, report = wanted[sample.pid], reports[sample.pid]
+        _keep("stack", sample, process, report, folder, snapshot)
+        doing = innermost(sample.threads, report.pid)
+        if snapshot is not None:
+            report.samples[-1] = _with_stack(report.samples[-1], sample, doing)
+        if not sample.threads:
+            continue
+        raised = any(piece.kind == "exception" and piece.status == "captured" for piece in report.evidence)
+        if (_is_first(snapshot) or not report.doing) and not raised:
+            # One that raised has left what it was doing; its own record says what that was. What was seen is told even
+            # where there was no room to write all of it. A round that gave nothing does not count as the first one.
+            report.doing = doing
+
+
+def capture_native_stacks(
+    processes: Sequence[TrackedProcess],
+    reports: dict[int, ProcessReport],
+    folder: IncidentFolder,
+    deadline_secs: float,
+) -> None:
+    """Take the native stacks of those living processes that may be stopped for it; see `capture_stacks`."""
+    wanted = {process.pid: process for process in processes if process.is_python}
+    start_ticks = {pid: process.handle.start_ticks for pid, process in wanted.items()}
+    samples, obstacles = capture_native(start_ticks, deadline_secs)
+    for sample in samples:
+        _keep("native_stack", sample, wanted[sample.pid], reports[sample.pid], folder)
+    for pid, obstacle in obstacles.items():
+        reports[pid].evidence.append(Evidence("native_stack", "skipped", reason=obstacle))
+
+
+def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentFolder, runtime: Path) -> None:
+    """Take in, once, the stacks that a dead process wrote when the fatal signal that ended it came."""
+    status = process.exit_status()
+    if (status.known and status.signal not in _FAULTS) or any(piece.kind == "fault_stack" for piece in report.evidence):
+        return
+    start_ticks = process.handle.start_ticks
+    armed = read_armed(runtime, process.pid, start_ticks)
+    text = _read(ArmedFiles.of(runtime, process.pid, start_ticks).fault)
+    if armed is None or not text:
+        if status.known:
+            reason = "it wrote none" if armed else "it had not armed faulthandler"
+            report.evidence.append(Evidence("fault_stack", "failed", reason=reason))
+        return
+    output = parse_faulthandler(text, process.pid, armed.main_thread, armed.roots)
+    name = f"stacks/{titles.label_of(report.title, report.pid)}.fault"
+    try:
+        _write(name, output.threads, report, folder)
+        # Its own words say more than its threads: which error it was, and which modules were loaded.
+        path = folder.write_text(f"{name}.txt", text)
+    except (OSError, CrashkitError) as error:
+        report.evidence.append(Evidence("fault_stack", status_of(error), reason=f"{name}: {error}"))
+        return
+    cut_off = None if output.is_whole else "what it wrote is not whole"
+    report.evidence.append(Evidence("fault_stack", "captured", path=path, reason=cut_off, source="faulthandler"))
+    faulty = next((thread for thread in output.threads if thread.active), None)
+    # It was captured alive, if at all; what the fault interrupted is what it did last.
+    report.doing = _of_interest(faulty.frames) if faulty else innermost(output.threads, report.pid)
+
+
+def innermost(threads: Sequence[Thread], pid: int) -> list[str]:
+    """Return the innermost frames of the main thread that are not the kit's own, innermost first."""
+    thread = main_thread(threads, pid)
+    return _of_interest(thread.frames if thread else ())
+
+
+def _with_stack(before: Sample, captured: Sample, doing: list[str]) -> Sample:
+    thread = captured.main_thread
+    threads = (replace(thread, frames=_below_hooks(thread.frames)),) if thread is not None else ()
+    gil = "main" if thread is not None and thread.owns_gil else captured.gil
+    return replace(before, threads=threads, gil=gil, doing=tuple(doing))
+
+
+def _below_hooks(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """Return the frames without the kit's own: of a process in a hook, what it did is below that."""
+    own = [position for position, frame in enumerate(frames) if _KIT in frame.file]
+    return frames[own[-1] + 1 if own else 0 :]
+
+
+def _of_interest(frames: tuple[Frame, ...]) -> list[str]:
+    frames = _below_hooks(frames)
+    shown, telling = list(frames[:_MAX_DOING]), caller_that_tells(frames)
+    if telling is not None and telling not in shown:
+        # Who compiles waits for a compiler, which says nothing without what started it.
+        shown[-1] = telling
+    return [str(frame) for frame in shown]
+
+
+def _keep(
+    kind: EvidenceKind,
+    sample: Sample,
+    process: TrackedProcess,
+    report: ProcessReport,
+    folder: IncidentFolder,
+    snapshot: int | None = None,
+) -> None:
+    """Write the stacks of a process, or why there are none."""
+    seconds, source = sample.seconds, sample.source
+    if not sample.threads:
+        reason = sample.problem
+        if process.handle.has_exited():
+            reason = f"it ended while it was photographed ({reason})"
+        report.evidence.append(Evidence(kind, "failed", reason=reason, seconds=seconds))
+        return
+    suffix = ".native" if kind == "native_stack" else "" if _is_first(snapshot) else f".{snapshot}"
+    name = f"stacks/{titles.label_of(report.title, report.pid)}{suffix}"
+    try:
+        path = _write(name, [thread for thread in sample.threads if not _is_responder(thread)], report, folder)
+    except (OSError, CrashkitError) as error:
+        report.evidence.append(Evidence(kind, status_of(error), reason=f"{name}: {error}", seconds=seconds))
+    else:
+        report.evidence.append(Evidence(kind, "captured", path, sample.problem or None, seconds, source))
+
+
+def _write(name: str, threads: Sequence[Thread], report: ProcessReport, folder: IncidentFolder) -> str:
+    document = {"pid": report.pid, "title": report.title, "threads": [asdict(thread) for thread in threads]}
+    folder.write_json(f"{name}.json", document)
+    return folder.write_text(f"{name}.txt", "\n".join(format_threads(report.title, report.pid, threads)) + "\n")
+
+
+def _is_first(snapshot: int | None) -> bool:
+    return snapshot is None or snapshot == 1
+
+
+def _sample_of(pid: int) -> Sample:
+    stat = procfs.read_stat(pid)
+    state, ticks = (stat.state, stat.cpu_ticks) if stat is not None else ("", 0)
+    return Sample(pid=pid, time=time.time(), state=state, cpu_secs=ticks / _TICKS_PER_SEC)
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(_MAX_FAULT_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _is_responder(thread: Thread) -> bool:
+    return any(frame.file.endswith(_RESPONDER) for frame in thread.frames)

@@ -1,0 +1,424 @@
+"""Make the folders that a crash handler works in, on disks that may not answer.
+
+The crash folder may lie on a network disk whose server is gone; whoever touches it then stands still for as long as
+that lasts, and no signal ends it. So each is made in a child process, which is left to itself where it takes too long.
+Nothing is changed of what was there before: an operator's folder keeps its permissions.
+
+Keep cleaners of the temporary folder away from the runtime folder for as long as the server lives.
+
+``systemd-tmpfiles`` removes what was not touched for ten days, sockets included, but leaves a folder alone, with all
+that is below it, which somebody has locked by flock(2); see tmpfiles.d(5). Others go by the time of the last change.
+
+Remove what servers left whose crash handler was ended with them, as with process 1 of a container: it tells nothing.
+
+Whoever may be at work holds a lock on its folder. A record that nobody took in is no empty folder, and stays.
+
+Where one crash handler works on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import stat
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.incident.folder import IncidentFolder, new_id
+from sglang_crashkit.incident.null_folder import NowhereFolder
+from sglang_crashkit.incident.recovery import SPOOL
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.folder_lock import FolderLock
+from sglang_crashkit.kernel.identity_key import own_namespace
+from sglang_crashkit.kernel.private_files import make_private_folder
+from sglang_crashkit.protocol import Message
+from sglang_crashkit.settings import RUN, DiskLimits, fallback_folder
+
+logger = logging.getLogger(__name__)
+
+#: A disk that answers does it within this time, in seconds.
+ANSWER_SECS = 2.0
+
+_MAX_BYTES = 4096
+_MAX_DESCRIPTORS = 1 << 16
+#: Children of `make_within` that a disk holds up.
+_held_up: set[int] = set()
+
+
+@dataclass
+class WorkFolders:
+    """Where the handler works, and what could not be made.
+
+    Attributes:
+        host_folder: the host's folder in the crash folder, or in the fallback folder.
+        spool: where failing ranks leave their records.
+        core_file: the template of the names of GPU cores; empty where there is none.
+        flight_folder: where PyTorch's flight recorder writes; None where it cannot.
+        warnings: what the server's log is to say.
+    """
+
+    host_folder: Path
+    spool: Path
+    core_file: str = ""
+    flight_folder: Path | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+def make_work_folders(
+    crash_folder: str | None, key: str, core_file: str = "", flight_folder: str = "", secs: float = ANSWER_SECS
+) -> WorkFolders:
+    """Make the folders; each of them that cannot be in the crash folder is below the fallback folder.
+
+    Args:
+        crash_folder: what the server was given as ``--crash-dump-folder``, absolute; None where it was given none.
+        key: the server's; see `identity_key`.
+        core_file: the template of the names of GPU cores, as CUDA expands it; empty for none.
+        flight_folder: where PyTorch's flight recorder is to write; empty where it is not used.
+        secs: how long a disk may take, in seconds.
+
+    Raises:
+        OSError: none of the places can be used.
+    """
+    hostname = os.getenv("HOSTNAME", socket.gethostname())
+    fallback = fallback_folder() / hostname
+    candidates = [Path(crash_folder) / hostname, fallback] if crash_folder else [fallback]
+    warnings = []
+    for host_folder in candidates:
+        spool = host_folder / "incidents" / f"{SPOOL}{key}"
+        problem = make_within(secs, functools.partial(_make_host_folder, host_folder, spool))
+        if not problem:
+            break
+        advice = "next: check the --crash-dump-folder" if crash_folder else "next: set TMPDIR"
+        warnings.append(f"crash folder {host_folder} cannot be used ({problem}); {advice}")
+    else:
+        raise OSError(errno.EIO, "; ".join(warnings))
+    folders = WorkFolders(host_folder, spool, warnings=warnings)
+    # A disk that did not answer is not asked again.
+    moved = crash_folder is not None and host_folder == fallback
+    if core_file:
+        _make_core_folder(folders, core_file, crash_folder, secs, moved=moved)
+    if flight_folder:
+        _make_flight_folder(folders, flight_folder, secs, moved=moved)
+    return folders
+
+
+def make_within(secs: float, make: Callable[[], object]) -> str:
+    """Run `make` in a child process and return what went wrong; empty where nothing did.
+
+    Args:
+        secs: how long it may take, in seconds. A child that takes longer is left to itself, killed as soon as the
+            kernel lets go of it, and then reaped by `reap`.
+        make: raises OSError or CrashkitError.
+    """
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _run_alone(theirs, make)
+    os.close(theirs)
+    answer, deadline = b"", time.monotonic() + secs
+    try:
+        while True:
+            if not select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                _held_up.add(pid)
+                return f"it did not answer within {secs:g} s"
+            chunk = os.read(ours, _MAX_BYTES)
+            if not chunk:
+                break
+            answer += chunk
+    finally:
+        os.close(ours)
+    os.waitpid(pid, 0)
+    words, _, end = answer.decode(errors="replace").rpartition("\n")
+    return words if end == "done" else "the process that tried died"
+
+
+def reap() -> None:
+    """Reap the children that a disk has let go of by now."""
+    for pid in list(_held_up):
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                continue
+        _held_up.discard(pid)
+
+
+def _run_alone(answer: int, make: Callable[[], object]) -> None:
+    """Run `make`, tell what came of it, and end this process: a child, which holds nothing of its parent's."""
+    words = ""
+    try:
+        # It may stand still for long, and nobody is to take it for the handler.
+        os.closerange(0, answer)
+        os.closerange(answer + 1, _MAX_DESCRIPTORS)
+        make()
+    except (OSError, CrashkitError) as error:
+        words = " ".join(str(error).split())
+    except BaseException as error:  # noqa: BLE001 - of this process nothing else is left
+        words = f"{type(error).__name__}: {error}"
+    finally:
+        with contextlib.suppress(OSError):
+            os.write(answer, words.encode(errors="backslashreplace")[: _MAX_BYTES // 2] + b"\ndone")
+        os._exit(0)
+
+
+def _make_host_folder(host_folder: Path, spool: Path) -> None:
+    # One after the other: a link that somebody put in a shared crash folder is not followed.
+    make_private_folder(host_folder)
+    make_private_folder(host_folder / "incidents")
+    # A folder that is there may still be full or read-only; the spool shows it.
+    make_private_folder(spool)
+
+
+def _make_core_folder(
+    folders: WorkFolders, core_file: str, crash_folder: str | None, secs: float, *, moved: bool
+) -> None:
+    """Make the folder in which the driver will write, for its owner alone: the driver makes none."""
+    folders.core_file = core_file
+    if core_file.startswith("|"):
+        return
+    name = "core.cuda.%t.%p"
+    is_own = crash_folder is not None and core_file == f"{crash_folder}/%h/{name}"
+    problem = "it is in the crash folder" if moved and is_own else ""
+    if not problem:
+        problem = make_within(secs, functools.partial(_make_folder_of, core_file, is_own=is_own))
+    if not problem:
+        return
+    # Upstream's words, which people search for.
+    folders.warnings.append(
+        f"Failed to create CUDA coredump directory {os.path.dirname(core_file)}: {problem}; coredumps "  # noqa: PTH120
+        + (f"go below {fallback_folder()}" if is_own else "may fail to write. next: check CUDA_COREDUMP_FILE")
+    )
+    if is_own:
+        folders.core_file = f"{fallback_folder()}/%h/{name}"
+        make_within(secs, functools.partial(_make_folder_of, folders.core_file, is_own=True))
+
+
+def _make_folder_of(core_file: str, *, is_own: bool) -> None:
+    with contextlib.suppress(OSError):
+        if stat.S_ISFIFO(os.stat(core_file).st_mode):  # noqa: PTH116
+            return
+    folder = Path(os.path.dirname(core_file).replace("%h", socket.gethostname()))  # noqa: PTH120 - may be empty
+    if "%" in str(folder):
+        raise OSError(errno.EINVAL, "only %h is supported in the directory part of CUDA_COREDUMP_FILE", str(folder))
+    # The driver follows links, and a core holds the memory of a GPU: what somebody else prepared is not taken for ours.
+    if is_own or not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        make_private_folder(folder)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OSError(errno.EACCES, "it cannot be written to", str(folder))
+
+
+def _make_flight_folder(folders: WorkFolders, wanted: str, secs: float, *, moved: bool) -> None:
+    other = folders.host_folder / Path(wanted).name
+    for folder in [other] if moved else [Path(wanted), other]:
+        # What is not there when it is asked for is never written.
+        if not make_within(secs, functools.partial(_make_both, folder)):
+            folders.flight_folder = folder
+            return
+
+
+def _make_both(folder: Path) -> None:
+    make_private_folder(folder.parent)
+    make_private_folder(folder)
+
+
+def lock_spool(spool: Path) -> FolderLock:
+    """Lock the spool for as long as this process lives, by which others know that it is in use."""
+    lock = FolderLock(spool)
+    with contextlib.suppress(OSError):
+        lock.acquire()
+    return lock
+
+
+#: The shortest age that a cleaner goes by is a day; seconds.
+_TOUCH_SECS = 6 * 3600.0
+#: A cleaner that looks at a folder just now has it locked for a moment, in seconds.
+_LOCK_SECS = 0.5
+
+
+class KeptFolder:
+    """The runtime folder of one server, in use.
+
+    Args:
+        runtime: locked for this process alone; the two above it, which are the kit's own, together with the handlers of
+            other servers.
+    """
+
+    def __init__(self, runtime: Path) -> None:
+        self._runtime = runtime
+        self._above = [runtime.parent.parent, runtime.parent] if runtime.parent.name == RUN else []
+        self._locks = [*(FolderLock(folder, shared=True) for folder in self._above), FolderLock(runtime)]
+        for lock in self._locks:
+            with contextlib.suppress(OSError):
+                lock.acquire(_LOCK_SECS)
+        self._due = time.monotonic() + _TOUCH_SECS
+
+    def act_on_time(self) -> None:
+        """Give the folder and all in it a new time of change, a few times a day."""
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + _TOUCH_SECS
+        folders = [*self._above, self._runtime]
+        with contextlib.suppress(OSError):
+            folders += [Path(entry.path) for entry in os.scandir(self._runtime)]
+        for path in folders:
+            with contextlib.suppress(OSError):
+                os.utime(path, follow_symlinks=False)
+        if not self._runtime.is_dir():
+            logger.error("somebody removed %s: the server's processes cannot reach this crash handler", self._runtime)
+
+    def release(self) -> None:
+        """Let go of it."""
+        for lock in self._locks:
+            lock.release()
+
+
+#: A folder without an owner may be one that its owner is about to lock, for this long, in seconds.
+_AGE_SECS = 10.0
+_MAX = 1000
+
+
+def remove_empty_spools(incidents: Path) -> None:
+    """Remove the spools below `incidents` that are empty and that no crash handler uses."""
+    for folder in _free_folders(incidents, SPOOL):
+        if _is_of_a_dead_server(folder.name.removeprefix(SPOOL)) is not False:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def remove_runtime_folders(run: Path) -> None:
+    """Remove the runtime folders below `run` of servers of this PID namespace that are gone with their handlers.
+
+    A server that lives on without its handler still has its sockets there.
+    """
+    for folder in _free_folders(run, ""):
+        if _is_of_a_dead_server(folder.name):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _free_folders(parent: Path, prefix: str) -> Iterator[Path]:
+    """Yield this user's folders in `parent` that nobody has locked, locked."""
+    try:
+        names = [entry.name for entry in os.scandir(parent) if entry.name.startswith(prefix)]
+    except OSError:
+        return
+    for name in names[:_MAX]:
+        lock = FolderLock(parent / name)
+        with contextlib.suppress(OSError):
+            status = (parent / name).lstat()
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            if not is_own or time.time() - status.st_mtime < _AGE_SECS:
+                continue
+            try:
+                if lock.acquire() == "held":
+                    yield parent / name
+            finally:
+                lock.release()
+
+
+def _is_of_a_dead_server(key: str) -> bool | None:
+    """Say whether the server with this key is gone; None where that cannot be seen from here."""
+    numbers = key.split("-")
+    if len(numbers) != 3 or not all(number.isascii() and number.isdigit() for number in numbers):
+        return None
+    pid, start_ticks, namespace = map(int, numbers)
+    if namespace != own_namespace():
+        return None
+    found = procfs.read_stat(pid)
+    return found is None or found.start_ticks != start_ticks or found.state in "ZX"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the handler works.
+
+    Attributes:
+        host_folder: the host's folder in the crash folder; incidents go below it.
+        spool: where failing ranks leave their records.
+        runtime: the folder of the socket, removed at the end.
+    """
+
+    host_folder: Path
+    spool: Path
+    runtime: Path
+
+    def make_folder(self, kind: str, seconds: float, limits: DiskLimits) -> IncidentFolder:
+        """Make an incident's folder, in another place where the crash folder cannot be used.
+
+        Args:
+            kind: see `IncidentRun`.
+            seconds: when it happened, since the epoch.
+            limits: what it may take of the disk.
+
+        Returns:
+            One that keeps nothing, and says why, where there is no place at all.
+        """
+        problems = []
+        for folder in (self.host_folder, fallback_folder()):
+            try:
+                elsewhere = [other / "incidents" for other in self.earlier() if other != folder]
+                return IncidentFolder(folder / "incidents", kind, new_id(), seconds, limits, elsewhere, self._server)
+            except (OSError, CrashkitError) as error:
+                problems.append(f"no incident can be written below {folder}: {error}")
+                logger.error("%s", problems[-1])
+        return NowhereFolder("; ".join(problems))
+
+    @property
+    def _server(self) -> int:
+        """The server's pid, 0 where that is not known."""
+        pid = self.runtime.name.partition("-")[0]
+        return int(pid) if pid.isdecimal() else 0
+
+    def earlier(self) -> list[Path]:
+        """Return the folders in which an earlier server on this host may have left incidents.
+
+        Where its crash folder could not be used when it began, that is the host's folder in the other place; where it
+        could not be used when an incident began, that place itself.
+        """
+        fallback = fallback_folder()
+        return list(dict.fromkeys([self.host_folder, fallback / self.host_folder.name, fallback]))
+
+    def record_of(self, message: Message) -> Path | None:
+        """Return the record that a failing rank says it left; None where it is none of the spool's."""
+        record = message.fields.get("record")
+        if not isinstance(record, str):
+            return None
+        path = Path(record)
+        try:
+            is_record = path.parent == self.spool and path.is_file() and not path.is_symlink()
+        except OSError:
+            return None
+        return path if is_record else None
+
+    def remove_own(self) -> None:
+        """Remove what is this server's alone; a record that nobody took in stays."""
+        shutil.rmtree(self.runtime, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.spool.rmdir()
+
+    def clean_up(self, keys: Collection[str] = ()) -> None:
+        """Remove what is of no use without the server; a record that nobody took in stays.
+
+        Args:
+            keys: the server's processes, see `identity_key`; a request dump that one of them could not finish is torn,
+                and no pickle. The host's folder may be another server's, too, in which all pids may be the same.
+        """
+        self.remove_own()
+        for torn in self.host_folder.glob(".crash_dump_*.partial"):
+            if torn.name.split(".")[-2] in keys:
+                with contextlib.suppress(OSError):
+                    torn.unlink()
+        for dump in (self.host_folder / "flight_recorder").glob("*-*-*-rank*"):
+            # Nobody took it in, as one that came when the incident was finished.
+            if dump.name.partition("-rank")[0] in keys:
+                with contextlib.suppress(OSError):
+                    dump.unlink()

@@ -1,0 +1,611 @@
+"""One incident from its trigger to its folder on disk; it is kept short where its like was seen before."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit import __version__
+from sglang_crashkit.analysis.verdict import FailureEvent, judge, order_failures
+from sglang_crashkit.handler.collectors import stacks, states
+from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
+from sglang_crashkit.incident import fingerprint
+from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, tells_of_a_crash
+from sglang_crashkit.incident.fingerprint import count_fault, fault_of
+from sglang_crashkit.incident.folder import IncidentFolder
+from sglang_crashkit.incident.summary import format_summary
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.identity_key import own_namespace
+from sglang_crashkit.memory.heartbeat import Beat
+from sglang_crashkit.model.incident import (
+    Collectives,
+    Evidence,
+    HandlerInfo,
+    Incident,
+    JournaledRequests,
+    LastSign,
+    ProcessReport,
+    Requests,
+    ServerInfo,
+    Trigger,
+    Verdict,
+    iso_time,
+)
+from sglang_crashkit.model.peers import LostPeer
+from sglang_crashkit.policy import Capture
+from sglang_crashkit.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+#: An incident names at most this many lost peers, more are in the timeline only, and of all so many waiting requests.
+_MAX_PEERS, _MAX_WAITING = 64, 1024
+#: Kinds by which it was opened that say no more than who was heard first.
+_KINDS_OF_CRASHES = frozenset({"killed", "exited", "exception", "child_failure"})
+#: The longest that native stacks may take, and what is left of the budget for writing after them, in seconds.
+_NATIVE_SECS, _WRITING_SECS = 5.0, 1.0
+_STACKS = "stacks/"
+
+
+class IncidentRun:
+    """Gathers one incident in its folder, which is written anew with all that is added; later events join it.
+
+    Args:
+        kind: ``killed``, ``exited``, ``exception``, ``failed_start``, ``child_failure``, ``hang``, ``peer_lost`` or
+            ``snapshot``. The first three are that of the event, and in the end that of the first failure, as is a
+            ``child_failure``, which the main process reported, where the failure of a child was seen.
+        trigger: the event that opened it.
+        process: whom the event came from.
+        seconds: when, since the epoch.
+        tree: the server's processes.
+        folder: the incident's own folder.
+        runtime: where the server's processes say which stack hooks they have.
+        settings: the deadlines.
+
+    Attributes:
+        incident: the document.
+        folder: where it is written.
+        opened: since when it is gathered, by the monotonic clock.
+        captured: what the living processes did was captured.
+        finished: it is complete; what is added still is written anew.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        trigger: str,
+        process: TrackedProcess,
+        seconds: float,
+        tree: ProcessTree,
+        folder: IncidentFolder,
+        runtime: Path,
+        settings: Settings,
+    ) -> None:
+        self.folder = folder
+        self.opened = time.monotonic()
+        self.captured = self.finished = self._discarded = False
+        self._tree = tree
+        self._runtime = runtime
+        self._settings = settings
+        self._failures: list[FailureEvent] = []
+        self._afterwords: list[str] = []
+        self._raised: set[int] = set()
+        self._is_fatal_hang = False
+        self._snapshots = 0
+        self._captures = Capture.NONE
+        self.incident = Incident(
+            id=folder.id,
+            kind=kind,
+            trigger=Trigger(trigger, iso_time(seconds), process.pid, process.title),
+            server=server_info(tree.root.pid, tree.root.handle.start_ticks),
+            handler=handler_info(),
+        )
+        self._checkpoint()
+
+    @property
+    def path(self) -> Path:
+        """The incident's folder as it is named now."""
+        return self.folder.path
+
+    @property
+    def problem(self) -> str:
+        """Why it does not lie on disk, so that nothing but answers and logs tell of it; empty where it does."""
+        return self.folder.problem
+
+    def note(self, seconds: float, event: str, /, **fields: Any) -> None:
+        """Add an event to the timeline; see `Incident.note`."""
+        self.incident.note(seconds, event, **fields)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is neither finished nor removed."""
+        return not self.finished and not self._discarded
+
+    def add_afterword(self, sentence: str) -> None:
+        """Add a sentence to the verdict, also once the incident is finished."""
+        self._afterwords.append(sentence)
+        if self.finished:
+            self.incident.verdict = self._judge()
+            self._save_again()
+
+    def _save_again(self) -> None:
+        try:
+            self.save()
+        except OSError as error:
+            # It may have been removed by now.
+            logger.warning("incident %s could not be brought up to date: %s", self.path, error)
+
+    @property
+    def stacks(self) -> int:
+        """Of how many processes there are stacks."""
+        return sum(
+            any(piece.kind == "stack" and piece.status == "captured" for piece in report.evidence)
+            for report in self.incident.processes
+        )
+
+    def why_no_longer(self, folder: Path) -> str:
+        """Say why what somebody else writes to `folder` is to become no longer; empty where it may."""
+        return "" if self.problem else self.folder.make_room_beside(folder, 0)
+
+    def report(self, process: TrackedProcess) -> ProcessReport:
+        """Return the report on a process, to which evidence may be added."""
+        return self._report(process)
+
+    def save(self, *, sync: bool = False) -> None:
+        """Write the incident as it is now; see `IncidentFolder.save`."""
+        document = self.incident.to_json()
+        self.folder.save(document, format_summary(document), sync=sync)
+
+    def _checkpoint(self) -> None:
+        """Write what is known by now: whatever kills this process next, it is on disk."""
+        self.incident.verdict = self._judge()
+        try:
+            self.save()
+        except OSError as error:
+            logger.warning("incident %s cannot be written for now: %s", self.path, error)
+
+    def discard(self) -> None:
+        """Remove what was written: the event was no incident after all."""
+        self._discarded = True
+        self.folder.discard()
+
+    def _judge(self) -> Verdict:
+        verdict = judge(self.incident, self._failures)
+        verdict.basis += self._afterwords
+        verdict.text = " ".join([verdict.text, *self._afterwords])
+        return verdict
+
+    def _report(self, process: TrackedProcess) -> ProcessReport:
+        report = self.incident.process(process.pid)
+        if report is None:
+            report = states.report_of(process)
+            self.incident.processes.append(report)
+        elif report.title != process.title:
+            report.title, report.role, report.rank = process.title, process.role, process.rank
+        return report
+
+    def permit(self, captures: Capture) -> None:
+        """Let the living processes be looked at by these means, beside those that were permitted before."""
+        self._captures = max(self._captures, captures, key=list(Capture).index)
+
+    def capture(self) -> None:
+        """Capture what the living processes are doing; the dead ones are told from them first.
+
+        May be called again: of a hang, each time is a snapshot of its own, for comparison.
+        """
+        started = time.time()
+        for process in self._tree:
+            if not process.is_of_no_account:
+                self._report(process)
+        living = self._tree.alive()
+        reports = {process.pid: self._report(process) for process in living}
+        if self._snapshots == 0:
+            for report in reports.values():
+                # Of one that was opened without stacks.
+                report.evidence = [piece for piece in report.evidence if piece.kind not in ("proc_state", "stack")]
+            states.capture_states(living, reports)
+        self._snapshots += 1
+        if self._captures is Capture.NONE:
+            for report in reports.values():
+                report.evidence.append(Evidence("stack", "skipped", reason="nothing of this server failed"))
+        elif self._settings.stacks:
+            number = self._snapshots if self.incident.kind == "hang" else None
+            stacks.capture_stacks(
+                living,
+                reports,
+                self.folder,
+                self._runtime,
+                self._settings.photograph_secs,
+                number,
+                may_signal=self._captures is Capture.FULL,
+            )
+        elif self._snapshots == 1:
+            for report in reports.values():
+                reason = "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH"
+                report.evidence.append(Evidence("stack", "skipped", reason=reason))
+        self.captured = True
+        self.incident.note(
+            time.time(),
+            "photographed",
+            processes=len(living),
+            seconds=round(time.time() - started, 4),
+        )
+        self._checkpoint()
+
+    def capture_native(self) -> None:
+        """Take the native stacks of the server's own processes that still live, where they are asked for.
+
+        It stops each of them for a moment, so by itself it is done only to a server that will end for what happened.
+        """
+        # What somebody set stands; by itself the kit does not stop a process that goes on.
+        wanted = self._settings.native
+        seconds = min(_NATIVE_SECS, self.opened + self._settings.budget_secs - time.monotonic() - _WRITING_SECS)
+        of_itself = self._is_fatal_hang and self._captures is Capture.FULL
+        if not (self._settings.stacks and (of_itself if wanted is None else wanted)) or seconds <= 0:
+            return
+        started = time.time()
+        living = [process for process in self._tree.alive() if process.matters and not process.handle.has_exited()]
+        reports = {process.pid: self._report(process) for process in living}
+        stacks.capture_native_stacks(living, reports, self.folder, seconds)
+        self.note(time.time(), "native_stacks", processes=len(living), seconds=round(time.time() - started, 4))
+
+    def add_exit(self, process: TrackedProcess) -> None:
+        """Take in the exit of a process of the server; once the incident is finished it is noted only."""
+        seconds = process.exited_at or time.time()
+        status = process.exit_status()
+        self.note(
+            seconds, "process_exited", pid=process.pid, title=process.title, code=status.code, signal=status.signal
+        )
+        if self.finished:
+            return
+        report = self._report(process)
+        if not any(piece.kind == "stack" for piece in report.evidence):
+            report.evidence.append(Evidence("stack", "skipped", reason="it was dead before it could be photographed"))
+        self._note_exit(process)
+        is_first = not self._failures
+        if process.matters or process.is_starting:
+            self.count_exit(process)
+        # A capture takes a moment, in which this process may be killed, too.
+        if self.captured or (is_first and self._failures):
+            self._checkpoint()
+
+    def name_unknown(self) -> None:
+        """Where a child failed and nobody is known to have, take it for one that died before it said what it is."""
+        if self.finished or self._failures:
+            return
+        for process in self._tree:
+            if process.exited_at is not None and process.may_be_worker:
+                process.is_awaited = True
+                self.add_exit(process)
+
+    def count_exit(self, process: TrackedProcess) -> None:
+        """Take an exit for a failure, of a process that turned out to be more than a helper."""
+        status = process.exit_status()
+        self._failures.append(
+            FailureEvent(
+                pid=process.pid,
+                seconds=process.exited_at or time.time(),
+                kind="exit",
+                fatal_signal=status.signal in FATAL_SIGNALS,
+                before_photograph=not self.captured,
+                with_parent=process.ended_with_parent,
+                is_answer=process.is_root and tells_of_a_crash(status.code),
+            )
+        )
+
+    def add_exception(self, process: TrackedProcess, seconds: float, message: str, record: Path | None) -> None:
+        """Take in an exception that a process of the server reported; once the incident is finished it is noted only.
+
+        Args:
+            process: who raised it.
+            seconds: when, since the epoch.
+            message: the exception in one line.
+            record: the file that the process wrote of itself, moved into the incident.
+        """
+        report = self._report(process)
+        # A file name that is not UTF-8 stands in a message as lone surrogates, which no file would take.
+        message = message.encode(errors="backslashreplace").decode()
+        self.note(seconds, "exception", pid=process.pid, title=process.title, message=message)
+        if self.finished:
+            # The record would stay where it is, and be taken for a crash of its own.
+            if record is not None:
+                states.adopt_record(record, report, self.folder)
+            self._save_again()
+            return
+        self._raised.add(process.pid)
+        self._failures.append(FailureEvent(process.pid, seconds, "exception", message))
+        if record is None:
+            report.evidence.append(Evidence("exception", "failed", reason="the process could not write its record"))
+        else:
+            content = _read_record(record)
+            states.adopt_record(record, report, self.folder)
+            report.doing = states.exception_frames(content) or report.doing
+        if self.captured:
+            self._checkpoint()
+
+    def add_hang(self, process: TrackedProcess, seconds: float, fields: dict[str, Any]) -> None:
+        """Take in that a process's watchdog saw no progress.
+
+        Args:
+            process: whose watchdog it is.
+            seconds: when, since the epoch.
+            fields: what the watchdog says: ``name``, ``silent_secs`` and ``soft``.
+        """
+        self._is_fatal_hang = self._is_fatal_hang or fields.get("soft") is not True
+        silent = fields.get("silent_secs")
+        how_long = f" for {silent:g} s" if isinstance(silent, (int, float)) else ""
+        self._failures.append(
+            FailureEvent(process.pid, seconds, "hang", f"made no progress{how_long}: its watchdog timed out")
+        )
+        self.note(seconds, "watchdog_timeout", pid=process.pid, title=process.title, **_plain(fields))
+
+    def list_processes(self) -> None:
+        """Note who is there and in which state, without any stack: what happened, happened elsewhere."""
+        living = [process for process in self._tree.alive() if not process.is_of_no_account]
+        reports = {process.pid: self._report(process) for process in living}
+        states.capture_states(living, reports)
+        for report in reports.values():
+            report.evidence.append(Evidence("stack", "skipped", reason="none are taken for what another server did"))
+        self._checkpoint()
+
+    def add_peers(self, seconds: float, peers: Sequence[LostPeer]) -> None:
+        """Take in that other servers of the pair are lost; once the incident is finished it is written anew.
+
+        Raises:
+            OSError: the disk is full or the folder is gone.
+        """
+        named = sum(len(its.requests) + len(its.unassigned) for its in self.incident.peers)
+        for peer in peers:
+            known = next((its for its in self.incident.peers if _are_same(its, peer)), None)
+            if known is not None:
+                known.merge(peer)
+            elif len(self.incident.peers) < _MAX_PEERS:
+                peer.requests = peer.requests[: max(0, _MAX_WAITING - named)]
+                peer.unassigned = peer.unassigned[: max(0, _MAX_WAITING - named - len(peer.requests))]
+                named += len(peer.requests) + len(peer.unassigned)
+                self.incident.peers.append(peer)
+            self.note(seconds, "peer_lost", role=peer.role, address=peer.address, sign=peer.sign)
+        if self.finished:
+            self.incident.verdict = self._judge()
+            self.save()
+
+    def add_requests(self, fields: dict[str, Any]) -> None:
+        """Take in what one process says of the requests that it saved; with several tokenizers, each says so.
+
+        Args:
+            fields: as for `set_requests`; one that knows of no requests itself has ``workers``, how many others do.
+        """
+        before = self.incident.requests
+        if "workers" in fields:
+            if before.finished is None:
+                self.set_requests({"reason": f"none of {fields['workers']} tokenizer workers said that it saved any"})
+            return
+        self.set_requests(fields, before)
+
+    def set_requests(self, fields: dict[str, Any], before: Requests | None = None) -> None:
+        """Take in what the server says of the requests that it saved.
+
+        Args:
+            fields: see `requests.requests_of`.
+            before: what others have saved.
+        """
+        told = requests_of(fields)
+        self.incident.requests = told if before is None else add(before, told)
+        event = "requests_saved" if told.path else "requests_not_saved"
+        self.note(time.time(), event, reason=told.reason, path=told.path)
+        self._checkpoint()
+
+    def set_journal(self, told: JournaledRequests) -> None:
+        """Take in what the request journals told; they count where the server did not."""
+        add_journal(self.incident.requests, told)
+        self.note(time.time(), "journal_read", unfinished=told.unfinished, finished=told.finished, reason=told.reason)
+
+    def set_collectives(self, told: Collectives) -> None:
+        """Take in what the flight recorders told."""
+        self.incident.collectives = told
+        self._checkpoint()
+
+    def add_silence(self, process: TrackedProcess, beat: Beat, secs: float) -> None:
+        """Take in that a scheduler gave no sign for so many seconds, the last of which was `beat`."""
+        now = time.time()
+        details = {"silent_secs": round(secs, 3), "doing": beat.doing, "batches": beat.batches}
+        self.note(now, "no_progress", pid=process.pid, title=process.title, **details)
+        self._report(process).last_sign = last_sign(beat, secs)
+        message = f"made no progress for {secs:.1f} s; the last sign was of {beat.doing}"
+        if self.finished:
+            self._save_again()
+        else:
+            self._failures.append(FailureEvent(process.pid, now - secs, "hang", message))
+
+    def add_last_signs(self, signs: Mapping[int, Beat]) -> None:
+        """Take in what the heartbeats of the schedulers that died said last, which needs no stack.
+
+        Args:
+            signs: by pid.
+        """
+        now, clock = time.time(), time.monotonic()
+        for process in self._tree:
+            if process.exited_at is not None and (beat := signs.get(process.pid)) is not None:
+                # The beat is of the monotonic clock.
+                secs = process.exited_at - now + clock - beat.at
+                self._report(process).last_sign = last_sign(beat, secs)
+
+    def finish(self) -> Path:
+        """Judge, write, and give the folder its final name, which is returned.
+
+        Raises:
+            OSError: the disk is full or the folder is gone.
+        """
+        for process in self._tree:
+            if process.exited_at is not None and not process.is_of_no_account:
+                self._note_exit(process)
+        self.incident.processes.sort(key=lambda report: (report.role == "helper", report.role, report.pid))
+        self.incident.verdict = verdict = self._judge()
+        self._take_kind()
+        self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
+        self.incident.complete = True
+        spare = count_repeat(self.incident, self.folder, self._settings.full_per_fault)
+        self.save(sync=True)
+        with contextlib.suppress(OSError):
+            for name in spare:
+                self.folder.remove(name)
+        path = self.folder.publish()
+        self.finished = True
+        logger.info("incident %s: %s", path, verdict.text)
+        return path
+
+    def incident_with_core(self) -> str | None:
+        """Return the id of an earlier incident of the same fault that has GPU cores; None where there is none."""
+        self.incident.verdict = self._judge()
+        return incident_with_core(self.incident, self.folder, self._settings.full_per_fault)
+
+    def _take_kind(self) -> None:
+        """Have the incident of a crash be of the kind of its first failure: a consequence may be told first."""
+        if self.incident.kind not in _KINDS_OF_CRASHES or not self._failures:
+            return
+        first = order_failures(self._failures)[0]
+        if first.kind == "hang" or first.is_answer:
+            return
+        kind = first.kind if first.kind == "exception" else "killed" if first.fatal_signal else "exited"
+        if kind != self.incident.kind:
+            self.incident.kind = kind
+            self.folder.rename(kind)
+
+    def _note_exit(self, process: TrackedProcess) -> None:
+        report = self._report(process)
+        states.note_exit(report, process, raised=process.pid in self._raised)
+        if self._settings.stacks:
+            stacks.take_fault(process, report, self.folder, self._runtime)
+
+
+def _are_same(some: LostPeer, other: LostPeer) -> bool:
+    return (some.role, some.address) == (other.role, other.address)
+
+
+def last_sign(beat: Beat, secs: float) -> LastSign:
+    """Return what an incident tells of a heartbeat that was last written to so many seconds before."""
+    return LastSign(beat.doing, beat.batches, beat.requests, beat.mode, beat.tokens, round(max(0.0, secs), 3))
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: fields.get(name) for name in ("name", "silent_secs", "soft")}
+
+
+def count_repeat(incident: Incident, folder: IncidentFolder, keep: int) -> list[str]:
+    """Count the fault of an incident that is about to be written for the last time.
+
+    Args:
+        incident: with its verdict; it says afterwards what is not kept.
+        folder: where it is written.
+        keep: how many incidents of a fault are kept in full a day; 0 for all.
+
+    Returns:
+        The files that are of no use any more, relative to the folder, to be removed when the incident is written.
+    """
+    fault = fault_of(incident.to_json()) if not folder.problem else None
+    if fault is None:
+        return []
+    pieces = (piece for report in incident.processes for piece in report.evidence)
+    has_core = any(piece.kind == "cuda_core" and piece.status == "captured" for piece in pieces)
+    incident.fault = count_fault(folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core)
+    return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
+
+
+def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) -> str | None:
+    """Return the id of an earlier incident of the same fault that has GPU cores; None where there is none.
+
+    Args:
+        incident: with a verdict.
+        folder: where it is written.
+        keep: see `count_repeat`; with 0 each has its own.
+    """
+    fault = fault_of(incident.to_json()) if keep and not folder.problem else None
+    return fingerprint.incident_with_core(folder.path.parent, fault) if fault is not None else None
+
+
+def _give_up_stacks(incident: Incident) -> Iterator[str]:
+    """Take the stacks out of the incident, except those of the process that failed first, and yield their files."""
+    assert incident.fault is not None
+    assert incident.verdict is not None
+    first = incident.verdict.first_failure
+    for report in incident.processes:
+        for piece in report.evidence:
+            if piece.path and piece.path.startswith(_STACKS) and (first is None or report.pid != first.pid):
+                yield from (str(Path(piece.path).with_suffix(suffix)) for suffix in (".txt", ".json"))
+                piece.status, piece.path, piece.source = "skipped", None, None
+                piece.reason = f"the same fault as in incident {incident.fault.repeats}, which has its stacks"
+
+
+def handler_info() -> HandlerInfo:
+    """Describe this process."""
+    stat = procfs.read_stat(os.getpid())
+    assert stat is not None
+    return HandlerInfo(stat.pid, stat.start_ticks)
+
+
+def server_info(pid: int, start_ticks: int) -> ServerInfo:
+    """Describe the server `pid` of this installation, which started at `start_ticks`."""
+    try:
+        sglang_version = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        sglang_version = "unknown"
+    return ServerInfo(pid, sglang_version, __version__, socket.gethostname(), start_ticks, own_namespace())
+
+
+def requests_of(fields: dict[str, Any]) -> Requests:
+    """Return the requests that one process says it saved.
+
+    Args:
+        fields: ``path`` of the file, ``finished`` and ``unfinished``; where nothing was saved ``error`` or ``reason``.
+    """
+    path = fields.get("path")
+    reason = None if path else str(fields.get("error") or fields.get("reason") or "there were no requests to save")
+    return Requests(
+        finished=_count(fields.get("finished")),
+        unfinished=_count(fields.get("unfinished")),
+        path=str(path) if path else None,
+        reason=reason,
+        source="pickle" if path else None,
+    )
+
+
+def add(before: Requests, now: Requests) -> Requests:
+    """Return what two processes saved as one."""
+    if before.finished is None and before.unfinished is None:
+        return now
+    path = before.path or now.path
+    return replace(
+        now,
+        finished=(now.finished or 0) + (before.finished or 0),
+        unfinished=(now.unfinished or 0) + (before.unfinished or 0),
+        path=path,
+        reason=None if path else now.reason,
+        source="pickle" if path else None,
+    )
+
+
+def add_journal(requests: Requests, told: JournaledRequests) -> None:
+    """Add what the journals told, which counts where the server did not."""
+    requests.journal = told
+    if requests.source is None and told.path:
+        requests.finished, requests.unfinished, requests.source = told.finished, told.unfinished, "journal"
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

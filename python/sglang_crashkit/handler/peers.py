@@ -1,0 +1,621 @@
+"""The other servers of a prefill and decode pair: one connection to each, held open, and an incident where one is lost.
+
+The schedulers say which peers there are, and which requests wait for them (`model.peer_report`); they hold no
+connection themselves. So the cost goes with the number of peer servers, however many ranks there are on either side.
+
+A prefill server is named by its bootstrap address; to each of its hosts there is one connection, to the process of the
+lowest rank that is known there. Of decode servers SGLang has no name, only the addresses of their ranks; to each host
+there is one connection, to a process of the lowest rank. Where several have that rank, replicas of one server or
+several servers, they are taken in turn, and all at once as soon as something is wrong with one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.peer_link import ENOUGH, Link
+from sglang_crashkit.handler.processes import ProcessTree
+from sglang_crashkit.handler.session import Session
+from sglang_crashkit.model.incident import iso_time
+from sglang_crashkit.model.peer_report import (
+    MOST_ASKED,
+    MOST_BYTES,
+    AnswerReader,
+    KnownPeers,
+    Waits,
+    known_question,
+    waiting_question,
+)
+from sglang_crashkit.model.peers import LostPeer, PeerProcess, Role, Sign, describe
+from sglang_crashkit.policy import Event
+
+logger = logging.getLogger(__name__)
+
+# All times are in seconds.
+#: How often something is looked at that nobody reports.
+_CHECK_SECS = 1.0
+#: How often a rank is asked for its peers; one that only knows of failed transfers less often.
+_ASK_SECS, _ASK_OTHERS_SECS = 5.0, 15.0
+#: A rank that has not answered for this long is asked again.
+_ANSWER_SECS = 60.0
+#: Ranks are not asked for waiting requests more often than this: each time they go through their queues.
+_ASK_WAITING_SECS = 0.25
+#: How long a connection is held to one of several processes of a host.
+_TURN_SECS = 15.0
+#: So long all of them are watched once something was wrong with one.
+_ALARM_SECS = 10.0
+#: When a peer is lost, so long is waited for the ranks' answers, and for other peers that are lost with it.
+_GATHER_SECS = 1.0
+#: A peer that was lost is back when nothing spoke against it for this long.
+_BACK_SECS = 30.0
+#: A lost peer is looked for no longer than this.
+_FORGET_SECS = 600.0
+#: SGLang's own word that a transfer failed waits this long for the connection to say more.
+_PATIENCE_SECS = 2.0
+#: No more connections are held than this: the process may have 1024 descriptors.
+_MAX_LINKS = 512
+#: An incident of losses is whole after this time.
+_OBSERVED_SECS = 2.0
+#: Losses that come within this time of the last one belong to it, as in a restart of one after the other; however they
+#: go on, an incident takes in no more after the longer time.
+_SAME_SECS, _LONGEST_SECS = 600.0, 3600.0
+
+_Key = tuple[Role, str]
+
+
+@dataclass(eq=False)
+class _Rank:
+    """A scheduler that answers.
+
+    Attributes:
+        pid: who it is.
+        connection: how it is asked.
+        role: what its peers do.
+        is_lead: it knows its group's peers; another one knows of failed transfers only.
+        reader: puts its answers together.
+        next_ask: when it is asked for its peers again.
+        asked_at: since when it has not answered; None where it has.
+        known: what it answered last.
+    """
+
+    pid: int
+    connection: socket.socket
+    role: Role
+    is_lead: bool
+    reader: AnswerReader
+    next_ask: float = 0.0
+    asked_at: float | None = None
+    known: KnownPeers = field(default_factory=KnownPeers)
+
+
+@dataclass
+class _Loss:
+    """A peer that was lost a moment ago: by which sign, since when (UTC, ISO 8601), and when it is reported."""
+
+    sign: Sign
+    since: str
+    due: float
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A peer server, or a rank of one where SGLang knows no more.
+
+    Attributes:
+        role: what it does.
+        name: its name in SGLang's tables.
+        processes: its processes as the ranks know them; `known_to`: pids of these ranks.
+        links: the connections to its processes.
+        waits: what the ranks said of who waits for it, by pid, from the first sign on.
+        failed_since: since when SGLang has given it up.
+        lost_at: when it was lost; None while it is there. `loss`: until that is reported.
+        steady_since: since when nothing speaks against it.
+        is_forgotten: it was lost, and is not looked for any more.
+    """
+
+    role: Role
+    name: str
+    processes: frozenset[PeerProcess] = frozenset()
+    known_to: frozenset[int] = frozenset()
+    links: dict[PeerProcess, Link] = field(default_factory=dict)
+    waits: dict[int, LostPeer] = field(default_factory=dict)
+    failed_since: float | None = None
+    lost_at: float | None = None
+    loss: _Loss | None = None
+    steady_since: float | None = None
+    is_forgotten: bool = False
+
+    @property
+    def is_well(self) -> bool:
+        return self.lost_at is None and any(link.is_up for link in self.links.values())
+
+    def is_near(self, other: _Peer) -> bool:
+        """Say whether two peers are ranks of one server, as far as is known."""
+        same_host = self.name.rpartition(":")[0] == other.name.rpartition(":")[0]
+        return self is other or (self.role == other.role == "decode" and same_host)
+
+    def hear(self, pid: int, said: LostPeer) -> None:
+        """Take in what a rank says of who waits for it, at one moment and another."""
+        if pid in self.waits:
+            self.waits[pid].merge(said)
+        else:
+            self.waits[pid] = replace(said)
+
+    def one_of_each_host(self) -> Iterator[PeerProcess]:
+        """Yield the process of each host that is connected to, else that of the lowest rank."""
+        of_host: dict[str, list[PeerProcess]] = defaultdict(list)
+        for process in sorted(self.processes):
+            of_host[process.host].append(process)
+        for processes in of_host.values():
+            yield next((process for process in processes if process in self.links), processes[0])
+
+
+class PeerProber:
+    """Watches the peers of one server.
+
+    Its descriptor has something to read when `act_on_time` has something to do, which also has when `next_due` says so.
+
+    Args:
+        report: told of peers that were lost at about the same time.
+    """
+
+    def __init__(self, report: Callable[[list[LostPeer]], None]) -> None:
+        self._report = report
+        self._epoll = select.epoll()
+        self._by_descriptor: dict[int, Link | _Rank] = {}
+        self._ranks: dict[int, _Rank] = {}
+        self._peers: dict[_Key, _Peer] = {}
+        #: By host, the decode rank that is connected to.
+        self._held: dict[str, str] = {}
+        self._alarmed_until: dict[str, float] = {}
+        self._to_ask: set[_Key] = set()
+        self._next_turn = self._next_waiting = self._next_check = 0.0
+        self._is_stale = self._has_said_so = False
+        self._unnamed: set[str] = set()
+        self._failures = 0
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for."""
+        return self._epoll.fileno()
+
+    def take_rank(self, pid: int, descriptor: int | None, fields: dict[str, object]) -> None:
+        """Ask a scheduler from now on.
+
+        Args:
+            pid: who it is.
+            descriptor: one end of its pair of sockets, which stays open; None where none came.
+            fields: the rest of its message: ``role``, that of its peers, and ``lead``.
+        """
+        role = fields.get("role")
+        if descriptor is None or (role != "prefill" and role != "decode") or self._failures >= ENOUGH:
+            return
+        self._drop_rank(pid)
+        connection = socket.socket(fileno=os.dup(descriptor))
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX or connection.type != socket.SOCK_SEQPACKET:
+            connection.close()
+            return
+        rank = _Rank(pid, connection, role, fields.get("lead") is True, AnswerReader(pid))
+        self._ranks[pid] = rank
+        self._by_descriptor[connection.fileno()] = rank
+        self._epoll.register(connection, select.EPOLLIN)
+        self._ask(rank, time.monotonic())
+
+    def hear(self, said: LostPeer) -> None:
+        """Take in that a rank says itself that SGLang gave a peer up."""
+        if self._failures >= ENOUGH:
+            return
+        key = (said.role, said.address)
+        peer = self._peers.setdefault(key, _Peer(*key))
+        if peer.lost_at is not None and peer.loss is None:
+            # It was reported, and has not been back.
+            peer.steady_since = None
+            return
+        for pid in said.reported_by:
+            peer.hear(pid, said)
+        self._lose(peer, said.sign, said.since, time.monotonic())
+
+    def next_due(self) -> float:
+        """Return when `act_on_time` has something to do although nothing happens, by the monotonic clock."""
+        if self._is_stale:
+            return 0.0
+        dues = [self._report_due(), *(link.due for peer in self._peers.values() for link in peer.links.values())]
+        if self._to_ask:
+            dues.append(self._next_waiting)
+        if self._ranks or self._peers:
+            dues.append(self._next_check)
+        return min(dues)
+
+    def act_on_time(self) -> None:
+        """Do what is due by now; where that fails, peers are not watched any more, and everything else is."""
+        if self._failures >= ENOUGH:
+            return
+        try:
+            self._act()
+        except Exception:
+            logger.exception("the other servers of the pair could not be looked at")
+            self._failures += 1
+            if self._failures >= ENOUGH:
+                self._give_up()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._give_up()
+        self._epoll.close()
+
+    def _act(self) -> None:
+        # Before what is overdue: this process may have been at work for seconds.
+        for descriptor, events in self._epoll.poll(0):
+            its = self._by_descriptor.get(descriptor)
+            if isinstance(its, _Rank):
+                self._read(its)
+            elif its is not None:
+                owner = next(peer for peer in self._peers.values() if its in peer.links.values())
+                self._step(owner, its, time.monotonic(), events)
+        now = time.monotonic()
+        for peer in list(self._peers.values()):
+            for link in [link for link in peer.links.values() if link.due <= now]:
+                self._step(peer, link, now, 0)
+        if now >= self._next_check and (self._ranks or self._peers):
+            self._next_check = now + _CHECK_SECS
+            self._check(now)
+        if self._is_stale:
+            self._is_stale = False
+            self._choose(now)
+        if self._to_ask and now >= self._next_waiting:
+            self._ask_waiting(now)
+        if now >= self._report_due():
+            lost = [peer for peer in self._peers.values() if peer.loss is not None]
+            self._report([self._describe(peer, peer.loss) for peer in lost if peer.loss is not None])
+            for peer in lost:
+                peer.loss = None
+                peer.waits.clear()
+
+    def _give_up(self) -> None:
+        self._failures = ENOUGH
+        for pid in list(self._ranks):
+            self._drop_rank(pid)
+        for peer in self._peers.values():
+            self._close_links(peer, list(peer.links))
+        self._peers.clear()
+        self._to_ask.clear()
+        self._is_stale = False
+
+    # -- what the ranks say
+
+    def _ask(self, rank: _Rank, now: float) -> None:
+        rank.next_ask = now + (_ASK_SECS if rank.is_lead else _ASK_OTHERS_SECS)
+        # One that is stuck does not find a heap of questions when it goes on.
+        is_waited_for = rank.asked_at is not None and now < rank.asked_at + _ANSWER_SECS
+        if not is_waited_for and self._send(rank, known_question()):
+            rank.asked_at = now
+
+    def _ask_waiting(self, now: float) -> None:
+        self._next_waiting = now + _ASK_WAITING_SECS
+        for rank in list(self._ranks.values()):
+            names = [name for role, name in sorted(self._to_ask) if role == rank.role and rank.is_lead]
+            for begin in range(0, len(names), MOST_ASKED):
+                self._send(rank, waiting_question(names[begin : begin + MOST_ASKED]))
+        self._to_ask.clear()
+
+    def _send(self, rank: _Rank, question: bytes) -> bool:
+        try:
+            rank.connection.send(question)
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._drop_rank(rank.pid)
+            return False
+        return True
+
+    def _read(self, rank: _Rank) -> None:
+        while self._ranks.get(rank.pid) is rank:
+            try:
+                packet = rank.connection.recv(MOST_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                self._drop_rank(rank.pid)
+                return
+            try:
+                self._take(rank, rank.reader.take(packet))
+            except (ValueError, RecursionError) as error:
+                logger.warning("rank %d says nothing of its peers: %s", rank.pid, error)
+                self._drop_rank(rank.pid)
+
+    def _take(self, rank: _Rank, answer: KnownPeers | Waits | bool) -> None:
+        if isinstance(answer, Waits):
+            peer = self._peers.get((rank.role, answer.name))
+            if peer is not None:
+                peer.hear(rank.pid, answer.told)
+        elif answer is not False:
+            rank.asked_at = None
+            if isinstance(answer, KnownPeers) and answer != rank.known:
+                rank.known = answer
+                self._merge()
+
+    def _drop_rank(self, pid: int) -> None:
+        rank = self._ranks.pop(pid, None)
+        if rank is not None:
+            self._by_descriptor.pop(rank.connection.fileno(), None)
+            rank.connection.close()
+            self._merge()
+
+    def _merge(self) -> None:
+        """Put together what all ranks know."""
+        processes: dict[_Key, set[PeerProcess]] = defaultdict(set)
+        known_to: dict[_Key, set[int]] = defaultdict(set)
+        for rank in self._ranks.values():
+            for name, its in rank.known.peers.items():
+                processes[rank.role, name] |= its
+                known_to[rank.role, name].add(rank.pid)
+        for key in processes.keys() - self._peers.keys():
+            self._peers[key] = _Peer(*key)
+        for key, peer in self._peers.items():
+            if peer.processes != processes.get(key, set()):
+                peer.processes = frozenset(processes.get(key, ()))
+                # It may be back where it was not before.
+                peer.is_forgotten = False
+            peer.known_to = frozenset(known_to.get(key, ()))
+        self._is_stale = True
+
+    # -- which connections there are
+
+    def _choose(self, now: float) -> None:
+        """Open the connections that there should be, and close the others."""
+        prefill = (peer for peer in self._peers.values() if peer.role == "prefill" and not peer.is_forgotten)
+        wanted = [(peer, process) for peer in prefill for process in peer.one_of_each_host()]
+        wanted += self._decode_ranks(now)
+        # Those that there are first: they stay where there are too many.
+        wanted.sort(key=lambda pair: pair[1] not in pair[0].links)
+        kept: dict[_Peer, set[PeerProcess]] = defaultdict(set)
+        for peer, process in wanted[:_MAX_LINKS]:
+            kept[peer].add(process)
+        for peer in self._peers.values():
+            self._close_links(peer, peer.links.keys() - kept[peer])
+        for peer, process in wanted[:_MAX_LINKS]:
+            if process not in peer.links:
+                self._open_link(peer, process, now)
+        if len(wanted) > _MAX_LINKS and not self._has_said_so:
+            self._has_said_so = True
+            logger.warning("%d connections to other servers would be needed; %d are held", len(wanted), _MAX_LINKS)
+
+    def _decode_ranks(self, now: float) -> Iterator[tuple[_Peer, PeerProcess]]:
+        """Yield one rank of each host, all of them where something is wrong; and one of those that are lost."""
+        is_turn = now >= self._next_turn
+        if is_turn:
+            self._next_turn = now + _TURN_SECS
+        for host, ranks in self._lowest_ranks().items():
+            yield from [pair for pair in ranks if pair[0].lost_at is not None and not pair[0].is_forgotten][:1]
+            there = [pair for pair in ranks if pair[0].lost_at is None]
+            if now < self._alarmed_until.get(host, 0.0) or not there:
+                yield from there
+                continue
+            names = [peer.name for peer, _process in there]
+            held = self._held.get(host)
+            at = (names.index(held) + is_turn) % len(names) if held in names else 0
+            self._held[host] = names[at]
+            yield there[at]
+
+    def _lowest_ranks(self) -> dict[str, list[tuple[_Peer, PeerProcess]]]:
+        """Return the decode ranks of each host that are the first of their group; the others end with them.
+
+        Those that are lost count as well: SGLang goes on to list all ranks of a server that is gone.
+        """
+        of_host: dict[str, list[tuple[_Peer, PeerProcess]]] = defaultdict(list)
+        for peer in self._peers.values():
+            for process in peer.processes if peer.role == "decode" else ():
+                of_host[process.host].append((peer, process))
+        for host, pairs in of_host.items():
+            lowest = min(process.rank for _peer, process in pairs)
+            of_host[host] = sorted((pair for pair in pairs if pair[1].rank == lowest), key=lambda pair: pair[1])
+        return of_host
+
+    def _open_link(self, peer: _Peer, process: PeerProcess, now: float) -> None:
+        try:
+            peer.links[process] = Link(process.host, process.port)
+        except ValueError as error:
+            if process.host not in self._unnamed:
+                self._unnamed.add(process.host)
+                logger.warning("%s server %s is not watched: %s", peer.role, peer.name, error)
+            return
+        self._step(peer, peer.links[process], now, 0)
+
+    def _close_links(self, peer: _Peer, processes: Iterable[PeerProcess]) -> None:
+        for process in list(processes):
+            link = peer.links.pop(process)
+            link.close()
+            self._poll(link)
+
+    def _step(self, peer: _Peer, link: Link, now: float, happened: int) -> None:
+        failed_before = link.failures
+        link.step(now, happened)
+        self._poll(link)
+        if link.failures and not failed_before:
+            self._alarm(peer, now)
+        if link.lost is not None:
+            self._lose(peer, link.lost, iso_time(link.since or time.time()), now)
+
+    def _poll(self, link: Link) -> None:
+        """Have the link's descriptor polled for what it waits for now."""
+        before, link.polled = link.polled, (link.opened, link.fileno(), link.events)
+        if link.polled == before:
+            return
+        is_same = link.polled[:2] == before[:2]
+        if not is_same and self._by_descriptor.get(before[1]) is link:
+            # It was closed, which the kernel takes for the end of its registration.
+            del self._by_descriptor[before[1]]
+        if link.fileno() >= 0:
+            (self._epoll.modify if is_same else self._epoll.register)(link.fileno(), link.events)
+            self._by_descriptor[link.fileno()] = link
+
+    # -- what it means
+
+    def _alarm(self, peer: _Peer, now: float) -> None:
+        """Note that something is wrong: SGLang may end the wait of those who wait before a loss is certain."""
+        if peer.lost_at is None:
+            peer.waits.clear()
+        self._to_ask.add((peer.role, peer.name))
+        if peer.role == "decode":
+            self._alarmed_until |= {process.host: now + _ALARM_SECS for process in peer.processes}
+            self._is_stale = True
+
+    def _lose(self, peer: _Peer, sign: Sign, since: str, now: float) -> None:
+        """Note that a peer is lost, unless it was reported and has not come back since."""
+        peer.steady_since = None
+        if peer.loss is not None and sign == "refused":
+            peer.loss.sign = sign
+        if peer.lost_at is None:
+            peer.lost_at, peer.loss = now, _Loss(sign, since, now + _GATHER_SECS)
+            # Those that came since the first sign.
+            self._to_ask.add((peer.role, peer.name))
+            self._is_stale = True
+
+    def _report_due(self) -> float:
+        """Return when the losses are reported: together, unless more and more come."""
+        dues = [peer.loss.due for peer in self._peers.values() if peer.loss is not None]
+        return min(max(dues), min(dues) + _GATHER_SECS) if dues else float("inf")
+
+    def _describe(self, peer: _Peer, loss: _Loss) -> LostPeer:
+        others = [its for its in self._peers.values() if its is not peer and its.role == peer.role and its.is_well]
+        lost = LostPeer.of(peer.name, peer.role, loss.sign, loss.since, alone=not others)
+        for said in peer.waits.values():
+            lost.merge(replace(said, sign=lost.sign, since=lost.since, alone=lost.alone))
+        lost.reported_by = sorted({*lost.reported_by, *peer.known_to})
+        return lost
+
+    def _check(self, now: float) -> None:
+        for rank in list(self._ranks.values()):
+            if now >= rank.next_ask:
+                self._ask(rank, now)
+        failed = {(rank.role, name) for rank in self._ranks.values() for name in rank.known.failed}
+        self._check_failed(failed, now)
+        for key, peer in list(self._peers.items()):
+            if peer.lost_at is not None and peer.loss is None:
+                self._check_lost(peer, peer.lost_at, now, is_failed=key in failed)
+            is_over = peer.lost_at is None or peer.is_forgotten
+            if not peer.processes and is_over and key not in failed:
+                self._close_links(peer, list(peer.links))
+                del self._peers[key]
+        for host in [host for host, until in self._alarmed_until.items() if now >= until]:
+            del self._alarmed_until[host]
+            self._is_stale = True
+        self._is_stale = self._is_stale or now >= self._next_turn
+
+    def _check_failed(self, failed: set[_Key], now: float) -> None:
+        for key in failed:
+            self._peers.setdefault(key, _Peer(*key))
+        for key, peer in self._peers.items():
+            if key not in failed:
+                peer.failed_since = None
+            elif peer.failed_since is None:
+                peer.failed_since = now
+                self._to_ask.add(key)
+            # Another rank of the server that was lost says nothing new.
+            elif now >= peer.failed_since + _PATIENCE_SECS and not any(
+                its.lost_at is not None and its.is_near(peer) for its in self._peers.values()
+            ):
+                self._lose(peer, "failed_transfer", iso_time(time.time() - _PATIENCE_SECS), now)
+
+    def _check_lost(self, peer: _Peer, lost_at: float, now: float, *, is_failed: bool) -> None:
+        links = peer.links.values()
+        if is_failed or not links or not all(link.is_up for link in links):
+            peer.steady_since = None
+        elif peer.steady_since is None:
+            peer.steady_since = now
+        elif now >= peer.steady_since + _BACK_SECS:
+            peer.lost_at = peer.steady_since = None
+            self._is_stale = True
+            logger.info("%s server %s is back", peer.role, peer.name)
+            return
+        if now >= lost_at + _FORGET_SECS and not peer.is_forgotten and peer.steady_since is None:
+            peer.is_forgotten = self._is_stale = True
+
+
+class PeerLosses:
+    """Makes an incident, of a server that goes on and without stacks, of peers that were lost.
+
+    Args:
+        tree: the server's processes.
+        session: the incident at hand.
+        say: writes a line to the server's own log.
+        clock: the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        tree: ProcessTree,
+        session: Session,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tree = tree
+        self._session = session
+        self._say = say
+        self._clock = clock
+        self._run: IncidentRun | None = None
+        self._began = self._last = 0.0
+
+    def tell(self, peers: Sequence[LostPeer]) -> None:
+        """Make an incident of losses at about the same time, or add them to the one that is there."""
+        counting = [peer for peer in peers if self._counts(peer)]
+        if not counting:
+            return
+        now, text = self._clock(), " ".join(describe(counting))
+        # The exits that are looked for as one is opened may be an incident that is at hand from then on.
+        run = self._run_at_hand(now) or self._open(counting[0], now) or self._run_at_hand(now)
+        if run is None:
+            logger.info("the server ends; of its peers: %s", text)
+            return
+        if not self._add(run, counting):
+            # The oldest incidents make room for newer ones, this one too.
+            run = self._open(counting[0], now)
+            if run is None or not self._add(run, counting):
+                logger.error("no incident names it: %s", text)
+        logger.error("%s", text)
+        self._say(f"crash kit: {text}")
+        self._last = now
+
+    def _counts(self, peer: LostPeer) -> bool:
+        """Say whether a loss is reported: while the server itself ends, only where requests wait."""
+        shutdown = self._session.triage.shutdown
+        waiting = peer.count + peer.unassigned_count
+        if self._tree.root.pid in shutdown.expected or (shutdown.draining and not waiting):
+            logger.info("%s server %s ended while this one ends", peer.role, peer.address)
+            return False
+        return True
+
+    def _run_at_hand(self, now: float) -> IncidentRun | None:
+        """Return the incident that a loss of now belongs to."""
+        run = self._session.run
+        if run is not None and not run.finished:
+            return run
+        is_same = now < self._last + _SAME_SECS and now < self._began + _LONGEST_SECS
+        return self._run if is_same else None
+
+    def _open(self, peer: LostPeer, now: float) -> IncidentRun | None:
+        known = (self._tree.get(pid) for pid in peer.reported_by)
+        witness = next((process for process in known if process is not None), self._tree.root)
+        run = self._session.open_observed("peer_lost", "peer_lost", witness, _OBSERVED_SECS, Event.PEER_LOST)
+        if run is not None:
+            run.list_processes()
+            self._run, self._began = run, now
+        return run
+
+    def _add(self, run: IncidentRun, peers: Sequence[LostPeer]) -> bool:
+        try:
+            run.add_peers(time.time(), peers)
+        except OSError as error:
+            logger.warning("incident %s could not be written anew: %s", run.path, error)
+            return False
+        return True

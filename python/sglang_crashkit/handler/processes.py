@@ -1,0 +1,445 @@
+"""The processes of one server, each held by pidfd from when it is first seen, and what it leaves in shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_crashkit.kernel import cgroup, procfs, shared_memory, titles
+from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle
+from sglang_crashkit.kernel.shared_memory import LeftSegment, Segment
+
+logger = logging.getLogger(__name__)
+
+_OOM_AGE_SECS = 30.0
+#: More are not between a process and the one that started its program.
+_MAX_ANCESTORS = 8
+#: How the name begins that the kernel keeps of a dead Python process; torch gives the second one.
+_PYTHON_NAMES = ("python", "pt_main_thread")
+#: A child that died before it had a title has to do with what happens within this time, in seconds.
+_UNEXPLAINED_SECS = 60.0
+#: Where the server says that a child failed, it may have been that one; a start may take so long, in seconds.
+_KEPT_SECS = 3600.0
+_MAX_UNEXPLAINED = 64
+#: Segments come while the server starts and with large requests; the mappings of all processes take tens of ms to read.
+_MAPS_SECS, _MAPS_AFTER_A_CHANGE_SECS = 60.0, 10.0
+_PID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
+#: More than one machine's server ever waits for, and more than an exit status or a signal.
+_MAX_RANKS, _MAX_CODE = 1024, 256
+#: By so much, in seconds, something came before something else of which no more is known.
+_A_MOMENT_SECS = 0.001
+
+
+@dataclass(eq=False)
+class TrackedProcess:
+    """One process of the server.
+
+    Attributes:
+        handle: its pidfd.
+        title: its title when it was last read; the last known one after its death.
+        is_root: it is the process that launched the server.
+        is_python: it runs a Python interpreter, so it has a stack to capture.
+        is_nameless: it was dead when it was first seen, so that nothing is known of it but its executable.
+        is_awaited: the server named it as one that it waits for; until it has a title of its own, that name is it.
+        parent: the process of the server that started it; None for the root, and where that was gone already.
+        is_own: the launch registered it as a process of this server.
+        hosts_server: it started processes with workers' titles that are not this server's, so it is another server.
+        oom_counter: the OOM counter of its memory cgroup as it stood a while ago.
+        newer_oom_counter: the same as it stood lately; it takes the other's place in time.
+        exited_at: when its exit was noticed, in seconds since the epoch; None while it lives.
+    """
+
+    handle: ProcessHandle
+    title: str
+    is_root: bool
+    is_python: bool
+    oom_counter: cgroup.OomCounter | None
+    newer_oom_counter: cgroup.OomCounter | None = None
+    is_nameless: bool = False
+    is_awaited: bool = False
+    parent: TrackedProcess | None = None
+    is_own: bool = False
+    hosts_server: bool = False
+    exited_at: float | None = field(default=None)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.handle.pid
+
+    @property
+    def role(self) -> str:
+        """Its role; see `titles.role_of`."""
+        role = titles.role_of(self.title, is_root=self.is_root)
+        # What has a worker's title without being registered is a helper of one, or another server's.
+        return role if self.is_own or self.is_root or role == "starting" else "helper"
+
+    @property
+    def rank(self) -> dict[str, int]:
+        """Its ranks; see `titles.rank_of`."""
+        return titles.rank_of(self.title)
+
+    @property
+    def matters(self) -> bool:
+        """Whether it is the server's own, so that its unexpected end concerns it."""
+        return self.is_awaited or self.is_own or self.is_root
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether it is a child of Python's multiprocessing that has not said yet what it is."""
+        return self.role == "starting"
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether it is a child that has not said yet what it is, or was not seen after that.
+
+        Between fork and exec it is called as its parent is.
+        """
+        return self.is_starting or (not self.matters and (self.is_nameless or self.has_parents_title))
+
+    @property
+    def may_be_worker(self) -> bool:
+        """Whether it is unknown, and may have been a worker of the server: a Python process that the root started."""
+        name = self.title.startswith(_PYTHON_NAMES)
+        return self.is_unknown and self.parent is not None and self.parent.is_root and (name or self.has_parents_title)
+
+    @property
+    def has_parents_title(self) -> bool:
+        """Whether its title is the one that a fork left it, as far as is known."""
+        return self.parent is not None and self.title == self.parent.title
+
+    @property
+    def is_of_no_account(self) -> bool:
+        """Whether it is dead and nobody said that it was more than a helper."""
+        return self.exited_at is not None and not self.matters and not self.is_starting
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it belongs to another server that a process of this one started, or is a crash handler."""
+        if self.is_own or self.is_root:
+            return False
+        is_handler = titles.role_of(self.title) == "crash_handler"
+        return self.hosts_server or is_handler or (self.parent is not None and self.parent.is_foreign)
+
+    @property
+    def ended_with_parent(self) -> bool:
+        """Whether it was killed as upstream has the kernel do it when its parent ends (``PR_SET_PDEATHSIG``)."""
+        if self.is_root or self.exited_at is None or self.exit_status().signal != "SIGKILL":
+            return False
+        parent = self.parent
+        return parent is not None and parent.exited_at is not None and parent.exited_at <= self.exited_at
+
+    def exit_status(self) -> ExitStatus:
+        """How it ended; see `ProcessHandle.exit_status`."""
+        return self.handle.exit_status()
+
+
+class ProcessTree:
+    """All processes of the server, dead ones included; not those of another server that one of them started.
+
+    Raises:
+        ProcessLookupError: there is no process `root_pid`.
+    """
+
+    def __init__(self, root_pid: int) -> None:
+        self._scanner = procfs.TreeScanner(root_pid, without=os.getpid())
+        self._processes: dict[int, TrackedProcess] = {}
+        self._forgotten: dict[int, int] = {}  # start times by pid, while they are zombies
+        self.root = self._add(root_pid, is_root=True)
+        self._changed_at = self._aged_at = time.monotonic()
+
+    def __iter__(self) -> Iterator[TrackedProcess]:
+        return iter([process for process in self._processes.values() if not process.is_foreign])
+
+    def __contains__(self, pid: int) -> bool:
+        return pid in self._processes
+
+    def get(self, pid: int) -> TrackedProcess | None:
+        """Return the process `pid`, None when it is not the server's."""
+        return self._processes.get(pid)
+
+    def alive(self) -> list[TrackedProcess]:
+        """Return the processes whose exit was not noticed yet, schedulers first."""
+        living = [process for process in self if process.exited_at is None]
+        return sorted(living, key=lambda process: (process.role != "scheduler", process.pid))
+
+    @property
+    def settled(self) -> bool:
+        """Whether no process came or changed its title for a while: the server has started."""
+        return time.monotonic() - self._changed_at > 30.0
+
+    def refresh(self) -> list[TrackedProcess]:
+        """Look for new processes and new titles; return the new processes."""
+        new = []
+        present = self._scanner.scan()
+        self._forgotten = {pid: start for pid, start in self._forgotten.items() if pid in present}
+        for pid in present:
+            self._forget_earlier(pid)
+            if pid not in self._processes and not self._is_forgotten(pid):
+                try:
+                    new.append(self._add(pid, is_root=False))
+                except ProcessLookupError:
+                    continue
+                except OSError as error:
+                    logger.warning("process %d cannot be watched: %s", pid, error)
+        for process in new:
+            # Only now, because a child may have been found before its parent.
+            process.parent = self._parent_of(process)
+            above = process.parent
+            if process.title.startswith("sglang::") and above is not None and not (above.is_root or above.is_own):
+                above.hosts_server = True
+        for process in self.alive():
+            if self._may_get_a_title(process):
+                self.reread_title(process)
+        self._age_oom_counters()
+        if new:
+            self._changed_at = time.monotonic()
+        return new
+
+    @staticmethod
+    def _may_get_a_title(process: TrackedProcess) -> bool:
+        # SGLang sets its titles once. A process that has none yet, or after a fork its parent's, is about to set it.
+        # One that did not let itself be read is known by the first letters of its title.
+        is_cut = len(process.title) == procfs.COMM_BYTES
+        is_titled = process.title.startswith("sglang::") and not is_cut
+        return process.has_parents_title or not is_titled
+
+    def reread_title(self, process: TrackedProcess) -> None:
+        """Take in the title that a process has now: between two scans it may have become what it is."""
+        cmdline = procfs.read_cmdline(process.pid)
+        title = procfs.title_of(cmdline, process.title)
+        if process.is_awaited and not title.startswith("sglang::"):
+            return
+        if title != process.title:
+            process.title = title
+            process.is_python = procfs.is_python(process.pid)
+            self._changed_at = time.monotonic()
+
+    def register(self, pid: int, start_ticks: int) -> TrackedProcess | None:
+        """Take a process for the server's own, which the launch says that it started.
+
+        Args:
+            pid: its process id.
+            start_ticks: its start time, 0 where whoever says so is the process itself; see `procfs.ProcStat`.
+
+        Returns:
+            None where there is no such process below the main one.
+        """
+        process = self._processes.get(pid)
+        if process is None or process.is_root or start_ticks not in (0, process.handle.start_ticks):
+            return None
+        if not process.is_own:
+            process.is_own = True
+            self._changed_at = time.monotonic()
+        self.reread_title(process)
+        return process
+
+    def started_by_own(self, process: TrackedProcess) -> bool:
+        """Say whether the main process or one of the server's own started a process, and nobody else in between.
+
+        A program that is no Python may be in between, such as one that binds memory to a socket.
+        """
+        above, seen = procfs.read_stat(process.pid), 0
+        while above is not None and above.ppid and seen < _MAX_ANCESTORS:
+            parent = self._processes.get(above.ppid)
+            if parent is not None and (parent.is_root or parent.is_own):
+                return True
+            if procfs.is_python(above.ppid):
+                return False
+            above, seen = procfs.read_stat(above.ppid), seen + 1
+        return False
+
+    def add_reaped(self, pid: int, title: str, status: ExitStatus, seconds: float) -> TrackedProcess:
+        """Add a rank that was reaped before it could be seen.
+
+        Args:
+            pid: what its pid was.
+            title: what the server called it.
+            status: how it ended.
+            seconds: when that was noticed, since the epoch.
+        """
+        process = TrackedProcess(
+            handle=ProcessHandle.of_reaped(pid, status),
+            title=title,
+            is_root=False,
+            is_python=True,
+            # A server's processes are in one memory cgroup.
+            oom_counter=self.root.oom_counter,
+            is_awaited=True,
+            is_own=True,
+            parent=self.root,
+            exited_at=seconds,
+        )
+        self._processes[pid] = process
+        return process
+
+    def forget(self, process: TrackedProcess) -> None:
+        """Drop a process that does not matter any more and close its pidfd."""
+        process.handle.close()
+        self._processes.pop(process.pid, None)
+        # Until its parent reaps it, it is in the tree still.
+        self._forgotten[process.pid] = process.handle.start_ticks
+
+    def forget_dead(self) -> None:
+        """Drop the processes whose exit was noticed, but not the root."""
+        for process in self:
+            if process.exited_at is not None and not process.is_root:
+                self.forget(process)
+
+    def forget_unknown(self) -> None:
+        """Of the children that died before they said what they are keep the latest."""
+        kept = [process for process in self if process.exited_at is not None and process.is_unknown]
+        for process in kept[: max(0, len(kept) - _MAX_UNEXPLAINED)]:
+            self.forget(process)
+
+    def recent_unexplained(self) -> list[TrackedProcess]:
+        """Return the children that died lately before they said what they are; forget those that died long ago.
+
+        Those of which nothing is known are among them once the server named them as its own.
+        """
+        now, recent = time.time(), []
+        for process in self:
+            if process.exited_at is None or not (process.is_unknown or process.is_awaited):
+                continue
+            age = now - process.exited_at
+            if age >= _KEPT_SECS:
+                self.forget(process)
+            elif age < _UNEXPLAINED_SECS and (process.is_starting or process.is_awaited):
+                recent.append(process)
+        return recent
+
+    def _forget_earlier(self, pid: int) -> None:
+        """Drop a process that died unknown, and that no incident tells of, where another one has its pid by now."""
+        known = self._processes.get(pid)
+        if known is not None and known.handle.fd < 0 and known.is_unknown:
+            stat = procfs.read_stat(pid)
+            if stat is not None and stat.start_ticks != known.handle.start_ticks:
+                self.forget(known)
+
+    def _age_oom_counters(self) -> None:
+        """Compare with a count of half a minute to a minute ago.
+
+        An older one would blame a kill of today on another process that was killed last week; a newer one may already
+        hold the kill in question, because a large process takes seconds to die.
+        """
+        if time.monotonic() < self._aged_at + _OOM_AGE_SECS:
+            return
+        self._aged_at = time.monotonic()
+        for process in self.alive():
+            process.oom_counter = process.newer_oom_counter or process.oom_counter
+            process.newer_oom_counter = cgroup.find_counter(process.pid)
+
+    def _is_forgotten(self, pid: int) -> bool:
+        if pid not in self._forgotten:
+            return False
+        stat = procfs.read_stat(pid)
+        return stat is not None and stat.start_ticks == self._forgotten[pid]
+
+    def _add(self, pid: int, *, is_root: bool) -> TrackedProcess:
+        process = TrackedProcess(
+            handle=ProcessHandle(pid),
+            title=procfs.read_title(pid),
+            is_root=is_root,
+            is_python=procfs.is_python(pid),
+            is_nameless=not procfs.read_cmdline(pid) and procfs.is_dead(pid),
+            oom_counter=cgroup.find_counter(pid),
+        )
+        self._processes[pid] = process
+        return process
+
+    def _parent_of(self, process: TrackedProcess) -> TrackedProcess | None:
+        stat = procfs.read_stat(process.pid)
+        return self._processes.get(stat.ppid) if stat is not None else None
+
+
+class SharedMemory:
+    """What a killed server leaves in shared memory: noted while it lives, cleared or reported when it is gone."""
+
+    def __init__(self, tree: ProcessTree) -> None:
+        self._tree = tree
+        self._segments: set[Segment] = set()
+        self._own: dict[int, int] = {}  # start times by pid
+        self._noted_at = time.monotonic()
+
+    def act_on_time(self) -> None:
+        """Look at what the processes map, where that is due."""
+        interval = _MAPS_SECS if self._tree.settled else _MAPS_AFTER_A_CHANGE_SECS
+        if time.monotonic() >= self._noted_at + interval:
+            self.note()
+
+    def note(self) -> None:
+        """Look at what the living processes map now."""
+        self._noted_at = time.monotonic()
+        for process in self._tree.alive():
+            if not process.matters:
+                # What a program runs beside its server is its own affair.
+                continue
+            self._own[process.pid] = process.handle.start_ticks
+            with contextlib.suppress(OSError):
+                self._segments |= shared_memory.mapped_by(process.pid)
+        if any(process.role == "tokenizer_worker" for process in self._tree):
+            # By its name alone it may be another container's, whose processes have the same pids.
+            self._segments |= shared_memory.of_server(self._tree.root.pid)
+
+    def clear(self) -> tuple[list[str], list[LeftSegment]]:
+        """Remove what was the server's alone, unless one of its processes lives; see `shared_memory.clear`."""
+        lives = any(process.exited_at is None and process.matters for process in self._tree)
+        lives = lives or any(_is_alive(pid, ticks) for pid, ticks in self._own.items())
+        removed, left = shared_memory.clear(self._segments, {} if lives else self._own)
+        if removed:
+            logger.info("removed from %s what the server left: %s", shared_memory.FOLDER, " ".join(removed))
+        if left:
+            named = ", ".join(f"{one.name} ({one.why})" for one in left)
+            logger.info("the server left in %s: %s", shared_memory.FOLDER, named)
+        return removed, left
+
+
+def _is_alive(pid: int, start_ticks: int) -> bool:
+    stat = procfs.read_stat(pid)
+    return stat is not None and stat.start_ticks == start_ticks and stat.state not in "ZX"
+
+
+def learn_ranks(
+    tree: ProcessTree, fields: Mapping[str, Any], seconds: float, expected: Collection[int]
+) -> list[tuple[TrackedProcess, bool]]:
+    """Take in the main process's word for ranks that failed while it started.
+
+    A worker has no title in its first moments: for the handler it may be any helper then. Where it dies before, and
+    multiprocessing reaps it when it starts the next one, the handler may not have seen it at all.
+
+    Args:
+        tree: the server's processes.
+        fields: ``titles`` and ``exit_codes`` by pid, the latter as `multiprocessing` writes them; may be anything.
+        seconds: when it was said, since the epoch.
+        expected: processes whose end was announced.
+
+    Returns:
+        The ranks that turn out to have failed, and of each whether its exit is not known by now.
+    """
+    names, codes = (value if isinstance(value := fields.get(key), dict) else {} for key in ("titles", "exit_codes"))
+    found = []
+    for key, title in list(names.items())[:_MAX_RANKS]:
+        if not (isinstance(title, str) and title and _PID.fullmatch(key)):
+            continue
+        pid, code = int(key), codes.get(key)
+        status = ExitStatus.from_exit_code(code) if type(code) is int and abs(code) < _MAX_CODE else None
+        title = title[:120].encode(errors="backslashreplace").decode()
+        process = tree.get(pid)
+        if process is None and status is not None and pid not in expected:
+            # Before those that were seen to end, as all are started in one moment.
+            ended = [one.exited_at for one in tree if one.exited_at is not None and not one.is_of_no_account]
+            found.append((tree.add_reaped(pid, title, status, min([seconds, *ended]) - _A_MOMENT_SECS), True))
+        elif process is not None and process.is_unknown:
+            was_of_no_account = process.is_of_no_account
+            process.title, process.is_awaited = title, True
+            if status is not None and process.handle.has_exited():
+                process.handle.take_exit_status(status)
+            if was_of_no_account:
+                found.append((process, False))
+    return found

@@ -1,0 +1,394 @@
+"""`apply` and `revert`: one change with two targets, the patched and the pristine files.
+
+Everything is checked first: each file is upstream's or the kit's, or nothing is touched. Then every new file is
+written beside the one that it replaces, the manifest says what each file may be, and each takes its place by a rename.
+So a kill at any moment leaves files that are pristine or patched, and running it again finishes. Nothing is written in
+place: a file of a virtual environment may be a hard link into a package cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_crashkit import __version__
+from sglang_crashkit.errors import CrashkitError, PartialError, RefusedError
+from sglang_crashkit.installer.environment import Environment, require_kit
+from sglang_crashkit.installer.lock import Lock, LockedRelease, patch_files, sha256_hex
+from sglang_crashkit.installer.patches import PatchTree
+from sglang_crashkit.installer.record import rewrite_record
+from sglang_crashkit.installer.status import (
+    APPLIED,
+    APPLYING,
+    BY_COMMAND,
+    COPIES_FOLDER,
+    MANIFEST_NAME,
+    REVERTING,
+    FileState,
+    Manifest,
+    Overall,
+    PatchedFile,
+    Tree,
+    hash_or_none,
+    read_or_none,
+    read_tree,
+)
+
+#: In the dist-info folder while a change runs; one without a holder tells of a change that was cut off.
+LOCK_FILE = ".sglang-crashkit.lock"
+#: Seconds to wait for another process; a change takes well under one.
+LOCK_WAIT = 5.0
+#: The name of a file that waits to take the place of another, and the names of all that any version of the kit left.
+_STAGED, _LEFT_OVER = ".{}.sglang-crashkit-new", ".*.sglang-crashkit-*"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command did, or would do."""
+
+    #: The installation before it.
+    before: Overall
+    #: Files that it changed, below the package; none where nothing was to do.
+    changed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Change:
+    path: Path
+    before: bytes | None
+    #: None removes it.
+    after: bytes | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    tree: Tree
+    #: In their order; RECORD is among them.
+    changes: tuple[_Change, ...]
+    during: Manifest
+    #: None where no manifest is to be left.
+    final: Manifest | None
+
+    @property
+    def outcome(self) -> Outcome:
+        package = self.tree.environment.package
+        paths = [change.path for change in self.changes if change.path.is_relative_to(package)]
+        changed = tuple(path.relative_to(package).as_posix() for path in paths)
+        return Outcome(self.tree.overall, changed)
+
+
+def apply(environment: Environment, patches: PatchTree, lock: Lock, *, dry_run: bool = False) -> Outcome:
+    """Patch the installation, from whatever state the kit left it in; a `dry_run` only checks.
+
+    Raises:
+        RefusedError: the release is not supported, a file is foreign, the kit cannot be imported there, or a folder
+            is read-only; nothing was changed.
+        PartialError: it failed between two files; running it again finishes.
+        CrashkitError: it failed for another reason, which the message has.
+    """
+    locked = lock.require(environment.version)
+    require_kit(environment)
+    return _bring_to(Overall.PATCHED, environment, patches, locked, dry_run=dry_run)
+
+
+def revert(environment: Environment, patches: PatchTree, lock: Lock, *, dry_run: bool = False) -> Outcome:
+    """Give upstream's bytes back, from whatever state the kit left the installation in.
+
+    Raises what `apply` does, and RefusedError where a patched wheel is installed; it needs no kit there.
+    """
+    return _bring_to(Overall.PRISTINE, environment, patches, lock.find(environment.version), dry_run=dry_run)
+
+
+def _bring_to(
+    target: Overall, environment: Environment, patches: PatchTree, locked: LockedRelease | None, *, dry_run: bool
+) -> Outcome:
+    tree = read_tree(environment, locked)
+    is_done = tree.overall is target and not (environment.dist_info / LOCK_FILE).exists()
+    if is_done or (target is Overall.PRISTINE and tree.overall is Overall.UNSUPPORTED):
+        return Outcome(tree.overall, ())
+    try:
+        plan = _plan(target, tree, patches)
+        if not dry_run:
+            with exclusive(environment.dist_info):
+                # Read again: what another process did meanwhile counts.
+                plan = _plan(target, read_tree(environment, locked), patches)
+                _carry_out(plan)
+    except OSError as error:
+        raise _explain(error, environment.dist_info) from error
+    return plan.outcome
+
+
+def _plan(target: Overall, tree: Tree, patches: PatchTree) -> _Plan:
+    """Check everything and decide what each file becomes."""
+    _refuse(target, tree)
+    environment, is_apply = tree.environment, target is Overall.PATCHED
+    pristine = {path: tree.pristine_bytes(path, patches) for path in tree.files}
+    wanted = dict(pristine)
+    if is_apply and tree.locked is not None:
+        wanted.update(patch_files(environment.release, tree.locked, patches, pristine))
+
+    def manifest(phase: str, paths: Iterable[str], *contents: dict[str, bytes | None]) -> Manifest:
+        files = {}
+        for path in paths:
+            found = {sha256_hex(data) for each in contents if (data := each[path]) not in (None, pristine[path])}
+            texts = {each: tree.patch_text(path, each, patches) for each in sorted(found)}
+            files[path] = PatchedFile(hash_or_none(pristine[path]), texts)
+        return Manifest(phase, BY_COMMAND, __version__, environment.release, files)
+
+    changes = [
+        _Change(environment.package / path, tree.contents[path], data)
+        for path, data in wanted.items()
+        if tree.contents[path] != data
+    ]
+    record = _record_change(tree, pristine, wanted, with_manifest=is_apply)
+    plan = _Plan(
+        tree,
+        # RECORD lists the kit's files for as long as they are there.
+        (*record, *changes) if is_apply else (*changes, *record),
+        manifest(APPLYING if is_apply else REVERTING, tree.files, tree.contents, wanted),
+        manifest(APPLIED, tree.locked.files, wanted) if is_apply and tree.locked else None,
+    )
+    for folder in sorted({environment.dist_info, *(_staging_folder(change.path) for change in plan.changes)}):
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise _read_only(folder)
+    return plan
+
+
+def _refuse(target: Overall, tree: Tree) -> None:
+    environment = tree.environment
+    wrong = {path: state for path, state in tree.files.items() if state in (FileState.FOREIGN, FileState.MISSING)}
+    if wrong:
+        named = ", ".join(f"{path} ({state.value})" for path, state in wrong.items())
+        raise RefusedError(
+            f"neither upstream's nor the kit's in {environment.package}: {named}",
+            next_step=f"keep your edit elsewhere, then {environment.reinstall}",
+        )
+    if tree.by_wheel and target is Overall.PRISTINE:
+        raise RefusedError(
+            f"SGLang {environment.version} came patched, from a wheel that the kit built: there is nothing of "
+            "upstream's to go back to here",
+            next_step=environment.reinstall,
+        )
+    if tree.by_wheel:
+        raise RefusedError(
+            f"SGLang {environment.version} came patched, from a wheel that another kit built",
+            next_step=f"{environment.rebuild_wheel}, or {environment.reinstall} and sglang-crashkit apply",
+        )
+
+
+def _record_change(
+    tree: Tree, pristine: dict[str, bytes | None], wanted: dict[str, bytes | None], *, with_manifest: bool
+) -> list[_Change]:
+    file, info = tree.environment.dist_info / "RECORD", tree.environment.dist_info.name
+    record = read_or_none(file)
+    if record is None:
+        return []
+    contents = {f"sglang/{path}": data for path, data in wanted.items() if data is not None}
+    own = {f"sglang/{path}" for path, data in pristine.items() if data is None}
+    added: dict[str, bytes | None] = {name: data for name, data in contents.items() if name in own}
+    if with_manifest:
+        added[f"{info}/{MANIFEST_NAME}"] = None
+    rewritten = rewrite_record(
+        record,
+        contents,
+        added,
+        is_kits=lambda name: name in own or name.startswith((f"{info}/{MANIFEST_NAME}", f"{info}/{COPIES_FOLDER}/")),
+        source=str(file),
+    )
+    return [] if rewritten == record else [_Change(file, record, rewritten)]
+
+
+def _carry_out(plan: _Plan) -> None:
+    """Write every new file beside the one that it replaces, then let each take its place.
+
+    Raises:
+        OSError: there is no room for the new files; nothing was changed.
+        PartialError: it failed between two files.
+        CrashkitError: somebody else wrote one of them meanwhile; theirs is left as it is.
+    """
+    package, dist_info = plan.tree.environment.package, plan.tree.environment.dist_info
+    touched = [package / path for path in plan.tree.files]
+    manifest = dist_info / MANIFEST_NAME
+    during, final = (dist_info / _STAGED.format(f"{MANIFEST_NAME}.{each}") for each in ("during", "final"))
+    staged = {each.path: _staging_folder(each.path) / _STAGED.format(each.path.name) for each in plan.changes}
+    for folder in sorted({dist_info, *itertools.chain(*(_folders(path, package) for path in touched)), package}):
+        for left_over in sorted(folder.glob(_LEFT_OVER)):
+            left_over.unlink()
+    done = 0
+    try:
+        _write(during, plan.during.dump())
+        if plan.final is not None:
+            _write(final, plan.final.dump())
+        for change in plan.changes:
+            if change.after is not None:
+                _write(staged[change.path], change.after, like=None if change.before is None else change.path)
+        try:
+            during.replace(manifest)
+            _sync([dist_info])
+            for change in plan.changes:
+                _put_in_place(change, staged[change.path])
+                done += 1
+            for path in touched:
+                _remove_bytecode(path)
+                if not path.exists():
+                    _remove_empty_folders(path, package)
+            _sync(change.path.parent for change in plan.changes)
+            if (dist_info / COPIES_FOLDER).is_dir():
+                shutil.rmtree(dist_info / COPIES_FOLDER)
+            if plan.final is not None:
+                final.replace(manifest)
+            else:
+                manifest.unlink()
+            _sync([dist_info])
+        except OSError as error:
+            raise PartialError(
+                f"{done} of {len(plan.changes)} files are in place, then: {error}",
+                next_step="run the same command again, which finishes",
+            ) from error
+    finally:
+        # One that stays is in nobody's way, and goes next time.
+        with suppress(OSError):
+            for path in (during, final, *staged.values()):
+                path.unlink(missing_ok=True)
+
+
+def _put_in_place(change: _Change, staged: Path) -> None:
+    if read_or_none(change.path) != change.before:
+        raise CrashkitError(
+            f"{change.path} was written by somebody else meanwhile, and is left as it is",
+            next_step="sglang-crashkit status",
+        )
+    if change.after is None:
+        change.path.unlink()
+    else:
+        if not change.path.parent.is_dir():
+            change.path.parent.mkdir(parents=True)
+        staged.replace(change.path)
+
+
+def _staging_folder(path: Path) -> Path:
+    """Return the folder of `path`, or the nearest that is there."""
+    return next(folder for folder in path.parents if folder.is_dir())
+
+
+def _folders(path: Path, package: Path) -> Iterable[Path]:
+    """Return the folders of `path` below `package`, innermost first."""
+    return itertools.takewhile(lambda folder: folder != package, path.parents)
+
+
+def _write(path: Path, data: bytes, *, like: Path | None = None) -> None:
+    """Write `data` to a file that does not exist yet, with the mode and owner of `like`, and sync it."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        if like is not None:
+            wanted, own = like.stat(), os.fstat(file.fileno())
+            if (wanted.st_uid, wanted.st_gid) != (own.st_uid, own.st_gid):
+                # Without the privilege the writer owns the file, as with any installer.
+                with suppress(PermissionError):
+                    os.fchown(file.fileno(), wanted.st_uid, wanted.st_gid)
+            os.fchmod(file.fileno(), stat.S_IMODE(wanted.st_mode))
+        os.fsync(file.fileno())
+
+
+def _sync(folders: Iterable[Path]) -> None:
+    """Make the names in `folders` outlive a power cut."""
+    for folder in sorted({folder for folder in folders if folder.is_dir()}):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _remove_bytecode(path: Path) -> None:
+    """Remove the compiled files of the module at `path`.
+
+    Python trusts one whose recorded time (in whole seconds) and size match the source, so one that was compiled from
+    the other content could be taken for this one's.
+    """
+    if path.suffix == ".py":
+        for compiled in sorted((path.parent / "__pycache__").glob(f"{path.stem}.*.pyc")):
+            compiled.unlink()
+
+
+def _remove_empty_folders(path: Path, package: Path) -> None:
+    """Remove the folders that only the file at `path` was in: upstream has no empty ones."""
+    for folder in _folders(path, package):
+        for each in (folder / "__pycache__", folder):
+            try:
+                each.rmdir()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                if error.errno == errno.ENOTEMPTY:
+                    return
+                raise
+
+
+@contextmanager
+def exclusive(dist_info: Path, *, wait: float = LOCK_WAIT) -> Iterator[None]:
+    """Hold the lock of the installation with the folder `dist_info`; `wait` seconds for another process.
+
+    The kernel drops the lock of a process that dies, so a lock file alone holds nobody up.
+
+    Raises:
+        CrashkitError: another process still has it.
+        OSError: the lock file cannot be made.
+    """
+    lock_file = dist_info / LOCK_FILE
+    deadline = time.monotonic() + wait
+    while True:
+        with lock_file.open("ab", buffering=0) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_held = False
+            else:
+                # The name may have gone with the process that held the lock until now.
+                is_held = os.fstat(file.fileno()).st_nlink > 0
+            if is_held:
+                try:
+                    # For the other's error only: a full disk shows where it matters.
+                    with suppress(OSError):
+                        file.truncate(0)
+                        file.write(f" (pid {os.getpid()})".encode())
+                    yield
+                finally:
+                    # While it is still held: who opened it meanwhile sees that the name is gone.
+                    with suppress(OSError):
+                        lock_file.unlink()
+                return
+        if time.monotonic() > deadline:
+            holder = (read_or_none(lock_file) or b"").decode()
+            raise CrashkitError(
+                f"another sglang-crashkit{holder} is changing {dist_info.parent}",
+                next_step="wait for it to end and run this again",
+            )
+        time.sleep(0.05)
+
+
+def _explain(error: OSError, folder: Path) -> CrashkitError:
+    """Return what `error`, met before any file was changed, means to a person."""
+    where = Path(error.filename).parent if isinstance(error.filename, str | Path) else folder
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CrashkitError(f"no space left for new files in {where}; nothing was changed", next_step=f"df -h {where}")
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return _read_only(where)
+    return CrashkitError(f"{error}", next_step="sglang-crashkit status")
+
+
+def _read_only(folder: Path) -> RefusedError:
+    return RefusedError(
+        f"cannot make files in {folder}: it is read-only for this user; nothing was changed",
+        next_step="run this as the owner of that folder, or make it writable",
+    )

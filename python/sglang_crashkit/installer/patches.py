@@ -1,0 +1,303 @@
+r"""The kit's patches: one patch of one file, and the choice of patches for a release.
+
+A patch file is five header lines, a blank line and one unified diff::
+
+    Subject: Tell the kit of the exception that ends a scheduler
+    Reason: only this branch runs while the failing rank can still describe itself
+    Calls: sglang_crashkit.srt.managers.scheduler.on_scheduler_exception
+    Forwarded: no
+    Drop-when: upstream offers a callback
+
+    --- a/srt/managers/scheduler.py
+    +++ b/srt/managers/scheduler.py
+    @@ -5605,1 +5606,2 @@
+             logger.error(...)
+    +        on_scheduler_exception()
+
+Paths are below the ``sglang`` package; an old side of ``/dev/null`` creates the file. The old lines of a hunk must
+stand exactly as they are at exactly one place, whatever its line number.
+
+``patches/0.5.9`` is the full set; a later folder holds only the files whose patch no longer applies. For a release each
+file takes the patch of the highest folder at or below it, and ``PATH.drop`` there ends one.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from unidiff.errors import UnidiffParseError
+from unidiff.patch import PatchSet
+
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.installer.releases import is_release, release_key, sorted_releases
+
+#: Beside the baselines, generated.
+LOCK_NAME = "releases.lock.json"
+
+_PATCH, _DROP = ".patch", ".drop"
+
+
+class PatchFormatError(CrashkitError):
+    """A patch file does not read as one."""
+
+
+class PatchDataError(CrashkitError):
+    """The kit's own patches are not there or contradict each other."""
+
+
+class HunkConflictError(CrashkitError):
+    """A patch does not fit a file.
+
+    Args:
+        path: the file, below the package.
+        problems: number of each hunk that does not fit, from 1 → why.
+    """
+
+    def __init__(self, path: str, problems: dict[int, str]) -> None:
+        details = "; ".join(f"hunk {number}: {why}" for number, why in problems.items())
+        super().__init__(f"the patch of {path} does not fit: {details}")
+        self.problems = problems
+
+
+@dataclass(frozen=True)
+class HunkLine:
+    """One line of a hunk."""
+
+    #: ``b" "``, ``b"-"`` or ``b"+"``.
+    tag: bytes
+    #: The line with its newline, where it has one.
+    text: bytes
+
+
+@dataclass(frozen=True)
+class Hunk:
+    """One place to change."""
+
+    #: Line number, from 1, in the release the patch was made for; 0 creates the file.
+    old_start: int
+    lines: tuple[HunkLine, ...]
+
+    @property
+    def old(self) -> list[bytes]:
+        """The lines that must be there."""
+        return [line.text for line in self.lines if line.tag != b"+"]
+
+    @property
+    def new(self) -> list[bytes]:
+        """The lines that take their place."""
+        return [line.text for line in self.lines if line.tag != b"-"]
+
+    def places(self, lines: list[bytes]) -> list[int]:
+        """Return every index of `lines`, from 0, at which all old lines stand."""
+        old = self.old
+        starts = range(len(lines) - len(old) + 1) if old else ()
+        return [at for at in starts if lines[at] == old[0] and lines[at : at + len(old)] == old]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One patch: what it is for, and what it changes in one file."""
+
+    #: Below the ``sglang`` package, with forward slashes.
+    path: str
+    #: Field of the header → its text.
+    header: dict[str, str]
+    creates: bool
+    hunks: tuple[Hunk, ...]
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """Dotted names of the kit's functions that the patch calls; ``Calls: none`` names none."""
+        names = [name.strip() for name in self.header.get("Calls", "").split(",")]
+        return tuple(name for name in names if name not in ("", "none"))
+
+    def places(self, lines: list[bytes]) -> list[int]:
+        """Return the index in `lines`, from 0, that each hunk applies at.
+
+        Raises:
+            HunkConflictError: a hunk fits nowhere, at several places, or not in order.
+        """
+        places: list[int] = []
+        problems: dict[int, str] = {}
+        free_from = 0
+        for number, hunk in enumerate(self.hunks, start=1):
+            found = hunk.places(lines)
+            if len(found) != 1:
+                where = f"at {len(found)} places" if found else "nowhere"
+                problems[number] = f"its {len(hunk.old)} old lines stand {where}"
+            elif found[0] < free_from:
+                problems[number] = f"it stands at line {found[0] + 1}, before the end of the hunk ahead of it"
+            else:
+                places.append(found[0])
+                free_from = found[0] + len(hunk.old)
+        if problems:
+            raise HunkConflictError(self.path, problems)
+        return places
+
+
+def split_lines(data: bytes) -> list[bytes]:
+    """Split at line feeds only, keeping them, so that joining gives the same bytes."""
+    return io.BytesIO(data).readlines()
+
+
+def parse_patch(text: str, *, source: str) -> Patch:
+    """Read the text of a patch file.
+
+    Raises:
+        PatchFormatError: it does not read as a patch; the message names `source`.
+    """
+    head, _blank, diff = text.partition("\n\n")
+    try:
+        (file,) = PatchSet.from_string(diff)
+    except (UnidiffParseError, ValueError) as error:
+        raise PatchFormatError(f"{source} does not read as the patch of one file: {str(error).strip()}") from error
+    hunks = []
+    for found in file:
+        lines: list[HunkLine] = []
+        for line in found:
+            if line.line_type == "\\" and lines:  # "No newline at end of file"
+                lines[-1] = HunkLine(lines[-1].tag, lines[-1].text.removesuffix(b"\n"))
+            else:
+                lines.append(HunkLine(line.line_type.encode(), line.value.encode()))
+        hunks.append(Hunk(found.source_start, tuple(lines)))
+    header = dict(line.partition(": ")[::2] for line in head.split("\n"))
+    path = file.target_file.removeprefix("b/")
+    return Patch(path, header, file.source_file == "/dev/null", tuple(hunks))
+
+
+def apply_patch(pristine: bytes | None, patch: Patch) -> bytes:
+    """Return the patched bytes of a file, None standing for no such file.
+
+    Raises:
+        HunkConflictError: it does not fit.
+    """
+    if patch.creates and pristine is None:
+        return b"".join(patch.hunks[0].new)
+    if patch.creates or pristine is None:
+        why = "there is no such file" if pristine is None else "the file it creates is already there"
+        raise HunkConflictError(patch.path, {1: why})
+    lines = split_lines(pristine)
+    result: list[bytes] = []
+    done = 0
+    for hunk, at in zip(patch.hunks, patch.places(lines), strict=True):
+        result += [*lines[done:at], *hunk.new]
+        done = at + len(hunk.old)
+    return b"".join(result + lines[done:])
+
+
+def unapply_patch(patched: bytes, patch: Patch) -> bytes | None:
+    """Return the bytes that `patch` was applied to, None if there was no file.
+
+    Raises:
+        HunkConflictError: `patched` is not what applying the patch gives.
+    """
+    if patch.creates:
+        if patched != b"".join(patch.hunks[0].new):
+            raise HunkConflictError(patch.path, {1: "the file differs from the one it creates"})
+        return None
+    swap = {b"+": b"-", b"-": b"+", b" ": b" "}
+    hunks = [
+        replace(hunk, lines=tuple(HunkLine(swap[line.tag], line.text) for line in hunk.lines)) for hunk in patch.hunks
+    ]
+    return apply_patch(patched, replace(patch, hunks=tuple(hunks)))
+
+
+@dataclass(frozen=True)
+class PatchRef:
+    """One patch file of one baseline."""
+
+    baseline: str
+    #: The file it patches, below the package.
+    path: str
+    file: Path
+
+    @property
+    def name(self) -> str:
+        """``0.5.9/srt/managers/scheduler.py.patch``."""
+        return f"{self.baseline}/{self.path}{_PATCH}"
+
+    def read_text(self) -> str:
+        """Return the patch file's text.
+
+        Raises:
+            PatchFormatError: it is not UTF-8.
+        """
+        try:
+            return self.file.read_bytes().decode()
+        except UnicodeDecodeError as error:
+            raise PatchFormatError(f"{self.name} is not UTF-8: {error}") from error
+
+    def read(self) -> Patch:
+        """Read it.
+
+        Raises:
+            PatchFormatError: it does not read as a patch of this file.
+        """
+        patch = parse_patch(self.read_text(), source=self.name)
+        if patch.path != self.path:
+            raise PatchFormatError(f"{self.name} patches {patch.path}, not the file it is named for")
+        return patch
+
+
+@dataclass(frozen=True)
+class PatchTree:
+    """Every baseline."""
+
+    root: Path
+    #: Baseline → file → its patch, or None where the baseline drops it. Oldest baseline first.
+    baselines: dict[str, dict[str, PatchRef | None]]
+
+    @classmethod
+    def load(cls, root: Path) -> PatchTree:
+        """List the patches below `root` without reading them.
+
+        Raises:
+            PatchDataError: a folder or a file there is neither a baseline, a patch nor a drop.
+        """
+        folders = [entry.name for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
+        for name in folders:
+            if not is_release(name):
+                raise PatchDataError(f"{root / name} is not named for a release")
+        return cls(root, {baseline: _load_baseline(root / baseline) for baseline in sorted_releases(folders)})
+
+    def resolve(self, release: str) -> dict[str, PatchRef]:
+        """Return the patch of each file that `release` gets one for, by path in order."""
+        chosen: dict[str, PatchRef | None] = {}
+        for baseline, patches in self.baselines.items():
+            if release_key(baseline) <= release_key(release):
+                chosen |= patches
+        return {path: ref for path, ref in sorted(chosen.items()) if ref is not None}
+
+    def refs(self) -> list[PatchRef]:
+        """Return every patch of every baseline."""
+        return [ref for patches in self.baselines.values() for ref in patches.values() if ref]
+
+
+def find_patch_root() -> Path:
+    """Return the folder of the kit's patches: in the package, or at the checkout's top level.
+
+    Raises:
+        PatchDataError: there is none.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package, *package.parents[:2]):
+        if (folder / "patches" / LOCK_NAME).is_file():
+            return folder / "patches"
+    raise PatchDataError(
+        f"the kit at {package} has no patches/{LOCK_NAME}",
+        next_step="pip install --force-reinstall --no-deps sglang-crashkit",
+    )
+
+
+def _load_baseline(folder: Path) -> dict[str, PatchRef | None]:
+    found: dict[str, PatchRef | None] = {}
+    for file in sorted(entry for entry in folder.rglob("*") if not entry.is_dir()):
+        path = file.with_suffix("").relative_to(folder).as_posix()
+        if file.suffix not in (_PATCH, _DROP):
+            raise PatchDataError(f"{file} is neither a patch nor a drop")
+        if path in found:
+            raise PatchDataError(f"{folder.name} both patches and drops {path}")
+        found[path] = PatchRef(folder.name, path, file) if file.suffix == _PATCH else None
+    return found

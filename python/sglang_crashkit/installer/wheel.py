@@ -1,0 +1,307 @@
+"""Build a patched wheel from upstream's, and the kit's own wheel; both have the same bytes on a second build.
+
+Of upstream's only the patched files and the metadata differ: tags, compiled extensions and permission bits are kept.
+The version gets the local part ``+crashkit.VERSION``, which a requirement of ``sglang==RELEASE`` still accepts.
+
+Upstream's wheels are kept in ``$XDG_CACHE_HOME/sglang-crashkit/wheels``, by default below ``~/.cache``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+
+from sglang_crashkit import __version__
+from sglang_crashkit.errors import CrashkitError, NothingToDoError, RefusedError
+from sglang_crashkit.installer.environment import run_tool
+from sglang_crashkit.installer.lock import Lock, patch_files, sha256_hex
+from sglang_crashkit.installer.patches import PatchTree, find_patch_root
+from sglang_crashkit.installer.record import format_row, read_rows
+from sglang_crashkit.installer.releases import base_release
+from sglang_crashkit.installer.status import APPLIED, BY_WHEEL, MANIFEST_NAME, Manifest, PatchedFile, hash_or_none
+
+#: Seconds for one download; the largest wheels are about 40 MB.
+_DOWNLOAD_TIMEOUT = 900.0
+_KIT = "sglang_crashkit"
+_KIT_WHEEL = b"Wheel-Version: 1.0\nGenerator: sglang-crashkit\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+_VERSION_LINE = re.compile(rb"^Version: (.*)$", re.MULTILINE)
+#: The earliest time that a zip archive can hold, and its number for Unix.
+_TIME, _UNIX = (1980, 1, 1, 0, 0, 0), 3
+
+
+@dataclass(frozen=True)
+class Member:
+    """One file of an archive."""
+
+    name: str
+    data: bytes
+    #: File type and permission bits, as in `os.stat_result.st_mode`.
+    mode: int = 0o100644
+
+
+@dataclass(frozen=True)
+class WheelName:
+    """The parts of a wheel's file name, ``sglang-0.5.23-cp311-cp311-manylinux_2_34_x86_64.whl``."""
+
+    distribution: str
+    version: str
+    #: ``cp311-cp311-manylinux_2_34_x86_64``.
+    tags: str
+
+    @classmethod
+    def parse(cls, name: str) -> WheelName:
+        """Split the file name `name`.
+
+        Raises:
+            RefusedError: it is not a wheel's name, or has a build number.
+        """
+        try:
+            _name, _version, build, _tags = parse_wheel_filename(name)
+        except InvalidWheelFilename:
+            build = (0, "")
+        if build:
+            raise RefusedError(f"{name} is not named like a wheel of SGLang")
+        return cls(*name.removesuffix(".whl").split("-", 2))
+
+    def fits(self, python_tag: str | None) -> bool:
+        """Return whether a python with `python_tag` can install it; None stands for any python."""
+        interpreters, abis, _platforms = (part.split(".") for part in self.tags.split("-"))
+        return python_tag is None or not {python_tag, "py3"}.isdisjoint(interpreters) or "abi3" in abis
+
+
+def cache_folder() -> Path:
+    """Return the folder of the cached wheels, which need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-crashkit" / "wheels"
+
+
+def check_wheel(wheel: Path, known: Mapping[str, str]) -> None:
+    """Check `wheel` against the sha256 that `known` has for its file name, if it has one.
+
+    Raises:
+        RefusedError: they differ.
+    """
+    if known.get(wheel.name) not in (None, sha256_hex(wheel.read_bytes())):
+        raise RefusedError(
+            f"{wheel} is not upstream's wheel: its sha256 is not the one in the lock", next_step=f"rm {wheel}"
+        )
+
+
+def find_wheel(release: str, known: Mapping[str, str], *, download: bool, python_tag: str | None = None) -> Path:
+    """Return a wheel of `release`: one that `known` (file name → sha256, from the lock) names, else any in the cache.
+
+    With `download` pip fetches one where the cache has none; `python_tag` is ``cp311`` for a python that must be able
+    to install it.
+
+    Raises:
+        NothingToDoError: the cache has none and `download` is false.
+        RefusedError: its sha256 is not the one in the lock.
+        CrashkitError: the download failed.
+    """
+    all_cached = sorted(cache_folder().glob(f"sglang-{release}-*.whl"))
+    cached = [wheel for wheel in all_cached if WheelName.parse(wheel.name).fits(python_tag)]
+    found = next((wheel for wheel in cached if wheel.name in known), cached[0] if cached else None)
+    if found is None:
+        if not download:
+            suited = "" if python_tag is None else f" for {python_tag}"
+            raise NothingToDoError(
+                f"no wheel of SGLang {release}{suited} in {cache_folder()}",
+                next_step=f"sglang-crashkit wheel {release} --out DIR --download",
+            )
+        wanted = (name for name in sorted(known) if WheelName.parse(name).fits(python_tag))
+        found = _download(release, next(wanted, None))
+    check_wheel(found, known)
+    return found
+
+
+def _download(release: str, name: str | None) -> Path:
+    """Download the wheel called `name`, or the one that fits pip's own python."""
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
+    if name is not None:
+        # Whatever python pip runs on.
+        python, abi, platform = WheelName.parse(name).tags.split("-")
+        options += ["--platform", platform, "--abi", abi]
+        if python.startswith("cp"):
+            options += ["--implementation", "cp", "--python-version", python[2:]]
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
+        argv = [*_pip(), "download", "--dest", temporary, *options, f"sglang=={release}"]
+        finished = run_tool(argv, timeout=_DOWNLOAD_TIMEOUT)
+        wheels = list(Path(temporary).glob("*.whl"))
+        if finished.returncode != 0 or len(wheels) != 1:
+            lines = finished.stderr.strip().splitlines() or ["no output"]
+            raise CrashkitError(f"pip could not download sglang=={release}: {lines[-1]}")
+        return wheels[0].replace(folder / wheels[0].name)
+
+
+def _pip() -> list[str]:
+    """Return the command line of a pip: this python's own, else that of one on PATH."""
+    for python in (sys.executable, shutil.which("python3"), shutil.which("python")):
+        if python is not None and run_tool([python, "-m", "pip", "--version"], timeout=60).returncode == 0:
+            return [python, "-m", "pip"]
+    raise CrashkitError(f"{sys.executable} has no pip to download with", next_step=f"{sys.executable} -m ensurepip")
+
+
+def patched_version(release: str) -> str:
+    """Return the version of the patched wheel of `release`: ``0.5.23+crashkit.0.1.0``."""
+    return f"{release}+crashkit.{__version__}"
+
+
+def install_command(folder: Path, release: str) -> str:
+    """Return the shell command that installs the patched wheel of `release` from `folder`, and shows that it did.
+
+    It names the whole version: what is installed as ``0.5.23`` satisfies ``sglang==0.5.23`` and would stay. The wheel
+    requires the kit, which lies beside it; what upstream requires comes from the index where it is not installed.
+    """
+    wanted = f"sglang=={patched_version(release)}"
+    return f"pip install --find-links {shlex.quote(str(folder))} {wanted} && sglang-crashkit status"
+
+
+def build_patched_wheel(wheel: Path, out: Path, patches: PatchTree, lock: Lock) -> Path:
+    """Write the patched wheel of upstream's `wheel`, of any platform, into the folder `out` and return it.
+
+    Raises:
+        RefusedError: it is not a wheel of a supported release as upstream built it.
+        OSError: a wheel cannot be read or written.
+    """
+    name = WheelName.parse(wheel.name)
+    release, version = name.version, patched_version(name.version)
+    if name.distribution != "sglang" or base_release(release) != release:
+        raise RefusedError(f"{wheel} is not a wheel of SGLang as upstream built it")
+    locked = lock.require(release)
+    check_wheel(wheel, locked.wheels)
+    old_info, new_info = f"sglang-{release}.dist-info", f"sglang-{version}.dist-info"
+    members = _read_members(wheel, old_info)
+    pristine = {path: members[f"sglang/{path}"].data for path in locked.files if f"sglang/{path}" in members}
+    for path, entry in locked.files.items():
+        if hash_or_none(pristine.get(path)) != entry.pristine:
+            raise RefusedError(f"{wheel}: {path} is not upstream's of {release}")
+    patched = {f"sglang/{path}": data for path, data in patch_files(release, locked, patches, pristine).items()}
+    result: list[Member] = []
+    for member in members.values():
+        data = patched.pop(member.name, member.data)
+        folder, _slash, rest = member.name.partition("/")
+        if folder == old_info and rest in ("RECORD", "RECORD.jws", "RECORD.p7s"):
+            continue
+        if folder == old_info and rest == "METADATA":
+            data = _rewrite_metadata(wheel, data, version)
+        result.append(Member(f"{new_info}/{rest}" if folder == old_info else member.name, data, member.mode))
+    files = {path: PatchedFile(entry.pristine, {entry.patched: ""}) for path, entry in locked.files.items()}
+    manifest = Manifest(APPLIED, BY_WHEEL, __version__, release, files)
+    result += [Member(name, patched[name]) for name in sorted(patched)]
+    result.append(Member(f"{new_info}/{MANIFEST_NAME}", manifest.dump()))
+    target = out / f"sglang-{version}-{name.tags}.whl"
+    _write_wheel(target, result, new_info, members[f"{old_info}/RECORD"].mode)
+    return target
+
+
+def build_kit_wheel(out: Path) -> Path:
+    """Write the wheel of the kit that runs, installed or in a checkout, into the folder `out` and return it.
+
+    No build backend is needed.
+
+    Raises:
+        RefusedError: the kit has no metadata, or that of another version.
+        OSError: a file cannot be read or written.
+    """
+    dist_info = f"{_KIT}-{__version__}.dist-info"
+    package = Path(__file__).resolve().parents[1]
+    members = [
+        *_files_below(package, _KIT, without="patches"),
+        *_files_below(find_patch_root(), f"{_KIT}/patches"),
+        *_kit_metadata(dist_info, package),
+        Member(f"{dist_info}/WHEEL", _KIT_WHEEL),
+    ]
+    target = out / f"{_KIT}-{__version__}-py3-none-any.whl"
+    _write_wheel(target, members, dist_info)
+    return target
+
+
+def _write_wheel(target: Path, members: list[Member], dist_info: str, record_mode: int = 0o100644) -> None:
+    """Write `members` and their RECORD as the wheel `target`, replacing it in one step.
+
+    The bytes depend on the members alone: their order, a fixed time and a fixed compression.
+    """
+    name = f"{dist_info}/RECORD"
+    rows = [*(format_row(member.name, member.data) for member in members), format_row(name, None)]
+    temporary = target.with_name(f".{target.name}.new")
+    try:
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
+            for member in [*members, Member(name, "".join(rows).encode(), record_mode)]:
+                info = zipfile.ZipInfo(member.name, date_time=_TIME)
+                info.compress_type = zipfile.ZIP_DEFLATED
+                info.create_system = _UNIX
+                info.external_attr = member.mode << 16
+                archive.writestr(info, member.data)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read_members(wheel: Path, dist_info: str) -> dict[str, Member]:
+    """Return the files of `wheel` by name, each as the wheel's own RECORD says."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            infos = [info for info in archive.infolist() if not info.is_dir()]
+            modes = {info.filename: (info.external_attr >> 16) or 0o100644 for info in infos}
+            members = {name: Member(name, archive.read(name), mode) for name, mode in modes.items()}
+    except zipfile.BadZipFile as error:
+        raise RefusedError(f"{wheel} does not read as a wheel: {error}") from error
+    if f"{dist_info}/RECORD" not in members:
+        raise RefusedError(f"{wheel} has no {dist_info}/RECORD")
+    listed = dict(read_rows(members[f"{dist_info}/RECORD"].data, source=f"{wheel}: RECORD"))
+    for member in members.values():
+        hash_of = format_row("", member.data).split(",")[1]
+        if not member.name.startswith(f"{dist_info}/RECORD") and hash_of not in listed.get(member.name, ""):
+            raise RefusedError(f"{wheel} is damaged: {member.name} is not as its RECORD says")
+    return members
+
+
+def _rewrite_metadata(wheel: Path, data: bytes, version: str) -> bytes:
+    """Return METADATA with another version and one more requirement."""
+    lines = f"Version: {version}\nRequires-Dist: sglang-crashkit=={__version__}".encode()
+    rewritten, count = _VERSION_LINE.subn(lambda _match: lines, data, count=1)
+    if not count:
+        raise RefusedError(f"{wheel}: METADATA has no Version")
+    return rewritten
+
+
+def _files_below(folder: Path, prefix: str, *, without: str = "") -> list[Member]:
+    members: list[Member] = []
+    for file in sorted(folder.rglob("*")):
+        parts = file.relative_to(folder).parts
+        compiled = "__pycache__" in parts or file.suffix == ".pyc"
+        if not (file.is_dir() or compiled or parts[0] == without or file.name.startswith(".")):
+            members.append(Member("/".join((prefix, *parts)), file.read_bytes()))
+    return members
+
+
+def _kit_metadata(dist_info: str, package: Path) -> list[Member]:
+    """Return the metadata of the installed kit, without what its installer added."""
+    try:
+        distribution = importlib.metadata.distribution("sglang-crashkit")
+        found = f"is that of {distribution.version}"
+    except importlib.metadata.PackageNotFoundError:
+        distribution, found = None, "is not installed"
+    if distribution is None or distribution.version != __version__:
+        raise RefusedError(
+            f"the kit in {package} is {__version__}, but its metadata {found}",
+            next_step="pip install the kit again, then run this again",
+        )
+    members = []
+    for path in sorted(distribution.files or [], key=str):
+        folder, *rest = path.parts
+        if folder == dist_info and rest and rest[0] in ("METADATA", "entry_points.txt", "licenses"):
+            members.append(Member("/".join(path.parts), Path(str(distribution.locate_file(path))).read_bytes()))
+    return members

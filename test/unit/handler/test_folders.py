@@ -1,0 +1,420 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler import folders
+from sglang_crashkit.handler import folders as folders_module
+from sglang_crashkit.handler.folders import (
+    KeptFolder,
+    Place,
+    WorkFolders,
+    make_within,
+    make_work_folders,
+    remove_empty_spools,
+    remove_runtime_folders,
+)
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.folder_lock import FolderLock
+from sglang_crashkit.kernel.identity_key import own_namespace, server_key
+from sglang_crashkit.settings import RUN
+from unit.waiting import LONG, descriptors
+
+HOST = "what-the-kernel-says"
+NAME = "core.cuda.%t.%p"
+
+
+@pytest.fixture(autouse=True)
+def fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(folders_module, "fallback_folder", lambda: tmp_path / "fallback")
+    monkeypatch.setattr(socket, "gethostname", lambda: HOST)
+    monkeypatch.setenv("HOSTNAME", "host")
+    before = os.umask(0)
+    yield tmp_path / "fallback"
+    os.umask(before)
+
+
+def make(tmp_path: Path, **options: object) -> WorkFolders:
+    crash = str(tmp_path / "crash")
+    return make_work_folders(crash, "1-2-3", **({"secs": LONG} | options))  # type: ignore[arg-type]
+
+
+def mode_of(folder: Path) -> int:
+    return stat.S_IMODE(folder.stat().st_mode)
+
+
+def test_what_the_kit_makes_is_for_its_owner_alone(tmp_path: Path) -> None:
+    folders = make(tmp_path)
+    assert folders.host_folder == tmp_path / "crash" / "host"
+    assert folders.spool == folders.host_folder / "incidents" / ".spool-1-2-3"
+    assert {mode_of(path) for path in [folders.host_folder, *folders.host_folder.rglob("*")]} == {0o700}
+    assert folders.warnings == []
+
+
+def test_an_operators_folder_keeps_its_permissions(tmp_path: Path) -> None:
+    theirs = tmp_path / "crash" / "host"
+    theirs.mkdir(parents=True, mode=0o755)
+    folders = make(tmp_path)
+    assert folders.host_folder == theirs
+    assert mode_of(theirs) == 0o755
+    assert mode_of(tmp_path / "crash") == 0o755 | (mode_of(tmp_path / "crash") & 0o022)
+    assert mode_of(theirs / "incidents") == 0o700
+
+
+@pytest.mark.parametrize("obstacle", ["file", "link"])
+def test_a_folder_that_cannot_be_used_is_said_and_another_one_is(tmp_path: Path, fallback: Path, obstacle: str) -> None:
+    (tmp_path / "crash").mkdir()
+    if obstacle == "file":
+        (tmp_path / "crash" / "host").touch()
+    else:
+        (tmp_path / "theirs").mkdir()
+        (tmp_path / "crash" / "host").symlink_to(tmp_path / "theirs")
+    folders = make(tmp_path)
+    assert folders.host_folder == fallback / "host"
+    (warning,) = folders.warnings
+    assert warning.startswith(
+        f"crash folder {tmp_path}/crash/host cannot be used ({tmp_path}/crash/host is not a folder"
+    )
+    assert not (tmp_path / "theirs").exists() or list((tmp_path / "theirs").iterdir()) == []
+
+
+def test_a_disk_that_does_not_answer_is_waited_for_once(
+    tmp_path: Path, fallback: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = folders_module.make_private_folder
+
+    def stand_still(folder: Path) -> Path:
+        if folder.is_relative_to(tmp_path / "crash"):
+            time.sleep(600)
+        return real(folder)
+
+    monkeypatch.setattr(folders_module, "make_private_folder", stand_still)
+    began = time.monotonic()
+    core_file = f"{tmp_path}/crash/%h/{NAME}"
+    folders = make(tmp_path, core_file=core_file, flight_folder=f"{tmp_path}/crash/{HOST}/flight_recorder", secs=1.0)
+    assert time.monotonic() - began < 5.0
+    assert folders.host_folder == fallback / "host"
+    assert folders.core_file == f"{fallback}/%h/{NAME}"
+    assert (fallback / HOST).is_dir()
+    assert folders.flight_folder == fallback / "host" / "flight_recorder"
+    assert "did not answer within 1 s" in folders.warnings[0]
+
+
+def test_where_no_disk_answers_it_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders_module, "make_private_folder", lambda _folder: time.sleep(600))
+    with pytest.raises(OSError, match="did not answer within"):
+        make(tmp_path, secs=0.2)
+
+
+def test_a_child_that_a_disk_held_up_is_reaped_once_it_is_let_go_of() -> None:
+    before = set(folders_module._held_up)
+    assert make_within(0.05, lambda: time.sleep(600)) == "it did not answer within 0.05 s"
+    (held,) = folders_module._held_up - before
+    os.waitid(os.P_PID, held, os.WEXITED | os.WNOWAIT)
+    folders_module.reap()
+    assert held not in folders_module._held_up
+    with pytest.raises(ChildProcessError):
+        os.waitpid(held, os.WNOHANG)
+
+
+def test_without_a_crash_folder_the_fallback_is_no_matter_of_warning(fallback: Path) -> None:
+    folders = make_work_folders(None, "1-2-3", secs=LONG)
+    assert folders.host_folder == fallback / "host"
+    assert folders.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(28, "No space left on device", "/x"), "[Errno 28] No space left on device: '/x'"),
+        (CrashkitError("/x is not a folder", next_step="remove it"), "/x is not a folder next: remove it"),
+        (ValueError("odd"), "ValueError: odd"),
+        (SystemExit(3), "SystemExit: 3"),
+    ],
+)
+def test_what_goes_wrong_in_the_child_is_told(error: BaseException, words: str) -> None:
+    def fail() -> None:
+        raise error
+
+    assert make_within(LONG, fail) == words
+
+
+def test_a_child_that_dies_is_told() -> None:
+    assert make_within(LONG, lambda: os.kill(os.getpid(), 9)) == "the process that tried died"
+
+
+def test_the_child_holds_nothing_of_its_parent_and_leaves_nothing(tmp_path: Path) -> None:
+    before = descriptors()
+    held = tmp_path / "held"
+    assert make_within(LONG, lambda: held.write_text(str(len(list(Path("/proc/self/fd").iterdir()))))) == ""
+    # The way to answer, and what lists them.
+    assert int(held.read_text()) <= 3
+    assert descriptors().items() <= before.items()
+
+
+# -- GPU cores, whose folder the driver does not make
+
+
+def test_the_folder_of_cores_is_the_one_that_the_driver_writes_to(tmp_path: Path) -> None:
+    folders = make(tmp_path, core_file=f"{tmp_path}/crash/%h/{NAME}")
+    assert folders.core_file == f"{tmp_path}/crash/%h/{NAME}"
+    assert mode_of(tmp_path / "crash" / HOST) == 0o700
+
+
+def test_the_folder_of_the_users_own_file_is_made(tmp_path: Path) -> None:
+    folders = make(tmp_path, core_file=f"{tmp_path}/cores/%h/core.%p")
+    assert (tmp_path / "cores" / HOST).is_dir()
+    assert folders.warnings == []
+
+
+def test_a_folder_that_is_there_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "crash" / HOST).mkdir(parents=True, mode=0o755)
+    assert make(tmp_path, core_file=f"{tmp_path}/crash/%h/{NAME}").warnings == []
+    assert mode_of(tmp_path / "crash" / HOST) == 0o755
+
+
+@pytest.mark.parametrize("template", ["| gzip > core.%h", "fifo", ""])
+def test_a_core_without_a_folder_needs_none(tmp_path: Path, template: str) -> None:
+    if template == "fifo":
+        template = str(tmp_path / "fifo")
+        os.mkfifo(template)
+    folders = make(tmp_path, core_file=template)
+    assert folders.warnings == []
+    assert not (tmp_path / "crash" / HOST).exists()
+
+
+@pytest.mark.parametrize("template", ["%p/core", "file/below/core"])
+def test_the_users_folder_that_cannot_be_made_is_named_and_the_name_stays(tmp_path: Path, template: str) -> None:
+    (tmp_path / "file").touch()
+    folders = make(tmp_path, core_file=f"{tmp_path}/{template}")
+    (warning,) = folders.warnings
+    # The words are upstream's.
+    assert warning.startswith(f"Failed to create CUDA coredump directory {(tmp_path / template).parent}: ")
+    assert folders.core_file == f"{tmp_path}/{template}"
+
+
+def test_a_link_in_a_shared_crash_folder_gets_no_cores_and_no_dumps(tmp_path: Path, fallback: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "crash").mkdir()
+    (tmp_path / "crash" / HOST).symlink_to(tmp_path / "theirs")
+    flight = f"{tmp_path}/crash/{HOST}/flight_recorder"
+    folders = make(tmp_path, core_file=f"{tmp_path}/crash/%h/{NAME}", flight_folder=flight)
+    assert folders.core_file == f"{fallback}/%h/{NAME}"
+    assert mode_of(fallback / HOST) == 0o700
+    assert folders.flight_folder == tmp_path / "crash" / "host" / "flight_recorder"
+    assert list((tmp_path / "theirs").iterdir()) == []
+
+
+def test_the_flight_recorders_folder_is_made_ahead(tmp_path: Path) -> None:
+    flight = tmp_path / "crash" / HOST / "flight_recorder"
+    assert make(tmp_path, flight_folder=str(flight)).flight_folder == flight
+    assert mode_of(flight) == 0o700
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Path:
+    folder = tmp_path / "sglang-crashkit-0" / RUN / "1-2-3"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def may_be_cleaned(folder: Path) -> bool:
+    """Say whether ``systemd-tmpfiles`` would go into a folder: where it can lock it for itself."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def test_no_cleaner_goes_into_the_folder_of_a_handler_at_work(runtime: Path) -> None:
+    kept = KeptFolder(runtime)
+    assert [may_be_cleaned(folder) for folder in (runtime, runtime.parent, runtime.parent.parent)] == [False] * 3
+    assert may_be_cleaned(runtime.parent.parent.parent)
+    kept.release()
+    assert [may_be_cleaned(folder) for folder in (runtime, runtime.parent, runtime.parent.parent)] == [True] * 3
+
+
+def test_servers_share_the_folders_above(runtime: Path) -> None:
+    other = runtime.with_name("4-5-6")
+    other.mkdir()
+    one, another = KeptFolder(runtime), KeptFolder(other)
+    one.release()
+    assert may_be_cleaned(runtime)
+    assert not may_be_cleaned(runtime.parent)
+    assert not may_be_cleaned(other)
+    another.release()
+
+
+def test_a_folder_elsewhere_locks_nothing_above_it(tmp_path: Path) -> None:
+    kept = KeptFolder(tmp_path)
+    assert not may_be_cleaned(tmp_path)
+    assert may_be_cleaned(tmp_path.parent)
+    kept.release()
+
+
+def test_what_is_there_is_touched_a_few_times_a_day(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(folders.time, "monotonic", lambda: now[0])
+    kept = KeptFolder(runtime)
+    paths = [runtime.parent.parent, runtime.parent, runtime, runtime / "1-2.sock"]
+    paths[-1].touch()
+    for path in paths:
+        os.utime(path, (0, 0))
+    kept.act_on_time()
+    assert [path.stat().st_mtime for path in paths] == [0.0] * 4
+    now[0] += 6 * 3600
+    kept.act_on_time()
+    assert min(path.stat().st_mtime for path in paths) > 1e9
+    kept.release()
+
+
+def test_a_folder_that_is_gone_is_said_once_a_turn(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(folders.time, "monotonic", lambda: now[0])
+    kept = KeptFolder(runtime)
+    runtime.rmdir()
+    now[0] += 6 * 3600
+    kept.act_on_time()
+    kept.act_on_time()
+    (line,) = caplog.messages
+    assert str(runtime) in line
+    kept.release()
+
+
+def test_a_folder_that_is_not_there_is_no_error(tmp_path: Path) -> None:
+    KeptFolder(tmp_path / "absent").release()
+
+
+DEAD = f"4194305-1-{own_namespace()}"
+
+
+@pytest.fixture
+def living() -> str:
+    stat = procfs.read_stat(os.getpid())
+    assert stat is not None
+    return server_key(stat.pid, stat.start_ticks)
+
+
+def make_left(parent: Path, *names: str, file: str = "") -> None:
+    for name in names:
+        (parent / name).mkdir()
+        if file:
+            (parent / name / file).touch()
+        os.utime(parent / name, (time.time() - 60,) * 2)
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_an_empty_spool_of_a_server_that_is_gone_is_removed(tmp_path: Path, living: str) -> None:
+    make_left(tmp_path, f".spool-{DEAD}", ".spool-1-2-3", f".spool-{living}", "20261121T012613.582Z-killed-56e794fa")
+    remove_empty_spools(tmp_path)
+    assert names_in(tmp_path) == {f".spool-{living}", "20261121T012613.582Z-killed-56e794fa"}
+
+
+def test_a_record_that_nobody_took_in_stays(tmp_path: Path) -> None:
+    make_left(tmp_path, f".spool-{DEAD}", file="exception-8.json")
+    remove_empty_spools(tmp_path)
+    assert (tmp_path / f".spool-{DEAD}" / "exception-8.json").exists()
+
+
+def test_a_spool_in_use_or_just_made_stays(tmp_path: Path) -> None:
+    make_left(tmp_path, ".spool-1-2-3")
+    (tmp_path / ".spool-1-2-4").mkdir()
+    lock = FolderLock(tmp_path / ".spool-1-2-3")
+    assert lock.acquire() == "held"
+    remove_empty_spools(tmp_path)
+    assert names_in(tmp_path) == {".spool-1-2-3", ".spool-1-2-4"}
+    lock.release()
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / f".spool-{DEAD}").symlink_to(tmp_path / "theirs")
+    remove_empty_spools(tmp_path)
+    assert names_in(tmp_path) == {"theirs", f".spool-{DEAD}"}
+
+
+def test_the_runtime_folder_of_a_server_that_is_gone_is_removed_with_all_in_it(tmp_path: Path, living: str) -> None:
+    """A server that lives on without its handler has its sockets there; one of another namespace cannot be seen."""
+    make_left(tmp_path, DEAD, living, "1-2-3", "notes", file="handler.pid")
+    remove_runtime_folders(tmp_path)
+    assert names_in(tmp_path) == {living, "1-2-3", "notes"}
+
+
+def test_a_runtime_folder_whose_handler_is_at_work_stays(tmp_path: Path) -> None:
+    make_left(tmp_path, DEAD)
+    lock = FolderLock(tmp_path / DEAD)
+    assert lock.acquire() == "held"
+    remove_runtime_folders(tmp_path)
+    assert names_in(tmp_path) == {DEAD}
+    lock.release()
+
+
+def test_nothing_left_behind_is_no_error(tmp_path: Path) -> None:
+    remove_empty_spools(tmp_path / "absent")
+    remove_runtime_folders(tmp_path / "absent")
+
+
+def test_an_earlier_server_may_have_left_something_in_any_of_three_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders_module, "fallback_folder", lambda: tmp_path / "other")
+    host_folder = tmp_path / "crash" / "host"
+    place = Place(host_folder, host_folder / "incidents" / ".spool", tmp_path / "run")
+    assert place.earlier() == [host_folder, tmp_path / "other" / "host", tmp_path / "other"]
+    place = Place(tmp_path / "other" / "host", tmp_path / "spool", tmp_path / "run")
+    assert place.earlier() == [tmp_path / "other" / "host", tmp_path / "other"]
+
+
+def test_nothing_of_another_server_is_removed_that_has_the_same_pids(tmp_path: Path) -> None:
+    """Hosts may share a name and a crash folder, and each main process may be process 1."""
+    places = [Place(tmp_path, tmp_path / "incidents" / f".spool-1-5-{n}", tmp_path / "run" / f"1-5-{n}") for n in "12"]
+    for place in places:
+        place.spool.mkdir(parents=True)
+        place.runtime.mkdir(parents=True)
+    dump = tmp_path / ".crash_dump_x.pkl.1-5-2.partial"
+    dump.write_text("")
+    places[0].clean_up(["1-5-1"])
+    assert [place.spool.exists() for place in places] == [False, True]
+    assert [place.runtime.exists() for place in places] == [False, True]
+    assert dump.exists()
+
+
+def test_what_the_servers_processes_could_not_finish_is_removed(tmp_path: Path) -> None:
+    place = Place(tmp_path, tmp_path / "incidents" / ".spool", tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    kept = [
+        "crash_dump_2026-11-21_01-26-13.pkl",
+        ".crash_dump_2026-11-21_01-26-13.pkl.7-5-2.partial",
+        ".crash_dump_2026-11-21_01-26-13.pkl.7-6-1.partial",
+        ".crash_dump_2026-11-21_01-26-13.pkl.partial",
+        ".crash_dump_x.pkl.\N{SUPERSCRIPT TWO}.partial",
+    ]
+    torn = [".crash_dump_2026-11-21_01-26-13.pkl.7-5-1.partial", ".crash_dump_2026-11-21_01-26-13.1.pkl.8-5-1.partial"]
+    for name in [*kept, *torn]:
+        (tmp_path / name).write_text("")
+    flight = tmp_path / "flight_recorder"
+    flight.mkdir()
+    for key in ("7-5-1", "7-5-2", "7-6-1"):
+        (flight / f"{key}-rank0").write_text("")
+    place.clean_up(["7-5-1", "8-5-1", "9-5-1"])
+    assert sorted(path.name for path in flight.iterdir()) == ["7-5-2-rank0", "7-6-1-rank0"]
+    shutil.rmtree(flight)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)

@@ -1,0 +1,357 @@
+"""The handler's reaction to single messages, in this process and in a fixed order."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.capture.responder import ask_exit
+from sglang_crashkit.handler import server
+from sglang_crashkit.handler.folders import Place
+from sglang_crashkit.handler.processes import TrackedProcess
+from sglang_crashkit.handler.server import CrashHandler
+from sglang_crashkit.incident.store import find_incidents
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.protocol import Mailbox, Message
+from sglang_crashkit.settings import Settings
+from unit.handler.launching import LAUNCHER, Case, launch
+from unit.targets import ARM
+from unit.waiting import LONG, child, wait_until
+
+
+def test_a_time_that_is_no_time_is_now(launching: Case) -> None:
+    launching.fail({}, time=10**400)
+    assert launching.verdict().first_failure is None
+
+
+def test_a_message_that_cannot_be_taken_in_does_not_end_the_handler(
+    launching: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(launching.handler, "take", fail)
+    message = Message("teardown", {}, launching.titled, os.getuid(), None)
+    monkeypatch.setattr(launching.handler._mailbox, "receive", lambda **_: [message])
+    launching.handler._take_messages()
+    assert "message 'teardown'" in caplog.text
+    assert "unforeseen" in caplog.text
+
+
+def test_an_exit_that_cannot_be_taken_in_neither_ends_the_handler_nor_comes_again(
+    launching: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    handler = launching.handler
+    launching.say("stacks_wanted")
+    with monkeypatch.context() as patch:
+        patch.setattr(handler.session, "take", lambda *_: 1 / 0)
+        launching.kill(launching.starting)
+    assert f"the exit of process {launching.starting} could not be taken in" in caplog.text
+    assert handler.session.run is not None
+    (noted,) = [entry for entry in handler.session.run.incident.timeline if entry["event"] == "handler_error"]
+    assert noted["message"] == "ZeroDivisionError: division by zero"
+    # The selector does not wake for it any more, and the next one is taken in.
+    assert not handler._selector.select(0)
+    launching.kill(launching.titled)
+    assert handler.session.run.incident.kind == "killed"
+
+
+def test_what_fails_as_its_time_comes_is_tried_again_later(launching: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    handler, looks = launching.handler, []
+    monkeypatch.setattr(handler.session, "act_on_time", lambda: 1 / 0)
+    monkeypatch.setattr(handler._hangs, "act_on_time", lambda: looks.append(None))
+    handler._act_on_time()
+    handler._act_on_time()
+    assert len(looks) == 1
+    assert handler._retry_at > 0
+
+
+def test_what_strangers_say_is_ignored_and_told_ever_more_rarely(
+    launching: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    message = Message("x" * 500, {}, os.getpid(), os.getuid(), None)
+    for _ in range(1234):
+        launching.handler.take(message, None)
+    told = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
+    assert [text[text.index("ignored") :] for text in told] == [
+        f"ignored ({count} so far)" for count in (1, 10, 100, 1000)
+    ]
+    assert max(map(len, told)) < 300
+
+
+#: A main process that ends with status 7 when it is told of a death, and a rank.
+SERVING = LAUNCHER.replace("import ctypes", "signal.signal(signal.SIGQUIT, lambda *_: os._exit(7))\nimport ctypes")
+
+
+@pytest.mark.parametrize(
+    ("event", "fields", "kind"),
+    [
+        ("watchdog_timeout", {"name": "Scheduler", "soft": True}, "hang"),
+        ("stacks_wanted", {}, "snapshot"),
+    ],
+)
+def test_a_death_while_an_incident_of_a_server_that_goes_on_is_opened_ends_the_server(
+    tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch, event: str, fields: dict[str, Any], kind: str
+) -> None:
+    settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
+    place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
+    with child(SERVING) as process, Mailbox.bind(short_folder / "sock") as receiver:
+        handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
+        launch(handler, int(process.first_line.split()[0]))
+        handler.look()
+        (rank,) = (one for one in handler.tree if one.title == "sglang::scheduler_TP0")
+
+        def look_and_kill() -> None:
+            if not rank.handle.has_exited():
+                os.kill(rank.pid, signal.SIGKILL)
+                wait_until(rank.handle.has_exited, "the rank is dead")
+
+        monkeypatch.setattr(handler, "look", look_and_kill)
+        message = Message(event, fields, process.pid, os.getuid(), None)
+        handler.take(message, handler.tree.root)
+        found = {stored.document["kind"]: stored.document for stored in find_incidents(tmp_path) if stored.document}
+        assert set(found) == {kind, "killed"}
+        assert found["killed"]["verdict"]["first_failure"]["pid"] == rank.pid
+        assert found[kind]["complete"] is True
+        wait_until(lambda: handler.session.act_on_time() or process.poll() is not None, "the server is told")
+        assert process.poll() == 7
+        for one in handler.tree:
+            one.handle.close()
+        handler._selector.close()
+
+
+# -- what is finished is never joined
+
+TIMEOUT = {"name": "Manager", "silent_secs": 20.0, "soft": True}
+
+
+def tell(case: Case, event: str, pid: int, **fields: Any) -> None:
+    """Let a process of the server say something."""
+    case.handler.take(Message(event, fields, pid, os.getuid(), None), case.handler.tree.get(pid))
+
+
+def documents(tmp_path: Path) -> list[dict[str, Any]]:
+    """Return the incidents, oldest first."""
+    return [stored.document for stored in find_incidents(tmp_path) if stored.document][::-1]
+
+
+def events_of(document: dict[str, Any]) -> list[str]:
+    return [entry["event"] for entry in document["timeline"]]
+
+
+@pytest.mark.parametrize(
+    ("event", "fields"),
+    [
+        ("exception", {"message": "RuntimeError: Connection closed by peer"}),
+        ("launch_failed", {"message": "died"}),
+        ("child_failed", {"message": "died"}),
+    ],
+)
+def test_what_follows_while_the_server_ends_is_noted_and_changes_no_verdict(
+    launching: Case, tmp_path: Path, event: str, fields: dict[str, Any]
+) -> None:
+    current = launching.handler.session
+    tell(launching, "exception", launching.starting, message="ValueError: the first")
+    current.finish()
+    (before,) = documents(tmp_path)
+    tell(launching, event, launching.titled, **fields)
+    (after,) = documents(tmp_path)
+    assert after["verdict"] == before["verdict"]
+    assert [report["evidence"] for report in after["processes"]] == [
+        report["evidence"] for report in before["processes"]
+    ]
+    assert current.run is not None
+    assert current.run.incident.timeline[-1]["event"] == event
+
+
+def test_the_record_of_a_rank_that_raised_too_late_is_kept(launching: Case, tmp_path: Path) -> None:
+    tell(launching, "exception", launching.starting, message="ValueError: the first")
+    launching.handler.session.finish()
+    record = tmp_path / "spool" / "record.json"
+    record.parent.mkdir(exist_ok=True)
+    record.write_text("{}")
+    tell(launching, "exception", launching.titled, message="RuntimeError: reset by peer", record=str(record))
+    (stored,) = find_incidents(tmp_path)
+    assert not record.exists()
+    (kept,) = (stored.path / "ranks").iterdir()
+    assert kept.read_text() == "{}"
+
+
+#: A main process with a rank that the kernel ends with it; it leaves with status 0 when it is told to.
+SERVER = """
+import ctypes, subprocess
+die_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+title = "import setproctitle; setproctitle.setproctitle('sglang::scheduler_TP0')"
+code = f"{title}; import signal; print(flush=True); signal.pause()"
+rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, preexec_fn=die_with_parent)
+rank.stdout.readline()
+ready(rank.pid)
+sys.stdin.readline()
+os._exit(0)
+"""
+
+
+def test_a_server_that_is_reaped_while_it_is_looked_at_has_ended_before_its_rank(
+    tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
+    place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
+    with child(SERVER) as process, Mailbox.bind(short_folder / "sock") as receiver:
+        handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
+        launch(handler, int(process.first_line))
+        handler.look()
+        rank = handler.tree.get(int(process.first_line))
+        assert rank is not None
+
+        def read_stat(pid: int) -> procfs.ProcStat | None:
+            """Have the server leave between two looks of the handler."""
+            if pid == process.pid and process.returncode is None:
+                process.communicate(b"\n", timeout=LONG)
+                assert rank is not None
+                assert rank.handle.has_exited(LONG)
+            return original(pid)
+
+        original = procfs.read_stat
+        monkeypatch.setattr(procfs, "read_stat", read_stat)
+        handler.take_exit(rank)
+        assert handler.session.run is None
+        assert handler.tree.root.exited_at is not None
+        assert not list(tmp_path.rglob("incident.json"))
+        for one in handler.tree:
+            one.handle.close()
+        handler._selector.close()
+
+
+#: A main process with a data-parallel controller, and a rank below that.
+REPLICAS = """
+import setproctitle, subprocess
+code = "import os, setproctitle, signal; setproctitle.setproctitle('sglang::data_parallel_controller'); "
+code += "pid = os.fork(); pid or setproctitle.setproctitle('sglang::scheduler_DP0'); "
+code += "pid or print(os.getppid(), os.getpid(), flush=True); signal.pause()"
+controller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+ready(controller.stdout.readline().strip())
+sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def handled_replicas(
+    tmp_path: Path, short_folder: Path
+) -> Iterator[tuple[CrashHandler, TrackedProcess, TrackedProcess]]:
+    """Yield the handler of a server with a data-parallel controller, the controller, and its one rank."""
+    settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
+    place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
+    with child(REPLICAS) as process, Mailbox.bind(short_folder / "sock") as receiver:
+        handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
+        launch(handler, *(int(pid) for pid in process.first_line.split()))
+        handler.look()
+        controller, rank = (handler.tree.get(int(pid)) for pid in process.first_line.split())
+        assert controller is not None
+        assert rank is not None
+        try:
+            yield handler, controller, rank
+        finally:
+            # It outlives its controller.
+            with contextlib.suppress(ProcessLookupError):
+                rank.handle.send_signal(signal.SIGKILL)
+            for one in handler.tree:
+                one.handle.close()
+            handler._selector.close()
+
+
+@pytest.mark.parametrize("event", ["crash_dump_begun", "child_failed"])
+def test_an_incident_that_the_main_process_told_first_is_of_the_kind_of_the_first_failure(
+    tmp_path: Path, short_folder: Path, event: str
+) -> None:
+    with handled_replicas(tmp_path, short_folder) as (handler, controller, _rank):
+        os.kill(controller.pid, signal.SIGKILL)
+        wait_until(controller.handle.has_exited, "the controller has ended")
+        handler.take(Message(event, {}, handler.tree.root.pid, os.getuid(), None), handler.tree.root)
+        handler.session.finish()
+        (stored,) = find_incidents(tmp_path)
+        assert "-killed-" in stored.name
+        assert stored.document is not None
+        assert (stored.document["kind"], stored.document["trigger"]["event"]) == (
+            "killed",
+            event.removesuffix("_begun"),
+        )
+        assert stored.document["verdict"]["first_failure"]["pid"] == controller.pid
+
+
+#: An armed main process with two ranks that die with it, and that it never reaps.
+ARMED_SERVER = (
+    ARM
+    + """
+import ctypes, subprocess
+die_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+def start(rank):
+    code = f"import setproctitle; setproctitle.setproctitle('sglang::scheduler_TP{rank}'); "
+    code += "import signal; print(flush=True); signal.pause()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, preexec_fn=die_with_parent)
+    process.stdout.readline()
+    return process
+ranks = [start(0), start(1)]
+ready(f"{ranks[0].pid} {ranks[1].pid}")
+pause()
+"""
+)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_of_whom_it_may_not_trace_the_parent_says_how_it_ended(
+    tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
+    place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
+    asked = []
+    monkeypatch.setattr(server, "ask_exit", lambda *arguments: asked.append(arguments[2]) or ask_exit(*arguments))
+    with (
+        child(ARMED_SERVER, str(short_folder), title="sglang::server") as process,
+        Mailbox.bind(short_folder / "sock") as receiver,
+    ):
+        handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
+        launch(handler, *(int(pid) for pid in process.first_line.split()))
+        handler.look()
+        ranks = [handler.tree.get(int(pid)) for pid in process.first_line.split()]
+        if not answers:
+            os.kill(process.pid, signal.SIGSTOP)
+        for rank in ranks:
+            assert rank is not None
+            os.kill(rank.pid, signal.SIGKILL)
+            wait_until(rank.handle.has_exited, "the rank has ended")
+        # As of a process of other credentials, or one that is not dumpable: proc_pid_stat(5) has 0 for its status.
+        monkeypatch.setattr(procfs, "may_inspect", lambda _pid: False)
+        monkeypatch.setattr(procfs, "read_stat", without_status(procfs.read_stat))
+        handler.collect_exits()
+        assert handler.session.run is not None
+        incident = handler.session.run.incident
+        reports = [incident.process(rank.pid) for rank in ranks if rank is not None]
+        ends = [report.exit for report in reports if report is not None]
+        assert len(ends) == 2
+        if answers:
+            assert incident.kind == "killed"
+            assert [end and end.signal for end in ends] == ["SIGKILL", "SIGKILL"]
+            assert len(asked) == 2
+        else:
+            assert [end and end.cause for end in ends] == ["unknown", "unknown"]
+            assert "its parent did not answer" in str(ends[0])
+            # One that is stuck is waited for once.
+            assert len(asked) == 1
+        for one in handler.tree:
+            one.handle.close()
+        handler._selector.close()
+
+
+def without_status(read_stat: Callable[[int], procfs.ProcStat | None]) -> Callable[[int], procfs.ProcStat | None]:
+    def read(pid: int) -> procfs.ProcStat | None:
+        stat = read_stat(pid)
+        return None if stat is None else dataclasses.replace(stat, wait_status=0)
+
+    return read

@@ -1,0 +1,740 @@
+"""What the watch makes of heartbeats that a test invents, by a clock that it sets."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_crashkit.handler import hang_detector
+from sglang_crashkit.handler.hang_detector import HangDetector, has_compiler
+from sglang_crashkit.handler.triage import Shutdown
+from sglang_crashkit.memory.heartbeat import Beat, NotABeatError
+from sglang_crashkit.settings import Settings
+
+ROOT = 1
+
+
+class Process:
+    """A scheduler, or the server itself."""
+
+    def __init__(self, pid: int, role: str = "scheduler") -> None:
+        self.pid = pid
+        self.role = role
+        self.title = f"sglang::{role}_TP{pid - 10}"
+        self.exited_at: float | None = None
+
+
+class Run:
+    """What the watch uses of an incident."""
+
+    problem, path = "", "/incidents/one"
+
+    def __init__(self) -> None:
+        self.incident = SimpleNamespace(id="one", verdict=SimpleNamespace(kind="hang", text="TP1 hangs."))
+        self.last_signs: dict[int, str] = {}
+        self.is_removed = False
+        self.finished = False
+        self.silent: list[int] = []
+        self.captures = 0
+        self.progress: list[float] = []
+
+    def note(self, seconds: float, event: str, /, **fields: Any) -> None:
+        if event == "progress_returned":
+            self.progress.append(fields["hung_secs"])
+
+    @property
+    def is_open(self) -> bool:
+        return not self.finished
+
+    def add_silence(self, process: Any, beat: Beat, secs: float) -> None:
+        assert secs >= 0
+        self.silent.append(process.pid)
+        self.last_signs[process.pid] = beat.doing
+
+    def discard(self) -> None:
+        self.is_removed = True
+
+    def capture(self) -> None:
+        self.captures += 1
+
+    def add_afterword(self, sentence: str) -> None:
+        assert sentence.startswith("Progress returned after ")
+
+
+class Current:
+    """What the watch uses of the incident at hand."""
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self.hang: Run | None = None
+        self.runs: list[Run] = []
+        self.triggers: list[int] = []
+        self.is_free = True
+        self.expected = "no_progress"
+        self.silences: Any = None
+        self.discarded: list[Run] = []
+        self.gpus = SimpleNamespace(writing_cores=frozenset())
+        self.pardonable = False
+        self.triage = SimpleNamespace(shutdown=Shutdown())
+        self.dies = False
+
+    def open_observed(
+        self, kind: str, trigger: str, process: Any, secs: float, *, pardonable: bool = False
+    ) -> Run | None:
+        assert (kind, trigger) == ("hang", self.expected)
+        self.triggers.append(process.pid)
+        if not self.is_free:
+            return None
+        self.run = Run()
+        self.pardonable = pardonable
+        self.runs.append(self.run)
+        return self.run
+
+    def capture(self) -> None:
+        assert self.run is not None
+        # The incident knows who is silent before anything else can happen to it.
+        assert self.run.silent
+        assert self.hang is self.run
+        if self.dies:
+            self.run.finished = True
+            self.run = Run()
+            return
+        self.run.capture()
+
+    def is_pardonable(self, run: Run) -> bool:
+        return self.run is run and self.pardonable
+
+    def withdraw(self, run: Run) -> None:
+        if self.run is run:
+            self.discarded.append(run)
+            self.run = None
+        else:
+            run.discard()
+
+    def finish_observed(self) -> None:
+        assert self.run is not None
+        self.run.finished = True
+
+
+class World:
+    """Two schedulers, their clock and the watch; nothing of it is real but the watch."""
+
+    def __init__(self, hang_secs: float = 5.0, pids: tuple[int, ...] = (10, 11)) -> None:
+        self.now = 1000.0
+        self.beats: dict[int, Beat] = {}
+        self.states = dict.fromkeys((ROOT, *pids), "S")
+        self.compiling: set[int] = set()
+        self.root = Process(ROOT, "server")
+        self.processes = [Process(pid) for pid in pids]
+        self.current = Current()
+        self.shutdown = self.current.triage.shutdown
+        settings = Settings.from_environ({"SGLANG_CRASHKIT_HANG_SECS": str(hang_secs)})
+        tree: Any = SimpleNamespace(
+            root=self.root,
+            alive=lambda: [p for p in self.processes if p.exited_at is None],
+            reread_title=lambda process: self.titled(process),
+        )
+        current: Any = self.current
+        self.said: list[str] = []
+        self.watch = HangDetector(tree, current, settings, self.said.append, lambda: self.now)
+        self.titled: Callable[[Process], None] = lambda _process: None
+        for process in self.processes:
+            self.beat(process.pid)
+
+    def follow(self, *pids: int) -> World:
+        for process in self.processes:
+            if not pids or process.pid in pids:
+                self.watch.follow(process, process.pid)  # type: ignore[arg-type]
+        return self
+
+    def beat(self, *pids: int, **fields: Any) -> None:
+        """Let schedulers begin a round now, and in it do what `fields` say."""
+        for pid in pids or [process.pid for process in self.processes]:
+            made = {"loop_at": self.now, "batch_at": 0.0, "batches": 100, "requests": 0}
+            flags = {"paused": False, "is_busy": False, "is_off": False}
+            self.beats[pid] = Beat(**(made | flags | fields))  # type: ignore[arg-type]
+
+    def batch(self, *pids: int, number: int = 100, **fields: Any) -> None:
+        self.beat(*pids, batch_at=self.now + 0.001, batches=number, requests=3, **fields)
+
+    def stop(self, *pids: int, state: str = "T") -> None:
+        for pid in pids:
+            self.states[pid] = state
+
+    def pass_time(self, secs: float, meanwhile: Callable[[], None] | None = None) -> World:
+        """Let the handler's loop run for so long; `meanwhile` happens before each of its turns."""
+        end = self.now + secs
+        while self.now < end:
+            self.now = min(end, max(self.now + 0.01, self.watch.next_due()))
+            if meanwhile is not None:
+                meanwhile()
+            self.watch.act_on_time()
+        return self
+
+    @property
+    def hangs(self) -> list[Run]:
+        return self.current.runs
+
+
+@pytest.fixture(autouse=True)
+def world_of(monkeypatch: pytest.MonkeyPatch) -> list[World]:
+    """Let the watch read the beats and states of the last world made."""
+    worlds: list[World] = []
+    made = World.__init__
+
+    def make(self: World, *args: Any, **options: Any) -> None:
+        worlds.append(self)
+        made(self, *args, **options)
+
+    class Reader:
+        def __init__(self, pid: int, fd: int, modes: Any) -> None:
+            assert pid == os.getpid()
+            assert modes == {}
+            if fd < 0:
+                raise NotABeatError("no heartbeat")
+            self.pid = fd
+
+        def read(self) -> Beat:
+            return worlds[-1].beats[self.pid]
+
+        def close(self) -> None:
+            self.pid = -1
+
+    monkeypatch.setattr(World, "__init__", make)
+    monkeypatch.setattr(hang_detector, "BeatReader", Reader)
+    monkeypatch.setattr(hang_detector, "has_compiler", lambda pid: pid in worlds[-1].compiling)
+    monkeypatch.setattr(hang_detector, "_state_of", lambda process: worlds[-1].states[process.pid])
+    return worlds
+
+
+# -- a server that is asked to end
+
+
+def asked_to_end(hang_secs: float = 60.0, silent_secs: float = 5.5) -> World:
+    """Return a world whose schedulers are silent for so long when the server is asked to end."""
+    world = World(hang_secs).follow()
+    world.current.expected = "silent_at_sigterm"
+    world.pass_time(silent_secs)
+    world.watch.begin_at_end()
+    return world
+
+
+def test_what_is_silent_when_the_server_is_asked_to_end_is_a_hang() -> None:
+    world = asked_to_end()
+    assert [run.silent for run in world.hangs] == [[10, 11]]
+    assert world.current.pardonable
+    world.pass_time(4.5)
+    assert (world.hangs[0].captures, world.hangs[0].finished) == (3, True)
+    # It is the same one after the usual time.
+    world.pass_time(100)
+    assert len(world.hangs) == 1
+
+
+def test_where_they_go_on_there_was_none() -> None:
+    world = asked_to_end()
+    world.pass_time(5, world.beat)
+    assert world.current.discarded == world.hangs
+    assert world.current.hang is None
+
+
+def test_where_the_incident_at_hand_is_another_one_it_stays() -> None:
+    world = asked_to_end()
+    other = world.current.run = Run()
+    world.current.pardonable = False
+    world.pass_time(5, world.beat)
+    assert world.current.run is other
+    assert world.current.discarded == []
+
+
+def test_where_they_are_dead_there_was_one() -> None:
+    world = asked_to_end()
+    for process in world.processes:
+        process.exited_at = 1.0
+    world.pass_time(5)
+    assert world.current.discarded == []
+
+
+def test_a_hang_that_was_noticed_before_is_not_another_one() -> None:
+    world = World().follow()
+    world.pass_time(7)
+    world.watch.begin_at_end()
+    assert len(world.hangs) == 1
+
+
+def test_one_that_is_held_by_a_debugger_as_the_server_is_asked_to_end_does_not_hang() -> None:
+    world = World(60.0).follow()
+    world.stop(11, state="t")
+    world.pass_time(6)
+    world.watch.begin_at_end()
+    assert world.hangs == []
+
+
+def test_the_silent_ones_are_told_by_their_last_signs() -> None:
+    world = World(60.0).follow()
+    world.now += 0.5
+    world.beat(10)
+    world.now += 2.0
+    assert [(pulse.process.pid, pulse.silent_secs) for pulse in world.watch.silent(2.0)] == [(11, 2.5), (10, 2.0)]
+    assert [pulse.process.pid for pulse in world.watch.silent(2.1)] == [11]
+    world.beat(11, is_off=True)
+    world.now += 10
+    assert [pulse.process.pid for pulse in world.watch.silent(2.1)] == [10]
+
+
+def test_nobody_is_silent_where_nobody_is_followed() -> None:
+    world = World(60.0)
+    world.pass_time(10)
+    assert world.watch.silent(0.0) == []
+    world.watch.begin_at_end()
+    assert world.hangs == []
+
+
+# -- a hang is noticed, once
+
+
+def test_a_silent_server_is_one_hang_with_three_snapshots() -> None:
+    world = World().follow()
+    world.stop(11)
+    world.pass_time(4.5)
+    assert world.hangs == []
+    world.pass_time(1.6)
+    (run,) = world.hangs
+    assert run.silent == [10, 11]
+    assert world.current.hang is run
+    world.pass_time(4.5)
+    assert run.captures == 3
+    assert run.finished
+    world.pass_time(10_000)
+    assert len(world.hangs) == 1
+    assert run.captures == 3
+    assert world.said == ["TP1 hangs. Incident: /incidents/one"]
+
+
+def test_the_one_that_was_silent_first_is_the_trigger() -> None:
+    world = World().follow()
+    world.now += 0.2
+    world.beat(10)
+    world.pass_time(6.5)
+    assert world.current.triggers == [11]
+
+
+def test_progress_is_noted_when_all_that_hung_go_on_and_then_another_hang_is_another_incident() -> None:
+    world = World().follow()
+    world.pass_time(20)
+    (first,) = world.hangs
+    world.pass_time(5, lambda: world.beat(10))
+    assert first.progress == []
+    world.pass_time(2, world.beat)
+    (hung_secs,) = first.progress
+    assert 24 < hung_secs < 28
+    assert world.current.hang is None
+    world.pass_time(20)
+    assert [run.progress for run in world.hangs] == [first.progress, []]
+    assert world.hangs[1].silent == [10, 11]
+
+
+def test_one_sign_is_no_progress() -> None:
+    world = World().follow()
+    world.pass_time(7)
+    world.beat()
+    world.pass_time(7)
+    assert [run.progress for run in world.hangs] == [[]]
+
+
+def test_whoever_falls_silent_later_joins_the_hang() -> None:
+    world = World().follow()
+    world.pass_time(7, lambda: world.beat(10))
+    assert world.hangs[0].silent == [11]
+    world.pass_time(7)
+    assert [run.silent for run in world.hangs] == [[11, 10]]
+
+
+def test_snapshots_end_with_the_incident() -> None:
+    world = World().follow()
+    world.pass_time(6.1)
+    world.hangs[0].finished = True
+    world.pass_time(10)
+    assert world.hangs[0].captures == 1
+
+
+def test_no_snapshot_is_taken_while_a_gpu_core_is_written() -> None:
+    world = World().follow()
+    world.pass_time(6.1)
+    world.current.gpus.writing_cores = frozenset({10})
+    world.pass_time(10)
+    assert world.hangs[0].captures == 1
+    world.current.gpus.writing_cores = frozenset()
+    world.pass_time(10)
+    assert world.hangs[0].captures == 3
+
+
+def test_a_death_that_comes_before_the_first_snapshot_ends_the_snapshots() -> None:
+    world = World().follow()
+    world.current.dies = True
+    world.pass_time(10)
+    (run,) = world.hangs
+    assert (run.silent, run.captures) == ([10, 11], 0)
+
+
+def test_a_hang_whose_schedulers_all_died_is_over() -> None:
+    world = World().follow()
+    world.pass_time(7)
+    for process in world.processes:
+        process.exited_at = 1.0
+    world.pass_time(2)
+    assert world.current.hang is None
+    assert world.hangs[0].progress == []
+    assert world.watch.next_due() == float("inf")
+
+
+def test_where_no_incident_can_be_begun_it_is_tried_again_now_and_then() -> None:
+    world = World().follow()
+    world.current.is_free = False
+    world.pass_time(30)
+    assert 2 <= len(world.current.triggers) <= 4
+    world.current.is_free = True
+    world.pass_time(11)
+    assert len(world.hangs) == 1
+
+
+# -- what is no hang
+
+
+def test_it_can_be_switched_off() -> None:
+    world = World(hang_secs=0.0).follow()
+    assert world.watch.next_due() == float("inf")
+
+
+def test_a_limit_below_the_rounds_of_an_idle_server_is_raised() -> None:
+    world = World(hang_secs=0.1).follow()
+    since = world.now
+
+    def sleep_on_idle() -> None:
+        if world.now - since - int(world.now - since) < 0.2:
+            world.beat()
+
+    world.pass_time(60, sleep_on_idle)
+    assert world.hangs == []
+    world.pass_time(3)
+    assert len(world.hangs) == 1
+
+
+def set_up(**facts: Any) -> Callable[[World], None]:
+    """Return what makes a world: states by pid, a batch, or what the heartbeats of some say."""
+
+    def make(world: World) -> None:
+        for pid, state in facts.get("states", {}).items():
+            world.states[pid] = state
+        world.beat(*facts.get("who", ()), **facts.get("beat", {}))
+        if "batch" in facts:
+            world.batch(*facts.get("who", ()), **facts["batch"])
+        world.compiling = facts.get("compiling", set())
+        world.shutdown.expected |= facts.get("expected", set())
+        world.shutdown.gone_at = facts.get("gone_at")
+        world.shutdown.draining = facts.get("draining", False)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "no_hang_for", "hang_by"),
+    [
+        (set_up(), 4.5, 6.5),
+        (set_up(batch={}), 4.5, 6.5),
+        (set_up(draining=True), 4.5, 6.5),
+        (set_up(states={10: "T", 11: "T"}), 4.5, 6.5),
+        # The first batches may take three times as long.
+        (set_up(batch={"number": 1}), 14.5, 17.5),
+        (set_up(batch={"number": 8}), 14.5, 17.5),
+        # One that waits for its compiler twenty times, one that has a control request ten times.
+        (set_up(batch={}, compiling={11}), 98, 102),
+        (set_up(who=(11,), beat={"is_busy": True}), 48, 52),
+        # Whatever a stopped one had to do, it does not do it.
+        (set_up(who=(11,), beat={"is_busy": True}, states={11: "T"}), 4.5, 6.5),
+        (set_up(who=(11,), beat={"batch_at": 2000.0, "batches": 1}, states={11: "T"}), 4.5, 6.5),
+        # A prompt that is taken in at once has the more time the longer it is.
+        (set_up(batch={"mode": "extend", "tokens": 16_384}), 4, 7),
+        (set_up(batch={"mode": "extend", "tokens": 32_767}), 4, 7),
+        (set_up(batch={"mode": "extend", "tokens": 32_768}), 9, 12),
+        (set_up(batch={"mode": "extend", "tokens": 1_000_000}), 99, 102),
+        # Not even after hours: the server is stopped as a whole, held by a debugger, or being ended.
+        (set_up(states={ROOT: "T", 10: "T", 11: "T"}), 600, None),
+        (set_up(states={10: "t"}), 600, None),
+        (set_up(states={11: "t"}), 600, None),
+        (set_up(gone_at=1000.0), 600, None),
+        (set_up(expected={ROOT}), 600, None),
+        (set_up(expected={11}), 600, None),
+    ],
+)
+def test_so_long_a_silence_is_no_hang(make: Callable[[World], None], no_hang_for: float, hang_by: float | None) -> None:
+    world = World().follow()
+    make(world)
+    world.pass_time(no_hang_for)
+    assert world.hangs == []
+    if hang_by is not None:
+        world.pass_time(hang_by - no_hang_for)
+        assert [run.silent for run in world.hangs] == [[10, 11]]
+
+
+@pytest.mark.parametrize(("hang_secs", "silent_secs", "hangs"), [(60, 4.5, 0), (6, 2.5, 0), (6, 3.5, 1), (60, 5.5, 1)])
+def test_so_long_a_silence_is_a_hang_at_the_end(hang_secs: float, silent_secs: float, hangs: int) -> None:
+    assert len(asked_to_end(hang_secs, silent_secs).hangs) == hangs
+
+
+@pytest.mark.parametrize(
+    ("followed", "batches", "off", "beating", "silent"),
+    [
+        # One that goes round does not hang with the other.
+        ((10, 11), 100, (), (10,), [11]),
+        # A heartbeat that was switched off neither hangs nor excuses the others.
+        ((10, 11), 100, (11,), (10,), None),
+        ((10, 11), 100, (11,), (), [10]),
+        # All of a server's schedulers are ready before it takes in a request.
+        ((10,), 9, (), (), [10]),
+        ((10,), 0, (), (), None),
+        # One that cannot be followed excuses nobody.
+        ((10, -11), 0, (), (), [10]),
+        ((10, -11), 1, (), (), [10]),
+        ((10, 11), 0, (), (), [10, 11]),
+    ],
+)
+def test_who_hangs(
+    followed: tuple[int, ...], batches: int, off: tuple[int, ...], beating: tuple[int, ...], silent: list[int] | None
+) -> None:
+    world = World()
+    world.beat(batches=batches)
+    for process in world.processes:
+        if process.pid in followed or -process.pid in followed:
+            descriptor = process.pid if process.pid in followed else -1
+            world.watch.follow(process, descriptor)  # type: ignore[arg-type]
+    for pid in off:
+        world.beat(pid, is_off=True)
+    world.pass_time(6.5, (lambda: world.beat(*beating)) if beating else None)
+    assert [run.silent for run in world.hangs] == ([] if silent is None else [silent])
+
+
+@pytest.mark.parametrize("state", ["t", "T"])
+def test_what_was_excused_does_not_count_later(state: str) -> None:
+    world = World().follow()
+    world.stop(ROOT, 10, 11, state=state)
+    world.pass_time(600)
+    world.stop(ROOT, 10, 11, state="S")
+    world.pass_time(3)
+    assert world.hangs == []
+    world.pass_time(3.5)
+    assert len(world.hangs) == 1
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_server_that_goes_round_does_not_hang_even_if_it_is_paused(again: bool) -> None:
+    world = World().follow()
+    if again:
+        # It announces its heartbeat anew.
+        world.follow()
+    world.pass_time(600, lambda: world.beat(paused=True))
+    assert world.hangs == []
+
+
+def test_a_scheduler_whose_title_is_newer_than_the_last_scan_is_followed() -> None:
+    world = World()
+    world.titled = lambda process: setattr(process, "role", "scheduler")
+    for process in world.processes:
+        process.role = "starting"
+    world.follow().pass_time(6.5)
+    assert len(world.hangs) == 1
+
+
+@given(st.lists(st.floats(0.001, 900.0), min_size=1, max_size=60), st.sampled_from([2.0, 5.0, 60.0]))
+def test_a_server_that_beats_between_the_looks_never_hangs_however_late_they_come(
+    gaps: list[float], hang_secs: float
+) -> None:
+    world = World(hang_secs).follow()
+    for gap in gaps:
+        world.now += gap
+        world.beat()
+        world.watch.act_on_time()
+    assert world.hangs == []
+
+
+@given(st.lists(st.floats(0.001, 900.0), min_size=1, max_size=60), st.sampled_from([2.0, 5.0, 60.0]))
+def test_only_time_that_was_seen_to_pass_counts(gaps: list[float], hang_secs: float) -> None:
+    # A machine that was suspended, a handler that got no CPU: it looks after an hour, and saw nothing of it.
+    world = World(hang_secs).follow()
+    interval = min(2.0, hang_secs / 10)
+    world.watch.act_on_time()
+    for gap in gaps:
+        world.now += gap
+        world.watch.act_on_time()
+    assert world.hangs == [] or sum(min(gap, 2 * interval) for gap in gaps) >= hang_secs - 2 * interval
+
+
+def test_a_heartbeat_that_is_switched_off_in_a_hang_does_not_keep_it_from_its_end() -> None:
+    world = World().follow()
+    world.pass_time(12)
+    world.beat(11, is_off=True)
+    world.pass_time(5, lambda: world.beat(10))
+    assert world.current.hang is None
+    assert len(world.hangs[0].progress) == 1
+
+
+def test_a_hang_in_the_first_batch_is_whole_before_upstreams_watchdog_ends_the_server() -> None:
+    world = World(Settings.from_environ({}).hang_secs).follow()
+    world.batch(number=1)
+    world.pass_time(240)
+    assert [run.finished for run in world.hangs] == [True]
+
+
+def test_between_two_compilers_there_may_be_none_for_as_long_as_a_silence_is_no_hang() -> None:
+    world = World().follow()
+    world.batch()
+    world.compiling = {10}
+    world.pass_time(20)
+    world.compiling = set()
+    world.pass_time(4)
+    assert world.hangs == []
+    world.pass_time(3)
+    assert len(world.hangs) == 1
+
+
+def test_a_long_prompt_that_advances_in_chunks_is_no_hang() -> None:
+    world = World().follow()
+    for chunk in range(50):
+        world.batch(number=1 + chunk)
+        world.pass_time(4.0)
+    assert world.hangs == []
+
+
+# -- whom it follows
+
+
+def test_only_schedulers_are_followed_and_what_is_no_heartbeat_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    helper: Any = Process(12, "helper")
+    world.watch.follow(helper, 12)
+    scheduler: Any = world.processes[0]
+    world.watch.follow(scheduler, None)
+    assert world.watch.next_due() == float("inf")
+    assert caplog.records == []
+    world.watch.follow(scheduler, -1)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert world.watch.next_due() == float("inf")
+
+
+# -- busy
+
+
+def busy(world: World) -> Run:
+    """Let the incident at hand say that the schedulers are at work."""
+    (run,) = world.hangs
+    run.incident.verdict.kind = "busy"
+    return run
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("is_at_hand", [False, True])
+def test_an_incident_that_says_busy_is_withdrawn_when_the_server_goes_on(is_whole: bool, is_at_hand: bool) -> None:
+    world = World().follow()
+    world.pass_time(6 if not is_whole else 15)
+    run = busy(world)
+    assert run.finished is is_whole
+    if not is_at_hand:
+        world.current.run = None
+    world.pass_time(5, world.beat)
+    assert (world.current.discarded, run.is_removed) == (([run], False) if is_at_hand else ([], True))
+    assert world.current.hang is None
+    assert world.said[-1].startswith("Progress returned after ")
+    assert world.said[-1].endswith(" s: it was no hang, and incident one is withdrawn.")
+
+
+def test_a_hang_that_is_over_stays_an_incident() -> None:
+    world = World().follow()
+    world.pass_time(15)
+    world.pass_time(5, world.beat)
+    (run,) = world.hangs
+    assert (world.current.discarded, run.is_removed, len(run.progress)) == ([], False, 1)
+
+
+def test_what_is_busy_for_too_long_is_another_incident() -> None:
+    world = World(5.0).follow()
+    world.pass_time(15)
+    run = busy(world)
+    world.current.expected = "busy_too_long"
+    world.pass_time(84)
+    assert world.hangs == [run]
+    world.pass_time(3)
+    assert len(world.hangs) == 2
+    assert world.current.discarded == [run]
+    # By now it is a hang, which stays.
+    world.pass_time(200)
+    world.pass_time(5, world.beat)
+    assert (len(world.hangs), world.current.discarded) == (2, [run])
+
+
+# -- what the dead did last
+
+
+def test_what_a_heartbeat_said_last_outlives_its_process() -> None:
+    world = World().follow()
+    world.batch(10, number=7)
+    assert {pid: beat.batches for pid, beat in world.current.silences.last_signs().items()} == {10: 7, 11: 100}
+    world.batch(10, number=8)
+    for process in world.processes:
+        process.exited_at = 1.0
+    world.pass_time(3)
+    assert {pid: beat.batches for pid, beat in world.current.silences.last_signs().items()} == {10: 8, 11: 100}
+
+
+@pytest.mark.parametrize("modes", [None, 7, ["extend"], {"x": "a", "": "b", "-1": "c"}, {1: "extend"}])
+def test_names_of_modes_that_are_none_are_passed_over(modes: Any) -> None:
+    world = World()
+    world.watch.follow(world.processes[0], 10, modes)  # type: ignore[arg-type]
+    assert world.watch.next_due() < float("inf")
+
+
+#: Starts a program below itself, says so, and waits.
+PARENT = "import subprocess, sys; child = subprocess.Popen(sys.argv[1:]); print('started', flush=True); child.wait()"
+
+
+@pytest.fixture
+def parent_of(tmp_path: Path) -> Iterator[Callable[[str], int]]:
+    """Start a process with a child of this name, and return its pid."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(name: str) -> int:
+        tool = tmp_path / name
+        shutil.copy(shutil.which("sleep") or "", tool)
+        argv = [sys.executable, "-c", PARENT, str(tool), "100"]
+        started.append(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True))
+        assert started[-1].stdout is not None
+        # Popen returns once the child runs its program, by its own name.
+        assert started[-1].stdout.readline()
+        return started[-1].pid
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, 9)
+        process.wait(30)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.mark.parametrize(("name", "is_one"), [("nvcc", True), ("cc1plus", True), ("sleep", False), ("nvccx", False)])
+def test_it_is_known_by_its_name(parent_of: Callable[[str], int], name: str, is_one: bool) -> None:
+    assert has_compiler(parent_of(name)) is is_one
+
+
+def test_a_process_that_is_gone_has_none() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(30)
+    assert not has_compiler(process.pid)

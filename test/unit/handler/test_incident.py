@@ -1,0 +1,279 @@
+"""The same fault again and again: each crash has one incident, most of them in short."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.handler.incident import (
+    IncidentRun,
+    add,
+    add_journal,
+    count_repeat,
+    incident_with_core,
+    requests_of,
+)
+from sglang_crashkit.handler.processes import ProcessTree
+from sglang_crashkit.incident.fingerprint import read_faults
+from sglang_crashkit.incident.folder import IncidentFolder, new_id
+from sglang_crashkit.incident.null_folder import NowhereFolder
+from sglang_crashkit.incident.retention import size_of
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.model.incident import (
+    Evidence,
+    Exit,
+    Failure,
+    Incident,
+    JournaledRequests,
+    ProcessReport,
+    Requests,
+    ServerInfo,
+    Trigger,
+    Verdict,
+)
+from sglang_crashkit.settings import MB, DiskLimits, Settings
+from unit.handler.driver import HOST, Server
+from unit.waiting import LONG, child, wait_until
+
+Start = Callable[..., Server]
+
+FORKS = """
+import ctypes, os, signal
+for number in range(3):
+    if os.fork() == 0:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        setproctitle.setproctitle(f"sglang::scheduler_TP{number}")
+        signal.pause()
+ready(); pause()
+"""
+
+
+def stored(folder: IncidentFolder, names: list[str]) -> Incident:
+    """Return an incident in which TP1 was killed, with the stacks `names` of TP0 and one of TP1."""
+    incident = Incident(
+        folder.id, "killed", Trigger("process_exited", "t", 8, "TP1"), ServerInfo(1, "0.5.23", "0.1", "h")
+    )
+    dead = ProcessReport(8, "TP1", "scheduler", {"tp": 1}, exit=Exit(None, "SIGSEGV", "signal", "", "t"))
+    dead.evidence = [Evidence("fault_stack", "captured", folder.write_text("stacks/TP1-8.fault.txt", "x"))]
+    living = ProcessReport(9, "TP0", "scheduler", {"tp": 0}, doing=["wait (x.py:1)"])
+    living.evidence = [Evidence("proc_state", "captured"), Evidence("exception", "captured", "ranks/TP0.json")]
+    living.evidence += [Evidence("stack", "captured", folder.write_text(name, "x"), source="py-spy") for name in names]
+    incident.processes = [dead, living]
+    incident.verdict = Verdict("signal", Failure(8, "TP1"), "established", "It died.")
+    return incident
+
+
+def test_the_stacks_of_a_repeated_fault_are_given_up_but_for_those_of_the_one_that_failed(tmp_path: Path) -> None:
+    names = ["stacks/TP0-9.txt", "stacks/TP0-9.2.txt", "stacks/TP0-9.native.txt"]
+    ids = []
+    for number in range(3):
+        folder = IncidentFolder(tmp_path, "killed", new_id(), number)
+        incident = stored(folder, names)
+        before = incident.to_json()["processes"]
+        spare = count_repeat(incident, folder, keep=2)
+        assert incident.fault is not None
+        assert incident.fault.count == number + 1
+        ids.append(folder.id)
+        if number < 2:
+            assert (spare, incident.fault.repeats, incident.to_json()["processes"]) == ([], None, before)
+        folder.publish()
+    assert sorted(spare) == sorted(str(Path(name).with_suffix(end)) for name in names for end in (".txt", ".json"))
+    assert incident.fault.repeats == ids[0]
+    dead, living = incident.processes
+    assert dead.evidence[0].path == "stacks/TP1-8.fault.txt"
+    assert living.doing == ["wait (x.py:1)"]
+    state, record, *stacks = living.evidence
+    assert (state.status, record.path) == ("captured", "ranks/TP0.json")
+    assert {(piece.status, piece.path, piece.source) for piece in stacks} == {("skipped", None, None)}
+    assert stacks[0].reason == f"the same fault as in incident {ids[0]}, which has its stacks"
+
+
+def test_of_a_fault_that_has_cores_no_more_are_wanted(tmp_path: Path) -> None:
+    first, second = (IncidentFolder(tmp_path, "killed", new_id(), number) for number in range(2))
+    incident, repeated = stored(first, []), stored(second, [])
+    assert incident_with_core(repeated, second, keep=3) is None
+    count_repeat(incident, first, keep=3)
+    # The first one had none.
+    assert incident_with_core(repeated, second, keep=3) is None
+    incident.processes[1].evidence.append(Evidence("cuda_core", "captured", path="../../core.cuda.1.9"))
+    count_repeat(incident, first, keep=3)
+    assert incident_with_core(repeated, second, keep=3) == first.id
+    assert incident_with_core(repeated, second, keep=0) is None
+    assert incident_with_core(repeated, NowhereFolder("full"), keep=3) is None
+    repeated.processes[0].exit = Exit(None, "SIGBUS", "signal", "", "t")
+    assert incident_with_core(repeated, second, keep=3) is None
+    # WHEN it has made room for others
+    repeated.processes[0].exit = incident.processes[0].exit
+    first.discard()
+    assert incident_with_core(repeated, second, keep=3) is None
+
+
+def test_what_is_written_nowhere_or_has_no_fault_is_not_counted(tmp_path: Path) -> None:
+    folder = IncidentFolder(tmp_path, "snapshot", new_id(), 1.0)
+    incident = stored(folder, [])
+    assert count_repeat(incident, NowhereFolder("full"), keep=1) == []
+    incident.verdict = None
+    assert count_repeat(incident, folder, keep=1) == []
+    assert incident.fault is None
+    assert read_faults(tmp_path) == {}
+
+
+@pytest.fixture(scope="module")
+def tree() -> Iterator[ProcessTree]:
+    with child(FORKS, title="sglang::server") as process:
+        tree = ProcessTree(process.pid)
+
+        def schedulers() -> bool:
+            tree.refresh()
+            for process in tree:
+                tree.register(process.pid, 0)
+            return sum(its.role == "scheduler" for its in tree) == 3
+
+        wait_until(schedulers, "three ranks have their titles")
+        yield tree
+
+
+@contextmanager
+def one_that_died(tree: ProcessTree) -> Iterator[Any]:
+    """Have the tree's rank TP1 look as if it had just been killed."""
+    (rank,) = (process for process in tree if process.title == "sglang::scheduler_TP1")
+    rank.exited_at = time.time()
+    yield rank
+    rank.exited_at = None
+
+
+def test_a_hundred_crashes_are_a_hundred_incidents_within_the_limits(tree: ProcessTree, tmp_path: Path) -> None:
+    max_use = MB
+    limits = DiskLimits(max_use=max_use, keep_free=0)
+    settings = replace(Settings.from_environ({}), disk=limits, photograph_secs=LONG)
+    made = []
+    for _ in range(100):
+        with one_that_died(tree) as rank:
+            folder = IncidentFolder(tmp_path, "killed", new_id(), time.time(), limits, server=tree.root.pid)
+            run = IncidentRun("killed", "process_exited", rank, time.time(), tree, folder, tmp_path, settings)
+            run.capture()
+            run.add_exit(rank)
+            made.append(run.finish())
+            assert made[-1].is_dir()
+            assert size_of(tmp_path) <= max_use
+    assert len(set(made)) == 100
+    found = find_incidents(tmp_path)
+    assert {each.path for each in found} == {path for path in made if path.is_dir()}
+    assert all(each.finished and each.document and each.document["complete"] for each in found)
+    (entry,) = read_faults(tmp_path).values()
+    assert entry["count"] == 100
+    assert [number_of(each) for each in found] == list(range(100, 100 - len(found), -1))
+    short = [each for each in found if is_short(each)]
+    # One that gave up its room for others is made up for by one more in full.
+    assert len(found) - len(short) <= settings.full_per_fault
+    assert len(short) > 10
+    for each in short:
+        assert not list(each.path.glob("stacks/*"))
+        assert (each.path / "summary.md").is_file()
+
+
+def number_of(found: StoredIncident) -> int:
+    assert found.document is not None
+    return int(found.document["fault"]["count"])
+
+
+def is_short(found: StoredIncident) -> bool:
+    assert found.document is not None
+    return found.document["fault"]["repeats"] is not None
+
+
+def test_a_server_that_crashes_at_every_start_leaves_one_incident_each_time(start_server: Start) -> None:
+    # A rank that could not be photographed in time would make it another fault.
+    patient = {"SGLANG_CRASHKIT_PHOTOGRAPH_SECS": str(LONG), "SGLANG_CRASHKIT_BUDGET_SECS": str(2 * LONG)}
+    for number in range(1, 11):
+        server = start_server(environ=patient)
+        server.kill("scheduler_TP1", signal.SIGKILL)
+        server.process.wait(LONG)
+        server.wait_for_handler()
+        found = server.incidents()
+        assert len(found) == number
+        newest = found[0].document
+        assert newest is not None
+        assert newest["complete"] is True
+        assert newest["fault"]["count"] == number
+        assert (newest["fault"]["repeats"] is None) == (number <= 3)
+        assert newest["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
+        assert newest["requests"]["path"]
+    first = found[-1].document
+    assert first is not None
+    assert newest["fault"]["repeats"] == first["id"]
+    living = [process for process in newest["processes"] if process["exit"] is None]
+    assert len(living) == 3
+    assert all(process["doing"] for process in living)
+    assert f"the same fault 10 times since {first['fault']['first']}" in (found[0].path / "summary.md").read_text()
+
+
+def test_of_two_servers_that_crash_at_once_each_has_its_incident(start_server: Start) -> None:
+    servers = [start_server(), start_server()]
+    for server in servers:
+        server.kill("scheduler_TP1")
+    for server in servers:
+        server.process.wait(LONG)
+        server.wait_for_handler()
+    found = servers[0].incidents()
+    documents = [each.document for each in found if each.document]
+    assert {document["server"]["pid"] for document in documents} == {server.pid for server in servers}
+    assert len(found) == 2
+    assert all(document["complete"] for document in documents)
+
+
+def test_two_triggers_at_once_are_one_incident(start_server: Start) -> None:
+    server = start_server()
+    assert server.crash_folder is not None
+    server.say("tell scheduler_TP0 raise ValueError")
+    server.kill("scheduler_TP1")
+    stored = server.wait_for_the_end()
+    assert stored is not None
+    assert stored.document is not None
+    assert len(read_faults(server.crash_folder / HOST / "incidents")) == 1
+    assert stored.document["fault"]["count"] == 1
+
+
+def test_what_was_saved_has_a_path_and_counts() -> None:
+    told = requests_of({"path": "/x.pkl", "finished": 3, "unfinished": 1, "reason": "of no account"})
+    assert told == Requests(3, 1, "/x.pkl", None, "pickle")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"error": "OSError: full", "reason": "x"}, "OSError: full"),
+        ({"reason": "x"}, "x"),
+        ({}, "there were no requests to save"),
+        ({"finished": True, "unfinished": "7"}, "there were no requests to save"),
+    ],
+)
+def test_what_was_not_saved_has_a_reason(fields: dict[str, object], reason: str) -> None:
+    assert requests_of(fields) == Requests(None, None, None, reason, None)
+
+
+def test_those_of_two_workers_are_added_up() -> None:
+    first, second = Requests(3, 1, "/a.pkl", None, "pickle"), Requests(2, 0, "/b.pkl", None, "pickle")
+    assert add(first, second) == Requests(5, 1, "/a.pkl", None, "pickle")
+    assert add(Requests(), second) == second
+    nothing = Requests(0, None, None, "there were no requests to save", None)
+    assert add(first, nothing) == first
+
+
+def test_the_journal_counts_where_the_server_did_not() -> None:
+    journal = JournaledRequests("requests/requests.jsonl", finished=4, unfinished=2)
+    by_server, by_nobody = Requests(3, 1, "/a.pkl", None, "pickle"), Requests()
+    add_journal(by_server, journal)
+    add_journal(by_nobody, journal)
+    assert (by_server.finished, by_server.source, by_server.journal) == (3, "pickle", journal)
+    assert (by_nobody.finished, by_nobody.unfinished, by_nobody.source) == (4, 2, "journal")
+    empty = Requests()
+    add_journal(empty, JournaledRequests(reason="torn"))
+    assert (empty.finished, empty.source) == (None, None)

@@ -1,0 +1,677 @@
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.handler import peer_link, peers
+from sglang_crashkit.handler.folders import Place
+from sglang_crashkit.handler.peer_link import Link
+from sglang_crashkit.handler.peers import PeerLosses, PeerProber
+from sglang_crashkit.handler.server import CrashHandler
+from sglang_crashkit.incident.store import find_incidents
+from sglang_crashkit.model.peer_report import UNCHANGED, KnownPeers, read_question, waiting_answers
+from sglang_crashkit.model.peers import LostPeer, PeerProcess, Role, WaitingRequest
+from sglang_crashkit.protocol import Mailbox
+from sglang_crashkit.settings import Settings
+from unit.handler.launching import launch
+from unit.waiting import LONG, child, descriptors, wait_until
+
+SINCE = "2026-09-01T00:00:00.000000Z"
+LISTEN = """
+import socket
+listeners = [socket.create_server((sys.argv[1], int(port))) for port in sys.argv[2:]]
+ready(" ".join(str(listener.getsockname()[1]) for listener in listeners))
+import select
+kept = []
+while True:
+    for listener in select.select(listeners, [], [])[0]:
+        kept.append(listener.accept())
+"""
+ADDRESS = "prefill:8998"
+
+
+class Rank:
+    """A scheduler as a test writes its tables; `asked` has the names of each question for waiting requests."""
+
+    def __init__(self, prober: PeerProber, pid: int, role: Role, *, is_lead: bool = True) -> None:
+        self.role: Role = role
+        self.known = KnownPeers()
+        self.waiting: dict[str | None, list[WaitingRequest]] = {}
+        self.asked: list[list[str]] = []
+        self.questions = 0
+        self.is_stuck = False
+        self._told: KnownPeers | None = None
+        self._own, handlers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._own.setblocking(False)
+        with handlers:
+            prober.take_rank(pid, handlers.fileno(), {"role": role, "lead": is_lead})
+
+    def knows(self, peers: dict[str, list[PeerProcess]], failed: tuple[str, ...] = ()) -> None:
+        self.known = KnownPeers({name: frozenset(its) for name, its in peers.items()}, frozenset(failed))
+
+    def waits(self, *names: str, for_whom: str | None = ADDRESS) -> None:
+        self.waiting[for_whom] = [WaitingRequest(name, 1) for name in names]
+
+    def answer(self) -> None:
+        while not self.is_stuck:
+            try:
+                question = self._own.recv(100_000)
+            except BlockingIOError:
+                return
+            if not question:
+                return
+            names = read_question(question)
+            self.questions += 1
+            if names is None:
+                packets = [UNCHANGED] if self.known == self._told else self.known.to_packets()
+                self._told = self.known
+            else:
+                self.asked.append(names)
+                packets = list(waiting_answers(names, self.role, self.waiting))
+            for packet in packets:
+                with contextlib.suppress(BrokenPipeError):
+                    self._own.send(packet)
+
+    def close(self) -> None:
+        self._own.close()
+
+
+class Watch:
+    """A prober with its ranks, and what it told."""
+
+    def __init__(self) -> None:
+        self.told: list[list[LostPeer]] = []
+        self.prober = PeerProber(self.told.append)
+        self.ranks: list[Rank] = []
+
+    def rank(self, role: Role = "prefill", **more: Any) -> Rank:
+        self.ranks.append(Rank(self.prober, 100 + len(self.ranks), role, **more))
+        return self.ranks[-1]
+
+    @property
+    def lost(self) -> list[LostPeer]:
+        return [peer for batch in self.told for peer in batch]
+
+    def run(self, seconds: float = LONG, until: Callable[[], object] = lambda: False) -> None:
+        """Go round as the crash handler does."""
+        end = time.monotonic() + seconds
+        while not until():
+            now = time.monotonic()
+            if now >= end:
+                assert seconds != LONG, "it never came"
+                return
+            select.select([self.prober], [], [], max(0.0, min(0.02, end - now, self.prober.next_due() - now)))
+            self.prober.act_on_time()
+            for rank in self.ranks:
+                rank.answer()
+
+    def connected(self, *processes: Any, to: int = 1) -> None:
+        """Go on until so many connections are held altogether."""
+        self.run(until=lambda: sum(connections(process) for process in processes) == to)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self.prober.close()
+
+
+def connections(process: Any) -> int:
+    """Return how many connections a child of `listening` holds."""
+    return sum("socket" in name for name in descriptors(process.pid).values()) - len(process.first_line.split())
+
+
+def listening(*ports: object, host: str = "127.0.0.1"):
+    return child(LISTEN, host, *map(str, ports or (0,)))
+
+
+def processes(peer: Any, host: str = "127.0.0.1", *, ranks: bool = False) -> list[PeerProcess]:
+    ports = map(int, peer.first_line.split())
+    return [PeerProcess(number if ranks else 0, host, port) for number, port in enumerate(ports)]
+
+
+def decode_peers(*found: PeerProcess) -> dict[str, list[PeerProcess]]:
+    return {process.address: [process] for process in found}
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("_CHECK_SECS", 0.05), ("_ASK_SECS", 0.1), ("_GATHER_SECS", 0.3), ("_TURN_SECS", 600.0)):
+        monkeypatch.setattr(peers, name, seconds)
+    for name, seconds in (("_RETRY_SECS", 0.02), ("_LOST_RETRY_SECS", 0.05), ("_TURNED_AWAY_SECS", 0.1)):
+        monkeypatch.setattr(peer_link, name, seconds)
+    monkeypatch.setattr(peer_link, "_LONGEST_RETRY_SECS", 0.1)
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    before = descriptors()
+    made = Watch()
+    yield made
+    made.close()
+    assert descriptors().keys() <= before.keys()
+
+
+def test_a_peer_that_is_killed_is_told_of_once_with_those_that_wait(watch: Watch) -> None:
+    with listening() as peer:
+        rank = watch.rank()
+        rank.knows({ADDRESS: processes(peer)})
+        rank.waits("a", "b")
+        rank.waits("c", for_whom=None)
+        watch.connected(peer)
+        killed = time.time()
+        peer.kill()
+        watch.run(until=lambda: watch.told)
+        ((lost,),) = watch.told
+        assert (lost.address, lost.role, lost.sign, lost.alone) == (ADDRESS, "prefill", "refused", True)
+        assert lost.requests == [WaitingRequest("a", 1), WaitingRequest("b", 1)]
+        assert (lost.count, lost.unassigned_count, lost.reported_by) == (2, 1, [100])
+        assert time.time() - killed < 10
+        watch.run(0.7)
+        assert len(watch.told) == 1
+
+
+def test_those_whose_wait_ended_meanwhile_are_named_too(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_link, "_RETRY_SECS", 0.5)
+    with listening() as peer:
+        rank = watch.rank()
+        rank.knows({ADDRESS: processes(peer)})
+        rank.waits("early")
+        watch.connected(peer)
+        peer.kill()
+        watch.run(until=lambda: rank.asked)
+        # SGLang fails the one, and another one comes.
+        rank.waits("late")
+        watch.run(until=lambda: watch.told)
+        assert [request.rid for request in watch.lost[0].requests] == ["early", "late"]
+
+
+def test_all_replicas_that_wait_are_heard(watch: Watch) -> None:
+    with listening() as peer:
+        for rid in ("a", "b"):
+            rank = watch.rank()
+            rank.knows({ADDRESS: processes(peer)})
+            rank.waits(rid)
+        watch.connected(peer)
+        peer.kill()
+        watch.run(until=lambda: watch.told)
+        (lost,) = watch.lost
+        assert (sorted(request.rid for request in lost.requests), lost.reported_by) == (["a", "b"], [100, 101])
+
+
+def test_one_connection_is_held_to_a_server_however_many_ranks_it_has_and_here_are(watch: Watch) -> None:
+    with listening(0, 0, 0, 0) as prefill, listening(0, 0, 0, 0) as decode:
+        for number in range(4):
+            its = processes(prefill)
+            watch.rank().knows({ADDRESS: [its[number], its[0]]})
+            watch.rank("decode").knows(decode_peers(*processes(decode, ranks=True)))
+        watch.run(0.7)
+        assert (connections(prefill), connections(decode)) == (1, 1)
+
+
+def test_ranks_of_a_server_on_several_hosts_are_watched_on_each(watch: Watch) -> None:
+    with listening() as first, listening(host="127.0.0.2") as second:
+        watch.rank().knows({ADDRESS: [*processes(first), *processes(second, "127.0.0.2")]})
+        watch.connected(first, second, to=2)
+        second.kill()
+        watch.run(until=lambda: watch.told)
+        assert [lost.address for lost in watch.lost] == [ADDRESS]
+
+
+def test_the_other_ranks_of_a_decode_server_that_is_gone_are_not_told_of(watch: Watch) -> None:
+    with listening(0, 0, 0) as peer:
+        ranks = processes(peer, ranks=True)
+        watch.rank("decode").knows(decode_peers(*ranks))
+        watch.connected(peer)
+        peer.kill()
+        watch.run(until=lambda: watch.told)
+        watch.run(1.0)
+        assert [lost.address for lost in watch.lost] == [ranks[0].address]
+
+
+def test_several_decode_servers_on_a_host_are_watched_in_turn_and_all_at_a_sign(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_TURN_SECS", 0.2)
+    with listening() as first, listening() as second:
+        watch.rank("decode").knows(decode_peers(*processes(first), *processes(second)))
+        seen: set[Any] = set()
+
+        def saw_both() -> bool:
+            held = [peer for peer in (first, second) if connections(peer)]
+            seen.update(held)
+            return len(seen) == 2
+
+        watch.run(until=saw_both)
+        assert watch.told == []
+        second.kill()
+        watch.run(until=lambda: watch.told)
+        watch.run(1.0)
+        assert [lost.address for lost in watch.lost] == [processes(second)[0].address]
+        assert watch.lost[0].alone is False
+        first.kill()
+        watch.run(until=lambda: len(watch.told) == 2)
+        assert [lost.address for lost in watch.lost[1:]] == [processes(first)[0].address]
+
+
+def test_replicas_that_end_together_are_told_of_together(watch: Watch) -> None:
+    with listening(0, 0, 0, 0) as peer:
+        rank, replicas = watch.rank("decode"), processes(peer)
+        rank.knows(decode_peers(*replicas))
+        for number, process in enumerate(replicas):
+            rank.waits(f"of {number}", for_whom=process.address)
+        watch.connected(peer)
+        peer.kill()
+        watch.run(until=lambda: len(watch.lost) == 4)
+        assert {lost.address for lost in watch.lost} == {process.address for process in replicas}
+        assert sorted(request.rid for lost in watch.lost for request in lost.requests) == [
+            "of 0", "of 1", "of 2", "of 3"
+        ]  # fmt: skip
+
+
+def test_a_stopped_peer_is_not_told_of(watch: Watch) -> None:
+    with listening() as peer:
+        watch.rank().knows({ADDRESS: processes(peer)})
+        watch.connected(peer)
+        os.kill(peer.pid, signal.SIGSTOP)
+        watch.run(1.0)
+        assert watch.told == []
+
+
+def test_another_peer_that_is_there_is_told_from_none(watch: Watch) -> None:
+    with listening() as peer, listening() as other:
+        watch.rank().knows({ADDRESS: processes(peer), "other:1": processes(other)})
+        watch.connected(peer, other, to=2)
+        peer.kill()
+        watch.run(until=lambda: watch.told)
+        assert watch.lost[0].alone is False
+
+
+def test_peers_that_are_lost_together_are_told_together(watch: Watch) -> None:
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(listening()) for _ in range(4)]
+        watch.rank().knows({f"prefill:{number}": processes(peer) for number, peer in enumerate(peers)})
+        watch.connected(*peers, to=4)
+        for peer in peers:
+            peer.kill()
+        watch.run(until=lambda: len(watch.lost) == 4)
+        assert len(watch.told) <= 2
+
+
+def test_a_peer_that_came_back_may_be_lost_again(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peers, "_BACK_SECS", 0.3)
+    caplog.set_level(logging.INFO)
+    with listening() as peer:
+        watch.rank().knows({ADDRESS: processes(peer)})
+        watch.connected(peer)
+        peer.kill()
+        watch.run(until=lambda: watch.told)
+        with listening(peer.first_line) as again:
+            watch.run(until=lambda: "is back" in caplog.text)
+            assert len(watch.told) == 1
+            again.kill()
+            watch.run(until=lambda: len(watch.told) == 2)
+
+
+def test_a_decode_server_that_came_back_elsewhere_on_its_host_is_watched_there(watch: Watch) -> None:
+    with listening() as peer:
+        rank, old = watch.rank("decode"), processes(peer)
+        rank.knows(decode_peers(*old))
+        watch.connected(peer)
+        peer.kill()
+        watch.run(until=lambda: watch.told)
+    with listening() as again:
+        # SGLang lists the old one, too.
+        rank.knows(decode_peers(*old, *processes(again)))
+        watch.connected(again)
+        again.kill()
+        watch.run(until=lambda: len(watch.told) == 2)
+        assert watch.lost[1].address == processes(again)[0].address
+
+
+def heartbeat(*names: str, role: Role = "prefill") -> LostPeer:
+    told = LostPeer.of(ADDRESS, role, "heartbeat", SINCE, [WaitingRequest(name, 1) for name in names])
+    told.reported_by = [100]
+    return told
+
+
+def test_a_peer_that_flaps_is_told_of_once(watch: Watch) -> None:
+    with listening() as peer:
+        watch.rank().knows({ADDRESS: processes(peer)})
+        watch.connected(peer)
+        for _ in range(3):
+            watch.prober.hear(heartbeat())
+            watch.run(0.5)
+        (lost,) = watch.lost
+        assert lost.sign == "heartbeat"
+
+
+def test_the_heartbeat_names_those_whose_wait_it_ends(watch: Watch) -> None:
+    rank = watch.rank()
+    watch.prober.hear(heartbeat("a"))
+    rank.waits("b")
+    watch.run(until=lambda: watch.told)
+    (lost,) = watch.lost
+    assert (lost.sign, [request.rid for request in lost.requests], lost.reported_by) == ("heartbeat", ["a", "b"], [100])
+
+
+def test_a_port_that_refuses_says_more_than_a_heartbeat(watch: Watch) -> None:
+    with listening() as peer:
+        watch.rank().knows({ADDRESS: processes(peer)})
+        watch.connected(peer)
+        peer.kill()
+        watch.prober.hear(heartbeat())
+        watch.run(until=lambda: watch.told)
+        assert [lost.sign for lost in watch.lost] == ["refused"]
+
+
+def test_a_failed_transfer_counts_when_the_connection_says_nothing_more(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_PATIENCE_SECS", 0.2)
+    with listening(0, 0) as peer:
+        ranks = processes(peer, ranks=True)
+        watch.rank("decode").knows(decode_peers(ranks[0]))
+        other = watch.rank("decode", is_lead=False)
+        watch.connected(peer)
+        other.knows({}, failed=(ranks[1].address,))
+        monkeypatch.setattr(peers, "_ASK_OTHERS_SECS", 0.1)
+        watch.ranks[1]._told = None
+        watch.prober._ranks[101].next_ask = 0.0
+        watch.run(until=lambda: watch.told)
+        assert [(lost.address, lost.sign) for lost in watch.lost] == [(ranks[1].address, "failed_transfer")]
+        watch.run(1.0)
+        assert len(watch.told) == 1
+
+
+def test_a_peer_that_sglang_forgets_is_let_go_of(watch: Watch) -> None:
+    with listening() as peer:
+        rank = watch.rank()
+        rank.knows({ADDRESS: processes(peer)})
+        before = descriptors().keys()
+        watch.connected(peer)
+        rank.knows({})
+        watch.run(until=lambda: descriptors().keys() <= before)
+        peer.kill()
+        watch.run(0.7)
+        assert (watch.told, watch.prober._peers) == ([], {})
+
+
+def test_a_rank_that_ends_takes_its_peers_with_it(watch: Watch) -> None:
+    with listening() as peer:
+        rank = watch.rank()
+        rank.knows({ADDRESS: processes(peer)})
+        watch.connected(peer)
+        watch.ranks.remove(rank)
+        rank.close()
+        watch.run(until=lambda: not watch.prober._peers)
+        assert watch.prober.next_due() == float("inf")
+
+
+def test_a_rank_that_is_stuck_is_not_asked_again_and_the_loss_is_told_without_it(watch: Watch) -> None:
+    with listening() as peer:
+        rank = watch.rank()
+        rank.knows({ADDRESS: processes(peer)})
+        watch.connected(peer)
+        rank.is_stuck = True
+        watch.run(1.0)
+        peer.kill()
+        watch.run(until=lambda: watch.told)
+        assert (watch.lost[0].count, watch.lost[0].reported_by) == (0, [100])
+        rank.is_stuck, before = False, rank.questions
+        rank.answer()
+        # One for its peers, one at the first sign, one when it was certain.
+        assert rank.questions - before <= 3
+
+
+def test_a_lost_peer_is_looked_for_no_longer_than_so(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_FORGET_SECS", 0.3)
+    with listening() as peer:
+        watch.rank().knows({ADDRESS: processes(peer)})
+        watch.connected(peer)
+        peer.kill()
+        watch.run(until=lambda: watch.told)
+        watch.run(0.6)
+        with listening(peer.first_line) as stranger:
+            watch.run(0.5)
+            assert (connections(stranger), len(watch.told)) == (0, 1)
+
+
+def test_no_more_connections_are_made_than_there_may_be_and_it_is_said_once(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peers, "_MAX_LINKS", 1)
+    with listening() as first, listening() as second:
+        rank = watch.rank()
+        rank.knows({ADDRESS: processes(first), "other:1": processes(second)})
+        watch.run(0.5)
+        assert connections(first) + connections(second) == 1
+        rank.knows({ADDRESS: processes(first), "other:1": processes(second), "third:1": processes(second)})
+        watch.run(0.5)
+        assert caplog.text.count("connections to other servers would be needed; 1 are held") == 1
+
+
+def test_a_peer_that_is_known_by_name_only_is_not_looked_up(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
+    watch.rank().knows({ADDRESS: [PeerProcess(0, "nowhere.invalid", 1)]})
+    watch.run(0.4)
+    assert caplog.text.count("prefill:8998 is not watched: nowhere.invalid is no IP address") == 1
+    assert watch.told == []
+
+
+@pytest.mark.parametrize(
+    "packet", [b"", b"nonsense", b"[]", json.dumps({"answer": "known", "peers": [1]}).encode(), b'{"answer": "x"}']
+)
+def test_a_rank_that_talks_nonsense_is_asked_no_more(watch: Watch, packet: bytes) -> None:
+    rank = watch.rank()
+    rank._own.send(packet)
+    watch.run(0.2)
+    assert watch.prober._ranks == {}
+
+
+def test_what_is_no_pair_of_sockets_is_not_taken(watch: Watch) -> None:
+    with socket.socket() as other:
+        watch.prober.take_rank(1, other.fileno(), {"role": "decode", "lead": True})
+        watch.prober.take_rank(1, other.fileno(), {"role": "router", "lead": True})
+        watch.prober.take_rank(1, None, {"role": "decode", "lead": True})
+    assert watch.prober._ranks == {}
+
+
+def test_a_rank_with_a_new_role_replaces_what_it_was(watch: Watch) -> None:
+    with listening() as peer:
+        watch.rank().knows({ADDRESS: processes(peer)})
+        watch.connected(peer)
+        own, handlers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with own, handlers:
+            watch.prober.take_rank(100, handlers.fileno(), {"role": "decode", "lead": True})
+            watch.ranks.pop().close()
+            watch.run(0.4)
+            assert [rank.role for rank in watch.prober._ranks.values()] == ["decode"]
+
+
+def test_a_prober_that_fails_ends_with_a_word(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with listening() as peer:
+        watch.rank().knows({ADDRESS: processes(peer)})
+        watch.connected(peer)
+        monkeypatch.setattr(watch.prober, "_check", lambda _now: 1 / 0)
+        watch.run(until=lambda: watch.prober.next_due() == float("inf"))
+        assert "could not be looked at" in caplog.text
+        watch.prober.hear(heartbeat())
+        watch.prober.act_on_time()
+        assert watch.told == []
+
+
+def test_a_hundred_peers_that_restart_one_after_the_other_cost_one_connection_each(watch: Watch) -> None:
+    with contextlib.ExitStack() as stack:
+        hosts = [f"127.0.3.{number}" for number in range(1, 101)]
+        peers = {host: stack.enter_context(socket.create_server((host, 0))) for host in hosts}
+        found = [
+            PeerProcess(rank, host, its.getsockname()[1] + rank) for host, its in peers.items() for rank in range(8)
+        ]
+        rank = watch.rank("decode")
+        rank.knows(decode_peers(*found))
+
+        def links() -> int:
+            return sum(isinstance(its, Link) for its in watch.prober._by_descriptor.values())
+
+        watch.run(until=lambda: links() == 100)
+        for host in hosts[:30]:
+            peers[host].close()
+            with contextlib.suppress(BlockingIOError):
+                watch.run(0.02)
+        # A listener that is closed leaves what it did not take to the kernel, which resets it.
+        watch.run(until=lambda: len(watch.lost) == 30)
+        assert {lost.host for lost in watch.lost} == set(hosts[:30])
+        assert links() <= 100
+
+
+SERVER = """
+rank = os.fork()
+if not rank:
+    import setproctitle; setproctitle.setproctitle("sglang::scheduler_TP0")
+    ready()
+pause()
+"""
+
+
+class Case:
+    """A handler in this process, with a clock that stands still."""
+
+    def __init__(self, handler: CrashHandler, folder: Path) -> None:
+        self.handler = handler
+        self.folder = folder
+        self.now = 1000.0
+        self.said: list[str] = []
+        current = handler.session
+        self.losses = PeerLosses(handler.tree, current, self.said.append, lambda: self.now)
+
+    def lose(self, *numbers: int, waiting: tuple[str, ...] = ()) -> None:
+        requests = [WaitingRequest(rid) for rid in waiting]
+        self.losses.tell([LostPeer.of(f"10.0.0.{n}:8998", "prefill", "refused", SINCE, requests) for n in numbers])
+
+    def finish(self) -> None:
+        self.handler.session.finish_observed()
+
+    def documents(self) -> list[dict[str, Any]]:
+        """Return the incidents, oldest first."""
+        return [found.document for found in reversed(find_incidents(self.folder)) if found.document]
+
+    def addresses(self) -> list[list[str]]:
+        return [[peer["address"] for peer in document["peers"]] for document in self.documents()]
+
+
+@pytest.fixture
+def case(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
+    settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
+    place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
+    with child(SERVER) as process, Mailbox.bind(short_folder / "sock") as receiver:
+        handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
+        handler.look()
+        (rank,) = (one for one in handler.tree if one.title == "sglang::scheduler_TP0")
+        launch(handler, rank.pid)
+        handler.look()
+        yield Case(handler, tmp_path)
+        rank.handle.send_signal(signal.SIGKILL) if not rank.handle.has_exited() else None
+        for one in handler.tree:
+            one.handle.close()
+        handler._prober.close()
+        handler._selector.close()
+
+
+def test_a_rolling_restart_is_one_incident_without_stacks(case: Case) -> None:
+    for number in range(1, 51):
+        case.lose(number, waiting=("a", "b"))
+        case.finish()
+        case.now += 60.0
+    (document,) = case.documents()
+    assert (document["kind"], document["complete"], len(document["peers"])) == ("peer_lost", True, 50)
+    assert document["verdict"]["text"].startswith(
+        "prefill server 10.0.0.1:8998, 10.0.0.2:8998, 10.0.0.3:8998, 10.0.0.4:8998, 10.0.0.5:8998, 10.0.0.6:8998, "
+        "10.0.0.7:8998, 10.0.0.8:8998 and 42 more are gone; 100 requests wait for them: a, b and 98 more."
+    )
+    pieces = {piece["kind"]: piece["status"] for process in document["processes"] for piece in process["evidence"]}
+    assert pieces == {"proc_state": "captured", "stack": "skipped"}
+    assert not list(case.folder.rglob("stacks"))
+    assert len(case.said) == 50
+
+
+def test_peers_that_are_lost_at_once_are_told_in_one_line(case: Case) -> None:
+    case.lose(1, 2)
+    assert case.said == [
+        "crash kit: prefill server 10.0.0.1:8998 is gone; no request waits for it. Its port refuses connections. "
+        "prefill server 10.0.0.2:8998 is gone; no request waits for it. Its port refuses connections."
+    ]
+    case.finish()
+    assert case.addresses() == [["10.0.0.1:8998", "10.0.0.2:8998"]]
+
+
+def test_a_loss_long_after_the_last_one_is_an_incident_of_its_own(case: Case) -> None:
+    case.lose(1)
+    case.finish()
+    case.now += 601.0
+    case.lose(2)
+    case.finish()
+    assert case.addresses() == [["10.0.0.1:8998"], ["10.0.0.2:8998"]]
+
+
+def test_an_incident_does_not_take_in_losses_for_ever(case: Case) -> None:
+    for number in range(1, 11):
+        case.lose(number)
+        case.finish()
+        case.now += 500.0
+    assert [len(found) for found in case.addresses()] == [8, 2]
+
+
+def test_an_incident_that_was_removed_gives_way_to_another(case: Case) -> None:
+    case.lose(1)
+    case.finish()
+    for found in find_incidents(case.folder):
+        shutil.rmtree(found.path)
+    case.lose(2)
+    case.finish()
+    assert case.addresses() == [["10.0.0.2:8998"]]
+
+
+def test_so_many_requests_are_named_that_the_incident_stays_readable(case: Case) -> None:
+    case.lose(*range(1, 65), waiting=tuple(f"request-{number}" for number in range(64)))
+    case.finish()
+    (document,) = case.documents()
+    assert sum(len(peer["requests"]) for peer in document["peers"]) == 1024
+    assert [peer["count"] for peer in document["peers"]] == [64] * 64
+
+
+def test_a_death_that_is_found_as_the_incident_is_opened_is_the_incident(case: Case) -> None:
+    (rank,) = (one for one in case.handler.tree if one.title == "sglang::scheduler_TP0")
+    os.kill(rank.pid, signal.SIGKILL)
+    wait_until(rank.handle.has_exited, "the rank is dead")
+    case.lose(1)
+    run = case.handler.session.run
+    assert run is not None
+    assert (run.incident.kind, [peer.address for peer in run.incident.peers]) == ("killed", ["10.0.0.1:8998"])
+
+
+@pytest.mark.parametrize("waiting", [(), ("a",)])
+def test_while_the_server_ends_only_a_loss_that_keeps_requests_waiting_counts(
+    case: Case, waiting: tuple[str, ...]
+) -> None:
+    case.handler.triage.shutdown.draining = True
+    case.lose(1, waiting=waiting)
+    assert bool(case.documents()) == bool(waiting)
+    case.handler.triage.shutdown.expected.add(case.handler.tree.root.pid)
+    case.lose(2, waiting=waiting)
+    assert len(case.said) == bool(waiting)

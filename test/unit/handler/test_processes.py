@@ -1,0 +1,758 @@
+"""What the server says of ranks that failed while it started, in this process and in a fixed order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from sglang_crashkit.handler import processes as processes_module
+from sglang_crashkit.handler.processes import ProcessTree, SharedMemory
+from sglang_crashkit.kernel import cgroup, procfs
+from sglang_crashkit.kernel.guarded_read import BlockedReadError, GuardedReader, guard_reads
+from sglang_crashkit.kernel.pidfd import ProcessHandle
+from sglang_crashkit.kernel.shared_memory import FOLDER
+from unit.handler.launching import Case, watched
+from unit.locked_memory import locked_process
+from unit.strangers import nothing_where_forbidden
+from unit.waiting import LONG, child, descriptors, wait_until
+
+RANKS = """
+import ctypes, setproctitle
+setproctitle.setproctitle("sglang::scheduler_TP0")
+def fork():
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGUSR1, lambda *_: setproctitle.setproctitle("sglang::scheduler_TP1"))
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        ready(os.getpid())
+        while True: signal.pause()
+    return pid
+ready()
+for line in sys.stdin:
+    fork()
+"""
+
+
+class Rank:
+    """A child with a scheduler's title that does as it is told."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.pid = process.pid
+        self._process = process
+
+    def ask(self, command: str) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(command.encode() + b"\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline().decode().strip()
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    with child(RANKS) as process:
+        yield Rank(process)
+
+
+@pytest.fixture
+def make_tree() -> Iterator[Callable[[int], ProcessTree]]:
+    trees: list[ProcessTree] = []
+
+    def make(pid: int) -> ProcessTree:
+        trees.append(ProcessTree(pid))
+        return trees[-1]
+
+    yield make
+    for tree in trees:
+        for process in tree:
+            process.handle.close()
+
+
+def end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_the_root_is_there_at_once_and_the_rest_after_a_look(
+    rank: Rank, make_tree: Callable[[int], ProcessTree]
+) -> None:
+    helper = int(rank.ask("fork"))
+    try:
+        tree = make_tree(rank.pid)
+        assert [process.pid for process in tree] == [rank.pid]
+        assert tree.root.role == "server"
+        assert tree.root.matters
+        assert [process.pid for process in tree.refresh()] == [helper]
+        assert tree.refresh() == []
+        assert helper in tree
+        assert tree.get(helper) in tree.alive()
+        assert tree.get(os.getpid()) is None
+        assert os.getpid() not in tree
+    finally:
+        end(helper)
+
+
+def test_there_is_no_tree_of_a_process_that_is_gone(rank: Rank, make_tree: Callable[[int], ProcessTree]) -> None:
+    process = subprocess.Popen(["true"])
+    process.wait(LONG)
+    with pytest.raises(ProcessLookupError):
+        make_tree(process.pid)
+
+
+TWO = """
+import subprocess
+inner = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=sys.stdin)
+pause()
+"""
+
+
+@contextlib.contextmanager
+def server_with_a_rank() -> Iterator[tuple[subprocess.Popen[bytes], Rank]]:
+    code = "import os, signal, sys, time\ndef ready(text='ready'): print(text, flush=True)\n" + RANKS
+    with child(TWO, code) as process:
+        try:
+            yield process, Rank(process)
+        finally:
+            for pid in procfs.TreeScanner(process.pid).scan() - {process.pid}:
+                end(pid)
+
+
+def test_a_child_of_a_worker_does_not_matter_whatever_its_title(
+    make_tree: Callable[[int], ProcessTree],
+) -> None:
+    with server_with_a_rank() as (server, rank):
+        tree = make_tree(server.pid)
+        (original,) = tree.refresh()
+        assert (original.role, original.matters) == ("helper", False)
+        tree.register(original.pid, original.handle.start_ticks)
+        assert (original.title, original.role, original.rank) == ("sglang::scheduler_TP0", "scheduler", {"tp": 0})
+        assert original.matters
+        pid = int(rank.ask("fork"))
+        (copy,) = tree.refresh()
+        assert copy.pid == pid
+        assert (copy.title, copy.role, copy.matters) == ("sglang::scheduler_TP0", "helper", False)
+        assert tree.alive()[0] is original
+        os.kill(pid, signal.SIGUSR1)
+        wait_until(lambda: tree.refresh() == [] and copy.title != original.title, "the copy has a title of its own")
+        assert (copy.role, copy.matters) == ("helper", False)
+
+
+SERVER = """
+import subprocess
+children = {}
+ready()
+for line in sys.stdin:
+    verb, _, argument = line.strip().partition(" ")
+    if verb == "start":
+        process = subprocess.Popen([sys.executable, "-c", argument], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        children[process.pid] = process
+        process.stdout.readline()
+        ready(process.pid)
+    if verb == "end":
+        children[int(argument)].stdin.close()
+        os.waitid(os.P_PID, int(argument), os.WEXITED | os.WNOWAIT)
+        ready()
+    if verb == "reap":
+        children[int(argument)].wait()
+        ready()
+for process in children.values():
+    process.kill()
+    process.wait()
+"""
+SLEEPER = "import sys; print(flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def server() -> Iterator[Rank]:
+    """A process that starts children, lets them end and reaps them when it is told to."""
+    with child(SERVER) as process:
+        yield Rank(process)
+        assert process.stdin is not None
+        process.stdin.close()
+        process.stdin = None
+        process.wait(LONG)
+
+
+def test_a_new_title_is_read(server: Rank, make_tree: Callable[[int], ProcessTree]) -> None:
+    code = "import setproctitle, signal, sys; "
+    code += "signal.signal(10, lambda *_: setproctitle.setproctitle('sglang::scheduler_DP1_TP2')); "
+    code += "print(flush=True); sys.stdin.read()"
+    tree = make_tree(server.pid)
+    pid = int(server.ask(f"start {code}"))
+    (tracked,) = tree.refresh()
+    assert (tracked.role, tracked.matters) == ("helper", False)
+    os.kill(pid, signal.SIGUSR1)
+    wait_until(lambda: tree.refresh() == [] and tracked.title.startswith("sglang::"), "it has a title")
+    tree.register(pid, 0)
+    assert tracked.matters
+    assert (tracked.role, tracked.rank) == ("scheduler", {"dp": 1, "tp": 2})
+
+
+def test_a_title_is_read_that_comes_after_the_one_that_a_fork_left(
+    rank: Rank, make_tree: Callable[[int], ProcessTree]
+) -> None:
+    tree = make_tree(rank.pid)
+    pid = int(rank.ask("fork"))
+    tree.refresh()
+    forked = tree.get(pid)
+    assert forked is not None
+    assert forked.title == "sglang::scheduler_TP0"
+    os.kill(pid, signal.SIGUSR1)
+    wait_until(lambda: tree.refresh() == [] and forked.title == "sglang::scheduler_TP1", "its own title is read")
+
+
+def test_the_last_title_of_a_dead_process_is_kept(server: Rank, make_tree: Callable[[int], ProcessTree]) -> None:
+    tree = make_tree(server.pid)
+    pid = server.ask(f"start {SLEEPER}")
+    (tracked,) = tree.refresh()
+    title = tracked.title
+    assert title.startswith("python")
+    server.ask(f"end {pid}")
+    assert tracked.handle.has_exited()
+    tree.refresh()
+    assert tracked.title == title
+    server.ask(f"reap {pid}")
+    tree.refresh()
+    assert tracked.title == title
+    assert tracked.exit_status().code == 0
+
+
+def test_a_zombie_that_was_let_go_of_is_not_taken_up_again(
+    server: Rank, make_tree: Callable[[int], ProcessTree]
+) -> None:
+    tree = make_tree(server.pid)
+    pid = server.ask(f"start {SLEEPER}")
+    server.ask(f"end {pid}")
+    (tracked,) = tree.refresh()
+    assert tracked.handle.has_exited()
+    tree.forget(tracked)
+    assert tree.refresh() == []
+    assert int(pid) not in tree
+
+
+def test_letting_go_of_the_dead_keeps_the_living_and_the_root(
+    server: Rank, make_tree: Callable[[int], ProcessTree]
+) -> None:
+    tree = make_tree(server.pid)
+    dead, living = (int(server.ask(f"start {SLEEPER}")) for _ in range(2))
+    tree.refresh()
+    before = descriptors()
+    gone = tree.get(dead)
+    assert gone is not None
+    gone.exited_at = tree.root.exited_at = 1.0
+    number = gone.handle.fileno()
+    tree.forget_dead()
+    assert {process.pid for process in tree} == {server.pid, living}
+    assert before.keys() - descriptors().keys() >= {number}
+
+
+def test_a_server_settles_only_after_a_while(make_tree: Callable[[int], ProcessTree]) -> None:
+    assert not make_tree(os.getpid()).settled
+
+
+def test_a_child_of_a_worker_is_told_although_the_workers_title_is_new_as_well(
+    server: Rank, make_tree: Callable[[int], ProcessTree]
+) -> None:
+    code = "import os, setproctitle, signal, sys; "
+    code += "fork = lambda *_: (setproctitle.setproctitle('sglang::scheduler_TP0'), os.fork() or signal.pause()); "
+    code += "signal.signal(10, fork); print(flush=True); sys.stdin.read()"
+    tree = make_tree(server.pid)
+    pid = int(server.ask(f"start {code}"))
+    (worker,) = tree.refresh()
+    tree.register(pid, 0)
+    # The tree does not look again before the child is there.
+    os.kill(pid, signal.SIGUSR1)
+    wait_until(lambda: len(procfs.TreeScanner(pid).scan()) == 2, "the worker has a child")
+    (child_of_worker,) = tree.refresh()
+    try:
+        assert (child_of_worker.title, child_of_worker.matters) == ("sglang::scheduler_TP0", False)
+        assert worker.matters
+    finally:
+        end(child_of_worker.pid)
+
+
+def test_a_child_of_the_data_parallel_controller_matters(server: Rank, make_tree: Callable[[int], ProcessTree]) -> None:
+    code = "import os, setproctitle, signal, sys; setproctitle.setproctitle('sglang::data_parallel_controller'); "
+    code += "pid = os.fork(); pid or setproctitle.setproctitle('sglang::scheduler_DP1'); "
+    code += "pid and print(flush=True); sys.stdin.read()"
+    tree = make_tree(server.pid)
+    server.ask(f"start {code}")
+    tree.refresh()
+
+    def both_are_registered() -> bool:
+        tree.refresh()
+        for pid in sorted(procfs.TreeScanner(server.pid).scan()):
+            process = tree.get(pid)
+            # The main process names the controller, and that one the ranks that it started.
+            if process is not None and not process.is_root and tree.started_by_own(process):
+                tree.register(pid, process.handle.start_ticks)
+        return {"scheduler"} < {process.role for process in tree}
+
+    wait_until(both_are_registered, "both have their titles")
+    roles = {process.role: process.matters for process in tree}
+    assert roles == {"server": True, "data_parallel_controller": True, "scheduler": True}
+    end(next(process.pid for process in tree if process.role == "scheduler"))
+
+
+def test_another_server_that_a_process_started_is_not_this_servers(
+    server: Rank, make_tree: Callable[[int], ProcessTree]
+) -> None:
+    # A program that only uses an engine, and runs a whole server as a subprocess.
+    code = "import os, setproctitle, signal, sys; pid = os.fork(); "
+    code += "pid or setproctitle.setproctitle('sglang::scheduler_TP0'); pid and print(flush=True); sys.stdin.read()"
+    tree = make_tree(server.pid)
+    other = int(server.ask(f"start {code}"))
+    wait_until(lambda: tree.refresh() == [] and other not in {p.pid for p in tree}, "it is known for a server")
+    rank = next(pid for pid in procfs.TreeScanner(other).scan() - {other})
+    assert {process.pid for process in tree} == {server.pid}
+    found = tree.get(rank)
+    assert found is not None
+    assert (found.role, found.matters, tree.started_by_own(found)) == ("helper", False, False)
+    end(rank)
+
+
+@pytest.mark.parametrize("start_ticks", [1, 4711])
+def test_nobody_is_registered_by_the_pid_of_an_earlier_process(
+    server: Rank, make_tree: Callable[[int], ProcessTree], start_ticks: int
+) -> None:
+    tree = make_tree(server.pid)
+    pid = int(server.ask("start import sys; print(flush=True); sys.stdin.read()"))
+    (tracked,) = tree.refresh()
+    assert tree.register(pid, start_ticks) is None
+    assert tree.register(4194305, 0) is None
+    assert not tracked.matters
+
+
+def test_an_oom_kill_of_long_ago_is_not_counted(
+    server: Rank, make_tree: Callable[[int], ProcessTree], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    events = tmp_path / "memory.events"
+    events.write_text("oom_kill 3\n")
+    monkeypatch.setattr(
+        cgroup, "find_counter", lambda pid: cgroup.OomCounter(events, int(events.read_text().split()[1]))
+    )
+    tree = make_tree(server.pid)
+    counter = tree.root.oom_counter
+    assert counter is not None
+    events.write_text("oom_kill 4\n")
+    tree.refresh()
+    assert tree.root.oom_counter is counter, "a kill of this moment is counted"
+    monkeypatch.setattr(processes_module, "_OOM_AGE_SECS", 0.0)
+    tree.refresh()
+    assert tree.root.oom_counter is not None
+    assert tree.root.oom_counter.grown_by() == 1, "so is one of half a minute ago"
+    tree.refresh()
+    assert tree.root.oom_counter is not None
+    assert tree.root.oom_counter.grown_by() == 0
+
+
+#: In a PID namespace of its own, where it says which process id is the next one.
+RECYCLED = """
+import os, signal, time
+from pathlib import Path
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.handler.processes import ProcessTree
+
+def start():
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    return pid
+
+def end(pid):
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+def start_as(pid):
+    os.waitpid(pid, 0)
+    # The kernel tells start times in clock ticks.
+    time.sleep(2 / os.sysconf("SC_CLK_TCK"))
+    Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+    assert start() == pid
+
+pid = start()
+tree = ProcessTree(os.getpid())
+# A handler leaves itself and what it runs out; here it is the server, too.
+tree._scanner = procfs.TreeScanner(os.getpid())
+(first,) = tree.refresh()
+
+# One that was let go of: its successor is a new process.
+end(pid)
+tree.forget(first)
+assert tree.refresh() == []
+start_as(pid)
+(second,) = tree.refresh()
+assert (second.pid, second.exited_at) == (pid, None)
+assert second.handle.start_ticks > first.handle.start_ticks
+
+# One that an incident still tells of: what is done to it never reaches its successor, which is found after that.
+end(pid)
+assert second.handle.has_exited()
+second.exited_at = time.time()
+start_as(pid)
+assert tree.refresh() == []
+assert second not in tree.alive()
+try:
+    second.handle.send_signal(signal.SIGKILL)
+    raise AssertionError("the successor got a signal")
+except ProcessLookupError:
+    pass
+tree.forget_dead()
+(third,) = tree.refresh()
+assert third.pid == pid
+assert not third.handle.has_exited()
+end(pid)
+print("all of it")
+"""
+
+
+def test_a_process_id_that_is_given_again_is_another_process() -> None:
+    container = ["unshare", "-Urpf", "--mount-proc", "--kill-child"]
+    if subprocess.run([*container, "true"], capture_output=True, timeout=LONG).returncode != 0:
+        pytest.skip("a process id cannot be chosen: no PID namespace is to be had")
+    done = subprocess.run([*container, sys.executable, "-c", RECYCLED], capture_output=True, text=True, timeout=LONG)
+    assert done.stdout == "all of it\n", done.stderr
+
+
+def test_a_child_that_was_never_known_does_not_hide_another_with_its_pid(
+    rank: Rank, make_tree: Callable[[int], ProcessTree]
+) -> None:
+    tree = make_tree(rank.pid)
+    pid = int(rank.ask("fork"))
+    tree.refresh()
+    earlier = tree.get(pid)
+    assert earlier is not None
+    # GIVEN one that died unknown, and whose pid another one has
+    earlier.handle.close()
+    earlier.exited_at, earlier.title, earlier.is_nameless = 1.0, "python", True
+    earlier.handle.start_ticks -= 1
+    assert earlier.is_unknown
+    (later,) = tree.refresh()
+    assert (later.pid, later.exited_at) == (pid, None)
+    assert tree.refresh() == []
+
+
+def test_a_process_that_does_not_let_itself_be_read_holds_nothing_up(tmp_path: Path) -> None:
+    guard_reads(GuardedReader())
+    try:
+        with locked_process(tmp_path, title="sglang::scheduler_TP1") as process:
+            before = time.monotonic()
+            tree = ProcessTree(process.pid)
+            for _scan in range(10):
+                tree.refresh()
+            assert time.monotonic() - before < LONG / 2
+            found = tree.root
+            assert (found.title, found.is_python, found.is_nameless) == ("sglang::schedul", True, False)
+            # Who dies meanwhile is noticed nonetheless.
+            process.kill()
+            assert found.handle.has_exited(LONG)
+    finally:
+        guard_reads(None)
+
+
+def test_it_gets_its_title_once_it_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with child("ready()\npause()", title="sglang::scheduler_TP1") as process:
+        with monkeypatch.context() as patch:
+            patch.setattr(procfs, "read_guarded", Mock(side_effect=BlockedReadError))
+            tree = ProcessTree(process.pid)
+            tree.refresh()
+        assert (tree.root.title, tree.root.is_nameless) == ("sglang::schedul", False)
+        tree.refresh()
+        assert (tree.root.title, tree.root.rank) == ("sglang::scheduler_TP1", {"tp": 1})
+
+
+@pytest.fixture
+def case(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
+    with watched(tmp_path, short_folder) as case:
+        case.handler.look()
+        os.kill(case.starting, signal.SIGKILL)
+        found = {one.pid: one for one in case.handler.tree}
+        assert (found[case.titled].title, found[case.starting].role) == ("sglang::scheduler_TP0", "starting")
+        wait_until(found[case.starting].handle.has_exited, "the rank is dead")
+        case.handler.collect_exits()
+        yield case
+
+
+@pytest.fixture(params=["seen", "not seen", "seen before it was executed"])
+def early_case(request: pytest.FixtureRequest, tmp_path: Path, short_folder: Path) -> Iterator[Case]:
+    """The second rank was dead when the handler looked for the first time, before or after it heard of the failure.
+
+    Or it had not replaced the launcher's program by its own then.
+    """
+    with watched(tmp_path, short_folder) as case:
+        if request.param == "seen before it was executed":
+            case.handler.look()
+            found = {one.pid: one for one in case.handler.tree}
+            found[case.starting].title = case.handler.tree.root.title
+        os.kill(case.starting, signal.SIGKILL)
+        wait_until(lambda: not procfs.read_cmdline(case.starting), "the rank is dead")
+        if request.param != "not seen":
+            case.handler.look()
+            wait_until({one.pid: one for one in case.handler.tree}[case.starting].handle.has_exited, "it has ended")
+            case.handler.collect_exits()
+        yield case
+
+
+def test_a_rank_that_died_before_it_had_its_title_gets_the_servers_word_for_it(case: Case) -> None:
+    titles = case.fail({str(case.starting): "Rank 1 scheduler", "1": "somebody else's"})
+    assert titles[str(case.starting)] == "Rank 1 scheduler"
+    verdict = case.verdict()
+    assert (verdict.first_failure.pid, verdict.first_failure.title) == (case.starting, "Rank 1 scheduler")
+    assert (verdict.kind, verdict.level) == ("signal", "established")
+    assert "Rank 1 scheduler (pid" in verdict.text
+
+
+def test_so_does_one_that_was_dead_when_it_was_first_seen(early_case: Case) -> None:
+    assert (
+        early_case.fail({str(early_case.starting): "Rank 1 scheduler"})[str(early_case.starting)] == "Rank 1 scheduler"
+    )
+    verdict = early_case.verdict()
+    assert (verdict.first_failure.pid, verdict.first_failure.title) == (early_case.starting, "Rank 1 scheduler")
+    assert (verdict.kind, verdict.level) == ("signal", "established")
+
+
+def test_of_what_was_dead_when_it_was_first_seen_no_failure_comes_where_others_are_named(early_case: Case) -> None:
+    early_case.fail({str(early_case.titled): "Rank 0 scheduler"})
+    assert early_case.verdict().first_failure is None
+
+
+#: No process has it: the kernel gives pids up to 4194304 (proc_sys_kernel(5), pid_max).
+REAPED = 5_000_000
+
+
+def test_a_rank_that_was_reaped_before_it_could_be_seen_is_told_by_the_servers_word(launching: Case) -> None:
+    titles = launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): -signal.SIGKILL})
+    assert titles[str(REAPED)] == "Rank 1 scheduler"
+    verdict = launching.verdict()
+    assert (verdict.first_failure.pid, verdict.kind, verdict.level) == (REAPED, "signal", "established")
+    assert f"Rank 1 scheduler (pid {REAPED}) was killed by SIGKILL" in verdict.text
+
+
+def test_so_it_is_in_an_incident_that_was_begun_before_and_first_of_all(launching: Case) -> None:
+    launching.kill(launching.titled)
+    assert launching.handler.session.run is not None
+    titles = launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): 3})
+    assert titles[str(REAPED)] == "Rank 1 scheduler"
+    verdict = launching.verdict()
+    # The others were alive when they were seen, and all are started in one moment.
+    assert (verdict.first_failure.pid, verdict.level) == (REAPED, "supported")
+    assert f"Rank 1 scheduler (pid {REAPED}) ended with exit status 3" in verdict.text
+
+
+def test_that_it_is_said_twice_makes_no_second_failure(launching: Case) -> None:
+    for _ in range(2):
+        launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): 3})
+    assert launching.failures() == [REAPED]
+    # What stands for it is dropped with the others.
+    launching.say("launch", mode="server")
+    assert REAPED not in launching.handler.tree
+    launching.handler.look()
+
+
+def test_one_whose_end_was_announced_did_not_fail(launching: Case) -> None:
+    launching.handler.triage.shutdown.expected.add(REAPED)
+    launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): 3})
+    assert launching.verdict().first_failure is None
+
+
+def test_how_a_rank_ended_that_was_seen_but_not_how_is_the_servers_word(
+    launching: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GIVEN a kernel that does not tell of a process that was reaped
+    monkeypatch.setattr(ProcessHandle, "_from_zombie", lambda _: None)
+    monkeypatch.setattr(ProcessHandle, "_from_kernel", lambda _: None)
+    launching.kill(launching.starting)
+    launching.fail({str(launching.starting): "Rank 1 scheduler"}, exit_codes={str(launching.starting): -9})
+    verdict = launching.verdict()
+    assert (verdict.first_failure.pid, verdict.kind) == (launching.starting, "signal")
+    assert launching.failures() == [launching.starting]
+
+
+def test_a_rank_that_was_taken_for_a_helper_in_an_incident_at_hand_is_a_failure_of_it(launching: Case) -> None:
+    launching.kill(launching.titled)
+    starting = launching.handler.tree.get(launching.starting)
+    assert starting is not None
+    starting.title = launching.handler.tree.root.title
+    launching.kill(launching.starting)
+    assert launching.failures() == [launching.titled]
+    launching.fail({str(launching.starting): "Rank 1 scheduler"}, exit_codes={str(launching.starting): -9})
+    assert launching.failures() == [launching.titled, launching.starting]
+
+
+@pytest.mark.parametrize("pid", ["0", "-1", "x", "٣", "9" * 5000, str(10**11)], ids=lambda pid: pid[:12])
+def test_what_is_no_pid_is_passed_over(launching: Case, pid: str) -> None:
+    assert pid not in launching.fail({pid: "Rank 1 scheduler"}, exit_codes={pid: 3})
+
+
+@pytest.mark.parametrize("code", [10**400, -(10**9), 256])
+def test_what_is_no_exit_code_is_passed_over(launching: Case, code: int) -> None:
+    assert str(REAPED) not in launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): code})
+
+
+@pytest.mark.parametrize("codes", [None, [], {}, {str(REAPED): "-9"}, {str(REAPED): True}], ids=repr)
+def test_a_rank_that_nobody_saw_is_not_made_up(launching: Case, codes: Any) -> None:
+    assert str(REAPED) not in launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes=codes)
+
+
+def test_a_rank_without_a_title_when_the_start_takes_too_long_gets_the_servers_word_for_it(launching: Case) -> None:
+    titles = launching.fail({str(launching.starting): "Rank 1 scheduler"}, event="startup_timeout")
+    assert titles[str(launching.starting)] == "Rank 1 scheduler"
+    # That is not undone by its command line.
+    launching.handler.look()
+    rank = launching.handler.tree.get(launching.starting)
+    assert rank is not None
+    assert (rank.title, rank.matters) == ("Rank 1 scheduler", True)
+    # WHEN the server goes on, and the rank is killed later
+    launching.say("launch", mode="server")
+    launching.kill(launching.starting)
+    # THEN that is one failure, of another incident
+    assert launching.failures() == [launching.starting]
+
+
+@pytest.mark.parametrize("event", ["child_failed", "launch_failed"])
+def test_where_a_child_failed_and_nobody_is_known_to_have_the_one_without_a_title_did(
+    early_case: Case, event: str
+) -> None:
+    # However long ago that is: other ranks take minutes to load, and only then the server looks at its children.
+    for one in early_case.handler.tree:
+        one.exited_at = one.exited_at and one.exited_at - 1800.0
+    early_case.handler.look()
+    early_case.fail({}, event=event)
+    verdict = early_case.verdict()
+    assert (verdict.first_failure.pid, verdict.kind) == (early_case.starting, "signal")
+    assert early_case.failures() == [early_case.starting]
+
+
+def test_who_is_known_to_have_failed_is_preferred_to_one_without_a_title(launching: Case) -> None:
+    starting = launching.handler.tree.get(launching.starting)
+    assert starting is not None
+    starting.title = launching.handler.tree.root.title
+    os.kill(launching.starting, signal.SIGKILL)
+    wait_until(starting.handle.has_exited, "the child is dead")
+    launching.handler.take_exit(starting)
+    launching.kill(launching.titled)
+    launching.fail({}, event="child_failed")
+    assert launching.failures() == [launching.titled]
+
+
+def test_a_helper_that_died_is_not_taken_for_a_worker(launching: Case) -> None:
+    starting = launching.handler.tree.get(launching.starting)
+    assert starting is not None
+    starting.title, starting.is_nameless = "ldconfig", True
+    os.kill(launching.starting, signal.SIGKILL)
+    wait_until(starting.handle.has_exited, "the helper is dead")
+    launching.handler.take_exit(starting)
+    launching.fail({}, event="child_failed")
+    assert launching.verdict().first_failure is None
+
+
+def test_a_rank_that_has_its_title_keeps_it(case: Case) -> None:
+    titles = case.fail({str(case.titled): "Rank 0 scheduler"})
+    assert titles[str(case.titled)] == "sglang::scheduler_TP0"
+
+
+NAMES: list[Callable[[int], Any]] = [
+    lambda pid: None,
+    lambda pid: [str(pid)],
+    lambda pid: {str(pid): 7},
+    lambda pid: {str(pid): ""},
+    lambda pid: {pid: None, "x": "y"},
+]
+
+
+@pytest.mark.parametrize("names", NAMES, ids=["none", "list", "number", "empty", "others"])
+def test_what_is_no_title_is_passed_over(case: Case, names: Callable[[int], Any]) -> None:
+    assert case.fail(names(case.starting))[str(case.starting)].endswith("-c multiprocessing.spawn")
+
+
+def test_a_title_is_cut_and_can_be_written(case: Case) -> None:
+    assert case.fail({str(case.starting): "\udcff" + "x" * 500})[str(case.starting)] == "\\udcff" + "x" * 119
+
+
+#: A server and its rank, each with a segment; the rank outlives the server for as long as its input is open.
+SHARING = """
+import mmap
+def make():
+    name = f"torch_{os.getpid()}_77_1"
+    with open(f"/dev/shm/{name}", "w+b") as file:
+        file.truncate(4096)
+        return name, mmap.mmap(file.fileno(), 0)
+reading, writing = os.pipe()
+rank = os.fork()
+name, view = make()
+if rank == 0:
+    os.write(writing, name.encode())
+    pause()
+ready(f"{name} {os.read(reading, 100).decode()} {rank}")
+pause()
+"""
+
+
+def test_nothing_is_removed_before_the_last_process_of_the_server_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(procfs, "read_maps", nothing_where_forbidden(procfs.read_maps))
+    with child(SHARING) as process:
+        *names, rank = process.first_line.split()  # type: ignore[attr-defined]
+        paths = [FOLDER / name for name in names]
+        tree = ProcessTree(process.pid)
+        tree.refresh()
+        tree.register(int(rank), 0)
+        leftovers = SharedMemory(tree)
+        leftovers.note()
+        try:
+            # WHEN all live
+            removed, left = leftovers.clear()
+            assert removed == []
+            assert {one.name: one.why for one in left} == dict.fromkeys(names, "a process of the server lives")
+            # WHEN the main process is dead, and a rank lives
+            process.kill()
+            process.wait(LONG)
+            tree.root.exited_at = 1.0
+            assert leftovers.clear()[0] == []
+            # WHEN the handler let go of the rank, which lives nonetheless
+            found = tree.get(int(rank))
+            assert found is not None
+            tree.forget(found)
+            assert leftovers.clear()[0] == []
+            assert all(path.exists() for path in paths)
+        finally:
+            handle = tree.root.handle
+            handle.close()
+            end_orphan(int(rank))
+        # WHEN nobody is left
+        try:
+            removed, left = leftovers.clear()
+            assert sorted(removed) == sorted(names)
+            assert left == []
+        finally:
+            for path in paths:
+                path.unlink(missing_ok=True)
+
+
+def end_orphan(pid: int) -> None:
+    """Kill a process that is not this one's child, and wait for it."""
+    handle = ProcessHandle(pid)
+    handle.send_signal(signal.SIGKILL)
+    assert handle.has_exited(LONG)
+    handle.close()
+
+
+def test_what_is_mapped_is_noted_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    with child("ready()\npause()") as process:
+        leftovers = SharedMemory(ProcessTree(process.pid))
+        notes: list[None] = []
+        monkeypatch.setattr(leftovers, "note", lambda: notes.append(None))
+        leftovers.act_on_time()
+        assert notes == []
+        monkeypatch.setattr(processes_module, "_MAPS_AFTER_A_CHANGE_SECS", 0.0)
+        leftovers.act_on_time()
+        assert notes == [None]

@@ -1,0 +1,353 @@
+"""Journals beside a stand-in server: held in memory, read for an incident, gone with the server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.handler.collectors.requests import RequestJournals, export_requests
+from sglang_crashkit.incident.remains import REQUESTS
+from sglang_crashkit.incident.retention import NoRoomError
+from sglang_crashkit.memory import journal
+from sglang_crashkit.memory.journal import KEPT_SECS, JournalWriter
+from sglang_crashkit.model.incident import JournaledRequests
+from unit.handler.driver import Server
+from unit.waiting import wait_until
+
+Start = Callable[..., Server]
+
+
+def rings(server: Server) -> list[str]:
+    """Return the journals that the crash handler holds."""
+    assert server.handler is not None
+    found = []
+    for link in Path(f"/proc/{server.handler.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(link.readlink().name)
+    return [name for name in found if name.startswith("memfd:sglang-crashkit-journal")]
+
+
+def holding(text: str, *folders: Path) -> list[Path]:
+    """Return the files in which a text is."""
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    return [path for path in files if text.encode() in path.read_bytes()]
+
+
+def told(server: Server) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Wait for the end; return what the incident says of the requests, and the requests."""
+    stored = server.wait_for_the_end()
+    assert stored is not None
+    assert stored.document is not None
+    requests = stored.document["requests"]
+    path = stored.path / requests["journal"]["path"]
+    assert path.stat().st_mode & 0o077 == path.parent.stat().st_mode & 0o077 == 0
+    return requests, [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_killed_server_leaves_its_requests_in_the_incident(start_server: Start) -> None:
+    server = start_server(journals=True)
+    server.ask("ask first one two three")
+    server.ask("ask second hello")
+    server.ask("answer first")
+    wait_until(lambda: len(rings(server)) == 1, "the handler has the journal")
+    server.process.kill()
+    requests, lines = told(server)
+    assert (requests["source"], requests["finished"], requests["unfinished"]) == ("journal", 1, 1)
+    assert (requests["path"], requests["reason"]) == (None, "the server did not report its requests")
+    kept = [{name: line[name] for name in ("rid", "state", "text", "pid")} for line in lines]
+    assert kept == [
+        {"rid": "second", "state": "unfinished", "text": "hello", "pid": server.pid},
+        {"rid": "first", "state": "finished", "text": "one two three", "pid": server.pid},
+    ]
+
+
+def test_what_the_server_saved_itself_counts_and_the_journal_is_there_too(start_server: Start) -> None:
+    server = start_server(journals=True)
+    server.ask("ask only hello")
+    server.kill("scheduler_TP1")
+    requests, lines = told(server)
+    assert (requests["source"], requests["finished"], requests["unfinished"]) == ("pickle", 3, 1)
+    assert [line["rid"] for line in lines] == ["only"]
+
+
+def test_a_server_that_is_killed_while_it_saves_its_requests_leaves_them(start_server: Start) -> None:
+    server = start_server(journals=True, dump_secs=60)
+    server.ask("ask only hello")
+    server.kill("scheduler_TP1")
+    assert server.line() == "sigquit"
+    server.process.kill()
+    requests, lines = told(server)
+    assert requests["source"] == "journal"
+    assert [(line["rid"], line["state"]) for line in lines] == [("only", "unfinished")]
+
+
+class Run:
+    """What the journals use of an incident."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.folder = self
+        self.opened = time.monotonic()
+        self.told: JournaledRequests | None = None
+
+    def charge(self, _name: str, _size: int) -> None:
+        return
+
+    def set_journal(self, told: JournaledRequests) -> None:
+        self.told = told
+
+    def rids(self) -> set[str]:
+        return {json.loads(line)["rid"] for line in (self.path / "requests/requests.jsonl").read_text().splitlines()}
+
+
+def process(pid: int, exited_at: float | None = None) -> Any:
+    return SimpleNamespace(pid=pid, title="sglang::tokenizer_worker", exited_at=exited_at)
+
+
+def passed_on(journals: RequestJournals, sender: Any) -> JournalWriter:
+    """Have a process pass on a journal, of a request that is called as the process is."""
+    writer = JournalWriter(2**20)
+    writer.begin({"rid": str(sender.pid)})
+    journals.follow(sender, writer.fd)
+    return writer
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_what_a_dead_worker_had_under_way_is_told_of_once(tmp_path: Path) -> None:
+    journals, dead, living = RequestJournals(), process(7), process(8)
+    for sender in (dead, living):
+        passed_on(journals, sender).close()
+    dead.exited_at = 1.0
+    first, failed, second = (Run(tmp_path / name) for name in ("first", "failed", "second"))
+    journals.add_to(failed)  # type: ignore[arg-type]
+    journals.keep()
+    journals.add_to(first)  # type: ignore[arg-type]
+    journals.remove_taken()
+    journals.add_to(second)  # type: ignore[arg-type]
+    assert (failed.rids(), first.rids(), second.rids()) == ({"7", "8"}, {"7", "8"}, {"8"})
+    journals.close()
+
+
+def test_workers_that_come_and_go_do_not_make_it_grow(tmp_path: Path) -> None:
+    journals, before, living = RequestJournals(), descriptors(), process(1)
+    for _ in range(3):
+        passed_on(journals, living).close()
+    for pid in range(10, 60):
+        passed_on(journals, process(pid, exited_at=1.0)).close()
+        assert descriptors() <= before + 3 + 4
+    run = Run(tmp_path)
+    journals.add_to(run)  # type: ignore[arg-type]
+    assert run.rids() == {"1", "56", "57", "58", "59"}
+    assert run.told is not None
+    assert run.told.reason == "the journals of 46 processes that had ended before were dropped"
+    for _ in range(20):
+        passed_on(journals, living).close()
+    assert descriptors() <= before + 4 + 4
+    journals.close()
+    assert descriptors() == before
+
+
+def test_what_is_no_journal_is_not_held(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journals, before = RequestJournals(), descriptors()
+    journals.follow(process(7), None)
+    with (tmp_path / "file").open("wb") as file:
+        journals.follow(process(7), file.fileno())
+    assert descriptors() == before
+    assert caplog.text.count("passed on no request journal") == 2
+
+
+def test_while_a_server_serves_its_prompts_are_in_no_file(start_server: Start, tmp_path: Path) -> None:
+    server = start_server(journals=True)
+    server.ask("ask only canary-prompt-81c0")
+    wait_until(lambda: len(rings(server)) == 1, "the handler has the journal")
+    assert holding("canary-prompt-81c0", tmp_path, server.temp) == []
+    server.process.kill()
+    _requests, lines = told(server)
+    assert [line["text"] for line in lines] == ["canary-prompt-81c0"]
+    (found,) = holding("canary-prompt-81c0", tmp_path, server.temp)
+    assert found.name == "requests.jsonl"
+
+
+def test_when_all_processes_of_a_server_are_killed_at_once_its_requests_are_in_the_incident(
+    start_server: Start,
+) -> None:
+    server = start_server(journals=True)
+    server.ask("ask only hello")
+    for pid in (server.pid, *server.ranks.values()):
+        os.kill(pid, signal.SIGKILL)
+    requests, lines = told(server)
+    assert requests["source"] == "journal"
+    assert [line["rid"] for line in lines] == ["only"]
+
+
+def test_a_server_that_ended_well_leaves_nothing_of_its_requests(start_server: Start, tmp_path: Path) -> None:
+    server = start_server(journals=True)
+    server.ask("ask only canary-prompt-81c0")
+    server.say("leave 0")
+    assert server.wait_for_the_end() is None
+    assert holding("canary-prompt-81c0", tmp_path, server.temp) == []
+
+
+def test_without_a_crash_folder_or_with_its_flag_there_is_no_journal(start_server: Start) -> None:
+    for options in ({"crash_folder": None}, {"environ": {"SGLANG_CRASHKIT_JOURNAL": "false"}}):
+        server = start_server(journals=True, **options)  # type: ignore[arg-type]
+        server.ask("ask only hello")
+        server.settle()
+        assert rings(server) == []
+
+
+def ring() -> JournalWriter:
+    return JournalWriter(2**20)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / REQUESTS).read_text().splitlines()]
+
+
+def test_the_unfinished_requests_of_all_processes_come_first(tmp_path: Path) -> None:
+    writers = {}
+    for pid in (7, 8):
+        writer = writers[pid] = ring()
+        done = writer.begin({"rid": f"done-{pid}"})
+        writer.begin({"rid": f"under-way-{pid}"}, input_ids=[1, 2])
+        dropped = writer.begin({"rid": f"dropped-{pid}"})
+        writer.end(done, finished=True)
+        writer.end(dropped, finished=False)
+    told = export_requests([(pid, writer.fd) for pid, writer in writers.items()], tmp_path, 30)
+    assert (told.path, told.finished, told.unfinished, told.reason) == (REQUESTS, 2, 2, None)
+    found = lines(tmp_path)
+    assert [(line["rid"], line["pid"], line["state"]) for line in found[:2]] == [
+        ("under-way-7", 7, "unfinished"),
+        ("under-way-8", 8, "unfinished"),
+    ]
+    assert {(line["rid"], line["state"]) for line in found[2:]} == {
+        (f"{rid}-{pid}", state) for rid, state in (("done", "finished"), ("dropped", "dropped")) for pid in (7, 8)
+    }
+    assert found[0]["input_ids"] == [1, 2]
+    assert found[0]["arrived"].endswith("Z")
+
+
+def test_health_checks_are_nobodys_requests(tmp_path: Path) -> None:
+    # Their ids are of the time, or of a random number, by release.
+    writer = ring()
+    check = {"log_metrics": False}
+    writer.end(writer.begin(check | {"rid": "HEALTH_CHECK_1763780000.5"}), finished=True)
+    writer.end(writer.begin(check | {"rid": "HEALTH_CHECK_1763780001.5"}), finished=False)
+    writer.begin(check | {"rid": "HEALTH_CHECK_0f3c"})
+    writer.begin({"rid": "users"})
+    told = export_requests([(7, writer.fd)], tmp_path, 30)
+    assert (told.finished, told.unfinished, told.left_out, told.reason) == (0, 1, 0, None)
+    assert [line["rid"] for line in lines(tmp_path)] == ["users"]
+
+
+def test_what_was_answered_without_metrics_is_left_out_and_what_is_under_way_is_not(tmp_path: Path) -> None:
+    writer = ring()
+    writer.end(writer.begin({"rid": "answered", "log_metrics": False}), finished=True)
+    writer.begin({"rid": "under way", "log_metrics": False})
+    told = export_requests([(7, writer.fd)], tmp_path, 30)
+    assert (told.finished, told.unfinished) == (0, 1)
+    assert [line["rid"] for line in lines(tmp_path)] == ["under way"]
+
+
+def test_what_ended_long_before_the_incident_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The worker that wrote the first ring died hours before the other one wrote its last.
+    writers = {}
+    for pid, hours in ((7, 0), (8, 6)):
+        monkeypatch.setattr(journal, "time", SimpleNamespace(time=lambda hours=hours: 1000.0 + 3600 * hours))
+        writer = writers[pid] = ring()
+        writer.end(writer.begin({"rid": f"done-{pid}"}), finished=True)
+        writer.begin({"rid": f"under-way-{pid}"})
+    rings, last = [(pid, writer.fd) for pid, writer in writers.items()], 1000.0 + 6 * 3600
+    for seconds, kept in (
+        (None, ["done-8"]),
+        (last + KEPT_SECS - 1, ["done-8"]),
+        (last + KEPT_SECS + 1, []),
+        (1000.0, ["done-7", "done-8"]),
+    ):
+        told = export_requests(rings, tmp_path, 30, seconds=seconds)
+        assert (told.finished, told.unfinished, told.left_out) == (len(kept), 2, 0)
+        assert [line["rid"] for line in lines(tmp_path)] == ["under-way-7", "under-way-8", *kept]
+
+
+def test_what_does_not_fit_in_the_time_is_counted(tmp_path: Path) -> None:
+    writer = ring()
+    for number in range(5):
+        writer.begin({"rid": str(number)})
+    told = export_requests([(7, writer.fd)], tmp_path, -1)
+    assert (told.left_out, told.unfinished, told.path) == (5, 0, REQUESTS)
+    assert told.reason == "5 requests could not be read, found no room, or not within -1 s"
+
+
+def test_what_there_is_no_room_for_is_counted_and_those_in_flight_come_first(tmp_path: Path) -> None:
+    writer = ring()
+    for number in range(5):
+        writer.end(writer.begin({"rid": f"done-{number}", "text": "x" * 1000}), finished=True)
+    for number in range(3):
+        writer.begin({"rid": f"under-way-{number}", "text": "x" * 1000})
+    asked: list[int] = []
+
+    def charge(name: str, size: int) -> None:
+        asked.append(size)
+        if size > 5000:
+            raise NoRoomError(28, "full")
+
+    told = export_requests([(7, writer.fd)], tmp_path, 30, charge)
+    assert (told.unfinished, told.finished, told.left_out, told.path) == (3, 1, 4, REQUESTS)
+    assert (tmp_path / REQUESTS).stat().st_size <= max(size for size in asked if size <= 5000)
+    assert len(lines(tmp_path)) == 4
+    # Whoever is asked may have to look at the whole disk.
+    assert len(asked) <= 10
+
+
+def test_a_request_that_is_nested_too_deep_does_not_hide_the_others(tmp_path: Path) -> None:
+    writer = ring()
+    deep: list[Any] = []
+    for _ in range(900):
+        deep = [deep]
+    writer.begin({"rid": "deep", "sampling_params": {"custom_params": deep}})
+    writer.begin({"rid": "flat"})
+    limit = sys.getrecursionlimit()
+    # The writer had more room than the reader has.
+    sys.setrecursionlimit(600)
+    try:
+        told = export_requests([(7, writer.fd)], tmp_path, 30)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert [line["rid"] for line in lines(tmp_path)] == ["flat"]
+    assert (told.left_out, told.unfinished) == (1, 1)
+
+
+def test_a_ring_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+    writer = ring()
+    writer.begin({"rid": "a"})
+    off = ring()
+    off.switch_off()
+    told = export_requests([(8, off.fd), (7, writer.fd)], tmp_path, 30)
+    assert told.unfinished == 1
+    assert told.reason is not None
+    assert "the journal of process 8 is no ring" in told.reason
+
+
+def test_a_folder_that_somebody_else_prepared_is_named_and_not_used(tmp_path: Path) -> None:
+    writer = ring()
+    writer.begin({"rid": "a"})
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "requests").symlink_to(tmp_path / "elsewhere")
+    told = export_requests([(7, writer.fd)], tmp_path, 30)
+    assert told.path is None
+    assert told.reason is not None
+    assert "is not a folder" in told.reason
+    assert list((tmp_path / "elsewhere").iterdir()) == []

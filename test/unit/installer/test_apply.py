@@ -1,0 +1,398 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import py_compile
+import signal
+import stat
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.errors import CrashkitError, ExitCode, RefusedError
+from sglang_crashkit.installer.apply import apply, exclusive, revert
+from sglang_crashkit.installer.environment import Kit
+from sglang_crashkit.installer.record import format_row, read_rows, rewrite_record
+from sglang_crashkit.installer.status import COPIES_FOLDER, MANIFEST_NAME, FileState, Overall, read_tree
+from unit.installer.fake_sglang import FILES, install, snapshot, to_first_schema, write_wheel
+from unit.installer.steps import Step, run_in_child
+
+FIRST = (
+    b"import os\nfrom sglang_crashkit.errors import ExitCode\n\n\ndef run():\n    ExitCode()\n    return os.getpid()\n"
+)
+CHANGED = ("srt/deep/second.py", "srt/first.py", "srt/new/third.py")
+MEANT = {apply: Overall.PATCHED, revert: Overall.PRISTINE}
+
+both = pytest.mark.parametrize("action", [apply, revert])
+
+
+def overall(environment, kit) -> Overall:
+    return read_tree(environment, kit.lock.find(environment.version)).overall
+
+
+@pytest.fixture
+def ready(environment, kit):
+    """Return the installation that `action` has something to do on."""
+
+    def make(action, at=environment):
+        if action is revert:
+            apply(at, kit.patches, kit.lock)
+        return at
+
+    return make
+
+
+def test_apply_patches_and_revert_gives_back_the_exact_bytes(environment, kit):
+    pristine = snapshot(environment.site)
+    assert apply(environment, kit.patches, kit.lock, dry_run=True).changed == CHANGED
+    assert snapshot(environment.site) == pristine
+    outcome = apply(environment, kit.patches, kit.lock)
+    assert (outcome.changed, outcome.before) == (CHANGED, Overall.PRISTINE)
+    patched = snapshot(environment.site)
+    assert [patched[f"sglang/{path}"] for path in CHANGED] == [b'VALUE = "1"\nOTHER = "two"', FIRST, b"THIRD = 3\n"]
+    rows = dict(read_rows(patched[f"{environment.dist_info.name}/RECORD"], source="RECORD"))
+    assert rows.keys() == {name for name, data in patched.items() if data != b"folder"}
+    for path, row in rows.items():
+        hashed = not path.endswith((f"/{MANIFEST_NAME}", "/RECORD"))
+        assert row == format_row(path, patched[path] if hashed else None)
+    assert overall(environment, kit) is Overall.PATCHED
+    assert apply(environment, kit.patches, kit.lock).changed == ()
+    assert revert(environment, kit.patches, kit.lock, dry_run=True).changed == CHANGED
+    assert snapshot(environment.site) == patched
+    py_compile.compile(str(environment.package / "srt/new/third.py"), doraise=True)
+    outcome = revert(replace(environment, kit=None), kit.patches, kit.lock)  # needs no kit there
+    assert (outcome.changed, outcome.before) == (CHANGED, Overall.PATCHED)
+    assert snapshot(environment.site) == pristine
+    assert revert(environment, kit.patches, kit.lock).changed == ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: [*rows[:-1], rows[-1].removesuffix("\n")],
+        lambda rows: [row.replace("\n", "\r\n") for row in rows],
+        lambda rows: [row for row in rows if "first.py" not in row],
+        lambda rows: [row.partition(",")[0] + ",,\n" if "first.py" in row else row for row in rows],
+        lambda rows: ['"sglang/with,comma.py",sha256=abc,3\n', *rows],
+        lambda rows: [],
+    ],
+    ids=["no-line-end", "dos", "unlisted", "without-hash", "quoted", "empty"],
+)
+def test_any_record_comes_back_as_it_was_with_what_pip_adds_meanwhile(environment, kit, change):
+    record, added = environment.dist_info / "RECORD", b"sglang/__pycache__/x.pyc,,\n"
+    before = "".join(change(record.read_text().splitlines(keepends=True))).encode()
+    record.write_bytes(before)
+    apply(environment, kit.patches, kit.lock)
+    assert overall(environment, kit) is Overall.PATCHED
+    assert (b"sglang/srt/first.py" in record.read_bytes()) == (b"sglang/srt/first.py" in before)
+    record.write_bytes(added + record.read_bytes())
+    revert(environment, kit.patches, kit.lock)
+    assert record.read_bytes() == added + before
+
+
+def test_a_missing_record_and_one_that_is_none(environment, kit):
+    record = environment.dist_info / "RECORD"
+    record.write_bytes(b'"open,,\n')
+    with pytest.raises(RefusedError, match=f"{record} does not read as a RECORD"):
+        apply(environment, kit.patches, kit.lock)
+    record.unlink()
+    pristine = snapshot(environment.site)
+    for action in (apply, revert):
+        action(environment, kit.patches, kit.lock)
+        assert overall(environment, kit) is MEANT[action]
+    assert snapshot(environment.site) == pristine
+
+
+def test_a_row_keeps_its_algorithm_and_has_the_hash_as_pip_writes_it():
+    assert format_row("a,b", b"x") == '"a,b",sha256=LXEWQrcmsEQBYnyp-6wy9chTD7GQPMTbAiWHF5IaSIE,1\n'
+    rewritten = rewrite_record(b"a,sha512=x,9\r\n", {"a": b""}, {"k": None}, is_kits=lambda _path: False, source="R")
+    assert rewritten.startswith(b"k,,\r\na,sha512=z4PhNX7vuL3xVChQ1m2AB9Yg5AULVxXcg_SpIdNs6c5H0NE8XYXysP-")
+    assert rewritten.endswith(b",0\r\n")
+
+
+def test_links_into_a_cache_leave_it_alone_and_modes_and_owners_are_kept(environment, kit, tmp_path):
+    cache, package = tmp_path / "cache", environment.package
+    cache.mkdir()
+    (package / "srt/deep/second.py").chmod(0o750)
+    if os.geteuid() == 0:
+        os.chown(package / "srt/deep/second.py", 1234, 2345)
+    for file in (package / "srt/deep/second.py", environment.dist_info / "RECORD"):
+        os.link(file, cache / file.name)
+    (package / "srt/first.py").rename(cache / "first.py")
+    (package / "srt/first.py").symlink_to(cache / "first.py")
+    cached = {path: (path.stat(), path.read_bytes()) for path in cache.iterdir()}
+    for action, data in ((apply, FIRST), (revert, FILES["srt/first.py"])):
+        action(environment, kit.patches, kit.lock)
+        for path, (before, content) in cached.items():
+            assert (path.stat().st_ino, path.read_bytes()) == (before.st_ino, content)
+        assert (package / "srt/first.py").read_bytes() == data
+        before, after = cached[cache / "second.py"][0], (package / "srt/deep/second.py").stat()
+        assert after.st_ino != before.st_ino
+        assert (stat.S_IMODE(after.st_mode), after.st_uid, after.st_gid) == (0o750, before.st_uid, before.st_gid)
+
+
+@both
+def test_stale_bytecode_goes_and_that_of_other_modules_stays(ready, kit, action):
+    package = ready(action).package
+    stale, other = (Path(py_compile.compile(str(package / name))) for name in ("srt/first.py", "srt/__init__.py"))
+    optimised, neighbour = (stale.with_name(name) for name in ("first.cpython-39.opt-1.pyc", "firsts.cpython-39.pyc"))
+    for path in (optimised, neighbour):
+        path.touch()
+    action(ready(apply), kit.patches, kit.lock)
+    assert [path.exists() for path in (stale, optimised, other, neighbour)] == [False, False, True, True]
+
+
+@both
+@pytest.mark.parametrize(
+    ("path", "data", "state"),
+    [
+        ("srt/first.py", b"mine\n", Overall.FOREIGN),
+        ("srt/first.py", None, Overall.MISSING),
+        ("srt/new/third.py", b"mine\n", Overall.FOREIGN),  # where the kit would make its own
+    ],
+)
+def test_what_is_neither_upstreams_nor_the_kits_is_refused_by_name(ready, kit, action, path, data, state):
+    environment = ready(action)
+    file = environment.package / path
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    if data is not None:
+        file.write_bytes(data)
+    before = snapshot(environment.site)
+    with pytest.raises(RefusedError, match=rf"{path} \({state.value}\)") as caught:
+        action(environment, kit.patches, kit.lock)
+    assert "sglang==0.5.9" in caught.value.next_step
+    assert caught.value.exit_code is ExitCode.REFUSED
+    assert snapshot(environment.site) == before
+    assert overall(environment, kit) is state
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        (None, "cannot import sglang_crashkit"),
+        (Kit("0.0.1", Path("/x"), {}, only_by_python_path=False), "imports sglang_crashkit 0.0.1"),
+        (Kit("0.1.0", Path("/x"), {"a.b": "No module"}, only_by_python_path=False), "cannot import a.b: No module"),
+        (Kit("0.1.0", Path("/x"), {}, only_by_python_path=True), "through PYTHONPATH alone"),
+    ],
+)
+def test_a_python_without_this_kit_is_refused(environment, kit, found, why):
+    with pytest.raises(RefusedError, match=why) as caught:
+        apply(replace(environment, kit=found), kit.patches, kit.lock)
+    assert "install" in caught.value.next_step
+    assert overall(environment, kit) is Overall.PRISTINE
+
+
+def test_an_unsupported_release_is_refused_and_one_that_was_supported_reverted(environment, tmp_path, kit):
+    other = install(write_wheel(tmp_path / "other", "0.5.99"), tmp_path / "other-site")
+    with pytest.raises(RefusedError, match=r"SGLang 0\.5\.99 is not supported"):
+        apply(other, kit.patches, kit.lock)
+    assert overall(other, kit) is Overall.UNSUPPORTED
+    assert revert(other, kit.patches, kit.lock).changed == ()
+    pristine = snapshot(environment.site)
+    apply(environment, kit.patches, kit.lock)
+    assert read_tree(environment, None).overall is Overall.OUTDATED
+    revert(environment, kit.patches, replace(kit.lock, releases={}))
+    assert snapshot(environment.site) == pristine
+
+
+@pytest.mark.parametrize("schema", ["first", "this"])
+def test_patches_of_an_earlier_kit_are_replaced_and_reverted(environment, kit, other_kit, schema):
+    pristine = snapshot(environment.site)
+    apply(environment, kit.patches, kit.lock)
+    direct = snapshot(environment.site)
+    for action, expected in ((apply, direct), (revert, pristine)):
+        revert(environment, kit.patches, kit.lock)
+        apply(environment, other_kit.patches, other_kit.lock)
+        if schema == "first":
+            to_first_schema(environment, other_kit.lock, FILES)
+        assert overall(environment, other_kit) is Overall.PATCHED
+        tree = read_tree(environment, kit.lock.find("0.5.9"))
+        assert list(tree.files.values()) == [FileState.PRISTINE, FileState.OUTDATED, FileState.OUTDATED]
+        assert action(environment, kit.patches, kit.lock).before is Overall.OUTDATED
+        assert snapshot(environment.site) == expected
+
+
+@both
+@pytest.mark.parametrize("lost", ["manifest", "a patched file"])
+def test_what_somebody_took_away_is_made_up_for(environment, kit, action, lost):
+    pristine = snapshot(environment.site)
+    apply(environment, kit.patches, kit.lock)
+    expected = {apply: snapshot(environment.site), revert: pristine}
+    if lost == "manifest":
+        (environment.dist_info / MANIFEST_NAME).unlink()
+    else:
+        (environment.package / "srt/first.py").write_bytes(FILES["srt/first.py"])
+    assert overall(environment, kit) is Overall.INTERRUPTED
+    action(environment, kit.patches, kit.lock)
+    assert snapshot(environment.site) == expected[action]
+
+
+def test_bytes_that_nothing_can_bring_back_are_named(environment, kit, other_kit):
+    apply(environment, kit.patches, kit.lock)
+    to_first_schema(environment, kit.lock, FILES)
+    (environment.dist_info / COPIES_FOLDER / "srt/first.py").write_text("not it")
+    before = snapshot(environment.site)
+    with pytest.raises(RefusedError, match=r"upstream's srt/first\.py is nowhere in"):
+        revert(environment, other_kit.patches, other_kit.lock)
+    assert snapshot(environment.site) == before
+    revert(environment, kit.patches, kit.lock)  # which has the patch to take back
+    assert overall(environment, kit) is Overall.PRISTINE
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("", "install"), ("{}", "install"), ("[]", "install"), ('{"schema_version": 99}', "revert with that kit")],
+)
+def test_a_manifest_that_does_not_read_is_named(environment, kit, text, why):
+    (environment.dist_info / MANIFEST_NAME).write_text(text)
+    with pytest.raises(RefusedError, match=MANIFEST_NAME) as caught:
+        apply(environment, kit.patches, kit.lock)
+    assert why in caught.value.next_step
+    assert "sglang==0.5.9" in caught.value.next_step
+
+
+@pytest.fixture
+def mount(request):
+    """Mount something until the test ends."""
+
+    def run(folder: Path, *options: str | Path) -> None:
+        done = subprocess.run(["mount", *options, folder], check=False, timeout=10, capture_output=True)
+        if done.returncode != 0:
+            pytest.skip("this machine does not let its user mount")
+        request.addfinalizer(lambda: subprocess.run(["umount", folder], check=False, timeout=10, capture_output=True))
+
+    return run
+
+
+@both
+def test_a_read_only_folder_is_named_and_nothing_changes(ready, kit, action, mount):
+    environment = ready(action)
+    before = snapshot(environment.site)
+    folder = environment.package / "srt/deep"
+    mount(folder, "--bind", folder)
+    mount(folder, "-o", "remount,ro,bind")
+    with pytest.raises(RefusedError, match=f"cannot make files in {folder}: it is read-only") as caught:
+        action(environment, kit.patches, kit.lock)
+    assert "make it writable" in caught.value.next_step
+    assert snapshot(environment.site) == before
+
+
+@both
+def test_a_full_disk_is_named_and_nothing_changes(tmp_path, wheel, kit, ready, action, mount):
+    small = tmp_path / "small"
+    small.mkdir()
+    mount(small, "-t", "tmpfs", "-o", "size=256k", "tmpfs")
+    environment = ready(action, install(wheel, small / "site"))
+    before = snapshot(environment.site)
+    with (small / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while filler.write(bytes(4096)):
+            pass
+    with pytest.raises(CrashkitError, match=f"no space left for new files in {small}.*nothing was changed"):
+        action(environment, kit.patches, kit.lock)
+    assert snapshot(environment.site) == before
+    (small / "filler").unlink()
+    action(environment, kit.patches, kit.lock)
+    assert overall(environment, kit) is MEANT[action]
+
+
+@both
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_an_error_at_any_step_leaves_what_running_it_again_finishes(tmp_path, wheel, kit, ready, action, code):
+    sample = install(wheel, tmp_path / "sample")
+    pristine = snapshot(sample.site)
+    patched = snapshot(ready(revert, sample).site)
+    before, meant = (pristine, patched) if action is apply else (patched, pristine)
+    told, reached = tmp_path / "told", tmp_path / "reached"
+    for number in range(1000):
+        environment = ready(action, install(wheel, tmp_path / str(number)))
+
+        def fail(step: Step, number=number) -> None:
+            if step.number == number:
+                reached.touch()
+                raise OSError(code, os.strerror(code), "/some/file")
+
+        def act(environment=environment) -> None:
+            try:
+                action(environment, kit.patches, kit.lock)
+                told.write_text("")
+            except CrashkitError as error:
+                told.write_text(error.message)
+
+        assert run_in_child(act, environment.site, fail) == 0
+        if not reached.exists():
+            break
+        reached.unlink()
+        message = told.read_text()
+        # A name with a leading dot is work in progress: nothing reads it.
+        found = {name: data for name, data in snapshot(environment.site).items() if not Path(name).name.startswith(".")}
+        assert message or found == meant
+        assert found == before or "nothing was changed" not in message
+        assert found in (before, meant) or overall(environment, kit) is Overall.INTERRUPTED
+        action(environment, kit.patches, kit.lock)
+        assert snapshot(environment.site) == meant
+    assert number > 20
+
+
+@both
+def test_what_somebody_writes_meanwhile_is_not_lost(ready, kit, action):
+    environment = ready(action)
+    file = environment.package / "srt/first.py"
+
+    def write(step: Step) -> None:
+        if step.event == "os.rename" and step.paths[1].endswith(f"/{MANIFEST_NAME}"):
+            file.write_text("theirs")
+
+    def act() -> None:
+        with pytest.raises(CrashkitError, match=rf"{file} was written by somebody else meanwhile"):
+            action(environment, kit.patches, kit.lock)
+
+    assert run_in_child(act, environment.site, write) == 0
+    assert file.read_text() == "theirs"
+    assert overall(environment, kit) is Overall.FOREIGN
+    file.write_bytes(FILES["srt/first.py"])
+    assert overall(environment, kit) is Overall.INTERRUPTED
+    action(environment, kit.patches, kit.lock)
+    assert overall(environment, kit) is MEANT[action]
+
+
+@pytest.mark.parametrize("actions", [[apply] * 4, [revert] * 4, [apply, revert] * 3], ids=["apply", "revert", "both"])
+def test_commands_at_once_take_their_turns(environment, kit, ready, actions):
+    pristine = snapshot(environment.site)
+    ready(actions[0])
+    children = []
+    for action in actions:
+        child = os.fork()
+        if child == 0:
+            try:
+                action(environment, kit.patches, kit.lock)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(actions)
+    assert overall(environment, kit) in {MEANT[action] for action in actions}
+    revert(environment, kit.patches, kit.lock)
+    assert snapshot(environment.site) == pristine
+
+
+def test_a_second_process_gets_a_clear_error_and_is_not_held_up_by_a_killed_one(tmp_path):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with exclusive(tmp_path):
+            os.write(writer, b"held")
+            signal.pause()
+    assert os.read(reader, 4) == b"held"
+    message = rf"another sglang-crashkit \(pid {child}\) is changing {tmp_path.parent}"
+    with pytest.raises(CrashkitError, match=message), exclusive(tmp_path, wait=0):
+        pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert list(tmp_path.iterdir())
+    with exclusive(tmp_path, wait=0):
+        pass
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,204 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lanelib.porting import FIELDS
+from sglang_crashkit.errors import RefusedError, UsageError
+from sglang_crashkit.installer.lock import Lock, LockedFile, LockedRelease, load_lock, patch_files
+from sglang_crashkit.installer.patches import (
+    LOCK_NAME,
+    Hunk,
+    HunkConflictError,
+    HunkLine,
+    Patch,
+    PatchDataError,
+    PatchFormatError,
+    PatchTree,
+    apply_patch,
+    find_patch_root,
+    parse_patch,
+    unapply_patch,
+)
+from sglang_crashkit.installer.releases import base_release, is_release, release_key, sorted_releases
+from unit.installer.fake_sglang import HEADER
+
+HEAD = HEADER.format(calls="a.b, c.d")
+DIFF = "--- a/x/y.py\n+++ b/x/y.py\n@@ -3,2 +3,2 @@\n one\n-two\n+2\n"
+
+
+def hunk(*lines: bytes) -> Hunk:
+    return Hunk(1, tuple(HunkLine(line[:1], line[1:] + b"\n") for line in lines))
+
+
+def patch_of(*hunks: Hunk, creates: bool = False) -> Patch:
+    return Patch("srt/a.py", dict.fromkeys(FIELDS, "text"), creates, hunks)
+
+
+def test_the_header_and_the_hunks_are_read():
+    patch = parse_patch(HEAD + DIFF, source="p")
+    assert (patch.path, patch.creates, patch.calls) == ("x/y.py", False, ("a.b", "c.d"))
+    assert (patch.hunks[0].old_start, patch.hunks[0].old) == (3, [b"one\n", b"two\n"])
+    assert patch.hunks[0].new == [b"one\n", b"2\n"]
+    assert parse_patch(HEADER.format(calls="none") + DIFF, source="p").calls == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        HEAD,
+        HEAD + DIFF + DIFF.replace("x/y", "x/z"),
+        HEAD + DIFF.replace("-3,2", "-3,9"),
+        HEAD + DIFF.replace("-3,2", "-3,1"),
+    ],
+    ids=["empty", "no diff", "two files", "longer", "shorter"],
+)
+def test_what_is_not_the_patch_of_one_file_is_refused_by_name(text):
+    with pytest.raises(PatchFormatError, match=r"some\.patch does not read as the patch of one file"):
+        parse_patch(text, source="some.patch")
+
+
+@pytest.mark.parametrize(
+    ("text", "hunks", "problems"),
+    [
+        (b"a\nb \n", [(b" b", b"+1")], {1: "nowhere"}),  # a trailing blank is a difference
+        (b"a\n\tb\n", [(b" b", b"+1")], {1: "nowhere"}),
+        (b"b\nb\n", [(b" b", b"+1")], {1: "at 2 places"}),
+        (b"b", [(b" b", b"+1")], {1: "nowhere"}),  # without its newline it is another line
+        (b"a\n", [(b"+1",)], {1: "nowhere"}),
+        (b"a\nb\nc\n", [(b" c", b"+3"), (b" a", b"+1")], {2: "it stands at line 1, before the end"}),
+        (b"a\nb\nc\n", [(b" a", b"-b"), (b" b", b" c", b"+3")], {2: "it stands at line 2"}),
+        (b"a\na\n", [(b" a", b"+1"), (b" z", b"+2")], {1: "at 2 places", 2: "nowhere"}),
+        (None, [(b" a", b"+1")], {1: "there is no such file"}),
+    ],
+)
+def test_context_matches_exactly_at_exactly_one_place_and_in_order(text, hunks, problems):
+    with pytest.raises(HunkConflictError, match=r"the patch of srt/a\.py does not fit: hunk") as caught:
+        apply_patch(text, patch_of(*(hunk(*lines) for lines in hunks)))
+    assert caught.value.problems.keys() == problems.keys()
+    assert all(why in caught.value.problems[number] for number, why in problems.items())
+
+
+def test_a_new_file_is_made_and_taken_back():
+    patch = patch_of(hunk(b"+1"), creates=True)
+    assert apply_patch(None, patch) == b"1\n"
+    assert unapply_patch(b"1\n", patch) is None
+    with pytest.raises(HunkConflictError, match="already there"):
+        apply_patch(b"", patch)
+    with pytest.raises(HunkConflictError, match="differs"):
+        unapply_patch(b"1\n2\n", patch)
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, unique=True), st.data())
+def test_taking_a_patch_back_gives_the_same_bytes(numbers, data):
+    lines = [b"line %d" % number for number in numbers]
+    chosen = sorted(data.draw(st.sets(st.integers(0, len(lines) - 1), min_size=1)))
+    kinds = [data.draw(st.sampled_from(["add", "change"])) for _ in chosen]
+    hunks = [
+        hunk(b" " + lines[at], b"+added %d" % at) if kind == "add" else hunk(b"-" + lines[at], b"+changed %d" % at)
+        for at, kind in zip(chosen, kinds, strict=True)
+    ]
+    pristine = b"\n".join(lines) + b"\n"
+    patched = apply_patch(pristine, patch_of(*hunks))
+    assert patched != pristine
+    assert unapply_patch(patched, patch_of(*hunks)) == pristine
+
+
+def write(root, *names):
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("")
+
+
+def test_each_file_takes_the_highest_baseline_at_or_below_the_release(tmp_path):
+    write(tmp_path, *(f"{baseline}/a.patch" for baseline in ("0.5.9", "0.5.10", "0.5.12.post1")))
+    write(tmp_path, "0.5.9/b.patch", "0.5.12/b.drop", "0.5.13/b.patch")
+    tree = PatchTree.load(tmp_path)
+    chosen = {
+        release: [ref.name for ref in tree.resolve(release).values()]
+        for release in ("0.5.8", "0.5.9", "0.5.10.post1", "0.5.12", "0.5.12.post2", "0.5.14")
+    }
+    assert chosen == {
+        "0.5.8": [],
+        "0.5.9": ["0.5.9/a.patch", "0.5.9/b.patch"],
+        "0.5.10.post1": ["0.5.10/a.patch", "0.5.9/b.patch"],
+        "0.5.12": ["0.5.10/a.patch"],
+        "0.5.12.post2": ["0.5.12.post1/a.patch"],
+        "0.5.14": ["0.5.12.post1/a.patch", "0.5.13/b.patch"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["next/srt/a.py.patch"], "is not named for a release"),
+        (["0.5.9/srt/a.py.orig"], "is neither a patch nor a drop"),
+        (["0.5.9/srt/a.py.patch", "0.5.9/srt/a.py.drop"], r"both patches and drops srt/a\.py"),
+    ],
+)
+def test_what_does_not_belong_among_the_patches_is_refused(tmp_path, given, why):
+    write(tmp_path, *given)
+    with pytest.raises(PatchDataError, match=why):
+        PatchTree.load(tmp_path)
+
+
+def test_a_patch_of_another_file_than_its_name_says_is_refused(tmp_path):
+    write(tmp_path, "0.5.9/srt/a.py.patch")
+    file = tmp_path / "0.5.9/srt/a.py.patch"
+    ref = PatchTree.load(tmp_path).resolve("0.5.9")["srt/a.py"]
+    file.write_text(HEAD + DIFF)
+    with pytest.raises(PatchFormatError, match=r"patches x/y\.py, not the file it is named for"):
+        ref.read()
+    file.write_bytes(b"\xff")
+    with pytest.raises(PatchFormatError, match="is not UTF-8"):
+        ref.read()
+
+
+def test_patches_that_do_not_give_what_the_lock_says_are_refused(kit, other_kit):
+    locked = kit.lock.releases["0.5.9"]
+    pristine = {"srt/first.py": b"import os\n", "srt/deep/second.py": b""}
+    with pytest.raises(HunkConflictError):
+        patch_files("0.5.9", locked, kit.patches, pristine)
+    with pytest.raises(PatchDataError, match="the patches do not"):
+        patch_files("0.5.9", locked, other_kit.patches, pristine)
+    third = LockedRelease({}, {"srt/new/third.py": locked.files["srt/new/third.py"]})
+    with pytest.raises(PatchDataError, match=r"does not give srt/new/third\.py the sha256 in the lock"):
+        patch_files("0.5.9", third, other_kit.patches, {})
+
+
+def test_the_lock_loads_as_dumped_and_finds_the_builds_of_a_release(tmp_path):
+    files = {"srt/a.py": LockedFile("1" * 64, "0.5.9/srt/a.py.patch", "2" * 64), "srt/n.py": LockedFile(None, "x", "3")}
+    releases = {
+        "0.5.9": LockedRelease({"sglang-0.5.9-py3-none-any.whl": "4" * 64}, files),
+        "0.5.10": LockedRelease({}, {}),
+    }
+    lock = Lock(releases)
+    (tmp_path / LOCK_NAME).write_bytes(lock.dump())
+    assert load_lock(tmp_path) == lock
+    assert Lock(dict(reversed(releases.items()))).dump() == lock.dump()
+    assert lock.require("0.5.9+cu126") is releases["0.5.9"]
+    assert lock.find("0.5.9.dev1") is None
+    with pytest.raises(RefusedError, match=r"supported are 0\.5\.9 to 0\.5\.10 \(2 releases\)") as caught:
+        lock.require("0.5.99")
+    assert "scripts/port_release 0.5.99" in str(caught.value)
+    assert (find_patch_root() / LOCK_NAME).is_file()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", '{"schema_version": 2, "releases": {}}', '{"schema_version": 1, "releases": {"0.5.9": {}}}'],
+)
+def test_a_damaged_lock_is_named(tmp_path, text):
+    (tmp_path / LOCK_NAME).write_text(text)
+    with pytest.raises(PatchDataError, match=r"releases\.lock\.json"):
+        load_lock(tmp_path)
+
+
+def test_releases_have_an_order_and_builds_of_them_a_local_part():
+    given = ["0.5.10", "0.5.9", "0.5.12.post1", "0.5.13", "0.5.12", "0.5.10.post1"]
+    assert sorted_releases(given) == ["0.5.9", "0.5.10", "0.5.10.post1", "0.5.12", "0.5.12.post1", "0.5.13"]
+    assert base_release("0.5.23+crashkit.0.1.0") == "0.5.23"
+    for version in ("0.5.24.dev3+g12", "0.5.9rc1", "0.5.9+cu126", "", "v0.5.9", "../0.5.9"):
+        assert not is_release(version)
+        with pytest.raises(UsageError, match="is not a release"):
+            release_key(version)

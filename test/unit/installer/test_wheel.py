@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import packaging
+import pytest
+import unidiff
+
+from lanelib.paths import ROOT
+from sglang_crashkit import __version__
+from sglang_crashkit.errors import CrashkitError, NothingToDoError, RefusedError
+from sglang_crashkit.installer import wheel as wheel_module
+from sglang_crashkit.installer.apply import apply, revert
+from sglang_crashkit.installer.lock import sha256_hex
+from sglang_crashkit.installer.record import format_row, read_rows
+from sglang_crashkit.installer.status import Overall, read_tree
+from sglang_crashkit.installer.wheel import (
+    WheelName,
+    build_kit_wheel,
+    build_patched_wheel,
+    cache_folder,
+    find_wheel,
+    install_command,
+)
+from unit.installer.fake_sglang import FILES, RELEASE, install, write_wheel
+
+VERSION = f"0.5.9+crashkit.{__version__}"
+INFO = f"sglang-{VERSION}.dist-info"
+#: What the small SGLang and the kit require; `status` imports the last two.
+REQUIRED = ("torch", "psutil", "py-spy", "pyelftools", "PyYAML", "setproctitle", "packaging", "unidiff")
+
+
+@pytest.fixture
+def built(tmp_path, wheel, kit):
+    (tmp_path / "built wheels").mkdir()
+    return build_patched_wheel(wheel, tmp_path / "built wheels", kit.patches, kit.lock)
+
+
+def test_the_wheel_is_a_local_version_of_the_release_and_the_same_on_a_second_build(built, wheel, kit, tmp_path):
+    assert built.name == f"sglang-{VERSION}-py3-none-any.whl"
+    with zipfile.ZipFile(built) as new, zipfile.ZipFile(wheel) as old:
+        head, _, text = new.read(f"{INFO}/METADATA").decode().partition("\n\n")
+        assert f"Version: {VERSION}\nRequires-Dist: sglang-crashkit=={__version__}\n" in head
+        assert "Requires-Dist: torch" in head
+        assert text == "Text.\nVersion: of the text\n"
+        assert new.read(f"{INFO}/WHEEL").endswith(b"Tag: py3-none-any\n")
+        assert new.getinfo("sglang/tool.so").external_attr >> 16 == 0o100755
+        assert new.read("sglang/tool.so") == old.read("sglang/tool.so")
+        assert new.read("sglang/srt/new/third.py") == b"THIRD = 3\n"
+        names = new.namelist()
+        rows = read_rows(new.read(f"{INFO}/RECORD"), source="RECORD")
+        expected = [(name, format_row(name, new.read(name))) for name in names[:-1]]
+        assert rows == [*expected, (names[-1], f"{INFO}/RECORD,,\n")]
+    again, elsewhere = tmp_path / "again", write_wheel(tmp_path, tags="cp312-cp312-linux_x86_64")
+    again.mkdir()
+    assert build_patched_wheel(wheel, again, kit.patches, kit.lock).read_bytes() == built.read_bytes()
+    # One that the lock does not list is built from its files.
+    other = build_patched_wheel(elsewhere, again, kit.patches, kit.lock)
+    assert other.name == f"sglang-{VERSION}-cp312-cp312-linux_x86_64.whl"
+
+
+def test_an_installation_of_it_is_patched_and_says_how_to_go_back(built, kit, other_kit, tmp_path):
+    environment = install(built, tmp_path / "patched-site")
+    tree = read_tree(environment, kit.lock.find(environment.version))
+    assert (tree.overall, tree.by_wheel) == (Overall.PATCHED, True)
+    assert apply(environment, kit.patches, kit.lock).changed == ()
+    with pytest.raises(RefusedError, match="came patched, from a wheel that the kit built") as caught:
+        revert(environment, kit.patches, kit.lock)
+    assert caught.value.next_step.endswith("install --force-reinstall --no-deps sglang==0.5.9")
+    with pytest.raises(RefusedError, match="from a wheel that another kit built") as caught:
+        apply(environment, other_kit.patches, other_kit.lock)
+    assert "sglang-crashkit wheel 0.5.9" in caught.value.next_step
+
+
+def test_what_is_not_upstreams_wheel_of_a_supported_release_is_refused(tmp_path, kit, wheel, built):
+    mine = FILES | {"srt/first.py": b"mine\n"}
+    damaged, torn = (tmp_path / f"sglang-0.5.9-py3-none-{name}.whl" for name in ("linux_x86_64", "win32"))
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(damaged, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, b"other" if name.endswith("tool.so") else old.read(name))
+    torn.write_bytes(b"PK")
+    for path, why in {
+        write_wheel(tmp_path / "changed", files=mine): "its sha256 is not the one in the lock",
+        # Of a platform that the lock does not list: its files decide.
+        write_wheel(
+            tmp_path, files=mine, tags="cp312-cp312-linux_x86_64"
+        ): r"srt/first\.py is not upstream's of 0\.5\.9",
+        built: "is not a wheel of SGLang as upstream built it",
+        damaged: r"tool\.so is not as its RECORD says",
+        torn: "does not read as a wheel",
+        write_wheel(tmp_path, "0.5.99"): "is not supported",
+    }.items():
+        with pytest.raises(RefusedError, match=why):
+            build_patched_wheel(path, tmp_path, kit.patches, kit.lock)
+
+
+def test_the_kit_runs_from_its_wheel_and_builds_the_same_wheel_again(tmp_path):
+    (tmp_path / "again").mkdir()
+    wheel = build_kit_wheel(tmp_path)
+    assert wheel.name == f"sglang_crashkit-{__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+        names = archive.namelist()
+        info = f"sglang_crashkit-{__version__}.dist-info"
+        assert {"sglang_crashkit/patches/releases.lock.json", "sglang_crashkit/py.typed"} <= set(names)
+        assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
+        assert b"sglang-crashkit = sglang_crashkit.cli.main:main" in archive.read(f"{info}/entry_points.txt")
+        assert f"\nVersion: {__version__}\n".encode() in archive.read(f"{info}/METADATA")
+        assert [path for path, _row in read_rows(archive.read(f"{info}/RECORD"), source="RECORD")] == names
+    text = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
+        "from sglang_crashkit.installer.wheel import build_kit_wheel\n"
+        "print(build_kit_wheel(Path(sys.argv[2])))"
+    )
+    command = [sys.executable, "-c", text, str(tmp_path / "site"), str(tmp_path / "again")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).read_bytes() == wheel.read_bytes()
+
+
+def write_empty_wheel(folder: Path, name: str) -> None:
+    info = f"{name.replace('-', '_')}-999.dist-info"
+    members = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 999\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    members[f"{info}/RECORD"] = "".join(format_row(path, text.encode()) for path, text in members.items())
+    with zipfile.ZipFile(folder / f"{name.replace('-', '_')}-999-py3-none-any.whl", "w") as archive:
+        for path, text in members.items():
+            archive.writestr(path, text)
+
+
+@pytest.mark.parametrize("upstream_before", [True, False], ids=["over-upstream", "fresh"])
+def test_the_command_that_is_printed_ends_with_a_patched_sglang(
+    upstream_before: bool, built: Path, kit, wheel: Path, tmp_path: Path, monkeypatch
+) -> None:
+    pytest.importorskip("ensurepip")
+    monkeypatch.setattr(wheel_module, "find_patch_root", lambda: kit.patches.root)
+    build_kit_wheel(built.parent)
+    venv, index = tmp_path / "venv", tmp_path / "index"
+    index.mkdir()
+    for name in REQUIRED:
+        write_empty_wheel(index, name)
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True, timeout=240, capture_output=True)
+    site = next((venv / "lib").glob("python*/site-packages"))
+    for package in (packaging, unidiff):
+        Path(site, package.__name__).symlink_to(Path(package.__file__).parent)
+    environ = {
+        "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(index),
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
+
+    def run(command: str) -> str:
+        done = subprocess.run(
+            ["bash", "-ec", command], check=False, capture_output=True, text=True, timeout=240, env=environ
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    if upstream_before:
+        run(f"pip install {wheel}")
+    output = run(install_command(built.parent, RELEASE))
+    assert f"sglang   {RELEASE}+crashkit.{__version__} in {venv}" in output
+    assert "state    patched, by wheel" in output
+    assert "No broken requirements found." in run("pip check")
+
+
+def test_the_documents_give_the_command_that_is_printed() -> None:
+    assert f"\n{install_command(Path('wheels'), '0.5.23')}\n" in (ROOT / "docs" / "install.md").read_text()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "sglang-crashkit" / "wheels"
+
+
+def test_a_cached_wheel_is_the_one_that_the_lock_names_and_is_checked(cache):
+    write_wheel(cache, tags="cp310-cp310-linux_x86_64")
+    write_wheel(cache, "0.5.8.post1")
+    wheel = write_wheel(cache, tags="cp311-cp311-linux_x86_64")
+    assert cache_folder() == cache
+    assert find_wheel("0.5.9", {wheel.name: sha256_hex(wheel.read_bytes())}, download=False) == wheel
+    with pytest.raises(RefusedError, match="its sha256 is not the one in the lock") as caught:
+        find_wheel("0.5.9", {wheel.name: "0" * 64}, download=False)
+    assert caught.value.next_step == f"rm {wheel}"
+    with pytest.raises(NothingToDoError, match=r"no wheel of SGLang 0\.5\.8 in") as caught:
+        find_wheel("0.5.8", {}, download=False)
+    assert "--download" in caught.value.next_step
+
+
+def test_a_wheel_for_another_python_is_left_in_the_cache(cache):
+    write_wheel(cache, tags="cp311-cp311-linux_x86_64")
+    with pytest.raises(NothingToDoError, match="for cp312 in"):
+        find_wheel("0.5.9", {}, download=False, python_tag="cp312")
+    for release, tags in {
+        "0.5.6": "cp312-cp312-win32",
+        "0.5.7": "cp39-abi3-win32",
+        "0.5.8": "py2.py3-none-any",
+    }.items():
+        fitting = write_wheel(cache, release, tags=tags)
+        assert find_wheel(release, {}, download=False, python_tag="cp312") == fitting
+
+
+def test_pip_is_asked_for_the_very_wheel_that_the_lock_names(cache, tmp_path, monkeypatch):
+    made = write_wheel(tmp_path / "registry", tags="cp311-cp311-manylinux_2_34_x86_64")
+    pip = tmp_path / "pip"
+    script = f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\nwhile [ "$1" != --dest ]; do shift; done\ncp {made} "$2"\n'
+    pip.write_text(script)
+    pip.chmod(0o755)
+    monkeypatch.setattr(wheel_module, "_pip", lambda: [str(pip)])
+    found = find_wheel("0.5.9", {made.name: sha256_hex(made.read_bytes())}, download=True)
+    assert found == cache / made.name
+    assert [path.name for path in cache.iterdir()] == [made.name]
+    arguments = (tmp_path / "arguments").read_text()
+    options = "--platform manylinux_2_34_x86_64 --abi cp311 --implementation cp --python-version 311 sglang==0.5.9"
+    assert options in arguments
+    assert "--no-deps --only-binary=:all:" in arguments
+
+
+def test_a_download_that_fails_says_what_pip_said_and_a_missing_pip_is_named(cache, monkeypatch):
+    with monkeypatch.context() as patch:
+        text = "import sys; sys.exit('ERROR: no matching distribution')"
+        patch.setattr(wheel_module, "_pip", lambda: [sys.executable, "-c", text])
+        with pytest.raises(CrashkitError, match=r"could not download sglang==0\.5\.9: ERROR: no matching"):
+            find_wheel("0.5.9", {}, download=True)
+    assert list(cache.iterdir()) == []
+    monkeypatch.setattr(wheel_module.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(wheel_module.sys, "executable", "/bin/false")
+    with pytest.raises(CrashkitError, match="/bin/false has no pip to download with"):
+        find_wheel("0.5.9", {}, download=True)
+
+
+@pytest.mark.parametrize("name", ["sglang-0.5.9.tar.gz", "sglang-0.5.9-1-py3-none-any.whl", "sglang.whl"])
+def test_what_is_not_named_like_a_wheel_is_refused(name):
+    with pytest.raises(RefusedError, match="is not named like a wheel"):
+        WheelName.parse(name)

@@ -1,0 +1,162 @@
+"""`scripts/port_release` on a small SGLang whose next release moved a hook, and what it is made of."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from lanelib.porting import ReleaseFiles, find_conflicts, generate_lock, normalise_patches, read_draft
+from sglang_crashkit.installer.lock import sha256_hex
+from sglang_crashkit.installer.patches import LOCK_NAME, HunkConflictError, PatchDataError, PatchFormatError, PatchTree
+from unit.installer.fake_sglang import FILES, PATCHES, FakeKit, make_kit, write_patches, write_wheel
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "port_release"
+NEXT = FILES | {"srt/first.py": b"import os\n\n\nclass A:\n    def run():\n        return os.getpid()\n"}
+
+
+@pytest.fixture
+def wheel(tmp_path) -> Path:
+    return write_wheel(tmp_path / "wheels")
+
+
+@pytest.fixture
+def kit(tmp_path, wheel) -> FakeKit:
+    return make_kit(tmp_path / "patches", wheel)
+
+
+@pytest.fixture
+def port_release(kit, wheel, tmp_path, monkeypatch, capsys):
+    """Run the script on the patches of `kit` with a cache of its own."""
+    loader = importlib.machinery.SourceFileLoader("port_release", str(SCRIPT))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("port_release", loader))
+    loader.exec_module(module)
+    monkeypatch.setattr(module, "PATCHES", kit.patches.root)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cache = tmp_path / "cache/sglang-crashkit/wheels"
+    write_wheel(cache, "0.5.10", NEXT)
+    shutil.copy(wheel, cache)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["port_release", *arguments])
+        code = module.main()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_only_the_patch_that_fails_is_written_with_what_became_of_its_lines(port_release, kit):
+    code, out, err = port_release("0.5.10")
+    assert code == 5
+    assert "0.5.10: 2 of 3 patches apply as they are" in out
+    assert "srt/first.py (0.5.9/srt/first.py.patch)\n    hunk 2: its 1 old lines stand nowhere" in out
+    assert "delete the '# PORT:' lines" in err
+    written = [path.relative_to(kit.patches.root).as_posix() for path in (kit.patches.root / "0.5.10").rglob("*.patch")]
+    assert written == ["0.5.10/srt/first.py.patch"]
+    draft = (kit.patches.root / written[0]).read_text()
+    assert "# PORT: its 1 old lines stand nowhere\n# PORT: line 5 with other indentation: def run():\n" in draft
+    assert "0.5.10" not in json.loads((kit.patches.root / LOCK_NAME).read_text())["releases"]
+    code, _, err = port_release("0.5.10")
+    assert (code, "still has '# PORT:' lines" in err) == (5, True)
+
+
+def test_once_the_draft_is_edited_the_lock_has_the_release(port_release, kit):
+    port_release("0.5.10")
+    file = kit.patches.root / "0.5.10/srt/first.py.patch"
+    lines = [line for line in file.read_text().splitlines(keepends=True) if not line.startswith("# PORT:")]
+    file.write_text("".join(lines).replace(" def run():\n+    ExitCode()\n", "     def run():\n+        ExitCode()\n"))
+    code, out, _ = port_release("0.5.10")
+    assert (code, "0.5.10: 3 of 3 patches apply as they are" in out) == (0, True)
+    assert "2 releases; the lock was rewritten" in out
+    lock = json.loads((kit.patches.root / LOCK_NAME).read_text())["releases"]
+    assert lock["0.5.10"]["files"]["srt/first.py"]["patch"] == "0.5.10/srt/first.py.patch"
+    assert lock["0.5.10"]["files"]["srt/deep/second.py"]["patch"] == "0.5.9/srt/deep/second.py.patch"
+    assert "the lock is as it was" in port_release("--lock")[1]
+
+
+def test_what_is_not_a_release_is_refused(port_release):
+    assert port_release("next")[0] == 2
+    assert port_release()[0] == 2
+
+
+def test_a_hunk_that_stands_twice_says_where(kit, tmp_path):
+    twice = FILES | {"srt/first.py": FILES["srt/first.py"] + b"import os\n"}
+    (conflict,) = find_conflicts(kit.patches, "0.5.10", write_wheel(tmp_path, "0.5.10", twice))
+    assert b"# PORT: its 1 old lines stand at 2 places\n" in conflict.draft
+    assert b"# PORT: the whole hunk stands at lines 1, 6\n" in conflict.draft
+
+
+def test_a_patch_left_with_lone_hunk_headers_gets_its_numbers(wheel, tmp_path):
+    write_patches(tmp_path / "exact", PATCHES)
+    for path, text in PATCHES["0.5.9"].items():
+        draft = "".join("@@\n" if line.startswith("@@") else line for line in text.splitlines(keepends=True))
+        write_patches(tmp_path / "draft", {"0.5.9": {path: draft}})
+    tree = PatchTree.load(tmp_path / "draft")
+    assert normalise_patches(tree, {"0.5.9": wheel}) == [f"0.5.9/{path}.patch" for path in sorted(PATCHES["0.5.9"])]
+    for path in PATCHES["0.5.9"]:
+        exact, made = (tmp_path / name / "0.5.9" / f"{path}.patch" for name in ("exact", "draft"))
+        assert made.read_bytes() == exact.read_bytes()
+    assert normalise_patches(tree, {"0.5.9": wheel}) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("Reason: a reason\n", "", "with the header Subject, Reason"),
+        ("Subject: a subject", "Subject:", "with the header Subject, Reason"),
+        ("--- a/srt", "--- b/srt", "in the place of '--- a/srt/first.py'"),
+        ("@@ -4,1 +5,2 @@", "# PORT: a note", "PORT: a note"),
+        ("+    ExitCode()\n", "+    ExitCode()\nsomething\n", "'something' in the place of ''"),
+        ("+++ b/srt/first.py", "+++ b/../first.py", "is not a patch of its file"),
+    ],
+)
+def test_a_draft_with_something_that_has_no_place_is_refused(kit, old, new, why):
+    ref = kit.patches.resolve("0.5.9")["srt/first.py"]
+    text = ref.file.read_text()
+    assert old in text
+    ref.file.write_text(text.replace(old, new))
+    with pytest.raises(PatchFormatError) as caught:
+        read_draft(ref)
+    assert why in str(caught.value)
+
+
+def test_the_lock_has_the_hashes_before_and_after_or_names_what_does_not_fit(kit, wheel, tmp_path):
+    locked = kit.lock.releases["0.5.9"]
+    assert locked.wheels == {wheel.name: sha256_hex(wheel.read_bytes())}
+    assert list(locked.files) == ["srt/deep/second.py", "srt/first.py", "srt/new/third.py"]
+    assert locked.files["srt/first.py"].pristine == sha256_hex(FILES["srt/first.py"])
+    assert locked.files["srt/new/third.py"].pristine is None
+    assert locked.files["srt/new/third.py"].patched == sha256_hex(b"THIRD = 3\n")
+    other = write_wheel(tmp_path / "other", "0.5.10", FILES | {"srt/first.py": b"import sys\n"})
+    with pytest.raises(PatchDataError, match="1 of 2 releases do not take their patches") as caught:
+        generate_lock(kit.patches, {"0.5.9": wheel, "0.5.10": other})
+    assert "\n  0.5.10: the patch of srt/first.py does not fit: hunk 1: " in str(caught.value)
+    assert caught.value.next_step == "scripts/port_release 0.5.10"
+
+
+def test_a_patch_that_cannot_be_taken_back_is_not_locked(wheel, tmp_path):
+    # A blank line stands at three places of the patched file.
+    diff = "--- a/srt/first.py\n+++ b/srt/first.py\n@@ -1,1 +1,1 @@\n-import os\n+\n"
+    write_patches(tmp_path / "odd", {"0.5.9": {"srt/first.py": diff}})
+    with pytest.raises(PatchDataError, match="its 1 old lines stand at 3 places"):
+        generate_lock(PatchTree.load(tmp_path / "odd"), {"0.5.9": wheel})
+
+
+def test_files_are_read_before_and_after(kit, wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        files = ReleaseFiles(archive, kit.patches.resolve("0.5.9"))
+        assert files.pristine("srt/first.py") == FILES["srt/first.py"]
+        assert b"ExitCode" in (files.patched("srt/first.py") or b"")
+        assert files.patched("srt/__init__.py") == files.pristine("srt/__init__.py") == b""
+        assert (files.pristine("srt/new/third.py"), files.patched("srt/new/third.py")) == (None, b"THIRD = 3\n")
+        assert (files.patched("srt/none.py"), files.entry_points()) == (None, "")
+        strange = ReleaseFiles(archive, {"srt/deep/second.py": kit.patches.resolve("0.5.9")["srt/first.py"]})
+        with pytest.raises(HunkConflictError):
+            strange.patched("srt/deep/second.py")

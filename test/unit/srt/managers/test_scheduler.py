@@ -1,0 +1,140 @@
+"""The server's part of a process group is killed, what started it is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.srt.managers import scheduler
+from sglang_crashkit.srt.managers.scheduler import find_server
+from unit.waiting import LONG, child, wait_until
+
+#: A wrapper starts a bystander and a server; the server has a controller, and that one a scheduler, which kills.
+TREE = """
+import os, subprocess, sys, time
+import setproctitle
+from sglang_crashkit.srt.managers.scheduler import kill_own_group
+
+def fork(title, work):
+    pid = os.fork()
+    if pid == 0:
+        setproctitle.setproctitle(title)
+        work()
+        time.sleep(120)
+        os._exit(1)
+    return pid
+
+def scheduler():
+    os.read(go, 1)
+    kill_own_group()
+
+def controller():
+    pids.append(fork("sglang::scheduler_DP0", scheduler))
+    os.write(tell, f"{pids[-1]} ".encode())
+
+def server():
+    pids.append(fork("sglang::data_parallel_controller", controller))
+    os.write(tell, f"{pids[-1]} ".encode())
+
+pids = []
+go, start = os.pipe()
+told, tell = os.pipe()
+with_strangers = sys.argv[1] == "strangers"
+if with_strangers:
+    bystander = subprocess.Popen(["sleep", "120"]).pid
+    found = [bystander, fork("python -m launch", server)]
+    while len(found) < 4:
+        found += [int(word) for word in os.read(told, 100).split()]
+    print(*found, flush=True)
+    os.write(start, b".")
+    time.sleep(120)
+os.setpgid(0, 0)
+setproctitle.setproctitle("python -m launch")
+server()
+found = []
+while len(found) < 2:
+    found += [int(word) for word in os.read(told, 100).split()]
+print(*found, flush=True)
+os.write(start, b".")
+time.sleep(120)
+"""
+
+
+@pytest.fixture
+def tree(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", TREE, request.param],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=request.param == "strangers",
+    )
+    with process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        yield process, pids
+        for pid in (process.pid, *pids):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def alive(pid: int) -> bool:
+    stat = procfs.read_stat(pid)
+    return stat is not None and stat.state != "Z"
+
+
+@pytest.mark.parametrize("tree", ["strangers"], indirect=True)
+def test_processes_that_are_not_the_servers_are_named_and_left_alive(tree) -> None:
+    wrapper, (bystander, *server) = tree
+    wait_until(lambda: not any(map(alive, server)), "the server's processes are gone")
+    assert len(server) == 3
+    assert wrapper.poll() is None
+    assert alive(bystander)
+    wrapper.kill()
+    os.kill(bystander, signal.SIGKILL)
+    assert wrapper.stderr is not None
+    warning = wrapper.stderr.read()
+    assert f"process group {wrapper.pid} holds processes that are not the server's" in warning
+    assert f"{bystander} sleep" in warning
+    assert f"{wrapper.pid} python" in warning
+
+
+@pytest.mark.parametrize("tree", ["alone"], indirect=True)
+def test_a_group_that_is_the_servers_own_is_killed_as_a_whole(tree) -> None:
+    server, workers = tree
+    assert server.wait(LONG) == -signal.SIGKILL
+    wait_until(lambda: not any(map(alive, workers)), "the workers are gone")
+    assert server.stderr is not None
+    assert server.stderr.read() == ""
+
+
+def test_the_server_is_the_first_ancestor_that_is_no_worker() -> None:
+    with child("ready(); pause()", title="sglang::scheduler_TP0") as worker:
+        assert find_server(worker.pid) == os.getpid()
+    assert find_server(os.getpid()) == os.getpid()
+
+
+def test_nothing_is_done_where_there_is_no_killpg_or_no_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[str] = []
+    monkeypatch.setattr(scheduler, "kill_own_group", lambda: killed.append("group"))
+    monkeypatch.setattr(scheduler, "_await_server", lambda seconds: None)
+    monkeypatch.delenv("SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION", raising=False)
+    scheduler.on_parent_told()
+    monkeypatch.setenv("SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION", "true")
+    monkeypatch.setenv("SGLANG_CRASHKIT_ENABLED", "0")
+    scheduler.on_parent_told()
+    monkeypatch.delenv("SGLANG_CRASHKIT_ENABLED")
+    with monkeypatch.context() as without:
+        without.delattr(os, "killpg")
+        scheduler.on_parent_told()
+    assert killed == []
+    scheduler.on_parent_told()
+    assert killed == ["group"]

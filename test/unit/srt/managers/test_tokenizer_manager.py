@@ -1,0 +1,507 @@
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import signal
+import stat
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.identity_key import server_key
+from sglang_crashkit.settings import fallback_folder
+from sglang_crashkit.srt.managers import tokenizer_manager
+from sglang_crashkit.srt.managers.tokenizer_manager import (
+    give_name,
+    on_crash_dump,
+    on_orderly_exit,
+    on_sigterm,
+    open_crash_dump,
+    safe_folder,
+)
+from unit.small_disk import fill, mounted
+from unit.srt.conftest import Listener
+from unit.waiting import LONG
+
+FLAGS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
+
+
+@pytest.fixture(autouse=True)
+def keep_sigquit() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGQUIT)
+    yield
+    signal.signal(signal.SIGQUIT, before)
+
+
+@pytest.fixture(autouse=True)
+def hostname(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTNAME", "host")
+
+
+class Manager:
+    """What the hooks use of ``TokenizerManager``."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.crash_dump_folder = str(folder) if folder else None
+        self.crash_dump_performed = False
+        self.crash_dump_request_list: list[Any] = [1, 2]
+        self.rid_to_state: dict[int, Any] = {n: SimpleNamespace(finished=n == 0) for n in range(4)}
+        self.flags: list[str | None] = []
+        self.error: BaseException | None = None
+        self.server_args: object = None
+
+    @on_crash_dump
+    def dump_requests_before_crash(self, suffix: str = ".pkl", *, hostname: str = "host") -> str:
+        """Upstream's docstring."""
+        self.crash_dump_performed = True
+        self.flags = [os.environ.get(name) for name in FLAGS]
+        if self.error:
+            raise self.error
+        if self.crash_dump_folder:
+            name = Path(self.crash_dump_folder) / hostname / f"dump{suffix}"
+            with open_crash_dump(self, str(name), {}) as file:
+                pickle.dump({"requests": [1]}, file)
+        return "result"
+
+
+def test_a_dump_is_announced_counted_and_waited_for(
+    listener: Listener, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = Manager(tmp_path / "crash")
+    assert manager.dump_requests_before_crash(suffix=".bin", hostname="host") == "result"
+    assert listener.heard()["event"] == "crash_dump_begun"
+    told = listener.heard()
+    path = tmp_path / "crash" / "host" / "dump.bin"
+    assert (told["event"], told["finished"], told["unfinished"], told["path"]) == ("crash_dump_ended", 2, 3, str(path))
+    assert pickle.loads(path.read_bytes()) == {"requests": [1]}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert "incident /incident" in caplog.text
+    assert manager.dump_requests_before_crash.__doc__ == "Upstream's docstring."
+
+
+@pytest.mark.parametrize("value", [None, "1", "true"])
+@pytest.mark.parametrize("error", [None, ValueError("x")])
+def test_upstreams_diagnostics_are_off_during_the_dump_only(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, value: str | None, error: Exception | None
+) -> None:
+    for name in FLAGS:
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    manager = Manager(None)
+    manager.error = error
+    manager.dump_requests_before_crash()
+    assert manager.flags == ["0", "0"]
+    assert [os.environ.get(name) for name in FLAGS] == [value, value]
+
+
+def test_an_error_of_the_dump_is_told_and_does_not_escape(
+    listener: Listener, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = Manager(tmp_path)
+    manager.error = OSError(errno.ENOSPC, "No space left")
+    assert manager.dump_requests_before_crash() is None
+    listener.heard()
+    told = listener.heard()
+    assert (told["error"], told["path"]) == ("OSError: [Errno 28] No space left", None)
+    assert "the requests could not be saved" in caplog.text
+
+
+def test_without_a_crash_folder_the_reason_is_told(listener: Listener) -> None:
+    Manager(None).dump_requests_before_crash()
+    listener.heard()
+    told = listener.heard()
+    assert (told["path"], told["reason"]) == (None, "the server was started without --crash-dump-folder")
+
+
+@pytest.mark.parametrize("gone", ["never", "dead", "removed"])
+def test_without_a_handler_the_requests_are_saved_and_the_diagnostics_are_made_here(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, diagnosed: list[str], gone: str
+) -> None:
+    if gone != "never":
+        listener = request.getfixturevalue("listener")
+        listener.kill()
+        if gone == "removed":
+            listener.path.unlink()
+    monkeypatch.setenv(FLAGS[0], "1")
+    monkeypatch.delenv(FLAGS[1], raising=False)
+    sigquit = signal.getsignal(signal.SIGQUIT)
+    manager = Manager(None)
+    assert manager.dump_requests_before_crash() == "result"
+    # Upstream's own wait for cores where there is no pipe.
+    assert manager.flags == ["0", "0"]
+    assert diagnosed == ["diagnosed"]
+    assert [os.environ.get(name) for name in FLAGS] == ["1", None]
+    assert signal.getsignal(signal.SIGQUIT) is sigquit
+
+
+def test_a_handler_that_dies_during_the_dump_does_not_hold_it_up(listener: Listener, tmp_path: Path) -> None:
+    manager = Manager(tmp_path)
+    dump = type(manager).dump_requests_before_crash.__wrapped__  # type: ignore[attr-defined]
+
+    def kill_and_dump(manager: Manager) -> str:
+        listener.kill()
+        result: str = dump(manager)
+        return result
+
+    assert on_crash_dump(kill_and_dump)(manager) == "result"
+    assert (tmp_path / "host" / "dump.pkl").exists()
+
+
+class OldManager(Manager):
+    """One of a release whose dump has no diagnostics."""
+
+    @on_crash_dump
+    def dump_requests_before_crash(self) -> str:  # type: ignore[override]
+        if not self.crash_dump_folder:
+            return "nothing to do"
+        self.crash_dump_performed = True
+        if self.error:
+            raise self.error
+        return "result"
+
+
+@pytest.fixture
+def diagnosed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Whether the diagnostics were made in this process."""
+    done: list[str] = []
+    monkeypatch.setattr(tokenizer_manager, "diagnose_schedulers", lambda: done.append("diagnosed"))
+    return done
+
+
+@pytest.mark.parametrize("kind", [Manager, OldManager])
+def test_without_a_handler_a_dump_that_fails_does_not_take_the_diagnostics_along(
+    tmp_path: Path, diagnosed: list[str], caplog: pytest.LogCaptureFixture, kind: type[Manager]
+) -> None:
+    manager = kind(tmp_path)
+    manager.error = OSError(errno.ENOSPC, "No space left")
+    assert manager.dump_requests_before_crash() is None
+    assert diagnosed == ["diagnosed"]
+    assert "No space left" in caplog.text
+
+
+@pytest.mark.parametrize("with_folder", [False, True])
+def test_where_upstream_has_no_diagnostics_they_follow_the_dump_once(
+    tmp_path: Path, diagnosed: list[str], with_folder: bool
+) -> None:
+    manager = OldManager(tmp_path if with_folder else None)
+    assert manager.dump_requests_before_crash() == ("result" if with_folder else "nothing to do")
+    manager.dump_requests_before_crash()
+    assert diagnosed == ["diagnosed"]
+
+
+def test_diagnostics_that_fail_do_not_stop_the_server_from_ending(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail() -> None:
+        raise ValueError("no diagnostics")
+
+    monkeypatch.setattr(tokenizer_manager, "diagnose_schedulers", fail)
+    assert OldManager(tmp_path).dump_requests_before_crash() == "result"
+
+
+@pytest.mark.parametrize("kind", [Manager, OldManager])
+def test_when_nothing_is_wanted_nothing_is_done(
+    monkeypatch: pytest.MonkeyPatch, diagnosed: list[str], kind: type[Manager]
+) -> None:
+    for name in FLAGS:
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(tokenizer_manager, "notify", lambda *_: pytest.fail("the handler was told"))
+    manager = kind(None)
+    manager.dump_requests_before_crash()
+    assert diagnosed == []
+    assert not [name for name in vars(manager) if name.startswith("_crashkit")]
+
+
+def test_an_orderly_exit_is_no_crash(listener: Listener, tmp_path: Path, diagnosed: list[str]) -> None:
+    manager = OldManager(tmp_path)
+    on_orderly_exit(manager)
+    assert manager.dump_requests_before_crash() == "result"
+    assert diagnosed == []
+    tokenizer_manager.notify("told by the test")
+    assert listener.heard()["event"] == "told by the test"
+
+
+def test_an_exception_of_the_tokenizer_manager_is_told(listener: Listener, tmp_path: Path) -> None:
+    manager = Manager(tmp_path)
+    try:
+        raise KeyError("rid")
+    except KeyError:
+        manager.dump_requests_before_crash()
+    told = listener.heard()
+    assert (told["event"], told["message"]) == ("exception", "KeyError: 'rid'")
+    assert listener.heard()["event"] == "crash_dump_begun"
+
+
+@pytest.mark.parametrize("with_handler", [False, True])
+def test_another_thread_that_calls_waits_for_the_first(request: pytest.FixtureRequest, with_handler: bool) -> None:
+    if with_handler:
+        request.getfixturevalue("listener")
+    order: list[str] = []
+    begun = threading.Event()
+
+    class Slow(Manager):
+        @on_crash_dump
+        def dump_requests_before_crash(self) -> str:  # type: ignore[override]
+            begun.set()
+            time.sleep(0.2)
+            order.append("first is whole")
+            return "result"
+
+    manager = Slow(None)
+
+    def second() -> None:
+        begun.wait(LONG)
+        manager.dump_requests_before_crash()
+        order.append("second returns")
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    assert manager.dump_requests_before_crash() == "result"
+    thread.join(LONG)
+    assert order == ["first is whole", "second returns"]
+
+
+def test_a_second_dump_is_upstreams_to_refuse(listener: Listener) -> None:
+    manager = Manager(None)
+    manager.crash_dump_performed = True
+    assert manager.dump_requests_before_crash() == "result"
+    assert manager.flags == [os.environ.get(name) for name in FLAGS]
+
+
+def test_another_sigquit_does_not_cut_the_dump_short(listener: Listener) -> None:
+    calls = []
+    signal.signal(signal.SIGQUIT, lambda *_: calls.append("upstream"))
+
+    class Interrupted(Manager):
+        @on_crash_dump
+        def dump_requests_before_crash(self) -> str:  # type: ignore[override]
+            os.kill(os.getpid(), signal.SIGQUIT)
+            return "result"
+
+    assert Interrupted(None).dump_requests_before_crash() == "result"
+    assert calls == []
+
+
+def test_a_manager_of_another_shape_is_dumped_nonetheless(listener: Listener) -> None:
+    bare = SimpleNamespace()
+    assert on_crash_dump(lambda manager: "result")(bare) == "result"
+    listener.heard()
+    assert listener.heard()["event"] == "crash_dump_ended"
+
+
+# -- open_crash_dump
+
+
+def test_a_dump_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
+    manager = SimpleNamespace()
+    path = tmp_path / "dump.pkl"
+    before = os.umask(0)
+    try:
+        with open_crash_dump(manager, str(path), {}) as file:
+            file.write(b"some")
+            assert not path.exists()
+            file.write(b"thing")
+    finally:
+        os.umask(before)
+    assert path.read_bytes() == b"something"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [each.name for each in tmp_path.iterdir()] == ["dump.pkl"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+def test_a_torn_dump_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    manager = SimpleNamespace()
+
+    def write_half() -> None:
+        with open_crash_dump(manager, str(tmp_path / "dump.pkl"), {}) as file:
+            file.write(b"half")
+            raise error
+
+    with pytest.raises(type(error)):
+        write_half()
+    assert list(tmp_path.iterdir()) == []
+    assert vars(manager) == {}
+
+
+def test_a_second_dump_within_a_second_gets_a_name_of_its_own(tmp_path: Path) -> None:
+    names = []
+    for text in (b"first", b"second", b"third"):
+        manager = SimpleNamespace()
+        with open_crash_dump(manager, str(tmp_path / "dump.pkl"), {}) as file:
+            file.write(text)
+        names.append(Path(*vars(manager).values()).name)
+    assert names == ["dump.pkl", "dump.1.pkl", "dump.2.pkl"]
+    assert [(tmp_path / name).read_bytes() for name in names] == [b"first", b"second", b"third"]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK])
+def test_a_file_system_without_hard_links_keeps_the_dump(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with open_crash_dump(SimpleNamespace(), str(tmp_path / "dump.pkl"), {}) as file:
+        file.write(b"kept")
+    assert [path.name for path in tmp_path.iterdir()] == ["dump.pkl"]
+    assert (tmp_path / "dump.pkl").read_bytes() == b"kept"
+
+
+def test_what_this_process_left_torn_is_replaced_and_no_others(tmp_path: Path) -> None:
+    stat = procfs.read_stat(os.getpid())
+    assert stat is not None
+    other = tmp_path / f".dump.pkl.{server_key(stat.pid, stat.start_ticks + 1)}.partial"
+    for torn in (tmp_path / f".dump.pkl.{server_key(stat.pid, stat.start_ticks)}.partial", other):
+        torn.write_bytes(b"old")
+    with open_crash_dump(SimpleNamespace(), str(tmp_path / "dump.pkl"), {}) as file:
+        file.write(b"new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "dump.pkl"]
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    """A shared crash folder in which somebody else made something of this host's name, and a fallback folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
+    (tmp_path / "temp").mkdir()
+    crash = tmp_path / "crash"
+    crash.mkdir()
+    (tmp_path / "theirs").mkdir()
+    if request.param == "link":
+        (crash / "host").symlink_to(tmp_path / "theirs")
+    elif request.param == "dangling link":
+        (crash / "host").symlink_to(tmp_path / "theirs" / "absent")
+    elif request.param == "file":
+        (crash / "host").write_text("")
+    elif request.param == "their folder":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder away")
+        (crash / "host").mkdir()
+        os.chown(crash / "host", 65534, 65534)
+    return crash
+
+
+@pytest.mark.parametrize("prepared", ["link", "dangling link", "file", "their folder"], indirect=True)
+@pytest.mark.parametrize("with_handler", [False, True])
+def test_what_somebody_else_prepared_is_not_written_to(
+    request: pytest.FixtureRequest, prepared: Path, caplog: pytest.LogCaptureFixture, with_handler: bool
+) -> None:
+    listener = request.getfixturevalue("listener") if with_handler else None
+    Manager(prepared).dump_requests_before_crash()
+    safe = prepared.parent / "temp" / f"sglang-crashkit-{os.geteuid()}" / "host"
+    assert [path.name for path in safe.iterdir()] == ["dump.pkl"]
+    assert stat.S_IMODE(safe.stat().st_mode) == 0o700
+    assert [path for path in prepared.rglob("*") if path.name != "host"] == []
+    assert list((prepared.parent / "theirs").iterdir()) == []
+    assert f"the requests go to {safe}" in caplog.text
+    if listener is not None:
+        listener.heard()
+        assert listener.heard()["path"] == str(safe / "dump.pkl")
+
+
+@pytest.mark.parametrize("prepared", ["link"], indirect=True)
+def test_a_dump_of_an_orderly_exit_follows_no_link_either(prepared: Path) -> None:
+    with open_crash_dump(SimpleNamespace(), str(prepared / "host" / "dump.pkl"), {}) as file:
+        file.write(b"kept")
+    assert list((prepared.parent / "theirs").iterdir()) == []
+
+
+def test_a_dump_is_redacted_before_it_is_written(tmp_path: Path) -> None:
+    data = {"server_args": {"api_key": "S3CRET"}, "requests": ["a prompt"], "launch_command": "x --api-key S3CRET"}
+    with open_crash_dump(SimpleNamespace(), str(tmp_path / "dump.pkl"), data) as file:
+        pickle.dump(data, file)
+    assert b"S3CRET" not in (tmp_path / "dump.pkl").read_bytes()
+    assert pickle.loads((tmp_path / "dump.pkl").read_bytes())["requests"] == ["a prompt"]
+
+
+def test_an_error_of_the_dump_is_told_without_secrets_and_prompts(listener: Listener, tmp_path: Path) -> None:
+    manager = Manager(tmp_path)
+    manager.server_args = SimpleNamespace(api_key="S3CRET-value")
+    manager.rid_to_state = {0: SimpleNamespace(finished=False, obj=SimpleNamespace(text="tell me of the canary"))}
+    manager.error = ValueError("cannot write S3CRET-value: tell me of the canary")
+    manager.dump_requests_before_crash()
+    listener.heard()
+    assert listener.heard()["error"] == "ValueError: cannot write <redacted>: <redacted>"
+
+
+# -- on_sigterm
+
+
+def test_sigterm_is_announced_and_handled_as_before(listener: Listener) -> None:
+    @on_sigterm
+    def handler(self: str, signum: int | None = None, frame: object = None) -> tuple[str, int | None]:
+        return (self, signum)
+
+    assert handler("self", signum=15) == ("self", 15)
+    assert listener.heard()["event"] == "draining"
+
+
+@pytest.mark.parametrize(("status", "unhealthy"), [("UnHealthy", True), ("Up", False)])
+def test_with_sigterm_it_is_told_whether_the_health_check_failed(
+    listener: Listener, status: str, unhealthy: bool
+) -> None:
+    manager = SimpleNamespace(server_status=SimpleNamespace(name=status))
+    on_sigterm(lambda _self: None)(SimpleNamespace(tokenizer_manager=manager))
+    assert listener.heard()["unhealthy"] is unhealthy
+
+
+def test_sigterm_without_a_handler_is_handled_as_before() -> None:
+    assert on_sigterm(lambda: "handled")() == "handled"
+
+
+@pytest.fixture(autouse=True)
+def fallback(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
+    return fallback_folder()
+
+
+def test_a_folder_that_takes_more_is_made_and_used(tmp_path: Path, fallback: Path) -> None:
+    folder = tmp_path / "crash" / "host"
+    assert safe_folder(folder) == safe_folder(folder) == folder
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert not fallback.exists()
+
+
+def test_of_a_full_disk_the_fallback_folder_takes_the_place(
+    tmp_path: Path, fallback: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mounted(tmp_path / "small") as folder:
+        assert safe_folder(folder / "host") == folder / "host"
+        fill(folder)
+        assert safe_folder(folder / "host") == fallback / "host"
+    assert f"the disk is full: '{folder}/host': the requests go to {fallback}/host" in caplog.text
+
+
+def test_so_does_it_of_a_folder_that_became_read_only(
+    tmp_path: Path, fallback: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mounted(tmp_path / "small") as folder:
+        (folder / "host").mkdir(mode=0o700)
+        subprocess.run(["mount", "-o", "remount,ro", folder], check=True, timeout=30)
+        assert safe_folder(folder / "host") == fallback / "host"
+    assert f"it cannot be written to: '{folder}/host': the requests go to {fallback}/host" in caplog.text
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_name_that_is_taken_gets_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "no hard links")
+
+    if not has_links:
+        monkeypatch.setattr(tokenizer_manager.os, "link", refuse)
+    (tmp_path / "dump.pkl").write_text("first")
+    (tmp_path / "new").write_text("second")
+    given = give_name(tmp_path / "new", tmp_path / "dump.pkl")
+    assert given.read_text() == "second"
+    assert given.name == ("dump.1.pkl" if has_links else "dump.pkl")

@@ -1,0 +1,473 @@
+"""See test/unit/handler/test_no_handler.py for a whole server without a crash handler."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit import settings
+from sglang_crashkit.incident.exit_status import OUT_OF_MEMORY, ServerExit
+from sglang_crashkit.kernel import cgroup
+from sglang_crashkit.kernel.pidfd import ExitStatus
+from sglang_crashkit.protocol import Mailbox
+from sglang_crashkit.srt import crash_exit, supervisor
+from sglang_crashkit.srt.entrypoints import engine
+from sglang_crashkit.srt.entrypoints.engine import Following
+from sglang_crashkit.srt.supervisor import MEMBERS_VARIABLE, Child, Serving
+from unit.srt.conftest import Listener
+from unit.srt.fake_ranks import FakeClock, FakeRank, WaitsForEverError
+from unit.waiting import LONG, child, descriptors, wait_until
+
+TITLE, CONTROLLER = "sglang::scheduler_TP1", "sglang::data_parallel_controller"
+JOIN = "from sglang_crashkit.srt.supervisor import join\njoin()\n"
+SLEEPER = "ready(); pause()"
+#: Has a process below it say that it is there, and tells its pid.
+BELOW = f"""
+import ctypes, setproctitle
+pid = os.fork()
+if pid == 0:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    setproctitle.setproctitle({TITLE!r})
+    from sglang_crashkit.srt.supervisor import join
+    join()
+    ready(os.getpid())
+    pause()
+pause()
+"""
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch, clock: FakeClock) -> list[tuple[int, float]]:
+    """What this server program, which serves, would end with, and when."""
+    told: list[tuple[int, float]] = []
+    monkeypatch.setattr(crash_exit, "is_serving", lambda: True)
+    monkeypatch.setattr(crash_exit, "has_begun", lambda: bool(told))
+    monkeypatch.setattr(crash_exit, "begin", lambda status, _secs: told.append((int(status), clock.time - 1000.0)))
+    monkeypatch.setattr(signal, "pthread_kill", lambda *_: None)
+    monkeypatch.setattr(supervisor, "_serving", None)
+    monkeypatch.setenv(settings.MODE_VARIABLE, "server")
+    monkeypatch.setenv(MEMBERS_VARIABLE, "")
+    monkeypatch.setenv("SGLANG_CRASHKIT_END_SECS", "10")
+    return told
+
+
+@pytest.fixture
+def serving(ends: list[Any], clock: FakeClock) -> Iterator[Serving]:
+    """A main process without a crash handler; nobody runs it but the test."""
+    serving = Serving(clock)
+    serving.begin(None, follows=False)
+    yield serving
+    serving.let_go()
+    os.close(serving._reader)
+    os.close(serving._writer)
+
+
+def watch(serving: Serving, clock: FakeClock, *scripts: tuple[float, Any], seconds: float = 40.0) -> None:
+    """Run it for that long with a rank for each script."""
+    serving.children = [FakeRank(number, clock, script).child() for number, script in enumerate(scripts)]
+    with contextlib.suppress(WaitsForEverError):
+        while clock.time < 1000.0 + seconds:
+            serving.turn()
+
+
+# -- without a crash handler
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "seconds"),
+    [
+        ((5.0, -signal.SIGKILL), ServerExit.KILLED, 5.15),
+        ((5.0, -signal.SIGSEGV), 128 + signal.SIGSEGV, 5.15),
+        # A shutdown may be announced yet.
+        ((5.0, 3), ServerExit.EXITED, 7.0),
+        ((5.0, 0), ServerExit.EXITED, 15.0),
+    ],
+)
+def test_the_end_of_a_worker_ends_the_server(
+    serving: Serving, clock: FakeClock, ends: list[Any], script: Any, status: int, seconds: float
+) -> None:
+    watch(serving, clock, script, (20.0, 9))
+    assert ends == [(status, pytest.approx(seconds, abs=0.02))]
+
+
+@pytest.mark.parametrize(
+    ("script", "draining", "follows", "is_crash"),
+    [
+        ((5.0, 0), True, False, False),
+        ((5.0, -signal.SIGTERM), True, False, False),
+        ((5.0, -signal.SIGKILL), True, False, True),
+        ((5.0, 3), True, False, True),
+        ((5.0, 0), False, True, False),
+        ((5.0, 1), False, True, True),
+    ],
+)
+def test_an_end_that_was_asked_for_is_no_crash(
+    serving: Serving, clock: FakeClock, ends: list[Any], script: Any, draining: bool, follows: bool, is_crash: bool
+) -> None:
+    serving.begin(None, follows=follows)
+    if draining:
+        crash_exit.note_draining()
+    watch(serving, clock, script)
+    assert bool(ends) is is_crash
+
+
+@pytest.mark.parametrize("mode", ["library", "elastic", "server"])
+def test_none_that_is_left_to_upstream_ends_anything(
+    serving: Serving, clock: FakeClock, ends: list[Any], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(settings.MODE_VARIABLE, mode)
+    # Deaths while ranks are waited for are told to whoever waits.
+    monkeypatch.setattr(crash_exit, "is_serving", lambda: mode != "server")
+    watch(serving, clock, (5.0, -signal.SIGKILL))
+    assert ends == []
+
+
+def test_those_that_this_process_ends_itself_are_excused(
+    serving: Serving, ends: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with child(JOIN + SLEEPER, title=TITLE) as worker, child(JOIN + SLEEPER, title=TITLE) as another:
+        serving.turn()
+        monkeypatch.setattr(supervisor, "_serving", serving)
+        supervisor.excuse(worker.pid)
+        for process in (worker, another):
+            assert ends == []
+            process.kill()
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            for _ in range(3):
+                serving.turn()
+    assert [status for status, _when in ends] == [ServerExit.KILLED]
+
+
+def test_a_kill_for_lack_of_memory_is_told_from_another(
+    serving: Serving, clock: FakeClock, ends: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = tmp_path / "memory.events"
+    events.write_text("oom_kill 1\n")
+    counter = lambda _pid: cgroup.OomCounter(events, int(events.read_text().split()[1]))  # noqa: E731
+    monkeypatch.setattr(cgroup, "find_counter", counter)
+    mine = Serving(clock)
+    mine.begin(None, follows=False)
+    events.write_text("oom_kill 2\n")
+    watch(mine, clock, (5.0, -signal.SIGKILL))
+    assert [status for status, _when in ends] == [OUT_OF_MEMORY]
+    ends.clear()
+    # A count of more than a minute ago is forgotten.
+    watch(mine, clock, (80.0, -signal.SIGKILL), seconds=130.0)
+    assert [status for status, _when in ends] == [ServerExit.KILLED]
+    os.close(mine._reader)
+    os.close(mine._writer)
+
+
+def test_a_look_that_fails_is_told_and_tried_again(
+    serving: Serving, ends: list[Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    turns = iter([lambda: 1 / 0, lambda: None, sys.exit])
+    monkeypatch.setattr(serving, "turn", lambda: next(turns)())
+    monkeypatch.setattr(serving.clock, "wait", lambda _descriptors, _seconds: set())
+    with pytest.raises(SystemExit):
+        serving.run()
+    assert "crash kit: the workers could not be looked at: ZeroDivisionError" in capfd.readouterr().err
+
+
+# -- with one
+
+
+def test_nothing_is_done_while_a_crash_handler_answers(
+    serving: Serving, clock: FakeClock, ends: list[Any], short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(settings.SOCKET_VARIABLE, str(short_folder / "handler.sock"))
+    with Mailbox.bind(short_folder / "handler.sock"):
+        watch(serving, clock, (5.0, -signal.SIGKILL))
+        assert ends == []
+    watch(serving, clock, (5.0, -signal.SIGKILL), seconds=50.0)
+    assert ends != []
+
+
+def test_the_end_of_the_crash_handler_is_noticed_and_that_of_a_worker_before(
+    ends: list[Any], short_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(threading.enumerate())
+    with child(SLEEPER) as handler:
+        monkeypatch.setattr(supervisor, "handler_pid", lambda: handler.pid)
+        supervisor.begin(follows=False)
+        supervisor.begin(follows=False)
+        assert len(set(threading.enumerate()) - before) == 1
+        with child(JOIN + SLEEPER, title=TITLE) as worker:
+            wait_until(lambda: supervisor.listen()._registered, "it is known")
+            assert not any(str(worker.pid) in name for name in descriptors().values())
+            worker.kill()
+            handler.kill()
+            handler.wait(LONG)
+            wait_until(lambda: ends, "it takes over")
+    words = capfd.readouterr().err
+    assert "the crash handler has ended: a crash ends the server, but leaves no incident" in words
+    assert f"process {worker.pid} ({TITLE}) ended by SIGKILL and there is no crash handler; the server ends" in words
+
+
+# -- who is the server's
+
+
+def known(serving: Serving) -> list[str]:
+    serving.hear()
+    return sorted(found.title for found in serving._registered.values())
+
+
+@pytest.mark.parametrize(
+    ("code", "title", "titles"),
+    [
+        (JOIN + SLEEPER, TITLE, [TITLE]),
+        # The title alone says nothing.
+        (SLEEPER, TITLE, []),
+        (JOIN + BELOW, CONTROLLER, [CONTROLLER, TITLE]),
+        # Another server's.
+        (BELOW, CONTROLLER, []),
+    ],
+)
+def test_who_says_that_it_is_there_and_was_started_by_the_server_is_known(
+    serving: Serving, code: str, title: str, titles: list[str]
+) -> None:
+    with child(code, title=title):
+        assert known(serving) == titles
+
+
+@pytest.mark.parametrize("what", ["file", "pipe", "nothing"])
+def test_a_place_that_is_another_by_now_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    inode = (tmp_path / "file").stat().st_ino
+    monkeypatch.setenv(MEMBERS_VARIABLE, f"{tmp_path / what} {inode}")
+    supervisor.join()
+    assert (tmp_path / "file").read_bytes() == b""
+    assert os.read(reader, 10) == b""
+    os.close(reader)
+
+
+def test_one_below_a_wrapper_is_known(serving: Serving) -> None:
+    code = f"import setproctitle, time\nsetproctitle.setproctitle({TITLE!r})\n{JOIN}print(flush=True)\ntime.sleep(60)"
+    script = '"$1" -c "$2" & trap "kill -9 $!" TERM; wait'
+    with subprocess.Popen(["sh", "-c", script, "sh", sys.executable, code], stdout=subprocess.PIPE) as wrapper:
+        try:
+            assert wrapper.stdout is not None
+            assert wrapper.stdout.readline() == b"\n"
+            assert known(serving) == [TITLE]
+        finally:
+            wrapper.terminate()
+            wrapper.wait(LONG)
+
+
+def test_what_the_launch_started_is_known_and_named_when_it_says_its_title(
+    serving: Serving, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_serving", serving)
+    with child("ready(); sys.stdin.read(1)\n" + JOIN + SLEEPER, title=TITLE) as process:
+        supervisor.register([process, object()])
+        (found,) = serving._registered.values()
+        assert listener.heard()["started"] == [[process.pid, found.start_ticks]]
+        assert found.title == ""
+        assert process.stdin is not None
+        process.stdin.close()
+        wait_until(lambda: known(serving) == [TITLE], "it said so")
+        assert list(serving._registered.values()) == [found]
+    # Gone, and dropped when the next one comes.
+    with child(SLEEPER) as another:
+        serving.register(another.pid, "sglang::detokenizer")
+        assert known(serving) == ["sglang::detokenizer"]
+
+
+def test_a_copy_of_this_process_does_not_take_it_for_its_own(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_serving", serving)
+    assert supervisor._known() is serving
+    pid = os.fork()
+    if pid == 0:
+        os._exit(supervisor._known() is not None)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize("with_pidfd", [True, False])
+@pytest.mark.parametrize(
+    ("code", "status"), [("os._exit(3)", ExitStatus(code=3)), (None, ExitStatus(signal="SIGKILL"))]
+)
+def test_it_is_known_how_one_ended_that_stays_to_be_reaped(
+    monkeypatch: pytest.MonkeyPatch, with_pidfd: bool, code: str | None, status: ExitStatus
+) -> None:
+    with child(f"ready(); sys.stdin.read(1); {code or 'pause()'}") as process:
+        if not with_pidfd:
+            monkeypatch.setattr(os, "pidfd_open", lambda *_: os.open("/nonexistent", os.O_RDONLY))
+        found = Child("", process.pid)
+        watched = supervisor.Supervisor([found])
+        assert bool(found.signs()) is with_pidfd
+        assert process.stdin is not None
+        process.stdin.close()
+        if code is None:
+            process.kill()
+        watched.wait_for_all(LONG)
+        watched.learn_exits([found], LONG)
+        watched.let_go()
+        assert found.exit == status
+        assert process.wait(LONG) in (3, -signal.SIGKILL)
+        assert Child("", process.pid).hold() is False
+
+
+# -- a node of a rank above 0
+
+
+@pytest.mark.parametrize(
+    ("scripts", "seconds", "events", "said"),
+    [
+        ([(5.0, -9), (9.0, -9)], 5.1, ["child_failed"], "Rank 0 scheduler (sglang::scheduler_TP0, pid"),
+        ([(9.0, 0), (5.0, 3)], 5.0, ["child_failed"], "ended with exit status 3"),
+        ([(9.0, 1), (5.0, 0)], 9.0, ["draining", "child_failed"], "ended with exit status 1"),
+        ([(5.0, 0), (99.0, 0)], 15.0, ["draining", "child_failed"], "0, and this did not follow: Rank 1 scheduler ("),
+        ([(5.0, 0), (9.0, 0)], 9.0, ["draining"], ""),
+    ],
+)
+def test_a_following_node_ends_with_any_of_its_schedulers(
+    clock: FakeClock,
+    ends: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    scripts: list[Any],
+    seconds: float,
+    events: list[str],
+    said: str,
+) -> None:
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(engine, "notify", lambda event: told.append((event, "")))
+    monkeypatch.setattr(engine, "request", lambda event, _secs, on_wait, message: told.append((event, message)))
+    Following([FakeRank(number, clock, script).child() for number, script in enumerate(scripts)], clock).run()
+    assert clock.time == pytest.approx(1000.0 + seconds)
+    assert [event for event, _message in told] == events
+    assert bool(ends) is ("child_failed" in events)
+    assert said in told[-1][1]
+
+
+#: Ends as upstream's main process does: it joins its schedulers in order, ends its children, and ends with 0.
+NODE = """
+import ctypes, multiprocessing, os, signal, sys
+from types import SimpleNamespace
+from sglang_crashkit.srt import crash_exit, handler_process
+from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_wait_for_scheduler_ready
+from sglang_crashkit.srt.utils.common import on_kill_process_tree
+
+@on_kill_process_tree
+def kill_process_tree(parent_pid, include_parent=True):
+    for process in multiprocessing.active_children():
+        process.kill()
+
+@on_wait_for_scheduler_ready
+def wait_for_scheduler_ready(readers, processes):
+    raise AssertionError("upstream's")
+
+def scheduler(writer, commands):
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    writer.send({"status": "ready"})
+    os._exit(commands.recv())
+
+if __name__ == "__main__":
+    handler_process.start = lambda folder: None
+    if sys.argv[2] == "program":
+        crash_exit.note_server_program()
+    context = multiprocessing.get_context("fork")
+    on_engine_launch(SimpleNamespace(crash_dump_folder=None, node_rank=int(sys.argv[1])))
+    readers, processes, commands = [], [], []
+    for _ in range(2):
+        reader, writer = context.Pipe(duplex=False)
+        theirs, ours = context.Pipe(duplex=False)
+        processes.append(context.Process(target=scheduler, args=(writer, theirs)))
+        processes[-1].start()
+        readers.append(reader)
+        commands.append(ours)
+    wait_for_scheduler_ready(readers, processes)
+    print(*(process.pid for process in processes), flush=True)
+    for line in sys.stdin:
+        which, status = line.split()
+        if which == "join":
+            break
+        commands[int(which)].send(int(status))
+    for process in processes:
+        process.join()
+    kill_process_tree(os.getpid(), include_parent=False)
+"""
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    nodes: list[subprocess.Popen[str]] = []
+
+    def start_node(*words: str, rank: int = 1, kind: str = "program", **environ: str) -> subprocess.Popen[str]:
+        """Start a node, give it commands, and kill the schedulers named by ``kill N``."""
+        node = subprocess.Popen(
+            [sys.executable, "-c", NODE, str(rank), kind],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | environ,
+        )
+        nodes.append(node)
+        assert node.stdout is not None
+        assert node.stdin is not None
+        schedulers = [int(pid) for pid in node.stdout.readline().split()]
+        for word in words:
+            if word.startswith("kill"):
+                os.kill(schedulers[int(word[-1])], signal.SIGKILL)
+            else:
+                node.stdin.write(f"{word}\n")
+                node.stdin.flush()
+        return node
+
+    yield start_node
+    for node in nodes:
+        node.kill()
+        node.wait(LONG)
+        for pipe in (node.stdin, node.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["join x", "kill 1"], ServerExit.KILLED),
+        (["join x", "kill 0", "kill 1"], ServerExit.KILLED),
+        (["1 3"], ServerExit.EXITED),
+    ],
+)
+def test_a_whole_node_ends_with_a_status(start: Start, words: list[str], status: int) -> None:
+    assert start(*words).wait(LONG) == status
+
+
+def test_a_whole_node_ends_as_upstreams_when_rank_0_ends_its_schedulers(listener: Listener, start: Start) -> None:
+    node = start("0 0", "1 0", "join x", **{settings.SOCKET_VARIABLE: str(listener.path)})
+    assert node.wait(LONG) == 0
+    assert [listener.heard()["event"] for _ in range(4)] == ["launch", "members", "draining", "teardown"]
+
+
+def test_the_handlers_word_is_waited_for(listener: Listener, start: Start) -> None:
+    assert start("kill 1", **{settings.SOCKET_VARIABLE: str(listener.path)}).wait(LONG) == 137
+    assert [listener.heard()["event"] for _ in range(2)] == ["launch", "members"]
+    told = listener.heard()
+    assert told["event"] == "child_failed"
+    assert " was killed by SIGKILL (" in told["message"]
+    assert listener.heard()["event"] == "teardown"
+
+
+@pytest.mark.parametrize(("rank", "kind"), [(0, "library"), (1, "library")])
+def test_a_library_is_left_to_upstream(start: Start, rank: int, kind: str) -> None:
+    assert start("kill 0", "kill 1", "join x", rank=rank, kind=kind).wait(LONG) == 0
