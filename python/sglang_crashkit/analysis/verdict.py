@@ -64,7 +64,7 @@ class FailureEvent:
         kind: it exited, it reported an exception, or its watchdog saw no progress.
         message: the exception, or what the watchdog saw, in one line; empty for an exit.
         fatal_signal: the exit was by a signal of `exit_status.FATAL_SIGNALS`.
-        before_photograph: it was seen before the server's own clean-up could begin.
+        before_capture: it was seen before the server's own clean-up could begin.
         with_parent: the exit came of the end of the process that had started it.
         is_answer: the main process ended with a status by which it tells of a crash, so of another process's.
     """
@@ -74,7 +74,7 @@ class FailureEvent:
     kind: FailureKind
     message: str = ""
     fatal_signal: bool = False
-    before_photograph: bool = True
+    before_capture: bool = True
     with_parent: bool = False
     is_answer: bool = False
 
@@ -84,13 +84,13 @@ def order_failures(events: Sequence[FailureEvent]) -> list[FailureEvent]:
 
     def rank(event: FailureEvent) -> tuple[int, float, str, int, str]:
         if event.kind == "exit":
-            return (0 if event.fatal_signal and event.before_photograph else 1, *_by_time(event))
+            return (0 if event.fatal_signal and event.before_capture else 1, *_by_time(event))
         return (2 if _LOST_PEER.search(event.message) else 1, *_by_time(event))
 
     last = sorted((event for event in events if event.is_answer), key=_by_time)
     last += sorted((event for event in events if event.with_parent and not event.is_answer), key=_by_time)
     events = [event for event in events if not (event.with_parent or event.is_answer)]
-    deaths = [event for event in events if event.kind == "exit" and event.fatal_signal and event.before_photograph]
+    deaths = [event for event in events if event.kind == "exit" and event.fatal_signal and event.before_capture]
     consequences = [event for event in events if _LOST_PEER.search(event.message)]
     if deaths and consequences:
         return sorted(events, key=rank) + last
@@ -265,7 +265,7 @@ def _on_gpus(incident: Incident) -> list[str]:
 
 def _clearly_first(ordered: Sequence[FailureEvent]) -> bool:
     first = ordered[0]
-    is_death = first.kind == "exit" and first.fatal_signal and first.before_photograph
+    is_death = first.kind == "exit" and first.fatal_signal and first.before_capture
     return all(
         event.with_parent
         or event.is_answer

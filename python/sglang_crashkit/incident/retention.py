@@ -198,7 +198,7 @@ class Ledger:
 
     def _fits_use(self, growth: int) -> bool:
         if self._others is None:
-            # Not before the first stacks: nothing may delay the photograph.
+            # Not before the first stacks: nothing may delay the capture.
             self._others = self._measure()
         return sum(other.size for other in self._others.values()) + self.own + growth <= self._max_use
 

@@ -9,13 +9,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from sglang_crashkit.model.sample import parse_pyspy
 
 from sglang_crashkit.capture.faulthandler_output import parse_faulthandler
 from sglang_crashkit.capture.responder import ask_exit
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.kernel.stack_hooks import DEFAULT_SIGNAL, HANDLER_PID, ArmedFiles, read_armed
+from sglang_crashkit.model.sample import parse_pyspy
 from sglang_crashkit.protocol import notify
 from sglang_crashkit.settings import SOCKET_VARIABLE, runtime_folder
 from sglang_crashkit.srt import arming
