@@ -126,7 +126,7 @@ class Settings:
         enabled: ``SGLANG_CRASHKIT_ENABLED``; the kit does nothing at all when false.
         diagnostics: either of upstream's ``SGLANG_PYSPY_DUMP_BEFORE_CRASH`` and
             ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH``, both true by default.
-        stacks: ``SGLANG_PYSPY_DUMP_BEFORE_CRASH``; no process is photographed when false.
+        stacks: ``SGLANG_PYSPY_DUMP_BEFORE_CRASH``; no stacks are taken when false.
         cores: ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH``; no GPU core is asked for when false.
         core_wait_secs: ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS``; how long is waited for a GPU core to come or to
             grow on, in seconds, within `exit_secs`.

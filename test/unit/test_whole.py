@@ -19,7 +19,7 @@ TITLES = {10: MAIN, 11: HELPER, 12: DEAD, 13: RANK, 14: WORKER}
 ROLES = {10: "server", 11: "helper", 12: "scheduler", 13: "scheduler", 14: "detokenizer"}
 SENT = [Sent("one", "the first prompt"), Sent("two", "the second prompt")]
 KILLED = ("signal", "SIGKILL")
-UNTOLD = {"kind": "stack", "status": "skipped", "path": None, "reason": "it was dead before it could be photographed"}
+UNTOLD = {"kind": "stack", "status": "skipped", "path": None, "reason": "it was dead before its stacks could be taken"}
 
 
 def end(cause: str, signal: str | None = "SIGKILL", code: int | None = None) -> dict[str, Any]:

@@ -90,15 +90,7 @@ class CollectiveFinding:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
-        return {
-            "group": self.group,
-            "kind": self.kind,
-            "named": list(self.named),
-            "processes": list(self.processes),
-            "statement": self.statement,
-            "evidence": list(self.evidence),
-            "level": self.level,
-        }
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
 
 def worlds_of(places: Mapping[int, Mapping[str, int]]) -> dict[int, str]:

@@ -67,17 +67,7 @@ class Explanation:
             "statement": self.statement,
             "level": self.level,
             "named": [_named_to_json(member) for member in self.named],
-            "groups": [
-                {
-                    "group": finding.group,
-                    "kind": finding.kind,
-                    "statement": finding.statement,
-                    "level": finding.level,
-                    "named": [_named_to_json(member) for member in finding.named],
-                    "evidence": list(finding.evidence),
-                }
-                for finding in self.findings
-            ],
+            "groups": [_finding_to_json(finding) for finding in self.findings],
             "problems": [vars(problem) for problem in self.problems],
             "processes": self.processes,
         }
@@ -190,6 +180,12 @@ def _judge_stages(judged: list[tuple[Scope, Finding, list[Member]]]) -> list[Fin
 
 def _importance(finding: Finding) -> tuple[int, int, str]:
     return (_KINDS.index(finding.kind), _LEVELS[finding.level], finding.group)
+
+
+def _finding_to_json(finding: Finding) -> dict[str, Any]:
+    named = [_named_to_json(member) for member in finding.named]
+    told = {name: getattr(finding, name) for name in ("group", "kind", "statement", "level")}
+    return {**told, "named": named, "evidence": list(finding.evidence)}
 
 
 def _named_to_json(member: Member) -> dict[str, Any]:

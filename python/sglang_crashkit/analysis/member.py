@@ -161,9 +161,9 @@ def name_members(members: Sequence[Member]) -> str:
     return f"{len(members)} ranks ({together.format(hide=list(together.places()))})"
 
 
-def be(members: Sequence[Member], *, past: bool = False) -> str:
+def be(members: Sequence[Member]) -> str:
     """Return the form of "to be" that goes with them."""
-    return ("was", "were")[len(members) != 1] if past else ("is", "are")[len(members) != 1]
+    return "is" if len(members) == 1 else "are"
 
 
 def describe(member: Member) -> str:

@@ -17,7 +17,9 @@ from sglang_crashkit.analysis.waits import Activity, activity_of
 from sglang_crashkit.model.sample import Frame, Sample, main_thread
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 
-_MOST_CACHED = 1 << 16
+_MAX_CACHED = 1 << 16
+#: What says of a sample whose it is, and when it was.
+_WHO = ("host", "pid", "start_ticks", "title", "role", "ranks", "time", "server", "rendezvous", "side")
 
 
 @dataclass(slots=True)
@@ -112,21 +114,13 @@ class Sightings:
         return seen
 
     def _moment(self, process: Sample) -> Moment:
-        main = main_thread(process.threads, process.pid)
-        native = main_thread(process.native, process.pid)
+        main, native = process.main_thread, main_thread(process.native, process.pid)
         frames = main.frames if main else ()
-        key = (
-            frames,
-            native.frames if native else (),
-            process.kernels,
-            process.state,
-            process.wchan,
-            process.tracer,
-            bool(main and main.owns_gil),
-        )
+        stacks = (frames, native.frames if native else (), process.kernels, bool(main and main.owns_gil))
+        key = (*stacks, process.state, process.wchan, process.tracer)
         known = self._activities.get(key)
         if known is None:
-            if len(self._activities) >= _MOST_CACHED:
+            if len(self._activities) >= _MAX_CACHED:
                 self._activities.clear()
             known = self._activities[key] = (activity_of(process), frames)
         # With the frames of the first that had them, so that equal ones are kept once.
@@ -135,26 +129,9 @@ class Sightings:
 
 def _name(process: Sample) -> tuple[object, ...]:
     """Return what may change of a process while it lives, with an order."""
-    return (
-        process.title,
-        process.role,
-        sorted(process.ranks.items()),
-        process.server or -1,
-        process.rendezvous or "",
-        process.side or "",
-    )
+    named = (process.title, process.role, sorted(process.ranks.items()))
+    return (*named, process.server or -1, process.rendezvous or "", process.side or "")
 
 
 def _without_doings(process: Sample) -> Sample:
-    return Sample(
-        process.host,
-        process.pid,
-        process.start_ticks,
-        process.title,
-        process.role,
-        process.ranks,
-        process.time,
-        process.server,
-        process.rendezvous,
-        process.side,
-    )
+    return Sample(**{name: getattr(process, name) for name in _WHO})

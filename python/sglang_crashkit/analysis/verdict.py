@@ -1,7 +1,7 @@
 """Name the first failure of a crash and say how well the evidence supports it.
 
 Two things are known of the order of events. A rank that raises an exception waits, before anything else is told to
-end, until the other ranks were photographed; so a rank killed by a fatal signal before that was not ended by the
+end, until the stacks of the other ranks were taken; so a rank killed by a fatal signal before that was not ended by the
 server's own clean-up. And a lost connection is a consequence of a death, not its cause.
 """
 
@@ -24,7 +24,7 @@ from sglang_crashkit.analysis.member import (
     name_some,
 )
 from sglang_crashkit.analysis.ranks import groups_of, rank_at
-from sglang_crashkit.analysis.waits import WORK, activity_of, of_frames
+from sglang_crashkit.analysis.waits import activity_of, of_frames
 from sglang_crashkit.model.incident import Failure, Incident, Level, ProcessReport, Verdict
 from sglang_crashkit.model.peers import describe as describe_peers
 from sglang_crashkit.model.sample import Frame, Sample, Thread
@@ -64,7 +64,7 @@ class FailureEvent:
         kind: it exited, it reported an exception, or its watchdog saw no progress.
         message: the exception, or what the watchdog saw, in one line; empty for an exit.
         fatal_signal: the exit was by a signal of `exit_status.FATAL_SIGNALS`.
-        before_photograph: it was seen before the server's own clean-up could begin.
+        before_capture: it was seen before the server's own clean-up could begin.
         with_parent: the exit came of the end of the process that had started it.
         is_answer: the main process ended with a status by which it tells of a crash, so of another process's.
     """
@@ -74,7 +74,7 @@ class FailureEvent:
     kind: FailureKind
     message: str = ""
     fatal_signal: bool = False
-    before_photograph: bool = True
+    before_capture: bool = True
     with_parent: bool = False
     is_answer: bool = False
 
@@ -84,13 +84,13 @@ def order_failures(events: Sequence[FailureEvent]) -> list[FailureEvent]:
 
     def rank(event: FailureEvent) -> tuple[int, float, str, int, str]:
         if event.kind == "exit":
-            return (0 if event.fatal_signal and event.before_photograph else 1, *_by_time(event))
+            return (0 if event.fatal_signal and event.before_capture else 1, *_by_time(event))
         return (2 if _LOST_PEER.search(event.message) else 1, *_by_time(event))
 
     last = sorted((event for event in events if event.is_answer), key=_by_time)
     last += sorted((event for event in events if event.with_parent and not event.is_answer), key=_by_time)
     events = [event for event in events if not (event.with_parent or event.is_answer)]
-    deaths = [event for event in events if event.kind == "exit" and event.fatal_signal and event.before_photograph]
+    deaths = [event for event in events if event.kind == "exit" and event.fatal_signal and event.before_capture]
     consequences = [event for event in events if _LOST_PEER.search(event.message)]
     if deaths and consequences:
         return sorted(events, key=rank) + last
@@ -118,13 +118,8 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
     if not ordered and incident.trigger.event == UNHEALTHY:
         return _judge_unhealthy(incident)
     if not ordered:
-        return Verdict(
-            kind="unknown",
-            first_failure=None,
-            level="unknown",
-            text=f"{incident.trigger.title} reported {incident.trigger.event}, but no process was seen to fail.",
-            basis=[],
-        )
+        text = f"{incident.trigger.title} reported {incident.trigger.event}, but no process was seen to fail."
+        return Verdict("unknown", None, "unknown", text)
     first = ordered[0]
     if first.kind == "hang":
         return _judge_hang(incident, ordered, lost)
@@ -255,7 +250,7 @@ def _doings(incident: Incident, without: int | None = None) -> list[str]:
 
 def _doing(frames: Sequence[str]) -> str:
     activity = of_frames([frame_of(text) for text in frames])
-    return activity.words if activity.kind in ("compiling", "loading", "profiling") else f"was in {frames[0]}"
+    return activity.words if activity.is_work else f"was in {frames[0]}"
 
 
 def _on_gpus(incident: Incident) -> list[str]:
@@ -270,7 +265,7 @@ def _on_gpus(incident: Incident) -> list[str]:
 
 def _clearly_first(ordered: Sequence[FailureEvent]) -> bool:
     first = ordered[0]
-    is_death = first.kind == "exit" and first.fatal_signal and first.before_photograph
+    is_death = first.kind == "exit" and first.fatal_signal and first.before_capture
     return all(
         event.with_parent
         or event.is_answer
@@ -293,11 +288,7 @@ def _statement(event: FailureEvent, process: ProcessReport | None, title: str) -
     if end.cause == "parent_ended":
         return f"{name} ended: {end.detail}.", "parent_ended", "established"
     if end.cause == "oom_kill":
-        return (
-            f"{name} was killed by the kernel for lack of memory: {end.detail}.",
-            "oom_kill",
-            "established",
-        )
+        return f"{name} was killed by the kernel for lack of memory: {end.detail}.", "oom_kill", "established"
     if end.signal is not None:
         return f"{name} was killed by {end.signal}: {end.detail}.", "signal", "established"
     return f"{name} ended with exit status {end.code}: {end.detail}.", "exit_status", "established"
@@ -441,7 +432,7 @@ def find_busy(ranks: Sequence[ProcessReport]) -> str:
 def _works(member: Member) -> bool:
     """Say whether it does in most samples what may take long, and does not rest."""
     # Nobody stops it for a sample, so that frames may be missing in one of them.
-    working = [moment for moment in member.seen if moment.activity.kind in WORK]
+    working = [moment for moment in member.seen if moment.activity.is_work]
     return 2 * len(working) > len(member.seen) and not member.rests()
 
 

@@ -37,7 +37,7 @@ Kind = Literal[
 WAITS_FOR_OTHERS = frozenset({"collective", "store", "cuda_sync"})
 
 #: What may take minutes and is no hang.
-WORK = frozenset({"compiling", "loading", "profiling"})
+_WORK = frozenset({"compiling", "loading", "profiling"})
 
 _WORDS: dict[Kind, str] = {
     "collective": "waited in a collective",
@@ -137,7 +137,7 @@ class Activity:
     @property
     def is_work(self) -> bool:
         """Whether it may take minutes and is no hang."""
-        return self.kind in WORK
+        return self.kind in _WORK
 
 
 def activity_of(process: Sample) -> Activity:

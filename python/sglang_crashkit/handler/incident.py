@@ -263,7 +263,7 @@ class IncidentRun:
             return
         report = self.report(process)
         if not any(piece.kind == "stack" for piece in report.evidence):
-            report.evidence.append(Evidence("stack", "skipped", reason="it was dead before it could be photographed"))
+            report.evidence.append(Evidence("stack", "skipped", reason="it was dead before its stacks could be taken"))
         self._note_exit(process)
         is_first = not self._failures
         if process.matters or process.is_starting:
@@ -290,7 +290,7 @@ class IncidentRun:
                 seconds=process.exited_at or time.time(),
                 kind="exit",
                 fatal_signal=status.signal in FATAL_SIGNALS,
-                before_photograph=not self.captured,
+                before_capture=not self.captured,
                 with_parent=process.ended_with_parent,
                 is_answer=process.is_root and tells_of_a_crash(status.code),
             )

@@ -18,8 +18,8 @@ class Survivor:
         name: what the watched process is called that it belongs to.
         pid: its process id.
         title: its title.
-        doing: innermost frames of its main thread, innermost first; empty where there is no photograph.
-        reason: why there is no photograph; empty otherwise.
+        doing: innermost frames of its main thread, innermost first; empty where there is no stack.
+        reason: why there is no stack; empty otherwise.
     """
 
     name: str

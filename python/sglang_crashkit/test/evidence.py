@@ -1,4 +1,4 @@
-"""The surviving side of a death: photographed, then killed."""
+"""The surviving side of a death: its stacks are taken, then it is killed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def default_folder() -> Path:
     return settings.fallback_folder() / socket.gethostname() / "deaths"
 
 
-def photograph(death: Death, survivors: Iterable[tuple[str, int]], folder: Path, deadline_secs: float) -> None:
-    """Photograph every Python process of the surviving side at once, without stopping one.
+def capture(death: Death, survivors: Iterable[tuple[str, int]], folder: Path, deadline_secs: float) -> None:
+    """Take the stacks of every Python process of the surviving side at once, without stopping one.
 
     Args:
         death: told what came of it.

@@ -61,7 +61,7 @@ class Watcher:
         consequence: what the message on stderr says will follow.
         any_status: an exit with status 0 is unexpected too.
         folder: where the survivors' stacks go; `evidence.default_folder` when None.
-        kill_survivors: whether the other processes are killed, with their descendants, once they were photographed.
+        kill_survivors: whether the other processes are killed, with their descendants, once their stacks were taken.
 
     Attributes:
         stopped: ends the watch when it is set.
@@ -235,7 +235,7 @@ class Watcher:
             settings = Settings.from_environ()
             if settings.stacks:
                 folder = self._folder or evidence.default_folder()
-                evidence.photograph(death, roots, folder, min(settings.photograph_secs, EVIDENCE_SECS))
+                evidence.capture(death, roots, folder, min(settings.photograph_secs, EVIDENCE_SECS))
             left = max(0.0, began + EVIDENCE_SECS - time.monotonic())
             death.incident = find_incident_of(death.pid, first.since, getattr(first.process, "args", None), left)
         except Exception:
@@ -279,7 +279,7 @@ def watch(source: Source, *, folder: Path | None = None, kill_survivors: bool = 
     Args:
         source: name and process, or a callable that returns them as they are now.
         folder: where the survivors' stacks go; `evidence.default_folder` when None.
-        kill_survivors: whether the other processes are killed once they were photographed; always where this process
+        kill_survivors: whether the other processes are killed once their stacks were taken; always where this process
             ends.
     """
     runner = get_runner()

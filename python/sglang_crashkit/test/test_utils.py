@@ -20,7 +20,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def start_subprocess_fail_fast_watcher(named_procs: NamedProcesses) -> threading.Event:
     """End this process as soon as one of some subprocesses exits with another status than 0.
 
-    Its name, pid and status are written to stderr, the others are photographed and killed with their descendants, and
+    Its name, pid and status are written to stderr, the others are captured and killed with their descendants, and
     this process ends with the same status (128 + N for signal N).
 
     Args:

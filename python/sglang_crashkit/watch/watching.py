@@ -1,7 +1,7 @@
 """Follow a server from outside, and tell when it crashes, hangs and goes on: observations in, events out.
 
 A server hangs that answers neither its health check nor, as a paused one does, anything else, and of which a rank
-stands where it is. Whether one does, and which, the analysis of its samples says. Where all ranks go on it may be a
+stands where it is; see `analysis.silence`. Where all ranks go on it may be a
 long batch, and more patience is had.
 
 What counts is time that was seen to pass: of a suspended machine, or of a watcher that was stopped or got no CPU,
@@ -18,9 +18,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from sglang_crashkit.analysis.explain import explain, members_of
-from sglang_crashkit.analysis.member import Member, name_members
-from sglang_crashkit.analysis.sightings import Sightings
+from sglang_crashkit.analysis.member import Member
+from sglang_crashkit.analysis.silence import MIN_SAMPLES, Outcome, Silence, judge_silence, ranks_of
 from sglang_crashkit.incident.exit_status import is_orderly
 from sglang_crashkit.model.incident import Level
 from sglang_crashkit.model.sample import Sample
@@ -30,8 +29,6 @@ from sglang_crashkit.watch.server import Death
 
 Kind = Literal["serving", "crash", "hang", "progress", "excused", "started_over", "gone"]
 Phase = Literal["starting", "serving", "suspect", "hung", "crashed"]
-#: ``excused`` where something else than a hang is the reason; ``patience`` where it may be.
-Outcome = Literal["hang", "crash", "excused", "patience"]
 
 #: Two observations further apart than this, in seconds, are not of one watch; between them so much is counted at most,
 #: and no more than this share of the time to a hang.
@@ -42,13 +39,11 @@ _PATIENCE = 4
 #: The schedulers are given so much time to answer something else, in seconds.
 _ANSWER_SECS = 5.0
 #: Share of the time after which samples are taken, and of the time between two; so many are compared.
-_SAMPLE_AFTER, _SAMPLE_AGAIN, _MAX_SAMPLES, _MIN_SAMPLES = 0.5, 0.1, 8, 3
+_SAMPLE_AFTER, _SAMPLE_AGAIN, _MAX_SAMPLES = 0.5, 0.1, 8
 #: Whoever asks all processes of a server to end at once has ended them all by this time, in seconds.
 _ORDERLY_SECS = 5.0
 #: The health check of the moment before a crash has failed by then, in seconds, unless the server serves on.
 _SERVES_ON_SECS = 15.0
-_PAUSED = "its schedulers answer other questions than a health check: it is paused, or updates its weights"
-_NO_HANG = ": no hang is seen."
 
 
 @dataclass(frozen=True)
@@ -235,7 +230,7 @@ class Watching:
 
     def _while_hung(self, seen: Observation, counted: float) -> list[Event]:
         if seen.health == "none":
-            if len(self._rounds) < _MIN_SAMPLES or self._judge(seen)[0] == "hang":
+            if len(self._rounds) < MIN_SAMPLES or self._judge(seen).outcome == "hang":
                 return []
             event = self._progress(seen)
             self._forget()
@@ -263,7 +258,8 @@ class Watching:
         if self._is_ending and has_patience:
             return self._excused("patience", "it refused them at once before, as one does that is to end")
         may_answer = seen.asking and self._asking_secs < _ANSWER_SECS
-        outcome, reason, level = self._judge(seen)
+        judged = self._judge(seen)
+        outcome, reason, level = judged.outcome, judged.reason, judged.level
         if may_answer and level != "established":
             return []
         if outcome == "patience":
@@ -278,56 +274,16 @@ class Watching:
                 # It may have been the first of all, and the server about to end.
                 return []
             self._crashed_at = seen.at
-            self._told_dead |= {one.source.pid for one in self._ranks() if one.manner() == "gone"}
-            return [Event("crash", reason, level="supported", ranks=self._ranks())]
+            self._told_dead |= {one.source.pid for one in judged.ranks if one.manner() == "gone"}
+            return [Event("crash", reason, level="supported", ranks=judged.ranks)]
         what = "no health check was answered" if by_health else "a rank stood still"
         # That it hangs is an inference, whatever is established of a rank.
         level = "supported" if level == "established" else level
         return [self._hang(seen, f"{what} for {self.silent_secs:.1f} s: {reason}", self.silent_secs, level)]
 
-    def _judge(self, seen: Observation) -> tuple[Outcome, str, Level]:
-        """Return what the samples say of a server that answers nothing, in a sentence, and how well it is supported."""
-        ranks = self._ranks()
-        if not ranks:
-            if seen.answers:
-                return "excused", _PAUSED, "supported"
-            # Of one that has no health check either, nothing can be said.
-            return "excused" if seen.health == "none" else "hang", "nothing is known of its ranks", "unknown"
-        sightings = Sightings.of(self._rounds)
-        traced = [one for one in members_of(sightings) if one.manner() == "traced"]
-        if traced and traced[0].last is not None:
-            return "excused", f"{name_members(traced)} {traced[0].last.words}", "established"
-        if seen.server_state in ("T", "t") and all(one.manner() == "stopped" for one in ranks):
-            return "excused", "the whole server is stopped (state T)", "established"
-        said = explain(sightings)
-        gone = [one for one in ranks if one.manner() == "gone"]
-        if gone and len(gone) == len(ranks) and seen.health != "none":
-            # Upstream waits for them to end before it ends itself, and answers nothing meanwhile.
-            return "patience", f"{name_members(gone)} had ended; whether the server ends too cannot be seen", "unknown"
-        if gone:
-            return "crash", said.statement, "established"
-        if said.kind == "outlier" and said.level == "established":
-            return "hang", said.statement, said.level
-        if seen.answers:
-            return "excused", _PAUSED, "supported"
-        if len(self._rounds) < _MIN_SAMPLES:
-            return "patience", "", "unknown"
-        at_work = [one for one in ranks if one.last is not None and one.last.is_work]
-        if at_work and at_work[0].last is not None:
-            outcome: Outcome = "excused" if seen.health == "none" else "patience"
-            return outcome, f"{name_members(at_work)} {at_work[0].last.words}", "supported"
-        if any(one.stands() and (seen.health != "none" or one.rests()) for one in ranks):
-            return "hang", said.statement, "supported"
-        if seen.health == "none":
-            return "excused", "its ranks go on", "supported"
-        if not any(one.seen for one in ranks) and not any(one.cpu_used() for one in ranks):
-            return "hang", said.statement, "unknown"
-        text = said.statement.removesuffix(_NO_HANG).removesuffix(".")
-        return "patience", f"{text}; whether they get on with the batch cannot be seen", "unknown"
-
-    def _ranks(self) -> tuple[Member, ...]:
-        members = members_of(Sightings.of(self._rounds))
-        return tuple(one for one in members if one.source.role == "scheduler")
+    def _judge(self, seen: Observation) -> Silence:
+        by_health = seen.health != "none"
+        return judge_silence(self._rounds, seen.server_state, answers=seen.answers, by_health=by_health)
 
     def _excused(self, outcome: Outcome, reason: str) -> list[Event]:
         """Tell once why it is no hang."""
@@ -338,7 +294,7 @@ class Watching:
         return [Event("excused", f"no health check is answered, but {reason}{end}", self.silent_secs)]
 
     def _hang(self, seen: Observation, text: str, secs: float, level: Level) -> Event:
-        ranks = self._ranks()
+        ranks = ranks_of(self._rounds)
         self._hung_at = seen.at - secs
         self._rounds.clear()
         return Event("hang", text, secs, level, ranks)

@@ -61,59 +61,60 @@ def test_who_has_not_begun_what_the_others_wait_in_is_named() -> None:
     )
 
 
-def test_without_all_dumps_who_is_behind_is_named_less_surely() -> None:
-    finding = judge(record(0, [*done(3), entry(9, 4, state="scheduled")], (0, 1, 2)), record(1, done(3), (0, 1, 2)))
-    assert (finding.kind, finding.named, finding.level) == ("behind", (1,), "supported")
-    assert finding.statement.endswith("There is no dump of rank 2.")
+PENDING, STARTED = ([*done(3), entry(4, 4, state=state)] for state in ("scheduled", "started"))
+ALL = tuple(range(8))
 
 
-def test_a_rank_without_a_dump_is_all_that_is_left_where_the_others_have_begun() -> None:
-    ranks = tuple(range(8))
-    pending = [*done(3), entry(9, 4, state="scheduled")]
-    finding = judge(*(record(rank, pending, ranks) for rank in ranks if rank not in (5, 6)))
-    assert (finding.kind, finding.named, finding.processes, finding.level) == ("waiting", (5, 6), (), "unknown")
-    assert "6 ranks (0-4,7) had begun all_reduce of 4x3" in finding.statement
-    assert finding.statement.endswith("There is no dump of ranks 5-6.")
-
-
-def test_one_dump_alone_says_who_may_be_waited_for() -> None:
-    finding = judge(record(0, [entry(0, 1, state="scheduled")]))
-    assert (finding.kind, finding.named, finding.level) == ("waiting", (1,), "unknown")
-
-
-def test_a_wait_of_a_moment_is_what_work_looks_like() -> None:
-    moment = BEGAN + 4.2
-    finding = judge(
-        record(0, [*done(3), entry(4, 4, state="scheduled")], seconds=moment), record(1, done(3), seconds=moment)
-    )
-    assert (finding.kind, finding.named, finding.level) == ("behind", (1,), "unknown")
-
-
-def test_what_all_have_begun_and_nobody_finished_names_nobody() -> None:
-    finding = judge(*(record(rank, [*done(3), entry(4, 4, state="started")]) for rank in (0, 1)))
-    assert (finding.kind, finding.named, finding.level) == ("waiting", (), "unknown")
-
-
-def test_where_some_gpus_have_not_started_it_they_are_named() -> None:
-    started, queued = ([*done(3), entry(4, 4, state=state)] for state in ("started", "scheduled"))
-    finding = judge(record(0, started), record(1, queued))
-    assert (finding.kind, finding.named, finding.level) == ("waiting", (1,), "supported")
-    assert "On rank1 it had not started on the GPU, as it had elsewhere." in finding.statement
-
-
-def test_one_that_has_finished_what_another_has_not_is_told() -> None:
-    finding = judge(record(0, done(4)), record(1, [*done(3), entry(4, 4, state="scheduled")]))
-    assert (finding.kind, finding.named, finding.level) == ("waiting", (), "unknown")
-    assert finding.statement.endswith("rank0 had finished it.")
-
-
-def test_where_nobody_waits_nobody_is_named() -> None:
-    finding = judge(record(0, done(4)), record(1, done(5)))
-    assert (finding.kind, finding.named, finding.level) == ("in_step", (), "supported")
-    assert finding.statement == (
-        "Nobody in process group 0 (default_pg, ranks 0-1) waits for a collective; "
-        "the last ones begun are numbers 4 to 5."
-    )
+@pytest.mark.parametrize(
+    ("records", "expected", "ending"),
+    [
+        # Without all dumps it is less sure who is behind.
+        (
+            [record(0, PENDING, (0, 1, 2)), record(1, done(3), (0, 1, 2))],
+            ("behind", (1,), "supported"),
+            "There is no dump of rank 2.",
+        ),
+        ([record(0, [entry(0, 1, state="scheduled")]), record(1, [])], ("behind", (1,), "established"), ""),
+        # A wait of a moment is what work looks like.
+        (
+            [record(0, PENDING, seconds=BEGAN + 4.2), record(1, done(3), seconds=BEGAN + 4.2)],
+            ("behind", (1,), "unknown"),
+            "",
+        ),
+        # Where the others have begun it, those without a dump are left.
+        (
+            [record(rank, PENDING, ALL) for rank in ALL if rank not in (5, 6)],
+            ("waiting", (5, 6), "unknown"),
+            "There is no dump of ranks 5-6.",
+        ),
+        ([record(0, [entry(0, 1, state="scheduled")])], ("waiting", (1,), "unknown"), ""),
+        ([record(0, STARTED), record(1, STARTED)], ("waiting", (), "unknown"), ""),
+        (
+            [record(0, STARTED), record(1, PENDING)],
+            ("waiting", (1,), "supported"),
+            "On rank1 it had not started on the GPU, as it had elsewhere.",
+        ),
+        ([record(0, done(4)), record(1, PENDING)], ("waiting", (), "unknown"), "rank0 had finished it."),
+        (
+            [record(0, done(4)), record(1, done(5))],
+            ("in_step", (), "supported"),
+            "waits for a collective; the last ones begun are numbers 4 to 5.",
+        ),
+        # Of two that differ neither is blamed.
+        (
+            [record(0, [entry(0, 1, "broadcast")]), record(1, [entry(0, 1, "all_reduce")])],
+            ("mismatch", (), "established"),
+            "",
+        ),
+    ],
+)
+def test_what_is_seen_of_one_group(
+    records: list[RankRecord], expected: tuple[str, tuple[int, ...], str], ending: str
+) -> None:
+    finding = judge(*records)
+    assert (finding.kind, finding.named, finding.level) == expected
+    assert finding.statement.endswith(ending)
+    assert set(finding.processes) <= {one.name for one in records}
 
 
 @pytest.mark.parametrize(
@@ -133,11 +134,6 @@ def test_something_else_in_the_same_place_is_named(other: dict[str, Any], words:
         "The ranks of process group 0 (default_pg, ranks 0-2) did not do the same: as number 4, "
         f"rank0 and rank2 began all_reduce of 4x3 and rank1 began {words}."
     )
-
-
-def test_of_two_that_differ_neither_is_blamed() -> None:
-    finding = judge(record(0, [entry(0, 1, "broadcast")]), record(1, [entry(0, 1, "all_reduce")]))
-    assert (finding.kind, finding.named) == ("mismatch", ())
 
 
 @pytest.mark.parametrize(
@@ -169,11 +165,6 @@ def test_what_fell_out_of_a_recorder_is_not_taken_for_not_begun() -> None:
     elsewhere = [entry(number, number, group=("1", "")) for number in range(60, 70)]
     found = judge_collectives([record(0, [*old, entry(70, 20, state="scheduled")], _1=(0, 1)), record(1, elsewhere)])
     assert [(finding.kind, finding.named) for finding in found if "group 0" in finding.group] == [("waiting", ())]
-
-
-def test_a_rank_that_has_begun_nothing_in_a_group_is_behind() -> None:
-    finding = judge(record(0, [entry(0, 1, state="scheduled")]), record(1, []))
-    assert (finding.kind, finding.named, finding.level) == ("behind", (1,), "established")
 
 
 def test_each_group_is_judged_by_itself_and_what_tells_most_comes_first() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from sglang_crashkit.analysis.explain import explain
 from sglang_crashkit.analysis.sightings import Sightings
+from sglang_crashkit.analysis.silence import judge_silence
 from sglang_crashkit.analysis.verdict import FailureEvent, judge
 from sglang_crashkit.model.incident import Incident, ProcessReport, ServerInfo, Trigger
-from sglang_crashkit.watch.watching import Observation, Watching
 from unit.analysis.real_stacks import rounds
 from unit.analysis.scenarios import Row, scenarios
 
@@ -65,9 +65,7 @@ ASKS = frozenset({"BROADCAST", "DETOKENIZE", "ON_IDLE", "RECEIVE"})
 
 def watch_answers() -> Iterator[tuple[str, str]]:
     for name, rows in scenarios():
-        watching = Watching(10.0)
-        watching._rounds.extend(rounds(*rows))
-        yield name, watching._judge(Observation(1.0, "waiting", server_state="S"))[0]
+        yield name, judge_silence(rounds(*rows), "S").outcome
 
 
 def summed(answers: Iterator[tuple[str, list[Any]]]) -> dict[str, list[Any]]:

@@ -98,7 +98,7 @@ def first(verdict: Verdict) -> int | None:
         # A death after the capture is the server's own clean-up.
         (
             [None, "killed"],
-            [raised(10, 1.0, LOST), death(11, 2.0, before_photograph=False)],
+            [raised(10, 1.0, LOST), death(11, 2.0, before_capture=False)],
             (10, "lost_peer", "supported"),
             "lost the connection to a peer",
         ),
@@ -196,7 +196,7 @@ events_of_three = st.lists(
         kind=st.sampled_from(["exit", "exception"]),
         message=st.sampled_from(["ValueError: x", LOST]),
         fatal_signal=st.booleans(),
-        before_photograph=st.booleans(),
+        before_capture=st.booleans(),
         with_parent=st.booleans(),
         is_answer=st.booleans(),
     ),
@@ -214,7 +214,7 @@ def test_the_verdict_depends_on_the_events_and_not_on_how_they_came_in(
     assert judge(incident, events) == judge(incident, others)
     assert sorted(map(repr, ordered)) == sorted(map(repr, events))
     assert first(judge(incident, events)) == (ordered[0].pid if events else None)
-    deaths = [event for event in events if event.kind == "exit" and event.fatal_signal and event.before_photograph]
+    deaths = [event for event in events if event.kind == "exit" and event.fatal_signal and event.before_capture]
     if any(not (event.with_parent or event.is_answer) for event in deaths):
         # A lost connection is never first where a rank was killed before the capture.
         assert not (ordered[0].kind == "exception" and ordered[0].message == LOST)

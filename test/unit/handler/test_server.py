@@ -447,11 +447,11 @@ def test_a_rank_that_dies_while_it_is_photographed_is_said_to(start_server: Star
     server = start_server(python=str(python), environ={"PYTHONPATH": f"{kit}:{site}"})
     # WHEN a rank is killed, and py-spy takes the other one down with it
     server.kill("scheduler_TP1")
-    # THEN that is said to have ended while it was photographed, and the first one is the cause
+    # THEN that is said to have ended while its stacks were taken, and the first one is the cause
     document = document_of(server)
     piece = piece_of(process_of(document, "scheduler_TP0"), "stack")
     assert piece["status"] == "failed"
-    assert piece["reason"] == "it ended while it was photographed (no such process)"
+    assert piece["reason"] == "it ended while its stacks were taken (no such process)"
     assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
     assert process_of(document, "scheduler_TP0")["exit"]["signal"] == "SIGKILL"
 

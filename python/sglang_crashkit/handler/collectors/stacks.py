@@ -22,8 +22,8 @@ from sglang_crashkit.model.incident import Evidence, EvidenceKind, ProcessReport
 from sglang_crashkit.model.sample import Frame, Sample, Thread, format_threads, main_thread
 
 _KIT = "sglang_crashkit"
-#: Where the thread sleeps that answers for its process; of no interest.
-_RESPONDER = "sglang_crashkit/srt/responder.py"
+#: Function and file in which the thread sleeps that answers for its process; of no interest.
+_RESPONDER = ("_answer_all", "sglang_crashkit/srt/arming.py")
 #: On these faulthandler writes the stacks of the process that they end.
 _FAULTS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
 _MAX_FAULT_BYTES = 4 << 20
@@ -161,7 +161,7 @@ def _keep(
     if not sample.threads:
         reason = sample.problem
         if process.handle.has_exited():
-            reason = f"it ended while it was photographed ({reason})"
+            reason = f"it ended while its stacks were taken ({reason})"
         report.evidence.append(Evidence(kind, "failed", reason=reason, seconds=seconds))
         return
     suffix = ".native" if kind == "native_stack" else "" if _is_first(snapshot) else f".{snapshot}"
@@ -199,4 +199,5 @@ def _read(path: Path) -> str:
 
 
 def _is_responder(thread: Thread) -> bool:
-    return any(frame.file.endswith(_RESPONDER) for frame in thread.frames)
+    function, file = _RESPONDER
+    return any(frame.function == function and frame.file.endswith(file) for frame in thread.frames)
