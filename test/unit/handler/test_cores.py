@@ -9,13 +9,17 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang_crashkit.capture.cuda_core.trigger import is_whole_core
+from sglang_crashkit.handler.collectors.cores import Cores
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident
+from sglang_crashkit.model.incident import ProcessReport
+from sglang_crashkit.settings import Settings
 from unit.handler.driver import HOST, Server, report_of
 from unit.synthetic_core import COPY_NAME, SPIN_NAME, failed_core
 from unit.waiting import LONG, wait_until
@@ -37,10 +41,10 @@ def start_gpu_server(start_server: Start, tmp_path: Path) -> Start:
     return lambda **environ: start_server(environ=driver | environ)
 
 
-def crash(server: Server, *statuses: int) -> StoredIncident:
+def crash(server: Server, status: int = ServerExit.KILLED) -> StoredIncident:
     """Kill a rank, and return the incident once the server has ended."""
     server.kill("scheduler_TP1")
-    assert server.process.wait(2 * LONG) in (statuses or (ServerExit.KILLED,))
+    assert server.process.wait(2 * LONG) == status
     stored = server.wait_for_the_end()
     assert stored is not None
     return stored
@@ -236,15 +240,30 @@ def test_all_that_the_end_waits_for_has_one_end(start_gpu_server: Start) -> None
     assert time.monotonic() - before < LONG
 
 
-def test_without_time_for_a_core_none_is_waited_for(start_gpu_server: Start) -> None:
-    server = start_gpu_server(SGLANG_CRASHKIT_EXIT_SECS="0.1")
-    assert server.ask("tell scheduler_TP0 cuda 60 1") == "listening"
-    # Nor may there be any to hear of what the rank died.
-    stored = crash(server, ServerExit.KILLED, ServerExit.CRASHED)
-    piece = core_of(server, stored, "scheduler_TP0")
-    # It is late when it would ask, or asks just in time and sees the server end.
-    late = "skipped", "SGLANG_CRASHKIT_EXIT_SECS (0.1 s) leaves no time for it"
-    assert (piece["status"], piece["reason"]) == late or piece["status"] == "failed"
+class Run:
+    """What cores use of an incident that began long ago."""
+
+    path = Path()
+
+    def __init__(self) -> None:
+        self.opened = time.monotonic() - 1.0
+        self.incident = SimpleNamespace(kind="killed")
+        self.said = ProcessReport(os.getpid(), "sglang::scheduler_TP0", "scheduler", {"tp": 0})
+
+    def incident_with_core(self) -> None:
+        return None
+
+    def report(self, _process: Any) -> ProcessReport:
+        return self.said
+
+
+def test_without_time_for_a_core_none_is_asked_for() -> None:
+    settings = Settings.from_environ({"SGLANG_CRASHKIT_EXIT_SECS": "0.1"})
+    run: Any = Run()
+    living: Any = SimpleNamespace(pid=os.getpid())
+    assert Cores(run, [living], [], settings).are_done
+    (piece,) = run.said.evidence
+    assert (piece.status, piece.reason) == ("skipped", "SGLANG_CRASHKIT_EXIT_SECS (0.1 s) leaves no time for it")
 
 
 def test_a_core_that_grows_too_long_is_cut_short(start_gpu_server: Start) -> None:

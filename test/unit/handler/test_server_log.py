@@ -32,4 +32,4 @@ def test_one_that_does_not_listen_costs_a_line_in_the_handlers_log(
         ServerLog(tree.root, short_folder).say("it hangs")
     tree.root.handle.close()
     (record,) = caplog.records
-    assert record.getMessage().startswith("the server's own log does not tell of it: ")
+    assert record.getMessage().startswith("the server's own log does not report it: ")
