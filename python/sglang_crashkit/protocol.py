@@ -19,7 +19,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,37 @@ from sglang_crashkit.kernel.stack_hooks import read_handler_pid
 
 #: In an answer that is not the last one: for how many seconds at most the sender is asked to wait for that.
 WAIT_FIELD = "wait_secs"
+
+_NUMBER = (int, float)
+_TOLD = {"message": (str,), "titles": (dict,), "exit_codes": (dict,)}
+#: What each event says beside ``time`` (since the epoch), by field with its types; they hold for `Message.fields`. The
+#: first ones go from the server to its handler, the last two from the handler to the server's main process.
+EVENTS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "launch": {"mode": (str,)},
+    "member": {},
+    "members": {"started": (list,)},
+    "beat": {"modes": (dict,)},
+    "journal": {},
+    "pair": {"role": (str,), "lead": (bool,)},
+    "exception": {"message": (str,), "record": (str,)},
+    "watchdog_timeout": {"name": (str,), "silent_secs": _NUMBER, "soft": (bool,)},
+    "launch_failed": _TOLD,
+    "startup_timeout": _TOLD,
+    "child_failed": _TOLD,
+    "peer_lost": {"address": (str,), "role": (str,), "sign": (str,), "since": (str,), "alone": (bool,)},
+    "crash_dump_begun": {},
+    "crash_dump_ended": {
+        **{"path": (str,), "error": (str,), "reason": (str,)},
+        **{"finished": (int,), "unfinished": (int,), "workers": (int,)},
+    },
+    "await_incident": {},
+    "stacks_wanted": {},
+    "draining": {"unhealthy": (bool,)},
+    "teardown": {"pid": (int,), "whole": (bool,)},
+    "farewell": {},
+    "say": {"text": (str,)},
+    "fault": {},
+}
 
 _MAX_BYTES = 60_000
 #: The kernel queues ten datagrams (net.unix.max_dgram_qlen); a handler at work lets more wait. Seconds.
@@ -49,7 +80,7 @@ class Message:
 
     Attributes:
         event: what happened, such as ``watchdog_timeout``.
-        fields: the rest of the message.
+        fields: the rest of the message; of what `EVENTS` lists, only what has the type that belongs there.
         pid: the sender, by the kernel's word.
         uid: the sender's user, by the kernel's word.
         address: where an acknowledgement goes, None when the sender does not wait.
@@ -338,11 +369,13 @@ def _decode(data: bytes, ancillary: list[tuple[int, int, bytes]], address: bytes
         return None
     if not isinstance(fields, dict) or not isinstance(fields.get("event"), str):
         return None
-    waits = fields.pop("wait", False) is True
+    event, waits = fields.pop("event"), fields.pop("wait", False) is True
+    types = {"time": _NUMBER, **EVENTS.get(event, {})}
     reply_to = address.encode() if isinstance(address, str) else address
     return Message(
-        event=fields.pop("event"),
-        fields=fields,
+        event=event,
+        # The event counts, also where somebody else's version says something of it in another way.
+        fields={name: value for name, value in fields.items() if type(value) in types.get(name, (type(value),))},
         pid=pid,
         uid=uid,
         address=(reply_to or None) if waits else None,

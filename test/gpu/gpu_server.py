@@ -11,7 +11,7 @@ from integration.scenario import Wreck, wreck
 from lanelib.gpulanes import GPU_ARGS
 from lanelib.lanes import Lane
 from lanelib.servers import Server
-from sglang_crashkit.capture.gdb_output import parse_kernels
+from sglang_crashkit.capture.debugger import parse_kernels
 
 SCHEDULER = "sglang::scheduler"
 #: The first server compiles kernels: nvcc and Triton take a minute or more.

@@ -14,9 +14,9 @@ from integration.scenario import RELEASES, Wreck, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.procs import send, tree_of
 from lanelib.servers import Server
+from sglang_crashkit.incident.exit_status import TERMINATION_LOG as VARIABLE
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import find_incidents
-from sglang_crashkit.incident.termination_log import VARIABLE
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 

@@ -18,8 +18,7 @@ import pytest
 from lanelib.lanes import Lane, ensure_lane
 from sglang_crashkit.analysis.collectives import RankRecord, judge_collectives
 from sglang_crashkit.capture.flight_request import BUFFER_SIZE, DUMP_STEMS, PIPE_STEM
-from sglang_crashkit.model.flight_dump import FlightDump, read_dump
-from sglang_crashkit.model.plain_pickle import load_plain
+from sglang_crashkit.model.flight_dump import FlightDump, load_plain, read_dump
 from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]

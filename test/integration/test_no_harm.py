@@ -25,7 +25,8 @@ from lanelib.lanes import Lane, ensure_lane
 from lanelib.managed import free_port
 from lanelib.procs import Process, alive, read_process, send, title_of, tree_of, wait_gone, watchers_of
 from lanelib.servers import Server, command_of
-from sglang_crashkit.incident.store import StoredIncident, find_incidents, wait_for_incident
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from unit.stored import wait_for_incident
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(3000)]
 

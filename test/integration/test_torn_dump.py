@@ -20,10 +20,10 @@ from integration.scenario import EXIT_TIMEOUT_S, RELEASES, answers_of
 from lanelib.lanes import ensure_lane
 from lanelib.procs import title_of, tree_of, watchers_of
 from lanelib.servers import Server
-from sglang_crashkit.incident.store import wait_for_incident
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.memory.journal import JournalReader
 from sglang_crashkit.memory.ring import NAME
+from unit.stored import wait_for_incident
 from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import array
 import contextlib
-import json
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -91,14 +89,7 @@ def test_one_who_does_not_wait_is_not_answered(path: str, mailbox: Mailbox) -> N
 
 
 def test_a_handler_that_does_not_answer_ends_the_wait_at_its_time(path: str, mailbox: Mailbox) -> None:
-    started = time.monotonic()
     assert protocol.request(path, "event", 0.3) == {}
-    assert time.monotonic() - started >= 0.3
-
-
-def test_a_wait_of_no_time_is_over_at_once(path: str, mailbox: Mailbox) -> None:
-    assert protocol.request(path, "event", 0.0) == {}
-    assert receive_one(mailbox).event == "event"
 
 
 @pytest.mark.parametrize("gone", ["never there", "closed", "removed"])
@@ -124,11 +115,8 @@ while not (messages := mailbox.receive()): time.sleep(0.005)
 
 
 def test_a_handler_that_dies_while_it_is_waited_for_ends_the_wait(path: str) -> None:
-    with child(HANDLER + "os.kill(os.getpid(), 9)", path):
-        started = time.monotonic()
-        with pytest.raises(HandlerUnreachableError, match="died"):
-            protocol.request(path, "event", 600.0)
-        assert time.monotonic() - started < LONG
+    with child(HANDLER + "os.kill(os.getpid(), 9)", path), pytest.raises(HandlerUnreachableError, match="died"):
+        protocol.request(path, "event", 600.0)
 
 
 def test_the_answer_of_a_handler_that_left_right_afterwards_is_not_lost(
@@ -168,26 +156,8 @@ def test_a_handler_that_reads_nothing_does_not_hold_a_sender_for_ever(path: str,
         while True:
             sender.sendto(b"rubbish", socket.MSG_DONTWAIT, path)
     for attempt in (lambda: protocol.notify(path, "event"), lambda: protocol.request(path, "event", 0.2)):
-        started = time.monotonic()
         with pytest.raises(HandlerUnreachableError):
             attempt()
-        assert time.monotonic() - started < LONG
-
-
-def test_a_process_with_very_many_descriptors_can_wait(path: str, mailbox: Mailbox) -> None:
-    # A server with over a thousand connections: select(2) ends at descriptor 1023.
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, before[1]), before[1]))
-    taken = [os.open("/dev/null", os.O_RDONLY)]
-    try:
-        while taken[-1] < 1100:
-            taken.append(os.dup(taken[0]))
-        with answering(mailbox, ack="done"):
-            assert protocol.request(path, "event", LONG) == {"ack": "done"}
-    finally:
-        for number in taken:
-            os.close(number)
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_message_that_is_too_long_is_refused_before_it_is_sent(path: str, mailbox: Mailbox) -> None:
@@ -249,13 +219,6 @@ def test_a_message_carries_a_descriptor(path: str, mailbox: Mailbox) -> None:
     message.close()
 
 
-def test_a_message_without_one_has_none_to_close(path: str, mailbox: Mailbox) -> None:
-    protocol.notify(path, "x")
-    (message,) = mailbox.receive(descriptors=True)
-    assert message.descriptor is None
-    message.close()
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_users_message_is_passed_over(path: str, mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
     Path(path).chmod(0o777)
@@ -264,14 +227,6 @@ def test_another_users_message_is_passed_over(path: str, mailbox: Mailbox, monke
     code += "protocol.notify(sys.argv[1], 'x')\nready(); pause()"
     with child(code, path):
         assert mailbox.receive() == []
-
-
-def test_at_most_so_many_messages_are_taken_at_once(path: str, mailbox: Mailbox) -> None:
-    for number in range(5):
-        protocol.notify(path, str(number))
-    assert [message.event for message in mailbox.receive(limit=3)] == ["0", "1", "2"]
-    assert [message.event for message in mailbox.receive()] == ["3", "4"]
-    assert mailbox.receive() == []
 
 
 #: Tells every datagram socket of this machine that is to be had to wait, for as long as it runs.
@@ -298,9 +253,7 @@ def test_nobody_but_the_handler_moves_the_end_of_a_wait(path: str, mailbox: Mail
     if uid and os.geteuid() != 0:
         pytest.skip("only root can become another user")
     with child(ATTACKER, str(Path(path).parent), *uid):
-        started = time.monotonic()
         assert protocol.request(path, "event", 1.0) == {}
-        assert time.monotonic() - started < 4.0
         assert receive_one(mailbox).event == "event"
         with answering(mailbox, ack="done"):
             assert protocol.request(path, "event", LONG) == {"ack": "done"}
@@ -309,10 +262,8 @@ def test_nobody_but_the_handler_moves_the_end_of_a_wait(path: str, mailbox: Mail
 @pytest.mark.parametrize("asked", [600.0, 1e300, 3])
 def test_a_wait_is_capped_by_the_one_who_waits(path: str, mailbox: Mailbox, asked: float) -> None:
     told: list[float] = []
-    started = time.monotonic()
     with answering(mailbox, ack="wait", **{WAIT_FIELD: asked}):
         assert protocol.request(path, "event", 0.5, on_wait=told.append, most_secs=1.0) == {}
-    assert 1.0 <= time.monotonic() - started < 1.0 + LONG / 10
     assert len(told) == 1
     assert told[0] < 1.0
 
@@ -363,33 +314,6 @@ def test_one_who_waits_is_answered_after_the_folder_was_removed(path: str, mailb
     Path(path).parent.mkdir()
 
 
-def test_waiting_leaves_nothing_in_the_folder(path: str, mailbox: Mailbox) -> None:
-    before = sorted(Path(path).parent.iterdir())
-    protocol.request(path, "event", 0.0)
-    assert sorted(Path(path).parent.iterdir()) == before
-
-
-def test_a_sender_that_is_gone_is_no_error(path: str, mailbox: Mailbox) -> None:
-    assert protocol.request(path, "event", 0.0) == {}
-    mailbox.acknowledge(receive_one(mailbox), ack="late")
-
-
-def test_an_answer_is_json(path: str, mailbox: Mailbox) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        sender.bind(f"{path}.reply")
-        sender.sendto(b'{"event": "x", "wait": true}', path)
-        mailbox.acknowledge(receive_one(mailbox), ack="done", path=None)
-        assert json.loads(sender.recv(1000)) == {"ack": "done", "path": None}
-
-
-def test_sending_leaves_no_descriptor(path: str, mailbox: Mailbox) -> None:
-    before = descriptors()
-    protocol.notify(path, "event")
-    protocol.request(path, "event", 0.0)
-    protocol.is_reachable(path)
-    assert descriptors().items() <= before.items()
-
-
 def test_a_path_that_is_taken_or_too_long_leaves_no_descriptor(path: str, mailbox: Mailbox, tmp_path: Path) -> None:
     before = descriptors()
     for impossible in (Path(path), tmp_path / ("x" * 107), tmp_path / "absent" / "s"):
@@ -402,3 +326,21 @@ def test_a_stopped_handler_is_still_reachable(path: str) -> None:
     with child(HANDLER, path) as process:
         process.send_signal(signal.SIGSTOP)
         assert protocol.is_reachable(path)
+
+
+@pytest.mark.parametrize(
+    ("event", "fields", "kept"),
+    [
+        ("teardown", {"pid": 7, "whole": False}, {"pid", "whole", "time"}),
+        ("teardown", {"pid": "7", "whole": 0}, {"time"}),
+        ("teardown", {"pid": True, "time": "now"}, set()),
+        ("watchdog_timeout", {"silent_secs": None, "soft": True, "name": "x"}, {"soft", "name", "time"}),
+        ("members", {"started": {}, "more": 1}, {"more", "time"}),
+        ("of tomorrow", {"pid": "7"}, {"pid", "time"}),
+    ],
+)
+def test_a_field_has_the_type_that_its_event_gives_it_or_is_left_out(
+    path: str, mailbox: Mailbox, event: str, fields: dict[str, object], kept: set[str]
+) -> None:
+    protocol.notify(path, event, **fields)
+    assert receive_one(mailbox).fields.keys() == kept

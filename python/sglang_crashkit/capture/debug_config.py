@@ -22,9 +22,14 @@ from sglang_crashkit.errors import UsageError
 
 DEFAULT_WAIT_SECS = 600
 DEFAULT_OUTPUT = "{log_dir}/backtraces"
-_KEYS = ("enabled", "wait_seconds", "output_dir")
+#: Of each option its type, and what it must be in words.
+_OPTIONS: dict[object, tuple[type, str]] = {
+    "enabled": (bool, "true or false"),
+    "wait_seconds": (int, "a whole number of seconds, 0 or more"),
+    "output_dir": (str, "the path of a folder"),
+}
 _PLACEHOLDER = re.compile(r"\{(\w*)\}")
-_MOST_BYTES = 4 << 20
+MAX_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -53,23 +58,19 @@ def read_debug_config(path: Path) -> DebugConfig:
 
     try:
         with path.open("rb") as file:
-            text = file.read(_MOST_BYTES + 1)
+            text = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", next_step="name the job's YAML file") from error
-    if len(text) > _MOST_BYTES:
-        raise UsageError(f"{path} is longer than {_MOST_BYTES >> 20} MiB", next_step="name the job's YAML file")
+    if len(text) > MAX_BYTES:
+        raise UsageError(f"{path} is longer than {MAX_BYTES >> 20} MiB", next_step="name the job's YAML file")
     try:
         document = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         problem = " ".join(str(error).split())[:300]
         raise UsageError(f"{path} is not YAML: {problem}") from error
-    if document is None:
-        return DebugConfig()
-    if not isinstance(document, dict):
+    if not isinstance(document, dict | None):
         raise UsageError(f"{path} must hold sections such as debug:, not {_kind_of(document)}")
-    if "debug" not in document:
-        return DebugConfig()
-    return _parse(path, document["debug"])
+    return _parse(path, document["debug"]) if document and "debug" in document else DebugConfig()
 
 
 def expand_output(template: str, log_dir: Path) -> Path:
@@ -86,21 +87,16 @@ def expand_output(template: str, log_dir: Path) -> Path:
 
 def _parse(path: Path, section: Any) -> DebugConfig:
     if not isinstance(section, Mapping):
-        raise UsageError(f"{path}: debug must hold {', '.join(_KEYS)}, not {_kind_of(section)}")
-    unknown = [str(key) for key in section if key not in _KEYS]
-    if unknown:
-        raise UsageError(f"{path}: debug.{unknown[0]} is unknown", next_step=f"use {', '.join(_KEYS)}")
-    config = DebugConfig(**section)
-    if not isinstance(config.enabled, bool):
-        raise UsageError(f"{path}: debug.enabled must be true or false, not {_kind_of(config.enabled)}")
-    seconds = config.wait_seconds
-    if not isinstance(seconds, int) or isinstance(seconds, bool) or seconds < 0:
-        raise UsageError(
-            f"{path}: debug.wait_seconds must be a whole number of seconds, 0 or more, not {_kind_of(seconds)}"
-        )
-    if not isinstance(config.output_dir, str) or not config.output_dir.strip():
-        raise UsageError(f"{path}: debug.output_dir must be the path of a folder, not {_kind_of(config.output_dir)}")
-    return config
+        raise UsageError(f"{path}: debug must hold {', '.join(map(str, _OPTIONS))}, not {_kind_of(section)}")
+    for key, value in section.items():
+        kind, words = _OPTIONS.get(key, (None, ""))
+        if kind is None:
+            raise UsageError(f"{path}: debug.{key} is unknown", next_step=f"use {', '.join(map(str, _OPTIONS))}")
+        # Empty text names no folder, and true is a number to Python.
+        is_empty = (isinstance(value, int) and value < 0) or (isinstance(value, str) and not value.strip())
+        if type(value) is not kind or is_empty:
+            raise UsageError(f"{path}: debug.{key} must be {words}, not {_kind_of(value)}")
+    return DebugConfig(**section)
 
 
 def _kind_of(value: object) -> str:

@@ -5,7 +5,7 @@ time and 1.9 GB for all that a scheduler maps, 14 s and 0.7 GB for those that we
 which these are; cuda-gdb, which looks for CUDA's driver among them as it attaches, reads all.
 
 It is run only on a target that stops at once and that nobody else holds, and the target runs on afterwards, whatever
-becomes of the debugger; see `native_stacks`. Sources: GDB's manual, "Mode Options" and "Attach"; NVIDIA's CUDA-GDB
+becomes of the debugger; see `tracing`. Sources: GDB's manual, "Mode Options" and "Attach"; NVIDIA's CUDA-GDB
 manual, "info cuda Commands".
 """
 
@@ -23,12 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sglang_crashkit.capture.gdb_output import parse_kernels, parse_stacks
-from sglang_crashkit.capture.native_stacks import capture_native, obstacle_of, release
-from sglang_crashkit.capture.tool_guard import ToolGuard
-from sglang_crashkit.capture.tool_run import run_tool
+from sglang_crashkit.capture.pyspy import capture_native
+from sglang_crashkit.capture.tools import run_tool
+from sglang_crashkit.capture.tracing import ToolGuard, obstacle_of, release
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.model.sample import Thread, format_threads
+from sglang_crashkit.model.sample import Frame, Thread, format_threads
 
 Name = Literal["cuda-gdb", "gdb"]
 
@@ -59,6 +58,15 @@ _OFTEN = frozenset(
 _SPY_SECS = 15.0
 _REFUSED = "ptrace: Operation not permitted"
 _NO_TURN = "not run: called off before its turn"
+_THREAD = re.compile(r'^Thread \d+ \((?:Thread 0x[0-9a-f]+ )?\(?(?:LWP |process )(\d+)\)?(?: "(.*)")?\):$')
+_FRAME = re.compile(r"^#\d+ +(?:0x[0-9a-f]+ in )?(.+)$")
+_PLACE = re.compile(r"(?s)^(?P<function>.*?)(?: at (?P<file>[^:]+):(?P<line>\d+)| from (?P<library>\S+))?$")
+#: A row of the table ends with the dimensions of grid and block (and cluster), then the kernel with its arguments.
+_KERNEL = re.compile(r"^[\s*]*\d+\s.*?(?:\(\d+,\d+,\d+\)\s+){2,3}(\S.*)$")
+_VALUES = re.compile(r"(?:\((?:[^()]|\([^()]*\))*\)| parms=.*)\s*$")
+#: gdb prints a frame's arguments in parentheses behind its function's name, which may hold some itself.
+_ARGUMENTS = re.compile(r" \((?:.*)\)$")
+MAX_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -256,3 +264,31 @@ def _names_of(paths: Iterable[str]) -> set[str]:
 def _toolkit_folders(environ: Mapping[str, str]) -> list[str]:
     homes = [environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
     return [*(str(Path(home) / "bin") for home in homes), *_TOOLKITS]
+
+
+def parse_stacks(text: str) -> tuple[Thread, ...]:
+    """Return the stacks in the output of ``thread apply all bt``, innermost frame first; empty where there are none."""
+    threads: list[tuple[str, int, list[Frame]]] = []
+    is_inside = False
+    for line in text.splitlines():
+        if started := _THREAD.match(line):
+            threads.append((started[2] or "", int(started[1]), []))
+        elif is_inside and (found := _FRAME.match(line)):
+            threads[-1][2].append(_frame(found[1]))
+        # An empty line ends a thread.
+        is_inside = bool(started) or (is_inside and bool(line.strip()))
+    return tuple(Thread(name, id_, False, False, tuple(frames)) for name, id_, frames in threads if frames)
+
+
+def _frame(text: str) -> Frame:
+    match = _PLACE.match(text)
+    assert match is not None
+    function = _ARGUMENTS.sub("", match["function"])[:MAX_NAME]
+    return Frame(function, match["file"] or match["library"] or "", int(match["line"] or 0))
+
+
+def parse_kernels(text: str) -> tuple[str, ...]:
+    """Return the kernels in the output of ``info cuda kernels``, each once, without the values of their arguments."""
+    rows = (_KERNEL.match(line) for line in text.splitlines())
+    names = (_VALUES.sub("", row[1]).strip()[:MAX_NAME] for row in rows if row)
+    return tuple(dict.fromkeys(name for name in names if name))

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_crashkit.capture.tool_run import run_tool
+from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, UsageError
 from sglang_crashkit.kernel.private_files import make_private_folder, write_private
 

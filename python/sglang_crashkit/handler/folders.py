@@ -34,8 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.incident.folder import IncidentFolder, new_id
-from sglang_crashkit.incident.null_folder import NowhereFolder
+from sglang_crashkit.incident.folder import IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.recovery import SPOOL
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.folder_lock import FolderLock
@@ -370,7 +369,7 @@ class Place:
             except (OSError, CrashkitError) as error:
                 problems.append(f"no incident can be written below {folder}: {error}")
                 logger.error("%s", problems[-1])
-        return NowhereFolder("; ".join(problems))
+        return NullFolder("; ".join(problems))
 
     @property
     def _server(self) -> int:

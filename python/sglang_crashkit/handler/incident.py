@@ -8,8 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from typing import Any
 from sglang_crashkit import __version__
 from sglang_crashkit.analysis.verdict import FailureEvent, judge, order_failures
 from sglang_crashkit.handler.collectors import stacks, states
+from sglang_crashkit.handler.collectors.repeats import count_repeat, incident_with_core
+from sglang_crashkit.handler.collectors.requests import add, add_journal, requests_of
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
-from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, tells_of_a_crash
-from sglang_crashkit.incident.fingerprint import count_fault, fault_of
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.kernel import procfs
@@ -52,7 +51,6 @@ _MAX_PEERS, _MAX_WAITING = 64, 1024
 _KINDS_OF_CRASHES = frozenset({"killed", "exited", "exception", "child_failure"})
 #: The longest that native stacks may take, and what is left of the budget for writing after them, in seconds.
 _NATIVE_SECS, _WRITING_SECS = 5.0, 1.0
-_STACKS = "stacks/"
 
 
 class IncidentRun:
@@ -155,10 +153,6 @@ class IncidentRun:
         """Say why what somebody else writes to `folder` is to become no longer; empty where it may."""
         return "" if self.problem else self.folder.make_room_beside(folder, 0)
 
-    def report(self, process: TrackedProcess) -> ProcessReport:
-        """Return the report on a process, to which evidence may be added."""
-        return self._report(process)
-
     def save(self, *, sync: bool = False) -> None:
         """Write the incident as it is now; see `IncidentFolder.save`."""
         document = self.incident.to_json()
@@ -183,7 +177,8 @@ class IncidentRun:
         verdict.text = " ".join([verdict.text, *self._afterwords])
         return verdict
 
-    def _report(self, process: TrackedProcess) -> ProcessReport:
+    def report(self, process: TrackedProcess) -> ProcessReport:
+        """Return the report on a process, to which evidence may be added."""
         report = self.incident.process(process.pid)
         if report is None:
             report = states.report_of(process)
@@ -204,9 +199,9 @@ class IncidentRun:
         started = time.time()
         for process in self._tree:
             if not process.is_of_no_account:
-                self._report(process)
+                self.report(process)
         living = self._tree.alive()
-        reports = {process.pid: self._report(process) for process in living}
+        reports = {process.pid: self.report(process) for process in living}
         if self._snapshots == 0:
             for report in reports.values():
                 # Of one that was opened without stacks.
@@ -253,7 +248,7 @@ class IncidentRun:
             return
         started = time.time()
         living = [process for process in self._tree.alive() if process.matters and not process.handle.has_exited()]
-        reports = {process.pid: self._report(process) for process in living}
+        reports = {process.pid: self.report(process) for process in living}
         stacks.capture_native_stacks(living, reports, self.folder, seconds)
         self.note(time.time(), "native_stacks", processes=len(living), seconds=round(time.time() - started, 4))
 
@@ -266,7 +261,7 @@ class IncidentRun:
         )
         if self.finished:
             return
-        report = self._report(process)
+        report = self.report(process)
         if not any(piece.kind == "stack" for piece in report.evidence):
             report.evidence.append(Evidence("stack", "skipped", reason="it was dead before its stacks could be taken"))
         self._note_exit(process)
@@ -310,7 +305,7 @@ class IncidentRun:
             message: the exception in one line.
             record: the file that the process wrote of itself, moved into the incident.
         """
-        report = self._report(process)
+        report = self.report(process)
         # A file name that is not UTF-8 stands in a message as lone surrogates, which no file would take.
         message = message.encode(errors="backslashreplace").decode()
         self.note(seconds, "exception", pid=process.pid, title=process.title, message=message)
@@ -350,7 +345,7 @@ class IncidentRun:
     def list_processes(self) -> None:
         """Note who is there and in which state, without any stack: what happened, happened elsewhere."""
         living = [process for process in self._tree.alive() if not process.is_of_no_account]
-        reports = {process.pid: self._report(process) for process in living}
+        reports = {process.pid: self.report(process) for process in living}
         states.capture_states(living, reports)
         for report in reports.values():
             report.evidence.append(Evidence("stack", "skipped", reason="none are taken for what another server did"))
@@ -418,7 +413,7 @@ class IncidentRun:
         now = time.time()
         details = {"silent_secs": round(secs, 3), "doing": beat.doing, "batches": beat.batches}
         self.note(now, "no_progress", pid=process.pid, title=process.title, **details)
-        self._report(process).last_sign = last_sign(beat, secs)
+        self.report(process).last_sign = last_sign(beat, secs)
         message = f"made no progress for {secs:.1f} s; the last sign was of {beat.doing}"
         if self.finished:
             self._save_again()
@@ -436,7 +431,7 @@ class IncidentRun:
             if process.exited_at is not None and (beat := signs.get(process.pid)) is not None:
                 # The beat is of the monotonic clock.
                 secs = process.exited_at - now + clock - beat.at
-                self._report(process).last_sign = last_sign(beat, secs)
+                self.report(process).last_sign = last_sign(beat, secs)
 
     def finish(self) -> Path:
         """Judge, write, and give the folder its final name, which is returned.
@@ -480,7 +475,7 @@ class IncidentRun:
             self.folder.rename(kind)
 
     def _note_exit(self, process: TrackedProcess) -> None:
-        report = self._report(process)
+        report = self.report(process)
         states.note_exit(report, process, raised=process.pid in self._raised)
         if self._settings.stacks:
             stacks.take_fault(process, report, self.folder, self._runtime)
@@ -507,51 +502,6 @@ def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: fields.get(name) for name in ("name", "silent_secs", "soft")}
 
 
-def count_repeat(incident: Incident, folder: IncidentFolder, keep: int) -> list[str]:
-    """Count the fault of an incident that is about to be written for the last time.
-
-    Args:
-        incident: with its verdict; it says afterwards what is not kept.
-        folder: where it is written.
-        keep: how many incidents of a fault are kept in full a day; 0 for all.
-
-    Returns:
-        The files that are of no use any more, relative to the folder, to be removed when the incident is written.
-    """
-    fault = fault_of(incident.to_json()) if not folder.problem else None
-    if fault is None:
-        return []
-    pieces = (piece for report in incident.processes for piece in report.evidence)
-    has_core = any(piece.kind == "cuda_core" and piece.status == "captured" for piece in pieces)
-    incident.fault = count_fault(folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core)
-    return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
-
-
-def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) -> str | None:
-    """Return the id of an earlier incident of the same fault that has GPU cores; None where there is none.
-
-    Args:
-        incident: with a verdict.
-        folder: where it is written.
-        keep: see `count_repeat`; with 0 each has its own.
-    """
-    fault = fault_of(incident.to_json()) if keep and not folder.problem else None
-    return fingerprint.incident_with_core(folder.path.parent, fault) if fault is not None else None
-
-
-def _give_up_stacks(incident: Incident) -> Iterator[str]:
-    """Take the stacks out of the incident, except those of the process that failed first, and yield their files."""
-    assert incident.fault is not None
-    assert incident.verdict is not None
-    first = incident.verdict.first_failure
-    for report in incident.processes:
-        for piece in report.evidence:
-            if piece.path and piece.path.startswith(_STACKS) and (first is None or report.pid != first.pid):
-                yield from (str(Path(piece.path).with_suffix(suffix)) for suffix in (".txt", ".json"))
-                piece.status, piece.path, piece.source = "skipped", None, None
-                piece.reason = f"the same fault as in incident {incident.fault.repeats}, which has its stacks"
-
-
 def handler_info() -> HandlerInfo:
     """Describe this process."""
     stat = procfs.read_stat(os.getpid())
@@ -566,46 +516,3 @@ def server_info(pid: int, start_ticks: int) -> ServerInfo:
     except metadata.PackageNotFoundError:
         sglang_version = "unknown"
     return ServerInfo(pid, sglang_version, __version__, socket.gethostname(), start_ticks, own_namespace())
-
-
-def requests_of(fields: dict[str, Any]) -> Requests:
-    """Return the requests that one process says it saved.
-
-    Args:
-        fields: ``path`` of the file, ``finished`` and ``unfinished``; where nothing was saved ``error`` or ``reason``.
-    """
-    path = fields.get("path")
-    reason = None if path else str(fields.get("error") or fields.get("reason") or "there were no requests to save")
-    return Requests(
-        finished=_count(fields.get("finished")),
-        unfinished=_count(fields.get("unfinished")),
-        path=str(path) if path else None,
-        reason=reason,
-        source="pickle" if path else None,
-    )
-
-
-def add(before: Requests, now: Requests) -> Requests:
-    """Return what two processes saved as one."""
-    if before.finished is None and before.unfinished is None:
-        return now
-    path = before.path or now.path
-    return replace(
-        now,
-        finished=(now.finished or 0) + (before.finished or 0),
-        unfinished=(now.unfinished or 0) + (before.unfinished or 0),
-        path=path,
-        reason=None if path else now.reason,
-        source="pickle" if path else None,
-    )
-
-
-def add_journal(requests: Requests, told: JournaledRequests) -> None:
-    """Add what the journals told, which counts where the server did not."""
-    requests.journal = told
-    if requests.source is None and told.path:
-        requests.finished, requests.unfinished, requests.source = told.finished, told.unfinished, "journal"
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -165,10 +165,12 @@ class PeerProber:
 
     Args:
         report: told of peers that were lost at about the same time.
+        clock: the monotonic clock.
     """
 
-    def __init__(self, report: Callable[[list[LostPeer]], None]) -> None:
+    def __init__(self, report: Callable[[list[LostPeer]], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._report = report
+        self._clock = clock
         self._epoll = select.epoll()
         self._by_descriptor: dict[int, Link | _Rank] = {}
         self._ranks: dict[int, _Rank] = {}
@@ -207,7 +209,7 @@ class PeerProber:
         self._ranks[pid] = rank
         self._by_descriptor[connection.fileno()] = rank
         self._epoll.register(connection, select.EPOLLIN)
-        self._ask(rank, time.monotonic())
+        self._ask(rank, self._clock())
 
     def hear(self, said: LostPeer) -> None:
         """Take in that a rank says itself that SGLang gave a peer up."""
@@ -221,7 +223,7 @@ class PeerProber:
             return
         for pid in said.reported_by:
             peer.hear(pid, said)
-        self._lose(peer, said.sign, said.since, time.monotonic())
+        self._lose(peer, said.sign, said.since, self._clock())
 
     def next_due(self) -> float:
         """Return when `act_on_time` has something to do although nothing happens, by the monotonic clock."""
@@ -259,8 +261,8 @@ class PeerProber:
                 self._read(its)
             elif its is not None:
                 owner = next(peer for peer in self._peers.values() if its in peer.links.values())
-                self._step(owner, its, time.monotonic(), events)
-        now = time.monotonic()
+                self._step(owner, its, self._clock(), events)
+        now = self._clock()
         for peer in list(self._peers.values()):
             for link in [link for link in peer.links.values() if link.due <= now]:
                 self._step(peer, link, now, 0)

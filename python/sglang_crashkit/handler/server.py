@@ -21,7 +21,8 @@ from sglang_crashkit.handler.hang_detector import HangDetector
 from sglang_crashkit.handler.peers import PeerLosses, PeerProber
 from sglang_crashkit.handler.processes import ProcessTree, SharedMemory, TrackedProcess
 from sglang_crashkit.handler.session import SILENT_SECS, Session, Subject
-from sglang_crashkit.handler.triage import Seen, Triage
+from sglang_crashkit.handler.state import Seen
+from sglang_crashkit.handler.triage import Triage
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.identity_key import server_key

@@ -16,10 +16,10 @@ from sglang_crashkit.handler.collectors.requests import RequestJournals
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, learn_ranks
-from sglang_crashkit.handler.triage import LAST_EXITS_SECS, Action, Do, Seen, Triage
-from sglang_crashkit.incident.exit_status import exit_status_of
+from sglang_crashkit.handler.state import Action, Do, Seen
+from sglang_crashkit.handler.triage import LAST_EXITS_SECS, Triage
+from sglang_crashkit.incident.exit_status import exit_status_of, write_termination_message
 from sglang_crashkit.incident.summary import format_termination_message
-from sglang_crashkit.incident.termination_log import write_termination_message
 from sglang_crashkit.kernel import procfs, signals
 from sglang_crashkit.kernel.identity_key import own_namespace
 from sglang_crashkit.kernel.shared_memory import LeftSegment
@@ -190,7 +190,7 @@ class Session:
             case Do.CAPTURE:
                 self.capture()
             case Do.FINISH:
-                self.finish(after_second_sample=message is not None)
+                self.finish(after_second_sample=message is not None and message.event == "crash_dump_ended")
             case Do.FORGET:
                 self._forget()
             case Do.DISCARD:

@@ -1,4 +1,4 @@
-"""The exit status that a server ends with after a crash: what an orchestrator reads without reading any file.
+"""What an orchestrator learns of a crash: the exit status of the server, and the termination message of its container.
 
 Upstream's servers end by a SIGKILL of themselves, 137, which reads as out of memory, or, as process 1 of a container,
 with 0. Here 137 is said of an out-of-memory kill alone, and 128 + N where a process of the server was killed by signal
@@ -25,12 +25,20 @@ switched off.
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
+from collections.abc import Mapping
 from enum import IntEnum
 
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.model.incident import Incident
 
+#: Names another file than Kubernetes' default, or switches the termination message off.
+TERMINATION_LOG = "SGLANG_CRASHKIT_TERMINATION_LOG"
+_DEFAULT_LOG = "/dev/termination-log"
+MAX_MESSAGE_BYTES = 4096
+_OFF = {"", "0", "false", "no", "n"}
 #: 128 and SIGKILL, as the kernel's own out-of-memory kill of a container's first process reads.
 OUT_OF_MEMORY = 128 + signal.SIGKILL
 #: Signals that a process does not get by an orderly shutdown.
@@ -107,3 +115,44 @@ def while_starting(status: int | None) -> int:
         status: what the incident says of the cause, None where it says nothing.
     """
     return int(ServerExit.FAILED_START) if status is None or status in _ANY_START else status
+
+
+def write_termination_message(text: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Write `text` into the container's termination message, in place of what is there.
+
+    The kubelet creates the file in the container (``terminationMessagePath``), reads at most 4,096 bytes of it when the
+    container has ended, and shows them in the pod's status; see "Determine the Reason for Pod Failure" in Kubernetes'
+    documentation. It is never created here: outside a container there is none. ``SGLANG_CRASHKIT_TERMINATION_LOG``
+    names another one, and switches this off by ``0`` or an empty value.
+
+    Args:
+        text: the message; what is beyond 4,096 bytes is left away.
+        environ: the environment.
+
+    Returns:
+        Whether it was written.
+    """
+    path = environ.get(TERMINATION_LOG, _DEFAULT_LOG).strip()
+    if path.lower() in _OFF:
+        return False
+    data = _cut(text.encode(errors="backslashreplace"))
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return False
+        os.ftruncate(descriptor, 0)
+        return os.write(descriptor, data) == len(data)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _cut(data: bytes) -> bytes:
+    if len(data) <= MAX_MESSAGE_BYTES:
+        return data
+    mark = b" ..."
+    return data[: MAX_MESSAGE_BYTES - len(mark)].decode(errors="ignore").encode() + mark

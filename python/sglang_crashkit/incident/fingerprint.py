@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.incident.name import PARTIAL
+from sglang_crashkit.incident.store import PARTIAL
 from sglang_crashkit.incident.summary import mapping_of, mappings_of
 from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.kernel.private_files import write_json

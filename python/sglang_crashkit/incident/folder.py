@@ -25,8 +25,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.incident.name import PARTIAL, IncidentName, parse_name
 from sglang_crashkit.incident.retention import FULL, Ledger, NoRoomError
+from sglang_crashkit.incident.store import PARTIAL, IncidentName, parse_name
 from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.kernel.private_files import (
     create_private,
@@ -38,6 +38,9 @@ from sglang_crashkit.kernel.private_files import (
 from sglang_crashkit.settings import DiskLimits
 
 RESERVE = ".reserve"
+#: What the journals of requests hold, one JSON object a line.
+REQUESTS = "requests/requests.jsonl"
+MAX_REASON = 1000
 #: Twice what ``incident.json`` and ``summary.md`` of a few dozen processes take: each is written anew beside its elder.
 _RESERVE_BYTES = 512 * 1024
 _LEAST_RESERVE_BYTES = 16 * 1024
@@ -237,6 +240,41 @@ class IncidentFolder:
             return False
         self._ledger.forget(RESERVE)
         return True
+
+
+class NullFolder(IncidentFolder):
+    """Takes the place of an `IncidentFolder` that cannot be written anywhere, and nothing on disk.
+
+    The incident is gathered, judged and told of nonetheless; each piece of evidence is refused.
+
+    Args:
+        reason: why there is no folder; cut to what fits an answer.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.id = new_id()
+        self.path = Path("nowhere")
+        self.problem = reason[:MAX_REASON]
+
+    def rename(self, kind: str) -> None:
+        """Do nothing."""
+
+    def make_room_beside(self, folder: Path, size: int) -> str:
+        """Return that there is none."""
+        return f"{self.problem} (there would be {size} bytes in {folder})"
+
+    def save(self, document: Mapping[str, Any], summary: str, *, sync: bool = False) -> None:
+        """Do nothing."""
+
+    def publish(self) -> Path:
+        """Return a path that nothing lies below."""
+        return self.path
+
+    def discard(self) -> None:
+        """Do nothing."""
+
+    def _write(self, name: str, data: bytes) -> None:
+        raise NoRoomError(errno.ENOSPC, f"{self.problem} ({name} would take {len(data)} bytes)")
 
 
 def new_id() -> str:

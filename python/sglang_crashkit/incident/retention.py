@@ -1,8 +1,9 @@
 """How much of the disk incidents may take, kept before a byte is written.
 
-The oldest finished incidents make room for a new one, with the GPU cores and request dumps that they name. What others
-filled the disk with is none of their business: then an incident takes no more than older ones gave up for it. journald
-keeps its journals in the same way (journald.conf(5), ``SystemMaxUse=``, ``SystemKeepFree=``).
+The oldest finished incidents make room for a new one, with the GPU cores, which the driver writes, and upstream's dumps
+of requests, which lie in the host's folder and which an incident names. What others filled the disk with is none of
+their business: then an incident takes no more than older ones gave up for it. journald keeps its journals in the same
+way (journald.conf(5), ``SystemMaxUse=``, ``SystemKeepFree=``).
 
 A core or a dump that no incident names may be anybody's. It is never removed; it counts where further cores are asked
 for, and not against who died of what, which is small and worth more.
@@ -12,14 +13,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import re
 import shutil
+import socket
 import stat
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_crashkit.incident.crash_files import CrashFile, find_crash_files, is_of_living_server, named_in
-from sglang_crashkit.incident.name import PARTIAL, REMOVING, is_finished, parse_name
+from sglang_crashkit.incident.store import PARTIAL, REMOVING, is_finished, parse_name
+from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.model.incident import EvidenceStatus
 from sglang_crashkit.settings import KEEP_FREE, MAX_INCIDENT, MAX_USE, MB, DiskLimits
@@ -35,6 +41,9 @@ _BLOCK = 4096
 _LOCK_SECS = 0.5
 #: A core or a dump that changed within so many seconds may be written still; twice the time that a server's end has.
 _SETTLED_SECS = 120.0
+#: As ``--crash-dump-folder`` has the driver name its cores, and as SGLang names its dumps.
+_CRASH_FILES = re.compile(r"core\.cuda\.\d+\.\d+|crash_dump_[\w.-]+\.pkl")
+MAX_JSON = 8 << 20
 FULL = "the disk is full"
 
 
@@ -48,6 +57,88 @@ class NoRoomError(OSError):
 def status_of(error: Exception) -> EvidenceStatus:
     """Return the status of a piece of evidence that could not be written for `error`."""
     return "skipped" if isinstance(error, NoRoomError) else "failed"
+
+
+@dataclass(frozen=True)
+class CrashFile:
+    """A GPU core or a dump of requests beside folders of incidents.
+
+    Attributes:
+        path: where it is.
+        size: how many bytes of the disk it takes.
+        inode: of the file that was found, so that another one of its name is not taken for it.
+        age_secs: how long ago it changed, in seconds.
+    """
+
+    path: Path
+    size: int
+    inode: int
+    age_secs: float
+
+    def remove(self) -> None:
+        """Remove it, where it is there still."""
+        with contextlib.suppress(OSError):
+            if self.path.lstat().st_ino == self.inode:
+                self.path.unlink()
+
+
+def find_crash_files(incidents: Iterable[Path]) -> list[CrashFile]:
+    """Return the GPU cores and the dumps of requests of this user beside these folders of incidents."""
+    # The driver names a host's folder by gethostname(2), which may be another one.
+    folders = {folder for path in incidents for folder in (path.parent, path.parent.parent / socket.gethostname())}
+    found = []
+    for folder in folders:
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            for path in (Path(entry.path) for entry in entries if _CRASH_FILES.fullmatch(entry.name)):
+                with contextlib.suppress(OSError):
+                    status = path.lstat()
+                    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                        age_secs = time.time() - status.st_mtime
+                        found.append(CrashFile(path, status.st_blocks * 512, status.st_ino, age_secs))
+    return found
+
+
+def named_in(incidents: Iterable[Path], files: Sequence[CrashFile]) -> dict[Path, list[CrashFile]]:
+    """Return which of `files` each incident names, by its folder; the first one has those that several name."""
+    left, found = list(files), {}
+    for path in incidents if left else ():
+        text = _document_of(path)
+        # The name of another one may begin or end with this one.
+        own = [one for one in left if re.search(rf"(?<![\w.-]){re.escape(one.path.name)}(?![\w-])".encode(), text)]
+        if own:
+            found[path] = own
+            left = [one for one in left if one not in own]
+    return found
+
+
+def is_of_living_server(incident: Path, *, but: int) -> bool:
+    """Say whether the server of the incident in this folder lives on this machine, and is not the process `but`."""
+    try:
+        server = json.loads(_document_of(incident))["server"]
+        pid, start_ticks = int(server["pid"]), int(server["start_ticks"])
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return False
+    stat_line = procfs.read_stat(pid) if pid != but else None
+    return stat_line is not None and stat_line.start_ticks == start_ticks and stat_line.state not in "ZX"
+
+
+def _document_of(incident: Path) -> bytes:
+    with contextlib.suppress(OSError), (incident / "incident.json").open("rb") as file:
+        return file.read(MAX_JSON)
+    return b""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What one entry of a folder of incidents takes of file system `device`; `files` are what it names beside it."""
+
+    own: int
+    device: int
+    files: Sequence[CrashFile] = ()
+
+    @property
+    def size(self) -> int:
+        return self.own + sum(file.size for file in self.files)
 
 
 class Ledger:
@@ -75,10 +166,10 @@ class Ledger:
         default_use = min(_DEFAULT_MAX_USE, int(total * _USE_SHARE))
         self._max_use = default_use if limits.max_use is None else limits.max_use
         # What others have filled already is not emptied again at the expense of evidence.
-        self._floor = min(_keep_free(total, limits), free)
+        self._floor = min(_default_free(total) if limits.keep_free is None else limits.keep_free, free)
         self._max_incident = limits.max_incident
         self._own: dict[str, int] = {}
-        self._others: dict[Path, _Other] | None = None
+        self._measured: dict[Path, _Entry] | None = None
 
     @property
     def own(self) -> int:
@@ -102,9 +193,8 @@ class Ledger:
             NoRoomError: the limits do not allow it; it is not counted.
         """
         size = -(-size // _BLOCK) * _BLOCK
-        growth = size - self._own.get(name, 0)
-        reason = None if essential else self._reason_against(growth)
-        if reason is not None:
+        reason = "" if essential else self._reason_against(size - self._own.get(name, 0))
+        if reason:
             raise NoRoomError(errno.ENOSPC, reason)
         self._own[name] = size
 
@@ -118,8 +208,7 @@ class Ledger:
 
     def settle(self) -> None:
         """Make room for what the essential files took beyond the limits."""
-        if not self._fits_use(0) or not self._fits_disk(0):
-            self.make_room(0)
+        self.make_room(0)
 
     def make_room(self, growth: int) -> None:
         """Remove the oldest finished incidents until `growth` more bytes fit, or none is left."""
@@ -139,15 +228,15 @@ class Ledger:
             Why there is none; empty where there is room.
         """
         try:
-            self._remove_until(lambda: self._fits_use_beside(size))
-            if not self._fits_use_beside(size):
+            self._remove_until(lambda: self._fits_use(size, beside=True))
+            if not self._fits_use(size, beside=True):
                 return self._too_much
             if folder.stat().st_dev == self._incidents.stat().st_dev:
                 self._remove_until(lambda: self._fits_disk(size), here=True)
                 fits = self._fits_disk(size)
             else:
                 total, free = _space_of(folder)
-                fits = free - size >= min(_DEFAULT_KEEP_FREE, int(total * _FREE_SHARE))
+                fits = free - size >= _default_free(total)
         except OSError as error:
             return f"{folder} cannot be written to: {error.strerror}"
         if fits:
@@ -172,55 +261,52 @@ class Ledger:
         if lock.acquire(_LOCK_SECS) == "taken":
             return
         try:
-            self._others = others = self._measure()
+            self._measured = others = self._measure()
             device = self._incidents.stat().st_dev
             for path in sorted((path for path in others if is_finished(path.name)), key=lambda path: path.name):
                 if fits():
                     break
-                is_of_use = not here or others[path].device == device
-                if is_of_use and self._may_remove(path, others[path]) and remove_incident(path, others[path].files):
+                # Its server may be about to write what it names.
+                is_old = all(file.age_secs >= _SETTLED_SECS for file in others[path].files)
+                is_of_use = is_old and (not here or others[path].device == device)
+                is_free = is_of_use and not is_of_living_server(path, but=self._server)
+                if is_free and remove_incident(path, others[path].files):
                     del others[path]
         finally:
             lock.release()
 
-    def _reason_against(self, growth: int) -> str | None:
+    def _reason_against(self, growth: int) -> str:
         if self.own + growth > self._max_incident:
             return f"the incident would take more than {MAX_INCIDENT} ({self._max_incident / MB:g} MB)"
         if not self._fits_use(growth) or not self._fits_disk(growth):
             self.make_room(max(growth, _AT_A_TIME))
         if not self._fits_use(growth):
             return self._too_much
-        if not self._fits_disk(growth):
-            if _space_of(self._incidents)[1] < growth:
-                return FULL
-            return f"less than {KEEP_FREE} ({self._floor / MB:.3g} MB) would stay free on the disk"
-        return None
+        if self._fits_disk(growth):
+            return ""
+        if _space_of(self._incidents)[1] < growth:
+            return FULL
+        return f"less than {KEEP_FREE} ({self._floor / MB:.3g} MB) would stay free on the disk"
 
-    def _fits_use(self, growth: int) -> bool:
-        if self._others is None:
+    def _fits_use(self, growth: int, *, beside: bool = False) -> bool:
+        """Say whether `growth` more bytes fit, with what lies `beside` the incidents also where none names it."""
+        if self._measured is None:
             # Not before the first stacks: nothing may delay the capture.
-            self._others = self._measure()
-        return sum(other.size for other in self._others.values()) + self.own + growth <= self._max_use
-
-    def _fits_use_beside(self, size: int) -> bool:
-        if self._others is None:
-            self._others = self._measure()
-        # Looked at anew: cores grow, and those of this incident are named by none that is finished.
-        beside = sum(file.size for file in find_crash_files(self._folders))
-        incidents = sum(other.size - other.beside for other in self._others.values())
-        return incidents + beside + self.own + size <= self._max_use
+            self._measured = self._measure()
+        if beside:
+            # Looked at anew: cores grow, and those of this incident are named by none that is finished.
+            taken = sum(one.own for one in self._measured.values())
+            taken += sum(file.size for file in find_crash_files(self._folders))
+        else:
+            taken = sum(one.size for one in self._measured.values())
+        return taken + self.own + growth <= self._max_use
 
     def _fits_disk(self, growth: int) -> bool:
         return _space_of(self._incidents)[1] - growth >= self._floor
 
-    def _may_remove(self, path: Path, other: _Other) -> bool:
-        # Its server may be about to write what it names.
-        is_old = all(file.age_secs >= _SETTLED_SECS for file in other.files)
-        return is_old and not is_of_living_server(path, but=self._server)
-
-    def _measure(self) -> dict[Path, _Other]:
+    def _measure(self) -> dict[Path, _Entry]:
         """Return what everything in the folders but this incident takes, by path."""
-        found: dict[Path, _Other] = {}
+        found: dict[Path, _Entry] = {}
         for folder in self._folders:
             try:
                 device, entries = folder.stat().st_dev, list(folder.iterdir())
@@ -228,56 +314,19 @@ class Ledger:
                 if folder == self._incidents:
                     raise
                 continue
-            found |= {path: _Other(size_of(path), device) for path in entries if path.name not in self._names}
+            found |= {path: _Entry(size_of(path), device) for path in entries if path.name not in self._names}
         # What several name is the last one's, which may be unfinished.
-        incidents = sorted((path for path in found if parse_name(path.name)), key=_time_of, reverse=True)
+        incidents = [path for path in found if parse_name(path.name)]
+        incidents.sort(key=lambda path: path.name.removeprefix(PARTIAL), reverse=True)
         for path, files in named_in(incidents, find_crash_files(self._folders)).items():
-            found[path].add(files)
+            found[path] = _Entry(found[path].own, found[path].device, files)
         return found
 
 
-class _Other:
-    """What one entry of a folder of incidents takes.
-
-    Attributes:
-        size: its bytes on disk, with `files`.
-        device: the file system that it is on.
-        files: the cores and dumps that it names, and that lie beside it.
-    """
-
-    def __init__(self, size: int, device: int) -> None:
-        self.size = size
-        self.device = device
-        self.files: Sequence[CrashFile] = ()
-
-    @property
-    def beside(self) -> int:
-        """How many bytes `files` take."""
-        return sum(file.size for file in self.files)
-
-    def add(self, files: Sequence[CrashFile]) -> None:
-        """Take in what it names."""
-        self.files = files
-        self.size += self.beside
-
-
-def _time_of(path: Path) -> str:
-    return path.name.removeprefix(PARTIAL)
-
-
-def _keep_free(total: int, limits: DiskLimits) -> int:
-    default = min(_DEFAULT_KEEP_FREE, int(total * _FREE_SHARE))
-    return default if limits.keep_free is None else limits.keep_free
-
-
 def remove_incident(folder: Path, files: Sequence[CrashFile] = ()) -> bool:
-    """Remove a finished incident of this user; say whether it is gone.
+    """Remove a finished incident of this user, and `files`, which it names; say whether it is gone.
 
     It loses its name first, so that one that is removed in part is never taken for a whole one.
-
-    Args:
-        folder: the incident.
-        files: what it names, which goes with it.
     """
     removing = folder.with_name(f"{REMOVING}{folder.name}")
     with contextlib.suppress(OSError):
@@ -294,16 +343,17 @@ def remove_incident(folder: Path, files: Sequence[CrashFile] = ()) -> bool:
 
 def size_of(folder: Path) -> int:
     """Return how many bytes the files below `folder`, or a file of that name, take on disk; links are not followed."""
+    names = [folder] if not folder.is_dir() or folder.is_symlink() else []
+    names += [Path(path) / name for path, _folders, files in os.walk(folder) for name in files if not names]
     size = 0
-    with contextlib.suppress(OSError):
-        status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode):
-            return status.st_blocks * 512
-    for path, _folders, files in os.walk(folder):
-        for name in files:
-            with contextlib.suppress(OSError):
-                size += (Path(path) / name).lstat().st_blocks * 512
+    for name in names:
+        with contextlib.suppress(OSError):
+            size += name.lstat().st_blocks * 512
     return size
+
+
+def _default_free(total: int) -> int:
+    return min(_DEFAULT_KEEP_FREE, int(total * _FREE_SHARE))
 
 
 def _space_of(folder: Path) -> tuple[int, int]:

@@ -1,22 +1,69 @@
-"""Find the incidents on disk, newest first; `incident_folder` writes them."""
+"""Incidents on disk: what their folders are called, and finding them, newest first; `folder` writes them.
+
+A folder is called ``<UTC time>-<kind>-<id>``, with a mark in front until it is whole.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from sglang_crashkit import settings
 from sglang_crashkit.errors import CrashkitError, NothingToDoError
-from sglang_crashkit.incident.name import PARTIAL, parse_name
 
+#: In front of the name of an incident that is not finished.
+PARTIAL = ".partial-"
+#: In front of the name of one that is being removed.
+REMOVING = ".removing-"
+
+_NAME = re.compile(r"(?P<time>\d{8}T\d{6}\.\d{3}Z)-(?P<kind>[a-z_]+)-(?P<id>[0-9a-f]{8})")
 _CRASH_FOLDER = "--crash-dump-folder"
+
+
+@dataclass(frozen=True)
+class IncidentName:
+    """What the name of an incident's folder tells.
+
+    Attributes:
+        seconds: when it was opened, since the epoch, to the millisecond.
+        kind: its kind.
+        id: its id.
+    """
+
+    seconds: float
+    kind: str
+    id: str
+
+    def __str__(self) -> str:
+        moment = datetime.fromtimestamp(self.seconds, timezone.utc)
+        stamp = moment.strftime("%Y%m%dT%H%M%S.") + f"{moment.microsecond // 1000:03d}Z"
+        return f"{stamp}-{self.kind}-{self.id}"
+
+
+def parse_name(name: str) -> IncidentName | None:
+    """Return what the name of a finished or an unfinished incident's folder tells; None for any other name."""
+    match = _NAME.fullmatch(name.removeprefix(PARTIAL))
+    if match is None:
+        return None
+    try:
+        moment = datetime.strptime(match["time"], "%Y%m%dT%H%M%S.%fZ").replace(tzinfo=timezone.utc)
+    except ValueError:
+        return None
+    return IncidentName(moment.timestamp(), match["kind"], match["id"])
+
+
+def is_finished(name: str) -> bool:
+    """Say whether it is the name of a finished incident's folder."""
+    return parse_name(name) is not None and not name.startswith(PARTIAL)
 
 
 @dataclass(frozen=True)
@@ -75,19 +122,6 @@ def _read(path: Path) -> StoredIncident:
     if not isinstance(document, dict):
         return StoredIncident(path, finished, None, "incident.json is not an object")
     return StoredIncident(path, finished, document)
-
-
-def wait_for_incident(folder: Path, timeout_secs: float) -> StoredIncident | None:
-    """Wait until there is a finished incident below `folder` and return the newest; None at the end of the time."""
-    deadline = time.monotonic() + timeout_secs
-    while True:
-        if folder.is_dir():
-            for incident in find_incidents(folder):
-                if incident.finished and incident.document is not None:
-                    return incident
-        if time.monotonic() >= deadline:
-            return None
-        time.sleep(0.02)
 
 
 def find_incident_of(pid: int, since: float, command: object, deadline_secs: float) -> StoredIncident | None:

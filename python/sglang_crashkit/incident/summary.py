@@ -28,7 +28,7 @@ def headline(document: Mapping[str, Any]) -> str:
 
 
 def format_termination_message(document: Mapping[str, Any], path: str) -> str:
-    """Return the little that a pod's status shows of a container that ended; see `core.termination_log`.
+    """Return the little that a pod's status shows of a container that ended.
 
     Args:
         document: of a finished incident.

@@ -38,15 +38,13 @@ def find_counter(pid: int) -> OomCounter | None:
         return None
     for line in memberships.splitlines():
         _hierarchy, controllers, group = line.split(":", 2)
+        candidates: list[Path] = []
         if "memory" in controllers.split(","):
             candidates = _counter_files("cgroup", "memory", group, "memory.oom_control")
-        elif controllers == "":
+        elif not controllers:
             candidates = _counter_files("cgroup2", None, group, "memory.events")
-        else:
-            continue
         for path in candidates:
-            kills = _read_kills(path)
-            if kills is not None:
+            if (kills := _read_kills(path)) is not None:
                 return OomCounter(path, kills)
     return None
 
@@ -64,11 +62,7 @@ def _counter_files(fs_type: str, option: str | None, group: str, name: str) -> l
 
 def _read_kills(path: Path) -> int | None:
     try:
-        text = path.read_text()
+        pairs = (line.partition(" ") for line in path.read_text().splitlines())
     except OSError:
         return None
-    for line in text.splitlines():
-        key, _, value = line.partition(" ")
-        if key == "oom_kill" and value.isdigit():
-            return int(value)
-    return None
+    return next((int(value) for key, _, value in pairs if key == "oom_kill" and value.isdigit()), None)

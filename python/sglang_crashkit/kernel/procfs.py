@@ -41,6 +41,7 @@ class ProcStat:
         threads: number of threads.
         cpu_ticks: CPU time of all its threads since its start, in clock ticks.
         wait_status: status as waitpid(2) would return it; meaningful for a zombie only, 0 where it may not be read.
+        flags: the kernel's ``PF_*``.
     """
 
     pid: int
@@ -51,6 +52,7 @@ class ProcStat:
     threads: int
     wait_status: int
     cpu_ticks: int = 0
+    flags: int = 0
 
 
 def started_at(start_ticks: int) -> float:
@@ -59,11 +61,18 @@ def started_at(start_ticks: int) -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
 
 
+def _read(pid: int, *path: str) -> bytes:
+    """Return what a file of a process holds that waits for nobody; empty where that cannot be read."""
+    try:
+        return (_PROC / str(pid)).joinpath(*path).read_bytes()
+    except OSError:
+        return b""
+
+
 def read_stat(pid: int) -> ProcStat | None:
     """Return the stat line of `pid`, or None when there is no such process."""
-    try:
-        raw = (_PROC / str(pid) / "stat").read_bytes()
-    except OSError:
+    raw = _read(pid, "stat")
+    if not raw:
         return None
     # The name stands in parentheses and may itself hold parentheses and spaces.
     opened, closed = raw.find(b"("), raw.rfind(b")")
@@ -77,7 +86,15 @@ def read_stat(pid: int) -> ProcStat | None:
         start_ticks=int(fields[19]),
         wait_status=int(fields[49]) if len(fields) > 49 else 0,
         cpu_ticks=int(fields[11]) + int(fields[12]),
+        flags=int(fields[6]),
     )
+
+
+def _read_guarded(pid: int, name: str) -> bytes:
+    try:
+        return read_guarded(_PROC / str(pid) / name)
+    except OSError:
+        return b""
 
 
 def read_cmdline(pid: int) -> list[str]:
@@ -85,20 +102,14 @@ def read_cmdline(pid: int) -> list[str]:
 
     They are empty for a zombie, a kernel thread or a process that is gone, and where they do not come in time.
     """
-    try:
-        raw = read_guarded(_PROC / str(pid) / "cmdline")
-    except OSError:
-        return []
+    raw = _read_guarded(pid, "cmdline")
     return [part.decode(errors="replace") for part in raw.rstrip(b"\0").split(b"\0")] if raw else []
 
 
 def read_environ(pid: int) -> dict[str, str]:
     """Return the environment that `pid` was started with, as far as it may be read: a title is written over it."""
-    try:
-        raw = read_guarded(_PROC / str(pid) / "environ")
-    except OSError:
-        return {}
-    pairs = (entry.decode(errors="replace").partition("=") for entry in raw.split(b"\0"))
+    entries = _read_guarded(pid, "environ").decode(errors="replace").split("\0")
+    pairs = (entry.partition("=") for entry in entries)
     return {name: value for name, _equals, value in pairs if name}
 
 
@@ -195,29 +206,19 @@ def may_inspect(pid: int) -> bool:
 
 def thread_states(pid: int) -> dict[int, str]:
     """Return the state letter of each thread of `pid` by its kernel thread id; empty when the process is gone."""
-    states = {}
     try:
-        entries = list((_PROC / str(pid) / "task").iterdir())
+        threads = os.listdir(_PROC / str(pid) / "task")  # noqa: PTH208
     except OSError:
         return {}
-    for entry in entries:
-        try:
-            raw = (entry / "stat").read_bytes()
-        except OSError:
-            continue
-        states[int(entry.name)] = raw[raw.rfind(b")") + 2 :][:1].decode()
-    return states
+    lines = {int(thread): _read(pid, "task", thread, "stat") for thread in threads}
+    return {thread: line[line.rfind(b")") + 2 :][:1].decode() for thread, line in lines.items() if line}
 
 
 def read_status(pid: int, thread: int | None = None) -> dict[str, str]:
     """Return the fields of ``/proc/PID/status``, or of one thread's, by name; empty when it is gone."""
-    folder = _PROC / str(pid)
-    try:
-        text = ((folder if thread is None else folder / "task" / str(thread)) / "status").read_text(errors="replace")
-    except OSError:
-        return {}
-    pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line)
-    return {name: value.strip() for name, value in pairs}
+    text = _read(pid, "status") if thread is None else _read(pid, "task", str(thread), "status")
+    pairs = (line.partition(":") for line in text.decode(errors="replace").splitlines())
+    return {name: value.strip() for name, colon, value in pairs if colon}
 
 
 def catches_signal(pid: int, signum: int) -> bool:
@@ -241,20 +242,13 @@ def is_ending(pid: int) -> bool:
     pending = read_status(pid)
     if any(in_mask(pending.get(name), signal.SIGKILL) for name in ("SigPnd", "ShdPnd")):
         return True
-    try:
-        raw = (_PROC / str(pid) / "stat").read_bytes()
-    except OSError:
-        return True
-    fields = raw[raw.rfind(b")") + 2 :].split()
-    return fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _PF_EXITING)
+    stat = read_stat(pid)
+    return stat is None or stat.state in "ZX" or bool(stat.flags & _PF_EXITING)
 
 
 def read_wchan(pid: int) -> str:
     """Return the kernel function the main thread sleeps in, or an empty string where it may not be read."""
-    try:
-        return (_PROC / str(pid) / "wchan").read_text(errors="replace").strip("\0 \n0")
-    except OSError:
-        return ""
+    return _read(pid, "wchan").decode(errors="replace").strip("\0 \n0")
 
 
 def mapped_files(pid: int) -> set[str]:

@@ -2,7 +2,7 @@
 
 Whether one is sent is decided by `policy` alone. Sent where they belong are what a tool of the kit's own gets at its
 end, the signal by which faulthandler is asked for stacks (`stack_signal`), SIGCONT for what a debugger may have left
-stopped (`native_stacks`), and what the kit sends in the place of upstream's ``kill_process_tree``.
+stopped (`tracing`), and what the kit sends in the place of upstream's ``kill_process_tree``.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ HANDLER_PID = "handler.pid"
 #: The event by which the main process is told that a worker wrote its stacks as it died; see ``.say``.
 FAULT = "fault"
 
-_MOST_BYTES = 1 << 16
+MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,9 @@ def read_armed(folder: Path, pid: int, start_ticks: int) -> Armed | None:
     """Return what the process `pid` that started at `start_ticks` armed, None where that is nothing."""
     try:
         with ArmedFiles.of(folder, pid, start_ticks).description.open("rb") as file:
-            document = json.loads(file.read(_MOST_BYTES))
-        armed = Armed(
-            pid=pid,
-            start_ticks=start_ticks,
-            main_thread=int(document["main_thread"]),
-            signal=int(document["signal"]),
-            roots=tuple(str(root) for root in document["roots"]),
-        )
+            document = json.loads(file.read(MAX_BYTES))
+        roots = tuple(map(str, document["roots"]))
+        armed = Armed(pid, start_ticks, int(document["main_thread"]), int(document["signal"]), roots)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return armed if is_usable(armed.signal) else None

@@ -10,30 +10,37 @@ What it does not see: collectives that are replayed from a CUDA graph, and those
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import re
 import stat
+import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from sglang_crashkit.model.plain_pickle import CutOffError, PickleError, load_plain
 from sglang_crashkit.model.sample import Frame
 
 State = Literal["scheduled", "started", "completed"]
 
-#: 2,000 entries with their stacks take half a megabyte.
-_MOST_BYTES = 32 << 20
-_MOST_ENTRIES = 100_000
+#: 2,000 entries with their stacks take a megabyte.
+MAX_BYTES = 16 << 20
+MAX_ENTRIES = 100_000
+#: Counted are the bytes that may make one; an empty one takes 64 bytes of memory.
+MAX_CONTAINERS = 2_000_000
 #: A value may stand in many places of a pickle: of all of a dump, so many numbers, names and frames are looked at.
-_MOST_PARTS = 5_000_000
-_MOST_FRAMES = 16
+MAX_PARTS = 5_000_000
+MAX_FRAMES = 16
 #: PyTorch allows no more.
-_MOST_DIMENSIONS = 64
-_MOST_TEXT = 500
+MAX_DIMENSIONS = 64
+MAX_TEXT = 500
 _VERSION = re.compile(r"2\.\d{1,9}")
-_STATES: dict[str, State] = {"scheduled": "scheduled", "started": "started", "completed": "completed"}
+_STATES: dict[object, State] = {"scheduled": "scheduled", "started": "started", "completed": "completed"}
+#: The instructions of protocol 2 that build plain data, and those of them that make a container or a mark.
+_PLAIN, _CONTAINERS = b"\x80.(1}])tNaesu\x85\x86\x87\x88\x89\x8aKMJGXqrhj", b"(}])t\x85\x86\x87"
 
+_Kind = TypeVar("_Kind")
 Sizes = tuple[tuple[int, ...], ...]
 
 
@@ -159,14 +166,70 @@ def read_bytes(path: Path, owner: int) -> bytes:
         if not stat.S_ISREG(status.st_mode) or status.st_uid != owner:
             raise FlightDumpError(f"{path} is not a file of user {owner}")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            data = file.read(_MOST_BYTES + 1)
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise FlightDumpError(f"{path}: {error.strerror}") from error
     finally:
         os.close(descriptor)
-    if len(data) > _MOST_BYTES:
-        raise FlightDumpError(f"{path} has more than {_MOST_BYTES >> 20} MB")
+    if len(data) > MAX_BYTES:
+        raise FlightDumpError(f"{path} has more than {MAX_BYTES >> 20} MB")
     return data
+
+
+class _PlainUnpickler(pickle._Unpickler):
+    """Carries out what builds plain data, and refuses everything else.
+
+    It is the one that is written in Python: that in C clears 34 GB of memory for five bytes that name a far place of
+    its memo.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
+
+    def set_items(self: Any, items: list[Any]) -> None:
+        # Keys can be chosen so that a table of them is filled in quadratic time, and tuples so that they are hashed in
+        # exponential time.
+        if type(self.stack[-1]) is not dict or len(items) % 2 or any(type(key) is not str for key in items[::2]):
+            raise pickle.UnpicklingError("a key in it is no text")
+        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
+
+    dispatch = {code: pickle._Unpickler.dispatch[code] for code in _PLAIN}  # noqa: RUF012 - as in the class above
+    dispatch[ord("s")] = lambda self: self.set_items([self.stack.pop(-2), self.stack.pop()])  # type: ignore[attr-defined]
+    dispatch[ord("u")] = lambda self: self.set_items(self.pop_mark())  # type: ignore[attr-defined]
+
+
+def load_plain(data: bytes) -> Any:
+    """Return the value of a pickle of protocol 2 that holds nothing but plain data, in bounded time and memory.
+
+    One value may stand in several places of it, also within itself: whoever walks it counts the steps.
+
+    Raises:
+        FlightDumpError: it is no such pickle, is cut off, or is larger than a reader would bear.
+    """
+    if len(data) > MAX_BYTES or sum(data.count(code) for code in _CONTAINERS) > MAX_CONTAINERS:
+        raise FlightDumpError(f"it has more than {MAX_BYTES >> 20} MB or {MAX_CONTAINERS} containers")
+    if not b"\x80\x02".startswith(data[:2]):
+        raise FlightDumpError("it is no pickle of protocol 2")
+    file = io.BytesIO(data)
+    try:
+        value = _PlainUnpickler(file).load()
+    except (
+        pickle.UnpicklingError,
+        AttributeError,
+        EOFError,
+        LookupError,
+        TypeError,
+        ValueError,
+        struct.error,
+    ) as error:
+        is_at_end = file.tell() >= len(data) and not (isinstance(error, IndexError) and data.endswith(b"."))
+        if is_at_end:
+            raise FlightDumpError(f"it is cut off after {len(data)} bytes", is_cut_off=True) from None
+        words = f"code {error} builds no plain data" if isinstance(error, KeyError) else str(error)
+        raise FlightDumpError(f"byte {file.tell() - 1}: {words}") from None
+    if file.tell() < len(data):
+        raise FlightDumpError(f"{len(data) - file.tell()} bytes follow its end")
+    return value
 
 
 def parse_dump(data: bytes) -> FlightDump:
@@ -176,11 +239,9 @@ def parse_dump(data: bytes) -> FlightDump:
         FlightDumpError: it is none.
     """
     try:
-        document = load_plain(data)
-    except PickleError as error:
-        raise FlightDumpError(f"no dump: {error}", is_cut_off=isinstance(error, CutOffError)) from None
-    try:
-        return _Parser().dump(document)
+        return _Parser().dump(load_plain(data))
+    except FlightDumpError as error:
+        raise FlightDumpError(f"no dump: {error}", is_cut_off=error.is_cut_off) from None
     except (KeyError, ValueError) as error:
         words = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise FlightDumpError(f"no dump of a flight recorder: {words}") from None
@@ -190,114 +251,86 @@ class _Parser:
     """Takes over what is of interest, and counts what it looks at."""
 
     def __init__(self) -> None:
-        self._left = _MOST_PARTS
+        self._left = MAX_PARTS
 
     def dump(self, document: Any) -> FlightDump:
-        document = _mapping(document)
-        version = _text(document["version"])
+        version = _text(_typed(document, dict)["version"])
         if not _VERSION.fullmatch(version):
             raise ValueError(f"it is of version {version!r:.20}, of which nothing is known")
         # Where nothing was recorded at all, it is left out.
         entries = self._list(document.get("entries", []))
-        if len(entries) > _MOST_ENTRIES:
-            raise ValueError(f"it has more than {_MOST_ENTRIES} entries")
+        if len(entries) > MAX_ENTRIES:
+            raise ValueError(f"it has more than {MAX_ENTRIES} entries")
         groups = [self._group(name, its) for name, its in self._items(document["pg_config"])]
-        status = {name: _status(_mapping(its)) for name, its in self._items(document.get("pg_status", {}))}
+        status = {name: _status(_typed(its, dict)) for name, its in self._items(document.get("pg_status", {}))}
         by_name = {group.name: group for group in groups if group.name}
-        return FlightDump(version, by_name, status, tuple([self._entry(_mapping(entry)) for entry in entries]))
+        return FlightDump(version, by_name, status, tuple([self._entry(_typed(entry, dict)) for entry in entries]))
 
     def _entry(self, entry: dict[str, Any]) -> Entry:
-        self._count(1)
-        group = entry["process_group"]
-        if not isinstance(group, tuple) or len(group) != 2:
-            # Its own words may be without end: a part of it may stand in many places.
-            raise ValueError(f"what names its process group is no pair ({type(group).__name__})")
+        self._left -= 1
+        group = _typed(entry["process_group"], tuple)
         backend, colon, operation = _text(entry["profiling_name"]).partition(":")
         state = _STATES.get(_text(entry["state"]))
-        if state is None:
-            raise ValueError(f"{entry['state']!r:.80} is no state")
+        if len(group) != 2 or state is None:
+            raise ValueError("an entry in it has no state that is known, or its process group is no pair")
         return Entry(
-            record=_whole(entry["record_id"]),
+            record=_typed(entry["record_id"], int),
             group=_text(group[0]),
             operation=operation if colon else backend,
             backend=backend if colon else "",
-            sequence=_whole(entry["collective_seq_id"]),
-            message_sequence=_whole(entry["p2p_seq_id"]),
+            sequence=_typed(entry["collective_seq_id"], int),
+            message_sequence=_typed(entry["p2p_seq_id"], int),
             is_message=entry.get("is_p2p") is True,
             state=state,
             retired=entry.get("retired") is True,
             input_sizes=self._sizes(entry["input_sizes"]),
             output_sizes=self._sizes(entry["output_sizes"]),
             dtypes=tuple([_text(name) for name in self._list(entry.get("input_dtypes", []))]),
-            created=_whole(entry["time_created_ns"]) / 1e9,
-            frames=tuple([_frame(_mapping(frame)) for frame in self._list(entry.get("frames", []))[:_MOST_FRAMES]]),
+            created=_typed(entry["time_created_ns"], int) / 1e9,
+            frames=tuple([_frame(_typed(frame, dict)) for frame in self._list(entry.get("frames", []))[:MAX_FRAMES]]),
         )
 
     def _group(self, name: str, config: Any) -> Group:
-        config = _mapping(config)
-        ranks = re.findall(r"\d{1,9}", _text(config.get("ranks", ""), most=1 << 20))
-        self._count(len(ranks))
-        description = _text(config.get("desc", ""))
-        return Group(
-            _text(name), "" if description == "undefined" else description, tuple(sorted(set(map(int, ranks))))
-        )
+        ranks = re.findall(r"\d{1,9}", _text(_typed(config, dict).get("ranks", ""), most=1 << 20))
+        self._left -= len(ranks)
+        description = _text(config.get("desc", "")).removeprefix("undefined")
+        return Group(_text(name), description, tuple(sorted(set(map(int, ranks)))))
 
     def _sizes(self, value: Any) -> Sizes:
-        return tuple([tuple([_size(number) for number in self._shape(sizes)]) for sizes in self._list(value)])
-
-    def _shape(self, value: Any) -> list[Any]:
-        shape = self._list(value)
-        if len(shape) > _MOST_DIMENSIONS:
-            raise ValueError(f"a tensor in it has more than {_MOST_DIMENSIONS} dimensions")
-        return shape
+        shapes = [self._list(shape) for shape in self._list(value)]
+        # So that the numbers of elements can be calculated in no time.
+        if any(
+            len(shape) > MAX_DIMENSIONS or not all(0 <= _typed(n, int) < 1 << 63 for n in shape) for shape in shapes
+        ):
+            raise ValueError("a tensor in it has a size that none has")
+        return tuple([tuple(shape) for shape in shapes])
 
     def _list(self, value: Any) -> list[Any]:
-        if not isinstance(value, list):
-            raise ValueError(f"a {type(value).__name__} stands in it where a list belongs")
-        self._count(len(value))
-        return value
+        self._left -= len(_typed(value, list))
+        if self._left < 0:
+            raise ValueError(f"it has more than {MAX_PARTS} parts")
+        return value  # type: ignore[no-any-return]
 
     def _items(self, value: Any) -> list[tuple[str, Any]]:
-        items = list(_mapping(value).items())
-        self._count(len(items))
-        return items
-
-    def _count(self, parts: int) -> None:
-        self._left -= parts
-        if self._left < 0:
-            raise ValueError(f"it has more than {_MOST_PARTS} parts")
+        return self._list(list(_typed(value, dict).items()))
 
 
 def _status(status: dict[str, Any]) -> GroupStatus:
-    return GroupStatus(*(_whole(status[f"last_{step}_collective"]) for step in ("enqueued", "started", "completed")))
+    names = (f"last_{step}_collective" for step in ("enqueued", "started", "completed"))
+    return GroupStatus(*(_typed(status[name], int) for name in names))
 
 
 def _frame(frame: dict[str, Any]) -> Frame:
-    return Frame(_text(frame["name"]), _text(frame["filename"]), _whole(frame["line"]))
+    return Frame(_text(frame["name"]), _text(frame["filename"]), _typed(frame["line"], int))
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"a {type(value).__name__} stands in it where a dictionary belongs")
+def _typed(value: Any, kind: type[_Kind]) -> _Kind:
+    if type(value) is not kind:
+        raise ValueError(f"a {type(value).__name__} stands in it where a {kind.__name__} belongs")
     return value
 
 
-def _whole(value: Any) -> int:
-    if type(value) is not int:
-        raise ValueError(f"a {type(value).__name__} stands in it where a whole number belongs")
-    return value
-
-
-def _size(value: Any) -> int:
-    # So that as many as a tensor has of them can be multiplied in no time.
-    if not 0 <= _whole(value) < 1 << 63:
-        raise ValueError(f"{value} is no size of a tensor")
-    return _whole(value)
-
-
-def _text(value: Any, most: int = _MOST_TEXT) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"a {type(value).__name__} stands in it where a text belongs")
-    text = value[:most]
+def _text(value: Any, most: int = MAX_TEXT) -> str:
+    text = _typed(value, str)[:most]
     # A lone surrogate, which no file would take, may stand in it.
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()

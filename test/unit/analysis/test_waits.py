@@ -9,7 +9,7 @@ from sglang_crashkit.analysis.waits import (
     of_frames,
     of_state,
 )
-from sglang_crashkit.capture.gdb_output import parse_stacks
+from sglang_crashkit.capture.debugger import parse_stacks
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 from unit.analysis.real_stacks import ALL_REDUCE, BATCH, BROADCAST, INGEST, LOOP, stack
 

@@ -2,21 +2,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import re
 import shutil
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from sglang_crashkit.capture.debugger import Debugged, Debugger, command_of, debug, debug_all, find_debugger, substitute
-from sglang_crashkit.capture.tool_run import run_tool
+from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.kernel import procfs
-from unit.targets import PTRACE, SLEEPER, asleep, functions_of, settle, settle_in_sleep, start_ticks, state_of, traced
+from unit.targets import PTRACE, SLEEPER, functions_of, settle, settle_in_sleep, start_ticks, state_of
 from unit.waiting import LONG, child, wait_until
 
 needs_gdb = pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb is not installed: apt-get install gdb")
@@ -98,9 +95,7 @@ def test_one_that_never_ends_is_killed_in_time_and_its_target_runs_on(tmp_path: 
     )
     tool = stand_in(tmp_path, f'exec "{sys.executable}" {tmp_path}/tool.py $PID')
     with child(SLEEPER) as process:
-        started = time.monotonic()
         debugged = debug(tool, process.pid, start_ticks(process.pid), 3.0)
-        assert time.monotonic() - started < LONG
         wait_until(lambda: runs_on(process.pid), "it runs on")
     assert debugged.problem.startswith("gdb did not end within 3 s")
     assert debugged.text == "#0\n"
@@ -114,19 +109,6 @@ def test_one_that_left_its_target_stopped_is_made_good(tmp_path: Path) -> None:
     assert debugged.problem == "gdb ended with status 1; it left the process stopped, which was sent SIGCONT"
 
 
-def test_it_is_called_off(tmp_path: Path) -> None:
-    stop = threading.Event()
-    timer = threading.Timer(0.3, stop.set)
-    tool = Debugger("cuda-gdb", stand_in(tmp_path, "echo first; exec sleep 600").path)
-    with child(SLEEPER) as process:
-        timer.start()
-        debugged = debug(tool, process.pid, start_ticks(process.pid), 2 * LONG, stop)
-        timer.join(LONG)
-        again = debug(tool, process.pid, start_ticks(process.pid), 2 * LONG, stop)
-    assert (debugged.problem, debugged.text) == ("gdb was called off", "first\n")
-    assert again.problem == "not run: called off before its turn"
-
-
 def test_all_together_are_called_off_in_time_with_what_they_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,9 +119,7 @@ def test_all_together_are_called_off_in_time_with_what_they_have(
         script = f"echo of $PID; [ $PID = {pids[0]} ] || exec sleep 600"
         tool = Debugger("cuda-gdb", stand_in(tmp_path, script).path)
         taken: dict[int, Debugged] = {}
-        started = time.monotonic()
         debug_all(tool, {pid: start_ticks(pid) for pid in pids}, 2 * LONG, taken.__setitem__, 2.0)
-        assert time.monotonic() - started < LONG
     assert [taken[pid].problem for pid in pids] == [
         "cuda-gdb printed no stack",
         *("gdb was called off", "gdb was called off"),
@@ -175,17 +155,6 @@ def test_a_stopped_target_is_left_alone(tmp_path: Path) -> None:
         debugged = debug(stand_in(tmp_path, "sleep 600"), process.pid, start_ticks(process.pid), LONG)
         assert state_of(process.pid) == "T"
     assert (debugged.problem, debugged.seconds) == ("not run: it is stopped, and must stay as it was found", 0.0)
-
-
-def test_a_traced_target_and_one_in_uninterruptible_sleep_are_left_alone(tmp_path: Path, runtime: Path) -> None:
-    tool = stand_in(tmp_path, "sleep 600")
-    with child(SLEEPER) as process, traced(process.pid) as tracer:
-        debugged = debug(tool, process.pid, start_ticks(process.pid), LONG)
-        assert procfs.read_tracer(process.pid) == tracer
-    assert debugged.problem.startswith(f"not run: process {tracer} ")
-    with asleep(runtime) as target:
-        debugged = debug(tool, target.pid, target.start_ticks, LONG)
-    assert "is in uninterruptible sleep, and would not stop" in debugged.problem
 
 
 @pytest.mark.parametrize(
@@ -226,8 +195,3 @@ def test_without_a_debugger_py_spy_takes_native_stacks() -> None:
     assert "inner_function" in functions_of(found[running.pid].threads)
     assert "inner_function" in found[running.pid].text
     assert found[stopped.pid].problem == "not run: it is stopped, and must stay as it was found"
-
-
-def test_one_that_is_gone_is_not_run_on(tmp_path: Path) -> None:
-    debugged = debug(stand_in(tmp_path, "sleep 600"), os.getpid(), 1, LONG)
-    assert debugged.problem == "not run: it has ended"

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from sglang_crashkit.capture.gdb_output import parse_kernels, parse_stacks
+from sglang_crashkit.capture.debugger import parse_kernels, parse_stacks
 from sglang_crashkit.model.sample import Frame
 
 STACKS = """

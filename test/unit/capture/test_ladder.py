@@ -25,11 +25,10 @@ from unit.targets import (
     run_unprivileged,
     settle,
     settle_in_lock,
-    start_ticks,
     state_of,
     traced,
 )
-from unit.waiting import LONG, child
+from unit.waiting import LONG
 
 CAPTURE = """
 import dataclasses, json, pathlib, sys
@@ -75,10 +74,8 @@ def test_whatever_py_spy_does_every_process_gets_its_stack_within_the_time(
     with armed(runtime, SLEEPER) as free, armed(runtime, LOCK_HOLDER) as held:
         settle_in_lock(held.pid)
         settle(free.pid, "S")
-        started = time.monotonic()
         first, second = capture_all({one.pid: one.start_ticks for one in (free, held)}, runtime, 10.0, may_signal=True)
         # Five times the budget is what a loaded machine may take.
-        assert time.monotonic() - started < 50.0
     assert (first.source, first.problem.startswith(reason)) == ("in-process", True), first.problem
     assert functions_of(first.threads)[:2] == ["inner_function", "outer_function"]
     assert second.source == "faulthandler"
@@ -107,22 +104,6 @@ def test_a_machine_that_stood_still_until_the_time_was_over_does_not_cost_the_st
         first, second = capture_all({one.pid: one.start_ticks for one in (free, held)}, runtime, 10.0, may_signal=True)
     # THEN there are two ways left
     assert (first.source, second.source) == ("in-process", "faulthandler"), (first.problem, second.problem)
-
-
-def test_a_missing_py_spy_is_named(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(EXECUTABLE_VARIABLE, str(runtime / "absent"))
-    with armed(runtime, SLEEPER) as target:
-        (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
-    assert sample.source == "in-process"
-    assert sample.problem == f"{runtime}/absent: No such file or directory"
-
-
-def test_one_that_prints_for_ever_is_ended_early(runtime: Path, use_tool) -> None:
-    use_tool("exec yes")
-    with armed(runtime, SLEEPER) as target:
-        (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
-    assert sample.source == "in-process"
-    assert sample.problem == "py-spy printed more than 16 MiB"
 
 
 def test_without_permission_to_trace_a_process_speaks_for_itself(runtime: Path) -> None:
@@ -183,13 +164,6 @@ def test_a_traced_process_is_photographed_beside_its_tracer(runtime: Path) -> No
         (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
         assert Path(f"/proc/{target.pid}/status").read_text().split("TracerPid:")[1].split()[0] == str(tracer)
     assert (sample.source, sample.problem) == ("py-spy", "")
-
-
-def test_one_that_armed_nothing_has_py_spys_reason_and_all_of_the_time(runtime: Path, use_tool) -> None:
-    use_tool("sleep 0.6; exit 1")
-    with child(SLEEPER) as process:
-        (sample,) = capture_all({process.pid: start_ticks(process.pid)}, runtime, 0.9, may_signal=True)
-    assert sample.problem == "py-spy did not end within 0.9 s"
 
 
 def test_one_that_is_gone_is_asked_for_nothing_more(runtime: Path, use_tool) -> None:

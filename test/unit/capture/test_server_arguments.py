@@ -35,11 +35,6 @@ def test_the_side_of_a_prefill_and_decode_pair(arguments: list[str], side: str |
     assert side_of([*SERVER, *arguments]) == side
 
 
-def test_a_command_line_that_may_not_be_read_names_nothing() -> None:
-    assert rendezvous_of(()) is None
-    assert side_of(()) is None
-
-
 @pytest.mark.parametrize(
     ("arguments", "port"),
     [(["--port", "8000"], 8000), (["--port=8000"], 8000), ([], 30000), (["--port", "x"], 30000), (["--port"], 30000)],

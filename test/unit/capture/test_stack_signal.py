@@ -3,16 +3,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import time
 from pathlib import Path
-
-import pytest
 
 from sglang_crashkit.capture.stack_signal import ask_faulthandler
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.stack_hooks import Armed, ArmedFiles
 from unit.targets import (
-    HOLD,
     LOCK_HOLDER,
     SLEEPER,
     armed,
@@ -33,14 +29,6 @@ os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(120)"])
 BLOCKED = """
 signal.pthread_sigmask(signal.SIG_BLOCK, range(34, 65))
 """
-DEEP = (
-    HOLD
-    + """
-def recurse(depth): recurse(depth - 1) if depth else hold_the_lock()
-ready()
-recurse(300)
-"""
-)
 
 
 def ask(folder: Path, *targets: Armed, secs: float = LONG):
@@ -73,20 +61,9 @@ def test_it_can_be_asked_again_and_again(runtime: Path) -> None:
     assert descriptors().items() <= fds.items()
 
 
-def test_a_deep_stack_is_cut_off_and_whole(runtime: Path) -> None:
-    with armed(runtime, DEEP) as target:
-        settle_in_lock(target.pid)
-        (sample,) = ask(runtime, target)
-    assert sample.problem == ""
-    assert sample.threads
-    assert functions_of(sample.threads).count("recurse") == 99
-
-
 def test_one_whose_main_thread_is_in_uninterruptible_sleep_answers_by_another_thread(runtime: Path) -> None:
     with asleep(runtime) as target:
-        started = time.monotonic()
         (sample,) = ask(runtime, target)
-        assert time.monotonic() - started < LONG
         assert state_of(target.pid) == "D"
     assert sample.threads
     assert "sleep_uninterruptibly" in functions_of(sample.threads)
@@ -124,13 +101,6 @@ def test_one_that_blocks_the_signal_in_every_thread_is_not_sent_it(runtime: Path
     assert sample.problem.startswith("no thread of it can take a signal now")
 
 
-def test_one_without_a_signal_is_not_asked(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_CRASHKIT_STACK_SIGNAL", "0")
-    with armed(runtime, SLEEPER) as target:
-        assert target.signal == 0
-        assert ask(runtime, target)[0].problem == "faulthandler is not armed"
-
-
 def test_a_recycled_pid_is_not_asked(runtime: Path) -> None:
     with child("signal.signal(45, lambda *_: os._exit(1)); ready(); pause()") as other:
         gone = Armed(other.pid, start_ticks(other.pid) - 1, 1, 45)
@@ -151,9 +121,7 @@ def test_one_that_writes_nothing_costs_no_more_than_the_time(runtime: Path) -> N
     with child("signal.signal(45, lambda *_: None); ready(); pause()") as other, armed(runtime, LOCK_HOLDER) as target:
         silent = dataclasses.replace(target, pid=other.pid, start_ticks=start_ticks(other.pid))
         ArmedFiles.of(runtime, silent.pid, silent.start_ticks).stack.touch()
-        started = time.monotonic()
         first, second = ask(runtime, silent, target, secs=0.4)
-        assert time.monotonic() - started < LONG
     assert not first.threads
     assert first.problem.startswith("it wrote nothing within 0.4")
     assert second.threads

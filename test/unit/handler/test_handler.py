@@ -45,7 +45,7 @@ def test_a_message_that_cannot_be_taken_in_does_not_end_the_handler(
     assert "unforeseen" in caplog.text
 
 
-def test_an_exit_that_cannot_be_taken_in_neither_ends_the_handler_nor_comes_again(
+def test_an_exit_that_fails_does_not_end_the_handler(
     launching: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     handler = launching.handler
@@ -63,7 +63,7 @@ def test_an_exit_that_cannot_be_taken_in_neither_ends_the_handler_nor_comes_agai
     assert handler.session.run.incident.kind == "killed"
 
 
-def test_what_fails_as_its_time_comes_is_tried_again_later(launching: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_when_due_is_tried_again_later(launching: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     handler, looks = launching.handler, []
     monkeypatch.setattr(handler.session, "act_on_time", lambda: 1 / 0)
     monkeypatch.setattr(handler._hangs, "act_on_time", lambda: looks.append(None))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from sglang_crashkit.handler import hang_detector
 from sglang_crashkit.handler.hang_detector import HangDetector, has_compiler
-from sglang_crashkit.handler.triage import Shutdown
+from sglang_crashkit.handler.state import Shutdown
 from sglang_crashkit.memory.heartbeat import Beat, NotABeatError
 from sglang_crashkit.settings import Settings
 
@@ -537,7 +537,7 @@ def test_what_was_excused_does_not_count_later(state: str) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_server_that_goes_round_does_not_hang_even_if_it_is_paused(again: bool) -> None:
+def test_a_paused_server_that_goes_round_does_not_hang(again: bool) -> None:
     world = World().follow()
     if again:
         # It announces its heartbeat anew.

@@ -22,8 +22,7 @@ from sglang_crashkit.handler.incident import (
 )
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.incident.fingerprint import read_faults
-from sglang_crashkit.incident.folder import IncidentFolder, new_id
-from sglang_crashkit.incident.null_folder import NowhereFolder
+from sglang_crashkit.incident.folder import IncidentFolder, NullFolder, new_id
 from sglang_crashkit.incident.retention import size_of
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.model.incident import (
@@ -106,7 +105,7 @@ def test_of_a_fault_that_has_cores_no_more_are_wanted(tmp_path: Path) -> None:
     count_repeat(incident, first, keep=3)
     assert incident_with_core(repeated, second, keep=3) == first.id
     assert incident_with_core(repeated, second, keep=0) is None
-    assert incident_with_core(repeated, NowhereFolder("full"), keep=3) is None
+    assert incident_with_core(repeated, NullFolder("full"), keep=3) is None
     repeated.processes[0].exit = Exit(None, "SIGBUS", "signal", "", "t")
     assert incident_with_core(repeated, second, keep=3) is None
     # WHEN it has made room for others
@@ -118,7 +117,7 @@ def test_of_a_fault_that_has_cores_no_more_are_wanted(tmp_path: Path) -> None:
 def test_what_is_written_nowhere_or_has_no_fault_is_not_counted(tmp_path: Path) -> None:
     folder = IncidentFolder(tmp_path, "snapshot", new_id(), 1.0)
     incident = stored(folder, [])
-    assert count_repeat(incident, NowhereFolder("full"), keep=1) == []
+    assert count_repeat(incident, NullFolder("full"), keep=1) == []
     incident.verdict = None
     assert count_repeat(incident, folder, keep=1) == []
     assert incident.fault is None

@@ -2,23 +2,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
-import select
 import shutil
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler import peer_link, peers
+from sglang_crashkit.handler import peers
 from sglang_crashkit.handler.folders import Place
-from sglang_crashkit.handler.peer_link import Link
 from sglang_crashkit.handler.peers import PeerLosses, PeerProber
 from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.incident.store import find_incidents
@@ -27,20 +25,12 @@ from sglang_crashkit.model.peers import LostPeer, PeerProcess, Role, WaitingRequ
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.settings import Settings
 from unit.handler.launching import launch
-from unit.waiting import LONG, child, descriptors, wait_until
+from unit.waiting import child, descriptors, wait_until
 
 SINCE = "2026-09-01T00:00:00.000000Z"
-LISTEN = """
-import socket
-listeners = [socket.create_server((sys.argv[1], int(port))) for port in sys.argv[2:]]
-ready(" ".join(str(listener.getsockname()[1]) for listener in listeners))
-import select
-kept = []
-while True:
-    for listener in select.select(listeners, [], [])[0]:
-        kept.append(listener.accept())
-"""
 ADDRESS = "prefill:8998"
+#: Longer than anything takes, in seconds of the fake clock.
+ENOUGH_SECS = 2000.0
 
 
 class Rank:
@@ -89,12 +79,79 @@ class Rank:
         self._own.close()
 
 
+class Network:
+    """Peers that listen, and the time; a connection is made or refused at once."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.alive: set[tuple[str, int]] = set()
+        self.links: list[FakeLink] = []
+        self.ports = itertools.count(1)
+
+
+NETWORK = Network()
+
+
+class FakeLink:
+    """What the prober uses of a connection."""
+
+    polled = (0, -1, 0)
+    opened = events = 0
+
+    def __init__(self, host: str, port: int) -> None:
+        if not host[0].isdigit():
+            raise ValueError(f"{host} is no IP address")
+        self.address = (host, port)
+        self.is_up = False
+        self.failures = 0
+        self.since: float | None = None
+        self.lost: str | None = None
+        self._due = 0.0
+        NETWORK.links.append(self)
+
+    @property
+    def due(self) -> float:
+        if self.is_up:
+            return float("inf") if self.address in NETWORK.alive else 0.0
+        return self._due
+
+    def fileno(self) -> int:
+        return -1
+
+    def step(self, now: float, _happened: int) -> None:
+        if self.address in NETWORK.alive:
+            self.is_up, self.failures, self.since, self.lost = True, 0, None, None
+        elif self.is_up or now >= self._due:
+            self.is_up, self.since = False, self.since or now
+            self.failures += 1
+            self.lost = "refused" if self.failures >= 3 else None
+            self._due = now + (5.0 if self.lost else 0.25)
+
+    def close(self) -> None:
+        self.is_up = False
+        NETWORK.links.remove(self)
+
+
+class Peer:
+    """A server that listens."""
+
+    def __init__(self, *ports: int, host: str = "127.0.0.1") -> None:
+        self.addresses = [(host, port or next(NETWORK.ports)) for port in ports or (0,)]
+        NETWORK.alive |= set(self.addresses)
+
+    def kill(self) -> None:
+        NETWORK.alive -= set(self.addresses)
+
+    def again(self) -> Peer:
+        return Peer(*(port for _host, port in self.addresses))
+
+
 class Watch:
     """A prober with its ranks, and what it told."""
 
     def __init__(self) -> None:
         self.told: list[list[LostPeer]] = []
-        self.prober = PeerProber(self.told.append)
+        self.prober = PeerProber(self.told.append, lambda: NETWORK.now)
         self.ranks: list[Rank] = []
 
     def rank(self, role: Role = "prefill", **more: Any) -> Rank:
@@ -105,22 +162,22 @@ class Watch:
     def lost(self) -> list[LostPeer]:
         return [peer for batch in self.told for peer in batch]
 
-    def run(self, seconds: float = LONG, until: Callable[[], object] = lambda: False) -> None:
+    def run(self, seconds: float = ENOUGH_SECS, until: Callable[[], object] = lambda: False) -> None:
         """Go round as the crash handler does."""
-        end = time.monotonic() + seconds
+        end = NETWORK.now + seconds
         while not until():
-            now = time.monotonic()
-            if now >= end:
-                assert seconds != LONG, "it never came"
+            assert NETWORK.now < end or seconds != ENOUGH_SECS, "it never came"
+            if NETWORK.now >= end:
                 return
-            select.select([self.prober], [], [], max(0.0, min(0.02, end - now, self.prober.next_due() - now)))
             self.prober.act_on_time()
             for rank in self.ranks:
                 rank.answer()
+            self.prober.act_on_time()
+            NETWORK.now = min(end, max(NETWORK.now + 0.05, min(self.prober.next_due(), NETWORK.now + 1.0)))
 
-    def connected(self, *processes: Any, to: int = 1) -> None:
+    def connected(self, *peers: Peer, to: int = 1) -> None:
         """Go on until so many connections are held altogether."""
-        self.run(until=lambda: sum(connections(process) for process in processes) == to)
+        self.run(until=lambda: sum(map(connections, peers)) == to)
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -128,18 +185,13 @@ class Watch:
         self.prober.close()
 
 
-def connections(process: Any) -> int:
-    """Return how many connections a child of `listening` holds."""
-    return sum("socket" in name for name in descriptors(process.pid).values()) - len(process.first_line.split())
+def connections(peer: Peer) -> int:
+    """Return how many connections a peer holds."""
+    return sum(link.is_up and link.address in peer.addresses for link in NETWORK.links)
 
 
-def listening(*ports: object, host: str = "127.0.0.1"):
-    return child(LISTEN, host, *map(str, ports or (0,)))
-
-
-def processes(peer: Any, host: str = "127.0.0.1", *, ranks: bool = False) -> list[PeerProcess]:
-    ports = map(int, peer.first_line.split())
-    return [PeerProcess(number if ranks else 0, host, port) for number, port in enumerate(ports)]
+def processes(peer: Peer, *, ranks: bool = False) -> list[PeerProcess]:
+    return [PeerProcess(number if ranks else 0, *address) for number, address in enumerate(peer.addresses)]
 
 
 def decode_peers(*found: PeerProcess) -> dict[str, list[PeerProcess]]:
@@ -147,12 +199,9 @@ def decode_peers(*found: PeerProcess) -> dict[str, list[PeerProcess]]:
 
 
 @pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("_CHECK_SECS", 0.05), ("_ASK_SECS", 0.1), ("_GATHER_SECS", 0.3), ("_TURN_SECS", 600.0)):
-        monkeypatch.setattr(peers, name, seconds)
-    for name, seconds in (("_RETRY_SECS", 0.02), ("_LOST_RETRY_SECS", 0.05), ("_TURNED_AWAY_SECS", 0.1)):
-        monkeypatch.setattr(peer_link, name, seconds)
-    monkeypatch.setattr(peer_link, "_LONGEST_RETRY_SECS", 0.1)
+def network(monkeypatch: pytest.MonkeyPatch) -> None:
+    NETWORK.__init__()  # type: ignore[misc]
+    monkeypatch.setattr(peers, "Link", FakeLink)
 
 
 @pytest.fixture
@@ -165,182 +214,171 @@ def watch() -> Iterator[Watch]:
 
 
 def test_a_peer_that_is_killed_is_told_of_once_with_those_that_wait(watch: Watch) -> None:
-    with listening() as peer:
-        rank = watch.rank()
-        rank.knows({ADDRESS: processes(peer)})
-        rank.waits("a", "b")
-        rank.waits("c", for_whom=None)
-        watch.connected(peer)
-        killed = time.time()
-        peer.kill()
-        watch.run(until=lambda: watch.told)
-        ((lost,),) = watch.told
-        assert (lost.address, lost.role, lost.sign, lost.alone) == (ADDRESS, "prefill", "refused", True)
-        assert lost.requests == [WaitingRequest("a", 1), WaitingRequest("b", 1)]
-        assert (lost.count, lost.unassigned_count, lost.reported_by) == (2, 1, [100])
-        assert time.time() - killed < 10
-        watch.run(0.7)
-        assert len(watch.told) == 1
+    peer = Peer()
+    rank = watch.rank()
+    rank.knows({ADDRESS: processes(peer)})
+    rank.waits("a", "b")
+    rank.waits("c", for_whom=None)
+    watch.connected(peer)
+    peer.kill()
+    watch.run(until=lambda: watch.told)
+    ((lost,),) = watch.told
+    assert (lost.address, lost.role, lost.sign, lost.alone) == (ADDRESS, "prefill", "refused", True)
+    assert lost.requests == [WaitingRequest("a", 1), WaitingRequest("b", 1)]
+    assert (lost.count, lost.unassigned_count, lost.reported_by) == (2, 1, [100])
+    watch.run(20.0)
+    assert len(watch.told) == 1
 
 
 def test_those_whose_wait_ended_meanwhile_are_named_too(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_link, "_RETRY_SECS", 0.5)
-    with listening() as peer:
-        rank = watch.rank()
-        rank.knows({ADDRESS: processes(peer)})
-        rank.waits("early")
-        watch.connected(peer)
-        peer.kill()
-        watch.run(until=lambda: rank.asked)
-        # SGLang fails the one, and another one comes.
-        rank.waits("late")
-        watch.run(until=lambda: watch.told)
-        assert [request.rid for request in watch.lost[0].requests] == ["early", "late"]
+    peer = Peer()
+    rank = watch.rank()
+    rank.knows({ADDRESS: processes(peer)})
+    rank.waits("early")
+    watch.connected(peer)
+    peer.kill()
+    watch.run(until=lambda: rank.asked)
+    # SGLang fails the one, and another one comes.
+    rank.waits("late")
+    watch.run(until=lambda: watch.told)
+    assert [request.rid for request in watch.lost[0].requests] == ["early", "late"]
 
 
 def test_all_replicas_that_wait_are_heard(watch: Watch) -> None:
-    with listening() as peer:
-        for rid in ("a", "b"):
-            rank = watch.rank()
-            rank.knows({ADDRESS: processes(peer)})
-            rank.waits(rid)
-        watch.connected(peer)
-        peer.kill()
-        watch.run(until=lambda: watch.told)
-        (lost,) = watch.lost
-        assert (sorted(request.rid for request in lost.requests), lost.reported_by) == (["a", "b"], [100, 101])
+    peer = Peer()
+    for rid in ("a", "b"):
+        rank = watch.rank()
+        rank.knows({ADDRESS: processes(peer)})
+        rank.waits(rid)
+    watch.connected(peer)
+    peer.kill()
+    watch.run(until=lambda: watch.told)
+    (lost,) = watch.lost
+    assert (sorted(request.rid for request in lost.requests), lost.reported_by) == (["a", "b"], [100, 101])
 
 
 def test_one_connection_is_held_to_a_server_however_many_ranks_it_has_and_here_are(watch: Watch) -> None:
-    with listening(0, 0, 0, 0) as prefill, listening(0, 0, 0, 0) as decode:
-        for number in range(4):
-            its = processes(prefill)
-            watch.rank().knows({ADDRESS: [its[number], its[0]]})
-            watch.rank("decode").knows(decode_peers(*processes(decode, ranks=True)))
-        watch.run(0.7)
-        assert (connections(prefill), connections(decode)) == (1, 1)
+    prefill = Peer(0, 0, 0, 0)
+    decode = Peer(0, 0, 0, 0)
+    for number in range(4):
+        its = processes(prefill)
+        watch.rank().knows({ADDRESS: [its[number], its[0]]})
+        watch.rank("decode").knows(decode_peers(*processes(decode, ranks=True)))
+    watch.run(20.0)
+    assert (connections(prefill), connections(decode)) == (1, 1)
 
 
 def test_ranks_of_a_server_on_several_hosts_are_watched_on_each(watch: Watch) -> None:
-    with listening() as first, listening(host="127.0.0.2") as second:
-        watch.rank().knows({ADDRESS: [*processes(first), *processes(second, "127.0.0.2")]})
-        watch.connected(first, second, to=2)
-        second.kill()
-        watch.run(until=lambda: watch.told)
-        assert [lost.address for lost in watch.lost] == [ADDRESS]
+    first = Peer()
+    second = Peer(host="127.0.0.2")
+    watch.rank().knows({ADDRESS: [*processes(first), *processes(second)]})
+    watch.connected(first, second, to=2)
+    second.kill()
+    watch.run(until=lambda: watch.told)
+    assert [lost.address for lost in watch.lost] == [ADDRESS]
 
 
 def test_the_other_ranks_of_a_decode_server_that_is_gone_are_not_told_of(watch: Watch) -> None:
-    with listening(0, 0, 0) as peer:
-        ranks = processes(peer, ranks=True)
-        watch.rank("decode").knows(decode_peers(*ranks))
-        watch.connected(peer)
-        peer.kill()
-        watch.run(until=lambda: watch.told)
-        watch.run(1.0)
-        assert [lost.address for lost in watch.lost] == [ranks[0].address]
+    peer = Peer(0, 0, 0)
+    ranks = processes(peer, ranks=True)
+    watch.rank("decode").knows(decode_peers(*ranks))
+    watch.connected(peer)
+    peer.kill()
+    watch.run(until=lambda: watch.told)
+    watch.run(20.0)
+    assert [lost.address for lost in watch.lost] == [ranks[0].address]
 
 
 def test_several_decode_servers_on_a_host_are_watched_in_turn_and_all_at_a_sign(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "_TURN_SECS", 0.2)
-    with listening() as first, listening() as second:
-        watch.rank("decode").knows(decode_peers(*processes(first), *processes(second)))
-        seen: set[Any] = set()
+    first = Peer()
+    second = Peer()
+    watch.rank("decode").knows(decode_peers(*processes(first), *processes(second)))
+    seen: set[Any] = set()
 
-        def saw_both() -> bool:
-            held = [peer for peer in (first, second) if connections(peer)]
-            seen.update(held)
-            return len(seen) == 2
+    def saw_both() -> bool:
+        held = [peer for peer in (first, second) if connections(peer)]
+        seen.update(held)
+        return len(seen) == 2
 
-        watch.run(until=saw_both)
-        assert watch.told == []
-        second.kill()
-        watch.run(until=lambda: watch.told)
-        watch.run(1.0)
-        assert [lost.address for lost in watch.lost] == [processes(second)[0].address]
-        assert watch.lost[0].alone is False
-        first.kill()
-        watch.run(until=lambda: len(watch.told) == 2)
-        assert [lost.address for lost in watch.lost[1:]] == [processes(first)[0].address]
+    watch.run(until=saw_both)
+    assert watch.told == []
+    second.kill()
+    watch.run(until=lambda: watch.told)
+    watch.run(20.0)
+    assert [lost.address for lost in watch.lost] == [processes(second)[0].address]
+    assert watch.lost[0].alone is False
+    first.kill()
+    watch.run(until=lambda: len(watch.told) == 2)
+    assert [lost.address for lost in watch.lost[1:]] == [processes(first)[0].address]
 
 
 def test_replicas_that_end_together_are_told_of_together(watch: Watch) -> None:
-    with listening(0, 0, 0, 0) as peer:
-        rank, replicas = watch.rank("decode"), processes(peer)
-        rank.knows(decode_peers(*replicas))
-        for number, process in enumerate(replicas):
-            rank.waits(f"of {number}", for_whom=process.address)
-        watch.connected(peer)
-        peer.kill()
-        watch.run(until=lambda: len(watch.lost) == 4)
-        assert {lost.address for lost in watch.lost} == {process.address for process in replicas}
-        assert sorted(request.rid for lost in watch.lost for request in lost.requests) == [
-            "of 0", "of 1", "of 2", "of 3"
-        ]  # fmt: skip
-
-
-def test_a_stopped_peer_is_not_told_of(watch: Watch) -> None:
-    with listening() as peer:
-        watch.rank().knows({ADDRESS: processes(peer)})
-        watch.connected(peer)
-        os.kill(peer.pid, signal.SIGSTOP)
-        watch.run(1.0)
-        assert watch.told == []
+    peer = Peer(0, 0, 0, 0)
+    rank, replicas = watch.rank("decode"), processes(peer)
+    rank.knows(decode_peers(*replicas))
+    for number, process in enumerate(replicas):
+        rank.waits(f"of {number}", for_whom=process.address)
+    watch.connected(peer)
+    peer.kill()
+    watch.run(until=lambda: len(watch.lost) == 4)
+    assert {lost.address for lost in watch.lost} == {process.address for process in replicas}
+    assert sorted(request.rid for lost in watch.lost for request in lost.requests) == [
+        "of 0", "of 1", "of 2", "of 3"
+    ]  # fmt: skip
 
 
 def test_another_peer_that_is_there_is_told_from_none(watch: Watch) -> None:
-    with listening() as peer, listening() as other:
-        watch.rank().knows({ADDRESS: processes(peer), "other:1": processes(other)})
-        watch.connected(peer, other, to=2)
-        peer.kill()
-        watch.run(until=lambda: watch.told)
-        assert watch.lost[0].alone is False
+    peer = Peer()
+    other = Peer()
+    watch.rank().knows({ADDRESS: processes(peer), "other:1": processes(other)})
+    watch.connected(peer, other, to=2)
+    peer.kill()
+    watch.run(until=lambda: watch.told)
+    assert watch.lost[0].alone is False
 
 
 def test_peers_that_are_lost_together_are_told_together(watch: Watch) -> None:
-    with contextlib.ExitStack() as stack:
-        peers = [stack.enter_context(listening()) for _ in range(4)]
-        watch.rank().knows({f"prefill:{number}": processes(peer) for number, peer in enumerate(peers)})
-        watch.connected(*peers, to=4)
-        for peer in peers:
-            peer.kill()
-        watch.run(until=lambda: len(watch.lost) == 4)
-        assert len(watch.told) <= 2
+    lost = [Peer() for _ in range(4)]
+    watch.rank().knows({f"prefill:{number}": processes(peer) for number, peer in enumerate(lost)})
+    watch.connected(*lost, to=4)
+    for peer in lost:
+        peer.kill()
+    watch.run(until=lambda: len(watch.lost) == 4)
+    assert len(watch.told) <= 2
 
 
 def test_a_peer_that_came_back_may_be_lost_again(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "_BACK_SECS", 0.3)
     caplog.set_level(logging.INFO)
-    with listening() as peer:
-        watch.rank().knows({ADDRESS: processes(peer)})
-        watch.connected(peer)
-        peer.kill()
-        watch.run(until=lambda: watch.told)
-        with listening(peer.first_line) as again:
-            watch.run(until=lambda: "is back" in caplog.text)
-            assert len(watch.told) == 1
-            again.kill()
-            watch.run(until=lambda: len(watch.told) == 2)
+    peer = Peer()
+    watch.rank().knows({ADDRESS: processes(peer)})
+    watch.connected(peer)
+    peer.kill()
+    watch.run(until=lambda: watch.told)
+    again = peer.again()
+    watch.run(until=lambda: "is back" in caplog.text)
+    assert len(watch.told) == 1
+    again.kill()
+    watch.run(until=lambda: len(watch.told) == 2)
 
 
 def test_a_decode_server_that_came_back_elsewhere_on_its_host_is_watched_there(watch: Watch) -> None:
-    with listening() as peer:
-        rank, old = watch.rank("decode"), processes(peer)
-        rank.knows(decode_peers(*old))
-        watch.connected(peer)
-        peer.kill()
-        watch.run(until=lambda: watch.told)
-    with listening() as again:
-        # SGLang lists the old one, too.
-        rank.knows(decode_peers(*old, *processes(again)))
-        watch.connected(again)
-        again.kill()
-        watch.run(until=lambda: len(watch.told) == 2)
-        assert watch.lost[1].address == processes(again)[0].address
+    peer = Peer()
+    rank, old = watch.rank("decode"), processes(peer)
+    rank.knows(decode_peers(*old))
+    watch.connected(peer)
+    peer.kill()
+    watch.run(until=lambda: watch.told)
+    again = Peer()
+    # SGLang lists the old one, too.
+    rank.knows(decode_peers(*old, *processes(again)))
+    watch.connected(again)
+    again.kill()
+    watch.run(until=lambda: len(watch.told) == 2)
+    assert watch.lost[1].address == processes(again)[0].address
 
 
 def heartbeat(*names: str, role: Role = "prefill") -> LostPeer:
@@ -350,14 +388,14 @@ def heartbeat(*names: str, role: Role = "prefill") -> LostPeer:
 
 
 def test_a_peer_that_flaps_is_told_of_once(watch: Watch) -> None:
-    with listening() as peer:
-        watch.rank().knows({ADDRESS: processes(peer)})
-        watch.connected(peer)
-        for _ in range(3):
-            watch.prober.hear(heartbeat())
-            watch.run(0.5)
-        (lost,) = watch.lost
-        assert lost.sign == "heartbeat"
+    peer = Peer()
+    watch.rank().knows({ADDRESS: processes(peer)})
+    watch.connected(peer)
+    for _ in range(3):
+        watch.prober.hear(heartbeat())
+        watch.run(20.0)
+    (lost,) = watch.lost
+    assert lost.sign == "heartbeat"
 
 
 def test_the_heartbeat_names_those_whose_wait_it_ends(watch: Watch) -> None:
@@ -370,104 +408,99 @@ def test_the_heartbeat_names_those_whose_wait_it_ends(watch: Watch) -> None:
 
 
 def test_a_port_that_refuses_says_more_than_a_heartbeat(watch: Watch) -> None:
-    with listening() as peer:
-        watch.rank().knows({ADDRESS: processes(peer)})
-        watch.connected(peer)
-        peer.kill()
-        watch.prober.hear(heartbeat())
-        watch.run(until=lambda: watch.told)
-        assert [lost.sign for lost in watch.lost] == ["refused"]
+    peer = Peer()
+    watch.rank().knows({ADDRESS: processes(peer)})
+    watch.connected(peer)
+    peer.kill()
+    watch.prober.hear(heartbeat())
+    watch.run(until=lambda: watch.told)
+    assert [lost.sign for lost in watch.lost] == ["refused"]
 
 
 def test_a_failed_transfer_counts_when_the_connection_says_nothing_more(
     watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "_PATIENCE_SECS", 0.2)
-    with listening(0, 0) as peer:
-        ranks = processes(peer, ranks=True)
-        watch.rank("decode").knows(decode_peers(ranks[0]))
-        other = watch.rank("decode", is_lead=False)
-        watch.connected(peer)
-        other.knows({}, failed=(ranks[1].address,))
-        monkeypatch.setattr(peers, "_ASK_OTHERS_SECS", 0.1)
-        watch.ranks[1]._told = None
-        watch.prober._ranks[101].next_ask = 0.0
-        watch.run(until=lambda: watch.told)
-        assert [(lost.address, lost.sign) for lost in watch.lost] == [(ranks[1].address, "failed_transfer")]
-        watch.run(1.0)
-        assert len(watch.told) == 1
+    peer = Peer(0, 0)
+    ranks = processes(peer, ranks=True)
+    watch.rank("decode").knows(decode_peers(ranks[0]))
+    other = watch.rank("decode", is_lead=False)
+    watch.connected(peer)
+    other.knows({}, failed=(ranks[1].address,))
+    watch.run(until=lambda: watch.told)
+    assert [(lost.address, lost.sign) for lost in watch.lost] == [(ranks[1].address, "failed_transfer")]
+    watch.run(20.0)
+    assert len(watch.told) == 1
 
 
 def test_a_peer_that_sglang_forgets_is_let_go_of(watch: Watch) -> None:
-    with listening() as peer:
-        rank = watch.rank()
-        rank.knows({ADDRESS: processes(peer)})
-        before = descriptors().keys()
-        watch.connected(peer)
-        rank.knows({})
-        watch.run(until=lambda: descriptors().keys() <= before)
-        peer.kill()
-        watch.run(0.7)
-        assert (watch.told, watch.prober._peers) == ([], {})
+    peer = Peer()
+    rank = watch.rank()
+    rank.knows({ADDRESS: processes(peer)})
+    watch.connected(peer)
+    rank.knows({})
+    watch.run(until=lambda: not NETWORK.links)
+    peer.kill()
+    watch.run(20.0)
+    assert (watch.told, watch.prober._peers) == ([], {})
 
 
 def test_a_rank_that_ends_takes_its_peers_with_it(watch: Watch) -> None:
-    with listening() as peer:
-        rank = watch.rank()
-        rank.knows({ADDRESS: processes(peer)})
-        watch.connected(peer)
-        watch.ranks.remove(rank)
-        rank.close()
-        watch.run(until=lambda: not watch.prober._peers)
-        assert watch.prober.next_due() == float("inf")
+    peer = Peer()
+    rank = watch.rank()
+    rank.knows({ADDRESS: processes(peer)})
+    watch.connected(peer)
+    watch.ranks.remove(rank)
+    rank.close()
+    watch.run(until=lambda: not watch.prober._peers)
+    assert watch.prober.next_due() == float("inf")
 
 
 def test_a_rank_that_is_stuck_is_not_asked_again_and_the_loss_is_told_without_it(watch: Watch) -> None:
-    with listening() as peer:
-        rank = watch.rank()
-        rank.knows({ADDRESS: processes(peer)})
-        watch.connected(peer)
-        rank.is_stuck = True
-        watch.run(1.0)
-        peer.kill()
-        watch.run(until=lambda: watch.told)
-        assert (watch.lost[0].count, watch.lost[0].reported_by) == (0, [100])
-        rank.is_stuck, before = False, rank.questions
-        rank.answer()
-        # One for its peers, one at the first sign, one when it was certain.
-        assert rank.questions - before <= 3
+    peer = Peer()
+    rank = watch.rank()
+    rank.knows({ADDRESS: processes(peer)})
+    watch.connected(peer)
+    rank.is_stuck = True
+    watch.run(20.0)
+    peer.kill()
+    watch.run(until=lambda: watch.told)
+    assert (watch.lost[0].count, watch.lost[0].reported_by) == (0, [100])
+    rank.is_stuck, before = False, rank.questions
+    rank.answer()
+    # One for its peers, one at the first sign, one when it was certain.
+    assert rank.questions - before <= 3
 
 
 def test_a_lost_peer_is_looked_for_no_longer_than_so(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_FORGET_SECS", 0.3)
-    with listening() as peer:
-        watch.rank().knows({ADDRESS: processes(peer)})
-        watch.connected(peer)
-        peer.kill()
-        watch.run(until=lambda: watch.told)
-        watch.run(0.6)
-        with listening(peer.first_line) as stranger:
-            watch.run(0.5)
-            assert (connections(stranger), len(watch.told)) == (0, 1)
+    peer = Peer()
+    watch.rank().knows({ADDRESS: processes(peer)})
+    watch.connected(peer)
+    peer.kill()
+    watch.run(until=lambda: watch.told)
+    watch.run(700.0)
+    stranger = peer.again()
+    watch.run(20.0)
+    assert (connections(stranger), len(watch.told)) == (0, 1)
 
 
 def test_no_more_connections_are_made_than_there_may_be_and_it_is_said_once(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(peers, "_MAX_LINKS", 1)
-    with listening() as first, listening() as second:
-        rank = watch.rank()
-        rank.knows({ADDRESS: processes(first), "other:1": processes(second)})
-        watch.run(0.5)
-        assert connections(first) + connections(second) == 1
-        rank.knows({ADDRESS: processes(first), "other:1": processes(second), "third:1": processes(second)})
-        watch.run(0.5)
-        assert caplog.text.count("connections to other servers would be needed; 1 are held") == 1
+    first = Peer()
+    second = Peer()
+    rank = watch.rank()
+    rank.knows({ADDRESS: processes(first), "other:1": processes(second)})
+    watch.run(20.0)
+    assert connections(first) + connections(second) == 1
+    rank.knows({ADDRESS: processes(first), "other:1": processes(second), "third:1": processes(second)})
+    watch.run(20.0)
+    assert caplog.text.count("connections to other servers would be needed; 1 are held") == 1
 
 
 def test_a_peer_that_is_known_by_name_only_is_not_looked_up(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
     watch.rank().knows({ADDRESS: [PeerProcess(0, "nowhere.invalid", 1)]})
-    watch.run(0.4)
+    watch.run(20.0)
     assert caplog.text.count("prefill:8998 is not watched: nowhere.invalid is no IP address") == 1
     assert watch.told == []
 
@@ -478,7 +511,7 @@ def test_a_peer_that_is_known_by_name_only_is_not_looked_up(watch: Watch, caplog
 def test_a_rank_that_talks_nonsense_is_asked_no_more(watch: Watch, packet: bytes) -> None:
     rank = watch.rank()
     rank._own.send(packet)
-    watch.run(0.2)
+    watch.run(20.0)
     assert watch.prober._ranks == {}
 
 
@@ -491,53 +524,42 @@ def test_what_is_no_pair_of_sockets_is_not_taken(watch: Watch) -> None:
 
 
 def test_a_rank_with_a_new_role_replaces_what_it_was(watch: Watch) -> None:
-    with listening() as peer:
-        watch.rank().knows({ADDRESS: processes(peer)})
-        watch.connected(peer)
-        own, handlers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with own, handlers:
-            watch.prober.take_rank(100, handlers.fileno(), {"role": "decode", "lead": True})
-            watch.ranks.pop().close()
-            watch.run(0.4)
-            assert [rank.role for rank in watch.prober._ranks.values()] == ["decode"]
+    peer = Peer()
+    watch.rank().knows({ADDRESS: processes(peer)})
+    watch.connected(peer)
+    own, handlers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with own, handlers:
+        watch.prober.take_rank(100, handlers.fileno(), {"role": "decode", "lead": True})
+        watch.ranks.pop().close()
+        watch.run(20.0)
+        assert [rank.role for rank in watch.prober._ranks.values()] == ["decode"]
 
 
 def test_a_prober_that_fails_ends_with_a_word(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with listening() as peer:
-        watch.rank().knows({ADDRESS: processes(peer)})
-        watch.connected(peer)
-        monkeypatch.setattr(watch.prober, "_check", lambda _now: 1 / 0)
-        watch.run(until=lambda: watch.prober.next_due() == float("inf"))
-        assert "could not be looked at" in caplog.text
-        watch.prober.hear(heartbeat())
-        watch.prober.act_on_time()
-        assert watch.told == []
+    peer = Peer()
+    watch.rank().knows({ADDRESS: processes(peer)})
+    watch.connected(peer)
+    monkeypatch.setattr(watch.prober, "_check", lambda _now: 1 / 0)
+    watch.run(until=lambda: watch.prober.next_due() == float("inf"))
+    assert "could not be looked at" in caplog.text
+    watch.prober.hear(heartbeat())
+    watch.prober.act_on_time()
+    assert watch.told == []
 
 
 def test_a_hundred_peers_that_restart_one_after_the_other_cost_one_connection_each(watch: Watch) -> None:
-    with contextlib.ExitStack() as stack:
-        hosts = [f"127.0.3.{number}" for number in range(1, 101)]
-        peers = {host: stack.enter_context(socket.create_server((host, 0))) for host in hosts}
-        found = [
-            PeerProcess(rank, host, its.getsockname()[1] + rank) for host, its in peers.items() for rank in range(8)
-        ]
-        rank = watch.rank("decode")
-        rank.knows(decode_peers(*found))
-
-        def links() -> int:
-            return sum(isinstance(its, Link) for its in watch.prober._by_descriptor.values())
-
-        watch.run(until=lambda: links() == 100)
-        for host in hosts[:30]:
-            peers[host].close()
-            with contextlib.suppress(BlockingIOError):
-                watch.run(0.02)
-        # A listener that is closed leaves what it did not take to the kernel, which resets it.
-        watch.run(until=lambda: len(watch.lost) == 30)
-        assert {lost.host for lost in watch.lost} == set(hosts[:30])
-        assert links() <= 100
+    hosts = [Peer(*range(1, 9), host=f"127.0.3.{number}") for number in range(1, 101)]
+    rank = watch.rank("decode")
+    rank.knows(decode_peers(*(process for peer in hosts for process in processes(peer, ranks=True))))
+    watch.connected(*hosts, to=100)
+    for peer in hosts[:30]:
+        peer.kill()
+        watch.run(0.05)
+    watch.run(until=lambda: len(watch.lost) == 30)
+    assert {lost.host for lost in watch.lost} == {peer.addresses[0][0] for peer in hosts[:30]}
+    assert len(NETWORK.links) <= 100
 
 
 SERVER = """

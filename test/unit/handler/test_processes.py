@@ -589,19 +589,17 @@ def test_a_rank_that_was_taken_for_a_helper_in_an_incident_at_hand_is_a_failure_
     assert launching.failures() == [launching.titled, launching.starting]
 
 
-@pytest.mark.parametrize("pid", ["0", "-1", "x", "٣", "9" * 5000, str(10**11)], ids=lambda pid: pid[:12])
-def test_what_is_no_pid_is_passed_over(launching: Case, pid: str) -> None:
-    assert pid not in launching.fail({pid: "Rank 1 scheduler"}, exit_codes={pid: 3})
-
-
-@pytest.mark.parametrize("code", [10**400, -(10**9), 256])
-def test_what_is_no_exit_code_is_passed_over(launching: Case, code: int) -> None:
-    assert str(REAPED) not in launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): code})
-
-
-@pytest.mark.parametrize("codes", [None, [], {}, {str(REAPED): "-9"}, {str(REAPED): True}], ids=repr)
-def test_a_rank_that_nobody_saw_is_not_made_up(launching: Case, codes: Any) -> None:
-    assert str(REAPED) not in launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes=codes)
+@pytest.mark.parametrize(
+    ("pid", "codes"),
+    [
+        *((pid, {pid: 3}) for pid in ("0", "-1", "x", "٣", "9" * 5000, str(10**11))),
+        *((str(REAPED), {str(REAPED): code}) for code in (10**400, -(10**9), 256, "-9", True)),
+        *((str(REAPED), codes) for codes in (None, [], {})),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_what_is_no_pid_or_no_exit_code_is_passed_over(launching: Case, pid: str, codes: Any) -> None:
+    assert pid not in launching.fail({pid: "Rank 1 scheduler"}, exit_codes=codes)
 
 
 def test_a_rank_without_a_title_when_the_start_takes_too_long_gets_the_servers_word_for_it(launching: Case) -> None:

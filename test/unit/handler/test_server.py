@@ -24,9 +24,8 @@ import sglang_crashkit
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.handler.session import Session
-from sglang_crashkit.incident.exit_status import ServerExit
+from sglang_crashkit.incident.exit_status import TERMINATION_LOG, ServerExit
 from sglang_crashkit.incident.store import StoredIncident
-from sglang_crashkit.incident.termination_log import VARIABLE
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.protocol import Mailbox, notify
 from sglang_crashkit.settings import Settings
@@ -853,7 +852,7 @@ def test_a_child_that_fails_before_there_are_requests_is_no_failed_start(start_s
 def test_the_containers_status_has_the_verdict(start_server: Start, tmp_path: Path) -> None:
     message = tmp_path / "message"
     message.touch()
-    server = start_server(environ={VARIABLE: str(message)})
+    server = start_server(environ={TERMINATION_LOG: str(message)})
     server.kill("scheduler_TP1")
     stored = server.wait_for_the_end()
     assert stored is not None
@@ -873,7 +872,7 @@ def test_a_crash_that_cannot_be_written_anywhere_ends_the_server_with_its_status
 ) -> None:
     message = tmp_path / "message"
     message.touch()
-    server = start_server(environ={VARIABLE: str(message)})
+    server = start_server(environ={TERMINATION_LOG: str(message)})
     assert server.crash_folder is not None
     for folder in (server.crash_folder / HOST, server.fallback):
         shutil.rmtree(folder / "incidents", ignore_errors=True)
@@ -898,7 +897,7 @@ def test_a_crash_that_cannot_be_written_anywhere_ends_the_server_with_its_status
 def test_what_went_on_is_not_in_the_containers_status(start_server: Start, tmp_path: Path) -> None:
     message = tmp_path / "message"
     message.touch()
-    server = start_server(environ={VARIABLE: str(message)})
+    server = start_server(environ={TERMINATION_LOG: str(message)})
     assert server.ask("tell scheduler_TP0 watchdog soft") == "the handler"
     server.incident()
     os.kill(server.pid, signal.SIGTERM)

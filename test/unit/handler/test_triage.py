@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.triage import Action, Do, Seen, Triage
+from sglang_crashkit.handler.state import Action, Do, Seen
+from sglang_crashkit.handler.triage import Triage
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.policy import Event, Mode
 
@@ -381,7 +382,7 @@ def test_another_mode(mode: Mode, steps: list[Step]) -> None:
     Story(mode).tell(steps)
 
 
-def test_exits_during_the_capture_belong_to_the_same_incident() -> None:
+def test_exits_during_a_capture_join_the_incident() -> None:
     triage = Triage(ROOT, BUDGET)
     triage.shutdown.mode = Mode.SERVER
     triage.take(ended(RANK, 0), 1.0)
@@ -412,7 +413,7 @@ def test_it_says_when_a_tick_has_something_to_do(steps: list[tuple[float, Seen]]
     assert story.triage.next_due(workers_left=True) == due
 
 
-def test_a_process_that_died_unknown_is_judged_by_its_status_in_every_mode() -> None:
+def test_an_unknown_end_is_an_exit_in_every_mode() -> None:
     for mode in Mode:
         unknown = replace(ended(RANK, "SIGKILL"), status=ExitStatus())
         assert "open:exited" in Story(mode).see(1.0, unknown)

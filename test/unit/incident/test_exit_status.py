@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -9,10 +10,12 @@ import pytest
 from sglang_crashkit.incident import exit_status
 from sglang_crashkit.incident.exit_status import (
     OUT_OF_MEMORY,
+    TERMINATION_LOG,
     ServerExit,
     exit_status_of,
     tells_of_a_crash,
     while_starting,
+    write_termination_message,
 )
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.model.incident import Exit, Failure, Incident, ProcessReport, ServerInfo, Trigger, Verdict
@@ -84,10 +87,6 @@ def test_by_some_statuses_a_main_process_tells_of_another(code: int, tells: bool
     assert tells_of_a_crash(code) is tells
 
 
-def test_the_end_by_a_signal_tells_of_nothing() -> None:
-    assert not tells_of_a_crash(None)
-
-
 @pytest.mark.parametrize(
     ("end", "expected"),
     [
@@ -100,3 +99,48 @@ def test_the_end_by_a_signal_tells_of_nothing() -> None:
 )
 def test_an_orderly_end_is_one_that_somebody_may_have_asked_for(end: ExitStatus, expected: bool) -> None:
     assert exit_status.is_orderly(end) == expected
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that Kubernetes made, with what an earlier container left there."""
+    path = tmp_path / "termination-log"
+    path.write_text("what an earlier container left, longer than the new one's words")
+    monkeypatch.setattr(exit_status, "_DEFAULT_LOG", str(path))
+    return path
+
+
+def test_the_message_takes_the_place_of_what_was_there(log: Path) -> None:
+    assert write_termination_message("why\n", {})
+    assert log.read_text() == "why\n"
+
+
+@pytest.mark.parametrize("text", ["x" * 5000, "é" * 2500, "x" + "é" * 2500])
+def test_no_more_is_written_than_kubernetes_reads(log: Path, text: str) -> None:
+    assert write_termination_message(text, {})
+    written = log.read_bytes()
+    assert 4090 < len(written) <= 4096
+    assert written.decode().endswith(" ...")
+    assert text.startswith(written.decode().removesuffix(" ..."))
+
+
+@pytest.mark.parametrize("value", ["0", "", "false", "No"])
+def test_it_can_be_switched_off(log: Path, value: str) -> None:
+    before = log.read_text()
+    assert not write_termination_message("why", {TERMINATION_LOG: value})
+    assert log.read_text() == before
+
+
+def test_nothing_is_created_outside_a_container(tmp_path: Path) -> None:
+    assert not write_termination_message("why", {TERMINATION_LOG: str(tmp_path / "none")})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_a_folder_and_a_pipe_are_left_alone(tmp_path: Path, log: Path) -> None:
+    before = log.read_text()
+    link, fifo = tmp_path / "link", tmp_path / "fifo"
+    link.symlink_to(log)
+    os.mkfifo(fifo)
+    for path in (link, tmp_path, fifo):
+        assert not write_termination_message("why", {TERMINATION_LOG: str(path)})
+    assert log.read_text() == before

@@ -105,10 +105,6 @@ def test_hangs_of_which_no_stack_was_seen_are_not_taken_for_the_same() -> None:
     assert fault_of(hung) is None
 
 
-def test_the_line_where_others_waited_does_not_matter() -> None:
-    assert fault_of(changed(KILLED, "processes.1.doing", ["wait (y.py:5)", "run (x.py:9)"])) == fault_of(KILLED)
-
-
 def starting(title: str, rank: dict[str, int], doing: list[str]) -> dict[str, Any]:
     """Return an incident in which a rank was killed while the server started."""
     role = "scheduler" if title.startswith("sglang::") else "helper"
@@ -128,11 +124,6 @@ def test_of_a_server_that_starts_neither_the_moment_nor_a_title_that_is_not_set_
     replica = fault_of(starting("sglang::scheduler_DP1", {"dp": 1}, []))
     assert replica == fault_of(starting("DP1 Rank 0 scheduler", {}, []))
     assert replica not in (one, only)
-
-
-def test_an_exception_while_a_server_starts_is_where_it_was_raised() -> None:
-    document = changed(RAISED, "timeline", [*RAISED["timeline"], {"event": "launch_failed"}])
-    assert fault_of(document) == fault_of(RAISED)
 
 
 @pytest.mark.parametrize(
@@ -170,23 +161,12 @@ def test_the_first_few_of_a_fault_are_kept_in_full(tmp_path: Path) -> None:
     assert (tmp_path / "faults.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_all_can_be_kept_in_full(tmp_path: Path) -> None:
-    assert [seen(tmp_path, number, keep=0) for number in range(5)] == [(n + 1, None) for n in range(5)]
-
-
 def test_what_was_removed_is_made_up_for(tmp_path: Path) -> None:
     for number in range(4):
         seen(tmp_path, number)
     next(tmp_path.glob("20231114T221320*")).rename(tmp_path / "elsewhere")
     assert seen(tmp_path, 4) == (5, None)
     assert seen(tmp_path, 5) == (6, "id-1")
-
-
-def test_one_that_is_still_written_counts(tmp_path: Path) -> None:
-    for number in range(3):
-        path = make_incident(tmp_path, seconds=NOON + number, publish=False)
-        count_fault(tmp_path, FAULT, f"id-{number}", path.name.removeprefix(".partial-"), 3)
-    assert seen(tmp_path, 9) == (4, "id-0")
 
 
 def test_another_day_is_worth_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,13 +203,6 @@ def test_an_index_that_cannot_be_read_is_begun_anew(tmp_path: Path, content: str
     (tmp_path / "faults.json").write_text(content.replace("KEY", FAULT.key))
     assert seen(tmp_path, 0) == (1, None)
     assert seen(tmp_path, 1) == (2, None)
-
-
-@pytest.mark.parametrize("entry", [{}, {"count": "x", "full": 5}, {"full": [1, {}, {"seconds": "x"}, {"name": 5}]}])
-def test_an_entry_of_another_shape_is_begun_anew(tmp_path: Path, entry: dict[str, Any]) -> None:
-    index = {"schema_version": 1, "faults": {FAULT.key: entry}}
-    (tmp_path / "faults.json").write_text(json.dumps(index))
-    assert seen(tmp_path, 0) == (1, None)
 
 
 def test_the_index_does_not_grow_without_end(tmp_path: Path) -> None:

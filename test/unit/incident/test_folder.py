@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import stat
 from pathlib import Path
@@ -8,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.incident.folder import IncidentFolder, new_id
+from sglang_crashkit.incident.folder import IncidentFolder, NullFolder, new_id
+from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.settings import DiskLimits
 from unit.stored import NOON, make_incident
 
@@ -47,12 +47,6 @@ def test_everything_in_it_is_private(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_text_that_is_not_utf_8_is_written_escaped(tmp_path: Path) -> None:
-    folder = IncidentFolder(tmp_path, "killed", new_id(), NOON)
-    folder.write_text("x.txt", "a\udcffb")
-    assert (folder.path / "x.txt").read_text() == "a\\udcffb"
-
-
 def test_a_file_is_adopted_once(tmp_path: Path) -> None:
     folder = IncidentFolder(tmp_path / "incidents", "killed", new_id(), NOON)
     (tmp_path / "record").write_text("mine")
@@ -81,14 +75,20 @@ def test_a_discarded_folder_leaves_nothing(tmp_path: Path) -> None:
     folder.discard()
 
 
-def test_ids_differ() -> None:
-    ids = {new_id() for _ in range(100)}
-    assert len(ids) == 100
-    assert all(len(each) == 8 and int(each, 16) >= 0 for each in ids)
-
-
-def test_incident_json_begins_with_its_version(tmp_path: Path) -> None:
-    path = make_incident(tmp_path)
-    document = json.loads((path / "incident.json").read_text())
-    assert next(iter(document)) == "schema_version"
-    assert document["complete"] is False
+def test_evidence_is_refused_with_the_reason_and_nothing_else_is_done(tmp_path: Path) -> None:
+    folder = NullFolder("no folder took it")
+    record = tmp_path / "record"
+    record.write_text("mine")
+    for write in (
+        lambda: folder.write_text("stacks/x.txt", "x"),
+        lambda: folder.write_json("stacks/x.json", {}),
+        lambda: folder.adopt(record, "ranks/x.json"),
+    ):
+        with pytest.raises(NoRoomError, match="no folder took it"):
+            write()
+    assert record.read_text() == "mine"
+    folder.save({}, "")
+    folder.publish()
+    folder.discard()
+    assert folder.problem == "no folder took it"
+    assert len(folder.id) == 8

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +14,13 @@ from sglang_crashkit.incident import retention
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.retention import (
     MB,
+    CrashFile,
     DiskLimits,
     Ledger,
     NoRoomError,
+    find_crash_files,
+    is_of_living_server,
+    named_in,
     remove_incident,
     size_of,
     status_of,
@@ -24,6 +30,7 @@ from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.folder_lock import FolderLock
 from unit.small_disk import fill, mounted
 from unit.stored import NOON, make_incident
+from unit.waiting import child
 
 KB = 1024
 OWN = "20400101T000000.000Z-killed-0123abcd"
@@ -61,25 +68,6 @@ def test_the_oldest_incidents_make_room(tmp_path: Path) -> None:
     assert left(old) == [False, False, True, True]
     assert ledger.own == 400 * KB
     assert size_of(tmp_path) + ledger.own <= 700 * KB
-
-
-def test_what_is_replaced_is_counted_once(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, OWN, DiskLimits(max_use=MB, keep_free=0))
-    for _ in range(10):
-        ledger.charge("incident.json", 500 * KB)
-    assert ledger.own == 500 * KB
-    ledger.forget("incident.json")
-    ledger.forget("never written")
-    assert ledger.own == 0
-
-
-def test_a_small_file_takes_a_whole_block(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, OWN, DiskLimits(max_use=8 * KB, keep_free=0))
-    ledger.charge("a", 1)
-    ledger.charge("b", 1)
-    ledger.charge("empty", 0)
-    with pytest.raises(NoRoomError):
-        ledger.charge("c", 1)
 
 
 @pytest.mark.parametrize(
@@ -147,16 +135,6 @@ def test_the_oldest_incidents_make_room_for_what_others_write_beside_them(
     missing = tmp_path / "none"
     assert ledger.make_room_beside(missing, 1) == f"{missing} cannot be written to: No such file or directory"
     assert ledger.own == 0
-
-
-def test_room_on_another_file_system_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = old_incidents(tmp_path, 2)
-    ledger = Ledger(tmp_path, OWN, DiskLimits(keep_free=0))
-    elsewhere = Path("/proc")
-    monkeypatch.setattr(retention, "_space_of", lambda folder: (1000 * MB, 100 * MB if folder == elsewhere else 0))
-    assert ledger.make_room_beside(elsewhere, 50 * MB) == ""
-    assert ledger.make_room_beside(elsewhere, 51 * MB) == "there is no room for 51 MB in /proc"
-    assert left(old) == [True, True]
 
 
 def test_the_defaults_fit_a_small_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,16 +236,6 @@ def test_a_disk_that_fills_up_in_the_middle_takes_the_essential_files(small_disk
     ]
 
 
-def test_a_full_disk_gets_room_from_the_oldest_incident(small_disk: Path) -> None:
-    incidents = small_disk / "incidents"
-    limits = DiskLimits(max_use=100 * MB, keep_free=0)
-    old = old_incidents(incidents, 3, 500 * KB)
-    fill(small_disk)
-    new = make_incident(incidents, seconds=NOON + 9, pieces={"stacks/x.txt": "x" * 200 * KB}, limits=limits)
-    assert (new / "stacks" / "x.txt").stat().st_size == 200 * KB
-    assert left(old) == [False, True, True]
-
-
 def test_what_must_stay_free_stays_free(small_disk: Path) -> None:
     incidents = small_disk / "incidents"
     limits = DiskLimits(max_use=100 * MB, keep_free=MB)
@@ -297,12 +265,6 @@ def test_on_a_full_disk_the_oldest_incident_makes_room_for_what_is_essential(sma
     fill(small_disk)
     folder.save({"schema_version": 1}, "summary")
     assert (folder.publish() / "summary.md").read_text() == "summary"
-
-
-def test_limits_that_leave_no_room_for_a_reserve_are_no_full_disk(tmp_path: Path) -> None:
-    folder = IncidentFolder(tmp_path, "killed", "0123abcd", NOON, DiskLimits(max_use=8 * KB, keep_free=0))
-    folder.save({"schema_version": 1}, "summary")
-    assert (folder.publish() / "incident.json").is_file()
 
 
 def with_core(incidents: Path, number: int, *, server: dict[str, int] | None = None, age_secs: float = 3600.0) -> Path:
@@ -354,16 +316,6 @@ def test_what_nobody_names_counts_for_cores_and_never_goes(tmp_path: Path) -> No
     assert beside(incidents) == ["core.cuda.5.5", "core.cuda.5.6"]
 
 
-def test_the_oldest_incidents_make_room_for_cores(tmp_path: Path) -> None:
-    incidents = tmp_path / "host" / "incidents"
-    incidents.mkdir(parents=True)
-    old = [with_core(incidents, number) for number in range(3)]
-    ledger = Ledger(incidents, OWN, DiskLimits(max_use=6 * MB, keep_free=0))
-    assert ledger.make_room_beside(incidents.parent, 3 * MB) == ""
-    assert left(old) == [False, False, True]
-    assert beside(incidents) == ["core.cuda.1795000002.77", "crash_dump_2.pkl"]
-
-
 def test_what_may_be_written_still_stays(tmp_path: Path) -> None:
     incidents = tmp_path / "host" / "incidents"
     incidents.mkdir(parents=True)
@@ -400,12 +352,76 @@ def test_incidents_elsewhere_count_and_go_too(tmp_path: Path) -> None:
     # On another file system they make no room for it there.
     older = with_core(fallback, 2)
     ledger = Ledger(incidents, OWN, DiskLimits(max_use=1000 * MB, keep_free=1 << 60), elsewhere)
+    entry = retention._Entry
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retention, "_space_of", lambda folder: (1 << 50, 0))
-        patch.setattr(retention._Other, "__init__", other_device)
+        patch.setattr(retention, "_Entry", lambda own, _device, files=(): entry(own, -1, files))
         ledger.make_room(1)
     assert left([older, newer]) == [True, True]
 
 
-def other_device(self: retention._Other, size: int, device: int) -> None:
-    self.size, self.device, self.files = size, -1, ()
+CORE, DUMP = "core.cuda.1795000000.77", "crash_dump_2026-11-21_01-26-13.pkl"
+
+
+def write(folder: Path, *names: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_bytes(b"x" * 5000)
+
+
+def with_document(folder: Path, text: str) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "incident.json").write_text(text)
+    return folder
+
+
+def names(files: list[CrashFile]) -> list[str]:
+    return sorted(file.path.name for file in files)
+
+
+def test_cores_and_dumps_beside_the_incidents_are_found(tmp_path: Path) -> None:
+    incidents = tmp_path / "host" / "incidents"
+    write(tmp_path / "host", CORE, DUMP, "crash_handler.log", "weights.pkl", ".crash_dump_x.12.partial", "core.1")
+    (tmp_path / "host" / "core.cuda.1.2").symlink_to(tmp_path / "host" / CORE)
+    (tmp_path / "host" / "core.cuda.1.3").mkdir()
+    # The driver names the folder by the host's own name.
+    write(tmp_path / socket.gethostname(), "core.cuda.5.6")
+    found = find_crash_files([incidents, tmp_path / "none" / "incidents"])
+    assert names(found) == sorted([CORE, DUMP, "core.cuda.5.6"])
+    assert {file.size for file in found} == {8192}
+    assert all(0 <= file.age_secs < 60 for file in found)
+
+
+def test_a_file_is_the_first_incidents_that_names_it(tmp_path: Path) -> None:
+    write(tmp_path, CORE, DUMP, "core.cuda.1.7", "core.cuda.1.77")
+    files = find_crash_files([tmp_path / "incidents"])
+    newer = with_document(
+        tmp_path / "incidents" / "b", json.dumps({"reason": f"cut short: {tmp_path / DUMP} has 8 bytes"})
+    )
+    older = with_document(tmp_path / "incidents" / "a", json.dumps({"path": f"../../{CORE}", "requests": DUMP}))
+    # The name of one begins with that of another.
+    other = with_document(tmp_path / "incidents" / "c", json.dumps({"path": "../../core.cuda.1.77"}))
+    empty = tmp_path / "incidents" / "d"
+    empty.mkdir()
+    found = named_in([newer, older, other, empty], files)
+    assert {path.name: names(its) for path, its in found.items()} == {
+        "b": [DUMP],
+        "a": [CORE],
+        "c": ["core.cuda.1.77"],
+    }
+    assert named_in([newer], []) == {}
+
+
+def test_an_incident_of_a_living_server_is_known(tmp_path: Path) -> None:
+    with child("ready()\npause()") as process:
+        stat = procfs.read_stat(process.pid)
+        assert stat is not None
+        server = {"pid": stat.pid, "start_ticks": stat.start_ticks}
+        path = with_document(tmp_path / "a", json.dumps({"server": server}))
+        earlier = with_document(tmp_path / "b", json.dumps({"server": server | {"start_ticks": stat.start_ticks - 1}}))
+        assert is_of_living_server(path, but=0)
+        assert not is_of_living_server(path, but=stat.pid)
+        assert not is_of_living_server(earlier, but=0)
+    assert not is_of_living_server(path, but=0)
+    for number, text in enumerate(("", "[]", '{"server": {"pid": "x"}}', "[" * 100_000)):
+        assert not is_of_living_server(with_document(tmp_path / f"c{number}", text), but=0)

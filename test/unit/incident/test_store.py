@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from sglang_crashkit.errors import NothingToDoError
-from sglang_crashkit.incident.store import find_incidents, wait_for_incident
+from sglang_crashkit.incident.store import IncidentName, find_incidents, is_finished, parse_name
 from unit.stored import NOON, make_incident
 from unit.waiting import LONG
 
@@ -24,14 +23,6 @@ def test_incidents_are_found_from_every_folder_newest_first(tmp_path: Path) -> N
     (only,) = find_incidents(old)
     assert only.document is not None
     assert only.document["kind"] == "killed"
-
-
-def test_an_incident_is_found_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = make_incident(tmp_path)
-    monkeypatch.chdir(path)
-    assert [found.document is not None for found in find_incidents(Path())] == [True]
-    monkeypatch.chdir(tmp_path)
-    assert len(find_incidents(Path())) == 1
 
 
 def test_what_is_no_incident_is_passed_over(tmp_path: Path) -> None:
@@ -65,22 +56,6 @@ def test_no_folder_is_said_to_be_none(tmp_path: Path) -> None:
         find_incidents(tmp_path / "absent")
 
 
-def test_waiting_ends_with_the_first_finished_incident(tmp_path: Path) -> None:
-    make_incident(tmp_path, publish=False)
-    timer = threading.Timer(0.1, make_incident, [tmp_path])
-    timer.start()
-    found = wait_for_incident(tmp_path, LONG)
-    timer.join(LONG)
-    assert found is not None
-    assert found.finished
-
-
-def test_waiting_has_an_end(tmp_path: Path) -> None:
-    make_incident(tmp_path, publish=False)
-    assert wait_for_incident(tmp_path, 0.05) is None
-    assert wait_for_incident(tmp_path / "absent", 0.05) is None
-
-
 def test_a_killed_writer_leaves_a_folder_that_is_known_as_unfinished(tmp_path: Path) -> None:
     code = """
 import os, sys
@@ -94,3 +69,20 @@ os.kill(os.getpid(), 9)
     (found,) = find_incidents(tmp_path)
     assert (found.finished, found.document, found.problem) == (False, None, "has no incident.json")
     assert found.name == "19700101T000001.000Z-killed-0123abcd"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0005, 1_700_000_000.25, 1_700_000_000.9999])
+def test_a_name_tells_time_kind_and_id_and_whether_it_is_finished(seconds: float) -> None:
+    name = IncidentName(seconds, "failed_start", "0123abcd")
+    for mark, finished in (("", True), (".partial-", False)):
+        found = parse_name(f"{mark}{name}")
+        assert found is not None
+        assert (found.kind, found.id) == (name.kind, name.id)
+        assert 0 <= seconds - found.seconds < 0.00101
+        assert is_finished(f"{mark}{name}") is finished
+    assert not is_finished(f".removing-{name}")
+
+
+@pytest.mark.parametrize("name", ["", "faults.json", ".spool-1-2", "20239914T221320.250Z-killed-0123abcd"])
+def test_other_names_are_none(name: str) -> None:
+    assert parse_name(name) is None

@@ -101,13 +101,6 @@ def test_the_headline_names_who_failed_first_and_not_who_told_of_it() -> None:
     assert format_termination_message(document | {"verdict": None}, "/x").startswith(f"{before}\n")
 
 
-def test_the_headline_of_a_lost_peer_names_the_peer() -> None:
-    incident = make_incident()
-    incident.kind = "peer_lost"
-    incident.peers = [LostPeer.of("10.0.0.2:41", "decode", "refused", "yesterday", [], [])]
-    assert headline(incident.to_json()) == "peer_lost: decode server 10.0.0.2:41"
-
-
 def test_an_incident_without_a_verdict_and_requests_has_a_summary() -> None:
     text = format_summary(make_incident().to_json())
     assert "requests: not saved: the server did not report its requests" in text
@@ -147,10 +140,3 @@ No flight recorder:
 ## Processes
 """
     assert expected in text
-
-
-def test_where_no_flight_recorder_was_had_the_summary_has_no_place_for_it() -> None:
-    incident = make_incident()
-    before = format_summary(incident.to_json())
-    incident.collectives = Collectives([], ["sglang::scheduler_TP1 (pid 8): it was dead."])
-    assert format_summary(incident.to_json()) == before

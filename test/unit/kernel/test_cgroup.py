@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.kernel import cgroup as oom
-from sglang_crashkit.kernel.cgroup import OomCounter, find_counter
+from sglang_crashkit.kernel.cgroup import find_counter
 from unit.waiting import LONG, child
 
 V1 = Path("/sys/fs/cgroup/memory")
@@ -49,26 +49,6 @@ def test_a_process_that_is_gone_has_no_counter() -> None:
     with child("ready()") as process:
         process.wait(LONG)
     assert find_counter(process.pid) is None
-
-
-def test_a_counter_that_is_gone_tells_nothing(tmp_path: Path) -> None:
-    assert OomCounter(tmp_path / "absent", 3).grown_by() is None
-
-
-@pytest.mark.parametrize(
-    ("text", "kills"),
-    [
-        ("low 0\nhigh 5\nmax 7\noom 2\noom_kill 2\noom_group_kill 1\n", 2),
-        ("oom_kill_disable 0\nunder_oom 0\noom_kill 4\n", 4),
-        ("oom_kill_disable 9\nunder_oom 9\n", None),
-        ("oom_kill x\n", None),
-        ("", None),
-    ],
-)
-def test_only_oom_kill_itself_is_read(tmp_path: Path, text: str, kills: int | None) -> None:
-    (tmp_path / "file").write_text(text)
-    counter = OomCounter(tmp_path / "file", 1)
-    assert counter.grown_by() == (None if kills is None else kills - 1)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.kernel.fifo import FifoError, open_files, owner_of, write_to_fifo
+from sglang_crashkit.kernel.fifo import FifoError, open_files, write_to_fifo
 
 ME = os.geteuid()
 
@@ -22,22 +22,11 @@ def reader(tmp_path: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
-def test_who_reads_the_pipe_gets_what_is_written(reader: int, tmp_path: Path) -> None:
-    write_to_fifo(tmp_path / "pipe", b"1", ME)
-    assert os.read(reader, 10) == b"1"
-
-
 def test_a_pipe_that_lost_its_name_is_written_to_through_the_kernels_link(reader: int, tmp_path: Path) -> None:
     (tmp_path / "pipe").unlink()
     (link,) = [link for link, path in open_files(os.getpid()) if str(path).startswith(str(tmp_path))]
     write_to_fifo(link, b"1", ME, follow=True)
     assert os.read(reader, 10) == b"1"
-
-
-def test_a_pipe_that_nobody_reads_is_no_wait(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(FifoError, match="nobody reads it"):
-        write_to_fifo(tmp_path / "pipe", b"1", ME)
 
 
 def test_a_full_pipe_is_no_wait(reader: int, tmp_path: Path) -> None:
@@ -65,13 +54,6 @@ def test_why_nothing_was_written_is_told_to_programs_too(tmp_path: Path, outcome
     assert caught.value.outcome == outcome
 
 
-def test_a_link_is_not_followed(reader: int, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "pipe")
-    with pytest.raises(FifoError, match="link"):
-        write_to_fifo(tmp_path / "link", b"1", ME)
-    assert os.read(reader, 1) == b""
-
-
 def test_a_file_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"before")
     with pytest.raises(FifoError, match="not a pipe of the process's own user"):
@@ -84,9 +66,3 @@ def test_the_pipe_of_another_user_is_not_written_to(reader: int, tmp_path: Path,
     with pytest.raises(FifoError, match="not a pipe of the process's own user"):
         write_to_fifo(tmp_path / "pipe", b"1", owner)
     assert os.read(reader, 1) == b""
-
-
-def test_a_process_has_its_user_until_it_is_gone() -> None:
-    assert owner_of(os.getpid()) == ME
-    assert owner_of(2**22 + 1) is None
-    assert list(open_files(2**22 + 1)) == []

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import fcntl
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -32,15 +31,6 @@ def test_it_is_waited_for(tmp_path: Path) -> None:
     assert second.acquire(LONG) == "held"
     timer.join()
     second.release()
-
-
-def test_waiting_has_an_end(tmp_path: Path) -> None:
-    first = FolderLock(tmp_path)
-    first.acquire()
-    started = time.monotonic()
-    assert FolderLock(tmp_path).acquire(0.1) == "taken"
-    assert 0.1 <= time.monotonic() - started < LONG
-    first.release()
 
 
 def test_the_death_of_its_holder_frees_it(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import threading
 import time
@@ -14,9 +13,9 @@ import pytest
 
 from sglang_crashkit.kernel import guarded_read, procfs
 from sglang_crashkit.kernel.folder_lock import FolderLock
-from sglang_crashkit.kernel.guarded_read import BlockedReadError, GuardedReader, guard_reads, read_guarded
+from sglang_crashkit.kernel.guarded_read import BlockedReadError, GuardedReader, guard_reads
 from unit.locked_memory import locked_process
-from unit.waiting import LONG, child, descriptors, wait_until
+from unit.waiting import LONG, descriptors, wait_until
 
 DEADLINE_SECS = 0.1
 
@@ -52,20 +51,12 @@ def test_a_file_is_read_whole(reader: GuardedReader, tmp_path: Path) -> None:
     assert helper_of(reader) == first
 
 
-def test_what_is_too_long_is_not_read(reader: GuardedReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarded_read, "_MOST_BYTES", 1000)
-    (tmp_path / "file").write_bytes(b"x" * 300_000)
-    with pytest.raises(OSError, match="File too large"):
-        reader.read(tmp_path / "file")
-
-
 def test_a_read_that_waits_is_ended_and_the_next_one_works(reader: GuardedReader, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     assert reader.read(tmp_path / "file") == b"x"
-    first, before = helper_of(reader), time.monotonic()
+    first = helper_of(reader)
     with pytest.raises(BlockedReadError):
         reader.read(fifo(tmp_path / "stuck"))
-    assert DEADLINE_SECS <= time.monotonic() - before < LONG / 2
     assert reader.read(tmp_path / "file") == b"x"
     assert helper_of(reader) != first
     assert not Path(f"/proc/{first}").exists()
@@ -75,11 +66,9 @@ def test_who_let_a_read_wait_is_left_alone_for_a_while(reader: GuardedReader, tm
     path = fifo(tmp_path / "stuck")
     with pytest.raises(BlockedReadError, match="in time"):
         reader.read(path)
-    before = time.monotonic()
     for _again in range(100):
         with pytest.raises(BlockedReadError, match="lately"):
             reader.read(path)
-    assert time.monotonic() - before < DEADLINE_SECS
     # Twice as long after the second time.
     for skip in (5.0, 10.0, 20.0, 40.0, 60.0, 60.0):
         _until, how_long = reader._skipped[str(path.parent)]
@@ -105,23 +94,6 @@ def test_many_that_wait_cost_less_each(tmp_path: Path) -> None:
     reader.read(Path("/proc/self/stat"))
     assert reader._deadline_secs == 0.06
     reader.close()
-
-
-def test_a_helper_that_was_killed_is_replaced(reader: GuardedReader, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"x")
-    for _time in range(3):
-        reader.read(tmp_path / "file")
-        os.kill(helper_of(reader), signal.SIGKILL)
-        assert reader.read(tmp_path / "file") == b"x"
-
-
-def test_the_thread_that_started_it_may_end(reader: GuardedReader, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"x")
-    for _time in range(3):
-        thread = threading.Thread(target=reader.read, args=(tmp_path / "file",))
-        thread.start()
-        thread.join(LONG)
-        assert reader.read(tmp_path / "file") == b"x"
 
 
 def test_several_threads_may_read(reader: GuardedReader, tmp_path: Path) -> None:
@@ -163,17 +135,6 @@ pause()
 """
 
 
-@pytest.mark.parametrize("is_waiting", [False, True])
-def test_the_helper_dies_with_its_starter(tmp_path: Path, is_waiting: bool) -> None:
-    arguments = [str(fifo(tmp_path / "stuck"))] if is_waiting else []
-    with child(READS_AND_WAITS, *arguments) as process:
-        helper = int(process.first_line)  # type: ignore[attr-defined]
-        assert not procfs.is_dead(helper)
-        process.kill()
-        process.wait(LONG)
-    wait_until(lambda: procfs.is_dead(helper), "the helper ends")
-
-
 def test_after_a_fork_each_process_has_its_own(reader: GuardedReader, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     reader.read(tmp_path / "file")
@@ -204,20 +165,13 @@ def test_a_process_whose_memory_map_is_locked_is_read_in_time(tmp_path: Path, re
     with locked_process(tmp_path, title="sglang::scheduler_TP1") as process:
         guard_reads(reader)
         try:
-            before = time.monotonic()
             assert procfs.read_cmdline(process.pid) == []
             assert procfs.read_environ(process.pid) == {}
             # The kernel keeps the first letters elsewhere.
             assert procfs.read_title(process.pid) == "sglang::schedul"
             assert procfs.is_python(process.pid)
             procfs.mapped_files(process.pid)
-            assert time.monotonic() - before < LONG / 2
             assert procfs.read_title(os.getpid()) != ""
         finally:
             guard_reads(None)
         assert reader._helper is None
-
-
-def test_without_a_reader_a_process_reads_by_itself(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"x")
-    assert read_guarded(tmp_path / "file") == b"x"

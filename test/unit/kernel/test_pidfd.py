@@ -27,11 +27,6 @@ def test_a_signal_is_decoded(number: int, dumped: bool) -> None:
     assert status.known
 
 
-def test_signals_that_python_does_not_name_have_a_name() -> None:
-    assert signal_name(9) == "SIGKILL"
-    assert signal_name(35) == "SIG35"
-
-
 def test_nothing_is_known_of_a_process_that_lives() -> None:
     with child("ready(); pause()") as process:
         handle = ProcessHandle(process.pid)
@@ -112,15 +107,6 @@ ctypes.CDLL(None).pthread_exit(None)
         handle.close()
 
 
-def test_there_is_no_handle_of_a_process_that_is_gone() -> None:
-    process = subprocess.Popen(["true"])
-    process.wait(LONG)
-    before = descriptors()
-    with pytest.raises(ProcessLookupError, match=str(process.pid)):
-        ProcessHandle(process.pid)
-    assert descriptors().items() <= before.items()
-
-
 def test_a_signal_reaches_the_process_and_never_its_successor() -> None:
     process = subprocess.Popen(["sleep", "60"])
     handle = ProcessHandle(process.pid)
@@ -129,20 +115,6 @@ def test_a_signal_reaches_the_process_and_never_its_successor() -> None:
     with pytest.raises(ProcessLookupError):
         handle.send_signal(signal.SIGTERM)
     handle.close()
-
-
-def test_what_was_known_of_an_exit_is_known_without_the_descriptor() -> None:
-    with child("ready(); pause()") as process:
-        living, dead = ProcessHandle(process.pid), ProcessHandle(process.pid)
-        living.close()
-        assert not living.has_exited()
-        assert not living.exit_status().known
-        process.kill()
-        wait_until(dead.has_exited, "it is dead")
-        before = dead.exit_status()
-        dead.close()
-        assert dead.has_exited()
-        assert dead.exit_status() == before == ExitStatus(signal="SIGKILL")
 
 
 def test_closing_twice_closes_once() -> None:
@@ -157,22 +129,6 @@ def test_closing_twice_closes_once() -> None:
     os.close(reused)
 
 
-def test_a_descriptor_above_1023_can_be_asked() -> None:
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, before[1]), before[1]))
-    handle = ProcessHandle(os.getpid())
-    low = handle.fd
-    try:
-        handle.fd = os.dup2(low, 2000)
-        assert not handle.has_exited()
-    finally:
-        handle.close()
-        os.close(low)
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
 def test_the_end_of_one_that_may_not_be_traced_is_not_taken_for_a_clean_one(monkeypatch: pytest.MonkeyPatch) -> None:
     # GIVEN a zombie that was killed, of a user with more rights than the crash handler; no kernel that tells otherwise
     code = "import sys\nfrom sglang_crashkit.kernel.pidfd import ProcessHandle\n"
@@ -185,14 +141,6 @@ def test_the_end_of_one_that_may_not_be_traced_is_not_taken_for_a_clean_one(monk
     # Where this test has no more rights than the handler, the zombie tells.
     expected = ExitStatus() if os.geteuid() == 0 else ExitStatus(signal="SIGKILL")
     assert said == f"{expected}\n"
-
-
-def test_an_end_is_waited_for_when_asked_to() -> None:
-    with child("ready(); time.sleep(0.3)") as process:
-        handle = ProcessHandle(process.pid)
-        assert not handle.has_exited(0.01)
-        assert handle.has_exited(LONG)
-        handle.close()
 
 
 @pytest.mark.parametrize(

@@ -45,12 +45,6 @@ def test_a_process_that_no_job_started_may_belong_to_any() -> None:
         assert other_place_of(pid, HERE) is None
 
 
-def test_outside_of_a_step_nothing_is_elsewhere() -> None:
-    with process(SELF, SLURM_JOB_ID="7", SLURMD_NODENAME="n2") as pid:
-        assert Place.of_environ({"PATH": os.defpath, "SLURM_JOB_ID": "7"}) is None
-        assert other_place_of(pid, None) is None
-
-
 def test_a_process_whose_title_has_overwritten_its_environment_is_where_its_launcher_is() -> None:
     launcher = "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', sys.argv[1]])\n"
     launcher += "sys.stdin.read(); child.wait()"
@@ -59,9 +53,3 @@ def test_a_process_whose_title_has_overwritten_its_environment_is_where_its_laun
     with process(launcher, told, SLURM_JOB_ID="7", SLURMD_NODENAME="n2") as pid:
         assert b"SLURM_JOB_ID" not in Path(f"/proc/{pid}/environ").read_bytes()
         assert other_place_of(pid, HERE) == Place("7", "n2")
-
-
-def test_a_process_that_is_gone_is_nowhere() -> None:
-    with process(SELF, SLURM_JOB_ID="7", SLURMD_NODENAME="n2") as pid:
-        pass
-    assert place_of(pid) is None

@@ -39,12 +39,6 @@ def test_rubbish_is_as_good_as_nothing(tmp_path: Path, change: dict[str, object]
     assert read_armed(tmp_path, 10, 20) is None
 
 
-@pytest.mark.parametrize("text", ["", "[]", "5", "{", "{}", "null"])
-def test_another_form_is_as_good_as_nothing(tmp_path: Path, text: str) -> None:
-    ArmedFiles.of(tmp_path, 10, 20).description.write_text(text)
-    assert read_armed(tmp_path, 10, 20) is None
-
-
 def test_only_real_time_signals_are_usable() -> None:
     assert is_usable(DEFAULT_SIGNAL)
     assert is_usable(0)

@@ -52,20 +52,9 @@ def test_ranks_follow_from_a_schedulers_title(title: str, rank: dict[str, int]) 
     assert rank_of(title) == rank
 
 
-@given(st.permutations(["DP", "PP", "ATTN_CP", "MOE_DP", "TP", "EP"]), st.integers(0, 1023))
-def test_the_order_of_ranks_in_a_title_does_not_matter(names: list[str], first: int) -> None:
-    ranks = {name: first + place for place, name in enumerate(names)}
-    title = "sglang::scheduler" + "".join(f"_{name}{number}" for name, number in ranks.items())
-    assert rank_of(title) == {name.lower(): number for name, number in ranks.items()}
-
-
 @given(st.text(st.characters(max_codepoint=0x2FF), max_size=100), st.integers(1, 2**22))
 def test_a_label_is_a_safe_file_name(title: str, pid: int) -> None:
     label = label_of(title, pid)
     assert re.fullmatch(r"[A-Za-z0-9_.]+-\d+", label)
     assert label.endswith(f"-{pid}")
     assert len(label) < 80
-
-
-def test_a_label_reads_like_the_title() -> None:
-    assert label_of("sglang::scheduler_TP0", 4711) == "scheduler_TP0-4711"

@@ -146,24 +146,6 @@ def test_no_held_record_is_lost_while_they_fit_in_half_of_the_ring(
         assert set(held.values()) <= set(payloads(writer.fd))
 
 
-@given(steps, st.integers(0, SIZE))
-def test_a_file_that_is_cut_off_gives_some_of_what_was_written(written: list[object], length: int) -> None:
-    with new_ring() as writer:
-        held: dict[int, bytes] = {}
-        known = {take(writer, step, number, held) for number, step in enumerate(written)}
-        before = payloads(writer.fd)
-        try:
-            with copy_of(content_of(writer)[:length]) as copy:
-                after = payloads(copy)
-        except RingError:
-            assert length < 4096
-        else:
-            assert set(after) <= known
-            # In the order of the whole file.
-            rest = iter(before)
-            assert all(payload in rest for payload in after)
-
-
 @given(steps, st.lists(st.tuples(st.integers(0, SIZE - 1), st.binary(min_size=1, max_size=64)), max_size=20))
 def test_what_was_damaged_is_never_believed(written: list[object], damage: list[tuple[int, bytes]]) -> None:
     with new_ring() as writer:
@@ -248,14 +230,6 @@ def test_it_takes_no_more_memory_than_was_written_to_it() -> None:
     writer.close()
 
 
-def test_a_ring_that_nobody_closes_goes_with_its_writer() -> None:
-    writer = RingWriter(SIZE)
-    descriptor = writer.fd
-    del writer
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
-
-
 def test_without_memory_there_is_an_error_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*_args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -271,14 +245,6 @@ def test_without_memory_there_is_an_error_and_nothing_is_left(monkeypatch: pytes
         writer.append(bytes(10_000))
     writer.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-def test_too_long_a_record_is_refused() -> None:
-    with new_ring() as writer:
-        with pytest.raises(ValueError, match="is over"):
-            writer.append(bytes(writer.max_payload + 1))
-        writer.append(bytes(writer.max_payload))
-        assert payloads(writer.fd) == [bytes(writer.max_payload)]
 
 
 def test_a_ring_that_was_made_invalid_is_none() -> None:
@@ -297,15 +263,6 @@ def test_another_file_is_no_ring(data: bytes) -> None:
             RingReader(descriptor)
 
 
-def test_a_pipe_is_no_ring() -> None:
-    reading, writing = os.pipe()
-    assert not is_ring(reading)
-    with pytest.raises(RingError, match="cannot be read"):
-        RingReader(reading)
-    os.close(reading)
-    os.close(writing)
-
-
 def test_a_record_that_is_overwritten_meanwhile_is_not_read() -> None:
     with new_ring() as writer:
         writer.append(b"first")
@@ -315,23 +272,6 @@ def test_a_record_that_is_overwritten_meanwhile_is_not_read() -> None:
         for number in range(40):
             writer.append(content(number, MAX_PAYLOAD))
         assert reader.payload(first.offset, first.sequence) is None
-
-
-def test_no_call_copies_much_more_than_the_longest_record() -> None:
-    """A row of held records that comes due at once is renewed little by little."""
-    writer = RingWriter(8 * 2**20)
-    big = content(1, writer.max_payload)
-    for hold in range(7):
-        writer.append(big, hold=hold)
-    moved = 0
-    for _ in range(60_000):
-        before = writer._head
-        writer.append(b"x" * 100)
-        moved = max(moved, writer._head - before)
-    assert writer.lost == 0
-    assert writer._head > writer.capacity
-    assert len(big) <= moved <= len(big) + 1024
-    writer.close()
 
 
 WRITE = """

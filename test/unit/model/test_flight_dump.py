@@ -4,6 +4,7 @@ import contextlib
 import copy
 import os
 import pickle
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_crashkit.model import flight_dump
-from sglang_crashkit.model.flight_dump import FlightDumpError, Group, GroupStatus, parse_dump, read_dump
+from sglang_crashkit.model.flight_dump import FlightDumpError, Group, GroupStatus, load_plain, parse_dump, read_dump
 from sglang_crashkit.model.sample import Frame
 from unit.flight_dumps import BEGAN, document, entry, pickled
 
@@ -67,51 +68,44 @@ def test_a_cpu_backend_says_that_an_operation_is_over_by_giving_it_up() -> None:
     assert [one.is_done for one in parse_dump(pickled(document([over, given_up]))).entries] == [True, False]
 
 
-@pytest.mark.parametrize("version", ["1.0", "3.0", "2", "", "2.x"])
-def test_a_dump_of_another_form_is_refused_by_its_version(version: str) -> None:
-    with pytest.raises(FlightDumpError, match=f"version '{version}'"):
-        parse_dump(pickled(sample() | {"version": version}))
+def change(path: str, value: object) -> dict[str, Any]:
+    """Return the sample with another value at a path such as ``entries/0/state``, without it where `value` is GONE."""
+    whole: Any = sample()
+    place = whole
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split("/")]
+    for part in parents:
+        place = place[part]
+    if value is GONE:
+        del place[last]
+    else:
+        place[last] = value
+    return whole
 
 
-def without(name: str) -> dict[str, Any]:
-    value = sample()
-    del value["entries"][0][name]
-    return value
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["process_group", "profiling_name", "state", "record_id", "collective_seq_id", "p2p_seq_id", "input_sizes"],
-)
-def test_what_is_missing_is_named(name: str) -> None:
-    with pytest.raises(FlightDumpError, match=f"it has no '{name}'"):
-        parse_dump(pickled(without(name)))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("process_group", ["0", "default_pg"]),
-        ("process_group", ("0",)),
-        ("profiling_name", 7),
-        ("state", "finished"),
-        ("collective_seq_id", True),
-        ("collective_seq_id", 1.0),
-        ("input_sizes", [4, 3]),
-        ("input_sizes", [["4"]]),
-        ("input_sizes", [[-1]]),
-        ("input_sizes", [[1 << 63]]),
-        ("input_sizes", [[1] * 65]),
-        ("frames", [{"name": "f"}]),
-        ("frames", ["f"]),
-        ("time_created_ns", None),
+GONE = object()
+#: What is changed, to what, and what is said of it.
+WRONG = [
+    *[("version", version, f"version '{version}'") for version in ("1.0", "3.0", "2", "", "2.x")],
+    *[
+        (f"entries/0/{name}", GONE, f"it has no '{name}'")
+        for name in ("process_group", "profiling_name", "state", "record_id", "collective_seq_id", "p2p_seq_id")
     ],
-)
-def test_what_has_another_type_is_refused(name: str, value: object) -> None:
-    wrong = sample()
-    wrong["entries"][0][name] = value
-    with pytest.raises(FlightDumpError, match="no dump of a flight recorder"):
-        parse_dump(pickled(wrong))
+    ("entries/0/process_group", ["0", "default_pg"], "a list stands in it where a tuple"),
+    ("entries/0/process_group", ("0",), "no pair"),
+    ("entries/0/profiling_name", 7, "a int stands in it where a str"),
+    ("entries/0/state", "finished", "no state"),
+    ("entries/0/collective_seq_id", True, "a bool stands in it where a int"),
+    ("entries/0/input_sizes", [4, 3], "a int stands in it where a list"),
+    *[("entries/0/input_sizes", [sizes], "size that none has") for sizes in ([-1], [1 << 63], [1] * 65)],
+    ("entries/0/frames", [{"name": "f"}], "it has no 'filename'"),
+    ("entries/0/time_created_ns", None, "a NoneType stands in it"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "words"), WRONG)
+def test_a_dump_of_another_form_is_refused_with_the_reason(path: str, value: object, words: str) -> None:
+    with pytest.raises(FlightDumpError, match=f"no dump of a flight recorder: .*{words}"):
+        parse_dump(pickled(change(path, value)))
 
 
 @pytest.mark.parametrize("value", [None, [], "dump", {"entries": []}, {"version": "2.10"}])
@@ -120,9 +114,56 @@ def test_another_pickle_is_no_dump(value: object) -> None:
         parse_dump(pickled(value))
 
 
-def test_a_pickle_that_calls_is_no_dump() -> None:
-    with pytest.raises(FlightDumpError, match="builds no plain data"):
-        parse_dump(pickle.dumps({"version": os.getcwd}, 2))
+class Call:
+    """Makes a folder when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("made",)
+
+
+HOSTILE = {
+    "calls": pickle.dumps({"version": Call()}, 2),
+    "imports": pickle.dumps(os.getcwd, 2),
+    "a set": pickle.dumps({1, 2}, 2),
+    "refers outside": b"\x80\x02X\x01\0\0\0aQ.",
+    "an extension": b"\x80\x02\x82\x01.",
+    "another protocol": pickle.dumps({}, 4),
+    "no pickle": b"PK\x03\x04",
+    "a key that is no text": pickle.dumps({(1, 2): 1}, 2),
+    "a far memo": b"\x80\x02Nr\xff\xff\xff\xff",
+    "a long text that is not there": b"\x80\x02X\xff\xff\xff\xff.",
+    "no value": b"\x80\x02.",
+    "no list": b"\x80\x02Na.",
+    "no text": b"\x80\x02X\x01\0\0\0\xff.",
+    "more behind it": pickle.dumps({}, 2) + b".",
+    "many containers": b"\x80\x02](" + b"}" * 2_000_000 + b"e.",
+    "deep": b"\x80\x02" + b"]" * 10_000 + b"a" * 9_999 + b".",
+    "twice the one before": b"\x80\x02]q\x00"
+    + b"".join(b"](h" + bytes([number]) * 2 + b"eq" + bytes([number + 1]) for number in range(60))
+    + b".",
+}
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_pickle_is_refused_and_takes_little_memory(
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(FlightDumpError, match="no dump"):
+            parse_dump(data)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(st.binary())
+def test_whatever_the_bytes_are_there_is_a_value_or_the_one_error(data: bytes) -> None:
+    for bytes_ in (data, b"\x80\x02" + data, b"\x80\x02" + data + b"."):
+        with contextlib.suppress(FlightDumpError):
+            load_plain(bytes_)
 
 
 LEAF = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers()) | st.tuples()
@@ -145,17 +186,15 @@ def test_half_a_dump_says_that_it_is_cut_off(size: int) -> None:
     assert raised.value.is_cut_off
 
 
-def test_one_list_in_many_places_is_not_walked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_dump, "_MOST_PARTS", 10_000)
-    large = [[1] * 10] * 100
-    value = document([entry(number, number) | {"input_sizes": large} for number in range(1000)])
-    with pytest.raises(FlightDumpError, match="more than 10000 parts"):
-        parse_dump(pickled(value))
-
-
-def test_more_entries_than_a_recorder_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_dump, "_MOST_ENTRIES", 2)
-    with pytest.raises(FlightDumpError, match="more than 2 entries"):
+@pytest.mark.parametrize(
+    ("limit", "value", "words"),
+    [("MAX_ENTRIES", 2, "more than 2 entries"), ("MAX_PARTS", 20, "more than 20 parts")],
+)
+def test_more_than_a_recorder_has_is_refused(
+    monkeypatch: pytest.MonkeyPatch, limit: str, value: int, words: str
+) -> None:
+    monkeypatch.setattr(flight_dump, limit, value)
+    with pytest.raises(FlightDumpError, match=words):
         parse_dump(pickled(sample()))
 
 
@@ -189,7 +228,7 @@ def test_anything_but_a_regular_file_is_refused_at_once(tmp_path: Path, kind: st
 
 
 def test_a_file_of_any_size_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_dump, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(flight_dump, "MAX_BYTES", 1 << 20)
     path = tmp_path / "4711-0"
     with path.open("wb") as file:
         file.truncate(1 << 40)

@@ -38,11 +38,6 @@ def test_peers_arrive_as_they_were_told(count: int) -> None:
     assert read(known.to_packets()) == known
 
 
-def test_a_peer_has_several_processes() -> None:
-    known = KnownPeers({"prefill:8998": frozenset({PeerProcess(0, "10.0.0.1", 1), PeerProcess(1, "fd00::1", 2)})})
-    assert read(known.to_packets()) == known
-
-
 def test_no_packet_is_too_long_and_there_are_not_too_many() -> None:
     packets = peers(3 * MOST_PROCESSES).to_packets()
     assert max(map(len, packets)) < MOST_BYTES

@@ -7,29 +7,27 @@ object: what `Reading` has, or ``error``.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import resource
 import signal
-import subprocess
 import sys
-import time
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sglang_crashkit.capture.cuda_core.core_file import CudaCoreError
 from sglang_crashkit.capture.cuda_core.model import CudaCore
 from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
-from sglang_crashkit.capture.cuda_core.source import CudaCoreError
 from sglang_crashkit.capture.cuda_core.text import brief
+from sglang_crashkit.capture.tools import ToolRun, run_tool
 
 #: Python with a core of a whole GPU takes 100 MB of address space and 30 MB of memory.
-_MOST_MEMORY = 1 << 30
+MAX_MEMORY = 1 << 30
 #: What an incident keeps of a core: so many kernels and exceptions.
-_MOST_KEPT = 256
-_MOST_OUTPUT = 16 << 20
+MAX_KEPT = 256
+MAX_OUTPUT = 16 << 20
 #: After its deadline the process has this long to end by itself, in seconds, if its starter is gone.
 _GRACE_SECS = 5
 
@@ -55,75 +53,53 @@ class CoreReader:
     Args:
         path: the core.
         seconds: the longest that it may take.
-
-    Raises:
-        OSError: no process can be started.
     """
 
     def __init__(self, path: Path, seconds: float) -> None:
-        self._seconds = seconds
-        self._deadline = time.monotonic() + seconds
-        self._output = bytearray()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(path), str(seconds)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
+        command = [sys.executable, "-m", __name__, str(path), str(seconds)]
+        self._stop = threading.Event()
+        self._reading: Reading | None = None
+
+        def read() -> None:
+            run = run_tool(command, seconds, self._stop, apart=True, max_output=MAX_OUTPUT)
+            self._reading = _reading_of(run)
+
+        self._thread = threading.Thread(target=read, name="core reader", daemon=True)
+        self._thread.start()
 
     def look(self) -> Reading | None:
         """Return what came of it, None while it is under way; never wait."""
-        assert self._process.stdout is not None
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._process.stdout.fileno(), 1 << 16):
-                self._output += chunk
-                if len(self._output) > _MOST_OUTPUT:
-                    self.close()
-                    return Reading(None, reason=f"what it holds is more than {_MOST_OUTPUT >> 20} MiB")
-        status = self._process.poll()
-        if status is None:
-            if time.monotonic() < self._deadline:
-                return None
-            self.close()
-            return Reading(None, reason=f"it could not be read within {self._seconds:g} s")
-        self.close()
-        return _reading_of(bytes(self._output), status)
+        return self._reading
 
     def close(self) -> None:
         """End it."""
-        with contextlib.suppress(OSError):
-            self._process.kill()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        # Killed, it is gone as soon as the disk lets go of it.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
+        self._stop.set()
+        # It is gone as soon as the disk lets go of it.
+        self._thread.join(1.0)
 
 
-def _reading_of(output: bytes, status: int) -> Reading:
+def _reading_of(run: ToolRun) -> Reading:
+    if run.reason:
+        return Reading(None, reason=f"its reader: {run.reason}")
     try:
-        answer = json.loads(output)
+        answer = json.loads(run.text)
         if "error" in answer:
             return Reading(None, reason=str(answer["error"]))
         return Reading(dict(answer["core"]), [str(line) for line in answer["brief"]])
     except (ValueError, TypeError, LookupError, RecursionError):
-        return Reading(None, reason=f"its reader ended with status {status}")
+        return Reading(None, reason="its reader wrote no answer")
 
 
 def _kept(core: CudaCore) -> CudaCore:
-    left_out = max(0, len(core.kernels) - _MOST_KEPT) + max(0, len(core.faults) - _MOST_KEPT)
+    left_out = max(0, len(core.kernels) - MAX_KEPT) + max(0, len(core.faults) - MAX_KEPT)
     notes = (*core.notes, f"{left_out} kernels and exceptions are left out here") if left_out else core.notes
-    return replace(core, kernels=core.kernels[:_MOST_KEPT], faults=core.faults[:_MOST_KEPT], notes=notes)
+    return replace(core, kernels=core.kernels[:MAX_KEPT], faults=core.faults[:MAX_KEPT], notes=notes)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Read the core and write what it says."""
     path, seconds = Path(arguments[0]), float(arguments[1])
-    resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.alarm(int(seconds) + _GRACE_SECS)
     answer: dict[str, Any]
@@ -133,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
     except CudaCoreError as error:
         answer = {"error": error.message}
     except MemoryError:
-        answer = {"error": f"{path}: it takes more memory to read than {_MOST_MEMORY >> 20} MiB"}
+        answer = {"error": f"{path}: it takes more memory to read than {MAX_MEMORY >> 20} MiB"}
     sys.stdout.write(json.dumps(answer))
     return 0
 

@@ -12,7 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from sglang_crashkit.capture.cuda_core import tables
+from sglang_crashkit.capture.cuda_core import core_file as tables
+from sglang_crashkit.capture.cuda_core.core_file import (
+    MAX_BYTES,
+    MAX_SECONDS,
+    CudaCoreError,
+    ElfPart,
+    Kind,
+    Layout,
+    Row,
+    Rows,
+    Section,
+    Source,
+    open_source,
+)
 from sglang_crashkit.capture.cuda_core.model import (
     CudaCore,
     Device,
@@ -25,24 +38,21 @@ from sglang_crashkit.capture.cuda_core.model import (
     most_frequent,
     status_in_words,
 )
-from sglang_crashkit.capture.cuda_core.sections import ElfPart, Kind, Section
-from sglang_crashkit.capture.cuda_core.source import MOST_BYTES, MOST_SECONDS, CudaCoreError, Source
 from sglang_crashkit.capture.cuda_core.symbols import Symbols
-from sglang_crashkit.capture.cuda_core.tables import Layout, Row, Rows
 
 _Known = TypeVar("_Known")
 
 _TABLES = frozenset(kind for kind in Kind if kind is not Kind.SYMTAB)
 _STRINGS = ".strtab"
 #: The places where the most warps were; a hang has one or two.
-_MOST_HOT = 8
+MAX_HOT = 8
 #: An exception of every warp of a GPU of 148 SMs is as many.
-_MOST_FAULTS = 10_000
+MAX_FAULTS = 10_000
 #: Notes beyond that say the same.
-_MOST_NOTES = 20
+MAX_NOTES = 20
 
 
-def read_cuda_core(path: Path, *, most_bytes: int = MOST_BYTES, most_seconds: float = MOST_SECONDS) -> CudaCore:
+def read_cuda_core(path: Path, *, most_bytes: int = MAX_BYTES, most_seconds: float = MAX_SECONDS) -> CudaCore:
     """Return what a core says.
 
     What can be told without them, is told without the threads, and without the names, where those cannot be read; then
@@ -56,7 +66,7 @@ def read_cuda_core(path: Path, *, most_bytes: int = MOST_BYTES, most_seconds: fl
     Raises:
         CudaCoreError: it is no core of the CUDA driver's, is damaged, or is more than is read of one.
     """
-    with Source(path, most_bytes, most_seconds) as source:
+    with open_source(path, most_bytes, most_seconds) as source:
         return _Reading(source).result()
 
 
@@ -97,7 +107,7 @@ class _Reading:
         driver, cuda, seconds = self._read_meta()
         self._count()
         warps = tuple(self._warps.values())
-        places = self._name_places(most_frequent(warps, _MOST_HOT))
+        places = self._name_places(most_frequent(warps, MAX_HOT))
         return CudaCore(
             devices=tuple(self._devices),
             kernels=tuple(self._kernels),
@@ -119,48 +129,35 @@ class _Reading:
             )
         for index, row in enumerate(self._rows.of(found[0], tables.DEVICES)):
             self._numbers[found[0].index, index] = row["device"]
-            self._devices.append(
-                Device(
-                    number=row["device"],
-                    name=self._string(row["name"]),
-                    sm_type=self._string(row["sm_type"]),
-                    pci_bus=row["pci_bus"],
-                    sms=row["sms"],
-                    warps_per_sm=row["warps_per_sm"],
-                    lanes_per_warp=row["lanes_per_warp"],
-                    sm_major=row["sm_major"],
-                    sm_minor=row["sm_minor"],
-                )
-            )
+            same = ("pci_bus", "sms", "warps_per_sm", "lanes_per_warp", "sm_major", "sm_minor")
+            name, sm_type = self._string(row["name"]), self._string(row["sm_type"])
+            self._devices.append(Device(row["device"], name, sm_type, *(row[field] for field in same)))
 
     def _read_kernels(self) -> None:
         for section in self._sections[Kind.GRIDS]:
             device = self._parent(section, tables.GRIDS, self._numbers)
             for row in self._rows.of(section, tables.GRIDS):
-                self._kernels.append(
-                    Kernel(
-                        device=device,
-                        grid_id=row["grid"],
-                        entry=Place(row["entry"]),
-                        grid=(row["grid_x"], row["grid_y"], row["grid_z"]),
-                        block=(row["block_x"], row["block_y"], row["block_z"]),
-                        status=status_in_words(row["status"]),
-                        host_thread=row["host_thread"],
-                        parent_grid_id=row["parent"],
-                        blocks=0,
-                        warps=0,
-                    )
+                kernel = Kernel(
+                    device=device,
+                    grid_id=row["grid"],
+                    entry=Place(row["entry"]),
+                    grid=(row["grid_x"], row["grid_y"], row["grid_z"]),
+                    block=(row["block_x"], row["block_y"], row["block_z"]),
+                    status=status_in_words(row["status"]),
+                    host_thread=row["host_thread"],
+                    parent_grid_id=row["parent"],
+                    blocks=0,
+                    warps=0,
                 )
+                self._kernels.append(kernel)
 
     def _read_sms(self) -> None:
         for section in self._sections[Kind.SMS]:
             device = self._parent(section, tables.SMS, self._numbers)
             for index, row in enumerate(self._rows.of(section, tables.SMS)):
                 self._sms[section.index, index] = (device, row["sm"])
-                code = row.get("exception", 0)
-                if code:
-                    pc = row["error_pc"] if row.get("error_pc_valid") and "error_pc" in row else None
-                    place = None if pc is None else Place(pc)
+                if code := row.get("exception", 0):
+                    place = Place(row["error_pc"]) if row.get("error_pc_valid") and "error_pc" in row else None
                     self._faults.append(Fault(device, row["sm"], code, exception_in_words(code), place))
 
     def _read_blocks(self) -> None:
@@ -189,7 +186,7 @@ class _Reading:
             for (code, pc), lanes in sorted(failed.items()):
                 place = Place(pc if warp.error is None else warp.error)
                 where = (warp.number, warp.grid_id, warp.block_index, lanes)
-                if len(self._faults) < _MOST_FAULTS:
+                if len(self._faults) < MAX_FAULTS:
                     self._faults.append(Fault(warp.device, warp.sm, code, exception_in_words(code), place, *where))
 
     def _read_meta(self) -> tuple[str, str, int | None]:
@@ -252,7 +249,7 @@ class _Reading:
             return ""
 
     def _note(self, words: str) -> None:
-        if len(self._notes) < _MOST_NOTES:
+        if len(self._notes) < MAX_NOTES:
             self._notes.append(words)
 
 

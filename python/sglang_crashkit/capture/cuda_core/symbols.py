@@ -7,18 +7,19 @@ in the core itself names a kernel.
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sglang_crashkit.capture.cuda_core.sections import MOST_NAME_BYTES, ElfPart, Kind, Section
-from sglang_crashkit.capture.cuda_core.source import CudaCoreError, Source, parsing
+from sglang_crashkit.capture.cuda_core.core_file import CudaCoreError, ElfPart, Kind, Section, Source
 
 #: The largest cubins of today hold some ten thousand.
-_MOST_SYMBOLS = 200_000
-_MOST_PROBLEMS = 10
+MAX_SYMBOLS = 200_000
+MAX_PROBLEMS = 10
+_SYMBOL = struct.Struct("<IBBHQQ")
 _TEXT = ".text."
-_FUNCTION = "STT_FUNC"
+_FUNCTION = 2
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,14 @@ class Function:
     """A function that an address lies in.
 
     Attributes:
-        name: as the compiler has it, not demangled.
         start: its address.
         size: how long it is, in bytes.
+        name: as the compiler has it, not demangled.
     """
 
-    name: str
     start: int
     size: int
+    name: str
 
 
 @dataclass
@@ -49,6 +50,12 @@ class _Image:
         # Sections of a broken image may overlap; that of the nearest beginning counts.
         section = self.loaded[position] if position >= 0 else None
         return section if section is not None and address < section.address + section.size else None
+
+    def function_at(self, address: int) -> Function | None:
+        functions = self.functions or []
+        position = bisect_right(functions, address, key=lambda function: function.start) - 1
+        function = functions[position] if position >= 0 else None
+        return function if function and function.name and address < function.start + max(1, function.size) else None
 
 
 class Symbols:
@@ -76,29 +83,32 @@ class Symbols:
     def at(self, address: int) -> Function | None:
         """Return the function that `address` lies in, None where no cubin has one there."""
         if address not in self._known:
-            self._known[address] = self._find(address)
+            try:
+                self._known[address] = self._find(address)
+            except CudaCoreError as error:
+                self._known[address] = None
+                self._note(error)
         return self._known[address]
 
     def _find(self, address: int) -> Function | None:
-        try:
-            for image in self._images:
-                # Many addresses in many cubins take their time, too.
-                self._source.spend(0)
-                section = image.section_at(address)
-                if section is None:
-                    continue
-                if image.functions is None:
-                    # Once, whatever comes of it.
-                    image.functions = []
+        for image in self._images:
+            # Many addresses in many cubins take their time, too.
+            self._source.spend()
+            section = image.section_at(address)
+            if section is None:
+                continue
+            if image.functions is None:
+                # Once, whatever comes of it.
+                image.functions = []
+                try:
                     image.functions = _functions_of(image.part)
-                found = _function_at(image.functions, address)
-                return found or _named_by_section(image.part, section)
-        except CudaCoreError as error:
-            self._note(error)
+                except CudaCoreError as error:
+                    self._note(error)
+            return image.function_at(address) or _named_by_section(image.part, section)
         return None
 
     def _note(self, error: CudaCoreError) -> None:
-        if len(self.problems) < _MOST_PROBLEMS:
+        if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(error.message)
 
 
@@ -113,27 +123,18 @@ def _functions_of(part: ElfPart) -> list[Function]:
     found = []
     loaded = {section.index: section for section in part.sections(loaded=True)}
     for table in part.sections((Kind.SYMTAB,)):
-        with parsing(part.source, "the symbol table of a cubin"):
-            symbols = part.elf.get_section(table.index)
-            if symbols.num_symbols() > _MOST_SYMBOLS:
-                raise ValueError(f"it says that there are {symbols.num_symbols()} symbols")
-            for symbol in symbols.iter_symbols():
-                section = loaded.get(symbol["st_shndx"])
-                if symbol["st_info"]["type"] == _FUNCTION and section is not None:
-                    value = int(symbol["st_value"])
-                    # Of some linkers it is the address already, and not the place in the section.
-                    start = value if value >= section.address else section.address + value
-                    name = symbol.name[:MOST_NAME_BYTES]
-                    found.append(Function(name, start, int(symbol["st_size"])))
+        count = table.size // _SYMBOL.size
+        if table.is_compressed or count > MAX_SYMBOLS:
+            raise part.source.error(f"the symbol table of a cubin is packed, or has {count} symbols")
+        names = part.section(table.link)
+        data = part.read(table.offset, count * _SYMBOL.size, "the symbol table of a cubin")
+        for name, info, _, index, value, size in _SYMBOL.iter_unpack(data):
+            section = loaded.get(index)
+            if info & 0xF == _FUNCTION and section is not None:
+                # Of some linkers it is the address already, and not the place in the section.
+                start = value if value >= section.address else section.address + value
+                found.append(Function(start, size, part.string(names, name)))
     return sorted(found, key=lambda function: (function.start, function.size))
-
-
-def _function_at(functions: list[Function], address: int) -> Function | None:
-    position = bisect_right(functions, address, key=lambda function: function.start) - 1
-    if position < 0:
-        return None
-    function = functions[position]
-    return function if function.name and address < function.start + max(1, function.size) else None
 
 
 def _named_by_section(part: ElfPart, section: Section) -> Function | None:
@@ -141,4 +142,4 @@ def _named_by_section(part: ElfPart, section: Section) -> Function | None:
     name = part.name_of(section)
     if not name.startswith(_TEXT) or len(name) == len(_TEXT):
         return None
-    return Function(name.removeprefix(_TEXT)[:MOST_NAME_BYTES], section.address, section.size)
+    return Function(section.address, section.size, name.removeprefix(_TEXT))

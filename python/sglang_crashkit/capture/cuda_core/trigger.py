@@ -14,12 +14,12 @@ import os
 import re
 import socket
 import stat
-import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
+from sglang_crashkit.capture.cuda_core.core_file import CudaCoreError, ElfPart, open_source
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.fifo import FifoError, WriteOutcome, open_files, owner_of, write_to_fifo
 
@@ -32,14 +32,6 @@ _DEFAULT_FILE = "core_%t_%h_%p.nvcudmp"
 _STILL_SECS = 1.0
 #: What is written to the pipe. SGLang writes one byte; vLLM writes 1 MB, since a short write was seen to do nothing.
 TRIGGER = b"1"
-_ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
-_SECTION = struct.Struct("<IIQQQQIIQQ")
-#: Of a row of either table, its kind and what it names of the file: where that begins, and how long it is.
-_SECTION_EXTENT, _SEGMENT_EXTENT = struct.Struct("<4xI16xQQ24x"), struct.Struct("<I4xQ16xQ16x")
-_NO_BITS = 8
-#: A core of a busy GPU of 148 SMs has most of a million sections.
-_MOST_ROWS = 4_000_000
-_BYTES_AT_A_TIME = 1 << 20
 #: The unit of stat(2)'s ``st_blocks``.
 _BLOCK_BYTES = 512
 
@@ -157,21 +149,17 @@ class CoreRequest:
     @property
     def written(self) -> int:
         """How much of the core is on the disk, in bytes, of a file with holes also what fills them; it grows on."""
-        total = 0
-        for path in set(self._files()) - self._before:
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                total += status.st_size + status.st_blocks * _BLOCK_BYTES
-        return total
+        return sum(status.st_size + status.st_blocks * _BLOCK_BYTES for status in self._statuses())
 
     @property
     def size_on_disk(self) -> int:
         """How many bytes of the disk the core takes by now."""
-        total = 0
+        return sum(status.st_blocks * _BLOCK_BYTES for status in self._statuses())
+
+    def _statuses(self) -> Iterator[os.stat_result]:
         for path in set(self._files()) - self._before:
             with contextlib.suppress(OSError):
-                total += path.stat().st_blocks * _BLOCK_BYTES
-        return total
+                yield path.stat()
 
     @property
     def folder(self) -> Path:
@@ -232,53 +220,10 @@ class CoreRequest:
 def is_whole_core(path: Path) -> bool:
     """Say whether `path` is a 64-bit ELF file that holds all that its headers name."""
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            header = file.read(_ELF_HEADER.size)
-            if len(header) < _ELF_HEADER.size or not header.startswith(b"\x7fELF\x02\x01"):
-                return False
-            _, _, _, _, _, segments, sections, _, _, *numbers = _ELF_HEADER.unpack(header)
-            segment_size, segment_count, section_size, section_count, _names = numbers
-            if sections and not section_count:
-                # More sections than the header can say: the first one says how many.
-                file.seek(sections)
-                row = file.read(_SECTION.size)
-                section_count = _SECTION.unpack(row)[5] if len(row) == _SECTION.size else 0
-            end = 0
-            if sections and section_count:
-                end = _end_of(file, sections, section_count, section_size, _SECTION_EXTENT, _NO_BITS)
-            if segments and segment_count:
-                end = max(end, _end_of(file, segments, segment_count, segment_size, _SEGMENT_EXTENT, None))
-            return 0 < end <= size
-    except (OSError, OverflowError, ValueError, struct.error):
+        with open_source(path) as source:
+            return 0 < ElfPart(source).end() <= source.size
+    except CudaCoreError:
         return False
-
-
-def _end_of(
-    file: BinaryIO, offset: int, count: int, row_size: int, extent: struct.Struct, without_bytes: int | None
-) -> int:
-    """Return where the table and all that its rows name ends, in bytes from the file's beginning.
-
-    It is read in pieces: the handler, which asks for this, is to stay small.
-
-    Raises:
-        ValueError: there is no such table, or it is cut off.
-    """
-    if row_size < extent.size or not 0 < count <= _MOST_ROWS:
-        raise ValueError("no table")
-    row = struct.Struct(f"{extent.format}{row_size - extent.size}x")
-    end = offset + count * row_size
-    file.seek(offset)
-    step = _BYTES_AT_A_TIME // row_size
-    for first in range(0, count, step):
-        rows = min(step, count - first)
-        data = file.read(rows * row_size)
-        if len(data) < rows * row_size:
-            raise ValueError("the table is cut off")
-        for kind, start, length in row.iter_unpack(data):
-            if kind != without_bytes:
-                end = max(end, start + length)
-    return end
 
 
 def _environment_of(pid: int) -> dict[str, str]:

@@ -10,19 +10,21 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import TrackedProcess
-from sglang_crashkit.incident.remains import REQUESTS
+from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.kernel.private_files import create_private, make_private_folder
 from sglang_crashkit.memory.journal import KEPT_SECS, JournaledRequest, JournalReader
 from sglang_crashkit.memory.ring import RingError, is_ring
-from sglang_crashkit.model.incident import JournaledRequests, iso_time
+from sglang_crashkit.model.incident import JournaledRequests, Requests, iso_time
+
+if TYPE_CHECKING:
+    from sglang_crashkit.handler.incident import IncidentRun
 
 logger = logging.getLogger(__name__)
 
@@ -249,3 +251,46 @@ def _in_order(
             for request in reader.requests:
                 if (request.ended is not None) == has_ended and (request.ended is None or request.ended > since):
                     yield pid, reader, request
+
+
+def requests_of(fields: dict[str, Any]) -> Requests:
+    """Return the requests that one process says it saved.
+
+    Args:
+        fields: ``path`` of the file, ``finished`` and ``unfinished``; where nothing was saved ``error`` or ``reason``.
+    """
+    path = fields.get("path")
+    reason = None if path else str(fields.get("error") or fields.get("reason") or "there were no requests to save")
+    return Requests(
+        finished=_count(fields.get("finished")),
+        unfinished=_count(fields.get("unfinished")),
+        path=str(path) if path else None,
+        reason=reason,
+        source="pickle" if path else None,
+    )
+
+
+def add(before: Requests, now: Requests) -> Requests:
+    """Return what two processes saved as one."""
+    if before.finished is None and before.unfinished is None:
+        return now
+    path = before.path or now.path
+    return replace(
+        now,
+        finished=(now.finished or 0) + (before.finished or 0),
+        unfinished=(now.unfinished or 0) + (before.unfinished or 0),
+        path=path,
+        reason=None if path else now.reason,
+        source="pickle" if path else None,
+    )
+
+
+def add_journal(requests: Requests, told: JournaledRequests) -> None:
+    """Add what the journals told, which counts where the server did not."""
+    requests.journal = told
+    if requests.source is None and told.path:
+        requests.finished, requests.unfinished, requests.source = told.finished, told.unfinished, "journal"
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

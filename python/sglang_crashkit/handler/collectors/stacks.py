@@ -11,7 +11,7 @@ from pathlib import Path
 from sglang_crashkit.analysis.waits import caller_that_tells
 from sglang_crashkit.capture.faulthandler_output import parse_faulthandler
 from sglang_crashkit.capture.ladder import capture_all
-from sglang_crashkit.capture.native_stacks import capture_native
+from sglang_crashkit.capture.pyspy import capture_native
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.incident.folder import IncidentFolder

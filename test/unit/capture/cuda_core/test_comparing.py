@@ -56,11 +56,6 @@ def test_without_warps_nothing_is_said(read: Callable[[bytes], CudaCore]) -> Non
     assert told(compare(core, core)) == ("unknown", "unknown", [(7, "unknown", "unknown")])
 
 
-def test_a_gpu_without_kernels_is_idle(read: Callable[[bytes], CudaCore]) -> None:
-    core = read(core_bytes(CoreSpec()))
-    assert told(compare(core, core)) == ("idle", "established", [])
-
-
 def test_cores_of_different_gpus_are_not_compared(read: Callable[[bytes], CudaCore]) -> None:
     two = read(core_bytes(CoreSpec([DeviceSpec(), DeviceSpec()])))
     with pytest.raises(UsageError, match="of different GPUs"):

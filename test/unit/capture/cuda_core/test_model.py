@@ -8,7 +8,6 @@ from sglang_crashkit.capture.cuda_core.model import (
     Place,
     Warp,
     exception_in_words,
-    most_frequent,
     status_in_words,
 )
 
@@ -19,10 +18,6 @@ def test_codes_have_words() -> None:
     assert exception_in_words(14) == "warp illegal address"
     assert exception_in_words(999) == "exception 999"
     assert (status_in_words(2), status_in_words(999)) == ("active", "")
-
-
-def test_the_most_frequent_places_come_first() -> None:
-    assert most_frequent(WARPS, 2) == [(0x20, 2), (0x10, 1)]
 
 
 def test_it_becomes_json() -> None:

@@ -44,12 +44,6 @@ def test_names_are_shortened_and_printable(write: Write) -> None:
     assert len(kernel) < 300
 
 
-def test_an_address_without_a_name_is_not_called_inferred(write: Write) -> None:
-    spec = CoreSpec([DeviceSpec(sms=[SmSpec(3, exception=14, error=0x4711)])], [CUBIN])
-    lines = lines_of(write(core_bytes(spec)))
-    assert lines[-1] == "exception: warp illegal address at 0x4711 (GPU 0, SM 3)"
-
-
 def test_many_exceptions_are_counted(write: Write) -> None:
     spec = CoreSpec([DeviceSpec(sms=[SmSpec(number, exception=14) for number in range(100)])])
     found = [line for line in lines_of(write(core_bytes(spec))) if "exception" in line]

@@ -63,15 +63,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def test_a_core_is_waited_for_as_long_as_it_grows(start: Start, tmp_path: Path) -> None:
     request = start(seconds=2.0)
     request.send()
-    began = time.monotonic()
     sizes = set()
     while (path := request.look()) is None:
         sizes |= {file.stat().st_size for file in tmp_path.glob("core.cuda.*")}
-        assert time.monotonic() - began < LONG
         time.sleep(0.02)
     # Ten writes, of which the last but one is a tenth before the end.
     assert len(sizes) > 3
-    assert time.monotonic() - began > 1.5
     assert is_whole_core(path)
     assert path.name.endswith(f".{request.pid}")
 

@@ -1,9 +1,12 @@
-"""See to it that a tool does not outlive the process that runs it, and that its target runs on, even after SIGKILL.
+"""What a tool that stops its target must not do to it: be run on the wrong one, or leave it stopped.
 
-A debugger whose parent is gone would hold its target stopped for as long as it takes, and so would a py-spy that reads
-native stacks. Killing it with its parent is not enough: of 60 that were killed while they attached to 60 threads or
-read their stacks, 3 left the target stopped (see `native_stacks`). So a process beside them knows both; it hears of
-their parent's end by the end of a pipe. A py-spy that does not stop its target, which may be stopped, needs no guard.
+A target must stop at once, and nobody else may hold it. Whatever becomes of the tool, the target runs on afterwards.
+ptrace(2): attaching sends each thread a SIGSTOP; where the tracer dies before it has dealt with it, the thread stops
+the whole process when it gets to it. SIGCONT takes back every stop that is ahead of a process.
+
+A tool whose parent is gone would hold its target for as long as it takes. Killing it with its parent is not enough: of
+60 that were killed while they attached to 60 threads or read their stacks, 3 left the target stopped. So a process
+beside them, `ToolGuard`, knows both; it hears of their parent's end, SIGKILL included, by the end of a pipe.
 """
 
 from __future__ import annotations
@@ -14,20 +17,72 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from sglang_crashkit.capture.native_stacks import release
 from sglang_crashkit.kernel import procfs
 
+#: The kernel lets go of the threads of a dead tracer within this time, in seconds.
+_LET_GO_SECS = 0.2
+_POLL_SECS = 0.01
 #: With ``-m`` the current folder would come first, whoever may write to it.
 _CODE = """
 import sys
 sys.path[:] = sys.argv[1:]
-from sglang_crashkit.capture import tool_guard
-tool_guard.guard(sys.stdin)
+from sglang_crashkit.capture import tracing
+tracing.guard(sys.stdin)
 """
 #: So long the guard has to end once there is nothing to guard, in seconds.
 _END_SECS = 5.0
+
+
+def obstacle_of(pid: int, start_ticks: int) -> str:
+    """Return why a process must not be stopped by a tracer, empty where nothing speaks against it."""
+    stat = procfs.read_stat(pid)
+    if stat is None or stat.start_ticks != start_ticks or stat.state in "ZX":
+        return "it has ended"
+    if stat.state in "Tt":
+        return "it is stopped, and must stay as it was found"
+    if tracer := procfs.read_tracer(pid):
+        return f"process {tracer} ({procfs.read_title(tracer)}) traces it already"
+    asleep = sorted(thread for thread, state in procfs.thread_states(pid).items() if state == "D")
+    return f"thread {asleep[0]} is in uninterruptible sleep, and would not stop" if asleep else ""
+
+
+def release(processes: Mapping[int, int]) -> set[int]:
+    """Let go on what a tracer that failed left stopped, or about to stop; SIGCONT does nothing to what is neither.
+
+    Args:
+        processes: start time of each process by its pid; none was stopped before it was traced.
+
+    Returns:
+        The pids of those that were found stopped, or asked to stop.
+    """
+    deadline = time.monotonic() + _LET_GO_SECS
+    left, stopped = dict(processes), set()
+    while left:
+        is_last = time.monotonic() >= deadline
+        for pid, start_ticks in list(left.items()):
+            stat = procfs.read_stat(pid)
+            if stat is None or stat.start_ticks != start_ticks or stat.state in "ZX":
+                del left[pid]
+            elif is_last or not any(procfs.read_tracer(pid, thread) for thread in procfs.thread_states(pid)):
+                if is_stopped(pid):
+                    stopped.add(pid)
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGCONT)
+                del left[pid]
+        if left:
+            time.sleep(_POLL_SECS)
+    return stopped
+
+
+def is_stopped(pid: int) -> bool:
+    """Say whether a thread of a process is stopped, or is about to be."""
+    return any(
+        state == "T" or procfs.in_mask(procfs.read_status(pid, thread).get("SigPnd"), signal.SIGSTOP)
+        for thread, state in procfs.thread_states(pid).items()
+    )
 
 
 class ToolGuard:

@@ -1,6 +1,7 @@
-"""Run one tool on a process: to its end, to its deadline or until it is called off, whichever comes first.
+"""Run a tool: to its end, to its deadline or until it is called off, whichever comes first.
 
-What it printed by then is kept: of a debugger that did not come to its end, the first listings are there.
+It may do anything: hang, print for ever, leave children behind. What it printed by its end is kept: of a debugger that
+did not come to its end, the first listings are there.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, cast
 
-#: How often a tool that prints nothing is looked at, in seconds.
+#: How often one that prints nothing is looked at, in seconds.
 _POLL_SECS = 0.1
 #: A killed one is waited for this long, in seconds: a tracer in uninterruptible sleep cannot die yet.
-_REAP_SECS = 1.0
+_REAP_SECS = 0.2
 #: A thousand threads fifty frames deep take 10 MB.
-_MOST_BYTES = 32 << 20
+MAX_OUTPUT = 32 << 20
 #: Killed and not gone yet; dropped unreaped, each would be a ResourceWarning later.
 _dying: list[subprocess.Popen[bytes]] = []
 
@@ -35,7 +36,7 @@ class ToolRun:
         reason: why that is not all, or nothing; empty where the tool ended well.
         seconds: how long it took.
         errors: what it printed on standard error, where that was kept apart.
-        status: its exit status, None where it did not end by itself.
+        status: its exit status, as `subprocess.Popen.returncode` has it; None where it did not end by itself.
     """
 
     text: str
@@ -52,8 +53,9 @@ def run_tool(
     on_start: Callable[[int], None] | None = None,
     *,
     environ: Mapping[str, str] | None = None,
+    since: float | None = None,
     apart: bool = False,
-    max_output: int = _MOST_BYTES,
+    max_output: int = MAX_OUTPUT,
 ) -> ToolRun:
     """Run `argv`; kill it, and all that it started, when its time is over.
 
@@ -63,10 +65,14 @@ def run_tool(
         stop: calls it off when it is set.
         on_start: called with its pid, which is its process group's as well.
         environ: its environment, this process's own by default.
+        since: when the time began, by the monotonic clock; now where it is None.
         apart: keep what it prints on standard error apart.
         max_output: of how many bytes of output it is given up.
     """
-    _dying[:] = [process for process in _dying if process.poll() is None]
+    for earlier in [process for process in _dying if process.poll() is not None]:
+        # Another thread may have seen it, too.
+        with contextlib.suppress(ValueError):
+            _dying.remove(earlier)
     started = time.monotonic()
     name = os.path.basename(argv[0])  # noqa: PTH119 - a name, not a path
     try:
@@ -83,55 +89,56 @@ def run_tool(
     except OSError as error:
         return ToolRun("", f"{argv[0]}: {error.strerror}", 0.0)
     output = {process.stdout: bytearray(), process.stderr: bytearray()}
-    reason = ""
+    status = None
     try:
         if on_start is not None:
             on_start(process.pid)
-        reason = _read(process, output, name, started + deadline_secs, deadline_secs, stop, max_output)
+        deadline = (started if since is None else since) + deadline_secs
+        reason = _read(process, output, deadline, stop, max_output)
+        if reason is None:
+            reason = f"did not end within {deadline_secs:g} s"
+        elif not reason:
+            status = process.returncode
+            reason = f"ended with status {status}" if status else ""
     finally:
         _end(process)
-    status = None if reason else process.returncode
-    if status:
-        reason = f"{name} ended with status {status}"
     text, errors = (output[pipe].decode(errors="replace") for pipe in (process.stdout, process.stderr))
-    return ToolRun(text, reason, round(time.monotonic() - started, 3), errors, status)
+    return ToolRun(text, reason and f"{name} {reason}", round(time.monotonic() - started, 3), errors, status)
 
 
 def _read(
     process: subprocess.Popen[bytes],
     output: dict[IO[bytes] | None, bytearray],
-    name: str,
     deadline: float,
-    deadline_secs: float,
     stop: threading.Event | None,
     max_output: int,
-) -> str:
-    """Read what it prints until it ends; return why it was given up, empty when it ended."""
+) -> str | None:
+    """Read what it prints until it ends; return why it was given up, empty when it ended, None when it is too late."""
     with selectors.DefaultSelector() as selector:
-        for pipe in output:
+        for pipe in (process.stdout, process.stderr):
             if pipe is not None:
-                selector.register(pipe, selectors.EVENT_READ, output[pipe])
+                selector.register(pipe, selectors.EVENT_READ)
         while selector.get_map() or process.poll() is None:
             left = deadline - time.monotonic()
             if left <= 0:
-                return f"{name} did not end within {deadline_secs:g} s"
+                return None
             if stop is not None and stop.is_set():
-                return f"{name} was called off"
+                return "was called off"
             if not selector.get_map():
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(min(left, _POLL_SECS))
                 continue
             ready = selector.select(min(left, _POLL_SECS))
             if not ready and process.poll() is not None:
-                # Whoever holds the pipe open now is a child that it left behind.
+                # Whoever holds a pipe open now is a child that it left behind.
                 return ""
             for key, _events in ready:
                 chunk = os.read(key.fd, 1 << 16)
-                key.data.extend(chunk)
+                output[cast("IO[bytes]", key.fileobj)] += chunk
                 if not chunk:
                     selector.unregister(key.fileobj)
             if sum(map(len, output.values())) > max_output:
-                return f"{name} printed more than {max_output >> 20} MiB"
+                return f"printed more than {max_output >> 20} MiB"
     return ""
 
 

@@ -1,0 +1,58 @@
+"""Keep an incident short whose like was seen before: counted, with its own evidence, without stacks and cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from sglang_crashkit.incident import fingerprint
+from sglang_crashkit.incident.fingerprint import count_fault, fault_of
+from sglang_crashkit.incident.folder import IncidentFolder
+from sglang_crashkit.model.incident import Incident
+
+_STACKS = "stacks/"
+
+
+def count_repeat(incident: Incident, folder: IncidentFolder, keep: int) -> list[str]:
+    """Count the fault of an incident that is about to be written for the last time.
+
+    Args:
+        incident: with its verdict; it says afterwards what is not kept.
+        folder: where it is written.
+        keep: how many incidents of a fault are kept in full a day; 0 for all.
+
+    Returns:
+        The files that are of no use any more, relative to the folder, to be removed when the incident is written.
+    """
+    fault = fault_of(incident.to_json()) if not folder.problem else None
+    if fault is None:
+        return []
+    pieces = (piece for report in incident.processes for piece in report.evidence)
+    has_core = any(piece.kind == "cuda_core" and piece.status == "captured" for piece in pieces)
+    incident.fault = count_fault(folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core)
+    return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
+
+
+def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) -> str | None:
+    """Return the id of an earlier incident of the same fault that has GPU cores; None where there is none.
+
+    Args:
+        incident: with a verdict.
+        folder: where it is written.
+        keep: see `count_repeat`; with 0 each has its own.
+    """
+    fault = fault_of(incident.to_json()) if keep and not folder.problem else None
+    return fingerprint.incident_with_core(folder.path.parent, fault) if fault is not None else None
+
+
+def _give_up_stacks(incident: Incident) -> Iterator[str]:
+    """Take the stacks out of the incident, except those of the process that failed first, and yield their files."""
+    assert incident.fault is not None
+    assert incident.verdict is not None
+    first = incident.verdict.first_failure
+    for report in incident.processes:
+        for piece in report.evidence:
+            if piece.path and piece.path.startswith(_STACKS) and (first is None or report.pid != first.pid):
+                yield from (str(Path(piece.path).with_suffix(suffix)) for suffix in (".txt", ".json"))
+                piece.status, piece.path, piece.source = "skipped", None, None
+                piece.reason = f"the same fault as in incident {incident.fault.repeats}, which has its stacks"

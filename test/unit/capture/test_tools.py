@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.capture import tools
+from sglang_crashkit.capture.tools import run_tool
+from sglang_crashkit.kernel import procfs
+from unit.waiting import LONG, wait_until
+
+
+def shell(script: str) -> list[str]:
+    return ["sh", "-c", script]
+
+
+def is_gone(pid: int) -> bool:
+    stat = procfs.read_stat(pid)
+    return stat is None or stat.state in "ZX"
+
+
+@pytest.mark.parametrize(
+    ("script", "seconds", "text", "reason"),
+    [
+        ("echo one; echo two >&2", LONG, "one\ntwo\n", ""),
+        ("echo why; exit 3", LONG, "why\n", "sh ended with status 3"),
+        ("kill -SEGV $$", LONG, "", "sh ended with status -11"),
+        ("exec >&- 2>&-; sleep 600", 0.3, "", "sh did not end within 0.3 s"),
+        ("echo first; trap '' TERM; sleep 600", 0.3, "first\n", "sh did not end within 0.3 s"),
+    ],
+)
+def test_what_it_printed_is_kept_and_why_that_is_not_all(script: str, seconds: float, text: str, reason: str) -> None:
+    run = run_tool(shell(script), seconds)
+    assert (run.text, run.reason) == (text, reason)
+
+
+def test_standard_error_can_be_kept_apart() -> None:
+    run = run_tool(shell("echo one; echo two >&2; exit 3"), LONG, apart=True)
+    assert (run.text, run.errors, run.status) == ("one\n", "two\n", 3)
+
+
+def test_time_can_have_begun_before() -> None:
+    run = run_tool(shell("sleep 600"), LONG, since=time.monotonic() - LONG)
+    assert (run.reason, run.status) == (f"sh did not end within {LONG:g} s", None)
+
+
+def test_one_that_cannot_be_run_is_said_to(tmp_path: Path) -> None:
+    run = run_tool([str(tmp_path / "absent")], LONG)
+    assert (run.text, run.reason) == ("", f"{tmp_path}/absent: No such file or directory")
+
+
+def test_one_that_is_slow_to_die_is_reaped_later_and_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_slow(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        raise subprocess.TimeoutExpired(process.args, timeout or 0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "wait", too_slow)
+        run_tool(shell("exec sleep 600"), 0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gc.collect()
+    assert caught == []
+    (process,) = tools._dying
+    wait_until(lambda: is_gone(process.pid), "it is killed")
+    run_tool(shell("true"), LONG)
+    assert tools._dying == []
+
+
+def test_one_that_does_not_end_is_killed_with_its_children_and_what_it_printed_is_kept(tmp_path: Path) -> None:
+    script = f"trap '' TERM INT; sleep 600 & echo $! > {tmp_path}/pid; echo first; while :; do sleep 1; done"
+    run = run_tool(shell(script), 1.0)
+    assert (run.text, run.reason) == ("first\n", "sh did not end within 1 s")
+    child = int((tmp_path / "pid").read_text())
+    wait_until(lambda: is_gone(child), "its child is killed")
+
+
+def test_a_child_that_it_left_behind_is_killed_and_not_waited_for(tmp_path: Path) -> None:
+    run = run_tool(shell(f"sleep 600 & echo $! > {tmp_path}/pid; echo done"), LONG)
+    assert (run.text, run.reason) == ("done\n", "")
+    wait_until(lambda: is_gone(int((tmp_path / "pid").read_text())), "its child is killed")
+
+
+def test_one_that_prints_for_ever_is_killed() -> None:
+    run = run_tool(shell("exec yes"), LONG, max_output=1 << 20)
+    assert run.reason == "sh printed more than 1 MiB"
+
+
+def test_it_is_called_off() -> None:
+    stop = threading.Event()
+    timer = threading.Timer(0.3, stop.set)
+    timer.start()
+    run = run_tool(shell("echo first; sleep 600"), 2 * LONG, stop)
+    timer.join(LONG)
+    assert (run.text, run.reason) == ("first\n", "sh was called off")
+    assert run.seconds < LONG
+
+
+def test_ctrl_c_does_not_reach_it() -> None:
+    run = run_tool(shell("read -r stat < /proc/$$/stat; echo $stat"), LONG)
+    # Field 5 of proc_pid_stat(5) is the process group, to which a terminal sends SIGINT.
+    assert int(run.text.split()[4]) != os.getpgrp()
