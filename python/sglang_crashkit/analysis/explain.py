@@ -116,7 +116,7 @@ def _findings(sightings: Sightings) -> list[Finding]:
             server = scope_of({name: place for name, place in rank.scope if name != "role"})
             untitled.setdefault(server, []).append(name_untitled(member))
         elif _is_needed(role, untitled_as, member) and (outlier := find_outlier([member])) is not None:
-            findings.append(Finding("", "outlier", (member,), outlier.statement, (), outlier.level))
+            findings.append(outlier)
     common = set.intersection(*(set(scope) for scope in groups)) if groups else set()
     common = {place for place in common if place[0] != "side"}
     for scope, ranks in groups.items():

@@ -48,21 +48,6 @@ _NO_TITLES = "Processes without titles do not tell their ranks, so those of diff
 
 
 @dataclass(frozen=True)
-class Outlier:
-    """Who is to be looked at.
-
-    Attributes:
-        members: they; of those that are alike the first one first.
-        statement: what is seen, one sentence, and another one where some were not seen.
-        level: how well that is supported; ``established`` is what the kernel says of them.
-    """
-
-    members: tuple[Member, ...]
-    statement: str
-    level: Level
-
-
-@dataclass(frozen=True)
 class Finding:
     """What is seen of one group.
 
@@ -95,12 +80,12 @@ def judge_group(name: str, members: Sequence[Member]) -> Finding:
     evidence = _evidence(members)
     outlier = find_outlier(members) or _find_astray(members)
     if outlier is not None and outlier.level == "established":
-        return Finding(name, "outlier", outlier.members, outlier.statement, evidence, outlier.level)
+        return replace(outlier, group=name, evidence=evidence)
     if _are_idle(members):
         text = f"{name_members(members)} waited for {_awaited(members)}, as when there are none{_NO_HANG}"
         return Finding(name, "idle", (), text, evidence, _level(members))
     if outlier is not None and _is_convincing(outlier, members):
-        return Finding(name, "outlier", outlier.members, outlier.statement, evidence, outlier.level)
+        return replace(outlier, group=name, evidence=evidence)
     if all(member.waits() for member in members):
         return Finding(name, "waiting", (), _waiting_text(members), evidence, "unknown", waits=True)
     moving = [member for member in members if member.motion() == "moving"]
@@ -186,8 +171,10 @@ def _entries(member: Member) -> set[str]:
 # -- who stands out
 
 
-def find_outlier(members: Sequence[Member]) -> Outlier | None:
+def find_outlier(members: Sequence[Member]) -> Finding | None:
     """Return who stands out in a group and does not wait for others, None where nobody does.
+
+    ``established`` is what the kernel says of them. Of those that are alike the first one is first.
 
     Args:
         members: of one group; in the order in which they are named where several stand out alike.
@@ -195,13 +182,13 @@ def find_outlier(members: Sequence[Member]) -> Outlier | None:
     return _find_by_kernel(members) or _find_elsewhere(members) or _find_different(members)
 
 
-def _find_by_kernel(members: Sequence[Member]) -> Outlier | None:
+def _find_by_kernel(members: Sequence[Member]) -> Finding | None:
     if gone := _all_that(members, Member.has_ended):
         text = f"{name_members(gone)} {be(gone)} gone: there before, and not in the last sample."
-        return Outlier(gone, text, "established")
+        return _outlier(gone, text, "established")
     if stopped := _all_that(members, lambda member: member.always("stopped")):
         text = f"{name_members(stopped)} {be(stopped)} stopped (state T) until somebody sends SIGCONT."
-        return Outlier(stopped, text, "established")
+        return _outlier(stopped, text, "established")
     # A healthy process is in D for a moment now and then, so one sample says nothing.
     held = _all_that(members, lambda member: member.always("traced")) or _all_that(
         members, lambda member: len(member.moments) > 1 and member.always("disk_sleep")
@@ -209,11 +196,11 @@ def _find_by_kernel(members: Sequence[Member]) -> Outlier | None:
     if held and held[0].last is not None:
         # The words say by whom it is held, or where it sleeps.
         words = held[0].last.words.removeprefix("was ")
-        return Outlier(held, f"{name_members(held)} {be(held)} {words}.", "established")
+        return _outlier(held, f"{name_members(held)} {be(held)} {words}.", "established")
     return None
 
 
-def _find_elsewhere(members: Sequence[Member]) -> Outlier | None:
+def _find_elsewhere(members: Sequence[Member]) -> Finding | None:
     seen = [member for member in members if member.seen]
     waiting = [member for member in seen if member.waits()]
     elsewhere = tuple(member for member in seen if not member.waits())
@@ -221,10 +208,10 @@ def _find_elsewhere(members: Sequence[Member]) -> Outlier | None:
         return None
     if len(elsewhere) > 1 and len(elsewhere) >= len(waiting):
         return None
-    return Outlier(elsewhere, _while(elsewhere, waiting, "waited in") + _unseen_text(members), _level(members))
+    return _outlier(elsewhere, _while(elsewhere, waiting, "waited in") + _unseen_text(members), _level(members))
 
 
-def _find_different(members: Sequence[Member]) -> Outlier | None:
+def _find_different(members: Sequence[Member]) -> Finding | None:
     seen = [member for member in members if member.seen]
     places = _by_place(seen)
     if len(seen) < _MIN_TO_COMPARE or 2 * len(seen) <= len(members) or len(places) != 2:
@@ -232,10 +219,10 @@ def _find_different(members: Sequence[Member]) -> Outlier | None:
     few, many = sorted(places.values(), key=len)
     if len(few) == len(many) or any(member.waits() for member in few):
         return None
-    return Outlier(tuple(few), _while(few, many, "were all in") + _unseen_text(members), _level(members))
+    return _outlier(few, _while(few, many, "were all in") + _unseen_text(members), _level(members))
 
 
-def _find_astray(members: Sequence[Member]) -> Outlier | None:
+def _find_astray(members: Sequence[Member]) -> Finding | None:
     """Return who waits elsewhere than most of a group, all of which wait; None where there is nobody.
 
     One sample of a server at work finds some ranks a call ahead of others, so it takes two in which nobody moved.
@@ -251,7 +238,11 @@ def _find_astray(members: Sequence[Member]) -> Outlier | None:
     if not few:
         return None
     text = f"{_while(few, many, 'waited in')} All wait, and not in the same call."
-    return Outlier(few, text + _unseen_text(members), _level(members))
+    return _outlier(few, text + _unseen_text(members), _level(members))
+
+
+def _outlier(named: Sequence[Member], statement: str, level: Level) -> Finding:
+    return Finding("", "outlier", tuple(named), statement, (), level)
 
 
 def _by_place(members: Sequence[Member]) -> dict[frozenset[tuple[str, str]], list[Member]]:
@@ -261,17 +252,17 @@ def _by_place(members: Sequence[Member]) -> dict[frozenset[tuple[str, str]], lis
     return places
 
 
-def _is_convincing(outlier: Outlier, members: Sequence[Member]) -> bool:
+def _is_convincing(outlier: Finding, members: Sequence[Member]) -> bool:
     """Say whether the outlier keeps the others waiting.
 
     One that goes on does not, unless the others rest meanwhile; and one sample of a loop for requests shows nothing.
     """
-    named = {id(member) for member in outlier.members}
+    named = {id(member) for member in outlier.named}
     others = [member for member in members if member.seen and id(member) not in named]
     if all(len(member.moments) == 1 for member in members):
         moments = [moment for member in members for moment in member.moments]
         return any(s.activity.batch for s in moments) or not any(map(is_for_requests, moments))
-    is_moving = any(member.motion() == "moving" for member in outlier.members)
+    is_moving = any(member.motion() == "moving" for member in outlier.named)
     return not is_moving or all(member.rests() for member in others)
 
 

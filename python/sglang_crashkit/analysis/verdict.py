@@ -162,7 +162,7 @@ def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Seque
         return Verdict("hang", None, "established", " ".join(basis), basis)
     suspect = find_suspect(peers)
     if suspect is not None:
-        named, basis = suspect.process.pid, [suspect.statement, *silences, *collectives]
+        named, basis = suspect[0].pid, [suspect[1], *silences, *collectives]
     elif (late := _late_in_collectives(incident)) is not None:
         named, basis = late, [*collectives, *silences]
     elif len(hung) == 1:
@@ -308,21 +308,8 @@ def _consequence(event: FailureEvent, process: ProcessReport) -> str:
 # -- a hang
 
 
-@dataclass(frozen=True)
-class Suspect:
-    """The rank that the others wait for, as far as can be seen.
-
-    Attributes:
-        process: its report.
-        statement: what is seen, one sentence.
-    """
-
-    process: ProcessReport
-    statement: str
-
-
-def find_suspect(ranks: Sequence[ProcessReport]) -> Suspect | None:
-    """Return the rank to look at; None where none stands out.
+def find_suspect(ranks: Sequence[ProcessReport]) -> tuple[ProcessReport, str] | None:
+    """Return the rank that the others wait for, and what is seen of it, in sentences; None where none stands out.
 
     Args:
         ranks: those that make no progress, in the order of their last signs of life.
@@ -333,12 +320,12 @@ def find_suspect(ranks: Sequence[ProcessReport]) -> Suspect | None:
         return None
     if outlier.level == "established":
         # What the kernel says of it is all there is to say.
-        return Suspect(outlier.members[0].source, outlier.statement)
+        return (outlier.named[0].source, outlier.statement)
     # One without a stack may be the one, and whoever is named here is named without a level that says so.
     if not all(member.seen for member in members):
         return None
-    more = [sentence for member in outlier.members[:_MAX_TOLD] for sentence in _more_of(member)]
-    return Suspect(outlier.members[0].source, " ".join([outlier.statement, *more]))
+    more = [sentence for member in outlier.named[:_MAX_TOLD] for sentence in _more_of(member)]
+    return (outlier.named[0].source, " ".join([outlier.statement, *more]))
 
 
 def tell(report: ProcessReport | None) -> list[str]:

@@ -294,7 +294,7 @@ class Watching:
         return [Event("excused", f"no health check is answered, but {reason}{end}", self.silent_secs)]
 
     def _hang(self, seen: Observation, text: str, secs: float, level: Level) -> Event:
-        ranks = ranks_of(self._rounds)
+        ranks = ranks_of(self._rounds or [NodeSnapshot("", seen.at, seen.samples)])
         self._hung_at = seen.at - secs
         self._rounds.clear()
         return Event("hang", text, secs, level, ranks)

@@ -243,7 +243,7 @@ def rank(
 
 def suspect_of(*ranks: ProcessReport) -> tuple[int, str] | None:
     suspect = find_suspect(ranks)
-    return (suspect.process.rank["tp"], suspect.statement) if suspect else None
+    return (suspect[0].rank["tp"], suspect[1]) if suspect else None
 
 
 @pytest.mark.parametrize(

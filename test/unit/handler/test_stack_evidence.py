@@ -80,7 +80,7 @@ def test_where_py_spy_serves_it_takes_the_stacks(start_server: Start) -> None:
     piece = piece_of(document, "scheduler_TP0", "stack")
     assert (piece["status"], piece["source"], piece["reason"]) == ("captured", "py-spy", None)
     # Its own thread that would have answered is of no interest.
-    assert "responder.py" not in (Path(document["folder"]) / piece["path"]).read_text()
+    assert "_answer_all" not in (Path(document["folder"]) / piece["path"]).read_text()
 
 
 @pytest.mark.parametrize("script", [HANGS, "echo rubbish", "exec yes", "exit 1"])

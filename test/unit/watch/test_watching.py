@@ -258,6 +258,7 @@ def test_a_server_that_is_never_ready_is_told_of_once_after_its_own_time() -> No
     assert server.pass_by(50, "starting") == []
     assert server.pass_by(200, "starting") == ["hang"]
     assert "not ready after 50 s" in server.told[-1].text
+    assert [rank.source.pid for rank in server.told[-1].ranks] == [0, 1]
     assert server.pass_by(1, "ok") == ["progress"]
 
 
