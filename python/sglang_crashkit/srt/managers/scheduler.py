@@ -66,7 +66,7 @@ def kill_own_group() -> None:
     if not strangers:
         signals.kill_group(group)
         return
-    named = ", ".join(f"{pid} {read_title(pid)}" for pid in strangers[:_MOST_NAMED])
+    named = ", ".join(f"{pid} {read_title(pid) or '(its title cannot be read)'}" for pid in strangers[:_MOST_NAMED])
     more = f" and {len(strangers) - _MOST_NAMED} more" if len(strangers) > _MOST_NAMED else ""
     logger.warning(
         "crash kit: process group %d holds processes that are not the server's, which are left alive: %s%s; "

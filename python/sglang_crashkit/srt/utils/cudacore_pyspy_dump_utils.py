@@ -65,7 +65,7 @@ def on_pyspy_dump(dump: Function) -> Function:
 
     @functools.wraps(dump)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not _photographed_by_handler():
+        if not _captured_by_handler():
             return dump(*args, **kwargs)
         return None
 
@@ -99,7 +99,7 @@ def pyspy_dump_schedulers(scheduler_only: bool = False) -> None:
     Args:
         scheduler_only: of all schedulers below this process; of this process otherwise.
     """
-    if _photographed_by_handler():
+    if _captured_by_handler():
         return
     pids = [process.pid for process in _targets(scheduler_only, _NO_TARGETS_OF_PYSPY)]
     deadline = time.monotonic() + max(Settings.from_environ().budget_secs, _SNAPSHOT_SECS)
@@ -188,7 +188,7 @@ def _targets(scheduler_only: bool, if_none: str) -> list[psutil.Process]:
 
 
 @never_raises
-def _photographed_by_handler() -> bool:
+def _captured_by_handler() -> bool:
     answer = request("stacks_wanted", CAPTURE_WAIT_SECS)
     captured = answer.get("captured") if answer else None
     if not answer or not captured:
