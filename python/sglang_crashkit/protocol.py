@@ -64,7 +64,7 @@ _MAX_BYTES = 60_000
 #: The kernel queues ten datagrams (net.unix.max_dgram_qlen); a handler at work lets more wait. Seconds.
 _QUEUE_FULL_SECS = 0.25
 #: The longest that a sender waits in all where it sets no other end, in seconds.
-MOST_SECS = 60.0
+MAX_SECS = 60.0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _DESCRIPTOR = struct.Struct("i")
 _numbers = itertools.count()
@@ -122,7 +122,7 @@ def request(
     timeout_secs: float,
     *,
     on_wait: Callable[[float], object] | None = None,
-    most_secs: float = MOST_SECS,
+    most_secs: float = MAX_SECS,
     **fields: Any,
 ) -> dict[str, Any]:
     """Send a message and wait for its acknowledgement.

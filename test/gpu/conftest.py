@@ -15,7 +15,7 @@ from lanelib.gpulanes import NO_DEVICE, Device, find_device
 from lanelib.lanes import Lane
 
 #: A core is copied where it is no larger than this, compressed.
-MOST_COPIED_BYTES = 16 << 20
+MAX_COPIED_BYTES = 16 << 20
 FINDINGS = pytest.StashKey[dict[str, Any]]()
 
 
@@ -96,7 +96,7 @@ def keep_core(pytestconfig: pytest.Config, findings: dict[str, Any]) -> Callable
         copy = Path(out) / f"{name}.nvcudmp.gz"
         with core.open("rb") as source, gzip.open(copy, "wb", compresslevel=6) as target:
             shutil.copyfileobj(source, target)
-        if copy.stat().st_size > MOST_COPIED_BYTES:
+        if copy.stat().st_size > MAX_COPIED_BYTES:
             copy.unlink()
 
     return keep

@@ -26,7 +26,7 @@ SESSION = Path(__file__).parent / "session" / "pair_session.py"
 #: A process of the pair, or a process of its tree by title.
 VICTIMS = {"prefill": "prefill", "decode": "decode/sglang::scheduler", "router": "router"}
 #: A client waits for minutes; it takes 0.5 to 1.5 s, and on two busy cores the death itself takes seconds.
-MOST_S = 20.0
+MAX_S = 20.0
 TIMEOUT_S = 800
 
 
@@ -71,7 +71,7 @@ def test_the_running_test_fails_by_name_within_seconds(loss: Loss, capsys: pytes
     with capsys.disabled():
         line = f"{loss.victim}: from its death to the failed test {seconds:.2f} s, evidence included"
         print(f"\n{line}", flush=True)  # noqa: T201 - the figure that this test is for
-    assert seconds < MOST_S, loss.run.output[-8000:]
+    assert seconds < MAX_S, loss.run.output[-8000:]
 
 
 def test_the_report_says_who_ended_and_what_the_others_were_doing(loss: Loss) -> None:

@@ -30,7 +30,7 @@ PIPE_STEM = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 DUMP_STEMS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 _DELETED = " (deleted)"
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class FlightPlace:
         """Return what process `pid` said, None where it said nothing."""
         try:
             with cls.file_of(runtime, pid, start_ticks).open("rb") as file:
-                document = json.loads(file.read(_MOST_BYTES))
+                document = json.loads(file.read(_MAX_BYTES))
             place = cls(str(document["pipe_stem"]), str(document["dump_stem"]), document["is_own"] is True)
         except (OSError, ValueError, KeyError, TypeError):
             return None

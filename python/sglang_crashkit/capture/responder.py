@@ -24,7 +24,7 @@ from sglang_crashkit.model.sample import Gil, Sample, Thread, parse_pyspy
 #: What is asked, followed by the end of the line; the latter with a child's pid before that.
 STACKS, EXIT = b"stacks", b"exit"
 
-_MOST_BYTES = 16 << 20
+_MAX_BYTES = 16 << 20
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -136,4 +136,4 @@ def _read(conversation: _Conversation) -> str | None:
     if not chunk:
         return "" if conversation.answer else "it had no answer"
     conversation.answer += chunk
-    return "it answered more than 16 MiB" if len(conversation.answer) > _MOST_BYTES else None
+    return "it answered more than 16 MiB" if len(conversation.answer) > _MAX_BYTES else None

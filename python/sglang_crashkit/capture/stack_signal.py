@@ -25,7 +25,7 @@ from sglang_crashkit.model.sample import Sample
 _POLL_SECS = 0.005
 #: Output that has not grown for this long, in seconds, is all there is, whatever it looks like.
 _STILL_SECS = 0.1
-_MOST_BYTES = 4 << 20
+_MAX_BYTES = 4 << 20
 
 
 @dataclass
@@ -131,7 +131,7 @@ def _read(question: _Question, *, is_last: bool) -> FaulthandlerOutput | None:
         return None
     text = ""
     with contextlib.suppress(OSError), question.file.open("rb") as file:
-        text = file.read(_MOST_BYTES).decode(errors="replace")
+        text = file.read(_MAX_BYTES).decode(errors="replace")
     armed = question.armed
     output = parse_faulthandler(text, armed.pid, armed.main_thread, armed.roots)
     stands_still = question.size > 0 and now - question.grown_at >= _STILL_SECS

@@ -26,8 +26,8 @@ from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.handler.session import Session
 from sglang_crashkit.model.incident import iso_time
 from sglang_crashkit.model.peer_report import (
-    MOST_ASKED,
-    MOST_BYTES,
+    MAX_ASKED,
+    MAX_BYTES,
     AnswerReader,
     KnownPeers,
     Waits,
@@ -304,8 +304,8 @@ class PeerProber:
         self._next_waiting = now + _ASK_WAITING_SECS
         for rank in list(self._ranks.values()):
             names = [name for role, name in sorted(self._to_ask) if role == rank.role and rank.is_lead]
-            for begin in range(0, len(names), MOST_ASKED):
-                self._send(rank, waiting_question(names[begin : begin + MOST_ASKED]))
+            for begin in range(0, len(names), MAX_ASKED):
+                self._send(rank, waiting_question(names[begin : begin + MAX_ASKED]))
         self._to_ask.clear()
 
     def _send(self, rank: _Rank, question: bytes) -> bool:
@@ -321,7 +321,7 @@ class PeerProber:
     def _read(self, rank: _Rank) -> None:
         while self._ranks.get(rank.pid) is rank:
             try:
-                packet = rank.connection.recv(MOST_BYTES)
+                packet = rank.connection.recv(MAX_BYTES)
             except BlockingIOError:
                 return
             except OSError:

@@ -31,10 +31,10 @@ _SCHEMA_VERSION = 1
 _LOCK_SECS = 0.2
 #: An incident kept in full counts for this long, in seconds: evidence of another day is worth its room.
 _DAY_SECS = 86400.0
-_MOST_FAULTS = 200
-_MOST_FRAMES = 4
+_MAX_FAULTS = 200
+_MAX_FRAMES = 4
 #: Of those that wait for the one that failed, the line and what is below depend on the moment.
-_MOST_WAITING_FRAMES = 2
+_MAX_WAITING_FRAMES = 2
 _LINE = re.compile(r":\d+\)$")
 #: What a server that starts calls a rank which died before it had its title: by its tensor-parallel rank, where there
 #: is one pipeline stage only.
@@ -114,14 +114,14 @@ def _what_happened_to(process: Mapping[str, Any], document: Mapping[str, Any]) -
 def _frames_of(first: Mapping[str, Any], processes: list[Mapping[str, Any]], document: Mapping[str, Any]) -> list[str]:
     own = [str(frame) for frame in first.get("doing") or ()]
     if own:
-        return own[:_MOST_FRAMES]
+        return own[:_MAX_FRAMES]
     if any(entry.get("event") in _FAILED_STARTS for entry in mappings_of(document.get("timeline"))):
         return [_STARTING]
     waiting = {
         _LINE.sub(")", str(frame))
         for process in processes
         if process.get("role") == "scheduler"
-        for frame in (process.get("doing") or ())[:_MOST_WAITING_FRAMES]
+        for frame in (process.get("doing") or ())[:_MAX_WAITING_FRAMES]
     }
     return sorted(waiting)
 
@@ -214,5 +214,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, index: dict[str, Any]) -> None:
-    latest = sorted(index, key=lambda key: str(index[key].get("last")), reverse=True)[:_MOST_FAULTS]
+    latest = sorted(index, key=lambda key: str(index[key].get("last")), reverse=True)[:_MAX_FAULTS]
     write_json(path, {"schema_version": _SCHEMA_VERSION, "faults": {key: index[key] for key in latest}})

@@ -29,15 +29,15 @@ DEADLINE_SECS = 0.25
 #: Where several processes let reads wait, each further one is given half of the time, down to this.
 _LEAST_SECS = 0.03
 #: A process that let a read wait is left alone for so long, in seconds; twice as long each time it does so again.
-_SKIP_SECS, _MOST_SKIP_SECS = 5.0, 60.0
+_SKIP_SECS, _MAX_SKIP_SECS = 5.0, 60.0
 #: What is longer is not read: the maps of a process with 65,530 mappings take 8 MB.
-_MOST_BYTES = 32 << 20
+_MAX_BYTES = 32 << 20
 #: Helpers that even SIGKILL did not end yet, as where a page of the target comes from a disk that hangs.
 #: More than a crash handler ever has. The limit of this process may be 2**30, each closed by a call of its own where
 #: there is no close_range(2).
-_MOST_DESCRIPTORS = 1 << 16
-_MOST_STUCK = 8
-_MOST_SKIPPED = 1024
+_MAX_DESCRIPTORS = 1 << 16
+_MAX_STUCK = 8
+_MAX_SKIPPED = 1024
 #: Of a machine that is busy, a helper that waits for nothing but a processor is given so much longer, in seconds.
 _STARVED_SECS, _STARVED_STEP_SECS = 2.0, 0.02
 _REAP_SECS = 0.02
@@ -116,16 +116,16 @@ class GuardedReader:
         raise OSError(errno.EIO, "the process that reads for this one was killed", str(path))
 
     def _skip(self, target: str, how_long: float) -> None:
-        how_long = min(max(_SKIP_SECS, 2 * how_long), _MOST_SKIP_SECS)
-        if len(self._skipped) >= _MOST_SKIPPED:
+        how_long = min(max(_SKIP_SECS, 2 * how_long), _MAX_SKIP_SECS)
+        if len(self._skipped) >= _MAX_SKIPPED:
             self._skipped.clear()
         self._skipped[target] = (time.monotonic() + how_long, how_long)
         self._deadline_secs = max(_LEAST_SECS, self._deadline_secs / 2)
 
     def _start_helper(self) -> None:
         self._stuck = [pid for pid in self._stuck if not _is_reaped(pid)]
-        if len(self._stuck) >= _MOST_STUCK:
-            raise OSError(errno.EAGAIN, f"{_MOST_STUCK} reads that were given up have not ended yet")
+        if len(self._stuck) >= _MAX_STUCK:
+            raise OSError(errno.EAGAIN, f"{_MAX_STUCK} reads that were given up have not ended yet")
         self._helper = _Helper()
 
     def _end_helper(self) -> None:
@@ -262,7 +262,7 @@ def _serve(requests: int, answers: int, owner: int) -> NoReturn:
         first, second = sorted((requests, answers))
         os.closerange(0, first)
         os.closerange(first + 1, second)
-        os.closerange(second + 1, _MOST_DESCRIPTORS)
+        os.closerange(second + 1, _MAX_DESCRIPTORS)
         while os.getppid() == owner and (head := os.read(requests, 4)):
             path = os.read(requests, struct.unpack("=I", head)[0])
             number, data = 0, b""
@@ -284,7 +284,7 @@ def _read_whole(path: bytes) -> bytes:
         data = bytearray()
         while chunk := os.read(descriptor, 1 << 17):
             data += chunk
-            if len(data) > _MOST_BYTES:
+            if len(data) > _MAX_BYTES:
                 raise OSError(errno.EFBIG, "too long")
         return bytes(data)
     finally:

@@ -18,7 +18,7 @@ from typing import Any
 
 #: Of more token ids, or characters, than this the first and the last half of it are kept. About as much as a model with
 #: a context of 128 k tokens takes, and a third of the time that noting one request may take.
-MOST_IDS, MOST_CHARACTERS = 131_072, 524_288
+MAX_IDS, MAX_CHARACTERS = 131_072, 524_288
 
 _BEGUN, _ENDED = 1, 2
 #: kind, whether there is text, bytes of one token id, bytes of the fields, the text and all ids; number, when.
@@ -29,15 +29,15 @@ _ID_CODES = {4: "i", 8: "q"}
 #: So many at a time: their objects are still in the cache when they are looked at for the second time.
 _IDS_AT_A_TIME = 4096
 _pack_some = {code: struct.Struct(f"<{_IDS_AT_A_TIME}{code}").pack for code in _ID_CODES.values()}
-_MOST_COUNTED = 256
+_MAX_COUNTED = 256
 _LONG = 256
 _SCALARS = frozenset({bool, int, float, type(None)})
 #: What `weigh` counts for one value, whatever it is.
 _VALUE_WEIGHT = 32
 #: How heavy the fields of a request may be together; they take half a millisecond then.
-MOST_WEIGHT = 256 * 1024
+MAX_WEIGHT = 256 * 1024
 #: For objects that stand for integers, of which each may take ten times as long.
-_MOST_OTHERS = 8192
+_MAX_OTHERS = 8192
 #: What ``omitted`` and ``truncated`` may say of the prompt, in bytes.
 _NOTES_BYTES = 512
 
@@ -72,7 +72,7 @@ def encode_begin(
     Args:
         number: which request.
         seconds: when, since the epoch.
-        fields: what is known of it beside the prompt, not heavier than `MOST_WEIGHT`; ``omitted`` may hold
+        fields: what is known of it beside the prompt, not heavier than `MAX_WEIGHT`; ``omitted`` may hold
             descriptions.
         text: the prompt, None where there is none.
         input_ids: the prompt's token ids, None where there are none.
@@ -80,7 +80,7 @@ def encode_begin(
     """
     if text is not None and not isinstance(text, str):
         # A pair of texts that are compared.
-        is_light = weigh(text, MOST_WEIGHT) <= MOST_WEIGHT
+        is_light = weigh(text, MAX_WEIGHT) <= MAX_WEIGHT
         more = {"text": text} if is_light else {"omitted": {**fields.get("omitted", {}), "text": describe(text)}}
         fields, text = {**fields, **more}, None
     encoded = _encode_fields(fields, {}, {}, most // 2)
@@ -140,7 +140,7 @@ def describe(value: object) -> str:
     if isinstance(value, str):
         return f"{kind}, {len(value)} characters"
     if isinstance(value, (list, tuple)):
-        sized = [len(item) for item in value[:_MOST_COUNTED] if isinstance(item, (bytes, str))]
+        sized = [len(item) for item in value[:_MAX_COUNTED] if isinstance(item, (bytes, str))]
         return f"{kind} of {len(value)}" + (f", {sum(sized)} characters" if sized else "")
     shape = getattr(value, "shape", None)
     return f"{kind} of shape {tuple(shape)}" if isinstance(shape, tuple) else kind
@@ -172,8 +172,8 @@ def weigh(value: object, most: int) -> int:
 def _encode_text(text: str, room: int, truncated: dict[str, dict[str, int]]) -> bytes:
     """Return a text, or its beginning and its end, as UTF-8 of so many bytes at most."""
     kept = text
-    if len(text) > MOST_CHARACTERS:
-        kept = text[: MOST_CHARACTERS // 2] + text[-(MOST_CHARACTERS // 2) :]
+    if len(text) > MAX_CHARACTERS:
+        kept = text[: MAX_CHARACTERS // 2] + text[-(MAX_CHARACTERS // 2) :]
     encoded = kept.encode("utf-8", "surrogatepass")
     first = len(kept) // 2
     if len(encoded) > room:
@@ -198,9 +198,9 @@ def _encode_ids(input_ids: object, room: int, truncated: dict[str, dict[str, int
     """
     if not isinstance(input_ids, (list, tuple)):
         return b"", 0
-    count, most = len(input_ids), MOST_IDS
-    if count > _MOST_OTHERS and not type(input_ids[0]) is type(input_ids[-1]) is int:
-        most = _MOST_OTHERS
+    count, most = len(input_ids), MAX_IDS
+    if count > _MAX_OTHERS and not type(input_ids[0]) is type(input_ids[-1]) is int:
+        most = _MAX_OTHERS
     kept = input_ids if count <= most else [*input_ids[: most // 2], *input_ids[-(most // 2) :]]
     for size, code in _ID_CODES.items():
         try:

@@ -16,11 +16,11 @@ from typing import Any
 from sglang_crashkit.model.peers import LostPeer, PeerProcess, Role, WaitingRequest
 
 #: No packet is longer, in bytes.
-MOST_BYTES = 100_000
+MAX_BYTES = 100_000
 #: A question names at most this many peers, so that its answers fit the socket's buffer.
-MOST_ASKED = 8
+MAX_ASKED = 8
 #: A scheduler tells of at most this many processes.
-MOST_PROCESSES = 4096
+MAX_PROCESSES = 4096
 _PER_PACKET = 256
 _KNOWN, _WAITING = "known", "waiting"
 
@@ -40,7 +40,7 @@ class KnownPeers:
     def to_packets(self) -> list[bytes]:
         """Return the answer to ``known``."""
         flat = [(name, *process) for name, processes in self.peers.items() for process in sorted(processes)]
-        flat = flat[:MOST_PROCESSES]
+        flat = flat[:MAX_PROCESSES]
         parts = [flat[begin : begin + _PER_PACKET] for begin in range(0, len(flat), _PER_PACKET)] or [[]]
         failed = sorted(self.failed)[:_PER_PACKET]
         packets: list[dict[str, Any]] = [{"answer": _KNOWN, "peers": part} for part in parts]
@@ -59,8 +59,8 @@ def known_question() -> bytes:
 
 
 def waiting_question(names: Sequence[str]) -> bytes:
-    """Return the question which requests wait for the peers of these names, `MOST_ASKED` at most."""
-    return json.dumps({"ask": _WAITING, "peers": list(names[:MOST_ASKED])}).encode()
+    """Return the question which requests wait for the peers of these names, `MAX_ASKED` at most."""
+    return json.dumps({"ask": _WAITING, "peers": list(names[:MAX_ASKED])}).encode()
 
 
 def read_question(packet: bytes) -> list[str] | None:

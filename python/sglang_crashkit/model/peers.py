@@ -11,11 +11,11 @@ Role = Literal["prefill", "decode"]
 Sign = Literal["refused", "unreachable", "heartbeat", "failed_transfer"]
 
 #: A report names at most this many requests of each kind; the rest is counted.
-MOST_NAMED = 64
-_MOST_IN_TEXT = 8
+MAX_NAMED = 64
+_MAX_IN_TEXT = 8
 #: Of more hosts than this, those with the same sign are spoken of together.
-_MOST_SENTENCES = 4
-_MOST_LETTERS = 100
+_MAX_SENTENCES = 4
+_MAX_LETTERS = 100
 
 #: By sign: what is said of one, of several, and why.
 _SIGNS: dict[Sign, tuple[str, str, str]] = {
@@ -75,9 +75,9 @@ class LostPeer:
         sign: how its loss was noticed: its port ``refused`` several connections in a row; its host was ``unreachable``;
             SGLang's own ``heartbeat`` gave it up; a ``failed_transfer`` made SGLang give it up.
         since: the first sign, UTC in ISO 8601.
-        requests: those that wait for it, `MOST_NAMED` at most.
+        requests: those that wait for it, `MAX_NAMED` at most.
         count: how many there are.
-        unassigned: those that wait for a decode server without having heard of one, `MOST_NAMED` at most; only the
+        unassigned: those that wait for a decode server without having heard of one, `MAX_NAMED` at most; only the
             router knows which one they are meant for.
         unassigned_count: how many there are.
         alone: no other server of its role was known to be there.
@@ -114,7 +114,7 @@ class LostPeer:
     ) -> LostPeer:
         """Return a peer whose requests are counted, and named as far as there is room."""
         named, named_unassigned = (
-            [WaitingRequest(_plain(request.rid), request.room) for request in some[:MOST_NAMED]]
+            [WaitingRequest(_plain(request.rid), request.room) for request in some[:MAX_NAMED]]
             for some in (requests, unassigned)
         )
         return cls(_plain(address), role, sign, since, named, len(requests), named_unassigned, len(unassigned), alone)
@@ -164,7 +164,7 @@ def describe(peers: Iterable[LostPeer]) -> list[str]:
     """
     known = list(peers)
     groups = _grouped(known, lambda peer: (peer.role, peer.host, peer.sign))
-    if len(groups) > _MOST_SENTENCES:
+    if len(groups) > _MAX_SENTENCES:
         groups = _grouped(known, lambda peer: (peer.role, peer.sign))
     return [_sentence(group) for group in groups]
 
@@ -203,15 +203,15 @@ def _merged(peers: list[LostPeer]) -> LostPeer:
 
 def _names(group: list[LostPeer]) -> str:
     names = [peer.address for peer in group]
-    if len(names) > _MOST_IN_TEXT:
-        return f"{', '.join(names[:_MOST_IN_TEXT])} and {len(names) - _MOST_IN_TEXT} more"
+    if len(names) > _MAX_IN_TEXT:
+        return f"{', '.join(names[:_MAX_IN_TEXT])} and {len(names) - _MAX_IN_TEXT} more"
     return " and ".join(names)
 
 
 def _waiting(requests: Iterable[WaitingRequest], count: int, whom: str) -> str:
     if not count:
         return f"no request waits for {whom}"
-    named = [request.rid for request in requests][:_MOST_IN_TEXT]
+    named = [request.rid for request in requests][:_MAX_IN_TEXT]
     more = f" and {count - len(named)} more" if count > len(named) else ""
     return f"{count} request{'s wait' if count > 1 else ' waits'} for {whom}: {', '.join(named)}{more}"
 
@@ -219,7 +219,7 @@ def _waiting(requests: Iterable[WaitingRequest], count: int, whom: str) -> str:
 def _union(some: list[WaitingRequest], others: list[WaitingRequest], at_least: int) -> tuple[list[WaitingRequest], int]:
     # Ranks of one tensor-parallel group have the same requests, those of a data-parallel one others.
     both = list(dict.fromkeys([*some, *others]))
-    return both[:MOST_NAMED], max(at_least, len(both))
+    return both[:MAX_NAMED], max(at_least, len(both))
 
 
 def _requests(value: object) -> list[WaitingRequest]:
@@ -237,4 +237,4 @@ def _count(value: object, at_least: int) -> int:
 
 def _plain(text: str) -> str:
     # A client may call its request anything; this is printed, and stands in Markdown.
-    return "".join(letter if " " <= letter <= "~" else "?" for letter in text[:_MOST_LETTERS])
+    return "".join(letter if " " <= letter <= "~" else "?" for letter in text[:_MAX_LETTERS])

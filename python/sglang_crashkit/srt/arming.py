@@ -57,7 +57,7 @@ SIGNAL_VARIABLE = "SGLANG_CRASHKIT_STACK_SIGNAL"
 
 _WORKER = "sglang::"
 _PR_SET_PTRACER = 0x59616D61  # linux/prctl.h; the Yama module's
-_MOST_BYTES = 1 << 18
+_MAX_BYTES = 1 << 18
 _ANSWER_SECS = 2.0
 _PAUSE_SECS = 0.1
 _BACKLOG = 8
@@ -142,7 +142,7 @@ def tell_of_faults() -> None:
             continue
         _told.add(path)
         with path.open("rb") as file:
-            text = file.read(_MOST_BYTES)
+            text = file.read(_MAX_BYTES)
         heading = f"crash kit: process {path.name.partition('-')[0]} of this server wrote before it died:\n"
         say(heading.encode() + text)
 

@@ -29,7 +29,7 @@ _START_SECS = 20.0
 _READY_SECS = 5.0
 #: At the server's end the handler has this long to remove what nobody needs any more, in seconds.
 _FAREWELL_SECS = 3.0
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 _CORE_FILE = "CUDA_COREDUMP_FILE"
 
 
@@ -153,10 +153,10 @@ def _await_ready(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     # Not select(2), which ends at descriptor 1023.
     poller = select.poll()
     poller.register(process.stdout, select.POLLIN)
-    while len(text) < _MOST_BYTES:
+    while len(text) < _MAX_BYTES:
         if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
             raise CrashkitError(f"it was not ready within {_READY_SECS:g} s")
-        chunk = os.read(process.stdout.fileno(), _MOST_BYTES)
+        chunk = os.read(process.stdout.fileno(), _MAX_BYTES)
         text += chunk
         for line in text[: text.rfind(b"\n") + 1].splitlines():
             if line.startswith(b"{"):

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 CAPTURE_WAIT_SECS = 2.0
 _STDERR = 2
 _SAY_SECS = 1.0
-_MOST_LINE_BYTES = 4000
+_MAX_LINE_BYTES = 4000
 
 
 def never_raises(hook: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]:
@@ -130,7 +130,7 @@ def say_line(text: str) -> None:
     """Write one line of the kit's, without what a terminal would take for a command; nothing where nobody reads it."""
     line = "".join(char if char.isprintable() else " " for char in f"crash kit: {text}")
     with contextlib.suppress(OSError):
-        say(line.encode(errors="backslashreplace")[:_MOST_LINE_BYTES] + b"\n")
+        say(line.encode(errors="backslashreplace")[:_MAX_LINE_BYTES] + b"\n")
 
 
 def shorten(filename: str) -> str:

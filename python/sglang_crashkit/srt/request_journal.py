@@ -17,7 +17,7 @@ from typing import Any
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.memory.journal import JournalWriter
-from sglang_crashkit.memory.request_record import MOST_WEIGHT, describe, weigh
+from sglang_crashkit.memory.request_record import MAX_WEIGHT, describe, weigh
 from sglang_crashkit.redact import REDACTED, is_secret_name
 from sglang_crashkit.settings import SOCKET_VARIABLE, Prompts, Settings
 from sglang_crashkit.srt.hooks import notify
@@ -189,7 +189,7 @@ def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any
     kind, values = type(request), vars(request)
     fields: dict[str, Any] = {"kind": kind.__name__}
     omitted: dict[str, str] = {}
-    room = MOST_WEIGHT
+    room = MAX_WEIGHT
     # In C where it can be: a request has about seventy fields, most of which nobody sets.
     is_set = map(operator.is_not, values.values(), map(_defaults_of(kind).get, values))
     for name, value in compress(values.items(), is_set):

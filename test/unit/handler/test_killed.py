@@ -28,7 +28,7 @@ from unit.killing import kill_at_file_operation
 from unit.waiting import LONG, child, wait_until
 
 #: At least as many file operations as one incident takes.
-MOST_STEPS = 1000
+MAX_STEPS = 1000
 TIMES = ("before anything", "opened", "photographed", "told of an exception", "told of the requests", "finished")
 
 
@@ -132,7 +132,7 @@ def test_a_kill_at_any_file_operation_leaves_what_can_be_read_and_finished(
     monkeypatch.setattr(recovery, "_AGE_SECS", 0.0)
     reached = ""
     with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
-        for step in range(MOST_STEPS):
+        for step in range(MAX_STEPS):
             folder = tmp_path / str(step)
             spool = folder / "incidents" / spool_of(process.pid)
             spool.mkdir(parents=True)

@@ -17,7 +17,7 @@ from sglang_crashkit.model.incident import (
     Trigger,
     Verdict,
 )
-from sglang_crashkit.model.peers import MOST_NAMED, LostPeer, WaitingRequest
+from sglang_crashkit.model.peers import MAX_NAMED, LostPeer, WaitingRequest
 
 
 def make_incident() -> Incident:
@@ -78,7 +78,7 @@ def test_a_summary_says_everything_once() -> None:
 
 def test_a_summary_names_lost_servers_and_those_who_wait_for_them() -> None:
     incident = make_incident()
-    waiting = [WaitingRequest(str(number), number) for number in range(MOST_NAMED + 5)]
+    waiting = [WaitingRequest(str(number), number) for number in range(MAX_NAMED + 5)]
     incident.peers = [LostPeer.of("10.0.0.2:41", "decode", "refused", "yesterday", waiting, [WaitingRequest("x")])]
     lines = format_summary(incident.to_json()).splitlines()
     assert "### decode server 10.0.0.2:41: refused, since yesterday" in lines

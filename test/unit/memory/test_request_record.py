@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_crashkit.memory.request_record import (
-    MOST_CHARACTERS,
-    MOST_IDS,
-    MOST_WEIGHT,
+    MAX_CHARACTERS,
+    MAX_IDS,
+    MAX_WEIGHT,
     Head,
     decode_request,
     describe,
@@ -67,14 +67,14 @@ def test_a_pair_of_texts_is_kept() -> None:
     assert decode_request(begin({}, text=["question", "answer"])) == {"text": ["question", "answer"]}
 
 
-@pytest.mark.parametrize("length", [MOST_IDS, MOST_IDS + 1, 900_000])
+@pytest.mark.parametrize("length", [MAX_IDS, MAX_IDS + 1, 900_000])
 def test_of_many_token_ids_the_first_and_the_last_are_kept(length: int) -> None:
     ids = list(range(length))
     request = decode_request(begin({"rid": "r"}, input_ids=ids, most=2**20))
-    if length <= MOST_IDS:
+    if length <= MAX_IDS:
         assert request == {"rid": "r", "input_ids": ids}
         return
-    half = MOST_IDS // 2
+    half = MAX_IDS // 2
     assert request["input_ids"] == ids[:half] + ids[-half:]
     assert request["truncated"] == {"input_ids": {"first": half, "last": half, "of": length}}
 
@@ -89,7 +89,7 @@ def test_of_a_long_text_the_beginning_and_the_end_are_kept(letter: str) -> None:
     assert told["of"] == len(text)
     assert request["text"] == text[: told["first"]] + text[-told["last"] :]
     assert abs(told["first"] - told["last"]) <= 5
-    assert len(request["text"]) == min(MOST_CHARACTERS, len(request["text"]))
+    assert len(request["text"]) == min(MAX_CHARACTERS, len(request["text"]))
     assert len(request["text"]) > 2**20 // 4 - 1000
 
 
@@ -121,10 +121,10 @@ def test_what_is_heavy_is_not_looked_through() -> None:
     assert weigh({"temperature": 0.5, "stop": ["</s>"]}, 1000) == 3 * 32 + 15 + 4
     assert weigh("x" * 10, 5) > 5
     for heavy in ([0] * 10**6, {str(number): 1 for number in range(10**5)}, [["x"] * 1000] * 1000, {"x" * 10**6: 1}):
-        assert weigh(heavy, MOST_WEIGHT) > MOST_WEIGHT
+        assert weigh(heavy, MAX_WEIGHT) > MAX_WEIGHT
     circle: list[object] = []
     circle.append(circle)
-    assert weigh(circle, MOST_WEIGHT) > MOST_WEIGHT
+    assert weigh(circle, MAX_WEIGHT) > MAX_WEIGHT
     request = decode_request(begin({}, text=["x" * 10**6, "y"]))
     assert request == {"omitted": {"text": "list of 2, 1000001 characters"}}
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from sglang_crashkit.model.peer_report import (
-    MOST_BYTES,
-    MOST_PROCESSES,
+    MAX_BYTES,
+    MAX_PROCESSES,
     UNCHANGED,
     AnswerReader,
     KnownPeers,
@@ -39,11 +39,11 @@ def test_peers_arrive_as_they_were_told(count: int) -> None:
 
 
 def test_no_packet_is_too_long_and_there_are_not_too_many() -> None:
-    packets = peers(3 * MOST_PROCESSES).to_packets()
-    assert max(map(len, packets)) < MOST_BYTES
+    packets = peers(3 * MAX_PROCESSES).to_packets()
+    assert max(map(len, packets)) < MAX_BYTES
     known = read(packets)
     assert isinstance(known, KnownPeers)
-    assert len(known.peers) == MOST_PROCESSES
+    assert len(known.peers) == MAX_PROCESSES
 
 
 def test_an_answer_that_was_broken_off_is_not_mixed_with_the_next_one() -> None:
@@ -65,7 +65,7 @@ def test_questions_arrive_as_they_were_asked() -> None:
 def test_who_waits_is_told_peer_by_peer_named_as_far_as_there_is_room() -> None:
     many = [WaitingRequest("r" * 900 + str(number), number) for number in range(2000)]
     answers = list(waiting_answers(["a:1", "b:2"], "decode", {"a:1": many, None: many[:1]}))
-    assert max(map(len, answers)) < MOST_BYTES
+    assert max(map(len, answers)) < MAX_BYTES
     first, second = (AnswerReader(7).take(answer) for answer in answers)
     assert isinstance(first, Waits)
     assert isinstance(second, Waits)

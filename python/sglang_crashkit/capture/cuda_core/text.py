@@ -8,11 +8,11 @@ from sglang_crashkit.capture.cuda_core.model import CudaCore, Device, Dimensions
 from sglang_crashkit.model.incident import iso_time
 
 #: Templates make names of thousands of characters; the data has them in full.
-_MOST_NAME = 160
+_MAX_NAME = 160
 #: Of a kernel that fails everywhere, so many exceptions say enough.
-_MOST_FAULTS = 16
+_MAX_FAULTS = 16
 #: In an incident, beside what all other processes did.
-_MOST_BRIEF = 4
+_MAX_BRIEF = 4
 INFERRED = "names are inferred from the symbols of the cubins in the core"
 
 
@@ -40,26 +40,26 @@ def format_core(core: CudaCore) -> Iterator[str]:
 
 def brief(core: CudaCore) -> Iterator[str]:
     """Yield the little of a core that an incident tells of: which kernels, and what failed."""
-    for kernel in core.kernels[:_MOST_BRIEF]:
+    for kernel in core.kernels[:_MAX_BRIEF]:
         yield kernel_in_words(kernel) + (", its name inferred" if kernel.name else "")
-    if len(core.kernels) > _MOST_BRIEF:
-        yield f"{len(core.kernels) - _MOST_BRIEF} more kernels"
+    if len(core.kernels) > _MAX_BRIEF:
+        yield f"{len(core.kernels) - _MAX_BRIEF} more kernels"
     if not core.kernels:
         yield "no kernel on the GPU"
-    for fault in core.faults[:_MOST_BRIEF]:
+    for fault in core.faults[:_MAX_BRIEF]:
         named = fault.place is not None and fault.place.function is not None
         yield fault_in_words(fault) + (", the name inferred" if named else "")
-    if len(core.faults) > _MOST_BRIEF:
-        yield f"{len(core.faults) - _MOST_BRIEF} more exceptions"
+    if len(core.faults) > _MAX_BRIEF:
+        yield f"{len(core.faults) - _MAX_BRIEF} more exceptions"
     yield from core.notes[:1]
 
 
 def faults_in_words(core: CudaCore) -> Iterator[str]:
     """Yield what failed, a line each."""
-    for fault in core.faults[:_MOST_FAULTS]:
+    for fault in core.faults[:_MAX_FAULTS]:
         yield fault_in_words(fault)
-    if len(core.faults) > _MOST_FAULTS:
-        yield f"{len(core.faults) - _MOST_FAULTS} more exceptions"
+    if len(core.faults) > _MAX_FAULTS:
+        yield f"{len(core.faults) - _MAX_FAULTS} more exceptions"
 
 
 def device_in_words(device: Device) -> str:
@@ -99,7 +99,7 @@ def place_in_words(place: Place) -> str:
 def _shortened(name: str) -> str:
     # What a hostile file has for a name must not move the cursor of a terminal.
     name = "".join(character if character.isprintable() else "?" for character in name)
-    return name if len(name) <= _MOST_NAME else f"{name[: _MOST_NAME - 3]}..."
+    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 3]}..."
 
 
 def _dimensions(dimensions: Dimensions) -> str:

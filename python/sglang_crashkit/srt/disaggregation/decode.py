@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_crashkit.model.peer_report import KnownPeers
 from sglang_crashkit.model.peers import PeerProcess, Role, WaitingRequest
-from sglang_crashkit.srt.disaggregation.peer_answers import MOST_REQUESTS, PeerView, Waiting, replace
+from sglang_crashkit.srt.disaggregation.peer_answers import MAX_REQUESTS, PeerView, Waiting, replace
 from sglang_crashkit.srt.hooks import never_raises
 
 
@@ -69,4 +69,4 @@ def _entries(queue: Any) -> Iterable[Any]:
     """Yield the ``DecodeRequest`` of each request whose KV cache has not come; not those of a warm-up."""
     entries = itertools.chain(list(queue.queue), list(queue.transfer_queue.queue))
     real = (entry for entry in entries if hasattr(entry.kv_receiver, "bootstrap_addr"))
-    return itertools.islice(real, MOST_REQUESTS)
+    return itertools.islice(real, MAX_REQUESTS)

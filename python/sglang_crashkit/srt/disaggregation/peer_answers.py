@@ -24,8 +24,8 @@ from typing import Any
 
 from sglang_crashkit.model.incident import iso_time
 from sglang_crashkit.model.peer_report import (
-    MOST_BYTES,
-    MOST_PROCESSES,
+    MAX_BYTES,
+    MAX_PROCESSES,
     UNCHANGED,
     KnownPeers,
     read_question,
@@ -38,7 +38,7 @@ from sglang_crashkit.srt.hooks import never_raises, notify
 logger = logging.getLogger(__name__)
 
 #: No more requests than this are looked at, so that a look stays short.
-MOST_REQUESTS = 2048
+MAX_REQUESTS = 2048
 
 #: The requests that wait, by the name of the peer; None stands for one that is not known.
 Waiting = Mapping[str | None, Sequence[WaitingRequest]]
@@ -169,7 +169,7 @@ class PeerAnswers:
     def _answer(self) -> bool:
         """Wait for a question and answer it; say whether there may be another one."""
         try:
-            question = self._own.recv(MOST_BYTES)
+            question = self._own.recv(MAX_BYTES)
             if not question:
                 return False
             names = read_question(question)
@@ -192,9 +192,9 @@ class PeerAnswers:
         if known == self._told:
             return [UNCHANGED]
         self._told = known
-        if len(known.peers) > MOST_PROCESSES and not self._has_said_so:
+        if len(known.peers) > MAX_PROCESSES and not self._has_said_so:
             self._has_said_so = True
-            logger.warning("crash kit: of %d peers only %d are watched", len(known.peers), MOST_PROCESSES)
+            logger.warning("crash kit: of %d peers only %d are watched", len(known.peers), MAX_PROCESSES)
         return known.to_packets()
 
     def _tell_of_waiting(self, names: list[str]) -> Iterable[bytes]:

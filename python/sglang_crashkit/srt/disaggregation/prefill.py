@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_crashkit.model.peer_report import KnownPeers
 from sglang_crashkit.model.peers import PeerProcess, Role, WaitingRequest
-from sglang_crashkit.srt.disaggregation.peer_answers import MOST_REQUESTS, PeerView, Waiting, replace
+from sglang_crashkit.srt.disaggregation.peer_answers import MAX_REQUESTS, PeerView, Waiting, replace
 from sglang_crashkit.srt.hooks import never_raises
 
 #: What the backends call the tensor-parallel rank of a decode rank.
@@ -76,7 +76,7 @@ def _requests(queue: Any) -> Iterable[Any]:
     )
     requests = itertools.chain.from_iterable(list(stage) for stage in stages)
     real = (request for request in requests if hasattr(request.disagg_kv_sender, "bootstrap_server_url"))
-    return itertools.islice(real, MOST_REQUESTS)
+    return itertools.islice(real, MAX_REQUESTS)
 
 
 def _process_of(info: Any) -> PeerProcess:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 #: The incident is written within this time once its own is spent, and the server ends within it, in seconds.
 _FINISH_SECS = 2.0
 _WORKER = "sglang::"
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 
 
 def on_scheduler_exception() -> None:
@@ -66,8 +66,8 @@ def kill_own_group() -> None:
     if not strangers:
         signals.kill_group(group)
         return
-    named = ", ".join(f"{pid} {read_title(pid) or '(its title cannot be read)'}" for pid in strangers[:_MOST_NAMED])
-    more = f" and {len(strangers) - _MOST_NAMED} more" if len(strangers) > _MOST_NAMED else ""
+    named = ", ".join(f"{pid} {read_title(pid) or '(its title cannot be read)'}" for pid in strangers[:_MAX_NAMED])
+    more = f" and {len(strangers) - _MAX_NAMED} more" if len(strangers) > _MAX_NAMED else ""
     logger.warning(
         "crash kit: process group %d holds processes that are not the server's, which are left alive: %s%s; "
         "next: start the server in a session of its own (setsid)",

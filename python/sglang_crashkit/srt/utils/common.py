@@ -37,7 +37,7 @@ _MODULE = "sglang.srt.utils.common"
 _WAIT = "wait_timeout"
 #: Upstream's polling interval, in seconds; the longest sleep here.
 _POLL_SECS = 0.1
-_MOST_WARN_SECS = 10.0
+_MAX_WARN_SECS = 10.0
 #: After a crash the children are given this long to go, in seconds: an orchestrator waits for the server's end.
 _CHILDREN_SECS = 10.0
 #: So often they are looked for and killed.
@@ -149,7 +149,7 @@ def wait_for_reap_or_raise(procs: Iterable[Any], wait_timeout: float) -> None:
     """
     module = _names()
     processes = list(procs)
-    warn_at = min(_MOST_WARN_SECS, wait_timeout / 2)
+    warn_at = min(_MAX_WARN_SECS, wait_timeout / 2)
     deadline = module.time.monotonic() + wait_timeout
     warn_deadline = module.time.monotonic() + warn_at
     warned = False

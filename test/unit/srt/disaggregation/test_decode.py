@@ -8,7 +8,7 @@ import pytest
 from sglang_crashkit.model.peers import PeerProcess, WaitingRequest
 from sglang_crashkit.srt.disaggregation import peer_answers
 from sglang_crashkit.srt.disaggregation.decode import PrefillServers, watch_prefill_servers
-from sglang_crashkit.srt.disaggregation.peer_answers import MOST_REQUESTS
+from sglang_crashkit.srt.disaggregation.peer_answers import MAX_REQUESTS
 from unit.srt.conftest import Listener
 from unit.srt.disaggregation.tables import decode_queue, known_to, receiving, request, waiting_in
 
@@ -35,8 +35,8 @@ def test_decode_knows_whom_each_request_waits_for() -> None:
 
 def test_a_look_stays_short_with_very_many_requests() -> None:
     queue = decode_queue()
-    queue.queue = [receiving(str(number), number, "x:1") for number in range(MOST_REQUESTS * 3)]
-    assert len(waiting_in(PrefillServers(queue))["x:1"]) == MOST_REQUESTS
+    queue.queue = [receiving(str(number), number, "x:1") for number in range(MAX_REQUESTS * 3)]
+    assert len(waiting_in(PrefillServers(queue))["x:1"]) == MAX_REQUESTS
 
 
 def test_a_queue_is_not_kept_alive() -> None:

@@ -200,7 +200,7 @@ def test_a_handler_that_reads_nothing_does_not_hold_the_thread(
 def test_of_very_many_peers_it_is_said_once_that_some_are_not_watched(
     handler: Handler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peer_answers, "MOST_PROCESSES", 1)
+    monkeypatch.setattr(peer_answers, "MAX_PROCESSES", 1)
     caplog.set_level(logging.WARNING)
     tables = Tables()
     start(tables, handler)

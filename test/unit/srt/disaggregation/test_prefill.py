@@ -7,7 +7,7 @@ import pytest
 
 from sglang_crashkit.model.peers import PeerProcess, WaitingRequest
 from sglang_crashkit.srt.disaggregation import peer_answers
-from sglang_crashkit.srt.disaggregation.peer_answers import MOST_REQUESTS
+from sglang_crashkit.srt.disaggregation.peer_answers import MAX_REQUESTS
 from sglang_crashkit.srt.disaggregation.prefill import DecodeServers, watch_decode_servers
 from unit.srt.conftest import Listener
 from unit.srt.disaggregation.tables import known_to, prefill_queue, rank, request, sending, waiting_in
@@ -51,8 +51,8 @@ def test_prefill_knows_whom_sglang_gave_up() -> None:
 
 def test_a_look_stays_short_with_very_many_requests() -> None:
     queue = prefill_queue()
-    queue.queue = [sending(str(number), number + 100) for number in range(MOST_REQUESTS * 3)]
-    assert len(waiting_in(DecodeServers(queue))[None]) == MOST_REQUESTS
+    queue.queue = [sending(str(number), number + 100) for number in range(MAX_REQUESTS * 3)]
+    assert len(waiting_in(DecodeServers(queue))[None]) == MAX_REQUESTS
 
 
 def test_a_queue_is_not_kept_alive() -> None:
