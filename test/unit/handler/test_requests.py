@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.handler.collectors.requests import RequestJournals, export_requests
-from sglang_crashkit.incident.remains import REQUESTS
+from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.memory import journal
 from sglang_crashkit.memory.journal import KEPT_SECS, JournalWriter
