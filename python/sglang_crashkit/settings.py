@@ -30,8 +30,15 @@ SOCKET = "handler.sock"
 #: The longest name of a socket in the folder: a pid of 7 digits, a start time, a suffix.
 _LONGEST_SOCKET = "4194304-123456789012.sock"
 _MAX_SOCKET_PATH = 107
+#: Names of an earlier release, read where theirs is not set; a launch warns of them (see `earlier_names_in`).
+_EARLIER = {"SGLANG_CRASHKIT_CAPTURE_SECS": "SGLANG_CRASHKIT_PHOTOGRAPH_SECS"}
 _TRUE = {"1", "true", "yes", "y"}
 _FALSE = {"0", "false", "no", "n"}
+
+
+def earlier_names_in(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of `environ` that have another name now, each with that name."""
+    return {earlier: name for name, earlier in _EARLIER.items() if earlier in environ}
 
 
 def read_bool(environ: Mapping[str, str], name: str, default: bool) -> bool:
@@ -131,7 +138,7 @@ class Settings:
         core_wait_secs: ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS``; how long is waited for a GPU core to come or to
             grow on, in seconds, within `exit_secs`.
         budget_secs: ``SGLANG_CRASHKIT_BUDGET_SECS``; the longest an incident may take, in seconds.
-        photograph_secs: ``SGLANG_CRASHKIT_PHOTOGRAPH_SECS``; the longest that one round of stacks may take, in seconds.
+        capture_secs: ``SGLANG_CRASHKIT_CAPTURE_SECS``; the longest that one round of stacks may take, in seconds.
         startup_timeout_secs: ``SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS``; the longest that the ranks may take to get
             ready, in seconds; 0 for no limit.
         peer_watch: ``SGLANG_CRASHKIT_PEER_WATCH``; the other servers of a prefill and decode pair are not watched when
@@ -161,7 +168,7 @@ class Settings:
     cores: bool
     core_wait_secs: float
     budget_secs: float
-    photograph_secs: float
+    capture_secs: float
     startup_timeout_secs: float = 0.0
     peer_watch: bool = True
     end_secs: float = 15.0
@@ -178,6 +185,8 @@ class Settings:
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Read the settings from `environ`."""
+        if earlier := earlier_names_in(environ):
+            environ = {name: environ[old] for old, name in earlier.items()} | dict(environ)
         stacks = read_bool(environ, "SGLANG_PYSPY_DUMP_BEFORE_CRASH", True)
         cores = read_bool(environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH", True)
         return cls(
@@ -187,7 +196,7 @@ class Settings:
             cores=cores,
             core_wait_secs=read_seconds(environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", 60.0),
             budget_secs=read_seconds(environ, "SGLANG_CRASHKIT_BUDGET_SECS", 20.0),
-            photograph_secs=read_seconds(environ, "SGLANG_CRASHKIT_PHOTOGRAPH_SECS", 1.5),
+            capture_secs=read_seconds(environ, "SGLANG_CRASHKIT_CAPTURE_SECS", 1.5),
             startup_timeout_secs=read_seconds(environ, "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", 0.0),
             journal=read_bool(environ, "SGLANG_CRASHKIT_JOURNAL", True),
             journal_mb=read_megabytes(environ, "SGLANG_CRASHKIT_JOURNAL_MB", 32.0),

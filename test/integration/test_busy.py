@@ -40,7 +40,7 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Busy]:
     arguments += ["--context-length", tokens, "--max-prefill-tokens", tokens, "--disable-radix-cache"]
     environ = {
         "SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}",
-        "SGLANG_CRASHKIT_PHOTOGRAPH_SECS": "10",
+        "SGLANG_CRASHKIT_CAPTURE_SECS": "10",
         "SGLANG_CRASHKIT_BUDGET_SECS": "60",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         "PYTHONPATH": str(hook),

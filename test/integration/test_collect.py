@@ -242,7 +242,7 @@ def test_all_servers_are_taken_where_that_is_said(story: Story) -> None:
     assert [found.count(pid) for pid in story.servers] == [2, 1]
 
 
-def test_the_stopped_rank_is_photographed_and_left_stopped(story: Story) -> None:
+def test_the_stopped_rank_is_captured_and_left_stopped(story: Story) -> None:
     assert story.hung.process(RANKS[1])["states"] == ["T"] * 3
     assert story.state == "T"
 

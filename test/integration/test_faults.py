@@ -82,7 +82,7 @@ def assert_in_time(left: Wreck, struck: float, most_s: float) -> None:
     assert times["server_exited"] - struck < most_s
     if most_s <= HANG_S:
         # An orchestrator kills 30 s after SIGTERM, some sooner.
-        assert times["photographed"] - struck < EVIDENCE_S
+        assert times["stacks_captured"] - struck < EVIDENCE_S
         assert times["incident_finished"] <= times["server_exited"]
 
 

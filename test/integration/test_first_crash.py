@@ -75,7 +75,7 @@ def test_the_incident_says_what_the_survivor_was_doing(crash: Crash) -> None:
     assert stack["status"] == "captured"
     text = (crash.wreck.folder / stack["path"]).read_text()
     assert "run_scheduler_process" in text
-    # A survivor whose collective broke before it was photographed has left the loop; its own record says from where.
+    # A survivor whose collective broke before it was captured has left the loop; its own record says from where.
     records = [piece for piece in report["evidence"] if piece["kind"] == "exception"]
     text += "".join((crash.wreck.folder / piece["path"]).read_text() for piece in records)
     assert "event_loop" in text

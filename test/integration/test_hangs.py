@@ -27,7 +27,7 @@ def _tell(release: str, factory: pytest.TempPathFactory) -> Story:
     arguments = ["--crash-dump-folder", str(told.folder), "--chunked-prefill-size", str(CHUNK)]
     arguments += ["--sleep-on-idle"] if release == SLEEPS else []
     # A busy machine takes longer to give all stacks than a server may be kept waiting.
-    patience = {"SGLANG_CRASHKIT_PHOTOGRAPH_SECS": "10", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}
+    patience = {"SGLANG_CRASHKIT_CAPTURE_SECS": "10", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}
     environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}"} | patience | stuck.environ
     with Server.start(ensure_lane(release), tp=2, extra_args=arguments, env=environ) as server:
         tell(server, told, stuck, full=release == FULL)

@@ -72,8 +72,8 @@ class Story:
         answers: what it answered before, and after the flood.
         after_flood: incidents after the flood.
         observed: the incident of the rank that slept in the kernel, while the server went on.
-        tracers: who traced the detokenizer before and after it was photographed.
-        slept: state of the rank when it had been photographed.
+        tracers: who traced the detokenizer before and after its capture.
+        slept: state of the rank when it had been captured.
         health: each health check meanwhile: when it was asked and answered, and the status.
         late_answer: what the request that waited for the rank was answered.
         open_files: what the crash handler had open, by inode.
@@ -260,7 +260,7 @@ def test_a_flood_on_the_handlers_socket_changes_nothing(story: Story) -> None:
     assert story.answers[0] == story.answers[1] == story.answers[2]
 
 
-def test_a_rank_asleep_in_the_kernel_is_photographed_and_sleeps_on(story: Story) -> None:
+def test_a_rank_asleep_in_the_kernel_is_captured_and_sleeps_on(story: Story) -> None:
     assert story.observed["kind"] == "snapshot"
     piece = evidence_of(story.observed, FIRST, "stack")
     assert (piece["status"], piece["source"]) == ("captured", "py-spy"), piece
@@ -270,14 +270,14 @@ def test_a_rank_asleep_in_the_kernel_is_photographed_and_sleeps_on(story: Story)
     assert len(story.late_answer) == 400
 
 
-def test_a_process_that_is_traced_is_photographed_beside_its_tracer(story: Story) -> None:
+def test_a_process_that_is_traced_is_captured_beside_its_tracer(story: Story) -> None:
     piece = evidence_of(story.observed, DETOKENIZER, "stack")
     assert (piece["status"], piece["source"]) == ("captured", "py-spy"), piece
     assert story.tracers[0] is not None
     assert story.tracers[0] == story.tracers[1]
 
 
-def test_the_server_answers_while_it_is_photographed(story: Story) -> None:
+def test_the_server_answers_while_it_is_captured(story: Story) -> None:
     times = {entry["event"]: seconds_of(entry["time"]) for entry in story.observed["timeline"]}
     begun, ended = seconds_of(story.observed["trigger"]["time"]), times["incident_finished"]
     assert {status for _asked, _answered, status in story.health} == {200}

@@ -56,11 +56,11 @@ class Stage:
         return found.finished == self.is_published and self.reached in events and self.not_yet not in events
 
 
-OPENED = Stage("opened", "process_exited", "photographed")
-PHOTOGRAPHED = Stage("photographed", "photographed", "requests_saved")
+OPENED = Stage("opened", "process_exited", "stacks_captured")
+CAPTURED = Stage("stacks_captured", "stacks_captured", "requests_saved")
 REQUESTS_TOLD = Stage("told of the requests", "requests_saved", "incident_finished")
 PUBLISHED = Stage("published", "incident_finished", "server_exited", is_published=True)
-STAGES = [OPENED, PHOTOGRAPHED, REQUESTS_TOLD, PUBLISHED]
+STAGES = [OPENED, CAPTURED, REQUESTS_TOLD, PUBLISHED]
 
 
 def events_of(found: StoredIncident) -> set[str]:
@@ -144,7 +144,7 @@ def check_what_can_be_read(stage: Stage, found: StoredIncident, left: Wreck, lis
 
 
 def check_the_evidence(stage: Stage, found: StoredIncident, left: Wreck) -> None:
-    """Who died is there at every stage, and from the photograph on what the others did."""
+    """Who died is there at every stage, and from the capture on what the others did."""
     document = found.document
     assert document is not None
     verdict = document["verdict"]

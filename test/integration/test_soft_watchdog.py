@@ -32,7 +32,7 @@ def timeouts(folder: Path, title: str = "") -> list[dict[str, Any]]:
 
 def test_a_process_that_is_stuck_after_a_slow_start_has_an_incident_that_names_it(tmp_path: Path) -> None:
     arguments = ["--crash-dump-folder", str(tmp_path), "--soft-watchdog-timeout", str(TIMEOUT_SECS)]
-    environ = {"SGLANG_TEST_STUCK_DETOKENIZER": str(STUCK_SECS), "SGLANG_CRASHKIT_PHOTOGRAPH_SECS": "10"}
+    environ = {"SGLANG_TEST_STUCK_DETOKENIZER": str(STUCK_SECS), "SGLANG_CRASHKIT_CAPTURE_SECS": "10"}
     with Server.start(ensure_lane("0.5.23"), extra_args=arguments, env=environ) as server:
         server.wait_ready()
         before = timeouts(tmp_path)

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 TITLE_TIMEOUT_S = 400.0
 #: Upstream without the kit is alive minutes later.
 EXIT_TIMEOUT_S = 60.0
-#: From the death to the whole incident on a busy machine; the photograph of processes that import takes most of it.
+#: From the death to the whole incident on a busy machine; the capture of processes that import takes most of it.
 INCIDENT_S = 15.0
 
 

@@ -173,7 +173,7 @@ def times_of(incident: dict[str, Any]) -> dict[str, float]:
 def assert_before_the_end(incident: dict[str, Any]) -> None:
     """The evidence was on disk before any process of the server was ended."""
     times = times_of(incident)
-    assert times["photographed"] <= times["incident_finished"] <= times["process_exited"], incident["timeline"]
+    assert times["stacks_captured"] <= times["incident_finished"] <= times["process_exited"], incident["timeline"]
     assert times["incident_finished"] <= times["server_exited"], incident["timeline"]
 
 

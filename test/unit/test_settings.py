@@ -6,7 +6,7 @@ import tempfile
 import pytest
 
 from sglang_crashkit import settings
-from sglang_crashkit.settings import Settings, read_bool, read_seconds
+from sglang_crashkit.settings import Settings, earlier_names_in, read_bool, read_seconds
 
 
 @pytest.mark.parametrize("text", ["1", "true", "TRUE", "Yes", "y", " 1 "])
@@ -43,7 +43,7 @@ def test_the_defaults() -> None:
         cores=True,
         core_wait_secs=60.0,
         budget_secs=20.0,
-        photograph_secs=1.5,
+        capture_secs=1.5,
     )
 
 
@@ -61,7 +61,7 @@ def test_every_setting_has_its_variable() -> None:
         "SGLANG_CRASHKIT_ENABLED": "no",
         "SGLANG_CRASHKIT_PEER_WATCH": "no",
         "SGLANG_CRASHKIT_BUDGET_SECS": "3",
-        "SGLANG_CRASHKIT_PHOTOGRAPH_SECS": "0.5",
+        "SGLANG_CRASHKIT_CAPTURE_SECS": "0.5",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "7",
         "SGLANG_CRASHKIT_HANG_SECS": "8.5",
         "SGLANG_CRASHKIT_EXIT_SECS": "9",
@@ -69,8 +69,16 @@ def test_every_setting_has_its_variable() -> None:
     read = Settings.from_environ(environ)
     assert (read.hang_secs, Settings.from_environ({}).hang_secs) == (8.5, 60.0)
     assert (read.peer_watch, Settings.from_environ({}).peer_watch) == (False, True)
-    assert (read.enabled, read.budget_secs, read.photograph_secs, read.core_wait_secs) == (False, 3.0, 0.5, 7.0)
+    assert (read.enabled, read.budget_secs, read.capture_secs, read.core_wait_secs) == (False, 3.0, 0.5, 7.0)
     assert (read.exit_secs, Settings.from_environ({}).exit_secs) == (9.0, 60.0)
+
+
+def test_a_variable_is_read_under_its_earlier_name_where_it_is_not_set() -> None:
+    earlier, name = "SGLANG_CRASHKIT_PHOTOGRAPH_SECS", "SGLANG_CRASHKIT_CAPTURE_SECS"
+    assert Settings.from_environ({earlier: "0.5"}).capture_secs == 0.5
+    assert Settings.from_environ({earlier: "0.5", name: "4"}).capture_secs == 4.0
+    assert earlier_names_in({earlier: "0.5"}) == {earlier: name}
+    assert earlier_names_in({name: "0.5"}) == {}
 
 
 def test_the_environment_is_read_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

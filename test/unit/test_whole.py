@@ -40,7 +40,7 @@ def left(tmp_path: Path) -> Wreck:
         for pid, title in TITLES.items()
     ]
     processes[2] |= {"exit": end(*KILLED), "evidence": [{"kind": "exit", "status": "captured", "path": None}, UNTOLD]}
-    moments = ("photographed", "requests_saved", "incident_finished", "process_exited", "server_exited")
+    moments = ("stacks_captured", "requests_saved", "incident_finished", "process_exited", "server_exited")
     timeline = [{"event": event, "time": f"2026-01-01T00:00:0{at}.0Z"} for at, event in enumerate(moments)]
     timeline[1]["path"] = str(tmp_path / "dump.pkl")
     journal = {"path": "requests.jsonl"}

@@ -218,7 +218,7 @@ class IncidentRun:
                 reports,
                 self.folder,
                 self._runtime,
-                self._settings.photograph_secs,
+                self._settings.capture_secs,
                 number,
                 may_signal=self._captures is Capture.FULL,
             )
@@ -229,7 +229,7 @@ class IncidentRun:
         self.captured = True
         self.incident.note(
             time.time(),
-            "photographed",
+            "stacks_captured",
             processes=len(living),
             seconds=round(time.time() - started, 4),
         )

@@ -263,7 +263,7 @@ class Session:
             case Do.ANSWER_WHEN_FINISHED:
                 self._answers.add(message, self.gpus.cores_secs_left)
             case Do.ANSWER_CAPTURED:
-                self._mailbox.acknowledge(message, ack="photographed", incident=run and run.incident.id)
+                self._mailbox.acknowledge(message, ack="stacks_captured", incident=run and run.incident.id)
             case Do.ANSWER_STACKS:
                 # Those of an incident that is over are not what the sender wants to know.
                 known = run if run is not None and not run.finished else None

@@ -61,6 +61,8 @@ def start(crash_folder: str | None) -> None:
         return
     for warning in answer["warnings"]:
         logger.warning("crash kit: %s", warning)
+    for earlier, name in settings.earlier_names_in(os.environ).items():
+        logger.warning("crash kit: %s is called %s now; the earlier name goes with the next release", earlier, name)
     os.environ[settings.SOCKET_VARIABLE] = str(socket_path)
     os.environ[settings.SPOOL_VARIABLE] = answer["spool"]
     if answer["core_file"]:

@@ -235,7 +235,7 @@ class Watcher:
             settings = Settings.from_environ()
             if settings.stacks:
                 folder = self._folder or evidence.default_folder()
-                evidence.capture(death, roots, folder, min(settings.photograph_secs, EVIDENCE_SECS))
+                evidence.capture(death, roots, folder, min(settings.capture_secs, EVIDENCE_SECS))
             left = max(0.0, began + EVIDENCE_SECS - time.monotonic())
             death.incident = find_incident_of(death.pid, first.since, getattr(first.process, "args", None), left)
         except Exception:

@@ -158,7 +158,7 @@ def test_a_thread_in_uninterruptible_sleep_is_waited_for_by_no_rung(runtime: Pat
         assert state_of(target.pid) == "D"
 
 
-def test_a_traced_process_is_photographed_beside_its_tracer(runtime: Path) -> None:
+def test_a_traced_process_is_captured_beside_its_tracer(runtime: Path) -> None:
     with armed(runtime, SLEEPER) as target, traced(target.pid) as tracer:
         settle(target.pid, "S")
         (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)

@@ -162,7 +162,7 @@ def test_the_debuggers_end_before_their_node_is_given_up(
     assert debugger_secs(node_secs, used_secs) == left
 
 
-def test_a_stopped_process_is_photographed_and_left_stopped(
+def test_a_stopped_process_is_captured_and_left_stopped(
     tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with child(SLEEPER, title=TITLE) as process:

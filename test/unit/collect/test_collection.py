@@ -76,7 +76,7 @@ def test_several_rounds_tell_a_process_that_spins_from_one_that_stands(tmp_path:
     assert used[0][1] > 0.0
 
 
-def test_a_process_in_uninterruptible_sleep_is_photographed_and_not_waited_for(
+def test_a_process_in_uninterruptible_sleep_is_captured_and_not_waited_for(
     tmp_path: Path, runtime: Path, no_debugger: None
 ) -> None:
     with asleep(runtime) as target:
@@ -125,7 +125,7 @@ def test_the_limit_of_a_tool_is_for_all_rounds(tmp_path: Path, monkeypatch: pyte
     ]
 
 
-def test_processes_are_photographed_side_by_side_whatever_server_they_are_of(
+def test_processes_are_captured_side_by_side_whatever_server_they_are_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # GIVEN a py-spy that ends only when three of it run at the same time

@@ -213,7 +213,7 @@ serve_requests()
 """
 
 
-def test_the_survivors_are_photographed_and_then_killed_with_their_children(tmp_path, start):
+def test_the_survivors_are_captured_and_then_killed_with_their_children(tmp_path, start):
     victim = start()
     with child("ready(); pause()") as unwatched:
         survivor = subprocess.Popen([sys.executable, "-c", GRANDCHILD], stdout=subprocess.PIPE)

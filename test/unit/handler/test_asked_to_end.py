@@ -18,7 +18,7 @@ from unit.waiting import LONG, wait_until
 Start = Callable[..., Server]
 RANKS = ("scheduler_TP0", "scheduler_TP1")
 #: Time for stacks on a loaded machine.
-SLOW = {"SGLANG_CRASHKIT_PHOTOGRAPH_SECS": "10", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}
+SLOW = {"SGLANG_CRASHKIT_CAPTURE_SECS": "10", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}
 #: After so long a scheduler is silent: of a server whose health check failed, and of any other.
 UNHEALTHY_SECS, HEALTHY_SECS = 2.0, 5.0
 
@@ -142,10 +142,10 @@ def hang_at_sigterm(start_server: Start, **environ: str) -> tuple[Server, Stored
     wait_for(HEALTHY_SECS)
     server.ask("draining healthy")
 
-    def photographed() -> list[StoredIncident]:
-        return [one for one in server.incidents() if "photographed" in events_of(one)]
+    def captured() -> list[StoredIncident]:
+        return [one for one in server.incidents() if "stacks_captured" in events_of(one)]
 
-    (stored,) = wait_until(photographed, "the stacks are on disk")
+    (stored,) = wait_until(captured, "the stacks are on disk")
     return server, stored
 
 

@@ -97,7 +97,7 @@ def test_the_dump_of_the_survivor_says_what_it_waits_in(start_gpu_server: Start,
     assert told["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
     assert finding["statement"] not in told["verdict"]["text"]
     events = times_of(told)
-    assert events.index("photographed") < events.index("flight_recorders_asked") < events.index("incident_finished")
+    assert events.index("stacks_captured") < events.index("flight_recorders_asked") < events.index("incident_finished")
     assert piece_of(told, "scheduler_TP1") == {}
 
 

@@ -50,7 +50,7 @@ def test_the_flight_recorder_is_whole_before_a_core_is_asked_for(
     times = {event["event"]: datetime.fromisoformat(event["time"][:-1]) for event in told["timeline"]}
     asked_secs = (times["cuda_cores_asked"] - times["flight_recorders_asked"]).total_seconds()
     assert asked_secs >= evidence["flight_recorder"]["seconds"] >= DUMP_SECS
-    assert times["photographed"] <= times["flight_recorders_asked"]
+    assert times["stacks_captured"] <= times["flight_recorders_asked"]
     assert times["cuda_cores_asked"] < times["incident_finished"]
 
 

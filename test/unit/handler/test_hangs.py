@@ -22,7 +22,7 @@ Start = Callable[..., Server]
 #: The shortest that there is, and time for stacks on a loaded machine.
 HANG = {
     "SGLANG_CRASHKIT_HANG_SECS": "2",
-    "SGLANG_CRASHKIT_PHOTOGRAPH_SECS": "10",
+    "SGLANG_CRASHKIT_CAPTURE_SECS": "10",
     "SGLANG_CRASHKIT_BUDGET_SECS": "60",
 }
 RANKS = ("scheduler_TP0", "scheduler_TP1")

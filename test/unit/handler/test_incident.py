@@ -151,7 +151,7 @@ def one_that_died(tree: ProcessTree) -> Iterator[Any]:
 def test_a_hundred_crashes_are_a_hundred_incidents_within_the_limits(tree: ProcessTree, tmp_path: Path) -> None:
     max_use = MB
     limits = DiskLimits(max_use=max_use, keep_free=0)
-    settings = replace(Settings.from_environ({}), disk=limits, photograph_secs=LONG)
+    settings = replace(Settings.from_environ({}), disk=limits, capture_secs=LONG)
     made = []
     for _ in range(100):
         with one_that_died(tree) as rank:
@@ -189,8 +189,8 @@ def is_short(found: StoredIncident) -> bool:
 
 
 def test_a_server_that_crashes_at_every_start_leaves_one_incident_each_time(start_server: Start) -> None:
-    # A rank that could not be photographed in time would make it another fault.
-    patient = {"SGLANG_CRASHKIT_PHOTOGRAPH_SECS": str(LONG), "SGLANG_CRASHKIT_BUDGET_SECS": str(2 * LONG)}
+    # A rank that could not be captured in time would make it another fault.
+    patient = {"SGLANG_CRASHKIT_CAPTURE_SECS": str(LONG), "SGLANG_CRASHKIT_BUDGET_SECS": str(2 * LONG)}
     for number in range(1, 11):
         server = start_server(environ=patient)
         server.kill("scheduler_TP1", signal.SIGKILL)

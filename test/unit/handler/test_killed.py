@@ -29,7 +29,7 @@ from unit.waiting import LONG, child, wait_until
 
 #: At least as many file operations as one incident takes.
 MAX_STEPS = 1000
-TIMES = ("before anything", "opened", "photographed", "told of an exception", "told of the requests", "finished")
+TIMES = ("before anything", "opened", "stacks_captured", "told of an exception", "told of the requests", "finished")
 
 
 def gather(root_pid: int, incidents: Path, record: Path, reached: Callable[[str], object]) -> None:
@@ -43,7 +43,7 @@ def gather(root_pid: int, incidents: Path, record: Path, reached: Callable[[str]
     reached("opened")
     run.permit(Capture.OBSERVE)
     run.capture()
-    reached("photographed")
+    reached("stacks_captured")
     run.add_exception(tree.root, time.time(), "ValueError: x", record)
     reached("told of an exception")
     run.set_requests({"path": "/crash.pkl", "finished": 1, "unfinished": 2})
@@ -106,7 +106,7 @@ def check(folder: Path, pid: int, reached: str) -> None:
     assert document["complete"] is is_whole
     assert is_whole or REASON in json.dumps(document).lower()
     stages = TIMES.index(reached)
-    if stages >= TIMES.index("photographed"):
+    if stages >= TIMES.index("stacks_captured"):
         (process,) = document["processes"]
         assert "stack" in {piece["kind"] for piece in process["evidence"] if piece["status"] == "captured"}
     if stages >= TIMES.index("told of an exception"):
@@ -147,7 +147,7 @@ def test_a_kill_at_any_file_operation_leaves_what_can_be_read_and_finished(
     assert step > 40
 
 
-def test_who_died_is_on_disk_before_the_others_are_photographed(tmp_path: Path) -> None:
+def test_who_died_is_on_disk_before_the_others_are_captured(tmp_path: Path) -> None:
     settings = Settings.from_environ({})
     with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
         tree = ProcessTree(process.pid)
@@ -173,7 +173,7 @@ def test_the_next_server_finishes_what_a_killed_handler_left(
     def stacks() -> list[Path]:
         return list((tmp_path / "crash").glob("*/incidents/.partial-*/stacks/*.txt"))
 
-    wait_until(lambda: len(stacks()) == 3, "three processes are photographed")
+    wait_until(lambda: len(stacks()) == 3, "three processes are captured")
     assert server.handler is not None
     server.handler.send_signal(signal.SIGKILL)
     server.wait_for_handler()

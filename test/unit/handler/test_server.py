@@ -116,7 +116,7 @@ def test_a_killed_rank_makes_one_whole_incident(start_server: Start) -> None:
     times = [entry["time"] for entry in document["timeline"]]
     assert times == sorted(times)
     wanted = [
-        "photographed",
+        "stacks_captured",
         "sigquit_sent",
         "crash_dump_begun",
         "requests_saved",
@@ -174,7 +174,7 @@ def test_an_exception_of_a_rank_makes_an_incident_with_its_own_record(start_serv
     record = json.loads((stored.path / piece_of(rank, "exception")["path"]).read_text())
     assert record["message"] == "ValueError: the weights in \udcff are odd"
     assert piece_of(process_of(document, "scheduler_TP1"), "stack")["status"] == "captured"
-    # The rank itself is held in the hook meanwhile, so it has a photograph as well.
+    # The rank itself is held in the hook meanwhile, so its stacks were captured as well.
     assert piece_of(rank, "stack")["status"] == "captured"
     assert document["requests"]["unfinished"] == 1
     assert not server.spool.exists()
@@ -249,7 +249,7 @@ def test_stacks_can_be_switched_off(start_server: Start) -> None:
     assert (piece["status"], piece["reason"]) == ("skipped", "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH")
 
 
-def test_a_stopped_rank_is_photographed_and_stays_stopped(start_server: Start) -> None:
+def test_a_stopped_rank_is_captured_and_stays_stopped(start_server: Start) -> None:
     server = start_server(answers_sigquit=False)
     server.kill("scheduler_TP0", signal.SIGSTOP)
     wait_until(lambda: procfs.read_stat(server.ranks["scheduler_TP0"]).state == "T", "the rank is stopped")  # type: ignore[union-attr]
@@ -287,7 +287,7 @@ def test_sigterm_to_the_whole_group_is_no_incident(start_server: Start) -> None:
 def test_ranks_that_end_before_the_shutdown_is_announced_are_no_incident(start_server: Start) -> None:
     server = start_server()
     server.kill("scheduler_TP0", signal.SIGTERM)
-    wait_until(server.incidents, "the exit is photographed as if it were one")
+    wait_until(server.incidents, "the exit is captured as if it were one")
     server.say("teardown")
     assert server.wait_for_the_end() is None
 
@@ -433,7 +433,7 @@ def test_without_py_spy_the_incident_is_whole_and_says_so(start_server: Start, t
     assert document["verdict"]["level"] == "established"
 
 
-def test_a_rank_that_dies_while_it_is_photographed_is_said_to(start_server: Start, tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_it_is_captured_is_said_to(start_server: Start, tmp_path: Path) -> None:
     # GIVEN a py-spy that ends a rank; without the main process the others would end by themselves
     python = tmp_path / "environment" / "bin" / "python3"
     python.parent.mkdir(parents=True)
@@ -513,7 +513,7 @@ def finished_kinds(server: Server) -> list[str]:
     return [str(found.document["kind"]) for found in stored if found.document]
 
 
-def test_a_watchdog_that_ends_the_server_has_all_ranks_photographed_first(start_server: Start) -> None:
+def test_a_watchdog_that_ends_the_server_has_all_ranks_captured_first(start_server: Start) -> None:
     server = start_server()
     assert server.ask("tell scheduler_TP1 watchdog hard") == "the handler"
     assert server.line() == "sigquit"
@@ -526,8 +526,10 @@ def test_a_watchdog_that_ends_the_server_has_all_ranks_photographed_first(start_
     assert (verdict["kind"], verdict["level"]) == ("hang", "supported")
     assert verdict["first_failure"]["title"] == "sglang::scheduler_TP1"
     assert "made no progress for 20 s" in verdict["text"]
-    events = [event for event in events_of(document) if event in ("photographed", "watchdog_timeout", "requests_saved")]
-    assert events == ["watchdog_timeout", "photographed", "requests_saved"]
+    events = [
+        event for event in events_of(document) if event in ("stacks_captured", "watchdog_timeout", "requests_saved")
+    ]
+    assert events == ["watchdog_timeout", "stacks_captured", "requests_saved"]
 
 
 def test_a_soft_watchdog_makes_an_incident_of_a_server_that_goes_on(start_server: Start) -> None:
@@ -955,11 +957,11 @@ def test_of_a_server_that_hangs_they_are_on_disk_before_it_says_that_it_ends(sta
     assert stored.finished
     assert stored.document is not None
     events = [entry["event"] for entry in stored.document["timeline"]]
-    assert events.index("photographed") < events.index("crash_dump_begun")
-    assert (stored.document["kind"], events.count("photographed")) == ("hang", 2)
+    assert events.index("stacks_captured") < events.index("crash_dump_begun")
+    assert (stored.document["kind"], events.count("stacks_captured")) == ("hang", 2)
 
 
-def test_a_healthy_server_that_is_asked_to_end_is_not_photographed(start_server: Start) -> None:
+def test_a_healthy_server_that_is_asked_to_end_is_not_captured(start_server: Start) -> None:
     server = start_server()
     server.ask("draining healthy")
     os.kill(server.pid, signal.SIGTERM)

@@ -20,7 +20,7 @@ FAULT = Fault("0.5.23", "exception", "scheduler tp=1", "ValueError", ("forward (
 RAISED: dict[str, Any] = {
     "server": {"sglang_version": "0.5.23", "pid": 1},
     "verdict": {"kind": "exception", "first_failure": {"pid": 8, "title": "sglang::scheduler_TP1"}},
-    "timeline": [{"event": "exception", "pid": 8, "message": "ValueError: 0x7f"}, {"event": "photographed"}],
+    "timeline": [{"event": "exception", "pid": 8, "message": "ValueError: 0x7f"}, {"event": "stacks_captured"}],
     "processes": [
         {"pid": 8, "role": "scheduler", "rank": {"tp": 1}, "doing": ["forward (model.py:7)", "run (x.py:1)"]},
         {"pid": 9, "role": "scheduler", "rank": {"tp": 0}, "doing": ["wait (y.py:1)"]},

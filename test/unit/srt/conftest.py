@@ -102,7 +102,7 @@ def listener(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Li
     answers: dict[str, dict[str, Any] | None] = {
         "crash_dump_ended": finished,
         "launch_failed": finished,
-        "exception": {"ack": "photographed"},
+        "exception": {"ack": "stacks_captured"},
         "watchdog_timeout": {"captured": 3, "incident": "abc"},
         "await_incident": finished | {"exit_status": 85},
         "child_failed": finished | {"exit_status": 137},

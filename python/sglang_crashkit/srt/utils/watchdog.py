@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 @never_raises
 def on_watchdog_timeout(watchdog: Any) -> None:
-    """Have all processes of the server photographed, not only the one whose watchdog noticed.
+    """Have the stacks of all processes captured, not only the one whose watchdog noticed.
 
     To be called in the watchdog's own thread, before it goes on; returns after at most `CAPTURE_WAIT_SECS`.
 
