@@ -249,6 +249,18 @@ def test_stacks_can_be_switched_off(start_server: Start) -> None:
     assert (piece["status"], piece["reason"]) == ("skipped", "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH")
 
 
+def test_a_main_process_that_somebody_stopped_stays_stopped(start_server: Start) -> None:
+    server = start_server(environ={"SGLANG_CRASHKIT_BUDGET_SECS": "0.5", "SGLANG_CRASHKIT_END_SECS": "0.05"})
+    os.kill(server.pid, signal.SIGSTOP)
+    server.kill("scheduler_TP0")
+    server.incident()
+    stat = procfs.read_stat(server.pid)
+    assert stat is not None
+    assert stat.state == "T"
+    # Nobody ends it by itself.
+    os.kill(server.pid, signal.SIGKILL)
+
+
 def test_a_stopped_rank_is_captured_and_stays_stopped(start_server: Start) -> None:
     server = start_server(answers_sigquit=False)
     server.kill("scheduler_TP0", signal.SIGSTOP)
