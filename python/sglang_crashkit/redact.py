@@ -53,22 +53,6 @@ def is_secret_name(name: str) -> bool:
     return words[-1] in _LAST or not _ALWAYS.isdisjoint(words)
 
 
-def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return a command line's arguments without the secrets in them."""
-    result = []
-    is_value = False
-    for argument in arguments:
-        if is_value and not argument.startswith("--"):
-            result.append(REDACTED)
-            is_value = False
-            continue
-        name, equals, _value = argument.partition("=")
-        is_option = argument.startswith("-") and is_secret_name(name)
-        is_value = is_option and not equals
-        result.append(f"{name}={REDACTED}" if is_option and equals else redact_text(argument))
-    return result
-
-
 def secrets_of_arguments(arguments: Sequence[str]) -> set[str]:
     """Return the values of a command line's secret options that are long enough to be looked for in texts."""
     values = set()

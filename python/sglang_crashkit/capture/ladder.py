@@ -5,7 +5,7 @@
 3. faulthandler, in a signal handler of the process: needs neither, and a thread that takes a signal. It may crash the
    process, so that it is for one that is about to be ended.
 
-The second and the third work for a process that prepared them at its start; see `armed`.
+The second and the third work for a process that prepared them at its start; see `kernel.stack_hooks`.
 """
 
 from __future__ import annotations

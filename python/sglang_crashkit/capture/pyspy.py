@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -91,10 +91,25 @@ def sample_all(
 
     with ThreadPoolExecutor(max(1, len(wanted))) as pool:
         try:
-            return list(pool.map(take, wanted))
+            return [_result_of(pid, future) for pid, future in [(pid, _submit(pool, take, pid)) for pid in wanted]]
         finally:
             # Where this is interrupted, nobody waits for the rest.
             stop.set()
+
+
+def _submit(pool: ThreadPoolExecutor, take: Callable[[int], Sample], pid: int) -> Future[Sample] | Exception:
+    try:
+        return pool.submit(take, pid)
+    except RuntimeError as error:
+        # As at a container's limit of processes, which may be what the server died of.
+        return error
+
+
+def _result_of(pid: int, future: Future[Sample] | Exception) -> Sample:
+    try:
+        return future.result() if isinstance(future, Future) else Sample(pid=pid, problem=f"py-spy: {future}")
+    except OSError as error:
+        return Sample(pid=pid, problem=f"py-spy: {error.strerror}")
 
 
 def capture_native(

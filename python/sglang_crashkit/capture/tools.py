@@ -94,7 +94,10 @@ def run_tool(
         if on_start is not None:
             on_start(process.pid)
         deadline = (started if since is None else since) + deadline_secs
-        reason = _read(process, output, deadline, stop, max_output)
+        try:
+            reason = _read(process, output, deadline, stop, max_output)
+        except OSError as error:
+            reason = f"could not be read: {error.strerror}"
         if reason is None:
             reason = f"did not end within {deadline_secs:g} s"
         elif not reason:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from sglang_crashkit.watch.server import WatchedServer
     from sglang_crashkit.watch.watching import Event, Observation
 
-HELP = "watch a server from outside, patched or not, and take its stacks when it hangs or crashes"
-
 _HANG_VARIABLE = "SGLANG_CRASHKIT_HANG_SECS"
 _HANG_SECS = 60.0
 _OUTPUT = Path("sglang-crashkit-watch")

@@ -251,6 +251,7 @@ class IncidentRun:
         reports = {process.pid: self.report(process) for process in living}
         stacks.capture_native_stacks(living, reports, self.folder, seconds)
         self.note(time.time(), "native_stacks", processes=len(living), seconds=round(time.time() - started, 4))
+        self._checkpoint()
 
     def add_exit(self, process: TrackedProcess) -> None:
         """Take in the exit of a process of the server; once the incident is finished it is noted only."""
@@ -402,6 +403,7 @@ class IncidentRun:
         """Take in what the request journals told; they count where the server did not."""
         add_journal(self.incident.requests, told)
         self.note(time.time(), "journal_read", unfinished=told.unfinished, finished=told.finished, reason=told.reason)
+        self._checkpoint()
 
     def set_collectives(self, told: Collectives) -> None:
         """Take in what the flight recorders told."""

@@ -585,7 +585,7 @@ class PeerLosses:
             if run is None or not self._add(run, counting):
                 logger.error("no incident names it: %s", text)
         logger.error("%s", text)
-        self._say(f"crash kit: {text}")
+        self._say(text)
         self._last = now
 
     def _counts(self, peer: LostPeer) -> bool:

@@ -38,6 +38,8 @@ SILENT_SECS = 2.0
 #: One sample does not tell who stays where he is from who passes by. The second one is taken this much later, in
 #: seconds: upstream ends such a server within 5 s.
 _SECOND_SAMPLE_SECS = 0.7
+#: An incident that could not be finished so many times is left as its last checkpoint has it.
+_MAX_FINISHES = 3
 #: The PID namespace of the host has this inode in every kernel; include/linux/proc_ns.h.
 _HOST_NAMESPACE = 0xEFFFFFFC
 _UNSAVED = "the server has no handler for SIGQUIT"
@@ -160,6 +162,7 @@ class Session:
         self._sampled_again: IncidentRun | None = None
         self._second_sample = float("inf")
         self._finishes_after_it = False
+        self._failed_finishes = 0
 
     # -- what is decided
 
@@ -172,7 +175,11 @@ class Session:
         """
         subject = subject or Subject(self._tree.root, time.time())
         for action in self.triage.take(seen, time.monotonic()):
-            self._carry_out(action, subject)
+            try:
+                self._carry_out(action, subject)
+            except Exception as error:  # noqa: BLE001 - told in the log and the incident
+                # One that fails must not cost what the others are for.
+                self._note_error(action.do.name.lower(), error)
 
     def _carry_out(self, action: Action, subject: Subject) -> None:
         process, run, message = subject.process, self.run, subject.message
@@ -323,9 +330,14 @@ class Session:
         run = self.run
         if run is None or run.captured:
             return
-        run.capture()
-        if self.triage.stage is not None and not self.triage.stage.may_be_shutdown:
-            self.gpus.ask_flight_recorders(run)
+        try:
+            run.capture()
+            if self.triage.stage is not None and not self.triage.stage.may_be_shutdown:
+                self.gpus.ask_flight_recorders(run)
+        except Exception as error:  # noqa: BLE001 - as above
+            run.captured = True
+            self._note_error("capture", error)
+        # Whatever came of it: what is done to the server follows from the failure, and not from the stacks.
         self.take(Seen("captured"))
 
     def finish(self, *, after_second_sample: bool = False) -> None:
@@ -342,28 +354,51 @@ class Session:
             # It could not be opened.
             self.triage.stage = None
         elif not run.finished:
-            # Before what stops a process for a moment, and before its GPU is busy with a core.
-            if not self.gpus.are_flight_recorders_done(run):
-                return
-            if not self.gpus.are_cores_asked:
-                # Least perishable of all that is taken from the living: whoever waits for the end waits for it. It
-                # stops them, so not while they write their cores.
-                run.capture_native()
-            self._watch.collect_exits()
-            if not run.is_open:
-                # One of the exits was an incident of its own.
-                return
-            is_ending = not self._is_observed
-            of_living = is_ending and self.triage.shutdown.gone_at is None
-            if not self.gpus.are_cores_done(run, of_living=of_living, of_dead=is_ending):
-                self._answers.tell(self.gpus.cores_secs_left)
-                return
-            self._write(run)
-            self.take(Seen("finished"))
-            if is_ending:
-                path = "not written" if run.problem else str(run.path)
-                write_termination_message(format_termination_message(run.incident.to_json(), path))
+            try:
+                if not self._gather_the_rest(run):
+                    return
+            except Exception as error:  # noqa: BLE001 - as above
+                self._failed_finishes += 1
+                self._note_error("finish", error)
+                if self._failed_finishes < _MAX_FINISHES:
+                    # The next tick tries again.
+                    return
+                # It stays as its last checkpoint has it, for recovery.
+                run.finished = True
+                self.take(Seen("finished"))
         self._answers.give(self._answer)
+
+    def _gather_the_rest(self, run: IncidentRun) -> bool:
+        """Take what is taken last, and write the incident; say whether it is written, or no more is to come."""
+        # Before what stops a process for a moment, and before its GPU is busy with a core.
+        if not self.gpus.are_flight_recorders_done(run):
+            return False
+        if not self.gpus.are_cores_asked:
+            # Least perishable of all that is taken from the living: whoever waits for the end waits for it. It stops
+            # them, so not while they write their cores.
+            run.capture_native()
+        self._watch.collect_exits()
+        if not run.is_open:
+            # One of the exits was an incident of its own.
+            return False
+        is_ending = not self._is_observed
+        of_living = is_ending and self.triage.shutdown.gone_at is None
+        if not self.gpus.are_cores_done(run, of_living=of_living, of_dead=is_ending):
+            self._answers.tell(self.gpus.cores_secs_left)
+            return False
+        self._write(run)
+        self.take(Seen("finished"))
+        if is_ending:
+            path = "not written" if run.problem else str(run.path)
+            write_termination_message(format_termination_message(run.incident.to_json(), path))
+        return True
+
+    def _note_error(self, what: str, error: Exception) -> None:
+        """Log an error of the handler's own, and note it in the incident at hand."""
+        logger.error("%s failed", what, exc_info=error)
+        if self.run is not None:
+            words = f"{type(error).__name__}: {error}"
+            self.run.note(time.time(), "handler_error", what=what, message=words[:200])
 
     def finish_observed(self) -> None:
         """Write the incident of a server that goes on."""
@@ -467,7 +502,8 @@ class Session:
 
     @property
     def _is_observed(self) -> bool:
-        return self.triage.stage is not None and self.triage.stage.observed
+        stage = self.triage.stage
+        return stage is not None and (stage.observed or stage.observes)
 
     @property
     def _are_workers_left(self) -> bool:
@@ -537,7 +573,7 @@ class Session:
         self._answers.give(self._answer)
 
     def _forget(self) -> None:
-        self.run = None
+        self.run, self._failed_finishes = None, 0
         self.gpus.forget()
         self._tree.forget_dead()
 

@@ -250,7 +250,7 @@ class Collectives:
 
 @dataclass
 class Occurrence:
-    """One more time that a fault was seen on this host; see `core.faults`.
+    """One more time that a fault was seen on this host; see `incident.fingerprint`.
 
     Attributes:
         key: names the fault.

@@ -513,14 +513,27 @@ def join() -> None:
     """Say to the server's main process that this process is there, and what its title is."""
     path, _space, inode = os.environ.get(MEMBERS_VARIABLE, "").partition(" ")
     # The process may be gone, and its pid another one's.
-    with contextlib.suppress(OSError):
-        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            found = os.fstat(pipe)
-            if S_ISFIFO(found.st_mode) and str(found.st_ino) == inode:
+    try:
+        # Looked at before it is opened: to open what is another's may do something.
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except PermissionError:
+        logger.warning("crash kit: the server's main process may not be inspected, so it does not know this process")
+        return
+    except OSError:
+        return
+    try:
+        found = os.fstat(place)
+        if S_ISFIFO(found.st_mode) and str(found.st_ino) == inode:
+            pipe = os.open(f"/proc/self/fd/{place}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
                 os.write(pipe, f"{os.getpid()} {procfs.read_title(os.getpid())}\n".encode()[: select.PIPE_BUF])
-        finally:
-            os.close(pipe)
+            finally:
+                os.close(pipe)
+    except OSError:
+        # It has ended meanwhile.
+        return
+    finally:
+        os.close(place)
 
 
 @never_raises

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 from pathlib import Path
@@ -98,3 +99,17 @@ def test_one_that_fails_is_tried_six_times(tmp_path: Path, script: str) -> None:
 def test_the_reason_is_what_it_says_first(tmp_path: Path) -> None:
     tool = make_tool(tmp_path, "printf 'Error: Permission denied\\nReason: ptrace\\n' >&2; exit 1")
     assert sample_all([1], LONG, tool)[0].problem == "Permission denied"
+
+
+def test_without_a_thread_or_a_descriptor_there_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = make_tool(tmp_path, f"echo '{GOOD}'")
+
+    def refuse(*_arguments: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("selectors.DefaultSelector.__enter__", refuse)
+        (sample,) = sample_all([1], LONG, tool)
+    assert sample.problem == f"{Path(tool).name} could not be read: Too many open files"
+    monkeypatch.setattr("threading.Thread.start", lambda _thread: (_ for _ in ()).throw(RuntimeError("no new thread")))
+    assert [sample.problem for sample in sample_all([1, 2], LONG, tool)] == ["py-spy: no new thread"] * 2

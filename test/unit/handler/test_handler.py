@@ -15,10 +15,12 @@ import pytest
 from sglang_crashkit.capture.responder import ask_exit
 from sglang_crashkit.handler import server
 from sglang_crashkit.handler.folders import Place
+from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
+from sglang_crashkit.policy import Mode
 from sglang_crashkit.protocol import Mailbox, Message
 from sglang_crashkit.settings import Settings
 from unit.handler.launching import LAUNCHER, Case, launch
@@ -71,6 +73,40 @@ def test_what_fails_when_due_is_tried_again_later(launching: Case, monkeypatch: 
     handler._act_on_time()
     assert len(looks) == 1
     assert handler._retry_at > 0
+
+
+@pytest.mark.parametrize(("mode", "is_observed"), [(Mode.SERVER, False), (Mode.ELASTIC, True)])
+def test_a_capture_that_fails_changes_nothing_of_what_is_done_to_the_server(
+    launching: Case, monkeypatch: pytest.MonkeyPatch, mode: Mode, is_observed: bool
+) -> None:
+    session, asked = launching.handler.session, []
+    launching.handler.triage.shutdown.mode = mode
+    monkeypatch.setattr(IncidentRun, "capture", lambda _run: 1 / 0)
+    monkeypatch.setattr(session.gpus, "are_cores_done", lambda _run, **of: asked.append(of) or True)
+    launching.kill(launching.titled)
+    stage = launching.handler.triage.stage
+    assert stage is not None
+    assert (stage.observed, stage.tell_at is not None) == (is_observed, not is_observed)
+    session.finish()
+    assert asked == [{"of_living": not is_observed, "of_dead": not is_observed}]
+    assert launching.verdict().kind == "signal"
+
+
+def test_an_incident_that_cannot_be_finished_is_left_as_it_is(
+    launching: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    session = launching.handler.session
+    launching.kill(launching.titled)
+    run = session.run
+    assert run is not None
+    monkeypatch.setattr(run, "finish", lambda: 1 / 0)
+    for is_over in (False, False, True):
+        session.finish()
+        assert run.finished is is_over
+    assert not launching.handler.triage.is_open
+    (stored,) = find_incidents(tmp_path)
+    assert not stored.finished
+    assert [entry["what"] for entry in run.incident.timeline if entry["event"] == "handler_error"] == ["finish"] * 3
 
 
 def test_what_strangers_say_is_ignored_and_told_ever_more_rarely(

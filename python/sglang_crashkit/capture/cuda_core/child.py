@@ -53,29 +53,28 @@ class CoreReader:
     Args:
         path: the core.
         seconds: the longest that it may take.
+
+    Raises:
+        RuntimeError: the system gives no thread.
     """
 
     def __init__(self, path: Path, seconds: float) -> None:
         command = [sys.executable, "-m", __name__, str(path), str(seconds)]
-        self._stop = threading.Event()
         self._reading: Reading | None = None
 
         def read() -> None:
-            run = run_tool(command, seconds, self._stop, apart=True, max_output=MAX_OUTPUT)
-            self._reading = _reading_of(run)
+            try:
+                run = run_tool(command, seconds, apart=True, max_output=MAX_OUTPUT)
+            except Exception as error:  # noqa: BLE001 - whoever asks for the answer waits for one
+                self._reading = Reading(None, reason=f"its reader: {error}")
+            else:
+                self._reading = _reading_of(run)
 
-        self._thread = threading.Thread(target=read, name="core reader", daemon=True)
-        self._thread.start()
+        threading.Thread(target=read, name="core reader", daemon=True).start()
 
     def look(self) -> Reading | None:
         """Return what came of it, None while it is under way; never wait."""
         return self._reading
-
-    def close(self) -> None:
-        """End it."""
-        self._stop.set()
-        # It is gone as soon as the disk lets go of it.
-        self._thread.join(1.0)
 
 
 def _reading_of(run: ToolRun) -> Reading:

@@ -2,7 +2,7 @@
 
 It is the last of all that is taken: it stops a process for as long as it reads, and no core can be written while it is
 attached. So it comes after the cores, only to a process of which one was written, within what is left of the incident's
-time, and a process that it did not let go of is let go on; see `core.debugger`.
+time, and a process that it did not let go of is let go on; see `capture.debugger`.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _watch_sigquit(router: Any) -> None:
     if not crash_exit.ends_with_the_server():
         return
     # The workers, which are about to be started, say to it that they are there.
-    supervisor.listen()
+    never_raises(supervisor.listen)()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

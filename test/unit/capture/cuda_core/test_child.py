@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,6 @@ import pytest
 
 from sglang_crashkit.capture.cuda_core import child
 from sglang_crashkit.capture.cuda_core.child import CoreReader, Reading
-from sglang_crashkit.kernel import procfs
 from unit.synthetic_core import SPIN_NAME, CoreSpec, DeviceSpec, SmSpec, core_bytes, hung_core
 from unit.targets import make_tool
 from unit.waiting import LONG, wait_until
@@ -77,12 +75,3 @@ def test_the_reader_has_little_memory(write: Write, monkeypatch: pytest.MonkeyPa
     tool = make_tool(tmp_path, f'shift 2; exec "{sys.executable}" -c "{GREEDY}" "$@"')
     monkeypatch.setattr(sys, "executable", tool)
     assert "it takes more memory to read than 1024 MiB" in read(write(hung_core())).reason
-
-
-def test_nothing_is_left_behind(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = procfs.TreeScanner(os.getpid()).scan()
-    monkeypatch.setattr(sys, "executable", make_tool(tmp_path, "exec sleep 600"))
-    reader = CoreReader(write(hung_core()), LONG)
-    wait_until(lambda: procfs.TreeScanner(os.getpid()).scan() > before, "it runs")
-    reader.close()
-    assert procfs.TreeScanner(os.getpid()).scan() == before
