@@ -96,4 +96,4 @@ def test_the_variables_of_gpu_cores_are_told_as_in_later_releases(archive: zipfi
     # One sentence is the reason in the other here.
     phrases = [text.partition("; ")[0] for text in told if "Failed to create CUDA coredump directory" in text]
     phrases += [text.split(": ")[1].partition("; ")[0] for text in told if "Cannot pre-create CUDA coredump" in text]
-    assert missing(phrases, "handler/work_folders.py") == []
+    assert missing(phrases, "handler/folders.py") == []

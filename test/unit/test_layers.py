@@ -151,6 +151,7 @@ def seconds_of(arguments: list[str]) -> float:
     return float(done.stdout)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("what", TIMED)
 def test_it_starts_no_slower_than_a_handful_of_standard_modules(what: str) -> None:
     best = {}

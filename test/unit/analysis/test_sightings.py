@@ -38,7 +38,7 @@ def told(sightings: Sightings) -> tuple[Any, list[str]]:
     return explanation.to_json(), list(format_explanation(explanation, sightings.tree))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data(), st.lists(NODES, max_size=8))
 def test_the_order_of_snapshots_does_not_matter(data: st.DataObject, nodes: list[NodeSnapshot]) -> None:
     assert told(Sightings.of(data.draw(st.permutations(nodes)))) == told(Sightings.of(nodes))

@@ -88,6 +88,7 @@ def test_of_what_py_spy_cannot_see_gdb_reads_all_symbols() -> None:
     assert "set auto-solib-add off" in command_of(Debugger("gdb", "gdb"), 7, ["libc.so"])
 
 
+@pytest.mark.wide
 def test_one_that_never_ends_is_killed_in_time_and_its_target_runs_on(tmp_path: Path) -> None:
     (tmp_path / "tool.py").write_text(
         PTRACE + "attach(int(sys.argv[1])); os.waitpid(int(sys.argv[1]), 0x40000000); print('#0', flush=True)\n"
@@ -109,6 +110,7 @@ def test_one_that_left_its_target_stopped_is_made_good(tmp_path: Path) -> None:
     assert debugged.problem == "gdb ended with status 1; it left the process stopped, which was sent SIGCONT"
 
 
+@pytest.mark.wide
 def test_all_together_are_called_off_in_time_with_what_they_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def test_many_that_hang_are_killed_at_one_deadline_and_leave_nothing(tmp_path: P
     assert descriptors().items() <= fds.items()
 
 
+@pytest.mark.wide
 def test_one_that_hangs_does_not_cost_the_others_their_result(tmp_path: Path) -> None:
     tool = make_tool(tmp_path, f"[ $5 = 1 ] && exec sleep 600; echo '{GOOD}'")
     first, second = sample_all([1, 2], 5.0, tool)

@@ -5,6 +5,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from sglang_crashkit.capture.stack_signal import ask_faulthandler
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.stack_hooks import Armed, ArmedFiles
@@ -48,6 +50,7 @@ def test_a_process_whose_lock_is_held_in_c_says_where_all_its_threads_are(runtim
     assert len(sample.threads) == 2
 
 
+@pytest.mark.wide
 def test_it_can_be_asked_again_and_again(runtime: Path) -> None:
     fds = descriptors()
     with armed(runtime, LOCK_HOLDER) as target:

@@ -116,6 +116,7 @@ def test_a_process_of_a_patched_server_tells_its_own_stacks_where_py_spy_cannot(
     assert "inner_function" in functions_of(seen.processes[0].threads)
 
 
+@pytest.mark.wide
 def test_the_limit_of_a_tool_is_for_all_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, "sleep 600"))
     with child(SLEEPER) as process:

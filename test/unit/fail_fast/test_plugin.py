@@ -193,6 +193,7 @@ def test_a_broken_connection_is_explained_by_the_death_behind_it(run):
     assert result.output.count("AssertionError") >= 2, "what the test itself said is in the report as well"
 
 
+@pytest.mark.wide
 def test_a_death_during_setup_fails_the_setup_and_what_it_began_is_cleaned_up(run):
     result = run(
         """
@@ -229,6 +230,7 @@ def test_a_death_during_setup_fails_the_setup_and_what_it_began_is_cleaned_up(ru
     assert "cleaned up" in result.output
 
 
+@pytest.mark.wide
 def test_a_test_that_does_not_depend_on_the_dead_process_is_not_interrupted(run):
     result = run(
         """
@@ -272,6 +274,7 @@ def test_a_death_that_no_test_met_is_an_error_of_the_last_teardown(run):
     assert "server (pid=" in result.messages["test_it"]
 
 
+@pytest.mark.wide
 def test_status_0_counts_and_an_announced_exit_does_not(run):
     result = run(
         """
@@ -307,6 +310,7 @@ def test_of_something_else():
 """
 
 
+@pytest.mark.wide
 def test_upstreams_watcher_can_be_made_to_fail_the_test_instead(run):
     result = run(ABORT, "--crashkit-fail-fast=test")
     assert result.outcomes == {"test_upstreams_watcher": ["failure"], "test_of_something_else": ["passed"]}
@@ -314,6 +318,7 @@ def test_upstreams_watcher_can_be_made_to_fail_the_test_instead(run):
     assert (result.status, result.outcomes) == (137, {}), "it ends the run, as upstream's does"
 
 
+@pytest.mark.wide
 def test_the_stacks_of_the_survivors_go_where_they_are_wanted(run, tmp_path):
     run(CLASS, "--crashkit-evidence", str(tmp_path / "evidence"), "-k", "victim")
     (folder,) = (tmp_path / "evidence").iterdir()

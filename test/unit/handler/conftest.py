@@ -12,6 +12,13 @@ from unit.handler.driver import Server
 from unit.handler.launching import Case, watched
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave a whole handler's tests out of ``scripts/test --fast``, but those that are marked as a story."""
+    for item in items:
+        if "start_server" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("story"):
+            item.add_marker(pytest.mark.wide)
+
+
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """A folder with a short path: that of a socket has 107 bytes at most, too few for `tmp_path`."""

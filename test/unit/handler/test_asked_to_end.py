@@ -125,6 +125,7 @@ def test_another_process_that_is_stopped_is_named_while_the_schedulers_go_on(sta
     assert (named(document), document["verdict"]["level"]) == ("detokenizer", "established")
 
 
+@pytest.mark.story
 def test_nobody_is_named_where_all_go_on(start_server: Start) -> None:
     document = end_unhealthy(start_beating(start_server))
     assert (named(document), document["verdict"]["level"]) == (None, "unknown")

@@ -108,6 +108,7 @@ def test_a_core_that_cannot_be_read_is_kept_nonetheless(start_gpu_server: Start)
     assert stored.document["complete"]
 
 
+@pytest.mark.story
 def test_the_core_of_a_rank_whose_gpu_failed_is_read(start_gpu_server: Start, tmp_path: Path) -> None:
     server = start_gpu_server()
     pid = server.ranks["scheduler_TP1"]

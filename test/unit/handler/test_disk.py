@@ -22,6 +22,7 @@ def test_a_crash_folder_that_does_not_exist_is_created(start_server: Start, tmp_
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("kind", ["file", "read-only"])
 def test_a_crash_folder_that_cannot_be_written_to_is_replaced(start_server: Start, tmp_path: Path, kind: str) -> None:
     if kind == "read-only":

@@ -75,6 +75,7 @@ def left(temporary: Path, crash: Path) -> list[str]:
     return [str(path) for path in found if path.name != "faults.json"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "prefix",
     [
@@ -118,6 +119,7 @@ def test_a_crash_of_process_1_leaves_a_whole_incident_and_nothing_else(short_fol
         assert left(short_folder, tmp_path) == [str(incident.path)]
 
 
+@pytest.mark.wide
 def test_what_a_killed_container_leaves_is_removed_by_the_next_start_and_is_no_crash(
     short_folder: Path, tmp_path: Path
 ) -> None:
@@ -138,6 +140,7 @@ def test_what_a_killed_container_leaves_is_removed_by_the_next_start_and_is_no_c
         following.close()
 
 
+@pytest.mark.wide
 def test_the_end_of_one_process_1_takes_nothing_from_another_of_that_name(short_folder: Path, tmp_path: Path) -> None:
     with contained(short_folder, tmp_path) as one, contained(short_folder, tmp_path) as other:
         before = set(left(short_folder, tmp_path))
@@ -155,6 +158,7 @@ def test_the_end_of_one_process_1_takes_nothing_from_another_of_that_name(short_
     assert incident.document["complete"] is True
 
 
+@pytest.mark.wide
 def test_an_incident_at_hand_is_written_before_the_container_ends(short_folder: Path, tmp_path: Path) -> None:
     with contained(short_folder, tmp_path) as server:
         # An observed one, of a server that goes on: it would be finished some seconds later.

@@ -77,6 +77,7 @@ def times_of(told: dict[str, Any]) -> list[str]:
     return [event["event"] for event in told["timeline"]]
 
 
+@pytest.mark.story
 def test_the_dump_of_the_survivor_says_what_it_waits_in(start_gpu_server: Start, record: Record) -> None:
     server = start_gpu_server()
     record(server, 0, pickled(WAITING))
@@ -166,10 +167,7 @@ def test_the_budget_of_the_incident_holds(start_gpu_server: Start, record: Recor
     ("content", "how", "reason"),
     [
         (b"\x80\x02cos\nsystem\n.", "", "builds no plain data"),
-        (b"no pickle at all", "", "it is no pickle"),
-        (pickled({"version": "9.9"}), "", "of version '9.9'"),
         (pickled(WAITING), "half", "not whole within 3.5 s: "),
-        (pickled(WAITING), "hang", "not whole within 3.5 s: "),
         (pickled(WAITING), "die", "it ended before its dump was whole: "),
     ],
 )

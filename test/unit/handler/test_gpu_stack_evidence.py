@@ -146,6 +146,7 @@ def test_where_no_process_may_be_stopped_it_is_not_run(start_gpu_server: Start, 
     assert [piece["status"] for piece in pieces_of(stored, "scheduler_TP0", "cuda_core")] == ["captured"]
 
 
+@pytest.mark.story
 def test_a_server_that_was_killed_ends_without_it(start_gpu_server: Start, cuda_gdb: CudaGdb) -> None:
     server = start_gpu_server()
     assert server.ask("tell scheduler_TP0 cuda 0.5 1") == "listening"

@@ -244,6 +244,7 @@ def test_hangs_are_not_looked_for_where_that_is_switched_off(start_server: Start
     assert server.incidents() == []
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("victim", ["the server", "scheduler_TP1"])
 def test_what_the_heartbeat_of_a_dead_rank_said_last_is_told_without_its_stack(
     start_server: Start, victim: str

@@ -148,6 +148,7 @@ def one_that_died(tree: ProcessTree) -> Iterator[Any]:
     rank.exited_at = None
 
 
+@pytest.mark.wide
 def test_a_hundred_crashes_are_a_hundred_incidents_within_the_limits(tree: ProcessTree, tmp_path: Path) -> None:
     max_use = MB
     limits = DiskLimits(max_use=max_use, keep_free=0)
@@ -228,6 +229,7 @@ def test_of_two_servers_that_crash_at_once_each_has_its_incident(start_server: S
     assert all(document["complete"] for document in documents)
 
 
+@pytest.mark.story
 def test_two_triggers_at_once_are_one_incident(start_server: Start) -> None:
     server = start_server()
     assert server.crash_folder is not None

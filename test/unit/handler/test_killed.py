@@ -126,6 +126,7 @@ def check_pieces(found: StoredIncident, document: dict[str, Any], pid: int) -> N
             assert piece["path"] is None or (found.path / piece["path"]).is_file()
 
 
+@pytest.mark.wide
 def test_a_kill_at_any_file_operation_leaves_what_can_be_read_and_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

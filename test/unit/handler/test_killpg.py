@@ -35,6 +35,7 @@ def test_the_group_is_killed_when_the_requests_are_saved_and_the_incident_is_who
     assert (server.crash_folder / HOST / "crash_dump.pkl").read_bytes() == b"requests"
 
 
+@pytest.mark.story
 def test_without_the_flag_no_group_is_killed(start_server: Start) -> None:
     server = start_server(ends_after_dump=False)
     server.say("tell scheduler_TP1 raise odd")

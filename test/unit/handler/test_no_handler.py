@@ -77,6 +77,7 @@ def test_so_does_the_death_of_a_rank_below_the_data_parallel_controller(start_se
     assert server.process.wait(LONG) == ServerExit.KILLED
 
 
+@pytest.mark.story
 def test_so_does_one_that_was_started_later(start_server: Start) -> None:
     server = start_server()
     kill_handler(server)

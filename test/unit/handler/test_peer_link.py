@@ -252,6 +252,7 @@ def can_have_networks() -> bool:
     return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(not can_have_networks(), reason="needs root, iproute2 and network namespaces")
 def test_a_host_that_is_silent_is_lost_although_nothing_refuses() -> None:
     roots = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3] / "python")]

@@ -54,6 +54,7 @@ def told(server: Server) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return requests, [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.story
 def test_a_killed_server_leaves_its_requests_in_the_incident(start_server: Start) -> None:
     server = start_server(journals=True)
     server.ask("ask first one two three")

@@ -63,6 +63,7 @@ def events_of(document: dict[str, Any]) -> list[str]:
     return [entry["event"] for entry in document["timeline"]]
 
 
+@pytest.mark.story
 def test_a_killed_rank_makes_one_whole_incident(start_server: Start) -> None:
     server = start_server()
     server.kill("scheduler_TP1")
@@ -151,12 +152,14 @@ def test_a_rank_that_exits_with_a_status_is_an_incident(start_server: Start) -> 
     assert "sigquit_sent" in events_of(document)
 
 
+@pytest.mark.story
 def test_a_dead_detokenizer_is_an_incident(start_server: Start) -> None:
     server = start_server()
     server.kill("detokenizer")
     assert document_of(server)["verdict"]["first_failure"]["title"] == "sglang::detokenizer"
 
 
+@pytest.mark.story
 def test_an_exception_of_a_rank_makes_an_incident_with_its_own_record(start_server: Start) -> None:
     server = start_server()
     server.say(r"tell scheduler_TP0 raise the weights in \udcff are odd")
@@ -195,6 +198,7 @@ def test_a_rank_killed_while_another_one_raises_is_one_incident(start_server: St
     assert piece_of(process_of(document, "scheduler_TP0"), "exception")["status"] == "captured"
 
 
+@pytest.mark.story
 def test_the_death_of_the_server_itself_is_an_incident(start_server: Start) -> None:
     server = start_server()
     os.kill(server.pid, signal.SIGKILL)
@@ -204,6 +208,7 @@ def test_the_death_of_the_server_itself_is_an_incident(start_server: Start) -> N
     assert document["requests"]["path"] is None
 
 
+@pytest.mark.story
 def test_a_failed_launch_is_an_incident_before_the_tree_is_killed(start_server: Start) -> None:
     server = start_server(launching=True)
     server.say("tell scheduler_TP0 raise out of memory")
@@ -279,6 +284,7 @@ def test_a_stopped_rank_is_captured_and_stays_stopped(start_server: Start) -> No
 # -- what is no incident
 
 
+@pytest.mark.story
 def test_an_announced_teardown_is_no_incident_and_the_handler_leaves_nothing(start_server: Start) -> None:
     server = start_server()
     server.say("teardown")
@@ -430,6 +436,7 @@ def test_a_crash_folder_that_is_lost_later_does_not_lose_the_incident(start_serv
     assert server.incident(server.fallback).document is not None
 
 
+@pytest.mark.story
 def test_without_py_spy_the_incident_is_whole_and_says_so(start_server: Start, tmp_path: Path) -> None:
     python = tmp_path / "environment" / "bin" / "python3"
     python.parent.mkdir(parents=True)
@@ -468,6 +475,7 @@ def test_a_rank_that_dies_while_it_is_captured_is_said_to(start_server: Start, t
     assert process_of(document, "scheduler_TP0")["exit"]["signal"] == "SIGKILL"
 
 
+@pytest.mark.story
 def test_a_handler_that_dies_does_not_hold_up_the_server(start_server: Start) -> None:
     server = start_server()
     assert server.handler is not None
@@ -525,6 +533,7 @@ def finished_kinds(server: Server) -> list[str]:
     return [str(found.document["kind"]) for found in stored if found.document]
 
 
+@pytest.mark.story
 def test_a_watchdog_that_ends_the_server_has_all_ranks_captured_first(start_server: Start) -> None:
     server = start_server()
     assert server.ask("tell scheduler_TP1 watchdog hard") == "the handler"
@@ -845,6 +854,7 @@ def test_so_does_that_of_a_server_that_did_not_start(start_server: Start, fault:
     assert server.process.wait(LONG) == status
 
 
+@pytest.mark.story
 def test_a_server_that_is_asked_to_end_ends_as_before(start_server: Start) -> None:
     server = start_server()
     os.kill(server.pid, signal.SIGTERM)

@@ -73,6 +73,7 @@ def with_tool(tmp_path: Path) -> Callable[[str], dict[str, str]]:
     return lambda script: {"SGLANG_CRASHKIT_PYSPY": make_tool(tmp_path, script)}
 
 
+@pytest.mark.story
 def test_where_py_spy_serves_it_takes_the_stacks(start_server: Start) -> None:
     server = start_server()
     server.kill("scheduler_TP1")
@@ -134,6 +135,7 @@ def test_a_stopped_rank_without_py_spy_has_no_stack_and_the_reasons_and_stays_st
     )
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(("signum", "error"), [(signal.SIGSEGV, "Segmentation fault"), (signal.SIGABRT, "Aborted")])
 def test_what_a_fatal_signal_ended_left_its_own_last_stack(start_server: Start, signum: int, error: str) -> None:
     server = start_server()

@@ -299,6 +299,7 @@ def test_a_full_disk_is_named_and_nothing_changes(tmp_path, wheel, kit, ready, a
     assert overall(environment, kit) is MEANT[action]
 
 
+@pytest.mark.wide
 @both
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_an_error_at_any_step_leaves_what_running_it_again_finishes(tmp_path, wheel, kit, ready, action, code):

@@ -91,10 +91,12 @@ def shrinking_scene(tmp_path, wheel, kit, other_kit) -> Scene:
     return Scene(tmp_path, wheel, other_kit, kit)
 
 
+@pytest.mark.wide
 def test_a_kill_while_a_later_kit_patches_fewer_files_can_be_finished(shrinking_scene):
     kill_at_every_step(shrinking_scene, "outdated", apply)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("start", "action"),
     [
@@ -122,6 +124,7 @@ def kill_at_every_step(scene: Scene, start: str, action) -> None:
     assert step > 20
 
 
+@pytest.mark.wide
 def test_kills_one_after_another_leave_a_tree_that_can_be_finished(scene):
     chance = random.Random(20261121)
     for _ in range(40):

@@ -98,6 +98,7 @@ def test_what_is_not_upstreams_wheel_of_a_supported_release_is_refused(tmp_path,
             build_patched_wheel(path, tmp_path, kit.patches, kit.lock)
 
 
+@pytest.mark.wide
 def test_the_kit_runs_from_its_wheel_and_builds_the_same_wheel_again(tmp_path):
     (tmp_path / "again").mkdir()
     wheel = build_kit_wheel(tmp_path)
@@ -134,6 +135,7 @@ def write_empty_wheel(folder: Path, name: str) -> None:
             archive.writestr(path, text)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("upstream_before", [True, False], ids=["over-upstream", "fresh"])
 def test_the_command_that_is_printed_ends_with_a_patched_sglang(
     upstream_before: bool, built: Path, kit, wheel: Path, tmp_path: Path, monkeypatch

@@ -124,6 +124,7 @@ def test_stop_ends_what_a_killed_main_process_left(start):
     assert procs.alive(members) == []
 
 
+@pytest.mark.wide
 def test_stop_leaves_a_process_outside_the_tree_alone(start):
     server, other = start(SERVER), start(SERVER)
     server.wait_ready(30)

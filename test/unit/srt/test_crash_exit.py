@@ -133,7 +133,7 @@ def test_a_crash_ends_nobody_but_a_server_program(mode: str) -> None:
         crash_exit._crash.is_program = {mode == "elastic"}
         crash_exit.note_launch({arguments})
         crash_exit.begin(82, 0.1)
-        time.sleep(1.5)
+        time.sleep(0.5)
         print(crash_exit.has_begun(), crash_exit.is_due(whole=False))
         """
     done = run(code)

@@ -154,6 +154,7 @@ def test_of_a_handler_that_dies_at_its_start_one_line_has_the_reason(temporary: 
     assert left_in(temporary) == []
 
 
+@pytest.mark.wide
 def test_a_crash_folder_that_does_not_answer_holds_no_launch(temporary: Path) -> None:
     with started(temporary, STANDS_STILL) as program:
         assert program.took < 12.0
@@ -164,6 +165,7 @@ def test_a_crash_folder_that_does_not_answer_holds_no_launch(temporary: Path) ->
     assert left_in(temporary) == []
 
 
+@pytest.mark.wide
 def test_a_handler_that_gets_ready_too_late_finds_nobody_and_ends(temporary: Path) -> None:
     with started(temporary, SLOW) as program:
         (line,) = program.lines
@@ -193,6 +195,7 @@ def test_an_operators_folder_keeps_its_permissions(temporary: Path) -> None:
         assert (theirs / "incidents").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_handler_that_is_stuck_or_gone_does_not_hold_the_end(temporary: Path, signum: signal.Signals) -> None:
     with started(temporary, waits=False) as program:

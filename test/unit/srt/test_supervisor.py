@@ -453,6 +453,7 @@ def test_a_whole_node_ends_with_a_status(start: Start, words: list[str], status:
     assert start(*words).wait(LONG) == status
 
 
+@pytest.mark.wide
 def test_a_whole_node_ends_as_upstreams_when_rank_0_ends_its_schedulers(listener: Listener, start: Start) -> None:
     node = start("0 0", "1 0", "join x", **{settings.SOCKET_VARIABLE: str(listener.path)})
     assert node.wait(LONG) == 0

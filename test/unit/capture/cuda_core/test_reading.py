@@ -161,6 +161,7 @@ specs = st.builds(
 )
 
 
+@settings(max_examples=25)
 @given(specs)
 def test_what_was_written_is_read(spec: CoreSpec) -> None:
     core = read(core_bytes(spec))
@@ -193,6 +194,7 @@ def test_what_was_written_is_read(spec: CoreSpec) -> None:
     assert core.has_all_warps
 
 
+@settings(max_examples=25)
 @given(specs, st.integers(1, 40))
 def test_longer_rows_say_the_same(spec: CoreSpec, grown: int) -> None:
     today, tomorrow = replace(spec, grown=0), replace(spec, grown=grown)
@@ -245,6 +247,7 @@ def test_a_core_has_one_table_of_devices(count: int) -> None:
         read(elf_bytes(parts))
 
 
+@pytest.mark.wide
 def test_many_tables_of_the_same_bytes_do_not_fill_the_memory() -> None:
     # 300 tables of 4 MB each, all of them the same 4 MB.
     parts = core_parts(CoreSpec([DeviceSpec()]))

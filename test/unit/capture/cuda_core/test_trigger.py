@@ -60,6 +60,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.stdout.close()
 
 
+@pytest.mark.wide
 def test_a_core_is_waited_for_as_long_as_it_grows(start: Start, tmp_path: Path) -> None:
     request = start(seconds=2.0)
     request.send()
