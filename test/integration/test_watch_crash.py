@@ -121,5 +121,6 @@ def test_the_incident_of_a_patched_server_is_told_with_its_verdict(crashed: tupl
 
 def test_a_patched_server_that_is_asked_to_end_did_not_crash(tmp_path: Path) -> None:
     watched = watch(tmp_path, pristine=False, is_killed=False)
-    assert watched.kinds == ["watching", "serving", "gone"]
+    # On a busy machine the end may take longer than a hang, which is excused.
+    assert [kind for kind in watched.kinds if kind != "excused"] == ["watching", "serving", "gone"]
     assert watched.status == 3

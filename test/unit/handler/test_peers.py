@@ -635,7 +635,7 @@ def test_a_rolling_restart_is_one_incident_without_stacks(case: Case) -> None:
 def test_peers_that_are_lost_at_once_are_told_in_one_line(case: Case) -> None:
     case.lose(1, 2)
     assert case.said == [
-        "crash kit: prefill server 10.0.0.1:8998 is gone; no request waits for it. Its port refuses connections. "
+        "prefill server 10.0.0.1:8998 is gone; no request waits for it. Its port refuses connections. "
         "prefill server 10.0.0.2:8998 is gone; no request waits for it. Its port refuses connections."
     ]
     case.finish()

@@ -158,7 +158,7 @@ def test_workers_that_come_and_go_do_not_make_it_grow(tmp_path: Path) -> None:
         passed_on(journals, living).close()
     assert descriptors() <= before + 4 + 4
     journals.close()
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_what_is_no_journal_is_not_held(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

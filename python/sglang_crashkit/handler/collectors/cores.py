@@ -288,7 +288,7 @@ class CoreReadings:
             return
         try:
             self._under_way.append((CoreReader(path, min(READ_SECS, self._end_at - now)), report, now))
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             report.evidence.append(Evidence("gpu_kernels", "failed", reason=f"no reader could be started: {error}"))
 
     def look(self) -> None:
