@@ -86,7 +86,7 @@ def test_it_ends_with_its_parent_and_touches_nothing_that_has_ended(tmp_path: Pa
     with child(SLEEPER) as target:
         before = guards()
         watch = ToolGuard()
-        (its,) = guards() - before
+        (its,) = wait_until(lambda: guards() - before, "it runs")
         with watch.over(target.pid, start_ticks(target.pid)) as tool_runs:
             tool_runs(target.pid)
         target.send_signal(signal.SIGSTOP)
