@@ -279,7 +279,7 @@ def test_every_process_of_the_dead_server_has_a_stack_or_its_end(parting: Partin
 def test_what_the_other_server_waits_for_is_named_from_outside_too(parting: Parting) -> None:
     told = {
         "is stopped (state T) until somebody sends SIGCONT.": parting.stopped,
-        "is gone: there before, and not at the last look.": parting.gone,
+        "is gone: there before, and not in the last sample.": parting.gone,
     }
     for words, verdict in told.items():
         assert (verdict["kind"], verdict["level"]) == ("outlier", "established")
