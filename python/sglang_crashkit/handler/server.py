@@ -342,11 +342,8 @@ class CrashHandler:
         """Take something in, and say whether that went well: what does not must not cost the evidence of what comes."""
         try:
             take()
-        except Exception as error:
-            logger.exception("%s could not be taken in", what)
-            if self.session.run is not None:
-                words = f"{type(error).__name__}: {error}"
-                self.session.run.note(time.time(), "handler_error", what=what, message=words[:200])
+        except Exception as error:  # noqa: BLE001 - told in the log and the incident
+            self.session.note_error(what, error, "could not be taken in")
             return False
         return True
 

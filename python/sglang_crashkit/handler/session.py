@@ -179,7 +179,7 @@ class Session:
                 self._carry_out(action, subject)
             except Exception as error:  # noqa: BLE001 - told in the log and the incident
                 # One that fails must not cost what the others are for.
-                self._note_error(action.do.name.lower(), error)
+                self.note_error(action.do.name.lower(), error)
 
     def _carry_out(self, action: Action, subject: Subject) -> None:
         process, run, message = subject.process, self.run, subject.message
@@ -336,7 +336,7 @@ class Session:
                 self.gpus.ask_flight_recorders(run)
         except Exception as error:  # noqa: BLE001 - as above
             run.captured = True
-            self._note_error("capture", error)
+            self.note_error("capture", error)
         # Whatever came of it: what is done to the server follows from the failure, and not from the stacks.
         self.take(Seen("captured"))
 
@@ -359,7 +359,7 @@ class Session:
                     return
             except Exception as error:  # noqa: BLE001 - as above
                 self._failed_finishes += 1
-                self._note_error("finish", error)
+                self.note_error("finish", error)
                 if self._failed_finishes < _MAX_FINISHES:
                     # The next tick tries again.
                     return
@@ -393,9 +393,9 @@ class Session:
             write_termination_message(format_termination_message(run.incident.to_json(), path))
         return True
 
-    def _note_error(self, what: str, error: Exception) -> None:
+    def note_error(self, what: str, error: Exception, how: str = "failed") -> None:
         """Log an error of the handler's own, and note it in the incident at hand."""
-        logger.error("%s failed", what, exc_info=error)
+        logger.error("%s %s", what, how, exc_info=error)
         if self.run is not None:
             words = f"{type(error).__name__}: {error}"
             self.run.note(time.time(), "handler_error", what=what, message=words[:200])
