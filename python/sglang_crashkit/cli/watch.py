@@ -334,6 +334,7 @@ class _Watch:
         """Tell once what the server's own crash handler found, where it has one, and wait while that is at work."""
         from sglang_crashkit.incident.store import find_incident_of
         from sglang_crashkit.incident.summary import headline, mapping_of
+        from sglang_crashkit.watch.server import first_death
 
         if self._server is None:
             return
@@ -342,9 +343,14 @@ class _Watch:
         if found is None or document is None or found.name in self._told_incidents:
             return
         self._told_incidents.add(found.name)
-        if not is_crash and document.get("kind") not in _NO_CRASH:
-            self._tell("crash", headline(document), level=str(mapping_of(document.get("verdict")).get("level")))
         verdict = mapping_of(document.get("verdict"))
+        if not is_crash and document.get("kind") not in _NO_CRASH:
+            # All of it had ended before the watcher looked again: only the handler saw who was first.
+            level, first = str(verdict.get("level", "unknown")), first_death(document)
+            who = {"pid": first.pid, "title": first.title, **vars(first.end)} if first is not None else None
+            text = f"{first}; the whole server has ended" if first is not None else headline(document)
+            self._tell("crash", text, level=level, first=who)
+            self._tell("snapshots", "there are no snapshots: none of its processes is left", files=[])
         text = f"{verdict.get('text') or headline(document)} Incident: {found.path}"
         more = {"path": str(found.path), "headline": headline(document), "first_failure": verdict.get("first_failure")}
         self._tell("incident", text, level=str(verdict.get("level", "unknown")), **more)

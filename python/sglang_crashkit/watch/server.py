@@ -9,11 +9,13 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 
 from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.capture.server_arguments import port_of, serves_tls
+from sglang_crashkit.incident.summary import mapping_of, mappings_of
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.discovery import FoundProcess, find_processes
 from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle
@@ -59,6 +61,25 @@ class Death:
         if self.end.signal is not None:
             return f"{who} was killed by {self.end.signal}"
         return f"{who} ended " + ("by itself" if self.end.code is None else f"with exit status {self.end.code}")
+
+
+def first_death(document: Mapping[str, Any]) -> Death | None:
+    """Return whose end an incident names as the first failure.
+
+    Args:
+        document: of the incident; see `incident.store.StoredIncident`.
+
+    Returns:
+        None where the incident does not name one. What the handler did not see of its end is unknown.
+    """
+    first = mapping_of(mapping_of(document.get("verdict")).get("first_failure"))
+    pid, title = first.get("pid"), first.get("title")
+    if not isinstance(pid, int) or not isinstance(title, str):
+        return None
+    found = [mapping_of(one.get("exit")) for one in mappings_of(document.get("processes")) if one.get("pid") == pid]
+    code, name = (found[0].get("code"), found[0].get("signal")) if found else (None, None)
+    end = ExitStatus(code if isinstance(code, int) else None, name if isinstance(name, str) else None)
+    return Death(pid, title, time.monotonic(), end)
 
 
 class DeathWatch:

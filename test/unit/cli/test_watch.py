@@ -147,6 +147,27 @@ def test_the_incident_of_a_patched_server_is_told(tmp_path: Path, monkeypatch: p
     assert (incident["headline"], incident["path"]) == (f"killed: {RANKS[1]} (pid {pid})", str(made))
 
 
+def test_a_crash_that_only_the_handler_saw_is_told_in_the_same_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with served(tmp_path) as server, watching(tmp_path, "--pid", str(server.popen.pid)) as watch:
+        watch.await_event("serving")
+        pid = server.ranks[RANKS[1]]
+        verdict = {"text": "It was killed.", "level": "established", "first_failure": {"pid": pid, "title": RANKS[1]}}
+        ended = [{"pid": pid, "title": RANKS[1], "exit": {"code": None, "signal": "SIGKILL"}}]
+        folder = fallback_folder() / "host" / "incidents"
+        make_incident(folder, server={"pid": server.popen.pid}, verdict=verdict, processes=ended)
+        server.end()
+        assert watch.end() == 3
+    crash, snapshots, incident, _gone = watch.events()[2:]
+    assert crash["text"] == f"{RANKS[1]} (pid {pid}) was killed by SIGKILL; the whole server has ended"
+    assert (crash["level"], crash["first"]["pid"], crash["first"]["signal"]) == ("established", pid, "SIGKILL")
+    assert (snapshots["event"], snapshots["files"]) == ("snapshots", [])
+    assert incident["event"] == "incident"
+
+
 def test_a_paused_server_that_hangs_then_is_seen(tmp_path: Path) -> None:
     with answering(ELSEWHERE) as server, watching(tmp_path, "--url", server.url) as watch:
         watch.await_event("serving")
