@@ -1,0 +1,77 @@
+"""What a scheduler did in one step: the batch that it ran, and what it received and decided on the way to it.
+
+Ranks of one pipeline stage and one data-parallel replica run the same steps in the same order, so that the step of a
+number is the same on each of them; see `analysis.divergence`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+#: How far a step has come, in this order.
+PHASES = ("received", "scheduled", "forward_begun", "forward_done", "processed")
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """A request in a step's batch.
+
+    Attributes:
+        rid: its request id; where that was overwritten, ``#`` and `id_hash` in 16 hexadecimal digits.
+        id_hash: 8 bytes of a hash of the id, alike on all ranks.
+        tokens: how many tokens the step computes for it: what an extend takes in, 1 in a decode.
+        length: how many tokens it has with those, input and output.
+    """
+
+    rid: str
+    id_hash: int
+    tokens: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one scheduler; what a release does not have is None.
+
+    Attributes:
+        number: counts the batches from 1, as ``Scheduler.forward_ct`` does.
+        began: when it began, in seconds of the monotonic clock.
+        ended: when its results were processed, in seconds of the monotonic clock; None where they were not.
+        phase: how far it came; one of `PHASES`.
+        mode: forward mode, such as ``extend`` or ``decode``; empty before it is scheduled.
+        requests: those of the batch, as far as there was room for them, in the batch's order.
+        size: how many requests the batch holds.
+        tokens: how many tokens the step computes.
+        running: how many requests run.
+        waiting: how many requests wait.
+        retracted: how many requests were retracted on the way to this step.
+        kv_free: how many tokens the KV pool has room for.
+        kv_size: how many tokens the KV pool holds at most.
+        received: how many requests and controls were received since the step before.
+        decisions: what must agree across ranks and was decided since the step before, by its name, such as
+            ``retract``, ``abort``, ``prefetch``: a number that is the same on each rank that decided the same.
+        agreed_hash: rolling hash of all that must agree, of this step and of all before it.
+    """
+
+    number: int
+    began: float
+    ended: float | None
+    phase: str
+    mode: str
+    requests: tuple[StepRequest, ...]
+    size: int
+    tokens: int
+    running: int | None = None
+    waiting: int | None = None
+    retracted: int | None = None
+    kv_free: int | None = None
+    kv_size: int | None = None
+    received: int | None = None
+    decisions: Mapping[str, int] = field(default_factory=dict)
+    agreed_hash: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object: a line of ``ranks/<rank>.steps.jsonl``."""
+        return asdict(self) | {"decisions": dict(self.decisions)}
