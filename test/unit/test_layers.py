@@ -46,6 +46,7 @@ ALLOWED = {
     "installer": {"errors"},
     "collect": {"analysis", "capture", "errors", "kernel", "model", "settings"},
     "watch": {"analysis", "capture", "collect", "errors", "incident", "kernel", "model"},
+    "replay": {"errors", "incident", "kernel", "watch"},
     "cli": {
         "analysis",
         "capture",
@@ -58,6 +59,7 @@ ALLOWED = {
         "model",
         "protocol",
         "settings",
+        "replay",
         "watch",
     },
     "__main__": {"cli"},

@@ -111,6 +111,24 @@ def find_incidents(folder: Path) -> list[StoredIncident]:
     return sorted(incidents, key=lambda incident: incident.name, reverse=True)
 
 
+def find_one(text: str) -> StoredIncident:
+    """Return the one finished incident that is meant.
+
+    Args:
+        text: an incident's folder or a crash folder, of which the newest one is taken.
+
+    Raises:
+        NothingToDoError: there is none.
+        CrashkitError: its ``incident.json`` cannot be read.
+    """
+    found = [incident for incident in find_incidents(Path(text)) if incident.finished]
+    if not found:
+        raise NothingToDoError(f"no finished incident below {text}", next_step=f"sglang-crashkit incidents {text}")
+    if found[0].document is None:
+        raise CrashkitError(f"{found[0].path}: {found[0].problem}")
+    return found[0]
+
+
 def _read(path: Path) -> StoredIncident:
     finished = not path.absolute().name.startswith(PARTIAL)
     try:

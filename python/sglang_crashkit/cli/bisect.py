@@ -1,0 +1,77 @@
+"""``sglang-crashkit bisect``: find the smallest set of an incident's requests that brings its fault back."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from sglang_crashkit.cli.argument_types import positive, seconds
+from sglang_crashkit.cli.ending import terminable
+from sglang_crashkit.errors import ExitCode
+
+EXAMPLE = """example:
+  sglang-crashkit bisect /crash/host/incidents/20260101T120000.000Z-exception-1a2b3c4d \\
+      --serve "python -m sglang.launch_server --model-path MODEL --tp 2"
+
+Each server of --serve has a crash folder and, where the command names no --port, a port of its own, and ends with the
+command. Ctrl-C keeps what is known by then, and the same command again goes on from there.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLE
+    parser.add_argument("incident", help="an incident's folder, or a crash folder: its newest incident")
+    parser.add_argument("--serve", metavar="COMMAND", required=True, help="starts a patched server like that one")
+    parser.add_argument("--tries", type=positive, default=3, metavar="N", help="before it is not reproduced (3)")
+    parser.add_argument("--starts", type=positive, default=30, metavar="N", help="start at most so many servers (30)")
+    parser.add_argument(
+        "--request-secs", type=seconds, default=300.0, metavar="S", help="the longest to wait for an answer (300)"
+    )
+    parser.add_argument("--ready-secs", type=seconds, default=900.0, metavar="S", help="... for a server's start (900)")
+    parser.add_argument("-o", "--output-dir", type=Path, metavar="DIR", help="default: bisect-<incident's id>")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Find it.
+
+    Raises:
+        CrashkitError: there is no such incident, or no server could be started.
+    """
+    from sglang_crashkit.incident.store import find_one
+    from sglang_crashkit.replay import bisect
+    from sglang_crashkit.replay.server import parse_command
+
+    incident = find_one(args.incident)
+    folder = (args.output_dir or Path(f"bisect-{(incident.document or {}).get('id')}")).absolute()
+    plan = bisect.Plan(parse_command(args.serve), folder, args.tries, args.starts, args.ready_secs, args.request_secs)
+    with terminable():
+        result = bisect.bisect(incident, plan, lambda line: print(line, file=sys.stderr, flush=True))
+    if args.json:
+        print(json.dumps(asdict(result), indent=2))
+        return ExitCode.DONE if result.reproduced else ExitCode.PARTIAL
+    for line in result.left_out:
+        print(f"left out: {line}")
+    print(_words(result, folder))
+    return ExitCode.DONE if result.reproduced else ExitCode.PARTIAL
+
+
+def _words(result: object, folder: Path) -> str:
+    from sglang_crashkit.replay.bisect import REPRODUCER, SCRIPT, Result
+
+    assert isinstance(result, Result)
+    if not result.reproduced:
+        return f"{result.reason} ({result.starts} servers)"
+    lines = [f"reproduced with {result.starts} servers: {result.fault}"]
+    if len(result.requests) == 1:
+        parameters = ", ".join(result.parameters) or "no parameter"
+        lines.append(f"by one request ({result.rids[0]}), with {parameters}; of its prompt: {result.prompt}")
+    else:
+        lines.append(f"by {len(result.requests)} requests at once: {', '.join(result.rids[:8])}")
+    lines.append(f"next: {folder / SCRIPT} http://HOST:PORT   (or see {folder / REPRODUCER})")
+    return "\n".join(lines)

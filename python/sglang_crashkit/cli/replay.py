@@ -1,0 +1,121 @@
+"""``sglang-crashkit replay``: send the requests of an incident again, as they came."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_crashkit.cli.argument_types import seconds
+from sglang_crashkit.cli.ending import terminable
+from sglang_crashkit.errors import ExitCode, NothingToDoError
+
+if TYPE_CHECKING:
+    from sglang_crashkit.replay.requests import StoredRequest
+    from sglang_crashkit.replay.sender import Answer
+
+EXAMPLE = """example:
+  sglang-crashkit replay /crash --only 4f1c --url http://127.0.0.1:30000
+  sglang-crashkit replay /crash --serve "python -m sglang.launch_server --model-path MODEL"
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLE
+    parser.add_argument("incident", help="an incident's folder, or a crash folder: its newest incident")
+    parser.add_argument("--only", nargs="+", metavar="RID", help="these requests alone")
+    parser.add_argument("--suspects", action="store_true", help="those alone that the incident suspects")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--url", help="a server that may break")
+    where.add_argument("--serve", metavar="COMMAND", help="start a patched server for it, and end it afterwards")
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the API key of --url")
+    parser.add_argument(
+        "--max-gap", type=seconds, default=1.0, metavar="S", help="send them as far apart as they came, up to S (1)"
+    )
+    parser.add_argument(
+        "--request-secs", type=seconds, default=300.0, metavar="S", help="the longest to wait for an answer (300)"
+    )
+    parser.add_argument("--ready-secs", type=seconds, default=900.0, metavar="S", help="... for a server's start (900)")
+    parser.add_argument("-o", "--output-dir", type=Path, metavar="DIR", help="of --serve; default: replay-<id>")
+    parser.add_argument("--json", action="store_true", help="print one JSON object an answer")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Send them.
+
+    Returns:
+        DONE where all were answered; PARTIAL where some were not, or the server of --serve failed.
+
+    Raises:
+        CrashkitError: there is no such incident or request, or the server could not be started.
+    """
+    from sglang_crashkit.incident.store import find_one
+    from sglang_crashkit.replay.fault import is_same_fault, words_of
+    from sglang_crashkit.replay.requests import read_requests
+    from sglang_crashkit.replay.sender import send_all
+    from sglang_crashkit.replay.server import OwnServer, parse_command
+    from sglang_crashkit.watch.health import Address, read_api_key
+
+    incident = find_one(args.incident)
+    document = incident.document or {}
+    chosen = _chosen(read_requests(incident), args, document.get("suspects"))
+    key = read_api_key(args.api_key_file) if args.api_key_file is not None else ""
+    if args.url is not None:
+        with terminable():
+            answers = send_all(
+                Address.parse(args.url),
+                chosen,
+                args.request_secs,
+                api_key=key,
+                max_gap_secs=args.max_gap,
+                on_answer=lambda answer: _tell(answer, args),
+            )
+        return ExitCode.PARTIAL if any(answer.is_lost for answer in answers) else ExitCode.DONE
+    folder = (args.output_dir or Path(f"replay-{document.get('id')}")).absolute()
+    with terminable(), OwnServer(parse_command(args.serve), folder) as server:
+        server.start(args.ready_secs)
+        answers = send_all(
+            server.address,
+            chosen,
+            args.request_secs,
+            max_gap_secs=args.max_gap,
+            is_over=lambda: server.is_failing,
+            on_answer=lambda answer: _tell(answer, args),
+        )
+        is_lost = len(answers) < len(chosen) or any(answer.is_lost for answer in answers)
+        found = server.failure(wait=is_lost)
+        if found is not None:
+            is_same = is_same_fault(found.document or {}, document)
+            print(f"{'the same fault' if is_same else 'another fault'}: {words_of(found.document or {})}")
+            print(f"incident: {found.path}")
+        elif not is_lost:
+            print("not reproduced: the server serves on")
+    return ExitCode.PARTIAL if is_lost or found is not None else ExitCode.DONE
+
+
+def _chosen(requests: list[StoredRequest], args: argparse.Namespace, suspects: object) -> list[StoredRequest]:
+    wanted = None
+    if args.only:
+        wanted = set(args.only)
+    elif args.suspects:
+        wanted = {one.get("rid") for one in suspects if isinstance(one, dict)} if isinstance(suspects, list) else set()
+    found = [one for one in requests if wanted is None or one.rid in wanted]
+    for one in found:
+        if not one.is_complete:
+            print(f"left out: request {one.rid}: {', '.join(one.lacks)} is not kept", file=sys.stderr)
+    found = [one for one in found if one.is_complete]
+    if not found:
+        raise NothingToDoError("none of the requests that were asked for can be sent", next_step="leave out --only")
+    return found
+
+
+def _tell(answer: Answer, args: argparse.Namespace) -> None:
+    if args.json:
+        print(json.dumps(vars(answer)), flush=True)
+    else:
+        said = f"status {answer.status}" if answer.status is not None else "no answer"
+        print(f"{answer.rid}: {said} after {answer.secs:.2f} s" + (f": {answer.problem}" if answer.problem else ""))

@@ -1,0 +1,175 @@
+"""The requests of an incident, as they can be sent again: from the journal's lines, or from upstream's pickle."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sglang_crashkit.errors import CrashkitError, NothingToDoError
+from sglang_crashkit.incident.folder import REQUESTS
+from sglang_crashkit.incident.store import StoredIncident
+from sglang_crashkit.incident.summary import mapping_of
+
+#: What stands in a journal's line beside the request itself.
+_ABOUT = frozenset({"state", "arrived", "ended", "pid", "omitted", "truncated"})
+#: What concerns the server that took it, and is nothing to ask another one.
+_OF_THAT_SERVER = frozenset(
+    {
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"),
+        *("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "http_worker_ipc", "lora_id"),
+        *("received_time", "validation_time", "external_trace_header", "time_stats", "is_single", "batch_size"),
+        *("parallel_sample_num", "need_wait_for_image", "need_wait_for_mm_inputs", "num_items_assigned"),
+    }
+)
+_MAX_LINE = 64 << 20
+_SAFE = {("collections", "deque"), ("collections", "OrderedDict"), ("builtins", "set"), ("builtins", "frozenset")}
+
+
+@dataclass(frozen=True)
+class StoredRequest:
+    """A request of an incident.
+
+    Attributes:
+        rid: its id.
+        arrived: when it arrived, in seconds since the epoch; 0 where that is not known.
+        was_running: it had not been answered when the server failed.
+        body: what is sent to ``/generate``.
+        lacks: what was not kept of it, a phrase each.
+    """
+
+    rid: str
+    arrived: float
+    was_running: bool
+    body: Mapping[str, Any]
+    lacks: tuple[str, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it can be sent as it came."""
+        return not self.lacks and ("text" in self.body or "input_ids" in self.body)
+
+
+def read_requests(incident: StoredIncident) -> list[StoredRequest]:
+    """Return the requests of an incident in the order in which they arrived.
+
+    Raises:
+        NothingToDoError: it holds none.
+        CrashkitError: they cannot be read.
+    """
+    path = incident.path / REQUESTS
+    pickled = mapping_of((incident.document or {}).get("requests")).get("path")
+    try:
+        if path.is_file():
+            found = list(_of_journal(path))
+        elif isinstance(pickled, str) and Path(pickled).is_file():
+            found = list(_of_pickle(Path(pickled)))
+        else:
+            found = []
+    except OSError as error:
+        raise CrashkitError(f"the requests of {incident.path} cannot be read: {error}") from error
+    if not found:
+        raise NothingToDoError(
+            f"{incident.path} holds no requests",
+            next_step="see `requests` in its incident.json for the reason",
+        )
+    return sorted(found, key=lambda one: one.arrived)
+
+
+def _of_journal(path: Path) -> Iterator[StoredRequest]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(iter(lambda: lines.readline(_MAX_LINE), b""), 1):
+            try:
+                fields = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise CrashkitError(f"line {number} of {path} is no JSON: {error}") from None
+            if not isinstance(fields, dict):
+                raise CrashkitError(f"line {number} of {path} is no JSON object")
+            lacks = [f"its {name} ({text})" for name, text in mapping_of(fields.get("omitted")).items()]
+            lacks += [f"the middle of its {name}" for name in mapping_of(fields.get("truncated"))]
+            # With the journal's flag for prompts off there may be neither text nor ids.
+            if not lacks and fields.get("text") is None and fields.get("input_ids") is None:
+                lacks.append("its prompt")
+            arrived = _seconds(fields.get("arrived"))
+            yield StoredRequest(
+                str(fields.get("rid")), arrived, fields.get("state") == "unfinished", _body(fields), tuple(lacks)
+            )
+
+
+def _seconds(text: object) -> float:
+    try:
+        return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in fields.items()
+        if value is not None and name not in _ABOUT and name not in _OF_THAT_SERVER
+    }
+
+
+# -- upstream's pickle
+
+
+class _Stand:
+    """Stands for an object of any class: its fields are kept, and no code of its class is run."""
+
+    def __init__(self, *_arguments: object, **_named: object) -> None:
+        self.fields: dict[str, Any] = {}
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, tuple):
+            state = next((part for part in state if isinstance(part, dict)), {})
+        self.fields = state if isinstance(state, dict) else {}
+
+
+def _rebuild(_kind: object, fields: object) -> _Stand:
+    stand = _Stand()
+    stand.__setstate__(fields)
+    return stand
+
+
+class _Reader(pickle.Unpickler):
+    """Reads plain data, and stands in for everything else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _SAFE:
+            return super().find_class(module, name)
+        # msgspec makes its objects by a function.
+        return _rebuild if (module, name) == ("msgspec._utils", "rebuild") else type("_Stand", (_Stand,), {})
+
+    def persistent_load(self, _name: object) -> NoReturn:
+        raise pickle.UnpicklingError("it refers to something outside of itself")
+
+
+def _of_pickle(path: Path) -> Iterator[StoredRequest]:
+    """Yield the requests of a ``crash_dump_*.pkl``; see ``TokenizerManager.dump_requests_before_crash``."""
+    try:
+        whole = _Reader(io.BytesIO(path.read_bytes())).load()
+    except Exception as error:  # noqa: BLE001 - a pickle may bring up any error
+        raise CrashkitError(f"{path} is no crash dump that can be read: {error}") from None
+    for entry in mapping_of(whole).get("requests") or ():
+        if not isinstance(entry, (tuple, list)) or len(entry) < 4 or not isinstance(entry[0], _Stand):
+            continue
+        asked, answered, created = entry[0].fields, mapping_of(entry[1]), entry[2]
+        plain = {name: value for name, value in asked.items() if _is_plain(value)}
+        lacks = tuple(f"its {name}" for name in asked.keys() - plain.keys() if name not in _OF_THAT_SERVER)
+        meta = mapping_of(answered.get("meta_info"))
+        arrived = float(created) if isinstance(created, (int, float)) else 0.0
+        yield StoredRequest(str(plain.get("rid")), arrived, meta.get("finish_reason") is None, _body(plain), lacks)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(its) for key, its in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, int, float))

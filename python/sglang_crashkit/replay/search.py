@@ -1,0 +1,85 @@
+"""Find the smallest that brings a fault back: pure, told by a function what each trial came to.
+
+The function takes groups, which are tried one after the other on one server for as long as that survives, and returns
+the first that brought the fault back. So what is innocent costs no start of a server, and each guilty one costs one:
+groups are ordered from the smallest to the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
+from math import isqrt
+from typing import TypeVar
+
+T = TypeVar("T")
+
+#: Returns the index of the first group that fails, None where all survive.
+FirstFailing = Callable[[Sequence[Sequence[T]]], "int | None"]
+
+
+def isolate(items: Sequence[T], suspects: Sequence[T], first_failing: FirstFailing[T]) -> list[T] | None:
+    """Return a group as small as can be of which all together bring the fault back; None where not even all do.
+
+    Args:
+        items: all of them, in their order.
+        suspects: those among them that are looked at first, one by one, most suspicious first.
+        first_failing: see above.
+    """
+    others = [item for item in items if item not in suspects]
+    size = max(1, isqrt(len(others)))
+    chunks = [others[begin : begin + size] for begin in range(0, len(others), size)]
+    groups: list[list[T]] = [[item] for item in suspects] + chunks
+    if len(groups) > 1:
+        # What needs several of them at once.
+        groups.append(list(items))
+    at = first_failing(groups)
+    if at is None:
+        return None
+    group = groups[at]
+    if len(group) == 1:
+        return group
+    singles = [[item] for item in group] if at < len(groups) - 1 or len(groups) == 1 else []
+    alone = first_failing(singles) if singles else None
+    return singles[alone] if alone is not None else minimize(group, first_failing)
+
+
+def minimize(items: Sequence[T], first_failing: FirstFailing[T]) -> list[T]:
+    """Return a part of `items`, which fail together, that fails and of which no smaller part was seen to.
+
+    This is delta debugging (Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002).
+    """
+    kept, parts = list(items), 2
+    while len(kept) > 1:
+        bounds = [len(kept) * number // parts for number in range(parts + 1)]
+        subsets = [kept[begin:end] for begin, end in pairwise(bounds)]
+        rests = [list(chain(*subsets[:number], *subsets[number + 1 :])) for number in range(parts)] if parts > 2 else []
+        tried = subsets + rests
+        at = first_failing(tried)
+        if at is not None:
+            kept, parts = tried[at], 2 if at < len(subsets) else max(2, parts - 1)
+        elif parts == len(kept):
+            break
+        else:
+            parts = min(len(kept), parts * 2)
+    return kept
+
+
+def needed(items: Sequence[T], first_failing: FirstFailing[T]) -> list[T] | None:
+    """Return which of `items` it takes, in few failures: one more than are returned.
+
+    Whether more of them fail where fewer do is taken for granted; the result was seen to fail.
+
+    Returns:
+        None where not even all fail.
+    """
+    known: list[T] = []
+    rest = list(items)
+    while True:
+        at = first_failing([known + rest[:count] for count in range(len(rest) + 1)])
+        if at is None:
+            return None
+        if at == 0:
+            return known
+        # The last one that was added is needed; what comes after it is not.
+        known, rest = [*known, rest[at - 1]], rest[: at - 1]

@@ -1,0 +1,123 @@
+"""Send requests to a server, as many at once as were under way."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_crashkit.replay.requests import StoredRequest
+from sglang_crashkit.watch.health import Address
+
+#: No more requests are under way at once.
+_MAX_AT_ONCE = 512
+_LOOK_SECS = 0.05
+
+
+@dataclass
+class Answer:
+    """What came of a request.
+
+    Attributes:
+        rid: its id.
+        status: the HTTP status; None where there was no answer.
+        problem: why there was none, or what the server has against it; empty otherwise.
+        secs: how long it took, in seconds.
+    """
+
+    rid: str
+    status: int | None = None
+    problem: str = ""
+    secs: float = 0.0
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no answer came."""
+        return self.status is None
+
+
+def send(address: Address, body: Mapping[str, Any], timeout_secs: float, api_key: str = "") -> Answer:
+    """Send one request to ``/generate`` and read its answer, which is thrown away, to the end.
+
+    Args:
+        address: the server.
+        body: the request.
+        timeout_secs: the longest that the server may be silent, in seconds.
+        api_key: sent with it, unless it is empty.
+    """
+    answer, began = Answer(str(body.get("rid"))), time.monotonic()
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+    connection = kind(address.host, address.port, timeout=timeout_secs)
+    try:
+        connection.request("POST", f"{address.prefix}/generate", json.dumps(body).encode(), headers)
+        response = connection.getresponse()
+        text = response.read()
+        answer.status = response.status
+        if response.status >= 400:
+            answer.problem = text[:500].decode(errors="replace")
+    except TimeoutError:
+        answer.problem = f"no answer within {timeout_secs:g} s"
+    except (OSError, http.client.HTTPException, ssl.SSLError) as error:
+        answer.problem = str(error) or type(error).__name__
+    finally:
+        connection.close()
+    answer.secs = time.monotonic() - began
+    return answer
+
+
+def send_all(
+    address: Address,
+    requests: Sequence[StoredRequest],
+    timeout_secs: float,
+    *,
+    api_key: str = "",
+    max_gap_secs: float = 0.0,
+    is_over: Callable[[], bool] = lambda: False,
+    on_answer: Callable[[Answer], object] = lambda _answer: None,
+) -> list[Answer]:
+    """Send requests in their order, without waiting for the answers of those before.
+
+    Args:
+        address: the server.
+        requests: what is sent.
+        timeout_secs: see `send`.
+        api_key: see `send`.
+        max_gap_secs: they are sent as far apart as they arrived, but no further than this, in seconds.
+        is_over: whether to stop waiting, as the server has ended.
+        on_answer: told of each answer, in any thread.
+
+    Returns:
+        The answers that came, in no order.
+    """
+    answers: list[Answer] = []
+    free = threading.Semaphore(_MAX_AT_ONCE)
+
+    def ask(body: Mapping[str, Any]) -> None:
+        with contextlib.suppress(Exception):
+            answer = send(address, body, timeout_secs, api_key)
+            answers.append(answer)
+            on_answer(answer)
+        free.release()
+
+    threads, before = [], None
+    for request in requests:
+        if before is not None and max_gap_secs:
+            time.sleep(min(max_gap_secs, max(0.0, request.arrived - before.arrived)))
+        while not free.acquire(timeout=_LOOK_SECS):
+            if is_over():
+                return list(answers)
+        # A request that is stuck must not keep this process.
+        threads.append(threading.Thread(target=ask, args=(request.body,), daemon=True))
+        threads[-1].start()
+        before = request
+    for thread in threads:
+        while thread.is_alive() and not is_over():
+            thread.join(_LOOK_SECS)
+    return list(answers)

@@ -1,0 +1,209 @@
+"""A server of one's own, started to be broken: what its crash handler wrote of its end, and its end at last."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from sglang_crashkit.errors import CrashkitError, UsageError
+from sglang_crashkit.incident.store import StoredIncident, find_incidents, parse_name
+from sglang_crashkit.kernel import signals
+from sglang_crashkit.watch.health import Address, Question
+
+#: All in seconds. A server that is asked to end has done so by then; it has so long to write an incident; one that
+#: answered everything and is about to fail does so by then.
+_END_SECS, _INCIDENT_SECS, _SETTLE_SECS = 30.0, 90.0, 0.25
+_LOOK_SECS, _HEALTH_SECS = 0.05, 5.0
+_PORT, _HOST, _CRASH_FOLDER = "--port", "--host", "--crash-dump-folder"
+#: Where it answers on the loopback address, too.
+_ALL_HOSTS = (None, "0.0.0.0", "::")  # noqa: S104 - what the command may say
+#: What a kind of incident is called that is no failure of the server's own.
+_NO_FAILURE = frozenset({"peer_lost", "snapshot"})
+
+
+def parse_command(text: str) -> list[str]:
+    """Return the words of a command that serves, as a shell would have them.
+
+    Raises:
+        UsageError: there are none, or a quote is open.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r} is no command: {error}") from None
+    if not words:
+        raise UsageError("--serve wants a command", next_step="--serve 'python -m sglang.launch_server …'")
+    return words
+
+
+def option_of(words: list[str], name: str) -> str | None:
+    """Return what a command gives as the value of an option, None where it does not."""
+    for position, word in enumerate(words):
+        if word == name:
+            return words[position + 1] if position + 1 < len(words) else None
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
+    return None
+
+
+def _without(words: list[str], name: str) -> list[str]:
+    kept, skip = [], False
+    for word in words:
+        if skip:
+            skip = False
+        elif word == name:
+            skip = True
+        elif not word.startswith(f"{name}="):
+            kept.append(word)
+    return kept
+
+
+class OwnServer:
+    """Runs a server with a crash folder of its own, from `start` to `end`.
+
+    Args:
+        command: its words; the crash folder, and a port where it names none, are added.
+        folder: where its log and its crash folder go.
+        environment: what is in its environment beside this process's own.
+
+    Attributes:
+        address: where it answers.
+        crash_folder: its crash folder.
+    """
+
+    def __init__(self, command: list[str], folder: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.crash_folder = folder / "crash"
+        self._log = folder / "server.log"
+        port = option_of(command, _PORT)
+        command = [*_without(command, _CRASH_FOLDER), _CRASH_FOLDER, str(self.crash_folder)]
+        if port is None:
+            port = str(_free_port())
+            command += [_PORT, port]
+        if not port.isdigit():
+            raise UsageError(f"{port!r} is no port")
+        host = option_of(command, _HOST)
+        self.address = Address("http", host if host not in _ALL_HOSTS else "127.0.0.1", int(port))
+        self._command, self._environment = command, dict(os.environ) | dict(environment or {})
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    def start(self, ready_secs: float) -> None:
+        """Start it and wait until it serves.
+
+        Args:
+            ready_secs: the longest to wait, in seconds.
+
+        Raises:
+            CrashkitError: it cannot be started, ended, or is not ready in time.
+        """
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        if not _is_free(self.address):
+            raise CrashkitError(
+                f"something listens at {self.address}", next_step="name another --port in the command, or none"
+            )
+        try:
+            with self._log.open("wb") as log:
+                self._popen = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=self._environment,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise CrashkitError(f"{self._command[0]} cannot be started: {error}") from error
+        deadline = time.monotonic() + ready_secs
+        while time.monotonic() < deadline:
+            question = Question(self.address, "/health", _HEALTH_SECS)
+            while not question.is_over:
+                time.sleep(_LOOK_SECS)
+            if question.status == 200:
+                return
+            if self.has_ended:
+                raise CrashkitError(f"the server ended before it was ready; next: read {self._log}")
+            time.sleep(_LOOK_SECS)
+        raise CrashkitError(f"the server was not ready within {ready_secs:g} s; next: read {self._log}")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its main process has ended."""
+        return self._popen is None or self._popen.poll() is not None
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether it has ended, or its crash handler has begun an incident."""
+        return self.has_ended or bool(self._begun())
+
+    def failure(self, *, wait: bool) -> StoredIncident | None:
+        """Return the oldest incident of a failure, once it is whole; None where there is none.
+
+        Args:
+            wait: some request was not answered, so that there may well be one soon.
+        """
+        deadline = time.monotonic() + (_INCIDENT_SECS if wait else _SETTLE_SECS)
+        while time.monotonic() < deadline:
+            whole = [one for one in self._incidents() if one.finished and one.document is not None]
+            if whole:
+                return whole[-1]
+            if self.has_ended and not self._begun():
+                # Its handler writes the incident before the server ends.
+                wait, deadline = False, min(deadline, time.monotonic() + _SETTLE_SECS)
+            elif self._begun() and not wait:
+                wait, deadline = True, time.monotonic() + _INCIDENT_SECS
+            time.sleep(_LOOK_SECS)
+        return None
+
+    def end(self) -> None:
+        """End it and everything that it started."""
+        popen = self._popen
+        if popen is None:
+            return
+        if popen.poll() is None:
+            popen.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                popen.wait(_END_SECS)
+        # A session of its own: whatever is left in its group belongs to it.
+        with contextlib.suppress(OSError):
+            signals.kill_group(popen.pid)
+        popen.wait(_END_SECS)
+        self._popen = None
+
+    def __enter__(self) -> OwnServer:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _where: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def _begun(self) -> list[Path]:
+        return [
+            path
+            for path in self.crash_folder.glob("*/incidents/*")
+            if (name := parse_name(path.name)) is not None and name.kind not in _NO_FAILURE
+        ]
+
+    def _incidents(self) -> list[StoredIncident]:
+        if not self.crash_folder.is_dir():
+            return []
+        found = find_incidents(self.crash_folder)
+        return [one for one in found if (name := parse_name(one.name)) is not None and name.kind not in _NO_FAILURE]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _is_free(address: Address) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(_HEALTH_SECS)
+        return probe.connect_ex((address.host, address.port)) != 0

@@ -1,0 +1,66 @@
+"""A server that breaks on some requests and leaves an incident, as a patched one does; run as a program.
+
+Its rule is an expression over ``bodies``, the requests under way, and ``age``, the seconds since it serves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.server
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+from sglang_crashkit.kernel.private_files import make_private_folder
+from unit.stored import make_incident
+
+VERDICT = {"kind": "exception", "text": "It raised.", "level": "established"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("--rule", "--port", "--crash-dump-folder", "--what"):
+        parser.add_argument(name)
+    args = parser.parse_args()
+    under_way: dict[int, dict[str, object]] = {}
+    lock, began = threading.Lock(), time.monotonic()
+
+    def breaks() -> bool:
+        bodies = list(under_way.values())
+        return bool(eval(args.rule, {"bodies": bodies, "age": time.monotonic() - began}))
+
+    def end() -> None:
+        folder = make_private_folder(Path(args.crash_dump_folder) / "host" / "incidents")
+        rank = {"pid": 9, "role": "scheduler", "title": "x", "doing": [f"{args.what} (model.py:1)"]}
+        failure = {"first_failure": {"pid": 9, "title": "x"}}
+        make_incident(folder, kind="exception", verdict=VERDICT | failure, processes=[rank])
+        os._exit(1)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                under_way[id(body)] = body
+                if breaks():
+                    end()
+            time.sleep(0.05)
+            with lock:
+                if breaks():
+                    end()
+                del under_way[id(body)]
+            self.do_GET()
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    http.server.ThreadingHTTPServer(("127.0.0.1", int(args.port)), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

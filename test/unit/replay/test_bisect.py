@@ -1,0 +1,164 @@
+"""`bisect` and `replay` on servers that break by a rule."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.cli.main import main
+from unit.replay.breakable import VERDICT
+from unit.stored import make_incident
+from unit.waiting import LONG
+
+pytestmark = pytest.mark.wide
+
+TEST = Path(__file__).parents[2]
+POISON = {"return_logprob": True, "top_logprobs_num": 600}
+BY_PARAMETERS = "any(b.get('return_logprob') and b.get('top_logprobs_num', 0) > 512 for b in bodies)"
+BY_CONTENT = "any('xyz' in b['text'] for b in bodies)"
+BY_LENGTH = "any(len(b['text']) > 20 for b in bodies)"
+BY_TWO = "{'left', 'right'} <= {b['text'] for b in bodies}"
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
+    paths = [str(TEST), *sys.path]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+    def command(rule: str, what: str = "forward") -> str:
+        return shlex.join([sys.executable, "-m", "unit.replay.breakable", "--rule", rule, "--what", what])
+
+    return command
+
+
+def incident(folder: Path, *bodies: dict[str, Any], suspects: list[str] | None = None) -> Path:
+    """Write an incident of these requests, the first of which has id 0, among innocent ones."""
+    lines = [
+        {
+            "rid": str(number),
+            "state": "unfinished",
+            "arrived": f"2026-01-01T00:00:{number:02}.000000Z",
+            "sampling_params": {"max_new_tokens": 4, "temperature": 0.5},
+            "stream": False,
+            **body,
+        }
+        for number, body in enumerate([*bodies, *({"text": f"innocent {number}"} for number in range(12))])
+    ]
+    rank = {"pid": 9, "role": "scheduler", "title": "x", "doing": ["forward (model.py:1)"]}
+    return make_incident(
+        folder / "host" / "incidents",
+        kind="exception",
+        pieces={"requests/requests.jsonl": "".join(json.dumps(line) + "\n" for line in lines)},
+        verdict=VERDICT | {"first_failure": {"pid": 9, "title": "x"}},
+        processes=[rank],
+        suspects=[{"rid": rid} for rid in suspects or ()],
+    )
+
+
+def bisect(path: Path, out: Path, command: str, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
+    status = main(["bisect", str(path), "--serve", command, "-o", str(out), "--json", *more])
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert status == (0 if result["reproduced"] else 5)
+    return result
+
+
+@pytest.mark.parametrize("suspects", [None, ["0"]])
+def test_a_fault_of_parameters_is_reduced_to_them(
+    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str], suspects: list[str] | None
+) -> None:
+    path = incident(tmp_path / "crash", {"text": "a secret prompt", **POISON}, suspects=suspects)
+    result = bisect(path, tmp_path / "out", serve(BY_PARAMETERS), capsys)
+    assert result["rids"] == ["0"]
+    assert (sorted(result["parameters"]), result["prompt"]) == (sorted(POISON), "nothing")
+    assert result["requests"] == [{"text": "a", "sampling_params": {"max_new_tokens": 4}, **POISON}]
+    assert result["starts"] <= 10
+    told = (tmp_path / "out" / "reproduce.sh").read_text() + (tmp_path / "out" / "reproducer.json").read_text()
+    assert "secret" not in told
+
+
+@pytest.mark.parametrize(
+    ("bodies", "rule", "prompt", "texts"),
+    [
+        ([{"text": "some xyz text"}], BY_CONTENT, "content", ["xyz"]),
+        ([{"text": "a text of many characters"}], BY_LENGTH, "length", ["a" * 25]),
+        ([{"text": "left"}, {"text": "right"}], BY_TWO, "unknown", ["left", "right"]),
+    ],
+)
+def test_what_of_the_prompts_it_takes_is_found(
+    tmp_path: Path,
+    serve: Any,
+    capsys: pytest.CaptureFixture[str],
+    bodies: list[dict[str, Any]],
+    rule: str,
+    prompt: str,
+    texts: list[str],
+) -> None:
+    result = bisect(incident(tmp_path / "crash", *bodies), tmp_path / "out", serve(rule), capsys)
+    assert result["reproduced"]
+    assert result["prompt"] == prompt
+    assert [body["text"] for body in result["requests"]] == texts
+
+
+@pytest.mark.parametrize(
+    ("rule", "what", "reason"),
+    [
+        ("False", "forward", "not reproduced in 2 tries of 13 requests"),
+        (BY_PARAMETERS, "another_place", "not reproduced in 2 tries of 13 requests"),
+        ("age > 3", "forward", "not reproduced in 2 tries"),
+    ],
+)
+def test_what_does_not_come_back_is_said(
+    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str], rule: str, what: str, reason: str
+) -> None:
+    path = incident(tmp_path / "crash", {"text": "a", **POISON})
+    result = bisect(path, tmp_path / "out", serve(rule, what), capsys, "--tries", "2")
+    assert not result["reproduced"]
+    assert result["reason"].startswith(reason)
+
+
+def test_a_server_that_fails_unasked_is_an_error(
+    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = incident(tmp_path / "crash", {"text": "a"})
+    command = shlex.join([sys.executable, "-c", "raise SystemExit(1)"])
+    assert main(["bisect", str(path), "--serve", command, "-o", str(tmp_path / "out")]) == 1
+    assert "the server ended before it was ready" in capsys.readouterr().err
+
+
+def test_the_same_command_again_goes_on_where_it_was_stopped(
+    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = incident(tmp_path / "crash", {"text": "a secret prompt", **POISON})
+    stopped = bisect(path, tmp_path / "out", serve(BY_PARAMETERS), capsys, "--starts", "4")
+    assert (stopped["starts"], stopped["rids"]) == (4, ["0"])
+    result = bisect(path, tmp_path / "out", serve(BY_PARAMETERS), capsys)
+    assert (sorted(result["parameters"]), result["prompt"]) == (sorted(POISON), "nothing")
+    assert result["starts"] < 8
+
+
+def test_replay_tells_whether_the_fault_came_back(
+    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = incident(tmp_path / "crash", {"text": "a", **POISON})
+    command = ["replay", str(path), "--max-gap", "0", "--serve", serve(BY_PARAMETERS)]
+    assert main([*command, "-o", str(tmp_path / "all")]) == 5
+    assert "the same fault: It raised." in capsys.readouterr().out
+    assert main([*command, "-o", str(tmp_path / "one"), "--only", "3"]) == 0
+    assert "not reproduced: the server serves on" in capsys.readouterr().out
+    assert main([*command, "-o", str(tmp_path / "none"), "--suspects"]) == 3
+
+
+def test_nothing_that_was_started_is_left(tmp_path: Path, serve: Any) -> None:
+    path = incident(tmp_path / "crash", {"text": "a"})
+    command = [sys.executable, "-m", "sglang_crashkit", "replay", str(path), "--max-gap", "0", "-o", "out"]
+    done = subprocess.run([*command, "--serve", serve("False")], cwd=tmp_path, timeout=LONG, check=False)
+    assert done.returncode == 0
+    found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True, timeout=LONG)
+    assert str(tmp_path / "out") not in found.stdout
