@@ -30,6 +30,7 @@ from sglang_crashkit.handler.folders import (
     remove_runtime_folders,
 )
 from sglang_crashkit.handler.server import CrashHandler
+from sglang_crashkit.incident.history import recent_crashes
 from sglang_crashkit.incident.recovery import finish_abandoned
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
@@ -108,6 +109,7 @@ def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
             logger.info("incident %s of a killed crash handler is finished", path)
         remove_empty_spools(folder / "incidents")
     remove_runtime_folders(args.runtime.parent)
+    handler.tell(recent_crashes(place.host_folder / "incidents"))
     # From here on the handler cleans up itself: while the server lives, its ranks use what is there.
     undo.pop_all()
     handler.run()

@@ -71,6 +71,7 @@ class CrashHandler:
         self._place = place
         self._log = ServerLog(self.tree.root, place.runtime)
         self._hangs = HangDetector(self.tree, self.session, settings, self._log.say)
+        self._to_tell = ""
         self._kept = KeptFolder(place.runtime)
         self._prober = PeerProber(PeerLosses(self.tree, self.session, self._log.say).tell)
         self._shared_memory = SharedMemory(self.tree)
@@ -83,6 +84,10 @@ class CrashHandler:
         self._selector.register(mailbox, selectors.EVENT_READ)
         self._selector.register(self._prober, selectors.EVENT_READ)
         self._watch(self.tree.root)
+
+    def tell(self, text: str) -> None:
+        """Write a line to the server's own log, as soon as its main process listens; nothing where it is empty."""
+        self._to_tell = text
 
     def run(self) -> None:
         """Work until the server is gone and its incident is whole; then leave nothing but evidence behind."""
@@ -129,6 +134,9 @@ class CrashHandler:
             self.tree.recent_unexplained()
         for process in self.tree.refresh():
             self._watch(process)
+        if self._to_tell and self._log.is_heard:
+            text, self._to_tell = self._to_tell, ""
+            self._log.say(text)
 
     def collect_exits(self) -> None:
         """Take in the exits that the selector has not told of yet."""

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.handler.collectors.server_log import ServerLog
+from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.processes import ProcessTree
+from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.kernel.stack_hooks import ArmedFiles
 from sglang_crashkit.protocol import Mailbox
+from sglang_crashkit.settings import Settings
 from unit.targets import start_ticks
 
 
@@ -33,3 +36,18 @@ def test_one_that_does_not_listen_costs_a_line_in_the_handlers_log(
     tree.root.handle.close()
     (record,) = caplog.records
     assert record.getMessage().startswith("the server's own log does not report it: ")
+
+
+def test_a_line_of_the_start_waits_until_somebody_listens(short_folder: Path) -> None:
+    place = Place(short_folder / "host", short_folder / "spool", short_folder / "runtime")
+    place.runtime.mkdir()
+    with Mailbox.bind(place.runtime / "handler.sock") as messages:
+        handler = CrashHandler(os.getpid(), Mailbox(messages), place, Settings.from_environ({}))
+        handler.tell("3 crashes in the last hour")
+        handler.look()
+        with Mailbox.bind(ArmedFiles.of(place.runtime, os.getpid(), start_ticks(os.getpid())).say) as receiver:
+            handler.look()
+            handler.look()
+            (message,) = Mailbox(receiver).receive()
+        handler.close()
+    assert (message.event, message.fields["text"]) == ("say", "3 crashes in the last hour")

@@ -26,6 +26,11 @@ class ServerLog:
     def __init__(self, root: TrackedProcess, runtime: Path) -> None:
         self._socket = ArmedFiles.of(runtime, root.pid, root.handle.start_ticks).say
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether the main process listens."""
+        return self._socket.exists()
+
     def report_fault(self) -> None:
         """Have the main process copy what a dying worker wrote to its standard error, as upstream has it there."""
         self._notify(FAULT)
