@@ -24,7 +24,7 @@ def options_of(command: str) -> set[str]:
     parser = argparse.ArgumentParser(add_help=False)
     load_command(command).configure(parser)
     shown = (action for action in parser._actions if action.help is not argparse.SUPPRESS)
-    return {option for action in shown for option in action.option_strings}
+    return {option for action in shown for option in action.option_strings if option.startswith("--")}
 
 
 def anchors_of(page: Path) -> set[str]:
