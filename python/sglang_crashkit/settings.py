@@ -85,6 +85,16 @@ def read_prompts(environ: Mapping[str, str]) -> Prompts:
     return "full" if value in ("", "full") else "ids" if value == "ids" else "none"
 
 
+#: What is done about a request that is known to kill a server.
+QuarantineMode = Literal["off", "observe", "refuse"]
+
+
+def read_quarantine(environ: Mapping[str, str]) -> QuarantineMode:
+    """Return ``SGLANG_CRASHKIT_QUARANTINE``; ``off`` where it is unset or another word."""
+    value = environ.get("SGLANG_CRASHKIT_QUARANTINE", "").strip().lower()
+    return "observe" if value == "observe" else "refuse" if value == "refuse" else "off"
+
+
 @dataclass(frozen=True)
 class DiskLimits:
     """What the user allows, in bytes; None is the default.

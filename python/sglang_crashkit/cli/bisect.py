@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.argument_types import positive, seconds
 from sglang_crashkit.cli.ending import terminable
-from sglang_crashkit.errors import ExitCode
+from sglang_crashkit.errors import CrashkitError, ExitCode
+
+if TYPE_CHECKING:
+    from sglang_crashkit.replay.bisect import Result
 
 EXAMPLE = """example:
   sglang-crashkit bisect /crash/host/incidents/20260101T120000.000Z-exception-1a2b3c4d \\
@@ -52,19 +57,38 @@ def run(args: argparse.Namespace) -> ExitCode:
     plan = bisect.Plan(parse_command(args.serve), folder, args.tries, args.starts, args.ready_secs, args.request_secs)
     with terminable():
         result = bisect.bisect(incident, plan, lambda line: print(line, file=sys.stderr, flush=True))
+    told = _quarantine(result, incident.path)
     if args.json:
         print(json.dumps(asdict(result), indent=2))
         return ExitCode.DONE if result.reproduced else ExitCode.PARTIAL
     for line in result.left_out:
         print(f"left out: {line}")
     print(_words(result, folder))
+    if told:
+        print(told)
     return ExitCode.DONE if result.reproduced else ExitCode.PARTIAL
 
 
-def _words(result: object, folder: Path) -> str:
-    from sglang_crashkit.replay.bisect import REPRODUCER, SCRIPT, Result
+def _quarantine(result: Result, incident: Path) -> str:
+    """List a request that was proven in the quarantine of the crash folder; return what was done, in words."""
+    from sglang_crashkit.incident.quarantine import add_entry
+    from sglang_crashkit.replay.bisect import entry_for
 
-    assert isinstance(result, Result)
+    entry = entry_for(result, time.time())
+    if entry is None:
+        return ""
+    # An incident lies in <crash folder>/<host>/incidents.
+    crash_folder = incident.absolute().parents[2]
+    try:
+        add_entry(crash_folder, entry)
+    except CrashkitError as error:
+        return f"it is not in quarantine: {error}"
+    return f"in quarantine in {crash_folder}, for servers with SGLANG_CRASHKIT_QUARANTINE: {entry.words}"
+
+
+def _words(result: Result, folder: Path) -> str:
+    from sglang_crashkit.replay.bisect import REPRODUCER, SCRIPT
+
     if not result.reproduced:
         return f"{result.reason} ({result.starts} servers)"
     lines = [f"reproduced with {result.starts} servers: {result.fault}"]

@@ -22,6 +22,7 @@ COMMANDS = {
     "incidents": "list the incidents below a crash folder, newest first",
     "replay": "send the requests of an incident again, to a server that may break",
     "bisect": "find the smallest set of an incident's requests that brings its fault back",
+    "quarantine": "list, add or remove the requests that are refused because they kill servers",
     "core": "say which kernels a GPU core shows and what failed; of two cores of a process, which kernels are stuck",
     "collect": "take the stacks of the SGLang processes on this host, of a server that hangs",
     "watch": "watch a server from outside, patched or not, and take its stacks when it hangs or crashes",

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.incident.quarantine import Entry, entry_of
+from sglang_crashkit.incident.quarantine import Prompt as Counting
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 from sglang_crashkit.replay.fault import is_same_fault, words_of
@@ -248,6 +250,23 @@ def _find(
     if len(group) == 1:
         reduced = _reduce(group[0], trials, result)
         result.requests = [_bare(reduced)]
+
+
+def entry_for(result: Result, now: float) -> Entry | None:
+    """Return what recognises the request that was proven to bring the fault back; None where there is no such one.
+
+    Args:
+        result: see `bisect`.
+        now: the time, in seconds since the epoch.
+    """
+    if not result.reproduced or len(result.requests) != 1:
+        return None
+    prompts: dict[Prompt, Counting] = {"nothing": "any", "length": "length"}
+    prompt = prompts.get(result.prompt, "content")
+    try:
+        return entry_of(result.requests[0], result.parameters, prompt, result.fault, result.incident, now)
+    except CrashkitError:
+        return None
 
 
 def _reduce(request: StoredRequest, trials: Trials, result: Result) -> StoredRequest:

@@ -24,6 +24,7 @@ from sglang_crashkit.settings import Settings, fallback_folder
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.exception_record import prompts_of, tell_exception
 from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, request
+from sglang_crashkit.srt.managers.quarantine import guard_requests
 from sglang_crashkit.srt.redaction import redact, redact_dump
 from sglang_crashkit.srt.request_journal import JournaledStates, open_journal
 from sglang_crashkit.srt.utils.common import end_after_crash
@@ -93,7 +94,9 @@ def on_crash_dump(dump: Method) -> Method:
 
 @never_raises
 def on_request_states(manager: Any) -> None:
-    """Note from now on in the request journal what enters and leaves ``TokenizerManager.rid_to_state``.
+    """Guard the requests of a tokenizer manager, and note them in the request journal from now on.
+
+    The journal has what enters and leaves ``TokenizerManager.rid_to_state``.
 
     Without ``--crash-dump-folder`` or a crash handler, or where ``SGLANG_CRASHKIT_JOURNAL`` is false, there is no
     journal.
@@ -101,6 +104,7 @@ def on_request_states(manager: Any) -> None:
     Args:
         manager: the ``TokenizerManager`` with its dictionary.
     """
+    guard_requests(manager)
     journal = open_journal() if getattr(manager, "crash_dump_folder", None) else None
     if journal is not None:
         manager.rid_to_state = JournaledStates(manager.rid_to_state, journal, Settings.from_environ().prompts)

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.cli.main import main
+from sglang_crashkit.replay.bisect import Result
+
+PROVEN = Result(
+    "1a2b3c4d", "It raised.", reproduced=True, requests=[{"text": "a", "n": 7}], parameters=["n"], prompt="nothing"
+)
+
+
+def reproducer(folder: Path, result: Result = PROVEN) -> str:
+    path = folder / "reproducer.json"
+    path.write_text(json.dumps(asdict(result)))
+    return str(path)
+
+
+def test_an_entry_is_added_listed_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quarantine", "add", str(tmp_path), reproducer(tmp_path)]) == 0
+    line = capsys.readouterr().out
+    assert "  n=7  (incident 1a2b3c4d, " in line
+    assert main(["quarantine", "list", str(tmp_path), "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["key"] == line.split(maxsplit=1)[0]
+    assert main(["quarantine", "remove", str(tmp_path), "other"]) == 3
+    assert main(["quarantine", "remove", str(tmp_path), entry["key"]]) == 0
+    assert capsys.readouterr().out == "nothing is in quarantine\n"
+
+
+def test_all_are_cleared_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["quarantine", "add", str(tmp_path), reproducer(tmp_path)])
+    assert main(["quarantine", "clear", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("nothing is in quarantine\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["add", "{folder}"], 2),
+        (["list", "{folder}", "x"], 2),
+        (["list", "{folder}/none"], 3),
+        (["add", "{folder}", "{folder}/none"], 1),
+        (["add", "{folder}", "{unproven}"], 1),
+        (["add", "{folder}", "{folder}/foreign.json"], 1),
+    ],
+)
+def test_what_cannot_be_done_is_an_error(tmp_path: Path, arguments: list[str], status: int) -> None:
+    unproven = reproducer(tmp_path, Result("1a2b3c4d", "It raised.", requests=[{"text": "a"}]))
+    (tmp_path / "foreign.json").write_text('{"requests": 1}')
+    words = [word.format(folder=tmp_path, unproven=unproven) for word in arguments]
+    assert main(["quarantine", *words]) == status

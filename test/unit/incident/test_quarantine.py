@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.incident.quarantine import (
+    EXPIRY_SECS,
+    FILE,
+    MAX_ENTRIES,
+    Entry,
+    Index,
+    Prompt,
+    add_entry,
+    change_entries,
+    entry_of,
+    read_entries,
+)
+
+NOW = 1_700_000_000.0
+BODY = {"text": "a secret", "return_logprob": True, "top_logprobs_num": 600, "sampling_params": {"top_k": 5}}
+NAMES = ("return_logprob", "top_logprobs_num")
+
+
+def made(names: tuple[str, ...] = NAMES, prompt: Prompt = "any", body: dict[str, Any] | None = None) -> Entry:
+    return entry_of(body or BODY, names, prompt, "It raised.", "1a2b3c4d", NOW)
+
+
+def recognises(entry: Entry, body: dict[str, Any]) -> bool:
+    def get(name: str) -> Any:
+        parent, _, child = name.partition(".")
+        return body.get(parent, {}).get(child) if child else body.get(parent)
+
+    return Index([made(("nothing",), "any", {"nothing": "alike"}), entry]).find(get) is entry
+
+
+@pytest.mark.parametrize(
+    ("entry", "other", "is_found"),
+    [
+        (made(), {"text": "another"}, True),
+        (made(), {"top_logprobs_num": 5}, False),
+        (made(), {"top_logprobs_num": [600]}, False),
+        (made(("sampling_params.top_k",)), {}, True),
+        (made(("sampling_params.top_k",)), {"sampling_params": {}}, False),
+        (made(NAMES, "length"), {"text": "another1"}, True),
+        (made(NAMES, "length"), {"text": "of another length"}, False),
+        (made(NAMES, "length"), {"text": None}, False),
+        (made((), "content"), {"return_logprob": False}, True),
+        (made((), "content"), {"text": "b secret"}, False),
+        (made((), "content", {"input_ids": [1, 2]}), {"text": None, "input_ids": [1, 2]}, True),
+    ],
+)
+def test_a_request_is_recognised_by_what_counts(entry: Entry, other: dict[str, Any], is_found: bool) -> None:
+    assert recognises(entry, BODY | other) is is_found
+
+
+@pytest.mark.parametrize(("names", "prompt"), [((), "any"), ((), "length"), (("sampling_params",), "any")])
+def test_what_would_recognise_others_requests_is_refused(names: tuple[str, ...], prompt: Prompt) -> None:
+    with pytest.raises(CrashkitError, match=r"recognises no request|refuse others' requests"):
+        made(names, prompt)
+
+
+def test_entries_are_kept_without_a_prompt_until_they_expire(tmp_path: Path) -> None:
+    change_entries(tmp_path, lambda _none: [made(), made(NAMES, "content")])
+    assert read_entries(tmp_path, NOW + EXPIRY_SECS - 1) == [made(), made(NAMES, "content")]
+    assert read_entries(tmp_path, NOW + EXPIRY_SECS + 1) == []
+    assert "secret" not in (tmp_path / FILE).read_text()
+    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+
+
+def test_one_that_is_there_already_keeps_since_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: NOW + 5)
+    add_entry(tmp_path, made())
+    later = entry_of(BODY, NAMES, "any", "It raised.", "1a2b3c4d", NOW + 5)
+    add_entry(tmp_path, later)
+    (entry,) = read_entries(tmp_path)
+    assert (entry.first, entry.last) == (NOW, NOW + 5)
+
+
+def test_no_more_than_the_latest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: NOW)
+    entries = [entry_of({"n": n}, ("n",), "any", "x", "y", NOW + n / 1e4) for n in range(MAX_ENTRIES + 5)]
+    change_entries(tmp_path, lambda _none: entries)
+    assert read_entries(tmp_path) == entries[5:]
+
+
+def test_a_file_of_somebody_else_counts_for_nothing(tmp_path: Path) -> None:
+    change_entries(tmp_path, lambda _none: [made()])
+    (tmp_path / FILE).chmod(0o666)
+    with pytest.raises(CrashkitError, match="nobody else may write"):
+        read_entries(tmp_path, NOW)
+    (tmp_path / FILE).rename(tmp_path / "elsewhere")
+    (tmp_path / FILE).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CrashkitError, match="cannot be read"):
+        read_entries(tmp_path, NOW)
+    (tmp_path / FILE).unlink()
+    os.mkfifo(tmp_path / FILE)
+    with pytest.raises(CrashkitError, match="is no file"):
+        read_entries(tmp_path, NOW)
+
+
+def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / FILE).open("wb") as file:
+        file.truncate(5 << 20)
+    (tmp_path / FILE).chmod(0o600)
+    with pytest.raises(CrashkitError, match="more than"):
+        read_entries(tmp_path, NOW)
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+ANYTHING = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=8), inner))
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "parameters": st.lists(st.lists(SCALARS, max_size=3), max_size=3) | ANYTHING,
+        "prompt": st.sampled_from(["any", "length", "content"]) | ANYTHING,
+        **dict.fromkeys(("length", "digest", "reason", "incident"), ANYTHING),
+        **{name: st.just(NOW) | ANYTHING for name in ("first", "last")},
+    },
+)
+
+
+@given(
+    st.binary()
+    | ANYTHING.map(lambda told: json.dumps(told).encode())
+    | st.lists(FIELDS).map(lambda entries: json.dumps({"schema_version": 1, "entries": entries}).encode())
+)
+def test_whatever_the_file_holds_no_ordinary_request_is_recognised(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
+    folder = tmp_path_factory.mktemp("crash")
+    (folder / FILE).write_bytes(data)
+    (folder / FILE).chmod(0o600)
+    entries = []
+    with contextlib.suppress(CrashkitError):
+        entries = read_entries(folder, NOW)
+    ordinary = {"text": "Hello", "sampling_params": {"max_new_tokens": 16}, "stream": False}
+    assert Index(entries).find(ordinary.get) is None
