@@ -111,6 +111,33 @@ def find_incidents(folder: Path) -> list[StoredIncident]:
     return sorted(incidents, key=lambda incident: incident.name, reverse=True)
 
 
+def find_one(text: str, folder: Path | None = None) -> StoredIncident:
+    """Return the one finished incident that is meant.
+
+    Args:
+        text: an incident's folder, a crash folder, of which the newest one is taken, or one in `folder`: ``latest`` or
+            its id.
+        folder: a crash folder; by default the one of servers that were given none.
+
+    Raises:
+        NothingToDoError: there is none.
+        CrashkitError: its ``incident.json`` cannot be read, or the folder cannot.
+    """
+    is_name = not Path(text).exists() and "/" not in text
+    place = (folder or settings.fallback_folder()) if is_name else Path(text)
+    wanted = "" if not is_name or text == "latest" else text
+    try:
+        found = [one for one in find_incidents(place) if one.finished and one.name.endswith(wanted)]
+    except OSError as error:
+        raise CrashkitError(f"{place} cannot be read: {error}", next_step="read it as the server's user") from error
+    if not found:
+        named = f"incident {wanted}" if wanted else "finished incident"
+        raise NothingToDoError(f"no {named} below {place}", next_step=f"sglang-crashkit incidents {place}")
+    if found[0].document is None:
+        raise CrashkitError(f"{found[0].path}: {found[0].problem}")
+    return found[0]
+
+
 def _read(path: Path) -> StoredIncident:
     finished = not path.absolute().name.startswith(PARTIAL)
     try:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from sglang_crashkit.model.checked_json import entries, number, text, whole
+
 #: How far a step has come, in this order.
 PHASES = ("received", "scheduled", "forward_begun", "forward_done", "processed")
 
@@ -75,3 +77,35 @@ class Step:
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object: a line of ``ranks/<rank>.steps.jsonl``."""
         return asdict(self) | {"decisions": dict(self.decisions)}
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> Step:
+        """Return the step that `to_json` told of.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            document = dict(document)
+            counts = {name: document.get(name) for name in _COUNTS}
+            return Step(
+                number=whole(document["number"]),
+                began=number(document["began"]),
+                ended=None if document["ended"] is None else number(document["ended"]),
+                phase=text(document["phase"]),
+                mode=text(document["mode"]),
+                requests=tuple(
+                    StepRequest(text(one["rid"]), *(whole(one[name]) for name in ("id_hash", "tokens", "length")))
+                    for one in entries(document["requests"])
+                ),
+                size=whole(document["size"]),
+                tokens=whole(document["tokens"]),
+                **{name: None if count is None else whole(count) for name, count in counts.items()},
+                decisions={text(name): whole(count) for name, count in dict(document["decisions"]).items()},
+                agreed_hash=whole(document["agreed_hash"]),
+            )
+        except (LookupError, TypeError) as error:
+            raise ValueError(f"no step: {error}") from error
+
+
+_COUNTS = ("running", "waiting", "retracted", "kv_free", "kv_size", "received")
