@@ -205,8 +205,12 @@ def _differ(
     there: Sequence[tuple[RankSteps, Step]], names: _Names, moment: Moment | None, *, is_oldest: bool, compared: int
 ) -> Divergence | None:
     """Return in what the ranks differ in the step of one number; None where they do not."""
+    hashes = {step.agreed_hash for _one, step in there}
+    with_hash = 0 not in hashes
+    if with_hash and len(hashes) == 1:
+        # It is of all that is compared below.
+        return None
     room = min(len(step.requests) for _one, step in there)
-    with_hash = all(step.agreed_hash for _one, step in there)
     ways: dict[Hashable, list[tuple[RankSteps, Step]]] = {}
     for one, step in there:
         requests = tuple((request.id_hash, request.tokens, request.length) for request in step.requests[:room])
