@@ -39,6 +39,7 @@ EVENTS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "members": {"started": (list,)},
     "beat": {"modes": (dict,)},
     "journal": {},
+    "steps": {"modes": (dict,)},
     "pair": {"role": (str,), "lead": (bool,)},
     "exception": {"message": (str,), "record": (str,)},
     "watchdog_timeout": {"name": (str,), "silent_secs": _NUMBER, "soft": (bool,)},

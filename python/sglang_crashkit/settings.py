@@ -152,6 +152,7 @@ class Settings:
         journal: ``SGLANG_CRASHKIT_JOURNAL``; no request is noted before a crash when false.
         journal_mb: ``SGLANG_CRASHKIT_JOURNAL_MB``; how much memory the journal of one process may take, in mebibytes,
             1 to 1024.
+        steps: ``SGLANG_CRASHKIT_STEPS``; the schedulers keep no record of their last steps when false.
         full_per_fault: ``SGLANG_CRASHKIT_FULL_PER_FAULT``; how many incidents of the same fault a day are kept with all
             stacks; 0 for all.
         disk: what incidents may take of the disk.
@@ -176,6 +177,7 @@ class Settings:
     native: bool | None = None
     journal: bool = True
     journal_mb: float = 32.0
+    steps: bool = True
     full_per_fault: int = 3
     disk: DiskLimits = field(default_factory=DiskLimits)
     exit_secs: float = 60.0
@@ -200,6 +202,7 @@ class Settings:
             startup_timeout_secs=read_seconds(environ, "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", 0.0),
             journal=read_bool(environ, "SGLANG_CRASHKIT_JOURNAL", True),
             journal_mb=read_megabytes(environ, "SGLANG_CRASHKIT_JOURNAL_MB", 32.0),
+            steps=read_bool(environ, "SGLANG_CRASHKIT_STEPS", True),
             peer_watch=read_bool(environ, "SGLANG_CRASHKIT_PEER_WATCH", True),
             end_secs=read_seconds(environ, "SGLANG_CRASHKIT_END_SECS", 15.0),
             hang_secs=read_seconds(environ, "SGLANG_CRASHKIT_HANG_SECS", 60.0),

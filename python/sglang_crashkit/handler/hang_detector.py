@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sglang_crashkit.analysis.verdict import BUSY_TOO_LONG
+from sglang_crashkit.handler.collectors.steps import modes_of
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import Session
@@ -56,7 +57,6 @@ _LOOK_FOR_COMPILERS = 0.5
 _AT_END_SECS = 5.0
 #: Where no incident could be begun, it is tried again after this time, in seconds.
 _RETRY_SECS = 10.0
-_MAX_MODES = 64
 #: Whoever is silent for this share of the time that one was, hangs with it.
 _TOGETHER = 0.5
 
@@ -113,7 +113,7 @@ class HangDetector:
             if process.role != "scheduler":
                 return
         try:
-            reader = BeatReader(os.getpid(), descriptor, _modes_of(modes))
+            reader = BeatReader(os.getpid(), descriptor, modes_of(modes))
         except (OSError, NotABeatError) as error:
             self._unfollowed.add(process.pid)
             logger.warning(
@@ -294,13 +294,6 @@ class HangDetector:
         # Only now: for it exits are taken in, and one of them is an incident of its own, which refers to this one.
         self._session.capture()
         logger.info("%d scheduler(s) made no progress for %.1f s", len(silent), longest)
-
-
-def _modes_of(value: object) -> dict[int, str]:
-    """Return the forward modes that a scheduler told of, without what is none."""
-    modes = value if isinstance(value, dict) else {}
-    short = {key: str(name)[:40] for key, name in list(modes.items())[:_MAX_MODES]}
-    return {int(key): name for key, name in short.items() if isinstance(key, str) and key.isascii() and key.isdecimal()}
 
 
 def _by_last_sign(heartbeat: Heartbeat) -> tuple[float, int]:

@@ -40,6 +40,7 @@ from sglang_crashkit.model.incident import (
     iso_time,
 )
 from sglang_crashkit.model.peers import LostPeer
+from sglang_crashkit.model.step import Step
 from sglang_crashkit.policy import Capture
 from sglang_crashkit.settings import Settings
 
@@ -71,6 +72,7 @@ class IncidentRun:
     Attributes:
         incident: the document.
         folder: where it is written.
+        steps: the last steps of the schedulers, by pid, in order of their numbers.
         opened: since when it is gathered, by the monotonic clock.
         captured: what the living processes did was captured.
         finished: it is complete; what is added still is written anew.
@@ -93,6 +95,7 @@ class IncidentRun:
         self._tree = tree
         self._runtime = runtime
         self._settings = settings
+        self.steps: dict[int, Sequence[Step]] = {}
         self._failures: list[FailureEvent] = []
         self._afterwords: list[str] = []
         self._raised: set[int] = set()
@@ -404,6 +407,10 @@ class IncidentRun:
         add_journal(self.incident.requests, told)
         self.note(time.time(), "journal_read", unfinished=told.unfinished, finished=told.finished, reason=told.reason)
         self._checkpoint()
+
+    def add_steps(self, process: TrackedProcess, steps: Sequence[Step]) -> None:
+        """Take in the last steps of a scheduler, by number."""
+        self.steps[process.pid] = steps
 
     def set_collectives(self, told: Collectives) -> None:
         """Take in what the flight recorders told."""

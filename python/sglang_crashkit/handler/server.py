@@ -169,6 +169,8 @@ class CrashHandler:
             self._hangs.follow(sender, message.descriptor, fields.get("modes"))
         elif event == "journal":
             self.session.journals.follow(sender, message.descriptor)
+        elif event == "steps":
+            self.session.steps.follow(sender, message.descriptor, fields.get("modes"))
         elif event == "pair":
             self._prober.take_rank(sender.pid, message.descriptor, fields)
         elif event == "peer_lost":

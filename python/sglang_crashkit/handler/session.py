@@ -13,6 +13,7 @@ from typing import Protocol
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.gpu import GpuEvidence
 from sglang_crashkit.handler.collectors.requests import RequestJournals
+from sglang_crashkit.handler.collectors.steps import StepRecords
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, learn_ranks
@@ -140,6 +141,7 @@ class Session:
         hang: the incident of a hang that is not over; other incidents meanwhile say so.
         silences: what follows the schedulers' heartbeats; None where nothing does.
         journals: what the server's processes noted of their requests.
+        steps: what its schedulers noted of their last steps.
         gpus: what `run` asks of the GPUs.
     """
 
@@ -151,6 +153,7 @@ class Session:
         self.hang: IncidentRun | None = None
         self.silences: Silences | None = None
         self.journals = RequestJournals()
+        self.steps = StepRecords()
         self.gpus = GpuEvidence(tree, place, settings)
         self._tree = tree
         self._mailbox = mailbox
@@ -214,6 +217,7 @@ class Session:
                 self.silences.begin_at_end()
             case Do.CLOSE_JOURNALS:
                 self.journals.close()
+                self.steps.close()
             case _:
                 if message is not None:
                     self._answer_by(action, message)
@@ -431,6 +435,7 @@ class Session:
             with contextlib.suppress(OSError):
                 run.save()
         self.journals.close()
+        self.steps.close()
 
     def hear_farewell(self, message: Message) -> None:
         """Take in that the main process is about to end in good order, and with it maybe this process.
@@ -554,6 +559,7 @@ class Session:
             return
         self.gpus.give_up_flight_recorders("the incident was finished before")
         run.add_last_signs(self.silences.last_signs() if self.silences is not None else {})
+        self.steps.add_to(run, self._tree)
         if not run.problem:
             self.journals.add_to(run)
         try:

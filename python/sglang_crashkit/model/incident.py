@@ -15,6 +15,8 @@ from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.model.sample import Sample
 
 SCHEMA_VERSION = 1
+#: So many requests of a step are named in ``incident.json``.
+MOST_RIDS = 64
 
 EvidenceKind = Literal[
     "exit",
@@ -27,6 +29,7 @@ EvidenceKind = Literal[
     "gpu_kernels",
     "gpu_stack",
     "flight_recorder",
+    "steps",
 ]
 EvidenceStatus = Literal["captured", "failed", "skipped"]
 Level = Literal["established", "supported", "unknown"]
@@ -100,6 +103,40 @@ class LastSign:
 
 
 @dataclass
+class InStep:
+    """The step that a scheduler was in when it died, or was looked at.
+
+    Attributes:
+        number: the step's, of `step.Step`, as are `mode` and `phase`.
+        mode: forward mode of the batch; empty where it was not scheduled yet.
+        phase: how far it had come.
+        seconds: how long it had run, in seconds.
+        size: how many requests are in it.
+        rids: their ids, the first `MOST_RIDS` of them.
+    """
+
+    number: int
+    mode: str
+    phase: str
+    seconds: float
+    size: int
+    rids: list[str]
+
+
+@dataclass
+class LastSteps:
+    """What a scheduler did last, in short; all of it stands in ``ranks/<rank>.steps.jsonl``.
+
+    Attributes:
+        last: the last few of its steps, as `step.Step.to_json` has them, with the first few of their requests.
+        in_step: the step that it was in; None where it was in none.
+    """
+
+    last: list[dict[str, Any]]
+    in_step: InStep | None
+
+
+@dataclass
 class ProcessReport:
     """One process of the server.
 
@@ -115,6 +152,7 @@ class ProcessReport:
         samples: where several were taken, each, the first one too; ``looks`` in the JSON.
         evidence: every expected piece.
         last_sign: what the heartbeat of a scheduler that died or hangs said last; None where nobody followed it.
+        steps: what a scheduler's record of its steps says; None where there is none.
     """
 
     pid: int
@@ -128,6 +166,7 @@ class ProcessReport:
     samples: list[Sample] = field(default_factory=list)
     evidence: list[Evidence] = field(default_factory=list)
     last_sign: LastSign | None = None
+    steps: LastSteps | None = None
 
 
 @dataclass

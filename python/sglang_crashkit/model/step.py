@@ -43,8 +43,11 @@ class Step:
         ended: when its results were processed, in seconds of the monotonic clock; None where they were not.
         phase: how far it came; one of `PHASES`.
         mode: forward mode, such as ``extend`` or ``decode``; empty before it is scheduled.
-        requests: those of the batch, as far as there was room for them, in the batch's order.
-        size: how many requests the batch holds.
+        forward: forward mode of the model's pass that began last in it, such as ``target_verify``; empty where none did
+            or it is not known.
+        requests: those of the batch, as far as there was room for them, in the batch's order; before it is scheduled,
+            those that were received for it.
+        size: how many of them there are.
         tokens: how many tokens the step computes.
         running: how many requests run.
         waiting: how many requests wait.
@@ -54,7 +57,7 @@ class Step:
         received: how many requests and controls were received since the step before.
         decisions: what must agree across ranks and was decided since the step before, by its name, such as
             ``retract``, ``abort``, ``prefetch``: a number that is the same on each rank that decided the same.
-        agreed_hash: rolling hash of all that must agree, of this step and of all before it.
+        agreed_hash: rolling hash of all that must agree, of this step and of all before it; 0 before it is scheduled.
     """
 
     number: int
@@ -73,6 +76,7 @@ class Step:
     received: int | None = None
     decisions: Mapping[str, int] = field(default_factory=dict)
     agreed_hash: int = 0
+    forward: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object: a line of ``ranks/<rank>.steps.jsonl``."""

@@ -1,0 +1,466 @@
+"""The last steps of a scheduler: memory that the scheduler writes to and its crash handler reads.
+
+The memory is a memfd that is sealed as a heartbeat's is (see `memory.heartbeat`), and all of it is there from the
+beginning, so that no store ever ends in SIGBUS::
+
+    header     one page: magic number; what the scheduler is about, in words of 64 bits
+    steps      `STEPS` slots of 160 bytes; the step of number n lies in slot n modulo `STEPS`
+    ids        4096 slots of 64 bytes: 8 bytes of a hash of a request's id, its length, the id; a long one takes several
+    data       1 MB, the newest overwrites the oldest: for each step's requests hashes of ids, and lengths
+
+A step says where in the data its requests lie. What is the same as in the step before is not written again: the
+requests, and lengths that all grew by one, as they do in a decode.
+
+There is no lock, and a writer may be killed anywhere. So nothing is believed that does not prove itself: a step and a
+piece of the data have a checksum in the step's slot, an id is the one that its hash is of. What changes as a step goes
+on, how far it came and when it ended, is stored by single instructions, with the step's number.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import sys
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+from sglang_crashkit.model.step import PHASES, Step, StepRequest
+
+NAME = "sglang-crashkit-steps"
+STEPS = 1000
+RECEIVED, SCHEDULED, FORWARD_BEGUN, FORWARD_DONE, PROCESSED = range(len(PHASES))
+#: What is decided on the way to a step, by its place in the record.
+DECISIONS = ("abort", "retract", "grammar", "prefetch", "write_back", "load_back")
+#: More requests of one step than these are counted, and not recorded.
+MAX_REQUESTS = 4096
+ABSENT = -1
+
+_VERSION = 1
+_MAGIC = (0x5347_4B53_5450_0000 | _VERSION).to_bytes(8, sys.byteorder)
+_PAGE = 4096
+_SLOT, _ID_SLOT = 160, 64
+_ID_SLOTS, _DATA_BYTES = 4096, 1_000_000
+_IDS = _PAGE + STEPS * _SLOT
+_DATA = _IDS + _ID_SLOTS * _ID_SLOT
+SIZE = _DATA + _DATA_BYTES
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+#: Words of the header: when the last round of the event loop began; the step that it is to become, 0 for none; the step
+#: that the scheduler is at, 0 for none; whether it has nothing to do.
+_ROUND, _OPEN, _AT, _IDLE = 8, 9, 10, 11
+#: Of a slot: number, forward mode and phase in one word; when it ended; what does not change behind its checksum.
+_ENDED, _FIXED = 8, 16
+_BODY = struct.Struct("<Qd8s8I4iqqHBB6Q")
+_TOLD = struct.Struct("<QHIB6Q")
+_CHECKSUM = struct.Struct("<I")
+_LONGEST_ID = 1024
+#: An id that lies so many slots behind is written again with the next list, so that it is there as long as its request.
+_FRESH_IDS, _FRESH_DATA = _ID_SLOTS // 2, _DATA_BYTES // 2
+_MAX_KNOWN = 4 * MAX_REQUESTS
+
+
+class NotStepsError(Exception):
+    """What was opened is no record of steps of this layout, or may be cut off while it is read."""
+
+
+def hash_of(rid: str) -> bytes:
+    """Return 8 bytes that are the same for an id on all ranks."""
+    return blake2b(rid.encode(errors="surrogatepass"), digest_size=8).digest()
+
+
+class Facts(NamedTuple):
+    """What a scheduler says of itself as it begins a batch; `ABSENT` for what its release does not have.
+
+    Attributes:
+        running: how many requests run.
+        waiting: how many requests wait.
+        retracted: how many were retracted since the batch before.
+        received: how many requests and controls were received since the batch before.
+        kv_free: how many tokens the KV pool has room for.
+        kv_size: how many tokens the KV pool holds at most.
+    """
+
+    running: int = ABSENT
+    waiting: int = ABSENT
+    retracted: int = ABSENT
+    received: int = ABSENT
+    kv_free: int = ABSENT
+    kv_size: int = ABSENT
+
+
+class StepWriter:
+    """The scheduler's end; for one thread.
+
+    Attributes:
+        fd: the descriptor to be passed on to a reader.
+
+    Raises:
+        OSError: the kernel gives no memory or no descriptor.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(self.fd, 0o600)
+            # Memory that is not there is missed now, and not in the middle of a step.
+            os.posix_fallocate(self.fd, 0, SIZE)
+            os.pwrite(self.fd, _MAGIC, 0)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._map = mmap.mmap(self.fd, SIZE)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self._whole = memoryview(self._map)
+        self._words = self._whole[: SIZE // 8 * 8].cast("Q")
+        self._times = self._whole[: SIZE // 8 * 8].cast("d")
+        self._agreed = bytes(8)
+        #: Hash and slot of each id that was written, by the id.
+        self._known: dict[str, tuple[bytes, int]] = {}
+        self._id_head = self._oldest_id = 0
+        self._data_head = self._data_wrapped = 0
+        self._rids: Sequence[str] = ()
+        self._ids = b""
+        self._ids_at = self._lengths_at = (0, 0, 0)
+        self._lengths = self._grown = 0
+        self._ones = (0, 0)
+
+    def close(self) -> None:
+        """Give the memory back, unless somebody else holds it."""
+        for view in (self._words, self._times, self._whole):
+            view.release()
+        self._map.close()
+        os.close(self.fd)
+
+    def begin_round(self, number: int, now: float) -> None:
+        """Note that a round of the event loop begins.
+
+        Args:
+            number: the step that it is to become; 0 where there is nothing to do.
+            now: in seconds of the monotonic clock.
+        """
+        words = self._words
+        self._times[_ROUND] = now
+        words[_OPEN] = number
+        words[_AT] = 0
+        words[_IDLE] = not number
+
+    def receive(self, number: int, began: float, rids: Sequence[str], lengths: Sequence[int], received: int) -> None:
+        """Note the requests that were received for a step to come; those that were noted for it before are forgotten.
+
+        Args:
+            number: the step's.
+            began: when, in seconds of the monotonic clock.
+            rids: the requests' ids.
+            lengths: of their inputs, in tokens.
+            received: how many requests and controls there were in all.
+        """
+        self._record(number, began, 0, rids, lengths, None, len(rids), 0, Facts(received=received), {}, b"")
+        self._words[self._word_of(number)] = number << 16 | RECEIVED
+
+    def schedule(
+        self,
+        number: int,
+        began: float,
+        mode: int,
+        rids: Sequence[str],
+        lengths: Sequence[int],
+        tokens: Sequence[int] | None,
+        total: int,
+        facts: Facts,
+        decisions: Mapping[str, int],
+        agreed: bytes,
+    ) -> None:
+        """Note that a batch was scheduled.
+
+        Args:
+            number: the step's.
+            began: when the round began, in seconds of the monotonic clock.
+            mode: forward mode, a number that the release gives it, 0 to 255.
+            rids: the requests' ids.
+            lengths: how many tokens each has.
+            tokens: how many of them the step computes; None for one each.
+            total: how many tokens the step computes in all.
+            facts: what else is known.
+            decisions: see `DECISIONS`; others are left out.
+            agreed: what else must be the same on all ranks, and is part of the step's hash.
+        """
+        self._record(number, began, mode, rids, lengths, tokens, total, 1, facts, decisions, agreed)
+        words = self._words
+        words[self._word_of(number)] = number << 16 | SCHEDULED
+        words[_AT] = number
+        words[_IDLE] = words[_OPEN] = 0
+
+    def mark(self, number: int, phase: int, mode: int = 0) -> None:
+        """Note how far a step has come.
+
+        Args:
+            number: the step's; one that was overwritten is left alone.
+            phase: index in `PHASES`.
+            mode: forward mode of the model's pass that begins, 0 where it is none.
+        """
+        place = self._word_of(number)
+        word = self._words[place]
+        if word >> 16 == number:
+            self._words[place] = number << 16 | (mode << 8 if mode else word & 0xFF00) | phase
+
+    def turn_to(self, number: int) -> None:
+        """Note which step the scheduler is at now, 0 for none."""
+        self._words[_AT] = number
+
+    def end(self, number: int, now: float) -> None:
+        """Note that a step's results were processed, at `now` in seconds of the monotonic clock."""
+        self._times[self._word_of(number) + _ENDED // 8] = now
+        self.mark(number, PROCESSED)
+
+    @staticmethod
+    def _word_of(number: int) -> int:
+        return (_PAGE + number % STEPS * _SLOT) // 8
+
+    def _record(
+        self,
+        number: int,
+        began: float,
+        mode: int,
+        rids: Sequence[str],
+        lengths: Sequence[int],
+        tokens: Sequence[int] | None,
+        total: int,
+        is_batch: int,
+        facts: Facts,
+        decisions: Mapping[str, int],
+        agreed: bytes,
+    ) -> None:
+        size = len(rids)
+        if size > MAX_REQUESTS:
+            rids, lengths = rids[:MAX_REQUESTS], lengths[:MAX_REQUESTS]
+            tokens = None if tokens is None else tokens[:MAX_REQUESTS]
+        if rids != self._rids or self._id_head - self._oldest_id > _FRESH_IDS:
+            self._list_ids(rids)
+        elif self._is_stale(self._ids_at):
+            self._ids_at = self._append(self._ids)
+        raw = array("I", lengths).tobytes()
+        if tokens is not None:
+            raw += array("I", tokens).tobytes()
+        self._set_lengths(raw, len(rids))
+        mask, values = 0, [0] * len(DECISIONS)
+        if decisions:
+            for place, name in enumerate(DECISIONS):
+                value = decisions.get(name)
+                if value is not None:
+                    mask |= 1 << place
+                    values[place] = value & 0xFFFF_FFFF_FFFF_FFFF
+        if is_batch:
+            told = _TOLD.pack(number, mode, size, mask, *values)
+            self._agreed = blake2b(b"".join((self._agreed, told, agreed, self._ids, raw)), digest_size=8).digest()
+        body = _BODY.pack(
+            *(number, began, self._agreed if is_batch else bytes(8)),
+            *(*self._ids_at[:2], *self._lengths_at[:2], self._grown),
+            *(len(rids), size, total),
+            *facts,
+            *(mode, mask, tokens is not None),
+            *values,
+        )
+        start = _PAGE + number % STEPS * _SLOT
+        self._words[start // 8] = 0
+        self._map[start + _FIXED : start + _FIXED + _CHECKSUM.size + _BODY.size] = (
+            _CHECKSUM.pack(zlib.crc32(body)) + body
+        )
+
+    def _set_lengths(self, raw: bytes, count: int) -> None:
+        """Write the lengths, unless each of them is one more than the last time."""
+        # As one number, in which the carry of a length never reaches the next.
+        lengths = int.from_bytes(raw, "little")
+        if self._ones[0] != count:
+            self._ones = count, int.from_bytes(b"\1\0\0\0" * count, "little")
+        if lengths - self._lengths == self._ones[1] and count and not self._is_stale(self._lengths_at):
+            self._grown += 1
+        else:
+            self._lengths_at, self._grown = self._append(raw), 0
+        self._lengths = lengths if len(raw) == 4 * count else 0
+
+    def _list_ids(self, rids: Sequence[str]) -> None:
+        known = self._known
+        if len(known) > _MAX_KNOWN:
+            known = self._known = {rid: known[rid] for rid in rids if rid in known}
+        fresh = self._id_head - _FRESH_IDS // 2
+        found = []
+        for rid in rids:
+            entry = known.get(rid)
+            if entry is None or entry[1] < fresh:
+                entry = known[rid] = self._put_id(rid, entry[0] if entry else hash_of(rid))
+            found.append(entry)
+        self._rids = rids
+        self._ids = b"".join([entry[0] for entry in found])
+        self._oldest_id = min([entry[1] for entry in found], default=self._id_head)
+        self._ids_at = self._append(self._ids)
+        self._lengths = 0
+
+    def _put_id(self, rid: str, digest: bytes) -> tuple[bytes, int]:
+        text = rid.encode(errors="surrogatepass")[:_LONGEST_ID]
+        record = digest + len(text).to_bytes(2, "little") + text
+        slots = -(-len(record) // _ID_SLOT)
+        place = self._id_head % _ID_SLOTS
+        if place + slots > _ID_SLOTS:
+            self._id_head, place = self._id_head + _ID_SLOTS - place, 0
+        start, self._id_head = _IDS + place * _ID_SLOT, self._id_head + slots
+        self._map[start : start + len(record)] = record
+        return digest, self._id_head - slots
+
+    def _append(self, data: bytes) -> tuple[int, int, int]:
+        """Write to the data; return where it lies, its checksum, and its place counted on over the end."""
+        if self._data_head + len(data) > _DATA_BYTES:
+            self._data_wrapped, self._data_head = self._data_wrapped + _DATA_BYTES, 0
+        start, self._data_head = self._data_head, self._data_head + len(data)
+        self._map[_DATA + start : _DATA + start + len(data)] = data
+        return start, zlib.crc32(data), self._data_wrapped + start
+
+    def _is_stale(self, place: tuple[int, int, int]) -> bool:
+        return self._data_wrapped + self._data_head - place[2] > _FRESH_DATA
+
+
+@dataclass(frozen=True)
+class LastSteps:
+    """What a scheduler's record of steps says.
+
+    Attributes:
+        steps: those that are whole, by number; the newest `STEPS` at most.
+        current: the step that the scheduler is in: the one it is at, else the newest that is not done; None where it
+            has nothing to do.
+        round_at: when it last began a round of its event loop, in seconds of the monotonic clock.
+    """
+
+    steps: tuple[Step, ...]
+    current: Step | None
+    round_at: float
+
+
+class StepReader:
+    """The crash handler's end.
+
+    Args:
+        descriptor: of the record; it stays open, and must as long as this is used.
+        modes: names of the forward modes by their number.
+
+    Raises:
+        NotStepsError: there is something else, or a record of another layout.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, descriptor: int, modes: Mapping[int, str] | None = None) -> None:
+        try:
+            is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        except OSError as error:
+            raise NotStepsError("it is no memory that can be sealed") from error
+        if not is_sealed or os.fstat(descriptor).st_size != SIZE or os.pread(descriptor, 8, 0) != _MAGIC:
+            raise NotStepsError("it is no record of steps, or of another layout")
+        self._fd = descriptor
+        self._modes = modes or {}
+
+    def read(self) -> LastSteps:
+        """Return what the record says now; whatever it holds, it says something.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        data = os.pread(self._fd, SIZE, 0)
+        round_at = float(struct.unpack_from("d", data, 8 * _ROUND)[0])
+        opened, at, idle = struct.unpack_from("3Q", data, 8 * _OPEN)
+        requests = _Requests(data)
+        found = (self._step_at(data, place, requests) for place in range(STEPS))
+        steps = {step.number: step for step in found if step is not None}
+        newest = max(steps, default=0)
+        if opened and (not steps or newest < opened < newest + STEPS):
+            newest = opened
+            steps[opened] = Step(opened, round_at, None, PHASES[RECEIVED], "", (), 0, 0)
+        kept = tuple(steps[number] for number in sorted(steps) if number > newest - STEPS)
+        current = steps.get(at)
+        if current is None or current.phase == PHASES[PROCESSED]:
+            # A step that was scheduled and is under way says more than the one that nothing is known of yet.
+            unfinished = [step for step in kept if step.phase != PHASES[PROCESSED]]
+            scheduled = [step for step in unfinished if step.phase != PHASES[RECEIVED]]
+            current = (scheduled or unfinished)[-1] if unfinished and not idle else None
+        return LastSteps(kept, current, round_at)
+
+    def _step_at(self, data: bytes, place: int, found: _Requests) -> Step | None:
+        start = _PAGE + place * _SLOT
+        (checksum,) = _CHECKSUM.unpack_from(data, start + _FIXED)
+        body = data[start + _FIXED + _CHECKSUM.size : start + _FIXED + _CHECKSUM.size + _BODY.size]
+        if zlib.crc32(body) != checksum:
+            return None
+        number, began, agreed, *rest = _BODY.unpack(body)
+        ids_at, ids_sum, lengths_at, lengths_sum, grown, count, size, total, *rest = rest
+        *facts, mode, mask, has_tokens = rest[:9]
+        if number % STEPS != place or number == 0:
+            return None
+        word, ended = struct.unpack_from("Qd", data, start)
+        # A writer that was killed between the two had scheduled it.
+        phase = word & 0xFF if word >> 16 == number else SCHEDULED if mode else RECEIVED
+        known = Facts(*facts)
+        return Step(
+            number=number,
+            began=began,
+            ended=ended if phase == PROCESSED else None,
+            phase=PHASES[min(phase, PROCESSED)],
+            mode=self._modes.get(mode, str(mode)) if mode else "",
+            forward=self._modes.get(word >> 8 & 0xFF, "") if word >> 16 == number else "",
+            requests=tuple(
+                found.of(count, (ids_at, ids_sum), (lengths_at, lengths_sum), grown, has_tokens=bool(has_tokens))
+            ),
+            size=size,
+            tokens=total,
+            decisions={name: rest[9 + place] for place, name in enumerate(DECISIONS) if mask & 1 << place},
+            agreed_hash=int.from_bytes(agreed, "little"),
+            **{name: None if value == ABSENT else value for name, value in known._asdict().items()},
+        )
+
+
+class _Requests:
+    """The requests of the steps, as far as they are there."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._rids = dict(self._all_rids())
+        #: A list that many steps share is one in memory, too.
+        self._texts: dict[tuple[int, int], list[tuple[int, str]]] = {}
+
+    def of(
+        self, count: int, ids: tuple[int, int], lengths: tuple[int, int], grown: int, *, has_tokens: bool
+    ) -> Iterator[StepRequest]:
+        """Yield the requests of a step, none where they were overwritten.
+
+        Args:
+            count: how many there are.
+            ids: where the hashes of the ids lie in the data, with their checksum.
+            lengths: where the lengths lie, with their checksum.
+            grown: what is to be added to each length.
+            has_tokens: behind the lengths it says how many tokens the step computes for each request.
+        """
+        texts = self._texts.get(ids)
+        if texts is None:
+            raw = self._take(8 * count, *ids)
+            digests = [raw[at : at + 8] for at in range(0, len(raw), 8)]
+            texts = [(int.from_bytes(digest, "little"), self._rids.get(digest, "")) for digest in digests]
+            self._texts[ids] = texts
+        numbers = array("I", self._take(4 * count * (1 + has_tokens), *lengths))
+        if numbers and texts:
+            for place, (id_hash, rid) in enumerate(texts):
+                tokens = numbers[count + place] if has_tokens else 1
+                yield StepRequest(rid or f"#{id_hash:016x}", id_hash, tokens, numbers[place] + grown)
+
+    def _take(self, size: int, start: int, checksum: int) -> bytes:
+        found = self._data[_DATA + start : _DATA + start + size]
+        return found if len(found) == size and zlib.crc32(found) == checksum else b""
+
+    def _all_rids(self) -> Iterator[tuple[bytes, str]]:
+        data = self._data
+        for start in range(_IDS, _DATA, _ID_SLOT):
+            length = int.from_bytes(data[start + 8 : start + 10], "little")
+            text = data[start + 10 : start + 10 + length]
+            digest = data[start : start + 8]
+            if length <= _LONGEST_ID and any(digest) and blake2b(text, digest_size=8).digest() == digest:
+                yield digest, text.decode(errors="backslashreplace")
