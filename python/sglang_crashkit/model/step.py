@@ -7,7 +7,7 @@ number is the same on each of them; see `analysis.divergence`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_crashkit.model.checked_json import entries, number, text, whole
@@ -80,7 +80,9 @@ class Step:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object: a line of ``ranks/<rank>.steps.jsonl``."""
-        return asdict(self) | {"decisions": dict(self.decisions)}
+        # A thousand steps of hundreds of requests are too many for `asdict`.
+        requests = tuple(vars(request) for request in self.requests)
+        return vars(self) | {"requests": requests, "decisions": dict(self.decisions)}
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> Step:
@@ -107,6 +109,7 @@ class Step:
                 **{name: None if count is None else whole(count) for name, count in counts.items()},
                 decisions={text(name): whole(count) for name, count in dict(document["decisions"]).items()},
                 agreed_hash=whole(document["agreed_hash"]),
+                forward=text(document.get("forward", "")),
             )
         except (LookupError, TypeError) as error:
             raise ValueError(f"no step: {error}") from error
