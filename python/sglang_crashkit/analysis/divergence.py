@@ -344,6 +344,9 @@ def _behind(
         f" went on and ran {step_in_words(step)} in step {number:,}{when}; up to then they did the same."
     )
     pids = tuple(one.pid for one, _step in slow)
+    had = [(one, step) for one, _end in slow for step in one.steps if step.number == number and step.requests]
+    if had:
+        text += f" {names.of(one for one, _step in had)} had received {_some(had[0][1].requests)} for it."
     return Divergence(
         "ended_earlier",
         "supported",

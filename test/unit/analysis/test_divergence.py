@@ -158,6 +158,10 @@ def test_one_that_stopped_where_others_went_on_has_ended_earlier() -> None:
     assert (found.kind, found.step, found.ranks, found.request) == ("ended_earlier", LAST, "TP1", "ab12")
     assert not found.diverged
     assert judge(*ranks).kind == "ended_earlier"
+    # What it had received says that it decided otherwise, or hung on the way.
+    received = step(LAST, "", AB12, ended=None, phase="received")
+    found = judge(ranks[0], (TP1, [*steps(LAST - 1), received]))
+    assert found.statement.endswith(" up to then they did the same. TP1 had received request ab12 for it.")
 
 
 @pytest.mark.parametrize(
