@@ -44,7 +44,7 @@ ALLOWED = {
     "srt": {"capture", "errors", "incident", "kernel", "memory", "model", "policy", "protocol", "redact", "settings"},
     "test": {"capture", "errors", "incident", "kernel", "model", "protocol", "settings"},
     "installer": {"errors"},
-    "collect": {"analysis", "capture", "errors", "kernel", "model", "settings"},
+    "collect": {"analysis", "capture", "errors", "kernel", "memory", "model", "settings"},
     "watch": {"analysis", "capture", "collect", "errors", "incident", "kernel", "model"},
     "replay": {"errors", "incident", "kernel", "watch"},
     "cli": {

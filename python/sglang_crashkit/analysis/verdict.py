@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
+from sglang_crashkit.analysis.divergence import DIVERGED
 from sglang_crashkit.analysis.groups import find_outlier, judge_group
 from sglang_crashkit.analysis.member import (
     Member,
@@ -131,7 +132,8 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
         other = incident.process(event.pid)
         if other is not None:
             basis.append(_consequence(event, other))
-    basis += [*_doings(incident, without=first.pid), *_collectives(incident), *_on_gpus(incident)]
+    basis += [*_doings(incident, without=first.pid), *_divergence(incident), *_collectives(incident)]
+    basis += _on_gpus(incident)
     basis += lost
     if len(ordered) > 1 and level == "established" and not _clearly_first(ordered):
         level = "supported"
@@ -152,7 +154,8 @@ def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Seque
     pids = {pid for group in groups_of(ranks) if not set(hung).isdisjoint(group) for pid in group}
     peers = [process for process in incident.processes if process.pid in pids or process.pid in hung]
     peers.sort(key=lambda process: (hung.index(process.pid) if process.pid in hung else -1, process.pid))
-    silences, collectives = _silences(incident, ordered), _collectives(incident)
+    silences = _silences(incident, ordered)
+    collectives = [*_divergence(incident, of_hang=True), *_collectives(incident)]
     busy = find_busy(peers) if incident.trigger.event in _NOTICED else ""
     if busy and all(event.kind == "hang" for event in ordered):
         basis = [busy, *silences, *_doings(incident), *_on_gpus(incident), *lost]
@@ -169,8 +172,11 @@ def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Seque
         named, basis = hung[0], [*silences, *tell(incident.process(hung[0])), *collectives]
     else:
         text = f"{len(hung)} processes made no progress, and no single rank looks responsible."
-        basis = [text, *silences, *collectives, *_doings(incident), *_on_gpus(incident), *lost]
-        return Verdict("hang", None, "unknown", " ".join(basis), basis)
+        # That they diverged is the reason, though of two ranks nobody knows which one went astray.
+        diverged = bool(_divergence(incident))
+        basis = [*collectives, *silences] if diverged else [text, *silences, *collectives]
+        basis += [*_doings(incident), *_on_gpus(incident), *lost]
+        return Verdict("hang", None, "supported" if diverged else "unknown", " ".join(basis), basis)
     basis += [*_doings(incident, without=named), *_on_gpus(incident), *lost]
     process = incident.process(named)
     title = process.title if process else incident.trigger.title
@@ -228,6 +234,12 @@ def _telling(incident: Incident) -> list[dict[str, Any]]:
     """Return what the flight recorders show of collectives that go wrong."""
     findings = incident.collectives.findings if incident.collectives is not None else []
     return [one for one in findings if one["kind"] != "in_step" and one["level"] != "unknown"]
+
+
+def _divergence(incident: Incident, *, of_hang: bool = False) -> list[str]:
+    """Return where the ranks went different ways, in a sentence; of a hang also that they did not, or may have."""
+    found = incident.divergence
+    return [str(found["statement"])] if found and (of_hang or found["kind"] in DIVERGED) else []
 
 
 def _collectives(incident: Incident) -> list[str]:

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Protocol
@@ -23,6 +24,7 @@ COMMANDS = {
     "replay": "send the requests of an incident again, to a server that may break",
     "bisect": "find the smallest set of an incident's requests that brings its fault back",
     "quarantine": "list, add or remove the requests that are refused because they kill servers",
+    "steps": "print the last steps of the ranks in an incident side by side, and where they diverged",
     "core": "say which kernels a GPU core shows and what failed; of two cores of a process, which kernels are stuck",
     "collect": "take the stacks of the SGLang processes on this host, of a server that hangs",
     "watch": "watch a server from outside, patched or not, and take its stacks when it hangs or crashes",
@@ -88,13 +90,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     guard_reads(GuardedReader())
     try:
-        return int(load_command(args.command).run(args))
+        status = int(load_command(args.command).run(args))
+        sys.stdout.flush()
+        return status
     except CrashkitError as error:
         if getattr(args, "json", False):
             failure = {"error": error.message, "next": error.next_step}
             print(json.dumps(failure | {"exit_code": int(error.exit_code)}))
         print(f"sglang-crashkit {args.command}: {error}", file=sys.stderr)
         return int(error.exit_code)
+    except BrokenPipeError:
+        # Who read the output has enough, as `head`; nor is anything to be written when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.DONE)
     except KeyboardInterrupt:
         print(f"sglang-crashkit {args.command}: interrupted", file=sys.stderr)
         return int(ExitCode.INTERRUPTED)

@@ -8,6 +8,7 @@ soon as there is something for them, whole at every moment.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from sglang_crashkit.analysis.divergence import Divergence
 from sglang_crashkit.analysis.explain import explain
 from sglang_crashkit.analysis.sightings import Sightings
 from sglang_crashkit.capture.debugger import (
@@ -29,6 +31,7 @@ from sglang_crashkit.capture.debugger import (
 from sglang_crashkit.capture.ladder import capture_all
 from sglang_crashkit.capture.server_arguments import rendezvous_of, side_of
 from sglang_crashkit.collect import text as collected_text
+from sglang_crashkit.collect.steps import read_steps
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
@@ -99,6 +102,7 @@ class Collection:
         snapshot_files: names of their files in the output folder.
         tool: the debugger's name, empty where there is none.
         missing: which tool is missing and how to get it; empty where none is.
+        divergence: where the ranks of a patched server went different ways; None where that cannot be asked.
         spared: why the debugger was run on none of them; empty where it was on some, or was not to be.
 
     Raises:
@@ -114,6 +118,7 @@ class Collection:
         self._plan, self._tell = plan, tell
         self._pyspy_secs = 0.0
         self._debugger, self.missing = find_debugger() if plan.native else (None, "")
+        self.divergence: Divergence | None = None
         self.spared = ""
         self.tool = self._debugger.name if self._debugger else ""
         self._started = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
@@ -131,6 +136,15 @@ class Collection:
             due = time.monotonic() + self._plan.interval_secs
             self._tell(f"snapshot {number} of {self._plan.snapshots}")
             self._take_snapshot()
+        self._read_steps()
+
+    def _read_steps(self) -> None:
+        """Compare the steps of the ranks, and write them to files."""
+        ranks = {one.process.pid: one for one in self.collected if one.process.role == "scheduler"}
+        steps = read_steps({pid: one.process.start_ticks for pid, one in ranks.items()})
+        for pid, its in steps.by_pid.items():
+            self._write(ranks[pid], "steps", "".join(json.dumps(step.to_json()) + "\n" for step in its), "jsonl")
+        self.divergence = steps.divergence(self.rounds[-1].processes)
 
     def debug(self, within_secs: float | None = None) -> None:
         """Run the debugger, if that is planned, once there are snapshots; of it the same holds.
@@ -260,8 +274,8 @@ class Collection:
     def _write_round(self) -> None:
         write_json(self._plan.output / self.snapshot_files[-1], self.rounds[-1].to_json())
 
-    def _write(self, one: Collected, tool: str, text: str) -> None:
-        name = f"{tool}_{self.host}_{one.process.pid}.txt"
+    def _write(self, one: Collected, tool: str, text: str, ending: str = "txt") -> None:
+        name = f"{tool}_{self.host}_{one.process.pid}.{ending}"
         write_private(self._plan.output / name, text.encode(errors="backslashreplace"))
         if name not in one.files:
             one.files.append(name)

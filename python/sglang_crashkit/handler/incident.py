@@ -16,6 +16,7 @@ from typing import Any
 from sglang_crashkit import __version__
 from sglang_crashkit.analysis.verdict import FailureEvent, judge, order_failures
 from sglang_crashkit.handler.collectors import stacks, states
+from sglang_crashkit.handler.collectors.divergence import divergence_of
 from sglang_crashkit.handler.collectors.repeats import count_repeat, incident_with_core
 from sglang_crashkit.handler.collectors.requests import add, add_journal, requests_of
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
@@ -96,6 +97,7 @@ class IncidentRun:
         self._runtime = runtime
         self._settings = settings
         self.steps: dict[int, Sequence[Step]] = {}
+        self._steps_at = 0.0
         self._failures: list[FailureEvent] = []
         self._afterwords: list[str] = []
         self._raised: set[int] = set()
@@ -411,6 +413,7 @@ class IncidentRun:
     def add_steps(self, process: TrackedProcess, steps: Sequence[Step]) -> None:
         """Take in the last steps of a scheduler, by number."""
         self.steps[process.pid] = steps
+        self._steps_at = self._steps_at or time.monotonic()
 
     def set_collectives(self, told: Collectives) -> None:
         """Take in what the flight recorders told."""
@@ -452,6 +455,7 @@ class IncidentRun:
             if process.exited_at is not None and not process.is_of_no_account:
                 self._note_exit(process)
         self.incident.processes.sort(key=lambda report: (report.role == "helper", report.role, report.pid))
+        self.incident.divergence = divergence_of(self.incident, self.steps, self.opened, self._steps_at)
         self.incident.verdict = verdict = self._judge()
         self._take_kind()
         self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))

@@ -111,19 +111,28 @@ def find_incidents(folder: Path) -> list[StoredIncident]:
     return sorted(incidents, key=lambda incident: incident.name, reverse=True)
 
 
-def find_one(text: str) -> StoredIncident:
+def find_one(text: str, folder: Path | None = None) -> StoredIncident:
     """Return the one finished incident that is meant.
 
     Args:
-        text: an incident's folder or a crash folder, of which the newest one is taken.
+        text: an incident's folder, a crash folder, of which the newest one is taken, or one in `folder`: ``latest`` or
+            its id.
+        folder: a crash folder; by default the one of servers that were given none.
 
     Raises:
         NothingToDoError: there is none.
-        CrashkitError: its ``incident.json`` cannot be read.
+        CrashkitError: its ``incident.json`` cannot be read, or the folder cannot.
     """
-    found = [incident for incident in find_incidents(Path(text)) if incident.finished]
+    is_name = not Path(text).exists() and "/" not in text
+    place = (folder or settings.fallback_folder()) if is_name else Path(text)
+    wanted = "" if not is_name or text == "latest" else text
+    try:
+        found = [one for one in find_incidents(place) if one.finished and one.name.endswith(wanted)]
+    except OSError as error:
+        raise CrashkitError(f"{place} cannot be read: {error}", next_step="read it as the server's user") from error
     if not found:
-        raise NothingToDoError(f"no finished incident below {text}", next_step=f"sglang-crashkit incidents {text}")
+        named = f"incident {wanted}" if wanted else "finished incident"
+        raise NothingToDoError(f"no {named} below {place}", next_step=f"sglang-crashkit incidents {place}")
     if found[0].document is None:
         raise CrashkitError(f"{found[0].path}: {found[0].problem}")
     return found[0]

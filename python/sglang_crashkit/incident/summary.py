@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sglang_crashkit.incident import step_words
+
 
 def format_summary(document: Mapping[str, Any]) -> str:
     """Return ``summary.md``."""
@@ -58,6 +60,7 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
         yield "- not complete: what is missing is listed as failed or skipped"
     yield ""
     yield from _peers(document)
+    yield from step_words.lines_of(_first_failure(document), mapping_of(document.get("divergence")))
     yield from _collectives(document)
     yield "## Processes"
     for process in mappings_of(document.get("processes")):
@@ -66,6 +69,8 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"- {frame}" for frame in process.get("doing") or ())
         if sign := mapping_of(process.get("last_sign")):
             yield f"- last sign: {last_sign_in_words(sign)}"
+        if step := mapping_of(mapping_of(process.get("steps")).get("in_step")):
+            yield f"- in {step_words.current_in_words(step)}"
         yield from (f"- GPU: {line}" for line in process.get("gpu") or ())
         yield from (f"- {piece_in_words(piece)}" for piece in mappings_of(process.get("evidence")))
     yield ""
@@ -74,6 +79,14 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     for entry in timeline_of(document):
         details = ", ".join(f"{k} {v}" for k, v in entry.items() if k not in ("time", "event"))
         yield f"- {entry.get('time')} {entry.get('event')}{': ' if details else ''}{details}"
+
+
+def _first_failure(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the process that failed first, or that told of the failure where nobody is known to; may be empty."""
+    processes = mappings_of(document.get("processes"))
+    named = [mapping_of(document.get("verdict")).get("first_failure"), document.get("trigger")]
+    pids = [mapping_of(one).get("pid") for one in named]
+    return next((process for pid in pids for process in processes if pid == process.get("pid") is not None), {})
 
 
 def _peers(document: Mapping[str, Any]) -> Iterator[str]:

@@ -19,6 +19,7 @@ on, how far it came and when it ended, is stored by single instructions, with th
 from __future__ import annotations
 
 import fcntl
+import json
 import mmap
 import os
 import struct
@@ -53,6 +54,8 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 #: Words of the header: when the last round of the event loop began; the step that it is to become, 0 for none; the step
 #: that the scheduler is at, 0 for none; whether it has nothing to do.
 _ROUND, _OPEN, _AT, _IDLE = 8, 9, 10, 11
+#: Behind them in the header: names of the forward modes by their number, as JSON.
+_MODES = 512
 #: Of a slot: number, forward mode and phase in one word; when it ended; what does not change behind its checksum.
 _ENDED, _FIXED = 8, 16
 _BODY = struct.Struct("<Qd8s8I4iqqHBB6Q")
@@ -96,6 +99,10 @@ class Facts(NamedTuple):
 class StepWriter:
     """The scheduler's end; for one thread.
 
+    Args:
+        modes: names of the forward modes by their number in digits, for whoever finds the record and knows nothing of
+            the release.
+
     Attributes:
         fd: the descriptor to be passed on to a reader.
 
@@ -103,13 +110,14 @@ class StepWriter:
         OSError: the kernel gives no memory or no descriptor.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modes: Mapping[str, str] | None = None) -> None:
         self.fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(self.fd, 0o600)
             # Memory that is not there is missed now, and not in the middle of a step.
             os.posix_fallocate(self.fd, 0, SIZE)
             os.pwrite(self.fd, _MAGIC, 0)
+            os.pwrite(self.fd, json.dumps(modes or {}).encode()[: _PAGE - _MODES], _MODES)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
             self._map = mmap.mmap(self.fd, SIZE)
         except BaseException:
@@ -344,7 +352,7 @@ class StepReader:
 
     Args:
         descriptor: of the record; it stays open, and must as long as this is used.
-        modes: names of the forward modes by their number.
+        modes: names of the forward modes by their number; by default those in the record.
 
     Raises:
         NotStepsError: there is something else, or a record of another layout.
@@ -359,7 +367,7 @@ class StepReader:
         if not is_sealed or os.fstat(descriptor).st_size != SIZE or os.pread(descriptor, 8, 0) != _MAGIC:
             raise NotStepsError("it is no record of steps, or of another layout")
         self._fd = descriptor
-        self._modes = modes or {}
+        self._modes = modes or _modes_in(os.pread(descriptor, _PAGE - _MODES, _MODES))
 
     def read(self) -> LastSteps:
         """Return what the record says now; whatever it holds, it says something.
@@ -417,6 +425,14 @@ class StepReader:
             agreed_hash=int.from_bytes(agreed, "little"),
             **{name: None if value == ABSENT else value for name, value in known._asdict().items()},
         )
+
+
+def _modes_in(data: bytes) -> dict[int, str]:
+    """Return the names of the forward modes in a header, nothing where it holds none."""
+    try:
+        return {int(number): str(name) for number, name in dict(json.loads(data.rstrip(b"\0"))).items()}
+    except (ValueError, TypeError):
+        return {}
 
 
 class _Requests:

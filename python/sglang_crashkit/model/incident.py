@@ -307,7 +307,11 @@ class Occurrence:
 
 @dataclass
 class Incident:
-    """Everything the kit knows of one crash, hang or loss of the other server of a pair."""
+    """Everything the kit knows of one crash, hang or loss of the other server of a pair.
+
+    `divergence` is where the ranks that must agree went different ways, or that they did not; see
+    `analysis.divergence.Divergence`. It is None where no rank has another one to agree with, or none noted its steps.
+    """
 
     id: str
     kind: str
@@ -317,6 +321,7 @@ class Incident:
     requests: Requests = field(default_factory=Requests)
     peers: list[LostPeer] = field(default_factory=list)
     collectives: Collectives | None = None
+    divergence: dict[str, Any] | None = None
     timeline: list[dict[str, Any]] = field(default_factory=list)
     verdict: Verdict | None = None
     handler: HandlerInfo | None = None

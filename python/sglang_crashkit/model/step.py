@@ -7,8 +7,10 @@ number is the same on each of them; see `analysis.divergence`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+from sglang_crashkit.model.checked_json import entries, number, text, whole
 
 #: How far a step has come, in this order.
 PHASES = ("received", "scheduled", "forward_begun", "forward_done", "processed")
@@ -78,4 +80,39 @@ class Step:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object: a line of ``ranks/<rank>.steps.jsonl``."""
-        return asdict(self) | {"decisions": dict(self.decisions)}
+        # A thousand steps of hundreds of requests are too many for `asdict`.
+        requests = tuple(vars(request) for request in self.requests)
+        return vars(self) | {"requests": requests, "decisions": dict(self.decisions)}
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> Step:
+        """Return the step that `to_json` told of.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            document = dict(document)
+            counts = {name: document.get(name) for name in _COUNTS}
+            return Step(
+                number=whole(document["number"]),
+                began=number(document["began"]),
+                ended=None if document["ended"] is None else number(document["ended"]),
+                phase=text(document["phase"]),
+                mode=text(document["mode"]),
+                requests=tuple(
+                    StepRequest(text(one["rid"]), *(whole(one[name]) for name in ("id_hash", "tokens", "length")))
+                    for one in entries(document["requests"])
+                ),
+                size=whole(document["size"]),
+                tokens=whole(document["tokens"]),
+                **{name: None if count is None else whole(count) for name, count in counts.items()},
+                decisions={text(name): whole(count) for name, count in dict(document["decisions"]).items()},
+                agreed_hash=whole(document["agreed_hash"]),
+                forward=text(document.get("forward", "")),
+            )
+        except (LookupError, TypeError) as error:
+            raise ValueError(f"no step: {error}") from error
+
+
+_COUNTS = ("running", "waiting", "retracted", "kv_free", "kv_size", "received")

@@ -367,6 +367,30 @@ def behind(*pids: int, level: str = "established") -> Collectives:
 
 
 @pytest.mark.parametrize(
+    ("kind", "in_hang", "in_crash"),
+    [("mode", True, True), ("hash", True, True), ("ended_earlier", True, False), ("none", True, False)],
+)
+def test_where_the_ranks_diverged_is_part_of_the_verdict(kind: str, in_hang: bool, in_crash: bool) -> None:
+    hung = incident_of(*STOPPED)
+    crashed = ended("killed", None)
+    hung.divergence = crashed.divergence = {"kind": kind, "level": "established", "statement": "They did."}
+    verdict = judge(hung, silent(10, 11))
+    assert first(verdict) == 11
+    assert (verdict.text.count("They did."), "They did." in verdict.basis) == (int(in_hang), in_hang)
+    assert ("They did." in judge(crashed, [death(10, 1.0)]).basis) == in_crash
+
+
+def test_ranks_that_diverged_and_wait_alike_are_not_told_to_have_no_reason() -> None:
+    hung = incident_of(rank(0, BROADCAST), rank(1, BROADCAST))
+    hung.divergence = {"kind": "requests", "level": "established", "statement": "They did."}
+    verdict = judge(hung, silent(10, 11))
+    assert (first(verdict), verdict.level) == (None, "supported")
+    assert verdict.text.startswith("They did. ")
+    hung.divergence["kind"] = "none"
+    assert judge(hung, silent(10, 11)).text.startswith("2 processes made no progress, and no single rank looks")
+
+
+@pytest.mark.parametrize(
     ("ranks", "told", "named"),
     [
         ([rank(0, ALL_REDUCE), rank(1, ALL_REDUCE)], behind(11), 11),

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.errors import NothingToDoError
-from sglang_crashkit.incident.store import IncidentName, find_incidents, is_finished, parse_name
+from sglang_crashkit.errors import CrashkitError, NothingToDoError
+from sglang_crashkit.incident.store import IncidentName, find_incidents, find_one, is_finished, parse_name
 from unit.stored import NOON, make_incident
 from unit.waiting import LONG
 
@@ -23,6 +23,19 @@ def test_incidents_are_found_from_every_folder_newest_first(tmp_path: Path) -> N
     (only,) = find_incidents(old)
     assert only.document is not None
     assert only.document["kind"] == "killed"
+
+
+def test_one_incident_is_meant_by_its_folder_its_id_or_as_the_latest(tmp_path: Path) -> None:
+    old = make_incident(tmp_path / "one" / "incidents")
+    new = make_incident(tmp_path / "two" / "incidents", seconds=NOON + 1)
+    make_incident(tmp_path / "two" / "incidents", seconds=NOON + 2, publish=False)
+    meant = [find_one(text, tmp_path).path for text in ("latest", str(tmp_path), old.name[-8:], str(old))]
+    assert meant == [new, new, old, old]
+    with pytest.raises(NothingToDoError, match="no incident 00000000 below"):
+        find_one("00000000", tmp_path)
+    (new / "incident.json").write_text("{")
+    with pytest.raises(CrashkitError, match=r"incident\.json cannot be read"):
+        find_one("latest", tmp_path)
 
 
 def test_what_is_no_incident_is_passed_over(tmp_path: Path) -> None:

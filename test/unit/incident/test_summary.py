@@ -113,6 +113,9 @@ def test_an_incident_without_a_verdict_and_requests_has_a_summary() -> None:
     [
         {},
         {"processes": 5, "timeline": "x", "verdict": [], "requests": None, "server": "y"},
+        {"trigger": {"pid": 1}, "processes": [{"pid": 1, "steps": 5}], "divergence": 3},
+        {"trigger": {"pid": 1}, "processes": [{"pid": 1, "steps": {"last": 5, "in_step": {"rids": 1}}}]},
+        {"trigger": {"pid": []}, "processes": [{"pid": [], "steps": {"last": [{"requests": 5}, 7]}}]},
         {"processes": [None, {}, {"doing": None, "evidence": [1, {}], "exit": {}}], "timeline": [{}, 1]},
     ],
 )
@@ -140,3 +143,40 @@ No flight recorder:
 ## Processes
 """
     assert expected in text
+
+
+def test_the_last_steps_of_the_first_failure_are_told_with_the_requests_of_the_one_it_died_in() -> None:
+    document = make_incident().to_json()
+    document["divergence"] = {"statement": "TP1 went another way.", "level": "established", "kind": "mode"}
+    request = {"rid": "ab12", "id_hash": 1, "tokens": 37, "length": 37}
+    done = {
+        "number": 18203,
+        "mode": "decode",
+        "phase": "processed",
+        "began": 5.0,
+        "ended": 5.0125,
+        "size": 1,
+        "tokens": 1,
+    }
+    dead = {"number": 18204, "mode": "extend", "phase": "forward_begun", "size": 10, "seconds": 0.8124}
+    dead_steps = {"last": [done | {"requests": []}, dead | {"ended": None, "tokens": 370, "requests": [request]}]}
+    document["processes"][0]["steps"] = dead_steps | {"in_step": dead | {"rids": [f"r{n}" for n in range(10)]}}
+    document["processes"][1]["steps"] = {"last": [], "in_step": dead | {"mode": "", "phase": "received", "rids": []}}
+    text = format_summary(document)
+    expected = """\
+## Steps
+
+- TP1 went another way. (established)
+- sglang::scheduler_TP1 (pid 8) died in step 18,204: extend, 10 requests, forward begun, for 0.812 s
+- its requests: r0, r1, r2, r3, r4, r5, r6, r7 and 2 more
+- the last 2 of its steps:
+    - step 18,203: decode, 1 request, 1 tokens, 12.5 ms
+    - step 18,204: extend, 10 requests, 370 tokens (ab12 and 9 more), forward begun
+
+## Processes
+"""
+    assert expected in text
+    assert "- in step 18,204: not yet scheduled, 10 requests, received, for 0.812 s" in text
+    # Who was in no step, as between two requests, is said to be so.
+    document["processes"][0]["steps"]["in_step"] = None
+    assert "- sglang::scheduler_TP1 (pid 8) was in no step\n" in format_summary(document)

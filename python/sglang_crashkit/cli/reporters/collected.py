@@ -53,6 +53,8 @@ class TextReport:
     def _tell_verdict(self, what: str) -> None:
         explanation = explain(Sightings.of(self._collection.rounds))
         verdict = f"({explanation.level}): {explanation.statement}"
+        if (divergence := self._collection.divergence) is not None:
+            verdict += f" {divergence.statement}"
         if self._collection.rounds and verdict != self._verdict:
             self._verdict = verdict
             print(f"{what} {verdict}", flush=True)
@@ -120,6 +122,7 @@ def as_json(
         "missing": collection.missing,
         "processes": processes,
         "verdict": explain(Sightings.of(collection.rounds)).to_json(),
+        "divergence": collection.divergence.to_json() if collection.divergence is not None else None,
         "other_users": {name_of(user): list(pids) for user, pids in found.others.items()},
         "other_jobs": [{**vars(place), "pids": list(pids)} for place, pids in found.elsewhere.items()],
         **({"rounds": [one.to_json() for one in collection.rounds]} if with_snapshots else {}),

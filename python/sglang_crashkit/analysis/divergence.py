@@ -1,0 +1,381 @@
+"""Find the first step in which ranks differ that must run the same ones, and in what.
+
+Ranks of one pipeline stage and one data-parallel replica take in the same requests, make the same decisions and so run
+the same batches in the same order; where one does not, the next collective mixes up what does not belong together, or
+hangs. The stacks of that moment show the victim; the steps before show who went another way.
+
+The ranks are read at different moments, and one that died wrote less than the others: what one has and another has not
+yet is no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from sglang_crashkit.analysis.ranks import Rank, RankSet
+from sglang_crashkit.model.incident import Level
+from sglang_crashkit.model.step import PHASES, Step, StepRequest
+
+#: What differs. A decision explains a batch that differs with it, so it comes first; ``hash`` is that of all that must
+#: agree, where nothing else tells. ``ended_earlier`` is one that stopped where others went on, and no divergence.
+Kind = Literal["decision", "mode", "requests", "lengths", "hash", "ended_earlier", "unknown", "none"]
+#: The kinds that are a divergence.
+DIVERGED: tuple[Kind, ...] = ("decision", "mode", "requests", "lengths", "hash")
+
+_BY_WEIGHT: tuple[Kind, ...] = (*DIVERGED, "ended_earlier", "unknown", "none")
+#: A rank that has not begun what others began this long ago does not merely lag behind, in seconds.
+_LAG_SECS = 2.0
+#: Of so many requests it is told who they are.
+_MAX_NAMED = 3
+#: What the ranks count as they go; told where only the hash differs, for it says where to look.
+_COUNTS = ("received", "waiting", "running", "retracted", "kv_free")
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """The last steps of one rank.
+
+    Attributes:
+        rank: its place among all.
+        steps: what is known of them, in any order.
+        pid: of its process.
+    """
+
+    rank: Rank
+    steps: Sequence[Step]
+    pid: int = 0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What the time of a divergence is told from.
+
+    Attributes:
+        at: in seconds of the monotonic clock.
+        name: of what happened then, such as ``the hang``.
+        read_at: when the steps were read, in seconds of the monotonic clock; None where that is not known.
+    """
+
+    at: float
+    name: str
+    read_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """What the steps of the ranks that must agree say together.
+
+    Attributes:
+        kind: see `Kind`.
+        level: how well it is supported.
+        statement: it in words, a sentence.
+        step: the first that differs, or that a rank has not; None where there is none.
+        ranks: who stands out, in words; of as many on each side, not the first one.
+        pids: of those.
+        against: from whom, in words.
+        request: the request that one has and another has not, or has otherwise; None where it is not one.
+        decision: the name of the decision that differs, None where none does.
+        seconds_before: how long before the moment that step began, in seconds; None where that is not known.
+        compared: how many steps of at least two ranks were compared.
+    """
+
+    kind: Kind
+    level: Level
+    statement: str
+    step: int | None = None
+    ranks: str = ""
+    pids: tuple[int, ...] = ()
+    against: str = ""
+    request: str | None = None
+    decision: str | None = None
+    seconds_before: float | None = None
+    compared: int = 0
+
+    @property
+    def diverged(self) -> bool:
+        """Whether ranks went different ways."""
+        return self.kind in DIVERGED
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return asdict(self) | {"pids": list(self.pids)}
+
+
+def find_divergence(ranks: Iterable[RankSteps], moment: Moment | None = None) -> Divergence | None:
+    """Return the first divergence of all ranks; what keeps it from being known, where that is so; else that none is.
+
+    Args:
+        ranks: of one server, or of several.
+        moment: what its time is told from; None where that is not known.
+
+    Returns:
+        None where no rank has another one that it must agree with.
+    """
+    groups: dict[Hashable, list[RankSteps]] = {}
+    for one in ranks:
+        groups.setdefault(group_in_step(one.rank), []).append(one)
+    several = [group for group in groups.values() if len(group) > 1]
+    if not several:
+        return None
+    names = _Names([one.rank for group in groups.values() for one in group])
+    found = [_compare(group, names, moment) for group in several]
+    return min(found, key=_order)
+
+
+def group_in_step(rank: Rank) -> Hashable:
+    """Return what the ranks have in common that run the same steps: stage and replica, of the same server."""
+    return rank.scope if rank.axis == "tp" else (rank.scope, rank.axis, rank.number)
+
+
+def step_in_words(step: Step, of: Sequence[StepRequest] = ()) -> str:
+    """Return what a step ran, such as ``extend of request ab12 (37 tokens)``.
+
+    Args:
+        step: the step.
+        of: those of its requests that it is told of; by default all.
+    """
+    mode = step.mode or "a batch"
+    told = of or step.requests
+    if len(told) == 1:
+        more = f" and {_count(step.size - 1, 'other')}" if step.size > 1 else ""
+        return f"{mode} of request {told[0].rid} ({_count(told[0].tokens, 'token')}){more}"
+    if not step.size:
+        return mode
+    return f"{mode} of {_count(step.size, 'request')} ({_count(step.tokens, 'token')})"
+
+
+class _Names:
+    """What ranks are called, without what all of them have in common but their number."""
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self._hidden = [place for place in RankSet(ranks).places() if place[0] in ("server", "side")]
+
+    def of(self, ranks: Iterable[RankSteps]) -> str:
+        return RankSet(one.rank for one in ranks).format(self._hidden)
+
+
+def _order(found: Divergence) -> tuple[bool, float, int]:
+    # Of several that diverged the first one is the cause of the others.
+    return (not found.diverged, -(found.seconds_before or 0.0), _BY_WEIGHT.index(found.kind))
+
+
+def _compare(group: Sequence[RankSteps], names: _Names, moment: Moment | None) -> Divergence:
+    """Compare the steps of ranks that must agree."""
+    by_number = [{step.number: step for step in one.steps if _is_scheduled(step)} for one in group]
+    known = [(one, steps) for one, steps in zip(group, by_number, strict=True) if steps]
+    silent = [one for one, steps in zip(group, by_number, strict=True) if not steps]
+    without = f" Of {names.of(silent)} there are no steps." if silent else ""
+    if len(known) < 2:
+        text = f"Whether the ranks diverged is unknown: of {names.of(silent)} there are no steps."
+        return Divergence("unknown", "unknown", text)
+    counts: dict[int, int] = {}
+    for _one, steps in known:
+        for number in steps:
+            counts[number] = counts.get(number, 0) + 1
+    common = sorted(number for number, count in counts.items() if count > 1)
+    for position, number in enumerate(common):
+        there = [(one, steps[number]) for one, steps in known if number in steps]
+        found = _differ(there, names, moment, is_oldest=position == 0 and number > 1, compared=position + 1)
+        if found is not None:
+            return found
+    apart = [one for one, steps in known if not any(counts[number] > 1 for number in steps)]
+    if apart or not common:
+        spans = ", ".join(f"{names.of([one])} {min(steps):,} to {max(steps):,}" for one, steps in known[:_MAX_NAMED])
+        text = f"Whether the ranks diverged is unknown: the steps that are kept do not overlap ({spans}).{without}"
+        return Divergence("unknown", "unknown", text, compared=len(common))
+    behind = _behind(known, names, moment, len(common))
+    if behind is not None:
+        return behind
+    of = names.of(one for one, _steps in known)
+    text = f"No divergence in the last {_count(len(common), 'step')} of {of}.{without}"
+    return Divergence("none", "supported" if silent else "established", text, compared=len(common))
+
+
+def _is_scheduled(step: Step) -> bool:
+    """Say whether it is known what the step runs; before that nothing in it is to be compared."""
+    return step.phase in PHASES and PHASES.index(step.phase) >= PHASES.index("scheduled")
+
+
+# -- one step
+
+
+def _differ(
+    there: Sequence[tuple[RankSteps, Step]], names: _Names, moment: Moment | None, *, is_oldest: bool, compared: int
+) -> Divergence | None:
+    """Return in what the ranks differ in the step of one number; None where they do not."""
+    hashes = {step.agreed_hash for _one, step in there}
+    with_hash = 0 not in hashes
+    if with_hash and len(hashes) == 1:
+        # It is of all that is compared below.
+        return None
+    room = min(len(step.requests) for _one, step in there)
+    ways: dict[Hashable, list[tuple[RankSteps, Step]]] = {}
+    for one, step in there:
+        requests = tuple((request.id_hash, request.tokens, request.length) for request in step.requests[:room])
+        decided = tuple(sorted((name, number) for name, number in step.decisions.items() if number))
+        way = (step.mode, step.size, step.tokens, requests, decided, with_hash and step.agreed_hash)
+        ways.setdefault(way, []).append((one, step))
+    if len(ways) == 1:
+        return None
+    # Of as many on each side, the one with the first rank is told of as the others.
+    usual, *others = sorted(ways.values(), key=len, reverse=True)
+    (_, ours), (_, theirs) = others[0][0], usual[0]
+    odd, rest = [one for one, _step in others[0]], [one for one, _step in usual]
+    kind, words, request, decision = _difference(ours, theirs, names.of(odd), names.of(rest))
+    number = ours.number
+    if kind == "hash" and is_oldest:
+        words = (
+            f"{names.of(odd)} and {names.of(rest)} had diverged before step {number:,}, the oldest that both still have"
+        )
+    elif is_oldest:
+        words += "; it is the oldest step that both still have, and they may have diverged before"
+    secs, when = _before(min(ours.began, theirs.began), moment)
+    level: Level = "established" if kind != "hash" and not is_oldest else "supported"
+    pids = tuple(one.pid for one in odd)
+    return Divergence(
+        kind,
+        level,
+        f"{words}{when}.",
+        number,
+        names.of(odd),
+        pids,
+        names.of(rest),
+        request,
+        decision,
+        secs,
+        compared,
+    )
+
+
+def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[Kind, str, str | None, str | None]:
+    """Return in what two steps of one number differ, in words, and of which request and by which decision."""
+    in_step = f"in step {ours.number:,}"
+    mine, other = _only(ours, theirs), _only(theirs, ours)
+    ran, them = step_in_words(ours, mine[:2]), step_in_words(theirs, other[:2])
+    whose = _whose(mine, odd, other, rest) if max(ours.size, theirs.size) > 1 else ""
+    apart = f"{odd} ran {ran} {in_step} where {rest} ran {them}{whose}"
+    request = next((one.rid for one in (*mine, *other)), None)
+    names = sorted({*ours.decisions, *theirs.decisions})
+    decision = next((name for name in names if ours.decisions.get(name, 0) != theirs.decisions.get(name, 0)), None)
+    if decision is not None:
+        did, did_not = (odd, rest) if ours.decisions.get(decision) else (rest, odd)
+        both = ours.decisions.get(decision) and theirs.decisions.get(decision)
+        decided = f"{did} decided {'another ' if both else ''}{decision} on the way to step {ours.number:,}"
+        same = (ours.mode, ours.size, ours.tokens) == (theirs.mode, theirs.size, theirs.tokens) and not request
+        than = f"{decided} {'than ' + did_not if both else 'where ' + did_not + ' did not'}"
+        return "decision", than if same else f"{than}: {apart}", request or _alone(ours, theirs), decision
+    if ours.mode != theirs.mode:
+        return "mode", apart, request or _alone(ours, theirs), None
+    if mine or other or ours.size != theirs.size:
+        return "requests", apart, request, None
+    for one, another in zip(ours.requests, theirs.requests, strict=False):
+        if one.id_hash != another.id_hash:
+            text = f"{odd} ran {ran} {in_step} where {rest} ran the same requests in another order"
+            return "requests", text, one.rid, None
+        if (one.tokens, one.length) != (another.tokens, another.length):
+            text = (
+                f"{odd} ran {ours.mode or 'a batch'} {in_step} with {_count(one.tokens, 'token')} of request {one.rid}"
+                f" ({one.length:,} long) where {rest} had {another.tokens:,} ({another.length:,} long)"
+            )
+            return "lengths", text, one.rid, None
+    if ours.tokens != theirs.tokens:
+        return "lengths", apart, None, None
+    counted = [
+        f"{name} {getattr(ours, name)} and {getattr(theirs, name)}"
+        for name in _COUNTS
+        if getattr(ours, name) != getattr(theirs, name)
+    ]
+    text = f"{odd} and {rest} ran the same batch {in_step}, and what led to it differs"
+    return "hash", text + (f": {', '.join(counted)}" if counted else ""), None, None
+
+
+def _only(ours: Step, theirs: Step) -> list[StepRequest]:
+    """Return the requests of one step that the other has not, as far as all of the other's are known."""
+    if len(theirs.requests) < theirs.size:
+        return []
+    known = {request.id_hash for request in theirs.requests}
+    return [request for request in ours.requests if request.id_hash not in known]
+
+
+def _alone(ours: Step, theirs: Step) -> str | None:
+    """Return the one request that two steps are about, None where there are more."""
+    rids = {request.rid for step in (ours, theirs) for request in step.requests}
+    return rids.pop() if len(rids) == 1 else None
+
+
+def _whose(mine: Sequence[StepRequest], odd: str, other: Sequence[StepRequest], rest: str) -> str:
+    """Say who alone has which requests, where the rest of the sentence does not."""
+    told = [
+        f"{_some(requests)} {'is' if len(requests) == 1 else 'are'} {who}'s only"
+        for requests, who in ((mine, odd), (other, rest))
+        if requests
+    ]
+    return f" ({'; '.join(told)})" if told else ""
+
+
+def _some(requests: Sequence[StepRequest]) -> str:
+    rids = ", ".join(request.rid for request in requests[:_MAX_NAMED])
+    more = f" and {len(requests) - _MAX_NAMED} more" if len(requests) > _MAX_NAMED else ""
+    return f"request{'' if len(requests) == 1 else 's'} {rids}{more}"
+
+
+# -- who stopped earlier
+
+
+def _behind(
+    known: Sequence[tuple[RankSteps, Mapping[int, Step]]], names: _Names, moment: Moment | None, compared: int
+) -> Divergence | None:
+    """Return who has not begun a step that others ran, where that is no mere lag; None where nobody is behind."""
+    end = min(max(steps) for _one, steps in known)
+    slow = [(one, steps[end]) for one, steps in known if max(steps) == end]
+    missed = [(number, one, steps[number]) for one, steps in known for number in steps if number > end]
+    if not missed:
+        return None
+    number, ahead, step = min(missed, key=lambda item: item[0])
+    if moment is not None and moment.read_at is not None and not moment.read_at - step.began >= _LAG_SECS:
+        return None
+    names_of_slow, own = names.of(one for one, _step in slow), slow[0][1]
+    secs, when = _before(step.began, moment)
+    request = step.requests[0].rid if len(step.requests) == step.size == 1 else None
+    text = (
+        f"{names_of_slow} ended earlier, with step {end:,} ({own.phase.replace('_', ' ')}), where {names.of([ahead])}"
+        f" went on and ran {step_in_words(step)} in step {number:,}{when}; up to then they did the same."
+    )
+    pids = tuple(one.pid for one, _step in slow)
+    had = [(one, step) for one, _end in slow for step in one.steps if step.number == number and step.requests]
+    if had:
+        text += f" {names.of(one for one, _step in had)} had received {_some(had[0][1].requests)} for it."
+    return Divergence(
+        "ended_earlier",
+        "supported",
+        text,
+        number,
+        names_of_slow,
+        pids,
+        names.of([ahead]),
+        request,
+        None,
+        secs,
+        compared,
+    )
+
+
+def _before(began: float, moment: Moment | None) -> tuple[float | None, str]:
+    """Return how long before the moment something began, in seconds, and in words."""
+    secs = moment.at - began if moment is not None else -1.0
+    if moment is None or not 0 <= secs < float("inf"):
+        return None, ""
+    return round(secs, 3), f"; {duration_in_words(secs)} before {moment.name}"
+
+
+def duration_in_words(secs: float) -> str:
+    """Return a duration as a person would tell it, such as ``16 minutes``."""
+    if secs < 120:
+        return f"{secs:.1f} s" if secs < 10 else f"{secs:.0f} s"
+    return f"{secs / 60:.0f} minutes" if secs < 7200 else f"{secs / 3600:.0f} hours"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,161 @@
+"""``sglang-crashkit steps``: the last steps of the ranks in an incident, side by side, the diverging one marked."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_crashkit.cli.argument_types import positive
+from sglang_crashkit.errors import ExitCode, NothingToDoError, UsageError
+
+if TYPE_CHECKING:
+    from sglang_crashkit.analysis.ranks import Rank
+    from sglang_crashkit.incident.steps import StoredSteps
+    from sglang_crashkit.model.step import Step
+
+_LAST = 20
+#: More ranks than these stand in a column with those that did the same.
+_MAX_COLUMNS = 4
+_EXAMPLES = """\
+examples:
+  sglang-crashkit steps latest --folder /var/crash/sglang
+  sglang-crashkit steps 0123abcd --folder /var/crash/sglang --rank TP1 --last 50
+  sglang-crashkit steps /var/crash/sglang/node7/incidents/20260102T030405.678Z-hang-0123abcd --json
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
+    parser.add_argument("incident", help="id of an incident, latest, or the path of its folder or of a crash folder")
+    parser.add_argument(
+        "--folder", metavar="DIR", type=Path, help="crash folder in which an id and latest are looked up"
+    )
+    parser.add_argument("--rank", metavar="R", help="of this rank only, such as TP1 or, of one replica, DP0_TP1")
+    parser.add_argument("--last", metavar="N", type=positive, default=_LAST, help=f"the last N steps ({_LAST})")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Print them.
+
+    Raises:
+        NothingToDoError: there is no such incident, or it has no steps.
+        UsageError: there is no such rank.
+        CrashkitError: it cannot be read.
+    """
+    # Imported here, so that every command starts without what the others need.
+    from sglang_crashkit.incident.steps import read_steps
+    from sglang_crashkit.incident.store import find_one
+    from sglang_crashkit.incident.summary import mapping_of
+
+    incident = find_one(args.incident, args.folder)
+    everyone = read_steps(incident.path)
+    if not everyone:
+        raise NothingToDoError(
+            f"no steps in {incident.path}",
+            next_step="see in its summary.md why: a server keeps them once it is patched",
+        )
+    divergence = mapping_of(mapping_of(incident.document).get("divergence")) or _divergence_of(everyone)
+    shown = [one for one in everyone if args.rank is None or _is_meant(one, args.rank)]
+    if not shown:
+        titles = ", ".join(one.title.removeprefix("sglang::") for one in everyone)
+        raise UsageError(f"there is no rank {args.rank}", next_step=f"name one of {titles}")
+    if args.json:
+        print(json.dumps(_as_json(incident.path, divergence, shown, args.last), indent=2))
+        return ExitCode.DONE
+    if divergence:
+        print(f"{divergence.get('statement')} ({divergence.get('level')})")
+    for line in _as_text(shown, divergence.get("step"), args.last):
+        print(line)
+    return ExitCode.DONE
+
+
+def _divergence_of(everyone: Sequence[StoredSteps]) -> Mapping[str, Any]:
+    from sglang_crashkit.analysis.divergence import RankSteps, find_divergence
+
+    found = find_divergence(RankSteps(_rank(one), one.steps, one.pid) for one in everyone)
+    return found.to_json() if found is not None else {}
+
+
+def _rank(one: StoredSteps) -> Rank:
+    from sglang_crashkit.analysis.ranks import rank_at
+
+    return rank_at(one.ranks)
+
+
+def _is_meant(one: StoredSteps, rank: str) -> bool:
+    words = one.title.rpartition("scheduler_")[2].upper().split("_")
+    return {*rank.upper().replace("_", " ").split()} <= {*words} or rank == str(one.pid)
+
+
+def _as_json(path: Path, divergence: Mapping[str, Any], shown: Sequence[StoredSteps], last: int) -> dict[str, Any]:
+    ranks = [
+        {
+            "title": one.title,
+            "pid": one.pid,
+            "ranks": one.ranks,
+            "unread_lines": one.unread,
+            "steps": [step.to_json() for step in one.steps[-last:]],
+        }
+        for one in shown
+    ]
+    return {"incident": str(path), "divergence": dict(divergence) or None, "ranks": ranks}
+
+
+def _as_text(shown: Sequence[StoredSteps], marked: object, last: int) -> Iterator[str]:
+    """Yield a table for each set of ranks that must agree, a line a step."""
+    from sglang_crashkit.analysis.divergence import group_in_step
+
+    groups: dict[object, list[StoredSteps]] = {}
+    for one in shown:
+        groups.setdefault(group_in_step(_rank(one)), []).append(one)
+    for group in groups.values():
+        yield ""
+        by_number = [{step.number: step for step in one.steps} for one in group]
+        numbers = sorted({number for steps in by_number for number in steps})
+        # With those around it, where they are older than what was asked for.
+        chosen = [number for number in numbers if isinstance(marked, int) and abs(number - marked) < 2]
+        chosen = sorted({*chosen, *numbers[-last:]})
+        columns = list(_columns(group, by_number, chosen))
+        rows = [["step", *(name for name, _steps in columns)]]
+        for number in chosen:
+            mark = "> " if number == marked else "  "
+            rows.append([f"{mark}{number:,}", *(_cell(steps.get(number)) for _name, steps in columns)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        about = marked if marked in chosen else chosen[-1] if chosen else None
+        for name, steps in columns:
+            step = steps.get(about) if isinstance(about, int) else None
+            for request in step.requests if step is not None else ():
+                told = f"request {request.rid}: {request.tokens:,} tokens, {request.length:,} long"
+                yield f"step {about:,} of {name}: {told}"
+
+
+def _columns(
+    group: Sequence[StoredSteps], by_number: Sequence[Mapping[int, Step]], chosen: Sequence[int]
+) -> Iterator[tuple[str, Mapping[int, Step]]]:
+    """Yield each column with its name; of many ranks those that did the same are one, with the times of the first."""
+    from sglang_crashkit.analysis.ranks import RankSet
+
+    alike: dict[object, list[int]] = {}
+    for position, steps in enumerate(by_number):
+        there = [(number, steps[number]) for number in chosen if number in steps]
+        did = tuple((number, step.phase, step.mode, step.size, step.tokens, step.requests) for number, step in there)
+        alike.setdefault(did if len(group) > _MAX_COLUMNS else position, []).append(position)
+    for positions in alike.values():
+        yield RankSet(_rank(group[position]) for position in positions).format(), by_number[positions[0]]
+
+
+def _cell(step: Step | None) -> str:
+    if step is None:
+        return "-"
+    took = f"{(step.ended - step.began) * 1000:.1f} ms" if step.ended is not None else step.phase.replace("_", " ")
+    batch = [step.mode, f"{step.size} req", f"{step.tokens:,} tok"] if step.mode else []
+    decided = [f"{name} {number}" for name, number in sorted(step.decisions.items()) if number]
+    return ", ".join([*batch, *decided, took])

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.cli.main import main
+from sglang_crashkit.model.step import Step, StepRequest
+from unit.stored import NOON, make_incident
+
+LONG = StepRequest("ab12", 1, 37, 37)
+SHORT = StepRequest("cd34", 2, 1, 20)
+
+
+def step(number: int, mode: str, *requests: StepRequest, **fields: Any) -> Step:
+    tokens = sum(request.tokens for request in requests)
+    began = float(number)
+    usual = Step(number, began, began + 0.0125, "processed", mode, requests, len(requests), tokens, agreed_hash=number)
+    return replace(usual, **fields)
+
+
+DECODES = [step(number, "decode", SHORT) for number in range(1, 1100)]
+IN_FLIGHT = step(1101, "decode", LONG, SHORT, ended=None, phase="forward_begun")
+TP0 = [*DECODES, step(1100, "decode", SHORT), IN_FLIGHT]
+TP1 = [*DECODES, step(1100, "extend", LONG, agreed_hash=7, decisions={"retract": 3})]
+
+
+def lines(steps: list[Step]) -> str:
+    return "".join(json.dumps(one.to_json()) + "\n" for one in steps)
+
+
+def pieces(**ranks: list[Step]) -> dict[str, str]:
+    return {f"ranks/scheduler_{name}-{pid}.steps.jsonl": lines(ranks[name]) for pid, name in enumerate(ranks, 11)}
+
+
+@pytest.fixture
+def incident(tmp_path: Path) -> Path:
+    incidents = tmp_path / "host" / "incidents"
+    make_incident(incidents, seconds=NOON - 60, pieces=pieces(TP0=TP0[:1]))
+    return make_incident(incidents, pieces=pieces(TP0=TP0, TP1=TP1))
+
+
+def test_the_ranks_stand_side_by_side_and_the_diverging_step_is_marked(
+    incident: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["steps", str(incident), "--last", "3"]) == 0
+    assert capsys.readouterr().out == (
+        "TP1 decided retract on the way to step 1,100 where TP0 did not: TP1 ran extend of request ab12 (37 tokens) in"
+        " step 1,100 where TP0 ran decode of request cd34 (1 token). (established)\n"
+        "\n"
+        "step     TP0                                   TP1\n"
+        "  1,099  decode, 1 req, 1 tok, 12.5 ms         decode, 1 req, 1 tok, 12.5 ms\n"
+        "> 1,100  decode, 1 req, 1 tok, 12.5 ms         extend, 1 req, 37 tok, retract 3, 12.5 ms\n"
+        "  1,101  decode, 2 req, 38 tok, forward begun  -\n"
+        "step 1,100 of TP0: request cd34: 1 tokens, 20 long\n"
+        "step 1,100 of TP1: request ab12: 37 tokens, 37 long\n"
+    )
+
+
+def test_an_incident_is_meant_by_its_id_its_folder_or_as_the_latest(
+    incident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_crashkit.settings.fallback_folder", lambda: tmp_path)
+    meant = [[incident.name[-8:], "--folder", str(tmp_path)], ["latest"], [str(tmp_path)], [str(incident)]]
+    for which in meant:
+        assert main(["steps", *which, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["incident"] == str(incident)
+    assert main(["steps", "00000000"]) == 3
+    assert f"no incident 00000000 below {tmp_path}\n  next: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", ["TP1", "tp1", "12"])
+def test_of_one_rank_a_program_reads_the_same(incident: Path, capsys: pytest.CaptureFixture[str], rank: str) -> None:
+    assert main(["steps", str(incident), "--json", "--rank", rank, "--last", "2"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (found,) = document["ranks"]
+    assert (found["title"], found["pid"], found["ranks"]) == ("sglang::scheduler_TP1", 12, {"tp": 1})
+    assert [Step.from_json(one) for one in found["steps"]] == TP1[-2:]
+    # Who is shown changes nothing in where they diverged.
+    assert (document["divergence"]["step"], document["divergence"]["ranks"]) == (1100, "TP1")
+
+
+def test_what_the_incident_says_of_the_divergence_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = {"statement": "It did.", "level": "established", "step": 5}
+    path = make_incident(tmp_path, pieces=pieces(TP0=TP0, TP1=TP1), divergence=known)
+    assert main(["steps", str(path), "--last", "1"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "It did. (established)"
+    # An older one is shown with those around it.
+    assert [line.split()[0] for line in told[3:7]] == ["4", ">", "6", "1,101"]
+
+
+def test_of_many_ranks_those_that_did_the_same_share_a_column(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = {f"TP{number}": TP1 if number == 3 else TP0 for number in range(8)}
+    assert main(["steps", str(make_incident(tmp_path, pieces=pieces(**ranks)))]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split() == ["step", "TP0-2,4-7", "TP3"]
+
+
+def test_a_torn_line_is_counted_and_the_others_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torn = lines(TP0[:2]) + "[]\n{}\n" + '{"number": 3, "bega'
+    path = make_incident(tmp_path, pieces={"ranks/scheduler-7.steps.jsonl": torn})
+    assert main(["steps", str(path), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["ranks"]
+    assert (len(found["steps"]), found["unread_lines"]) == (2, 3)
+    assert main(["steps", str(path)]) == 0
+    assert "the only rank" in capsys.readouterr().out
+
+
+def test_a_rank_that_is_not_there_is_named_with_those_that_are(
+    incident: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["steps", str(incident), "--rank", "TP7"]) == 2
+    assert "there is no rank TP7\n  next: name one of scheduler_TP0, scheduler_TP1" in capsys.readouterr().err
+
+
+def test_an_incident_without_steps_is_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["steps", str(make_incident(tmp_path))]) == 3
+    assert "no steps in " in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_is_no_error(incident: Path) -> None:
+    command = [sys.executable, "-m", "sglang_crashkit", "steps", str(incident), "--json", "--last", "1000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "{\n"
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=30) == 0
