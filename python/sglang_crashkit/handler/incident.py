@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit import __version__
+from sglang_crashkit.analysis.suspects import suspects_of
 from sglang_crashkit.analysis.verdict import FailureEvent, judge, order_failures
 from sglang_crashkit.handler.collectors import stacks, states
 from sglang_crashkit.handler.collectors.divergence import divergence_of
@@ -460,6 +461,7 @@ class IncidentRun:
         self._take_kind()
         self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.incident.complete = True
+        self.incident.suspects = suspects_of(self.incident)
         spare = count_repeat(self.incident, self.folder, self._settings.full_per_fault)
         self.save(sync=True)
         with contextlib.suppress(OSError):

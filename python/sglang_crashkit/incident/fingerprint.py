@@ -33,6 +33,8 @@ _LOCK_SECS = 0.2
 _DAY_SECS = 86400.0
 _MAX_FAULTS = 200
 _MAX_FRAMES = 4
+#: So many requests are known again of each fault.
+_MAX_SUSPECTS = 64
 #: Of those that wait for the one that failed, the line and what is below depend on the moment.
 _MAX_WAITING_FRAMES = 2
 _LINE = re.compile(r":\d+\)$")
@@ -127,7 +129,14 @@ def _frames_of(first: Mapping[str, Any], processes: list[Mapping[str, Any]], doc
 
 
 def count_fault(
-    incidents: Path, fault: Fault, incident_id: str, name: str, keep: int, *, has_core: bool = False
+    incidents: Path,
+    fault: Fault,
+    incident_id: str,
+    name: str,
+    keep: int,
+    *,
+    has_core: bool = False,
+    suspects: Mapping[str, str] | None = None,
 ) -> Occurrence | None:
     """Count a fault in the index, and say whether its incident is one more of the same.
 
@@ -138,6 +147,7 @@ def count_fault(
         name: what its folder is called when it is finished.
         keep: how many incidents of a fault are kept in full a day; 0 for all.
         has_core: it has a GPU core.
+        suspects: what tells the request again that is suspected (`quarantine.signature_of`), by its id.
 
     Returns:
         None where the index could not be had or written; then the incident is to be kept in full.
@@ -150,6 +160,7 @@ def count_fault(
         index = _read(incidents / INDEX)
         entry = index.setdefault(fault.key, {"fault": asdict(fault), "count": 0, "first": iso_time(time.time())})
         count, repeats = _count(entry, incidents, incident_id, name, keep)
+        seen, seen_alone = _count_suspects(entry, suspects or {})
         if has_core:
             entry["core"] = {"id": incident_id, "name": name, "seconds": time.time()}
         _write(incidents / INDEX, index)
@@ -158,7 +169,7 @@ def count_fault(
         return None
     finally:
         lock.release()
-    return Occurrence(fault.key, count, str(entry.get("first")), repeats)
+    return Occurrence(fault.key, count, str(entry.get("first")), repeats, seen, seen_alone)
 
 
 def read_faults(incidents: Path) -> dict[str, dict[str, Any]]:
@@ -180,6 +191,23 @@ def _count(entry: dict[str, Any], incidents: Path, incident_id: str, name: str, 
     entry["last"] = iso_time(now)
     entry["full"] = full
     return entry["count"], str(full[0].get("id")) if is_repeat else None
+
+
+def _count_suspects(entry: dict[str, Any], suspects: Mapping[str, str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Count the suspects of an incident, and return in how many before it each was suspected, and was alone."""
+    known = {key: count for key, count in mapping_of(entry.get("suspects")).items() if _is_pair(count)}
+    seen = {rid: known[key][0] for rid, key in suspects.items() if key in known}
+    alone = {rid: known[key][1] for rid, key in suspects.items() if key in known and known[key][1]}
+    for key in set(suspects.values()):
+        times, times_alone = known.pop(key, (0, 0))
+        # The latest last.
+        known[key] = (times + 1, times_alone + (len(suspects) == 1))
+    entry["suspects"] = dict(list(known.items())[-_MAX_SUSPECTS:])
+    return seen, alone
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(one, int) for one in value)
 
 
 def _counts(its: Mapping[str, Any], incidents: Path, now: float) -> bool:

@@ -102,6 +102,35 @@ def entry_of(
     return Entry(named, prompt, length, digest, reason, incident, now, now)
 
 
+#: What a request is told by beside itself, in an incident and to the server.
+_ABOUT = frozenset({"rid", "state", "arrived", "ended", "pid", "stream", "session_id", "bootstrap_room", "routing_key"})
+
+
+def signature_of(fields: Mapping[str, Any]) -> str:
+    """Return what tells a request again that is sent once more under another id.
+
+    Args:
+        fields: a line of ``requests/requests.jsonl``.
+    """
+    told = {name: value for name, value in fields.items() if name not in _ABOUT and value is not None}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def entry_of_all(fields: Mapping[str, Any], reason: str, incident: str, now: float) -> Entry:
+    """Return the entry that recognises one request and no other: all its parameters, and its prompt; see `entry_of`.
+
+    Args:
+        fields: a line of ``requests/requests.jsonl``.
+        reason: see `Entry`, as for `incident`.
+        incident: see above.
+        now: the time, in seconds since the epoch.
+    """
+    sampling = {f"sampling_params.{name}": value for name, value in mapping_of(fields.get("sampling_params")).items()}
+    flat = {name: value for name, value in fields.items() if name not in (*_ABOUT, "text", "input_ids")} | sampling
+    names = [name for name, value in flat.items() if isinstance(value, _SCALARS)]
+    return entry_of(fields, names, "content", reason, incident, now)
+
+
 def _getter_of(body: Mapping[str, Any]) -> Getter:
     def get(name: str) -> Any:
         parent, _, child = name.partition(".")

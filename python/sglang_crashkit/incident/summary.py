@@ -5,7 +5,7 @@ Any kit version may have written that: what is missing, or has another form, is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sglang_crashkit.incident import step_words
@@ -53,6 +53,8 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     kit = server.get("kit_version")
     yield f"- SGLang {server.get('sglang_version')}, server pid {server.get('pid')}, crash kit {kit}"
     yield f"- requests: {requests_in_words(mapping_of(document.get('requests')))}"
+    if suspects := mappings_of(document.get("suspects")):
+        yield f"- {suspect_in_words(suspects)}"
     fault = mapping_of(document.get("fault"))
     if fault and fault.get("count") != 1:
         yield f"- {occurrence_in_words(fault)}"
@@ -124,6 +126,14 @@ def _collectives(document: Mapping[str, Any]) -> Iterator[str]:
         yield "No flight recorder:"
         yield from (f"- {line}" for line in missing)
     yield ""
+
+
+def suspect_in_words(suspects: Sequence[Mapping[str, Any]]) -> str:
+    """Say which request is suspected most, and why."""
+    first, more = suspects[0], len(suspects) - 1
+    reasons = "; ".join(str(reason) for reason in first.get("reasons") or ())
+    others = f"; {more} more in incident.json" if more else ""
+    return f"suspect: request {first.get('rid')} ({first.get('level')}): {reasons}{others}"
 
 
 def timeline_of(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -16,7 +16,7 @@ from sglang_crashkit.model.sample import Sample
 
 SCHEMA_VERSION = 1
 #: So many requests of a step are named in ``incident.json``.
-MOST_RIDS = 64
+MAX_RIDS = 64
 
 EvidenceKind = Literal[
     "exit",
@@ -112,7 +112,7 @@ class InStep:
         phase: how far it had come.
         seconds: how long it had run, in seconds.
         size: how many requests are in it.
-        rids: their ids, the first `MOST_RIDS` of them.
+        rids: their ids, the first `MAX_RIDS` of them.
     """
 
     number: int
@@ -274,6 +274,21 @@ class Verdict:
 
 
 @dataclass
+class Suspect:
+    """A request that may have brought the failure about.
+
+    Attributes:
+        rid: its id.
+        level: how well the suspicion is supported.
+        reasons: what speaks for it, a sentence each.
+    """
+
+    rid: str
+    level: Level
+    reasons: list[str]
+
+
+@dataclass
 class Collectives:
     """What PyTorch's flight recorders of the ranks told of their collectives.
 
@@ -297,12 +312,16 @@ class Occurrence:
         first: when it was seen for the first time.
         repeats: the id of an earlier incident of the same fault, which is kept in full while this one is kept in short;
             None where this one is kept in full, too.
+        seen: in how many earlier incidents of it a request like a suspect of this one was suspected, by the suspect's
+            id; `seen_alone`: in how many it was the only request.
     """
 
     key: str
     count: int
     first: str
     repeats: str | None = None
+    seen: dict[str, int] = field(default_factory=dict)
+    seen_alone: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -322,6 +341,7 @@ class Incident:
     peers: list[LostPeer] = field(default_factory=list)
     collectives: Collectives | None = None
     divergence: dict[str, Any] | None = None
+    suspects: list[Suspect] = field(default_factory=list)
     timeline: list[dict[str, Any]] = field(default_factory=list)
     verdict: Verdict | None = None
     handler: HandlerInfo | None = None

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import itertools
+import json
+import logging
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from sglang_crashkit.analysis.suspects import suspects_of
+from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
-from sglang_crashkit.incident.folder import IncidentFolder
+from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
+from sglang_crashkit.incident.quarantine import add_entry, entry_of_all, signature_of
 from sglang_crashkit.model.incident import Incident
+from sglang_crashkit.settings import read_quarantine
 
+logger = logging.getLogger(__name__)
+
+#: Of so many requests, the unanswered ones first, the suspects are looked up.
+_MAX_LINES = 2000
 _STACKS = "stacks/"
 
 
@@ -29,8 +44,44 @@ def count_repeat(incident: Incident, folder: IncidentFolder, keep: int) -> list[
         return []
     pieces = (piece for report in incident.processes for piece in report.evidence)
     has_core = any(piece.kind == "cuda_core" and piece.status == "captured" for piece in pieces)
-    incident.fault = count_fault(folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core)
+    lines = _lines_of({suspect.rid for suspect in incident.suspects}, folder.path / REQUESTS)
+    suspects = {rid: signature_of(fields) for rid, fields in lines.items()}
+    incident.fault = count_fault(
+        folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core, suspects=suspects
+    )
+    if incident.fault is not None and incident.fault.seen:
+        incident.suspects = suspects_of(incident, incident.fault.seen)
+        _keep_out(incident, lines, folder.path)
     return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
+
+
+def _lines_of(rids: Collection[str], path: Path) -> dict[str, dict[str, Any]]:
+    """Return what the incident has of some requests, by id; those that were not answered stand first in the file."""
+    found: dict[str, dict[str, Any]] = {}
+    if not rids:
+        return found
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError), path.open("rb") as file:
+        for line in itertools.islice(file, _MAX_LINES):
+            fields = json.loads(line)
+            if fields["rid"] in rids:
+                found[fields["rid"]] = fields
+            if len(found) == len(rids):
+                break
+    return found
+
+
+def _keep_out(incident: Incident, lines: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Put into quarantine what was the only request of two fatal steps, where quarantine is wanted."""
+    alone = incident.fault.seen_alone if incident.fault is not None else {}
+    if read_quarantine(os.environ) == "off" or len(incident.suspects) != 1 or incident.suspects[0].rid not in alone:
+        return
+    reason = f"it was the only request of {alone[incident.suspects[0].rid] + 1} steps in which a server failed"
+    try:
+        entry = entry_of_all(lines[incident.suspects[0].rid], reason, incident.id, time.time())
+        # An incident lies in <crash folder>/<host>/incidents.
+        add_entry(path.parents[2], entry)
+    except (CrashkitError, KeyError, OSError) as error:
+        logger.warning("a request that was alone in two fatal steps is not in quarantine: %s", error)
 
 
 def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) -> str | None:

@@ -16,7 +16,7 @@ from sglang_crashkit.incident.retention import status_of
 from sglang_crashkit.kernel import titles
 from sglang_crashkit.memory.steps import NotStepsError, StepReader
 from sglang_crashkit.model import incident
-from sglang_crashkit.model.incident import MOST_RIDS, Evidence, InStep
+from sglang_crashkit.model.incident import MAX_RIDS, Evidence, InStep
 from sglang_crashkit.model.step import Step
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _in_step(step: Step, seconds: float) -> InStep:
         phase=step.phase,
         seconds=round(max(0.0, seconds - step.began), 3),
         size=step.size,
-        rids=[request.rid for request in step.requests[:MOST_RIDS]],
+        rids=[request.rid for request in step.requests[:MAX_RIDS]],
     )
 
 

@@ -1,0 +1,76 @@
+"""Which requests may have done it: those of the steps that the first failure had not finished, most suspicious first.
+
+A suspicion is not a proof; that takes a server which fails again by the request alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sglang_crashkit.model.incident import Incident, ProcessReport, Suspect
+
+#: An incident names so many.
+MAX_SUSPECTS = 16
+#: How the ids of SGLang's own health checks begin.
+_HEALTH_CHECK = "HEALTH_CHECK"
+#: What a reason weighs. One of these makes a suspicion supported; that it is a request's first step alone does not.
+_NAMED, _SEEN, _ALONE, _FIRST = 8, 4, 2, 1
+#: A shorter id may stand in any text.
+_MIN_NAMED = 6
+
+
+def suspects_of(incident: Incident, seen: Mapping[str, int] | None = None) -> list[Suspect]:
+    """Return the suspects of an incident with its verdict.
+
+    Args:
+        incident: with the last steps of its schedulers.
+        seen: of requests by id, in how many earlier incidents of the same fault one like it was suspected.
+    """
+    first = _first_failure(incident)
+    if first is None or first.steps is None or incident.kind == "peer_lost":
+        return []
+    finished = [step for step in first.steps.last if step.get("ended") is not None]
+    before = {str(request.get("rid")) for step in finished for request in step.get("requests") or ()}
+    rids, size = _unfinished(first)
+    text = " ".join(str(entry.get("message")) for entry in incident.timeline if entry.get("event") == "exception")
+    weighed = []
+    for rid in rids:
+        reasons = []
+        if len(rid) >= _MIN_NAMED and rid in text:
+            reasons.append((_NAMED, "the exception names it"))
+        if count := (seen or {}).get(rid, 0):
+            times = "an earlier incident" if count == 1 else f"{count} earlier incidents"
+            reasons.append((_SEEN, f"a request like it was suspected in {times} of the same fault"))
+        if size == 1:
+            reasons.append((_ALONE, "it was the only request of the step that was not finished"))
+        if rid not in before:
+            reasons.append((_FIRST, "it was in a step for the first time"))
+        weighed.append((sum(weight for weight, _words in reasons), rid, [words for _weight, words in reasons]))
+    weighed.sort(key=lambda one: -one[0])
+    return [
+        Suspect(rid, "supported" if weight >= _ALONE else "unknown", reasons or ["it was in the step"])
+        for weight, rid, reasons in weighed[:MAX_SUSPECTS]
+    ]
+
+
+def _first_failure(incident: Incident) -> ProcessReport | None:
+    failure = incident.verdict.first_failure if incident.verdict is not None else None
+    return incident.process(failure.pid) if failure is not None else None
+
+
+def _unfinished(process: ProcessReport) -> tuple[list[str], int]:
+    """Return the requests of the steps that a scheduler had not finished, and how many there are.
+
+    With overlap scheduling these are two: results of one step are processed while the next one is computed.
+    """
+    steps = process.steps
+    assert steps is not None
+    rids = list(steps.in_step.rids) if steps.in_step is not None else []
+    size = steps.in_step.size if steps.in_step is not None else 0
+    for step in reversed(steps.last):
+        if step.get("ended") is None and (steps.in_step is None or step.get("number") != steps.in_step.number):
+            others = [str(request.get("rid")) for request in step.get("requests") or ()]
+            size += len(set(others) - set(rids))
+            rids += others
+    checks = {rid for rid in rids if rid.startswith(_HEALTH_CHECK)}
+    return [rid for rid in dict.fromkeys(rids) if rid not in checks], size - len(checks)

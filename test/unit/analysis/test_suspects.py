@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.analysis.suspects import MAX_SUSPECTS, suspects_of
+from sglang_crashkit.model.incident import (
+    Failure,
+    Incident,
+    InStep,
+    LastSteps,
+    ProcessReport,
+    ServerInfo,
+    Trigger,
+    Verdict,
+)
+
+
+def step(number: int, *rids: str, ended: bool = True) -> dict[str, Any]:
+    return {"number": number, "ended": 1.0 if ended else None, "requests": [{"rid": rid} for rid in rids]}
+
+
+def incident(
+    *rids: str,
+    last: list[dict[str, Any]] | None = None,
+    size: int | None = None,
+    message: str = "",
+    kind: str = "killed",
+) -> Incident:
+    made = Incident("id", kind, Trigger("x", "t", 7, "x"), ServerInfo(1, "0.5.23", "0.1", "h"))
+    rank = ProcessReport(7, "sglang::scheduler_TP0", "scheduler", {})
+    in_step = (
+        InStep(9, "extend", "forward_begun", 0.1, len(rids) if size is None else size, list(rids)) if rids else None
+    )
+    rank.steps = LastSteps([*(last or []), *([step(9, *rids, ended=False)] if rids else [])], in_step)
+    made.processes = [rank]
+    made.verdict = Verdict("exception", Failure(7, rank.title), "established", "It raised.")
+    if message:
+        made.note(1.0, "exception", pid=7, message=message)
+    return made
+
+
+def told(made: Incident, seen: dict[str, int] | None = None) -> list[tuple[str, str]]:
+    return [(suspect.rid, suspect.level) for suspect in suspects_of(made, seen)]
+
+
+@pytest.mark.parametrize(
+    ("made", "seen", "expected"),
+    [
+        (incident("a"), {}, [("a", "supported")]),
+        (incident("a", "b"), {}, [("a", "unknown"), ("b", "unknown")]),
+        (incident("a", "b", last=[step(8, "a")]), {}, [("b", "unknown"), ("a", "unknown")]),
+        (incident("a", "b"), {"b": 1}, [("b", "supported"), ("a", "unknown")]),
+        (
+            incident("request-1", "request-2", message="bad request-2"),
+            {},
+            [("request-2", "supported"), ("request-1", "unknown")],
+        ),
+        # An id that may stand in any text names nobody.
+        (incident("1", "2", message="index 2"), {}, [("1", "unknown"), ("2", "unknown")]),
+        # Results of the step before are processed while this one is computed.
+        (incident("b", last=[step(8, "a", ended=False)]), {}, [("b", "unknown"), ("a", "unknown")]),
+        (incident("HEALTH_CHECK_1", "a"), {}, [("a", "supported")]),
+        (incident("HEALTH_CHECK_1"), {}, []),
+        (incident(last=[step(8, "a")]), {}, []),
+        (incident("a", kind="peer_lost"), {}, []),
+        # More than are named.
+        (incident("a", size=300), {}, [("a", "unknown")]),
+    ],
+)
+def test_the_requests_of_the_fatal_step_are_ranked(
+    made: Incident, seen: dict[str, int], expected: list[tuple[str, str]]
+) -> None:
+    assert told(made, seen) == expected
+
+
+def test_each_suspect_has_its_reasons() -> None:
+    (suspect,) = suspects_of(incident("a"), {"a": 2})
+    assert suspect.reasons == [
+        "a request like it was suspected in 2 earlier incidents of the same fault",
+        "it was the only request of the step that was not finished",
+        "it was in a step for the first time",
+    ]
+
+
+def test_no_more_than_a_few_are_named() -> None:
+    assert len(suspects_of(incident(*map(str, range(100))))) == MAX_SUSPECTS
+
+
+def test_without_steps_or_a_first_failure_nobody_is_suspected() -> None:
+    made = incident("a")
+    made.processes[0].steps = None
+    assert suspects_of(made) == []
+    made.verdict = None
+    assert suspects_of(made) == []
