@@ -31,6 +31,8 @@ def suspects_of(incident: Incident, seen: Mapping[str, int] | None = None) -> li
         return []
     finished = [step for step in first.steps.last if step.get("ended") is not None]
     before = {str(request.get("rid")) for step in finished for request in step.get("requests") or ()}
+    # Of a large batch the first few are listed.
+    are_all = all(len(step.get("requests") or ()) >= (step.get("size") or 0) for step in finished)
     rids, size = _unfinished(first)
     text = " ".join(str(entry.get("message")) for entry in incident.timeline if entry.get("event") == "exception")
     weighed = []
@@ -43,7 +45,7 @@ def suspects_of(incident: Incident, seen: Mapping[str, int] | None = None) -> li
             reasons.append((_SEEN, f"a request like it was suspected in {times} of the same fault"))
         if size == 1:
             reasons.append((_ALONE, "it was the only request of the step that was not finished"))
-        if rid not in before:
+        if are_all and rid not in before:
             reasons.append((_FIRST, "it was in a step for the first time"))
         weighed.append((sum(weight for weight, _words in reasons), rid, [words for _weight, words in reasons]))
     weighed.sort(key=lambda one: -one[0])

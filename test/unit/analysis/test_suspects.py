@@ -84,6 +84,11 @@ def test_each_suspect_has_its_reasons() -> None:
     ]
 
 
+def test_what_is_not_listed_of_a_large_batch_is_no_first_time() -> None:
+    (suspect,) = suspects_of(incident("a", last=[step(8, "b") | {"size": 9}]))
+    assert suspect.reasons == ["it was the only request of the step that was not finished"]
+
+
 def test_no_more_than_a_few_are_named() -> None:
     assert len(suspects_of(incident(*map(str, range(100))))) == MAX_SUSPECTS
 
