@@ -157,7 +157,7 @@ class StepWriter:
         Args:
             number: the step's.
             began: when, in seconds of the monotonic clock.
-            rids: the requests' ids.
+            rids: the requests' ids; a list that nobody changes later.
             lengths: of their inputs, in tokens.
             received: how many requests and controls there were in all.
         """
@@ -183,7 +183,7 @@ class StepWriter:
             number: the step's.
             began: when the round began, in seconds of the monotonic clock.
             mode: forward mode, a number that the release gives it, 0 to 255.
-            rids: the requests' ids.
+            rids: the requests' ids; a list that nobody changes later.
             lengths: how many tokens each has.
             tokens: how many of them the step computes; None for one each.
             total: how many tokens the step computes in all.

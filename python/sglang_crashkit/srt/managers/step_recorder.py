@@ -92,7 +92,7 @@ class StepRecorder:
             for request in requests:
                 self._take(request)
             self.writer.begin_round(number, now)
-            self.writer.receive(number, now, self._rids, self._lengths, self._received)
+            self.writer.receive(number, now, list(self._rids), self._lengths, self._received)
         elif self._received or scheduler.waiting_queue or scheduler.last_batch is not None:
             self.writer.begin_round(number, now)
         else:
