@@ -19,6 +19,7 @@ on, how far it came and when it ended, is stored by single instructions, with th
 from __future__ import annotations
 
 import fcntl
+import functools
 import mmap
 import os
 import struct
@@ -62,6 +63,8 @@ _BODY_BYTES = _BODY.size + _DECIDED.size
 _HASHED = struct.Struct("<QHIii")
 _CHECKSUM = struct.Struct("<I")
 _LONGEST_ID = 1024
+#: So many requests are read at most, of the newest steps.
+_MOST_READ = 32_768
 #: After so many slots all ids are written again with the next list, so that each is there as long as its request.
 _FRESH_IDS, _FRESH_DATA = _ID_SLOTS // 2, _DATA_BYTES // 2
 
@@ -377,8 +380,11 @@ class StepReader:
         round_at = float(struct.unpack_from("d", data, 8 * _ROUND)[0])
         opened, at, idle = struct.unpack_from("3Q", data, 8 * _OPEN)
         requests = _Requests(data)
-        found = (self._step_at(data, place, requests) for place in range(STEPS))
-        steps = {step.number: step for step in found if step is not None}
+        steps: dict[int, Step] = {}
+        for place in sorted(range(STEPS), key=functools.partial(_number_at, data), reverse=True):
+            step = self._step_at(data, place, requests)
+            if step is not None:
+                steps[step.number] = step
         newest = max(steps, default=0)
         if opened and (not steps or newest < opened < newest + STEPS):
             newest = opened
@@ -426,11 +432,18 @@ class StepReader:
         )
 
 
+def _number_at(data: bytes, place: int) -> int:
+    """Return which step lies in a slot, as far as can be told."""
+    (number,) = struct.unpack_from("<Q", data, _PAGE + place * _SLOT + _FIXED + _CHECKSUM.size)
+    return int(number)
+
+
 class _Requests:
-    """The requests of the steps, as far as they are there."""
+    """The requests of the steps, as far as they are there, and there is room for them in a reader's memory."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
+        self._room = _MOST_READ
         self._rids = dict(self._all_rids())
         #: A list that many steps share is one in memory, too.
         self._texts: dict[tuple[int, int], list[tuple[int, str]]] = {}
@@ -454,7 +467,8 @@ class _Requests:
             texts = [(int.from_bytes(digest, "little"), self._rids.get(digest, "")) for digest in digests]
             self._texts[ids] = texts
         numbers = array("I", self._take(4 * count * (1 + has_tokens), *lengths))
-        if numbers and texts:
+        if numbers and texts and self._room >= count:
+            self._room -= count
             for place, (id_hash, rid) in enumerate(texts):
                 tokens = numbers[count + place] if has_tokens else 1
                 yield StepRequest(rid or f"#{id_hash:016x}", id_hash, tokens, numbers[place] + grown)
