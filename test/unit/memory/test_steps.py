@@ -80,10 +80,10 @@ def test_a_step_is_read_as_it_was_written(writer: StepWriter) -> None:
     hashes = [int.from_bytes(hash_of(rid), "little") for rid in ("ab12", "é" * 60)]
     assert step.to_json() == {
         **{"number": 7, "began": 7.0, "ended": None, "phase": "forward_begun", "mode": "extend"},
-        "requests": (
+        "requests": [
             {"rid": "ab12", "id_hash": hashes[0], "tokens": 37, "length": 40},
             {"rid": "é" * 60, "id_hash": hashes[1], "tokens": 5, "length": 5},
-        ),
+        ],
         **{"size": 2, "tokens": 42, **facts._asdict(), "decisions": decided},
         **{"agreed_hash": step.agreed_hash, "forward": "target_verify"},
     }
@@ -124,7 +124,10 @@ def test_lengths_that_all_grow_take_no_room(writer: StepWriter) -> None:
         run(writer, number, rids, [number + place for place in range(256)])
     found = read(writer).steps
     assert [step.number for step in found] == list(range(STEPS, 2 * STEPS))
-    for step in (found[0], found[-1]):
+    # As many of the newest as a reader has room for; of the others the rest is there.
+    assert [len(step.requests) for step in found] == [0] * (STEPS - 128) + [256] * 128
+    assert {step.size for step in found} == {256}
+    for step in (found[-128], found[-1]):
         assert [(one.rid, one.length) for one in step.requests] == [
             (rid, step.number + place) for place, rid in enumerate(rids)
         ]
