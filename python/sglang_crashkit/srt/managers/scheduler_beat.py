@@ -114,7 +114,7 @@ def _begin() -> memoryview[float] | None:
         return None
     writer = BeatWriter()
     try:
-        protocol.notify(socket_path, "beat", descriptor=writer.fd, modes=_modes())
+        protocol.notify(socket_path, "beat", descriptor=writer.fd, modes=forward_modes())
     except protocol.HandlerUnreachableError as error:
         logger.warning("crash kit: hangs of this scheduler are not noticed: %s", error)
         writer.close()
@@ -123,7 +123,7 @@ def _begin() -> memoryview[float] | None:
     return _words
 
 
-def _modes() -> dict[str, str]:
+def forward_modes() -> dict[str, str]:
     """Return the names of the release's forward modes by their number; nothing where it keeps them elsewhere.
 
     A scheduler has imported them long before its first round.

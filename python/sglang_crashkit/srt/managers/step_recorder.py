@@ -1,0 +1,329 @@
+"""Hooks of SGLang's scheduler and model runner: a scheduler notes its steps, where a crash handler listens.
+
+A step is a batch. It is noted as its requests are received, as it is scheduled, as a pass of the model begins for it,
+as its results are there, and as they were processed; see `memory.steps` for where. What goes into the hash that ranks
+are compared by is the same on all ranks that do the same: no clock, no address, no order of a set.
+
+Where the scheduler overlaps batches, a step is processed after the next one was launched. That its forward pass is done
+is known where the CPU computes it, or the copy of its results has arrived; nobody waits for that here.
+
+Whatever goes wrong switches the recorder off and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import struct
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from operator import attrgetter
+from time import monotonic
+from typing import Any, Concatenate, ParamSpec
+
+from sglang_crashkit import protocol
+from sglang_crashkit.memory.steps import ABSENT, FORWARD_BEGUN, FORWARD_DONE, Facts, StepWriter
+from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
+from sglang_crashkit.srt.managers.scheduler_beat import forward_modes
+
+logger = logging.getLogger(__name__)
+
+Parameters = ParamSpec("Parameters")
+
+#: Names of the modes in which a batch takes in tokens, and of the one that only stands for what was received elsewhere.
+_EXTENDS = frozenset({"extend", "mixed", "split_prefill", "dllm_extend"})
+_PREBUILT = "prebuilt"
+#: So many of the requests that were received for one step are named before it is scheduled.
+_MAX_RECEIVED = 256
+#: More batches than these are under way in no event loop.
+_MAX_PENDING = 64
+#: What `memory.steps.DECISIONS` calls the requests that a hierarchical cache is about.
+_CACHE = {"prefetch": "ongoing_prefetch", "write_back": "ongoing_write_through"}
+_AGREED = struct.Struct("<ii8s")
+_rid_of, _output_of, _input_of = attrgetter("rid"), attrgetter("output_ids"), attrgetter("origin_input_ids")
+
+_OFF_WARNING = "crash kit: the steps of this scheduler are not recorded any more"
+
+_recorder: StepRecorder | None = None
+_is_off = False
+
+
+class StepRecorder:
+    """The steps of one scheduler.
+
+    Args:
+        scheduler: SGLang's ``Scheduler``.
+        writer: where they are noted.
+        modes: names of the release's forward modes by their number.
+    """
+
+    def __init__(self, scheduler: Any, writer: StepWriter, modes: dict[int, str]) -> None:
+        self.writer = writer
+        self._extends = frozenset(number for number, name in modes.items() if name in _EXTENDS)
+        self._prebuilt = next((number for number, name in modes.items() if name == _PREBUILT), -1)
+        self._is_cpu = str(getattr(scheduler, "device", None)) == "cpu"
+        self._free = _gauge_of(scheduler)
+        self._kv_size = _number_of(getattr(scheduler, "max_total_num_tokens", None))
+        self._grammars = getattr(scheduler, "grammar_manager", scheduler)
+        self._cache = [
+            (name, attribute)
+            for name, attribute in _CACHE.items()
+            if hasattr(getattr(scheduler, "tree_cache", None), attribute)
+        ]
+        self._began = monotonic()
+        #: Steps whose results were not processed yet, and whether the batch that it holds is a step of its own.
+        self._pending: deque[int] = deque(maxlen=_MAX_PENDING)
+        self._inner_of = self._inner = 0
+        self._at = self._processing = 0
+        self._received_hash = bytes(8)
+        self._forget_received()
+
+    def _forget_received(self) -> None:
+        self._received = self._retracted = 0
+        self._rids: list[str] = []
+        self._lengths: list[int] = []
+        self._decisions: dict[str, int] = {}
+
+    def receive(self, scheduler: Any, requests: Sequence[Any]) -> None:
+        """Note that a round of the event loop begins with these new requests."""
+        self._began = now = monotonic()
+        number = scheduler.forward_ct + 1
+        if requests:
+            self._received += len(requests)
+            for request in requests:
+                self._take(request)
+            self.writer.begin_round(number, now)
+            self.writer.receive(number, now, self._rids, self._lengths, self._received)
+        elif self._received or scheduler.waiting_queue or scheduler.last_batch is not None:
+            self.writer.begin_round(number, now)
+        else:
+            self._pending.clear()
+            self.writer.begin_round(0, now)
+
+    def _take(self, request: Any) -> None:
+        name = type(request).__name__
+        rid = str(getattr(request, "rid", None) or "")
+        self._received_hash = blake2b(f"{name} {rid}".encode(), key=self._received_hash, digest_size=8).digest()
+        if name == "AbortReq":
+            self._decide("abort", rid)
+        elif name.startswith("BatchTokenized"):
+            for one in request.batch:
+                self._take(one)
+        elif name.startswith("Tokenized") and len(self._rids) < _MAX_RECEIVED:
+            self._rids.append(rid)
+            self._lengths.append(len(getattr(request, "input_ids", None) or ()))
+
+    def _decide(self, name: str, rid: str) -> None:
+        """Note what was decided about a request: a number that tells the same requests in the same order."""
+        self._decisions[name] = zlib.crc32(f"{rid} ".encode(errors="surrogatepass"), self._decisions.get(name, 0))
+
+    def retract(self, requests: Sequence[Any]) -> None:
+        """Note that requests are put back into the queue, as there is no room for them."""
+        self._retracted += len(requests)
+        for request in requests:
+            self._decide("retract", request.rid)
+
+    def schedule(self, scheduler: Any, batch: Any) -> None:
+        """Note that a batch begins, once ``Scheduler.forward_ct`` counts it."""
+        number, reqs, mode = scheduler.forward_ct, batch.reqs, int(batch.forward_mode or 0)
+        rids = list(map(_rid_of, reqs))
+        tokens: Sequence[int] | None = None
+        lengths: Sequence[int]
+        if mode in self._extends:
+            tokens = batch.extend_lens
+            lengths = [done + new for done, new in zip(batch.prefix_lens, tokens, strict=True)]
+        else:
+            lengths = self._lengths_of(batch)
+        decisions = self._decisions
+        queue = getattr(self._grammars, "grammar_queue", None)
+        if queue:
+            decisions["grammar"] = len(queue)
+        for name, attribute in self._cache:
+            decisions[name] = len(getattr(scheduler.tree_cache, attribute))
+        running, waiting = len(scheduler.running_batch.reqs), len(scheduler.waiting_queue)
+        free = ABSENT if self._free is None else self._free()
+        self.writer.schedule(
+            number,
+            self._began,
+            mode,
+            rids,
+            lengths,
+            tokens,
+            len(rids) if tokens is None else sum(tokens),
+            Facts(running, waiting, self._retracted, self._received, free, self._kv_size),
+            decisions,
+            _AGREED.pack(running, waiting, self._received_hash),
+        )
+        self._at = number
+        if self._inner_of == number - 1 and self._inner_of:
+            # It has no results of its own.
+            self._inner = number
+        else:
+            self._pending.append(number)
+        self._inner_of = number if mode == self._prebuilt and batch.inner_idle_batch is not None else 0
+        if self._received or decisions or self._retracted:
+            self._forget_received()
+
+    def _lengths_of(self, batch: Any) -> Sequence[int]:
+        """Return how many tokens each request has: what the scheduler counts on the CPU, where it counts them itself.
+
+        With speculative decoding that arrives from the GPU at some time, so the requests are asked.
+        """
+        reqs, counted, algorithm = batch.reqs, batch.seq_lens_cpu, batch.spec_algorithm
+        if counted is not None and (algorithm is None or algorithm.is_none()) and len(counted) == len(reqs):
+            lengths: list[int] = counted.tolist()
+            return lengths
+        return [
+            inputs + outputs
+            for inputs, outputs in zip(map(len, map(_input_of, reqs)), map(len, map(_output_of, reqs)), strict=True)
+        ]
+
+    def begin_pass(self, mode: Any) -> None:
+        """Note that a pass of the model begins, in the forward mode `mode`."""
+        self.writer.mark(self._at, FORWARD_BEGUN, int(mode or 0))
+
+    def take_results(self, batch: Any, result: Any) -> None:
+        """Note that the scheduler turns to the results of a batch, the oldest that it did not process yet."""
+        pending = self._pending
+        number = getattr(batch, "forward_iter", None) or (pending[0] if pending else 0)
+        while pending and pending[0] <= number:
+            pending.popleft()
+        self._processing = number
+        if number:
+            self.writer.turn_to(number)
+            if self._is_cpu or _has_arrived(result):
+                self.writer.mark(number, FORWARD_DONE)
+
+    def end(self) -> None:
+        """Note that the results were processed."""
+        now = monotonic()
+        for number in (self._processing, self._inner if self._inner == self._processing + 1 else 0):
+            if number:
+                self.writer.end(number, now)
+        self._processing = 0
+        self.writer.turn_to(self._pending[-1] if self._pending else 0)
+
+
+def _guarded(hook: Callable[Concatenate[StepRecorder, Parameters], None]) -> Callable[Parameters, None]:
+    """Have a hook do nothing where no steps are noted, and end that where it fails."""
+
+    @functools.wraps(hook)
+    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        recorder = _recorder
+        if recorder is not None:
+            try:
+                hook(recorder, *args, **kwargs)
+            except Exception:
+                logger.warning(_OFF_WARNING, exc_info=True)
+                _switch_off()
+
+    return guarded
+
+
+def on_received(scheduler: Any, requests: Sequence[Any]) -> None:
+    """Note that the scheduler begins a round of its event loop, with new requests that are not handled yet."""
+    if _is_off:
+        return
+    try:
+        recorder = _recorder or _begin(scheduler)
+        if recorder is not None:
+            recorder.receive(scheduler, requests)
+    except Exception:
+        logger.warning(_OFF_WARNING, exc_info=True)
+        _switch_off()
+
+
+@_guarded
+def on_retraction(recorder: StepRecorder, requests: Sequence[Any]) -> None:
+    """Note that the scheduler retracts requests, before they are queued again."""
+    recorder.retract(requests)
+
+
+@_guarded
+def on_scheduled(recorder: StepRecorder, scheduler: Any, batch: Any) -> None:
+    """Note that the scheduler begins a batch; to be called once ``Scheduler.forward_ct`` counts it."""
+    recorder.schedule(scheduler, batch)
+
+
+@_guarded
+def on_forward(recorder: StepRecorder, forward_batch: Any) -> None:
+    """Note that a pass of the model begins, of the target or of a draft."""
+    recorder.begin_pass(forward_batch.forward_mode)
+
+
+@_guarded
+def on_results(recorder: StepRecorder, batch: Any, result: Any) -> None:
+    """Note that the scheduler turns to the results of a batch."""
+    recorder.take_results(batch, result)
+
+
+@_guarded
+def on_processed(recorder: StepRecorder) -> None:
+    """Note that the results of the batch at hand were processed."""
+    recorder.end()
+
+
+def _begin(scheduler: Any) -> StepRecorder | None:
+    """Tell the crash handler where the steps are; None where nobody wants to know."""
+    global _recorder, _is_off
+    _is_off = True
+    settings, socket_path = Settings.from_environ(), os.environ.get(SOCKET_VARIABLE)
+    if not settings.enabled or not settings.steps or not socket_path:
+        return None
+    modes, writer = forward_modes(), StepWriter()
+    try:
+        recorder = StepRecorder(scheduler, writer, {int(number): name for number, name in modes.items()})
+        protocol.notify(socket_path, "steps", descriptor=writer.fd, modes=modes)
+    except protocol.HandlerUnreachableError as error:
+        logger.warning("crash kit: the steps of this scheduler are not recorded: %s", error)
+        writer.close()
+        return None
+    _recorder, _is_off = recorder, False
+    return recorder
+
+
+def _switch_off() -> None:
+    global _recorder, _is_off
+    recorder, _recorder, _is_off = _recorder, None, True
+    if recorder is not None:
+        # What it was about from now on is not known.
+        recorder.writer.begin_round(0, monotonic())
+
+
+def _gauge_of(scheduler: Any) -> Callable[[], int] | None:
+    """Return what says how many tokens the KV pool has room for, with those that it keeps for reuse only.
+
+    None where this release or this kind of pool cannot say.
+    """
+    allocator: Any = getattr(scheduler, "token_to_kv_pool_allocator", None)
+    cache: Any = getattr(scheduler, "tree_cache", None)
+
+    def with_reusable() -> int:
+        return int(allocator.available_size() + cache.evictable_size())
+
+    def without() -> int:
+        return int(allocator.available_size())
+
+    for gauge in (with_reusable, without):
+        try:
+            gauge()
+        except Exception:  # noqa: BLE001, S112 - whatever a kind of pool says to that
+            continue
+        return gauge
+    return None
+
+
+def _number_of(value: Any) -> int:
+    return value if isinstance(value, int) else ABSENT
+
+
+def _has_arrived(result: Any) -> bool:
+    """Say whether the copy of a batch's results is known to have arrived, without waiting for it."""
+    copied = getattr(result, "copy_done", None)
+    try:
+        return copied is not None and bool(copied.query())
+    except Exception:  # noqa: BLE001 - the error of a kernel, which the scheduler is about to be told of
+        return False
