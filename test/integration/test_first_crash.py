@@ -100,6 +100,32 @@ def test_without_a_gpu_the_flight_recorder_is_not_waited_for(crash: Crash) -> No
     assert crash.wreck.incident["collectives"] is None
 
 
+def test_each_rank_left_its_last_steps_which_agree_up_to_the_end(crash: Crash) -> None:
+    steps, in_flight = {}, {request.rid for request in crash.wreck.sent}
+    for title in (VICTIM, SURVIVOR):
+        piece = crash.wreck.evidence(title, "steps")
+        assert piece["status"] == "captured", piece
+        steps[title] = [json.loads(line) for line in (crash.wreck.folder / piece["path"]).read_text().splitlines()]
+    victim, survivor = ({step["number"]: step for step in steps[title]} for title in (VICTIM, SURVIVOR))
+    common = sorted(victim.keys() & survivor.keys())
+    assert len(common) > 16 * len(PROMPTS)
+    for number in common:
+        for name in ("agreed_hash", "mode", "requests", "size", "tokens", "running", "waiting", "decisions"):
+            scheduled = "received" not in (victim[number]["phase"], survivor[number]["phase"])
+            assert victim[number][name] == survivor[number][name] or not scheduled, (number, name)
+    assert {"extend", "decode"} <= {step["mode"] for step in steps[VICTIM]}
+    assert all(step["kv_free"] <= step["kv_size"] for step in steps[VICTIM] if step["mode"])
+    assert sum(step["phase"] == "processed" for step in steps[VICTIM]) >= len(common) - 3
+
+    # The one that it died in, of the requests that were under way.
+    told = crash.wreck.report(VICTIM)["steps"]
+    assert told["last"][-1]["number"] == max(victim)
+    assert told["in_step"]["mode"] == "decode"
+    assert set(told["in_step"]["rids"]) <= in_flight
+    assert told["in_step"]["rids"]
+    assert 0 <= told["in_step"]["seconds"] < 60
+
+
 def test_the_requests_in_flight_were_saved_where_upstream_saves_them(crash: Crash) -> None:
     requests = crash.wreck.incident["requests"]
     assert requests["unfinished"] == REQUESTS

@@ -39,7 +39,7 @@ RECEIVED, SCHEDULED, FORWARD_BEGUN, FORWARD_DONE, PROCESSED = range(len(PHASES))
 #: What is decided on the way to a step, by its place in the record.
 DECISIONS = ("abort", "retract", "grammar", "prefetch", "write_back", "load_back")
 #: More requests of one step than these are counted, and not recorded.
-MAX_REQUESTS = 4096
+MAX_REQUESTS = 2048
 ABSENT = -1
 
 _VERSION = 1
@@ -58,13 +58,15 @@ _ROUND, _OPEN, _AT, _IDLE = 8, 9, 10, 11
 _MODES = 512
 #: Of a slot: number, forward mode and phase in one word; when it ended; what does not change behind its checksum.
 _ENDED, _FIXED = 8, 16
-_BODY = struct.Struct("<Qd8s8I4iqqHBB6Q")
-_TOLD = struct.Struct("<QHIB6Q")
+_BODY = struct.Struct("<Qd8s8I4iqqHB")
+_DECIDED = struct.Struct("<B6Q")
+_NOTHING_DECIDED = bytes(_DECIDED.size)
+_BODY_BYTES = _BODY.size + _DECIDED.size
+_HASHED = struct.Struct("<QHIii")
 _CHECKSUM = struct.Struct("<I")
 _LONGEST_ID = 1024
-#: An id that lies so many slots behind is written again with the next list, so that it is there as long as its request.
+#: After so many slots all ids are written again with the next list, so that each is there as long as its request.
 _FRESH_IDS, _FRESH_DATA = _ID_SLOTS // 2, _DATA_BYTES // 2
-_MAX_KNOWN = 4 * MAX_REQUESTS
 
 
 class NotStepsError(Exception):
@@ -127,9 +129,9 @@ class StepWriter:
         self._words = self._whole[: SIZE // 8 * 8].cast("Q")
         self._times = self._whole[: SIZE // 8 * 8].cast("d")
         self._agreed = bytes(8)
-        #: Hash and slot of each id that was written, by the id.
-        self._known: dict[str, tuple[bytes, int]] = {}
-        self._id_head = self._oldest_id = 0
+        #: Hash of each id that was written since its slots were half as many, by the id.
+        self._known: dict[str, bytes] = {}
+        self._id_head = self._known_since = 0
         self._data_head = self._data_wrapped = 0
         self._rids: Sequence[str] = ()
         self._ids = b""
@@ -195,7 +197,8 @@ class StepWriter:
             total: how many tokens the step computes in all.
             facts: what else is known.
             decisions: see `DECISIONS`; others are left out.
-            agreed: what else must be the same on all ranks, and is part of the step's hash.
+            agreed: what else must be the same on all ranks, and is part of the step's hash, as is all of the above but
+                `began`, and `facts` beyond the first two.
         """
         self._record(number, began, mode, rids, lengths, tokens, total, 1, facts, decisions, agreed)
         words = self._words
@@ -247,7 +250,9 @@ class StepWriter:
         if size > MAX_REQUESTS:
             rids, lengths = rids[:MAX_REQUESTS], lengths[:MAX_REQUESTS]
             tokens = None if tokens is None else tokens[:MAX_REQUESTS]
-        if rids != self._rids or self._id_head - self._oldest_id > _FRESH_IDS:
+        if self._id_head - self._known_since > _FRESH_IDS:
+            self._known, self._known_since, self._rids = {}, self._id_head, ()
+        if rids != self._rids:
             self._list_ids(rids)
         elif self._is_stale(self._ids_at):
             self._ids_at = self._append(self._ids)
@@ -255,29 +260,25 @@ class StepWriter:
         if tokens is not None:
             raw += array("I", tokens).tobytes()
         self._set_lengths(raw, len(rids))
-        mask, values = 0, [0] * len(DECISIONS)
-        if decisions:
-            for place, name in enumerate(DECISIONS):
-                value = decisions.get(name)
-                if value is not None:
-                    mask |= 1 << place
-                    values[place] = value & 0xFFFF_FFFF_FFFF_FFFF
+        decided = _packed(decisions) if decisions else _NOTHING_DECIDED
         if is_batch:
-            told = _TOLD.pack(number, mode, size, mask, *values)
-            self._agreed = blake2b(b"".join((self._agreed, told, agreed, self._ids, raw)), digest_size=8).digest()
-        body = _BODY.pack(
-            *(number, began, self._agreed if is_batch else bytes(8)),
-            *(*self._ids_at[:2], *self._lengths_at[:2], self._grown),
-            *(len(rids), size, total),
-            *facts,
-            *(mode, mask, tokens is not None),
-            *values,
+            hashed = b"".join(
+                (self._agreed, _HASHED.pack(number, mode, size, facts[0], facts[1]), decided, agreed, self._ids, raw)
+            )
+            self._agreed = blake2b(hashed, digest_size=8).digest()
+        ids_at, ids_sum, _place = self._ids_at
+        lengths_at, lengths_sum, _place = self._lengths_at
+        body = (
+            _BODY.pack(
+                *(number, began, self._agreed if is_batch else bytes(8)),
+                *(ids_at, ids_sum, lengths_at, lengths_sum, self._grown, len(rids), size, total),
+                *(*facts, mode, tokens is not None),
+            )
+            + decided
         )
         start = _PAGE + number % STEPS * _SLOT
         self._words[start // 8] = 0
-        self._map[start + _FIXED : start + _FIXED + _CHECKSUM.size + _BODY.size] = (
-            _CHECKSUM.pack(zlib.crc32(body)) + body
-        )
+        self._map[start + _FIXED : start + _FIXED + 4 + _BODY_BYTES] = _CHECKSUM.pack(zlib.crc32(body)) + body
 
     def _set_lengths(self, raw: bytes, count: int) -> None:
         """Write the lengths, unless each of them is one more than the last time."""
@@ -293,22 +294,18 @@ class StepWriter:
 
     def _list_ids(self, rids: Sequence[str]) -> None:
         known = self._known
-        if len(known) > _MAX_KNOWN:
-            known = self._known = {rid: known[rid] for rid in rids if rid in known}
-        fresh = self._id_head - _FRESH_IDS // 2
-        found = []
-        for rid in rids:
-            entry = known.get(rid)
-            if entry is None or entry[1] < fresh:
-                entry = known[rid] = self._put_id(rid, entry[0] if entry else hash_of(rid))
-            found.append(entry)
-        self._rids = rids
-        self._ids = b"".join([entry[0] for entry in found])
-        self._oldest_id = min([entry[1] for entry in found], default=self._id_head)
-        self._ids_at = self._append(self._ids)
-        self._lengths = 0
+        try:
+            ids = b"".join(map(known.__getitem__, rids))
+        except KeyError:
+            for rid in rids:
+                if rid not in known:
+                    self._put_id(rid)
+            ids = b"".join(map(known.__getitem__, rids))
+        self._rids, self._ids, self._lengths = rids, ids, 0
+        self._ids_at = self._append(ids)
 
-    def _put_id(self, rid: str, digest: bytes) -> tuple[bytes, int]:
+    def _put_id(self, rid: str) -> None:
+        self._known[rid] = digest = hash_of(rid)
         text = rid.encode(errors="surrogatepass")[:_LONGEST_ID]
         record = digest + len(text).to_bytes(2, "little") + text
         slots = -(-len(record) // _ID_SLOT)
@@ -317,7 +314,6 @@ class StepWriter:
             self._id_head, place = self._id_head + _ID_SLOTS - place, 0
         start, self._id_head = _IDS + place * _ID_SLOT, self._id_head + slots
         self._map[start : start + len(record)] = record
-        return digest, self._id_head - slots
 
     def _append(self, data: bytes) -> tuple[int, int, int]:
         """Write to the data; return where it lies, its checksum, and its place counted on over the end."""
@@ -329,6 +325,16 @@ class StepWriter:
 
     def _is_stale(self, place: tuple[int, int, int]) -> bool:
         return self._data_wrapped + self._data_head - place[2] > _FRESH_DATA
+
+
+def _packed(decisions: Mapping[str, int]) -> bytes:
+    mask, values = 0, [0] * len(DECISIONS)
+    for place, name in enumerate(DECISIONS):
+        value = decisions.get(name)
+        if value is not None:
+            mask |= 1 << place
+            values[place] = value & 0xFFFF_FFFF_FFFF_FFFF
+    return _DECIDED.pack(mask, *values)
 
 
 @dataclass(frozen=True)
@@ -397,12 +403,13 @@ class StepReader:
     def _step_at(self, data: bytes, place: int, found: _Requests) -> Step | None:
         start = _PAGE + place * _SLOT
         (checksum,) = _CHECKSUM.unpack_from(data, start + _FIXED)
-        body = data[start + _FIXED + _CHECKSUM.size : start + _FIXED + _CHECKSUM.size + _BODY.size]
+        body = data[start + _FIXED + 4 : start + _FIXED + 4 + _BODY_BYTES]
         if zlib.crc32(body) != checksum:
             return None
-        number, began, agreed, *rest = _BODY.unpack(body)
+        number, began, agreed, *rest = _BODY.unpack_from(body)
         ids_at, ids_sum, lengths_at, lengths_sum, grown, count, size, total, *rest = rest
-        *facts, mode, mask, has_tokens = rest[:9]
+        *facts, mode, has_tokens = rest
+        mask, *values = _DECIDED.unpack_from(body, _BODY.size)
         if number % STEPS != place or number == 0:
             return None
         word, ended = struct.unpack_from("Qd", data, start)
@@ -421,7 +428,7 @@ class StepReader:
             ),
             size=size,
             tokens=total,
-            decisions={name: rest[9 + place] for place, name in enumerate(DECISIONS) if mask & 1 << place},
+            decisions={name: values[at] for at, name in enumerate(DECISIONS) if mask & 1 << at},
             agreed_hash=int.from_bytes(agreed, "little"),
             **{name: None if value == ABSENT else value for name, value in known._asdict().items()},
         )

@@ -42,9 +42,11 @@ from sglang_crashkit.srt.utils.watchdog import on_watchdog_timeout
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from unit import cuda_driver, torch_recorder
+from unit.srt import stepping
 
 PR_SET_PDEATHSIG = 1
 SCHEDULER = SimpleNamespace(_engine_paused=False)
+STEPPING = stepping.Scheduler()
 queues: list[SimpleNamespace] = []
 children: dict[str, tuple[int, int]] = {}  # by title: pid, write end of the pipe of its commands
 
@@ -149,6 +151,15 @@ def go_round(stop: threading.Event) -> None:
         on_iteration(SCHEDULER, [])
 
 
+def take_steps(number: int, *rids: str) -> None:
+    """Go round so many times with these requests, and begin one more batch of them."""
+    batch = stepping.batch_of(stepping.DECODE, [stepping.Req(rid, 5) for rid in rids])
+    for _step in range(number):
+        STEPPING.step(batch)
+    STEPPING.process_input_requests()
+    STEPPING.run_batch(batch)
+
+
 def sleep_in_the_kernel(fifo: str) -> None:
     """Be in uninterruptible sleep until somebody writes to `fifo`.
 
@@ -247,6 +258,10 @@ def wait_for_a_command(commands: int, answers: int) -> None:
             elif verb == "hush":
                 stop.set()
                 os.write(answers, b"silent\n")
+            elif verb == "step":
+                number, *rids = argument.split()
+                take_steps(int(number), *rids)
+                os.write(answers, b"in a step\n")
             elif verb == "sleep":
                 sleep_in_the_kernel(argument)
             elif verb == "copy":

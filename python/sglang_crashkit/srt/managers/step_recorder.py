@@ -15,14 +15,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import struct
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from operator import attrgetter
 from time import monotonic
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 from sglang_crashkit import protocol
 from sglang_crashkit.memory.steps import ABSENT, FORWARD_BEGUN, FORWARD_DONE, Facts, StepWriter
@@ -30,8 +29,6 @@ from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 from sglang_crashkit.srt.managers.scheduler_beat import forward_modes
 
 logger = logging.getLogger(__name__)
-
-Parameters = ParamSpec("Parameters")
 
 #: Names of the modes in which a batch takes in tokens, and of the one that only stands for what was received elsewhere.
 _EXTENDS = frozenset({"extend", "mixed", "split_prefill", "dllm_extend"})
@@ -42,7 +39,6 @@ _MAX_RECEIVED = 256
 _MAX_PENDING = 64
 #: What `memory.steps.DECISIONS` calls the requests that a hierarchical cache is about.
 _CACHE = {"prefetch": "ongoing_prefetch", "write_back": "ongoing_write_through"}
-_AGREED = struct.Struct("<ii8s")
 _rid_of, _output_of, _input_of = attrgetter("rid"), attrgetter("output_ids"), attrgetter("origin_input_ids")
 
 _OFF_WARNING = "crash kit: the steps of this scheduler are not recorded any more"
@@ -155,7 +151,7 @@ class StepRecorder:
             len(rids) if tokens is None else sum(tokens),
             Facts(running, waiting, self._retracted, self._received, free, self._kv_size),
             decisions,
-            _AGREED.pack(running, waiting, self._received_hash),
+            self._received_hash,
         )
         self._at = number
         if self._inner_of == number - 1 and self._inner_of:
@@ -207,15 +203,15 @@ class StepRecorder:
         self.writer.turn_to(self._pending[-1] if self._pending else 0)
 
 
-def _guarded(hook: Callable[Concatenate[StepRecorder, Parameters], None]) -> Callable[Parameters, None]:
+def _guarded(hook: Callable[..., None]) -> Callable[..., None]:
     """Have a hook do nothing where no steps are noted, and end that where it fails."""
 
     @functools.wraps(hook)
-    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+    def guarded(*args: Any) -> None:
         recorder = _recorder
         if recorder is not None:
             try:
-                hook(recorder, *args, **kwargs)
+                hook(recorder, *args)
             except Exception:
                 logger.warning(_OFF_WARNING, exc_info=True)
                 _switch_off()
