@@ -143,20 +143,57 @@ def dropped(tmp_path_factory: pytest.TempPathFactory) -> Story:
     return tell("drop", tmp_path_factory, load_secs=LOAD_SECS)
 
 
+def check(told: Story, kind: str, statement: str) -> None:
+    """Check that the incident says so wherever a person looks."""
+    found = told.document["divergence"]
+    assert (found["kind"], found["ranks"]) == (kind, "TP1"), found
+    assert statement.format(step=f"{found['step']:,}") in found["statement"]
+    assert found["statement"] in told.document["verdict"]["text"]
+    assert found["statement"] in (told.folder / "summary.md").read_text()
+    assert [line for line in told.steps.splitlines() if line.startswith(f"> {found['step']:,} ")]
+
+
 def test_a_server_under_mixed_load_has_no_divergence(dropped: Story) -> None:
     assert len(dropped.well) > 3
     assert {(found["kind"], found["level"]) for found in dropped.well} == {("none", "established")}
-    assert max(found["compared"] for found in dropped.well) > 300
+    assert max(found["compared"] for found in dropped.well) > 100
 
 
-def test_the_verdict_names_the_step_the_ranks_the_request_and_in_what_they_differ(dropped: Story) -> None:
-    found, (_steady, odd) = dropped.document["divergence"], dropped.rids
-    assert (found["kind"], found["level"]) == ("mode", "established")
-    assert (found["request"], found["ranks"], found["against"]) == (odd, "TP1", "TP0")
-    step = f"in step {found['step']:,}"
-    assert (
-        f"TP1 ran decode of request steady-1 (1 token) {step} where TP0 ran extend of request {odd}"
-        in found["statement"]
-    )
-    assert found["statement"] in dropped.document["verdict"]["text"]
-    assert found["statement"] in (dropped.folder / "summary.md").read_text()
+def test_a_rank_that_dropped_a_request_is_named_with_the_step_and_the_request(dropped: Story) -> None:
+    found, (steady, odd) = dropped.document["divergence"], dropped.rids
+    ran = f"TP1 ran decode of request {steady} (1 token) in step {{step}} where TP0 ran extend of request {odd}"
+    check(dropped, "mode", ran)
+    assert (found["level"], found["request"], found["against"]) == ("established", odd, "TP0")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("way", "kind", "decision", "statement"),
+    [
+        # What one rank's clock decides alone passes no broadcast.
+        ("abort", "requests", None, "(request abort-1 is TP0's only)"),
+        ("retract", "decision", "retract", "TP1 decided retract on the way to step {step} where TP0 did not"),
+    ],
+)
+def test_a_rank_that_decided_alone_is_named_with_the_step_and_the_request(
+    tmp_path_factory: pytest.TempPathFactory, way: str, kind: str, decision: str | None, statement: str
+) -> None:
+    told = tell(way, tmp_path_factory)
+    check(told, kind, statement)
+    assert told.document["divergence"]["decision"] == decision
+    assert told.document["divergence"]["request"] in told.rids
+
+
+@pytest.mark.matrix
+def test_an_idle_rank_that_dropped_a_request_is_told_to_have_ended_earlier(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    told = tell("drop", tmp_path_factory, beside=False)
+    check(told, "ended_earlier", "where TP0 went on and ran extend of request drop-1")
+    assert told.document["divergence"]["request"] == "drop-1"
+
+
+@pytest.mark.matrix
+def test_of_four_ranks_the_one_that_dropped_a_request_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
+    told = tell("drop", tmp_path_factory, tp=4)
+    check(told, "mode", "TP1 ran decode of request steady-1 (1 token) in step {step} where TP0,2-3 ran extend of")
