@@ -17,7 +17,7 @@ from sglang_crashkit import __version__
 from sglang_crashkit.analysis.suspects import suspects_of
 from sglang_crashkit.analysis.verdict import FailureEvent, judge, order_failures
 from sglang_crashkit.handler.collectors import stacks, states
-from sglang_crashkit.handler.collectors.divergence import divergence_of
+from sglang_crashkit.handler.collectors.divergence import divergence_of, without_requests
 from sglang_crashkit.handler.collectors.repeats import count_repeat, incident_with_core
 from sglang_crashkit.handler.collectors.requests import add, add_journal, requests_of
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
@@ -74,7 +74,8 @@ class IncidentRun:
     Attributes:
         incident: the document.
         folder: where it is written.
-        steps: the last steps of the schedulers, by pid, in order of their numbers; until it is finished.
+        steps: the last steps of the schedulers without their requests, by pid, in order of their numbers; until it is
+            finished.
         opened: since when it is gathered, by the monotonic clock.
         captured: what the living processes did was captured.
         finished: it is complete; what is added still is written anew.
@@ -413,7 +414,7 @@ class IncidentRun:
 
     def add_steps(self, process: TrackedProcess, steps: Sequence[Step]) -> None:
         """Take in the last steps of a scheduler, by number."""
-        self.steps[process.pid] = steps
+        self.steps[process.pid] = without_requests(steps)
         self._steps_at = self._steps_at or time.monotonic()
 
     def set_collectives(self, told: Collectives) -> None:
@@ -456,7 +457,9 @@ class IncidentRun:
             if process.exited_at is not None and not process.is_of_no_account:
                 self._note_exit(process)
         self.incident.processes.sort(key=lambda report: (report.role == "helper", report.role, report.pid))
-        self.incident.divergence = divergence_of(self.incident, self.steps, self.opened, self._steps_at)
+        self.incident.divergence = divergence_of(
+            self.incident, self.steps, self.folder.path, self.opened, self._steps_at
+        )
         self.incident.verdict = verdict = self._judge()
         self._take_kind()
         self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))

@@ -32,27 +32,36 @@ class StoredSteps:
     unread: int = 0
 
 
-def read_steps(incident: Path) -> list[StoredSteps]:
+def read_steps(incident: Path, number: int | None = None) -> list[StoredSteps]:
     """Return the steps in an incident's folder, in the order of the ranks' titles.
+
+    Args:
+        incident: the folder.
+        number: of the only step that is wanted; all when None.
 
     Raises:
         CrashkitError: a file cannot be read.
     """
     try:
-        return [_read(path) for path in sorted(incident.glob(f"ranks/*{SUFFIX}"))]
+        return [_read(path, number) for path in sorted(incident.glob(f"ranks/*{SUFFIX}"))]
     except OSError as error:
         raise CrashkitError(f"{incident} cannot be read: {error}", next_step="read it as the server's user") from error
 
 
-def _read(path: Path) -> StoredSteps:
+def _read(path: Path, number: int | None) -> StoredSteps:
     found, unread = {}, 0
-    for line in path.read_bytes().splitlines():
-        try:
-            step = Step.from_json(json.loads(line))
-        except (ValueError, RecursionError):
-            unread += 1
-        else:
-            found[step.number] = step
+    wanted = b"" if number is None else f'{{"number": {number},'.encode()
+    # A line at a time: those of a thousand steps of hundreds of requests take tens of megabytes.
+    with path.open("rb") as lines:
+        for line in lines:
+            if not line.startswith(wanted):
+                continue
+            try:
+                step = Step.from_json(json.loads(line))
+            except (ValueError, RecursionError):
+                unread += 1
+            else:
+                found[step.number] = step
     label, _, pid = path.name.removesuffix(SUFFIX).rpartition("-")
     title = f"sglang::{label or pid}"
     ordered = tuple(found[number] for number in sorted(found))

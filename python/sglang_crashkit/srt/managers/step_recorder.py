@@ -269,7 +269,8 @@ def _begin(scheduler: Any) -> StepRecorder | None:
     settings, socket_path = Settings.from_environ(), os.environ.get(SOCKET_VARIABLE)
     if not settings.enabled or not settings.steps or not socket_path:
         return None
-    modes, writer = forward_modes(), StepWriter()
+    modes = forward_modes()
+    writer = StepWriter(modes)
     try:
         recorder = StepRecorder(scheduler, writer, {int(number): name for number, name in modes.items()})
         protocol.notify(socket_path, "steps", descriptor=writer.fd, modes=modes)

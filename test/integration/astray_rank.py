@@ -1,0 +1,76 @@
+"""Let the second rank of a real server go another way than the first, in ways that SGLang's own code never asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+#: Runs in every Python process of the server. A request is to go astray where its id begins with the way in which.
+_SITECUSTOMIZE = """
+import importlib.machinery
+import sys
+
+NAME = "sglang.srt.managers.scheduler"
+VICTIM = "sglang::scheduler_TP1"
+#: A request is at work once it has given so many tokens.
+AT_WORK = 10
+done = set()
+
+
+def change(module):
+    import setproctitle
+
+    handle = module.Scheduler.process_input_requests
+
+    def process_input_requests(self, recv_reqs):
+        if not setproctitle.getproctitle().startswith(VICTIM):
+            return handle(self, recv_reqs)
+        kept = [one for one in recv_reqs if not str(getattr(one, "rid", "")).startswith("drop")]
+        given = handle(self, kept)
+        batch = self.running_batch
+        for req in list(batch.reqs) if batch is not None else []:
+            way = req.rid.partition("-")[0]
+            if way in ("abort", "retract") and req.rid not in done and len(req.output_ids) >= AT_WORK:
+                done.add(req.rid)
+                if way == "abort":
+                    self.abort_request(module.AbortReq(rid=req.rid))
+                else:
+                    retract_once(module.ScheduleBatch)
+        return given
+
+    module.Scheduler.process_input_requests = process_input_requests
+
+
+def retract_once(batches):
+    check = batches.check_decode_mem
+
+    def check_decode_mem(self, *args, **kwargs):
+        batches.check_decode_mem = check
+        return False
+
+    batches.check_decode_mem = check_decode_mem
+
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name != NAME:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            change(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def write_site(folder: Path) -> dict[str, str]:
+    """Write it into an empty folder, and return the environment that brings it into a server."""
+    (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
+    return {"PYTHONPATH": str(folder)}

@@ -1,0 +1,199 @@
+"""One rank of a real server goes another way than the others: the verdict says in which step, in what, and of whom."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration import astray_rank
+from integration.hang_story import LONG, post
+from lanelib.lanes import ensure_lane
+from lanelib.servers import Server
+from unit.stored import wait_for_incident
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
+
+HANG_SECS = 5.0
+#: A server is under mixed load for so long, in seconds.
+LOAD_SECS = float(os.environ.get("SGLANG_CRASHKIT_TEST_LOAD_SECS", "40"))
+CLIENTS = 4
+
+
+@dataclass
+class Story:
+    """What became of one server.
+
+    Attributes:
+        well: what ``collect`` said of the steps while it served, and once it was idle.
+        rids: of the requests that it worked at when one of its ranks went astray.
+        document: the incident of that.
+        folder: its folder.
+        steps: what ``sglang-crashkit steps`` prints of it.
+    """
+
+    well: list[dict[str, Any]] = field(default_factory=list)
+    rids: tuple[str, str] = ("", "")
+    document: dict[str, Any] = field(default_factory=dict)
+    folder: Path = Path()
+    steps: str = ""
+
+
+def kit(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_crashkit", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=LONG,
+        check=True,
+    )
+    return done.stdout
+
+
+def collect(server: Server, folder: Path) -> dict[str, Any]:
+    """Return what ``collect`` says of the server's steps."""
+    output = kit("collect", "--json", f"--pid={server.pid}", "--snapshots=1", "--output-dir", str(folder))
+    found: dict[str, Any] = json.loads(output)["divergence"]
+    return found
+
+
+def ask(server: Server, rid: str, tokens: int, prompt: str = "Hello") -> threading.Thread:
+    """Send a request of that id, and return what waits for its answer."""
+    sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
+
+    def send() -> None:
+        try:
+            post(server, "/generate", rid=rid, text=prompt, sampling_params=sampling)
+        except OSError:
+            # Aborted, or the server ended meanwhile.
+            return
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    return thread
+
+
+def load(server: Server, seconds: float, folder: Path) -> list[dict[str, Any]]:
+    """Let clients ask for much that differs, some of it aborted, and look at the steps meanwhile and after."""
+    chance, end = random.Random(1), time.monotonic() + seconds
+
+    def be_client(number: int) -> None:
+        count = 0
+        while time.monotonic() < end:
+            count += 1
+            rid = f"load-{number}-{count}"
+            waiting = ask(server, rid, chance.randint(1, 60), "1 " * chance.randint(1, 200))
+            if chance.random() < 0.2:
+                time.sleep(chance.random() / 4)
+                post(server, "/abort_request", rid=rid)
+            waiting.join(LONG)
+
+    clients = [threading.Thread(target=be_client, args=(number,), daemon=True) for number in range(CLIENTS)]
+    for client in clients:
+        client.start()
+    looks = []
+    while time.monotonic() < end:
+        time.sleep(min(seconds / 4, 60.0))
+        looks.append(collect(server, folder))
+    for client in clients:
+        client.join(LONG)
+    return [*looks, collect(server, folder)]
+
+
+def go_astray(server: Server, way: str, *, beside: bool) -> tuple[str, str]:
+    """Let the second rank go astray at a request, which is beside another one or alone; return the ids of both."""
+    steady, odd = "steady-1", f"{way}-1"
+    if beside:
+        ask(server, steady, 4000)
+        time.sleep(1.0)
+    ask(server, odd, 4000, "1 2 3")
+    return steady, odd
+
+
+def tell(
+    way: str, factory: pytest.TempPathFactory, *, load_secs: float = 0.0, tp: int = 2, beside: bool = True
+) -> Story:
+    told, crash = Story(), factory.mktemp("crash")
+    environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}
+    environ |= astray_rank.write_site(factory.mktemp("site"))
+    arguments = ["--crash-dump-folder", str(crash)]
+    with Server.start(ensure_lane("0.5.23"), tp=tp, extra_args=arguments, env=environ) as server:
+        server.wait_ready()
+        if load_secs:
+            told.well = load(server, load_secs, factory.mktemp("collected"))
+        told.rids = go_astray(server, way, beside=beside)
+        stored = wait_for_incident(crash, LONG)
+        assert stored is not None
+        told.document, told.folder = stored.document or {}, stored.path
+    told.steps = kit("steps", str(told.folder), "--last", "5")
+    return told
+
+
+@pytest.fixture(scope="module")
+def dropped(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    return tell("drop", tmp_path_factory, load_secs=LOAD_SECS)
+
+
+def check(told: Story, kind: str, statement: str) -> None:
+    """Check that the incident says so wherever a person looks."""
+    found = told.document["divergence"]
+    assert (found["kind"], found["ranks"]) == (kind, "TP1"), found
+    assert statement.format(step=f"{found['step']:,}") in found["statement"]
+    assert found["statement"] in told.document["verdict"]["text"]
+    assert found["statement"] in (told.folder / "summary.md").read_text()
+    assert [line for line in told.steps.splitlines() if line.startswith(f"> {found['step']:,} ")]
+
+
+def test_a_server_under_mixed_load_has_no_divergence(dropped: Story) -> None:
+    assert len(dropped.well) > 3
+    assert {(found["kind"], found["level"]) for found in dropped.well} == {("none", "established")}
+    assert max(found["compared"] for found in dropped.well) > 100
+
+
+def test_a_rank_that_dropped_a_request_is_named_with_the_step_and_the_request(dropped: Story) -> None:
+    found, (steady, odd) = dropped.document["divergence"], dropped.rids
+    ran = f"TP1 ran decode of request {steady} (1 token) in step {{step}} where TP0 ran extend of request {odd}"
+    check(dropped, "mode", ran)
+    assert (found["level"], found["request"], found["against"]) == ("established", odd, "TP0")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("way", "kind", "decision", "statement"),
+    [
+        # What one rank's clock decides alone passes no broadcast.
+        ("abort", "requests", None, "(request abort-1 is TP0's only)"),
+        ("retract", "decision", "retract", "TP1 decided retract on the way to step {step} where TP0 did not"),
+    ],
+)
+def test_a_rank_that_decided_alone_is_named_with_the_step_and_the_request(
+    tmp_path_factory: pytest.TempPathFactory, way: str, kind: str, decision: str | None, statement: str
+) -> None:
+    told = tell(way, tmp_path_factory)
+    check(told, kind, statement)
+    assert told.document["divergence"]["decision"] == decision
+    assert told.document["divergence"]["request"] in told.rids
+
+
+@pytest.mark.matrix
+def test_an_idle_rank_that_dropped_a_request_is_told_to_have_ended_earlier(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    told = tell("drop", tmp_path_factory, beside=False)
+    check(told, "ended_earlier", "where TP0 went on and ran extend of request drop-1")
+    assert told.document["divergence"]["request"] == "drop-1"
+
+
+@pytest.mark.matrix
+def test_of_four_ranks_the_one_that_dropped_a_request_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
+    told = tell("drop", tmp_path_factory, tp=4)
+    check(told, "mode", "TP1 ran decode of request steady-1 (1 token) in step {step} where TP0,2-3 ran extend of")
