@@ -47,7 +47,6 @@ class Case:
         message = Message(event, fields, tree.root.pid, os.getuid(), None)
         self.handler.take(message, tree.root)
         run = self.handler.session.run
-        assert run is not None
         assert run.finished
         return {str(process.pid): process.title for process in run.incident.processes}
 
@@ -60,20 +59,17 @@ class Case:
         """Kill a rank, and have the handler take in its end."""
         os.kill(pid, signal.SIGKILL)
         rank = self.handler.tree.get(pid)
-        assert rank is not None
         wait_until(rank.handle.has_exited, "the rank is dead")
         self.handler.collect_exits()
 
     def failures(self) -> list[int]:
         """Return the processes that the incident takes for failed, in the order that it learned of them."""
         run = self.handler.session.run
-        assert run is not None
         return [event.pid for event in run._failures]
 
     def verdict(self) -> Any:
         """Return the incident's verdict."""
         run = self.handler.session.run
-        assert run is not None
         return run.incident.verdict
 
 

@@ -37,12 +37,10 @@ class Contained:
         self.process = process
 
     def line(self) -> str:
-        assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], LONG)[0], "the server says nothing"
         return self.process.stdout.readline().decode().strip()
 
     def say(self, command: str) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(command.encode() + b"\n")
 
 
@@ -114,7 +112,6 @@ def test_a_crash_of_process_1_leaves_a_whole_incident_and_nothing_else(short_fol
         assert server.line() == "sigquit"
         assert server.process.wait(LONG) == 128 + signal.SIGABRT
         (incident,) = find_incidents(tmp_path)
-        assert incident.document is not None
         assert incident.document["complete"] is True
         assert left(short_folder, tmp_path) == [str(incident.path)]
 
@@ -154,7 +151,6 @@ def test_the_end_of_one_process_1_takes_nothing_from_another_of_that_name(short_
         assert other.line() == "sigquit"
         assert other.process.wait(LONG) == ServerExit.EXITED
     (incident,) = find_incidents(tmp_path)
-    assert incident.document is not None
     assert incident.document["complete"] is True
 
 

@@ -306,7 +306,6 @@ DEAD = f"4194305-1-{own_namespace()}"
 @pytest.fixture
 def living() -> str:
     stat = procfs.read_stat(os.getpid())
-    assert stat is not None
     return server_key(stat.pid, stat.start_ticks)
 
 

@@ -22,7 +22,6 @@ def crash(server: Server) -> dict[str, Any]:
     server.kill("scheduler_TP1")
     assert server.process.wait(2 * LONG) == ServerExit.KILLED
     stored = server.wait_for_the_end()
-    assert stored is not None
     assert stored.document is not None
     return stored.document
 

@@ -56,7 +56,6 @@ def test_an_exit_that_fails_does_not_end_the_handler(
         patch.setattr(handler.session, "take", lambda *_: 1 / 0)
         launching.kill(launching.starting)
     assert f"the exit of process {launching.starting} could not be taken in" in caplog.text
-    assert handler.session.run is not None
     (noted,) = [entry for entry in handler.session.run.incident.timeline if entry["event"] == "handler_error"]
     assert noted["message"] == "ZeroDivisionError: division by zero"
     # The selector does not wake for it any more, and the next one is taken in.
@@ -85,7 +84,6 @@ def test_a_capture_that_fails_changes_nothing_of_what_is_done_to_the_server(
     monkeypatch.setattr(session.gpus, "are_cores_done", lambda _run, **of: asked.append(of) or True)
     launching.kill(launching.titled)
     stage = launching.handler.triage.stage
-    assert stage is not None
     assert (stage.observed, stage.tell_at is not None) == (is_observed, not is_observed)
     session.finish()
     assert asked == [{"of_living": not is_observed, "of_dead": not is_observed}]
@@ -98,7 +96,6 @@ def test_an_incident_that_cannot_be_finished_is_left_as_it_is(
     session = launching.handler.session
     launching.kill(launching.titled)
     run = session.run
-    assert run is not None
     monkeypatch.setattr(run, "finish", lambda: 1 / 0)
     for is_over in (False, False, True):
         session.finish()
@@ -203,7 +200,6 @@ def test_what_follows_while_the_server_ends_is_noted_and_changes_no_verdict(
     assert [report["evidence"] for report in after["processes"]] == [
         report["evidence"] for report in before["processes"]
     ]
-    assert current.run is not None
     assert current.run.incident.timeline[-1]["event"] == event
 
 
@@ -244,13 +240,11 @@ def test_a_server_that_is_reaped_while_it_is_looked_at_has_ended_before_its_rank
         launch(handler, int(process.first_line))
         handler.look()
         rank = handler.tree.get(int(process.first_line))
-        assert rank is not None
 
         def read_stat(pid: int) -> procfs.ProcStat | None:
             """Have the server leave between two looks of the handler."""
             if pid == process.pid and process.returncode is None:
                 process.communicate(b"\n", timeout=LONG)
-                assert rank is not None
                 assert rank.handle.has_exited(LONG)
             return original(pid)
 
@@ -289,8 +283,6 @@ def handled_replicas(
         launch(handler, *(int(pid) for pid in process.first_line.split()))
         handler.look()
         controller, rank = (handler.tree.get(int(pid)) for pid in process.first_line.split())
-        assert controller is not None
-        assert rank is not None
         try:
             yield handler, controller, rank
         finally:
@@ -313,7 +305,6 @@ def test_an_incident_that_the_main_process_told_first_is_of_the_kind_of_the_firs
         handler.session.finish()
         (stored,) = find_incidents(tmp_path)
         assert "-killed-" in stored.name
-        assert stored.document is not None
         assert (stored.document["kind"], stored.document["trigger"]["event"]) == (
             "killed",
             event.removesuffix("_begun"),
@@ -359,14 +350,12 @@ def test_of_whom_it_may_not_trace_the_parent_says_how_it_ended(
         if not answers:
             os.kill(process.pid, signal.SIGSTOP)
         for rank in ranks:
-            assert rank is not None
             os.kill(rank.pid, signal.SIGKILL)
             wait_until(rank.handle.has_exited, "the rank has ended")
         # As of a process of other credentials, or one that is not dumpable: proc_pid_stat(5) has 0 for its status.
         monkeypatch.setattr(procfs, "may_inspect", lambda _pid: False)
         monkeypatch.setattr(procfs, "read_stat", without_status(procfs.read_stat))
         handler.collect_exits()
-        assert handler.session.run is not None
         incident = handler.session.run.incident
         reports = [incident.process(rank.pid) for rank in ranks if rank is not None]
         ends = [report.exit for report in reports if report is not None]

@@ -102,7 +102,6 @@ class Current:
         return self.run
 
     def capture(self) -> None:
-        assert self.run is not None
         # The incident knows who is silent before anything else can happen to it.
         assert self.run.silent
         assert self.hang is self.run
@@ -123,7 +122,6 @@ class Current:
             run.discard()
 
     def finish_observed(self) -> None:
-        assert self.run is not None
         self.run.finished = True
 
 
@@ -725,7 +723,6 @@ def parent_of(tmp_path: Path) -> Iterator[Callable[[str], int]]:
     for process in started:
         os.killpg(process.pid, 9)
         process.wait(30)
-        assert process.stdout is not None
         process.stdout.close()
 
 

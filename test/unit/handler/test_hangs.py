@@ -218,7 +218,6 @@ def test_a_server_that_is_stopped_as_a_whole_for_a_while_does_not_hang(start_ser
 
 def test_a_handler_that_was_stopped_for_a_while_sees_no_hang_in_that(start_server: Start) -> None:
     server = start_beating(start_server)
-    assert server.handler is not None
     server.handler.send_signal(signal.SIGSTOP)
     threading.Event().wait(5.0)
     server.handler.send_signal(signal.SIGCONT)

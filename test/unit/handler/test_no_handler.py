@@ -24,7 +24,6 @@ QUICK = {"SGLANG_CRASHKIT_END_SECS": "1"}
 
 def kill_handler(server: Server, *seen: int) -> None:
     """Kill the crash handler, and wait until the main process watches its workers, and those in `seen`."""
-    assert server.handler is not None
     server.handler.send_signal(signal.SIGKILL)
     wait_until(server.handler.has_exited, "the handler is dead")
     wait_until(lambda: {*server.ranks.values(), *seen} <= watched_pids(server.pid), "the main process took over")
@@ -60,7 +59,6 @@ def test_the_death_of_a_worker_ends_the_server_with_its_requests_saved(
 
 def test_so_does_one_that_ended_before_the_handler_did_and_was_not_seen_alive(start_server: Start) -> None:
     server = start_server()
-    assert server.handler is not None
     server.handler.send_signal(signal.SIGSTOP)
     server.kill("scheduler_TP0")
     server.handler.send_signal(signal.SIGKILL)
@@ -157,7 +155,6 @@ def test_a_teardown_is_no_crash(start_server: Start) -> None:
 def test_nor_is_one_that_the_handler_saw(start_server: Start) -> None:
     server = start_server()
     assert server.ask("teardown children") == "done"
-    assert server.handler is not None
     server.handler.send_signal(signal.SIGKILL)
     assert serves_on(server)
 
@@ -223,7 +220,5 @@ def test_looking_costs_little(start_server: Start) -> None:
     before = procfs.read_stat(server.pid)
     time.sleep(4.0)
     after = procfs.read_stat(server.pid)
-    assert before is not None
-    assert after is not None
     # Of a core, and with this machine's processes to look through.
     assert (after.cpu_ticks - before.cpu_ticks) / os.sysconf("SC_CLK_TCK") < 0.05 * 4

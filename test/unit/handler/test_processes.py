@@ -51,8 +51,6 @@ class Rank:
         self._process = process
 
     def ask(self, command: str) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(command.encode() + b"\n")
         self._process.stdin.flush()
         return self._process.stdout.readline().decode().strip()
@@ -177,7 +175,6 @@ def server() -> Iterator[Rank]:
     """A process that starts children, lets them end and reaps them when it is told to."""
     with child(SERVER) as process:
         yield Rank(process)
-        assert process.stdin is not None
         process.stdin.close()
         process.stdin = None
         process.wait(LONG)
@@ -205,7 +202,6 @@ def test_a_title_is_read_that_comes_after_the_one_that_a_fork_left(
     pid = int(rank.ask("fork"))
     tree.refresh()
     forked = tree.get(pid)
-    assert forked is not None
     assert forked.title == "sglang::scheduler_TP0"
     os.kill(pid, signal.SIGUSR1)
     wait_until(lambda: tree.refresh() == [] and forked.title == "sglang::scheduler_TP1", "its own title is read")
@@ -248,7 +244,6 @@ def test_letting_go_of_the_dead_keeps_the_living_and_the_root(
     tree.refresh()
     before = descriptors()
     gone = tree.get(dead)
-    assert gone is not None
     gone.exited_at = tree.root.exited_at = 1.0
     number = gone.handle.fileno()
     tree.forget_dead()
@@ -316,7 +311,6 @@ def test_another_server_that_a_process_started_is_not_this_servers(
     rank = next(pid for pid in procfs.TreeScanner(other).scan() - {other})
     assert {process.pid for process in tree} == {server.pid}
     found = tree.get(rank)
-    assert found is not None
     assert (found.role, found.matters, tree.started_by_own(found)) == ("helper", False, False)
     end(rank)
 
@@ -349,10 +343,8 @@ def test_an_oom_kill_of_long_ago_is_not_counted(
     assert tree.root.oom_counter is counter, "a kill of this moment is counted"
     monkeypatch.setattr(processes_module, "_OOM_AGE_SECS", 0.0)
     tree.refresh()
-    assert tree.root.oom_counter is not None
     assert tree.root.oom_counter.grown_by() == 1, "so is one of half a minute ago"
     tree.refresh()
-    assert tree.root.oom_counter is not None
     assert tree.root.oom_counter.grown_by() == 0
 
 
@@ -431,7 +423,6 @@ def test_a_child_that_was_never_known_does_not_hide_another_with_its_pid(
     pid = int(rank.ask("fork"))
     tree.refresh()
     earlier = tree.get(pid)
-    assert earlier is not None
     # GIVEN one that died unknown, and whose pid another one has
     earlier.handle.close()
     earlier.exited_at, earlier.title, earlier.is_nameless = 1.0, "python", True
@@ -581,7 +572,6 @@ def test_how_a_rank_ended_that_was_seen_but_not_how_is_the_servers_word(
 def test_a_rank_that_was_taken_for_a_helper_in_an_incident_at_hand_is_a_failure_of_it(launching: Case) -> None:
     launching.kill(launching.titled)
     starting = launching.handler.tree.get(launching.starting)
-    assert starting is not None
     starting.title = launching.handler.tree.root.title
     launching.kill(launching.starting)
     assert launching.failures() == [launching.titled]
@@ -608,7 +598,6 @@ def test_a_rank_without_a_title_when_the_start_takes_too_long_gets_the_servers_w
     # That is not undone by its command line.
     launching.handler.look()
     rank = launching.handler.tree.get(launching.starting)
-    assert rank is not None
     assert (rank.title, rank.matters) == ("Rank 1 scheduler", True)
     # WHEN the server goes on, and the rank is killed later
     launching.say("launch", mode="server")
@@ -633,7 +622,6 @@ def test_where_a_child_failed_and_nobody_is_known_to_have_the_one_without_a_titl
 
 def test_who_is_known_to_have_failed_is_preferred_to_one_without_a_title(launching: Case) -> None:
     starting = launching.handler.tree.get(launching.starting)
-    assert starting is not None
     starting.title = launching.handler.tree.root.title
     os.kill(launching.starting, signal.SIGKILL)
     wait_until(starting.handle.has_exited, "the child is dead")
@@ -645,7 +633,6 @@ def test_who_is_known_to_have_failed_is_preferred_to_one_without_a_title(launchi
 
 def test_a_helper_that_died_is_not_taken_for_a_worker(launching: Case) -> None:
     starting = launching.handler.tree.get(launching.starting)
-    assert starting is not None
     starting.title, starting.is_nameless = "ldconfig", True
     os.kill(launching.starting, signal.SIGKILL)
     wait_until(starting.handle.has_exited, "the helper is dead")

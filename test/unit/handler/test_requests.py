@@ -29,7 +29,6 @@ Start = Callable[..., Server]
 
 def rings(server: Server) -> list[str]:
     """Return the journals that the crash handler holds."""
-    assert server.handler is not None
     found = []
     for link in Path(f"/proc/{server.handler.pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -46,8 +45,6 @@ def holding(text: str, *folders: Path) -> list[Path]:
 def told(server: Server) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Wait for the end; return what the incident says of the requests, and the requests."""
     stored = server.wait_for_the_end()
-    assert stored is not None
-    assert stored.document is not None
     requests = stored.document["requests"]
     path = stored.path / requests["journal"]["path"]
     assert path.stat().st_mode & 0o077 == path.parent.stat().st_mode & 0o077 == 0
@@ -152,7 +149,6 @@ def test_workers_that_come_and_go_do_not_make_it_grow(tmp_path: Path) -> None:
     run = Run(tmp_path)
     journals.add_to(run)  # type: ignore[arg-type]
     assert run.rids() == {"1", "56", "57", "58", "59"}
-    assert run.told is not None
     assert run.told.reason == "the journals of 46 processes that had ended before were dropped"
     for _ in range(20):
         passed_on(journals, living).close()

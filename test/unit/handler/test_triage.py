@@ -292,6 +292,7 @@ STORIES: dict[str, list[Step]] = {
     "a lost peer": [
         (1.0, observed(kind="peer_lost", event=Event.PEER_LOST, secs=2.0), "open:peer_lost permit:none"),
         (3.0, TICK, f"{WENT_ON} finish"),
+        (4.0, ended(RANK, "SIGKILL"), f"write forget {KILLED}"),
     ],
     "one that is asked to end while it is silent may end in good order": [
         (0.9, told("draining"), "look_for_silence note:draining"),

@@ -264,7 +264,6 @@ def test_one_below_a_wrapper_is_known(serving: Serving) -> None:
     script = '"$1" -c "$2" & trap "kill -9 $!" TERM; wait'
     with subprocess.Popen(["sh", "-c", script, "sh", sys.executable, code], stdout=subprocess.PIPE) as wrapper:
         try:
-            assert wrapper.stdout is not None
             assert wrapper.stdout.readline() == b"\n"
             assert known(serving) == [TITLE]
         finally:
@@ -281,7 +280,6 @@ def test_what_the_launch_started_is_known_and_named_when_it_says_its_title(
         (found,) = serving._registered.values()
         assert listener.heard()["started"] == [[process.pid, found.start_ticks]]
         assert found.title == ""
-        assert process.stdin is not None
         process.stdin.close()
         wait_until(lambda: known(serving) == [TITLE], "it said so")
         assert list(serving._registered.values()) == [found]
@@ -313,7 +311,6 @@ def test_it_is_known_how_one_ended_that_stays_to_be_reaped(
         found = Child("", process.pid)
         watched = supervisor.Supervisor([found])
         assert bool(found.signs()) is with_pidfd
-        assert process.stdin is not None
         process.stdin.close()
         if code is None:
             process.kill()
@@ -421,8 +418,6 @@ def start() -> Iterator[Start]:
             env=os.environ | environ,
         )
         nodes.append(node)
-        assert node.stdout is not None
-        assert node.stdin is not None
         schedulers = [int(pid) for pid in node.stdout.readline().split()]
         for word in words:
             if word.startswith("kill"):
@@ -437,7 +432,6 @@ def start() -> Iterator[Start]:
         node.kill()
         node.wait(LONG)
         for pipe in (node.stdin, node.stdout):
-            assert pipe is not None
             pipe.close()
 
 

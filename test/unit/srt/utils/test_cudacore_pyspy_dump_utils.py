@@ -85,7 +85,6 @@ def titled() -> Iterator[Callable[[str], int]]:
     for process in started:
         process.kill()
         process.wait(LONG)
-        assert process.stdout is not None
         process.stdout.close()
 
 
@@ -209,7 +208,6 @@ def test_the_handler_is_asked_first(
         dump_utils.pyspy_dump_schedulers(scheduler_only=True)
     finally:
         handler.kill()
-        assert handler.process.stdout is not None
         handler.process.stdout.close()
     assert upstream == ([] if answer.get("captured") else [True])
     assert len(commands) == (0 if answer.get("captured") else 2)
