@@ -93,16 +93,6 @@ def test_the_rank_that_is_stopped_is_named(start_server: Start) -> None:
     assert silent == {server.ranks[name] for name in RANKS}
 
 
-def test_nobody_is_named_where_all_are_stopped(start_server: Start) -> None:
-    server = start_beating(start_server)
-    stop(server, *RANKS)
-    wait_for(UNHEALTHY_SECS)
-    document = end_unhealthy(server)
-    verdict = document["verdict"]
-    assert (named(document), verdict["kind"], verdict["level"]) == (None, "hang", "established")
-    assert "are all stopped (state T)" in verdict["basis"][0]
-
-
 @pytest.mark.parametrize("hang_secs", ["60", "0"], ids=["silent", "nobody knows whether it beats"])
 def test_the_rank_that_is_elsewhere_while_the_other_one_waits_for_it_is_named(
     start_server: Start, tmp_path: Path, hang_secs: str
@@ -161,16 +151,6 @@ def test_a_rank_that_is_silent_by_then_is_named_before_the_server_is_killed(star
     assert (named(last.document), last.document["complete"]) == ("scheduler_TP1", True)
 
 
-def test_health_check_that_fails_in_the_drain_is_an_incident_that_blames_the_same_rank(start_server: Start) -> None:
-    server, _stored = hang_at_sigterm(start_server)
-    server.ask("dump_begun")
-    server.ask("dump_ended")
-    second, first = (one.document or {} for one in server.incidents())
-    assert (named(first), named(second)) == ("scheduler_TP1", "scheduler_TP1")
-    assert second["trigger"]["event"] == "crash_dump"
-    assert first["id"] in second["verdict"]["text"]
-
-
 def tear_down(server: Server) -> None:
     os.kill(server.pid, signal.SIGTERM)
 
@@ -201,22 +181,4 @@ def test_there_was_no_hang_where_it_goes_on_or_ends_in_good_order(
     end(server)
     server.process.wait(LONG)
     server.wait_for_handler()
-    assert server.incidents() == []
-
-
-def test_a_rank_that_is_killed_in_the_drain_is_an_incident_and_so_was_the_hang(start_server: Start) -> None:
-    server, _stored = hang_at_sigterm(start_server)
-    server.kill("scheduler_TP0")
-    server.process.wait(LONG)
-    server.wait_for_handler()
-    second, first = (one.document or {} for one in server.incidents())
-    assert (first["kind"], named(first)) == ("hang", "scheduler_TP1")
-    assert (second["kind"], named(second)) == ("killed", "scheduler_TP0")
-
-
-def test_a_server_at_work_is_not_looked_at(start_server: Start) -> None:
-    server = start_beating(start_server)
-    wait_for(HEALTHY_SECS)
-    server.ask("draining healthy")
-    server.settle()
     assert server.incidents() == []

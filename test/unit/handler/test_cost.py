@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from unit.handler.driver import Server
-from unit.waiting import child, descriptors, wait_until
+from unit.waiting import descriptors, wait_until
 
 EVENTS = 10_000
 #: So many processes are there at a time.
@@ -108,12 +108,3 @@ def test_a_flood_of_another_users_neither_counts_nor_silences_it(start_server: C
     server.kill("scheduler_TP0")
     stored = server.wait_for_the_end()
     assert stored.document["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP0"]
-
-
-def test_a_decoy_with_a_schedulers_title_outside_the_tree_is_left_alone(start_server: Callable[..., Server]) -> None:
-    server = start_server()
-    with child("ready()\npause()", title="sglang::scheduler_TP1") as decoy:
-        server.kill("scheduler_TP1")
-        stored = server.wait_for_the_end()
-        assert decoy.pid not in {process["pid"] for process in stored.document["processes"]}
-        assert decoy.poll() is None

@@ -6,7 +6,6 @@ import json
 import os
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import find_incidents
 from unit.handler.driver import HOST, Server
 from unit.waiting import LONG
@@ -106,16 +104,6 @@ def test_the_handler_of_process_1_outlives_the_end_of_its_children(short_folder:
         assert left(short_folder, tmp_path) == []
 
 
-def test_a_crash_of_process_1_leaves_a_whole_incident_and_nothing_else(short_folder: Path, tmp_path: Path) -> None:
-    with contained(short_folder, tmp_path) as server:
-        server.say("tell scheduler_TP1 abort")
-        assert server.line() == "sigquit"
-        assert server.process.wait(LONG) == 128 + signal.SIGABRT
-        (incident,) = find_incidents(tmp_path)
-        assert incident.document["complete"] is True
-        assert left(short_folder, tmp_path) == [str(incident.path)]
-
-
 @pytest.mark.wide
 def test_what_a_killed_container_leaves_is_removed_by_the_next_start_and_is_no_crash(
     short_folder: Path, tmp_path: Path
@@ -135,23 +123,6 @@ def test_what_a_killed_container_leaves_is_removed_by_the_next_start_and_is_no_c
         assert following.wait_for_the_end() is None
     finally:
         following.close()
-
-
-@pytest.mark.wide
-def test_the_end_of_one_process_1_takes_nothing_from_another_of_that_name(short_folder: Path, tmp_path: Path) -> None:
-    with contained(short_folder, tmp_path) as one, contained(short_folder, tmp_path) as other:
-        before = set(left(short_folder, tmp_path))
-        one.say("teardown")
-        one.process.wait(LONG)
-        after = set(left(short_folder, tmp_path))
-        assert len(before) == 4
-        assert len(after) == 2
-        assert after < before
-        other.say("tell scheduler_TP0 exit 7")
-        assert other.line() == "sigquit"
-        assert other.process.wait(LONG) == ServerExit.EXITED
-    (incident,) = find_incidents(tmp_path)
-    assert incident.document["complete"] is True
 
 
 @pytest.mark.wide

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,45 +201,6 @@ def test_a_hang_is_told_in_the_servers_own_log_and_its_end_is_no_other_incident(
     # Nobody stands out of two that do the same.
     assert (document["verdict"]["first_failure"], document["verdict"]["level"]) == (None, "unknown")
     assert "server_exited" in [entry["event"] for entry in document["timeline"]]
-
-
-def test_a_server_that_is_stopped_as_a_whole_for_a_while_does_not_hang(start_server: Start) -> None:
-    server = start_beating(start_server)
-    everybody = [server.pid, *server.ranks.values()]
-    for signum in (signal.SIGSTOP, signal.SIGCONT):
-        for pid in everybody:
-            os.kill(pid, signum)
-        if signum == signal.SIGSTOP:
-            threading.Event().wait(5.0)
-    server.settle()
-    assert server.incidents() == []
-
-
-def test_a_handler_that_was_stopped_for_a_while_sees_no_hang_in_that(start_server: Start) -> None:
-    server = start_beating(start_server)
-    server.handler.send_signal(signal.SIGSTOP)
-    threading.Event().wait(5.0)
-    server.handler.send_signal(signal.SIGCONT)
-    server.settle()
-    assert server.incidents() == []
-
-
-def test_a_server_that_has_not_begun_all_its_loops_does_not_hang(start_server: Start) -> None:
-    server = start_server(environ=HANG)
-    assert server.ask("tell scheduler_TP0 beat") == "beating"
-    assert server.ask("tell scheduler_TP0 hush") == "silent"
-    threading.Event().wait(5.0)
-    server.settle()
-    assert server.incidents() == []
-
-
-def test_hangs_are_not_looked_for_where_that_is_switched_off(start_server: Start) -> None:
-    server = start_beating(start_server, environ={"SGLANG_CRASHKIT_HANG_SECS": "0"})
-    for name in RANKS:
-        assert server.ask(f"tell {name} hush") == "silent"
-    threading.Event().wait(4.0)
-    server.settle()
-    assert server.incidents() == []
 
 
 @pytest.mark.story

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,10 +37,7 @@ from sglang_crashkit.model.incident import (
     Verdict,
 )
 from sglang_crashkit.settings import MB, DiskLimits, Settings
-from unit.handler.driver import HOST, Server
 from unit.waiting import LONG, child, wait_until
-
-Start = Callable[..., Server]
 
 FORKS = """
 import ctypes, os, signal
@@ -184,55 +180,6 @@ def number_of(found: StoredIncident) -> int:
 
 def is_short(found: StoredIncident) -> bool:
     return found.document["fault"]["repeats"] is not None
-
-
-def test_a_server_that_crashes_at_every_start_leaves_one_incident_each_time(start_server: Start) -> None:
-    # A rank that could not be captured in time would make it another fault.
-    patient = {"SGLANG_CRASHKIT_CAPTURE_SECS": str(LONG), "SGLANG_CRASHKIT_BUDGET_SECS": str(2 * LONG)}
-    for number in range(1, 11):
-        server = start_server(environ=patient)
-        server.kill("scheduler_TP1", signal.SIGKILL)
-        server.process.wait(LONG)
-        server.wait_for_handler()
-        found = server.incidents()
-        assert len(found) == number
-        newest = found[0].document
-        assert newest["complete"] is True
-        assert newest["fault"]["count"] == number
-        assert (newest["fault"]["repeats"] is None) == (number <= 3)
-        assert newest["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
-        assert newest["requests"]["path"]
-    first = found[-1].document
-    assert newest["fault"]["repeats"] == first["id"]
-    living = [process for process in newest["processes"] if process["exit"] is None]
-    assert len(living) == 3
-    assert all(process["doing"] for process in living)
-    assert f"the same fault 10 times since {first['fault']['first']}" in (found[0].path / "summary.md").read_text()
-
-
-def test_of_two_servers_that_crash_at_once_each_has_its_incident(start_server: Start) -> None:
-    servers = [start_server(), start_server()]
-    for server in servers:
-        server.kill("scheduler_TP1")
-    for server in servers:
-        server.process.wait(LONG)
-        server.wait_for_handler()
-    found = servers[0].incidents()
-    documents = [each.document for each in found if each.document]
-    assert {document["server"]["pid"] for document in documents} == {server.pid for server in servers}
-    assert len(found) == 2
-    assert all(document["complete"] for document in documents)
-
-
-@pytest.mark.story
-def test_two_triggers_at_once_are_one_incident(start_server: Start) -> None:
-    server = start_server()
-    assert server.crash_folder is not None
-    server.say("tell scheduler_TP0 raise ValueError")
-    server.kill("scheduler_TP1")
-    stored = server.wait_for_the_end()
-    assert len(read_faults(server.crash_folder / HOST / "incidents")) == 1
-    assert stored.document["fault"]["count"] == 1
 
 
 def test_what_was_saved_has_a_path_and_counts() -> None:

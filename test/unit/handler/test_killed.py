@@ -161,43 +161,6 @@ def test_who_died_is_on_disk_before_the_others_are_captured(tmp_path: Path) -> N
     assert "was killed by SIGKILL" in (found.path / "summary.md").read_text()
 
 
-def test_the_next_server_finishes_what_a_killed_handler_left(
-    start_server: Callable[..., Server], tmp_path: Path
-) -> None:
-    server = start_server(dump_secs=LONG)
-    server.kill("scheduler_TP1")
-    assert server.line() == "sigquit"
-
-    def stacks() -> list[Path]:
-        return list((tmp_path / "crash").glob("*/incidents/.partial-*/stacks/*.txt"))
-
-    wait_until(lambda: len(stacks()) == 3, "three processes are captured")
-    server.handler.send_signal(signal.SIGKILL)
-    server.wait_for_handler()
-    (partial,) = server.incidents()
-    assert not partial.finished
-    assert partial.document is not None
-
-    start_server()
-    (found,) = wait_until(lambda: [each for each in server.incidents() if each.finished], "it is finished")
-    assert found.name == partial.name
-    document = found.document
-    assert document["complete"] is False
-    assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
-    assert document["verdict"]["level"] == "established"
-    assert document["requests"]["reason"] == REASON
-    captured = {
-        process["title"]: piece["status"]
-        for process in document["processes"]
-        for piece in process["evidence"]
-        if piece["kind"] == "stack"
-    }
-    assert captured.pop("sglang::scheduler_TP1") == "skipped"
-    assert set(captured.values()) == {"captured"}
-    assert len(captured) == 3
-    assert "is finished" in next((tmp_path / "crash").glob("*/crash_handler.log")).read_text()
-
-
 def test_what_was_left_where_the_crash_folder_could_not_be_used_is_finished_once_it_can(
     start_server: Callable[..., Server], tmp_path: Path
 ) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import logging
@@ -16,16 +15,13 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.handler import peers
-from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.peers import PeerLosses, PeerProber
 from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.model.peer_report import UNCHANGED, KnownPeers, read_question, waiting_answers
 from sglang_crashkit.model.peers import LostPeer, PeerProcess, Role, WaitingRequest
-from sglang_crashkit.protocol import Mailbox
-from sglang_crashkit.settings import Settings
-from unit.handler.launching import launch
-from unit.waiting import child, descriptors, wait_until
+from unit.handler.launching import handling
+from unit.waiting import descriptors, wait_until
 
 SINCE = "2026-09-01T00:00:00.000000Z"
 ADDRESS = "prefill:8998"
@@ -210,18 +206,6 @@ def names(lost: LostPeer) -> list[str]:
     return sorted(request.rid for request in lost.requests)
 
 
-def test_a_killed_peer_is_told_of_once_with_those_that_wait(watch: Watch) -> None:
-    rank, peer = watch.pair("a", "b")
-    rank.waits("c", for_whom=None)
-    watch.lose(peer)
-    ((lost,),) = watch.told
-    assert (lost.address, lost.role, lost.sign, lost.alone) == (ADDRESS, "prefill", "refused", True)
-    assert lost.requests == [WaitingRequest("a", 1), WaitingRequest("b", 1)]
-    assert (lost.count, lost.unassigned_count, lost.reported_by) == (2, 1, [100])
-    watch.run(20.0)
-    assert len(watch.told) == 1
-
-
 def connections(peer: Peer) -> int:
     """Return how many connections a peer holds."""
     return sum(link.is_up and link.address in peer.addresses for link in NETWORK.links)
@@ -248,6 +232,18 @@ def watch() -> Iterator[Watch]:
     yield made
     made.close()
     assert descriptors().keys() <= before.keys()
+
+
+def test_a_killed_peer_is_told_of_once_with_those_that_wait(watch: Watch) -> None:
+    rank, peer = watch.pair("a", "b")
+    rank.waits("c", for_whom=None)
+    watch.lose(peer)
+    ((lost,),) = watch.told
+    assert (lost.address, lost.role, lost.sign, lost.alone) == (ADDRESS, "prefill", "refused", True)
+    assert lost.requests == [WaitingRequest("a", 1), WaitingRequest("b", 1)]
+    assert (lost.count, lost.unassigned_count, lost.reported_by) == (2, 1, [100])
+    watch.run(20.0)
+    assert len(watch.told) == 1
 
 
 def test_those_whose_wait_ended_meanwhile_are_named_too(watch: Watch) -> None:
@@ -510,22 +506,12 @@ def test_a_hundred_peers_cost_one_connection_each(watch: Watch) -> None:
     assert len(NETWORK.links) <= 100
 
 
-@pytest.mark.parametrize(("count", "apart", "incidents"), [(2, 599.0, [2]), (2, 601.0, [1, 1]), (10, 500.0, [8, 2])])
-def test_losses_soon_after_each_other_are_one_incident(
-    case: Case, count: int, apart: float, incidents: list[int]
-) -> None:
-    for number in range(1, count + 1):
-        case.lose(number)
-        case.finish()
-        case.now += apart
-    assert [len(found) for found in case.addresses()] == incidents
-
-
 SERVER = """
 rank = os.fork()
 if not rank:
-    import setproctitle; setproctitle.setproctitle("sglang::scheduler_TP0")
-    ready()
+    import ctypes, setproctitle; setproctitle.setproctitle("sglang::scheduler_TP0")
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    ready(os.getpid())
 pause()
 """
 
@@ -558,20 +544,20 @@ class Case:
 
 @pytest.fixture
 def case(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
-    settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
-    place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
-    with child(SERVER) as process, Mailbox.bind(short_folder / "sock") as receiver:
-        handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
-        handler.look()
-        (rank,) = (one for one in handler.tree if one.title == "sglang::scheduler_TP0")
-        launch(handler, rank.pid)
+    with handling(SERVER, tmp_path, short_folder) as (handler, _server):
         handler.look()
         yield Case(handler, tmp_path)
-        rank.handle.send_signal(signal.SIGKILL) if not rank.handle.has_exited() else None
-        for one in handler.tree:
-            one.handle.close()
-        handler._prober.close()
-        handler._selector.close()
+
+
+@pytest.mark.parametrize(("count", "apart", "incidents"), [(2, 599.0, [2]), (2, 601.0, [1, 1]), (10, 500.0, [8, 2])])
+def test_losses_soon_after_each_other_are_one_incident(
+    case: Case, count: int, apart: float, incidents: list[int]
+) -> None:
+    for number in range(1, count + 1):
+        case.lose(number)
+        case.finish()
+        case.now += apart
+    assert [len(found) for found in case.addresses()] == incidents
 
 
 def test_a_rolling_restart_is_one_incident_without_stacks(case: Case) -> None:

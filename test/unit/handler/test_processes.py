@@ -62,31 +62,15 @@ def rank() -> Iterator[Rank]:
         yield Rank(process)
 
 
-@pytest.fixture
-def make_tree() -> Iterator[Callable[[int], ProcessTree]]:
-    trees: list[ProcessTree] = []
-
-    def make(pid: int) -> ProcessTree:
-        trees.append(ProcessTree(pid))
-        return trees[-1]
-
-    yield make
-    for tree in trees:
-        for process in tree:
-            process.handle.close()
-
-
 def end(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
-def test_the_root_is_there_at_once_and_the_rest_after_a_look(
-    rank: Rank, make_tree: Callable[[int], ProcessTree]
-) -> None:
+def test_the_root_is_there_at_once_and_the_rest_after_a_look(rank: Rank) -> None:
     helper = int(rank.ask("fork"))
     try:
-        tree = make_tree(rank.pid)
+        tree = ProcessTree(rank.pid)
         assert [process.pid for process in tree] == [rank.pid]
         assert tree.root.role == "server"
         assert tree.root.matters
@@ -100,11 +84,11 @@ def test_the_root_is_there_at_once_and_the_rest_after_a_look(
         end(helper)
 
 
-def test_there_is_no_tree_of_a_process_that_is_gone(rank: Rank, make_tree: Callable[[int], ProcessTree]) -> None:
+def test_there_is_no_tree_of_a_process_that_is_gone(rank: Rank) -> None:
     process = subprocess.Popen(["true"])
     process.wait(LONG)
     with pytest.raises(ProcessLookupError):
-        make_tree(process.pid)
+        ProcessTree(process.pid)
 
 
 TWO = """
@@ -125,11 +109,9 @@ def server_with_a_rank() -> Iterator[tuple[subprocess.Popen[bytes], Rank]]:
                 end(pid)
 
 
-def test_a_child_of_a_worker_does_not_matter_whatever_its_title(
-    make_tree: Callable[[int], ProcessTree],
-) -> None:
+def test_a_child_of_a_worker_does_not_matter_whatever_its_title() -> None:
     with server_with_a_rank() as (server, rank):
-        tree = make_tree(server.pid)
+        tree = ProcessTree(server.pid)
         (original,) = tree.refresh()
         assert (original.role, original.matters) == ("helper", False)
         tree.register(original.pid, original.handle.start_ticks)
@@ -180,53 +162,34 @@ def server() -> Iterator[Rank]:
         process.wait(LONG)
 
 
-def test_a_new_title_is_read(server: Rank, make_tree: Callable[[int], ProcessTree]) -> None:
+def test_a_new_title_is_read(server: Rank) -> None:
     code = "import setproctitle, signal, sys; "
     code += "signal.signal(10, lambda *_: setproctitle.setproctitle('sglang::scheduler_DP1_TP2')); "
     code += "print(flush=True); sys.stdin.read()"
-    tree = make_tree(server.pid)
+    tree = ProcessTree(server.pid)
     pid = int(server.ask(f"start {code}"))
     (tracked,) = tree.refresh()
     assert (tracked.role, tracked.matters) == ("helper", False)
     os.kill(pid, signal.SIGUSR1)
     wait_until(lambda: tree.refresh() == [] and tracked.title.startswith("sglang::"), "it has a title")
     tree.register(pid, 0)
-    assert tracked.matters
-    assert (tracked.role, tracked.rank) == ("scheduler", {"dp": 1, "tp": 2})
+    assert (tracked.matters, tracked.role, tracked.rank) == (True, "scheduler", {"dp": 1, "tp": 2})
 
 
-def test_a_title_is_read_that_comes_after_the_one_that_a_fork_left(
-    rank: Rank, make_tree: Callable[[int], ProcessTree]
-) -> None:
-    tree = make_tree(rank.pid)
-    pid = int(rank.ask("fork"))
-    tree.refresh()
-    forked = tree.get(pid)
-    assert forked.title == "sglang::scheduler_TP0"
-    os.kill(pid, signal.SIGUSR1)
-    wait_until(lambda: tree.refresh() == [] and forked.title == "sglang::scheduler_TP1", "its own title is read")
-
-
-def test_the_last_title_of_a_dead_process_is_kept(server: Rank, make_tree: Callable[[int], ProcessTree]) -> None:
-    tree = make_tree(server.pid)
+def test_the_last_title_and_the_end_of_the_dead_are_kept(server: Rank) -> None:
+    tree = ProcessTree(server.pid)
     pid = server.ask(f"start {SLEEPER}")
     (tracked,) = tree.refresh()
-    title = tracked.title
-    assert title.startswith("python")
-    server.ask(f"end {pid}")
-    assert tracked.handle.has_exited()
-    tree.refresh()
-    assert tracked.title == title
-    server.ask(f"reap {pid}")
-    tree.refresh()
-    assert tracked.title == title
+    assert (title := tracked.title).startswith("python")
+    for command in ("end", "reap"):
+        server.ask(f"{command} {pid}")
+        tree.refresh()
+        assert (tracked.handle.has_exited(), tracked.title) == (True, title)
     assert tracked.exit_status().code == 0
 
 
-def test_a_zombie_that_was_let_go_of_is_not_taken_up_again(
-    server: Rank, make_tree: Callable[[int], ProcessTree]
-) -> None:
-    tree = make_tree(server.pid)
+def test_a_zombie_that_was_let_go_of_is_not_taken_up_again(server: Rank) -> None:
+    tree = ProcessTree(server.pid)
     pid = server.ask(f"start {SLEEPER}")
     server.ask(f"end {pid}")
     (tracked,) = tree.refresh()
@@ -236,10 +199,8 @@ def test_a_zombie_that_was_let_go_of_is_not_taken_up_again(
     assert int(pid) not in tree
 
 
-def test_letting_go_of_the_dead_keeps_the_living_and_the_root(
-    server: Rank, make_tree: Callable[[int], ProcessTree]
-) -> None:
-    tree = make_tree(server.pid)
+def test_letting_go_of_the_dead_keeps_the_living_and_the_root(server: Rank) -> None:
+    tree = ProcessTree(server.pid)
     dead, living = (int(server.ask(f"start {SLEEPER}")) for _ in range(2))
     tree.refresh()
     before = descriptors()
@@ -251,17 +212,11 @@ def test_letting_go_of_the_dead_keeps_the_living_and_the_root(
     assert before.keys() - descriptors().keys() >= {number}
 
 
-def test_a_server_settles_only_after_a_while(make_tree: Callable[[int], ProcessTree]) -> None:
-    assert not make_tree(os.getpid()).settled
-
-
-def test_a_child_of_a_worker_is_told_although_the_workers_title_is_new_as_well(
-    server: Rank, make_tree: Callable[[int], ProcessTree]
-) -> None:
+def test_a_child_of_a_worker_is_told_although_the_workers_title_is_new_as_well(server: Rank) -> None:
     code = "import os, setproctitle, signal, sys; "
     code += "fork = lambda *_: (setproctitle.setproctitle('sglang::scheduler_TP0'), os.fork() or signal.pause()); "
     code += "signal.signal(10, fork); print(flush=True); sys.stdin.read()"
-    tree = make_tree(server.pid)
+    tree = ProcessTree(server.pid)
     pid = int(server.ask(f"start {code}"))
     (worker,) = tree.refresh()
     tree.register(pid, 0)
@@ -276,11 +231,11 @@ def test_a_child_of_a_worker_is_told_although_the_workers_title_is_new_as_well(
         end(child_of_worker.pid)
 
 
-def test_a_child_of_the_data_parallel_controller_matters(server: Rank, make_tree: Callable[[int], ProcessTree]) -> None:
+def test_a_child_of_the_data_parallel_controller_matters(server: Rank) -> None:
     code = "import os, setproctitle, signal, sys; setproctitle.setproctitle('sglang::data_parallel_controller'); "
     code += "pid = os.fork(); pid or setproctitle.setproctitle('sglang::scheduler_DP1'); "
     code += "pid and print(flush=True); sys.stdin.read()"
-    tree = make_tree(server.pid)
+    tree = ProcessTree(server.pid)
     server.ask(f"start {code}")
     tree.refresh()
 
@@ -299,13 +254,11 @@ def test_a_child_of_the_data_parallel_controller_matters(server: Rank, make_tree
     end(next(process.pid for process in tree if process.role == "scheduler"))
 
 
-def test_another_server_that_a_process_started_is_not_this_servers(
-    server: Rank, make_tree: Callable[[int], ProcessTree]
-) -> None:
+def test_another_server_that_a_process_started_is_not_this_servers(server: Rank) -> None:
     # A program that only uses an engine, and runs a whole server as a subprocess.
     code = "import os, setproctitle, signal, sys; pid = os.fork(); "
     code += "pid or setproctitle.setproctitle('sglang::scheduler_TP0'); pid and print(flush=True); sys.stdin.read()"
-    tree = make_tree(server.pid)
+    tree = ProcessTree(server.pid)
     other = int(server.ask(f"start {code}"))
     wait_until(lambda: tree.refresh() == [] and other not in {p.pid for p in tree}, "it is known for a server")
     rank = next(pid for pid in procfs.TreeScanner(other).scan() - {other})
@@ -316,10 +269,8 @@ def test_another_server_that_a_process_started_is_not_this_servers(
 
 
 @pytest.mark.parametrize("start_ticks", [1, 4711])
-def test_nobody_is_registered_by_the_pid_of_an_earlier_process(
-    server: Rank, make_tree: Callable[[int], ProcessTree], start_ticks: int
-) -> None:
-    tree = make_tree(server.pid)
+def test_nobody_is_registered_by_the_pid_of_an_earlier_process(server: Rank, start_ticks: int) -> None:
+    tree = ProcessTree(server.pid)
     pid = int(server.ask("start import sys; print(flush=True); sys.stdin.read()"))
     (tracked,) = tree.refresh()
     assert tree.register(pid, start_ticks) is None
@@ -327,15 +278,13 @@ def test_nobody_is_registered_by_the_pid_of_an_earlier_process(
     assert not tracked.matters
 
 
-def test_an_oom_kill_of_long_ago_is_not_counted(
-    server: Rank, make_tree: Callable[[int], ProcessTree], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_oom_kill_of_long_ago_is_not_counted(server: Rank, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     events = tmp_path / "memory.events"
     events.write_text("oom_kill 3\n")
     monkeypatch.setattr(
         cgroup, "find_counter", lambda pid: cgroup.OomCounter(events, int(events.read_text().split()[1]))
     )
-    tree = make_tree(server.pid)
+    tree = ProcessTree(server.pid)
     counter = tree.root.oom_counter
     assert counter is not None
     events.write_text("oom_kill 4\n")
@@ -416,10 +365,8 @@ def test_a_process_id_that_is_given_again_is_another_process() -> None:
     assert done.stdout == "all of it\n", done.stderr
 
 
-def test_a_child_that_was_never_known_does_not_hide_another_with_its_pid(
-    rank: Rank, make_tree: Callable[[int], ProcessTree]
-) -> None:
-    tree = make_tree(rank.pid)
+def test_a_child_that_was_never_known_does_not_hide_another_with_its_pid(rank: Rank) -> None:
+    tree = ProcessTree(rank.pid)
     pid = int(rank.ask("fork"))
     tree.refresh()
     earlier = tree.get(pid)
@@ -494,7 +441,7 @@ def early_case(request: pytest.FixtureRequest, tmp_path: Path, short_folder: Pat
         yield case
 
 
-def test_a_rank_that_died_before_it_had_its_title_gets_the_servers_word_for_it(case: Case) -> None:
+def test_a_rank_that_died_before_its_title_gets_the_servers_word(case: Case) -> None:
     titles = case.fail({str(case.starting): "Rank 1 scheduler", "1": "somebody else's"})
     assert titles[str(case.starting)] == "Rank 1 scheduler"
     verdict = case.verdict()
@@ -503,12 +450,11 @@ def test_a_rank_that_died_before_it_had_its_title_gets_the_servers_word_for_it(c
     assert "Rank 1 scheduler (pid" in verdict.text
 
 
-def test_so_does_one_that_was_dead_when_it_was_first_seen(early_case: Case) -> None:
-    assert (
-        early_case.fail({str(early_case.starting): "Rank 1 scheduler"})[str(early_case.starting)] == "Rank 1 scheduler"
-    )
+def test_so_does_one_that_was_dead_when_first_seen(early_case: Case) -> None:
+    pid = early_case.starting
+    assert early_case.fail({str(pid): "Rank 1 scheduler"})[str(pid)] == "Rank 1 scheduler"
     verdict = early_case.verdict()
-    assert (verdict.first_failure.pid, verdict.first_failure.title) == (early_case.starting, "Rank 1 scheduler")
+    assert (verdict.first_failure.pid, verdict.first_failure.title) == (pid, "Rank 1 scheduler")
     assert (verdict.kind, verdict.level) == ("signal", "established")
 
 
@@ -521,23 +467,41 @@ def test_of_what_was_dead_when_it_was_first_seen_no_failure_comes_where_others_a
 REAPED = 5_000_000
 
 
-def test_a_rank_that_was_reaped_before_it_could_be_seen_is_told_by_the_servers_word(launching: Case) -> None:
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_rank_that_was_reaped_unseen_is_told_by_the_servers_word(launching: Case, is_begun: bool) -> None:
+    if is_begun:
+        launching.kill(launching.titled)
     titles = launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): -signal.SIGKILL})
     assert titles[str(REAPED)] == "Rank 1 scheduler"
     verdict = launching.verdict()
-    assert (verdict.first_failure.pid, verdict.kind, verdict.level) == (REAPED, "signal", "established")
+    # The others were alive when they were seen, and all are started in one moment.
+    level = "supported" if is_begun else "established"
+    assert (verdict.first_failure.pid, verdict.kind, verdict.level) == (REAPED, "signal", level)
     assert f"Rank 1 scheduler (pid {REAPED}) was killed by SIGKILL" in verdict.text
 
 
-def test_so_it_is_in_an_incident_that_was_begun_before_and_first_of_all(launching: Case) -> None:
+def kill_as(case: Case, title: str, **facts: Any) -> None:
+    """Kill the rank that starts, known by another title by then."""
+    starting = case.handler.tree.get(case.starting)
+    starting.title = title
+    for name, value in facts.items():
+        setattr(starting, name, value)
+    os.kill(case.starting, signal.SIGKILL)
+    wait_until(starting.handle.has_exited, "the child is dead")
+    case.handler.take_exit(starting)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_who_is_known_to_have_failed_is_preferred_to_one_without_title(launching: Case, is_named: bool) -> None:
+    kill_as(launching, launching.handler.tree.root.title)
     launching.kill(launching.titled)
-    assert launching.handler.session.run is not None
-    titles = launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): 3})
-    assert titles[str(REAPED)] == "Rank 1 scheduler"
-    verdict = launching.verdict()
-    # The others were alive when they were seen, and all are started in one moment.
-    assert (verdict.first_failure.pid, verdict.level) == (REAPED, "supported")
-    assert f"Rank 1 scheduler (pid {REAPED}) ended with exit status 3" in verdict.text
+    assert launching.failures() == [launching.titled]
+    pid = launching.starting
+    if is_named:
+        launching.fail({str(pid): "Rank 1 scheduler"}, exit_codes={str(pid): -9})
+    else:
+        launching.fail({}, event="child_failed")
+    assert launching.failures() == [launching.titled, *([pid] if is_named else [])]
 
 
 def test_that_it_is_said_twice_makes_no_second_failure(launching: Case) -> None:
@@ -567,16 +531,6 @@ def test_how_a_rank_ended_that_was_seen_but_not_how_is_the_servers_word(
     verdict = launching.verdict()
     assert (verdict.first_failure.pid, verdict.kind) == (launching.starting, "signal")
     assert launching.failures() == [launching.starting]
-
-
-def test_a_rank_that_was_taken_for_a_helper_in_an_incident_at_hand_is_a_failure_of_it(launching: Case) -> None:
-    launching.kill(launching.titled)
-    starting = launching.handler.tree.get(launching.starting)
-    starting.title = launching.handler.tree.root.title
-    launching.kill(launching.starting)
-    assert launching.failures() == [launching.titled]
-    launching.fail({str(launching.starting): "Rank 1 scheduler"}, exit_codes={str(launching.starting): -9})
-    assert launching.failures() == [launching.titled, launching.starting]
 
 
 @pytest.mark.parametrize(
@@ -620,23 +574,8 @@ def test_where_a_child_failed_and_nobody_is_known_to_have_the_one_without_a_titl
     assert early_case.failures() == [early_case.starting]
 
 
-def test_who_is_known_to_have_failed_is_preferred_to_one_without_a_title(launching: Case) -> None:
-    starting = launching.handler.tree.get(launching.starting)
-    starting.title = launching.handler.tree.root.title
-    os.kill(launching.starting, signal.SIGKILL)
-    wait_until(starting.handle.has_exited, "the child is dead")
-    launching.handler.take_exit(starting)
-    launching.kill(launching.titled)
-    launching.fail({}, event="child_failed")
-    assert launching.failures() == [launching.titled]
-
-
 def test_a_helper_that_died_is_not_taken_for_a_worker(launching: Case) -> None:
-    starting = launching.handler.tree.get(launching.starting)
-    starting.title, starting.is_nameless = "ldconfig", True
-    os.kill(launching.starting, signal.SIGKILL)
-    wait_until(starting.handle.has_exited, "the helper is dead")
-    launching.handler.take_exit(starting)
+    kill_as(launching, "ldconfig", is_nameless=True)
     launching.fail({}, event="child_failed")
     assert launching.verdict().first_failure is None
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -34,12 +32,6 @@ def rings(server: Server) -> list[str]:
         with contextlib.suppress(OSError):
             found.append(link.readlink().name)
     return [name for name in found if name.startswith("memfd:sglang-crashkit-journal")]
-
-
-def holding(text: str, *folders: Path) -> list[Path]:
-    """Return the files in which a text is."""
-    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    return [path for path in files if text.encode() in path.read_bytes()]
 
 
 def told(server: Server) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -164,38 +156,6 @@ def test_what_is_no_journal_is_not_held(tmp_path: Path, caplog: pytest.LogCaptur
         journals.follow(process(7), file.fileno())
     assert descriptors() == before
     assert caplog.text.count("passed on no request journal") == 2
-
-
-def test_while_a_server_serves_its_prompts_are_in_no_file(start_server: Start, tmp_path: Path) -> None:
-    server = start_server(journals=True)
-    server.ask("ask only canary-prompt-81c0")
-    wait_until(lambda: len(rings(server)) == 1, "the handler has the journal")
-    assert holding("canary-prompt-81c0", tmp_path, server.temp) == []
-    server.process.kill()
-    _requests, lines = told(server)
-    assert [line["text"] for line in lines] == ["canary-prompt-81c0"]
-    (found,) = holding("canary-prompt-81c0", tmp_path, server.temp)
-    assert found.name == "requests.jsonl"
-
-
-def test_when_all_processes_of_a_server_are_killed_at_once_its_requests_are_in_the_incident(
-    start_server: Start,
-) -> None:
-    server = start_server(journals=True)
-    server.ask("ask only hello")
-    for pid in (server.pid, *server.ranks.values()):
-        os.kill(pid, signal.SIGKILL)
-    requests, lines = told(server)
-    assert requests["source"] == "journal"
-    assert [line["rid"] for line in lines] == ["only"]
-
-
-def test_a_server_that_ended_well_leaves_nothing_of_its_requests(start_server: Start, tmp_path: Path) -> None:
-    server = start_server(journals=True)
-    server.ask("ask only canary-prompt-81c0")
-    server.say("leave 0")
-    assert server.wait_for_the_end() is None
-    assert holding("canary-prompt-81c0", tmp_path, server.temp) == []
 
 
 def test_without_a_crash_folder_or_with_its_flag_there_is_no_journal(start_server: Start) -> None:
