@@ -94,9 +94,7 @@ def test_the_rank_that_is_stopped_is_named(start_server: Start) -> None:
 
 
 @pytest.mark.parametrize("hang_secs", ["60", "0"], ids=["silent", "nobody knows whether it beats"])
-def test_the_rank_that_is_elsewhere_while_the_other_one_waits_for_it_is_named(
-    start_server: Start, tmp_path: Path, hang_secs: str
-) -> None:
+def test_the_rank_that_another_waits_for_is_named(start_server: Start, tmp_path: Path, hang_secs: str) -> None:
     server = start_beating(start_server, SGLANG_CRASHKIT_HANG_SECS=hang_secs)
     hush(server, *RANKS)
     server.say("tell scheduler_TP1 spin")
@@ -107,7 +105,7 @@ def test_the_rank_that_is_elsewhere_while_the_other_one_waits_for_it_is_named(
     assert "was in spin (fake_server.py" in document["verdict"]["text"]
 
 
-def test_another_process_that_is_stopped_is_named_while_the_schedulers_go_on(start_server: Start) -> None:
+def test_another_stopped_process_is_named_while_schedulers_go_on(start_server: Start) -> None:
     server = start_beating(start_server)
     stop(server, "detokenizer")
     wait_for(UNHEALTHY_SECS)
@@ -140,7 +138,7 @@ def hang_at_sigterm(start_server: Start, **environ: str) -> tuple[Server, Stored
     return server, stored
 
 
-def test_a_rank_that_is_silent_by_then_is_named_before_the_server_is_killed(start_server: Start) -> None:
+def test_a_silent_rank_is_named_before_the_server_is_killed(start_server: Start) -> None:
     server, stored = hang_at_sigterm(start_server)
     assert (stored.document["kind"], stored.document["trigger"]["event"]) == ("hang", "silent_at_sigterm")
     wait_until(lambda: server.incidents()[0].finished, "the incident is finished")
@@ -172,7 +170,7 @@ def go_on(server: Server) -> None:
 @pytest.mark.parametrize(
     "end", [tear_down, lambda server: server.say("leave 0"), let_the_ranks_end_first, go_on], ids=range(4)
 )
-def test_there_was_no_hang_where_it_goes_on_or_ends_in_good_order(
+def test_there_was_no_hang_where_it_ends_in_order(
     start_server: Start, end: Callable[[Server], None], finished: bool
 ) -> None:
     server, _stored = hang_at_sigterm(start_server)

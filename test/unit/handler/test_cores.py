@@ -155,7 +155,7 @@ def test_the_core_of_a_rank_whose_gpu_failed_is_read(start_gpu_server: Start, tm
     assert raises or f"had on its GPU: {failure}." in stored.document["verdict"]["text"]
 
 
-def test_a_core_that_the_driver_writes_by_itself_is_waited_for(start_gpu_server: Start, tmp_path: Path) -> None:
+def test_a_core_of_the_drivers_own_is_waited_for(start_gpu_server: Start, tmp_path: Path) -> None:
     server = start_gpu_server()
     assert server.ask("tell scheduler_TP0 cuda 5 1 - failed") == "listening"
     # As where the GPU of one rank failed, and the end of another one is noticed before it has written its core.
@@ -176,7 +176,7 @@ def test_a_core_of_an_earlier_process_is_not_taken(start_gpu_server: Start, tmp_
     assert core_of(server, crash(server), "scheduler_TP1") == {}
 
 
-def test_half_a_core_of_a_rank_whose_gpu_failed_is_told_of(start_gpu_server: Start, tmp_path: Path) -> None:
+def test_half_a_core_of_a_failed_gpu_is_told(start_gpu_server: Start, tmp_path: Path) -> None:
     server = start_gpu_server()
     path = tmp_path / "crash" / HOST / f"core.cuda.2.{server.ranks['scheduler_TP1']}"
     path.write_bytes(failed_core()[:500])
@@ -250,22 +250,6 @@ def test_a_core_that_grows_too_long_is_cut_short(start_gpu_server: Start) -> Non
     assert piece["reason"].endswith(" bytes so far")
     (event,) = (entry for entry in stored.document["timeline"] if entry["event"] == "cuda_cores_cut_short")
     assert event["bytes"] == {str(pid): 4096}
-
-
-def test_of_a_repeated_fault_no_second_core_is_asked_for(start_gpu_server: Start, tmp_path: Path) -> None:
-    ids = []
-    for _time in range(2):
-        server = start_gpu_server()
-        assert server.ask("tell scheduler_TP0 cuda 0.1 1") == "listening"
-        server.kill("scheduler_TP1")
-        assert server.process.wait(2 * LONG) == ServerExit.KILLED
-        server.wait_for_handler()
-        stored = server.incidents()[0]
-        ids.append(stored.document["id"])
-    piece = core_of(server, stored, "scheduler_TP0")
-    reason = f"the same fault as in incident {ids[0]}, which has its cores"
-    assert (piece["status"], piece["reason"]) == ("skipped", reason)
-    assert len(list((tmp_path / "crash" / HOST).glob("core.cuda.*"))) == 1
 
 
 def test_the_end_of_the_server_ends_the_wait(start_gpu_server: Start, tmp_path: Path) -> None:

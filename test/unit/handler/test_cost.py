@@ -37,7 +37,7 @@ def flood(server: Server, count: int) -> None:
             sender.send(words[number % len(words)])
 
 
-def test_ten_thousand_events_leave_no_descriptor_no_child_and_no_memory_behind(
+def test_ten_thousand_events_leave_nothing_behind(
     start_server: Callable[..., Server],
 ) -> None:
     server = start_server()

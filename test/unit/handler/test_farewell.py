@@ -8,7 +8,6 @@ import select
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.incident.store import find_incidents
-from unit.handler.driver import HOST, Server
+from unit.handler.driver import HOST
 from unit.waiting import LONG
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a PID namespace")
@@ -92,7 +91,7 @@ def test_a_clean_stop_in_a_container_leaves_nothing(short_folder: Path, tmp_path
         assert left(short_folder, tmp_path) == []
 
 
-def test_the_handler_of_process_1_outlives_the_end_of_its_children(short_folder: Path, tmp_path: Path) -> None:
+def test_process_1s_handler_outlives_the_servers_children(short_folder: Path, tmp_path: Path) -> None:
     with contained(short_folder, tmp_path) as server:
         # WHEN the program shuts its engine down, and a process that is none of the server's asks for nothing
         server.say("teardown children")
@@ -102,27 +101,6 @@ def test_the_handler_of_process_1_outlives_the_end_of_its_children(short_folder:
         server.say("teardown")
         server.process.wait(LONG)
         assert left(short_folder, tmp_path) == []
-
-
-@pytest.mark.wide
-def test_what_a_killed_container_leaves_is_removed_by_the_next_start_and_is_no_crash(
-    short_folder: Path, tmp_path: Path
-) -> None:
-    with contained(short_folder, tmp_path) as server:
-        server.process.kill()
-        server.process.wait(LONG)
-    spools = list((tmp_path / HOST / "incidents").iterdir())
-    assert len(spools) == 1
-    for path in spools:
-        os.utime(path, (time.time() - 60,) * 2)
-    following = Server(short_folder, crash_folder=tmp_path)
-    try:
-        following.settle()
-        assert not spools[0].exists()
-        following.say("teardown")
-        assert following.wait_for_the_end() is None
-    finally:
-        following.close()
 
 
 @pytest.mark.wide

@@ -26,9 +26,7 @@ def crash(server: Server) -> dict[str, Any]:
     return stored.document
 
 
-def test_the_flight_recorder_is_whole_before_a_core_is_asked_for(
-    start_server: Callable[..., Server], tmp_path: Path
-) -> None:
+def test_the_flight_recorder_comes_before_the_core(start_server: Callable[..., Server], tmp_path: Path) -> None:
     host_folder = tmp_path / "crash" / HOST
     host_folder.mkdir(parents=True)
     content = tmp_path / "content"

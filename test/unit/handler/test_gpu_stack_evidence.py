@@ -92,7 +92,7 @@ def pieces_of(stored: StoredIncident, title: str, kind: str = "gpu_stack") -> li
     return [piece for piece in report["evidence"] if piece["kind"] == kind]
 
 
-def test_what_it_prints_is_in_the_incident_of_a_hang_after_the_cores(
+def test_what_it_prints_is_in_the_incident_of_a_hang(
     start_gpu_server: Start, cuda_gdb: CudaGdb, tmp_path: Path
 ) -> None:
     server = start_gpu_server()
@@ -109,9 +109,7 @@ def test_what_it_prints_is_in_the_incident_of_a_hang_after_the_cores(
     assert events.index("cuda_cores_asked") < events.index("gpu_stacks") < events.index("incident_finished")
 
 
-def test_one_that_does_not_end_is_killed_within_the_time_of_the_incident(
-    start_gpu_server: Start, cuda_gdb: CudaGdb
-) -> None:
+def test_one_that_does_not_end_is_killed_in_time(start_gpu_server: Start, cuda_gdb: CudaGdb) -> None:
     cuda_gdb.behaves("head -4 $HERE/listing; kill -STOP $PID; sleep 600")
     stored = hang(start_gpu_server(SGLANG_CRASHKIT_BUDGET_SECS="10"))
     (piece,) = pieces_of(stored, "scheduler_TP0")

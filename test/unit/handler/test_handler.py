@@ -27,7 +27,7 @@ def test_a_time_that_is_no_time_is_now(launching: Case) -> None:
     assert launching.verdict().first_failure is None
 
 
-def test_a_message_that_cannot_be_taken_in_does_not_end_the_handler(
+def test_a_message_that_fails_does_not_end_the_handler(
     launching: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
@@ -69,7 +69,7 @@ def test_what_fails_when_due_is_tried_again_later(launching: Case, monkeypatch: 
 
 
 @pytest.mark.parametrize(("mode", "is_observed"), [(Mode.SERVER, False), (Mode.ELASTIC, True)])
-def test_a_capture_that_fails_changes_nothing_of_what_is_done_to_the_server(
+def test_a_capture_that_fails_changes_nothing_for_the_server(
     launching: Case, monkeypatch: pytest.MonkeyPatch, mode: Mode, is_observed: bool
 ) -> None:
     session, asked = launching.handler.session, []
@@ -84,7 +84,7 @@ def test_a_capture_that_fails_changes_nothing_of_what_is_done_to_the_server(
     assert launching.verdict().kind == "signal"
 
 
-def test_an_incident_that_cannot_be_finished_is_left_as_it_is(
+def test_an_incident_that_cannot_be_finished_is_left(
     launching: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     session = launching.handler.session
@@ -144,7 +144,7 @@ SERVING = LAUNCHER.replace("import ctypes", "signal.signal(signal.SIGQUIT, lambd
     ("event", "fields", "kind"),
     [("watchdog_timeout", {"name": "Scheduler", "soft": True}, "hang"), ("stacks_wanted", {}, "snapshot")],
 )
-def test_a_death_while_an_observed_incident_is_opened_ends_the_server(
+def test_a_death_as_an_observed_incident_opens_ends_the_server(
     tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch, event: str, fields: dict[str, Any], kind: str
 ) -> None:
     with handling(SERVING, tmp_path, short_folder, own=1) as (handler, process):
@@ -166,7 +166,7 @@ def test_a_death_while_an_observed_incident_is_opened_ends_the_server(
         assert process.poll() == 7
 
 
-def test_the_record_of_a_rank_that_raised_too_late_is_kept(launching: Case, tmp_path: Path) -> None:
+def test_the_record_of_a_late_exception_is_kept(launching: Case, tmp_path: Path) -> None:
     launching.say("exception", launching.starting, message="ValueError: the first")
     launching.handler.session.finish()
     record = tmp_path / "spool" / "record.json"
@@ -193,7 +193,7 @@ os._exit(0)
 """
 
 
-def test_a_server_that_is_reaped_while_looked_at_has_ended_before_its_rank(
+def test_a_server_reaped_meanwhile_has_ended_before_its_rank(
     tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with handling(SERVER, tmp_path, short_folder) as (handler, process):
@@ -228,9 +228,7 @@ sys.stdin.readline()
 
 
 @pytest.mark.parametrize("event", ["crash_dump_begun", "child_failed"])
-def test_what_the_main_process_told_first_is_named_by_the_first_failure(
-    tmp_path: Path, short_folder: Path, event: str
-) -> None:
+def test_an_incident_is_of_the_kind_of_its_first_failure(tmp_path: Path, short_folder: Path, event: str) -> None:
     with handling(REPLICAS, tmp_path, short_folder) as (handler, process):
         handler.look()
         controller, rank = map(handler.tree.get, map(int, process.first_line.split()))
@@ -267,7 +265,7 @@ pause()
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_of_whom_it_may_not_trace_the_parent_says_how_it_ended(
+def test_a_parent_says_how_one_ended_that_is_closed(
     tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     asked = []

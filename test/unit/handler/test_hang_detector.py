@@ -233,7 +233,7 @@ def asked_to_end(hang_secs: float = 60.0, silent_secs: float = 5.5) -> World:
     return world
 
 
-def test_what_is_silent_when_the_server_is_asked_to_end_is_a_hang() -> None:
+def test_what_is_silent_at_sigterm_is_a_hang() -> None:
     world = asked_to_end()
     assert [run.silent for run in world.hangs] == [[10, 11]]
     assert world.current.pardonable
@@ -274,7 +274,7 @@ def test_a_hang_that_was_noticed_before_is_not_another_one(world: World) -> None
     assert len(world.hangs) == 1
 
 
-def test_one_that_is_held_by_a_debugger_as_the_server_is_asked_to_end_does_not_hang() -> None:
+def test_one_held_by_a_debugger_at_sigterm_does_not_hang() -> None:
     world = World(60.0).follow()
     world.stop(11, state="t")
     world.pass_time(6)
@@ -329,7 +329,7 @@ def test_the_one_that_was_silent_first_is_the_trigger(world: World) -> None:
     assert world.current.triggers == [11]
 
 
-def test_progress_is_noted_when_all_go_on_and_the_next_hang_is_another(world: World) -> None:
+def test_progress_is_noted_when_all_go_on(world: World) -> None:
     world.pass_time(20)
     (first,) = world.hangs
     world.pass_time(5, lambda: world.beat(10))
@@ -375,7 +375,7 @@ def test_no_snapshot_is_taken_while_a_gpu_core_is_written(world: World) -> None:
     assert world.hangs[0].captures == 3
 
 
-def test_a_death_that_comes_before_the_first_snapshot_ends_the_snapshots(world: World) -> None:
+def test_a_death_before_the_first_snapshot_ends_the_snapshots(world: World) -> None:
     world.current.dies = True
     world.pass_time(10)
     (run,) = world.hangs
@@ -392,7 +392,7 @@ def test_a_hang_whose_schedulers_all_died_is_over(world: World) -> None:
     assert world.watch.next_due() == float("inf")
 
 
-def test_where_no_incident_can_be_begun_it_is_tried_again_now_and_then(world: World) -> None:
+def test_an_incident_that_cannot_begin_is_tried_again(world: World) -> None:
     world.current.is_free = False
     world.pass_time(30)
     assert 2 <= len(world.current.triggers) <= 4
@@ -409,7 +409,7 @@ def test_it_can_be_switched_off() -> None:
     assert world.watch.next_due() == float("inf")
 
 
-def test_a_limit_below_the_rounds_of_an_idle_server_is_raised() -> None:
+def test_a_limit_below_an_idle_servers_rounds_is_raised() -> None:
     world = World(hang_secs=0.1).follow()
     since = world.now
 
@@ -538,7 +538,7 @@ def test_a_paused_server_that_goes_round_does_not_hang(world: World, again: bool
     assert world.hangs == []
 
 
-def test_a_scheduler_whose_title_is_newer_than_the_last_scan_is_followed() -> None:
+def test_a_scheduler_with_a_new_title_is_followed() -> None:
     world = World()
     world.titled = lambda process: setattr(process, "role", "scheduler")
     for process in world.processes:
@@ -548,9 +548,7 @@ def test_a_scheduler_whose_title_is_newer_than_the_last_scan_is_followed() -> No
 
 
 @given(st.lists(st.floats(0.001, 900.0), min_size=1, max_size=60), st.sampled_from([2.0, 5.0, 60.0]))
-def test_a_server_that_beats_between_the_looks_never_hangs_however_late_they_come(
-    gaps: list[float], hang_secs: float
-) -> None:
+def test_a_server_that_beats_between_looks_never_hangs(gaps: list[float], hang_secs: float) -> None:
     world = World(hang_secs).follow()
     for gap in gaps:
         world.now += gap
@@ -571,7 +569,7 @@ def test_only_time_that_was_seen_to_pass_counts(gaps: list[float], hang_secs: fl
     assert world.hangs == [] or sum(min(gap, 2 * interval) for gap in gaps) >= hang_secs - 2 * interval
 
 
-def test_a_heartbeat_that_is_switched_off_in_a_hang_does_not_keep_it_from_its_end(world: World) -> None:
+def test_a_heartbeat_switched_off_in_a_hang_ends_it(world: World) -> None:
     world.pass_time(12)
     world.beat(11, is_off=True)
     world.pass_time(5, lambda: world.beat(10))
@@ -579,14 +577,14 @@ def test_a_heartbeat_that_is_switched_off_in_a_hang_does_not_keep_it_from_its_en
     assert len(world.hangs[0].progress) == 1
 
 
-def test_a_hang_in_the_first_batch_is_whole_before_upstreams_watchdog_ends_the_server() -> None:
+def test_a_first_batchs_hang_is_whole_before_upstreams_watchdog() -> None:
     world = World(Settings.from_environ({}).hang_secs).follow()
     world.batch(number=1)
     world.pass_time(240)
     assert [run.finished for run in world.hangs] == [True]
 
 
-def test_between_two_compilers_there_may_be_none_for_as_long_as_a_silence_is_no_hang(world: World) -> None:
+def test_between_two_compilers_there_may_be_none(world: World) -> None:
     world.batch()
     world.compiling = {10}
     world.pass_time(20)
@@ -607,7 +605,7 @@ def test_a_long_prompt_that_advances_in_chunks_is_no_hang(world: World) -> None:
 # -- whom it follows
 
 
-def test_only_schedulers_are_followed_and_what_is_no_heartbeat_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_schedulers_with_a_heartbeat_are_followed(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     helper: Any = Process(12, "helper")
     world.watch.follow(helper, 12)
@@ -632,9 +630,7 @@ def busy(world: World) -> Run:
 
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("is_at_hand", [False, True])
-def test_an_incident_that_says_busy_is_withdrawn_when_the_server_goes_on(
-    world: World, is_whole: bool, is_at_hand: bool
-) -> None:
+def test_a_busy_incident_is_withdrawn_when_the_server_goes_on(world: World, is_whole: bool, is_at_hand: bool) -> None:
     world.pass_time(6 if not is_whole else 15)
     run = busy(world)
     assert run.finished is is_whole

@@ -65,7 +65,7 @@ def stored(folder: IncidentFolder, names: list[str]) -> Incident:
     return incident
 
 
-def test_the_stacks_of_a_repeated_fault_are_given_up_but_for_those_of_the_one_that_failed(tmp_path: Path) -> None:
+def test_stacks_of_a_repeated_fault_are_given_up(tmp_path: Path) -> None:
     names = ["stacks/TP0-9.txt", "stacks/TP0-9.2.txt", "stacks/TP0-9.native.txt"]
     ids = []
     for number in range(3):
@@ -109,7 +109,7 @@ def test_of_a_fault_that_has_cores_no_more_are_wanted(tmp_path: Path) -> None:
     assert incident_with_core(repeated, second, keep=3) is None
 
 
-def test_what_is_written_nowhere_or_has_no_fault_is_not_counted(tmp_path: Path) -> None:
+def test_what_is_written_nowhere_is_not_counted(tmp_path: Path) -> None:
     folder = IncidentFolder(tmp_path, "snapshot", new_id(), 1.0)
     incident = stored(folder, [])
     assert count_repeat(incident, NullFolder("full"), keep=1) == []

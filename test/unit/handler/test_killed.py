@@ -125,9 +125,7 @@ def check_pieces(found: StoredIncident, document: dict[str, Any], pid: int) -> N
 
 
 @pytest.mark.wide
-def test_a_kill_at_any_file_operation_leaves_what_can_be_read_and_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_at_any_step_leaves_what_can_be_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "_AGE_SECS", 0.0)
     reached = ""
     with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
@@ -161,9 +159,7 @@ def test_who_died_is_on_disk_before_the_others_are_captured(tmp_path: Path) -> N
     assert "was killed by SIGKILL" in (found.path / "summary.md").read_text()
 
 
-def test_what_was_left_where_the_crash_folder_could_not_be_used_is_finished_once_it_can(
-    start_server: Callable[..., Server], tmp_path: Path
-) -> None:
+def test_what_was_left_in_the_fallback_is_finished_later(start_server: Callable[..., Server], tmp_path: Path) -> None:
     (tmp_path / "crash").write_text("in the way")
     begun = start_server(journals=True, dump_secs=LONG)
     begun.ask("ask only hello")
@@ -183,7 +179,7 @@ def test_what_was_left_where_the_crash_folder_could_not_be_used_is_finished_once
     assert (finished.document["requests"]["journal"], finished.document["requests"]["reason"]) == (None, REASON)
 
 
-def test_the_essential_evidence_is_there_long_before_the_grace_period_ends(
+def test_essential_evidence_is_there_before_the_grace_period_ends(
     start_server: Callable[..., Server], tmp_path: Path
 ) -> None:
     """A pod is ended in the middle of a dump that takes long; nobody, the handler included, outlives that."""

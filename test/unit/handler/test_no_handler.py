@@ -52,7 +52,7 @@ def serves_on(server: Server) -> bool:
         ("exit 0", ServerExit.EXITED),
     ],
 )
-def test_the_death_of_a_worker_ends_the_server_with_its_requests_saved(
+def test_a_workers_end_ends_the_server_with_its_requests_saved(
     start_server: Start, capfd: pytest.CaptureFixture[str], name: str, fault: str, status: int
 ) -> None:
     server = start_server(environ=QUICK)
@@ -71,7 +71,7 @@ def test_the_death_of_a_worker_ends_the_server_with_its_requests_saved(
 
 @pytest.mark.story
 @pytest.mark.parametrize("start", ["start sglang::scheduler_TP2", "tell scheduler_TP0 become_armed_controller DP1"])
-def test_so_does_that_of_one_started_later_or_below_the_controller(start_server: Start, start: str) -> None:
+def test_so_does_that_of_one_started_later(start_server: Start, start: str) -> None:
     server = start_server()
     if "controller" in start:
         pid = int(server.ask(start.replace("DP1", "sglang::scheduler_DP1_TP0")))
@@ -84,7 +84,7 @@ def test_so_does_that_of_one_started_later_or_below_the_controller(start_server:
     assert server.process.wait(LONG) == ServerExit.KILLED
 
 
-def test_so_does_one_that_ended_before_the_handler_did_and_was_not_seen_alive(start_server: Start) -> None:
+def test_so_does_one_that_ended_before_the_handler_did(start_server: Start) -> None:
     server = start_server()
     server.handler.send_signal(signal.SIGSTOP)
     server.kill("scheduler_TP0")
@@ -95,7 +95,7 @@ def test_so_does_one_that_ended_before_the_handler_did_and_was_not_seen_alive(st
 
 @pytest.mark.parametrize("stacks", ["1", "0"])
 @pytest.mark.parametrize("died", [False, True])
-def test_where_the_handler_did_not_start_the_workers_are_watched_too(
+def test_without_a_handler_from_the_start_workers_are_watched(
     start_server: Start, short_folder: Path, stacks: str, died: bool
 ) -> None:
     environ = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": stacks}
@@ -112,7 +112,7 @@ def test_where_the_handler_did_not_start_the_workers_are_watched_too(
 
 
 @pytest.mark.parametrize("options", [{"answers_sigquit": False, "environ": QUICK}, {"catches_sigquit": False}])
-def test_a_main_process_that_does_not_answer_ends_all_the_same(start_server: Start, options: dict[str, Any]) -> None:
+def test_a_main_process_that_does_not_answer_ends(start_server: Start, options: dict[str, Any]) -> None:
     server = start_server(**options)
     kill_handler(server)
     server.kill("scheduler_TP0")
@@ -133,7 +133,7 @@ def test_a_teardown_is_no_crash_whoever_saw_it(start_server: Start, seen: bool) 
 # -- what is no crash
 
 
-def test_without_a_handler_a_server_that_is_asked_to_end_ends_as_before(start_server: Start) -> None:
+def test_a_server_that_is_asked_to_end_ends_as_before(start_server: Start) -> None:
     server = start_server()
     kill_handler(server)
     os.kill(server.pid, signal.SIGTERM)
@@ -141,9 +141,7 @@ def test_without_a_handler_a_server_that_is_asked_to_end_ends_as_before(start_se
 
 
 @pytest.mark.parametrize(("fault", "status"), [("exit 0", None), ("SIGTERM", None), ("SIGKILL", ServerExit.KILLED)])
-def test_ranks_that_end_well_while_the_server_drains_are_no_crash(
-    start_server: Start, fault: str, status: int | None
-) -> None:
+def test_ranks_that_end_well_in_a_drain_are_no_crash(start_server: Start, fault: str, status: int | None) -> None:
     server = start_server(tears_down_on_sigterm=False, environ=QUICK)
     kill_handler(server)
     os.kill(server.pid, signal.SIGTERM)
@@ -155,14 +153,14 @@ def test_ranks_that_end_well_while_the_server_drains_are_no_crash(
     assert serves_on(server) if status is None else server.process.wait(LONG) == status
 
 
-def test_a_rank_that_dies_while_ranks_are_waited_for_is_left_to_whoever_waits(start_server: Start) -> None:
+def test_a_rank_that_dies_in_a_start_is_the_waiters(start_server: Start) -> None:
     server = start_server(started=False)
     kill_handler(server)
     server.kill("scheduler_TP1")
     assert serves_on(server)
 
 
-def test_a_helper_and_a_process_that_a_rank_runs_under_its_title_may_end(start_server: Start) -> None:
+def test_helpers_and_copies_of_a_rank_may_end(start_server: Start) -> None:
     server = start_server()
     helper, copy = int(server.ask("helper")), int(server.ask("tell scheduler_TP0 copy"))
     kill_handler(server)

@@ -33,7 +33,7 @@ def tell(server: Server, rank: str, address: str = "10.0.0.1:8998", **fields: An
     server.say(f"tell {rank} lost {json.dumps(report | {'count': len(requests)} | fields)}")
 
 
-def test_a_lost_peer_is_an_incident_that_names_it_and_those_that_wait(start_server: Start) -> None:
+def test_a_lost_peer_is_an_incident_that_names_it(start_server: Start) -> None:
     server = start_server()
     tell(server, "scheduler_TP1", waiting=["a", "b", "c"])
     stored = server.incident()
@@ -101,7 +101,7 @@ def test_all_ranks_reports_of_a_peer_are_one_incident(start_server: Start) -> No
     assert document["verdict"]["text"].count(" is gone") == 3
 
 
-def test_a_peer_that_a_rank_works_with_is_watched_from_outside(start_server: Start) -> None:
+def test_a_ranks_peer_is_watched_from_outside(start_server: Start) -> None:
     server = start_server()
     with child(LISTEN) as peer:
         port = int(peer.first_line)

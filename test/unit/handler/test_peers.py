@@ -234,7 +234,7 @@ def watch() -> Iterator[Watch]:
     assert descriptors().keys() <= before.keys()
 
 
-def test_a_killed_peer_is_told_of_once_with_those_that_wait(watch: Watch) -> None:
+def test_a_killed_peer_is_told_of_once(watch: Watch) -> None:
     rank, peer = watch.pair("a", "b")
     rank.waits("c", for_whom=None)
     watch.lose(peer)
@@ -283,7 +283,7 @@ def test_ranks_of_a_server_on_several_hosts_are_watched(watch: Watch) -> None:
     assert watch.lose(second) == [ADDRESS]
 
 
-def test_other_ranks_of_a_lost_decode_server_are_not_told_of(watch: Watch) -> None:
+def test_a_lost_decode_server_is_told_of_once(watch: Watch) -> None:
     peer = Peer(0, 0, 0)
     ranks = processes(peer, ranks=True)
     watch.rank("decode").knows(decode_peers(*ranks))
@@ -446,7 +446,7 @@ def test_no_more_connections_are_made_than_there_may_be(
     assert caplog.text.count("connections to other servers would be needed; 1 are held") == 1
 
 
-def test_a_peer_that_is_known_by_name_only_is_not_looked_up(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_known_by_name_is_not_looked_up(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
     watch.rank().knows({ADDRESS: [PeerProcess(0, "nowhere.invalid", 1)]})
     watch.run(20.0)
     assert caplog.text.count("prefill:8998 is not watched: nowhere.invalid is no IP address") == 1
@@ -577,7 +577,7 @@ def test_a_rolling_restart_is_one_incident_without_stacks(case: Case) -> None:
     assert len(case.said) == 50
 
 
-def test_peers_that_are_lost_at_once_are_told_in_one_line(case: Case) -> None:
+def test_peers_lost_at_once_are_told_in_one_line(case: Case) -> None:
     case.lose(1, 2)
     assert case.said == [
         "prefill server 10.0.0.1:8998 is gone; no request waits for it. Its port refuses connections. "
@@ -605,7 +605,7 @@ def test_so_much_is_named_that_the_incident_stays_readable(case: Case) -> None:
     assert [peer["count"] for peer in document["peers"]] == [64] * 64
 
 
-def test_a_death_that_is_found_as_the_incident_is_opened_is_it(case: Case) -> None:
+def test_a_death_found_as_the_incident_opens_is_it(case: Case) -> None:
     (rank,) = (one for one in case.handler.tree if one.title == "sglang::scheduler_TP0")
     os.kill(rank.pid, signal.SIGKILL)
     wait_until(rank.handle.has_exited, "the rank is dead")
@@ -615,9 +615,7 @@ def test_a_death_that_is_found_as_the_incident_is_opened_is_it(case: Case) -> No
 
 
 @pytest.mark.parametrize("waiting", [(), ("a",)])
-def test_while_the_server_ends_only_a_loss_that_keeps_requests_waiting_counts(
-    case: Case, waiting: tuple[str, ...]
-) -> None:
+def test_losses_count_in_a_drain_where_requests_wait(case: Case, waiting: tuple[str, ...]) -> None:
     case.handler.triage.shutdown.draining = True
     case.lose(1, waiting=waiting)
     assert bool(case.documents()) == bool(waiting)

@@ -67,7 +67,7 @@ def end(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_the_root_is_there_at_once_and_the_rest_after_a_look(rank: Rank) -> None:
+def test_the_root_is_there_at_once(rank: Rank) -> None:
     helper = int(rank.ask("fork"))
     try:
         tree = ProcessTree(rank.pid)
@@ -109,7 +109,7 @@ def server_with_a_rank() -> Iterator[tuple[subprocess.Popen[bytes], Rank]]:
                 end(pid)
 
 
-def test_a_child_of_a_worker_does_not_matter_whatever_its_title() -> None:
+def test_a_workers_child_does_not_matter_whatever_its_title() -> None:
     with server_with_a_rank() as (server, rank):
         tree = ProcessTree(server.pid)
         (original,) = tree.refresh()
@@ -176,7 +176,7 @@ def test_a_new_title_is_read(server: Rank) -> None:
     assert (tracked.matters, tracked.role, tracked.rank) == (True, "scheduler", {"dp": 1, "tp": 2})
 
 
-def test_the_last_title_and_the_end_of_the_dead_are_kept(server: Rank) -> None:
+def test_the_last_title_of_the_dead_is_kept(server: Rank) -> None:
     tree = ProcessTree(server.pid)
     pid = server.ask(f"start {SLEEPER}")
     (tracked,) = tree.refresh()
@@ -188,7 +188,7 @@ def test_the_last_title_and_the_end_of_the_dead_are_kept(server: Rank) -> None:
     assert tracked.exit_status().code == 0
 
 
-def test_a_zombie_that_was_let_go_of_is_not_taken_up_again(server: Rank) -> None:
+def test_a_zombie_let_go_of_is_not_taken_up_again(server: Rank) -> None:
     tree = ProcessTree(server.pid)
     pid = server.ask(f"start {SLEEPER}")
     server.ask(f"end {pid}")
@@ -199,7 +199,7 @@ def test_a_zombie_that_was_let_go_of_is_not_taken_up_again(server: Rank) -> None
     assert int(pid) not in tree
 
 
-def test_letting_go_of_the_dead_keeps_the_living_and_the_root(server: Rank) -> None:
+def test_letting_go_of_the_dead_keeps_the_living(server: Rank) -> None:
     tree = ProcessTree(server.pid)
     dead, living = (int(server.ask(f"start {SLEEPER}")) for _ in range(2))
     tree.refresh()
@@ -212,7 +212,7 @@ def test_letting_go_of_the_dead_keeps_the_living_and_the_root(server: Rank) -> N
     assert before.keys() - descriptors().keys() >= {number}
 
 
-def test_a_child_of_a_worker_is_told_although_the_workers_title_is_new_as_well(server: Rank) -> None:
+def test_a_workers_child_is_told_though_both_titles_are_new(server: Rank) -> None:
     code = "import os, setproctitle, signal, sys; "
     code += "fork = lambda *_: (setproctitle.setproctitle('sglang::scheduler_TP0'), os.fork() or signal.pause()); "
     code += "signal.signal(10, fork); print(flush=True); sys.stdin.read()"
@@ -365,7 +365,7 @@ def test_a_process_id_that_is_given_again_is_another_process() -> None:
     assert done.stdout == "all of it\n", done.stderr
 
 
-def test_a_child_that_was_never_known_does_not_hide_another_with_its_pid(rank: Rank) -> None:
+def test_an_unknown_child_hides_no_other_of_its_pid(rank: Rank) -> None:
     tree = ProcessTree(rank.pid)
     pid = int(rank.ask("fork"))
     tree.refresh()
@@ -380,7 +380,7 @@ def test_a_child_that_was_never_known_does_not_hide_another_with_its_pid(rank: R
     assert tree.refresh() == []
 
 
-def test_a_process_that_does_not_let_itself_be_read_holds_nothing_up(tmp_path: Path) -> None:
+def test_a_process_that_cannot_be_read_holds_nothing_up(tmp_path: Path) -> None:
     guard_reads(GuardedReader())
     try:
         with locked_process(tmp_path, title="sglang::scheduler_TP1") as process:
@@ -441,7 +441,7 @@ def early_case(request: pytest.FixtureRequest, tmp_path: Path, short_folder: Pat
         yield case
 
 
-def test_a_rank_that_died_before_its_title_gets_the_servers_word(case: Case) -> None:
+def test_a_rank_that_died_early_gets_the_servers_word(case: Case) -> None:
     titles = case.fail({str(case.starting): "Rank 1 scheduler", "1": "somebody else's"})
     assert titles[str(case.starting)] == "Rank 1 scheduler"
     verdict = case.verdict()
@@ -458,7 +458,7 @@ def test_so_does_one_that_was_dead_when_first_seen(early_case: Case) -> None:
     assert (verdict.kind, verdict.level) == ("signal", "established")
 
 
-def test_of_what_was_dead_when_it_was_first_seen_no_failure_comes_where_others_are_named(early_case: Case) -> None:
+def test_the_dead_at_first_sight_did_not_fail_before_others(early_case: Case) -> None:
     early_case.fail({str(early_case.titled): "Rank 0 scheduler"})
     assert early_case.verdict().first_failure is None
 
@@ -468,7 +468,7 @@ REAPED = 5_000_000
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_a_rank_that_was_reaped_unseen_is_told_by_the_servers_word(launching: Case, is_begun: bool) -> None:
+def test_a_rank_reaped_unseen_is_told_by_the_server(launching: Case, is_begun: bool) -> None:
     if is_begun:
         launching.kill(launching.titled)
     titles = launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): -signal.SIGKILL})
@@ -492,7 +492,7 @@ def kill_as(case: Case, title: str, **facts: Any) -> None:
 
 
 @pytest.mark.parametrize("is_named", [False, True])
-def test_who_is_known_to_have_failed_is_preferred_to_one_without_title(launching: Case, is_named: bool) -> None:
+def test_a_known_failure_is_preferred_to_one_without_title(launching: Case, is_named: bool) -> None:
     kill_as(launching, launching.handler.tree.root.title)
     launching.kill(launching.titled)
     assert launching.failures() == [launching.titled]
@@ -520,9 +520,7 @@ def test_one_whose_end_was_announced_did_not_fail(launching: Case) -> None:
     assert launching.verdict().first_failure is None
 
 
-def test_how_a_rank_ended_that_was_seen_but_not_how_is_the_servers_word(
-    launching: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_server_says_how_a_seen_rank_ended(launching: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     # GIVEN a kernel that does not tell of a process that was reaped
     monkeypatch.setattr(ProcessHandle, "_from_zombie", lambda _: None)
     monkeypatch.setattr(ProcessHandle, "_from_kernel", lambda _: None)
@@ -542,11 +540,11 @@ def test_how_a_rank_ended_that_was_seen_but_not_how_is_the_servers_word(
     ],
     ids=lambda value: repr(value)[:20],
 )
-def test_what_is_no_pid_or_no_exit_code_is_passed_over(launching: Case, pid: str, codes: Any) -> None:
+def test_what_is_no_pid_or_exit_code_is_passed_over(launching: Case, pid: str, codes: Any) -> None:
     assert pid not in launching.fail({pid: "Rank 1 scheduler"}, exit_codes=codes)
 
 
-def test_a_rank_without_a_title_when_the_start_takes_too_long_gets_the_servers_word_for_it(launching: Case) -> None:
+def test_a_slow_rank_without_title_gets_the_servers_word(launching: Case) -> None:
     titles = launching.fail({str(launching.starting): "Rank 1 scheduler"}, event="startup_timeout")
     assert titles[str(launching.starting)] == "Rank 1 scheduler"
     # That is not undone by its command line.
@@ -561,9 +559,7 @@ def test_a_rank_without_a_title_when_the_start_takes_too_long_gets_the_servers_w
 
 
 @pytest.mark.parametrize("event", ["child_failed", "launch_failed"])
-def test_where_a_child_failed_and_nobody_is_known_to_have_the_one_without_a_title_did(
-    early_case: Case, event: str
-) -> None:
+def test_an_unexplained_failure_is_of_one_without_title(early_case: Case, event: str) -> None:
     # However long ago that is: other ranks take minutes to load, and only then the server looks at its children.
     for one in early_case.handler.tree:
         one.exited_at = one.exited_at and one.exited_at - 1800.0
@@ -622,7 +618,7 @@ pause()
 """
 
 
-def test_nothing_is_removed_before_the_last_process_of_the_server_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_removed_before_the_last_process_died(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(procfs, "read_maps", nothing_where_forbidden(procfs.read_maps))
     with child(SHARING) as process:
         *names, rank = process.first_line.split()  # type: ignore[attr-defined]

@@ -61,7 +61,7 @@ def test_a_killed_server_leaves_its_requests_in_the_incident(start_server: Start
     ]
 
 
-def test_what_the_server_saved_itself_counts_and_the_journal_is_there_too(start_server: Start) -> None:
+def test_what_the_server_saved_counts_beside_the_journal(start_server: Start) -> None:
     server = start_server(journals=True)
     server.ask("ask only hello")
     server.kill("scheduler_TP1")
@@ -70,7 +70,7 @@ def test_what_the_server_saved_itself_counts_and_the_journal_is_there_too(start_
     assert [line["rid"] for line in lines] == ["only"]
 
 
-def test_a_server_that_is_killed_while_it_saves_its_requests_leaves_them(start_server: Start) -> None:
+def test_a_server_killed_while_it_saves_leaves_requests(start_server: Start) -> None:
     server = start_server(journals=True, dump_secs=60)
     server.ask("ask only hello")
     server.kill("scheduler_TP1")
@@ -116,7 +116,7 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_what_a_dead_worker_had_under_way_is_told_of_once(tmp_path: Path) -> None:
+def test_a_dead_workers_requests_are_told_once(tmp_path: Path) -> None:
     journals, dead, living = RequestJournals(), process(7), process(8)
     for sender in (dead, living):
         passed_on(journals, sender).close()
@@ -158,7 +158,7 @@ def test_what_is_no_journal_is_not_held(tmp_path: Path, caplog: pytest.LogCaptur
     assert caplog.text.count("passed on no request journal") == 2
 
 
-def test_without_a_crash_folder_or_with_its_flag_there_is_no_journal(start_server: Start) -> None:
+def test_without_a_crash_folder_there_is_no_journal(start_server: Start) -> None:
     for options in ({"crash_folder": None}, {"environ": {"SGLANG_CRASHKIT_JOURNAL": "false"}}):
         server = start_server(journals=True, **options)  # type: ignore[arg-type]
         server.ask("ask only hello")
@@ -210,7 +210,7 @@ def test_health_checks_are_nobodys_requests(tmp_path: Path) -> None:
     assert [line["rid"] for line in lines(tmp_path)] == ["users"]
 
 
-def test_what_was_answered_without_metrics_is_left_out_and_what_is_under_way_is_not(tmp_path: Path) -> None:
+def test_answers_without_metrics_are_left_out(tmp_path: Path) -> None:
     writer = ring()
     writer.end(writer.begin({"rid": "answered", "log_metrics": False}), finished=True)
     writer.begin({"rid": "under way", "log_metrics": False})
@@ -248,7 +248,7 @@ def test_what_does_not_fit_in_the_time_is_counted(tmp_path: Path) -> None:
     assert told.reason == "5 requests could not be read, found no room, or not within -1 s"
 
 
-def test_what_there_is_no_room_for_is_counted_and_those_in_flight_come_first(tmp_path: Path) -> None:
+def test_without_room_those_in_flight_come_first(tmp_path: Path) -> None:
     writer = ring()
     for number in range(5):
         writer.end(writer.begin({"rid": f"done-{number}", "text": "x" * 1000}), finished=True)
@@ -269,7 +269,7 @@ def test_what_there_is_no_room_for_is_counted_and_those_in_flight_come_first(tmp
     assert len(asked) <= 10
 
 
-def test_a_request_that_is_nested_too_deep_does_not_hide_the_others(tmp_path: Path) -> None:
+def test_a_deeply_nested_request_does_not_hide_the_others(tmp_path: Path) -> None:
     writer = ring()
     deep: list[Any] = []
     for _ in range(900):
@@ -287,7 +287,7 @@ def test_a_request_that_is_nested_too_deep_does_not_hide_the_others(tmp_path: Pa
     assert (told.left_out, told.unfinished) == (1, 1)
 
 
-def test_a_ring_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+def test_an_unreadable_ring_does_not_hide_the_others(tmp_path: Path) -> None:
     writer = ring()
     writer.begin({"rid": "a"})
     off = ring()
@@ -298,7 +298,7 @@ def test_a_ring_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> 
     assert "the journal of process 8 is no ring" in told.reason
 
 
-def test_a_folder_that_somebody_else_prepared_is_named_and_not_used(tmp_path: Path) -> None:
+def test_a_folder_that_somebody_prepared_is_not_used(tmp_path: Path) -> None:
     writer = ring()
     writer.begin({"rid": "a"})
     (tmp_path / "elsewhere").mkdir()

@@ -118,7 +118,7 @@ def test_a_rank_killed_while_another_one_raises_is_one_incident(start_server: St
     assert piece_of(report_of(document, "scheduler_TP0"), "exception")["status"] == "captured"
 
 
-def test_a_dump_that_fails_is_named_and_the_server_still_ends(start_server: Start) -> None:
+def test_a_dump_that_fails_is_named(start_server: Start) -> None:
     server = start_server(dump_error="no room")
     server.kill("scheduler_TP0")
     document = document_of(server)
@@ -127,7 +127,7 @@ def test_a_dump_that_fails_is_named_and_the_server_still_ends(start_server: Star
     assert server.process.returncode == ServerExit.KILLED
 
 
-def test_a_server_without_a_handler_for_sigquit_is_not_sent_one(start_server: Start) -> None:
+def test_a_server_that_does_not_catch_sigquit_gets_none(start_server: Start) -> None:
     server = start_server(catches_sigquit=False)
     server.kill("scheduler_TP0")
     document = server.incident().document
@@ -161,7 +161,7 @@ def test_a_main_process_that_somebody_stopped_stays_stopped(start_server: Start)
 
 
 @pytest.mark.story
-def test_an_announced_teardown_is_no_incident_and_the_handler_leaves_nothing(start_server: Start) -> None:
+def test_an_announced_teardown_leaves_nothing(start_server: Start) -> None:
     server = start_server()
     server.say("teardown")
     assert server.wait_for_the_end() is None
@@ -172,9 +172,7 @@ def test_an_announced_teardown_is_no_incident_and_the_handler_leaves_nothing(sta
     assert list((server.crash_folder / HOST / "incidents").iterdir()) == []
 
 
-def test_an_announcement_counts_although_the_server_is_dead_when_it_is_read(
-    short_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_servers_announcement_counts(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # GIVEN a rank that ended softly, and a server that announces its end and dies while that is looked into
     monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
     place = Place(short_folder / "host", short_folder / "spool", short_folder / "runtime")
@@ -210,7 +208,7 @@ pause()
 # -- the handler as a process
 
 
-def test_it_is_neither_in_the_servers_tree_nor_on_its_descriptors(start_server: Start) -> None:
+def test_it_has_nothing_of_the_servers_tree_and_descriptors(start_server: Start) -> None:
     server = start_server()
     children = {process.pid for process in psutil.Process(server.pid).children(recursive=True)}
     assert set(server.ranks.values()) <= children
@@ -222,12 +220,12 @@ def test_it_is_neither_in_the_servers_tree_nor_on_its_descriptors(start_server: 
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
-def test_a_signal_to_end_does_not_end_it_before_the_server(quiet_server: Server, signum: signal.Signals) -> None:
+def test_no_signal_ends_it_before_the_server(quiet_server: Server, signum: signal.Signals) -> None:
     quiet_server.handler.send_signal(signum)
     quiet_server.settle()
 
 
-def test_a_crash_folder_that_is_lost_later_does_not_lose_the_incident(start_server: Start) -> None:
+def test_a_lost_crash_folder_loses_no_incident(start_server: Start) -> None:
     server = start_server()
     server.crash_folder.rename(server.crash_folder.with_name("elsewhere"))
     server.crash_folder.write_text("not a folder")
@@ -237,7 +235,7 @@ def test_a_crash_folder_that_is_lost_later_does_not_lose_the_incident(start_serv
     assert server.incident(server.fallback).document is not None
 
 
-def test_a_rank_that_dies_while_it_is_captured_is_said_to(start_server: Start, tmp_path: Path) -> None:
+def test_a_rank_that_dies_in_its_capture_is_told(start_server: Start, tmp_path: Path) -> None:
     # GIVEN a py-spy that ends a rank; without the main process the others would end by themselves
     tool = tmp_path / "py-spy"
     kill = 'grep -q "^sglang::scheduler" /proc/$5/cmdline && kill -9 $5'
@@ -284,7 +282,7 @@ sys.exit(program.main())
 
 
 @pytest.mark.parametrize("program", [("-m", "sglang_crashkit.handler"), ("-c", SLOW_CHILD)], ids=["itself", "slow"])
-def test_a_handler_whose_server_is_gone_at_once_leaves_no_folder(short_folder: Path, program: tuple[str, str]) -> None:
+def test_a_handler_without_a_server_leaves_no_folder(short_folder: Path, program: tuple[str, str]) -> None:
     with child("ready()") as process:
         process.wait(LONG)
     runtime, crash = short_folder / "runtime", short_folder / "crash"
@@ -308,7 +306,7 @@ def test_a_handler_whose_server_is_gone_at_once_leaves_no_folder(short_folder: P
 
 
 @pytest.mark.story
-def test_a_watchdog_that_ends_the_server_has_all_ranks_captured_first(start_server: Start) -> None:
+def test_a_hard_watchdog_has_all_ranks_captured_first(start_server: Start) -> None:
     server = start_server()
     assert server.ask("tell scheduler_TP1 watchdog hard") == "the handler"
     assert server.line() == "sigquit"
@@ -407,7 +405,7 @@ def test_a_forked_copy_with_its_parents_title_may_end(quiet_server: Server) -> N
 SPAWNED = "python -c multiprocessing.spawn"
 
 
-def test_a_child_that_dies_before_it_says_what_it_is_opens_no_incident(start_server: Start) -> None:
+def test_a_child_that_dies_unknown_opens_no_incident(start_server: Start) -> None:
     server = start_server()
     pid = int(server.ask(f"start {SPAWNED}"))
     wait_until(lambda: pid in server.watched(), "the handler sees the child")
@@ -502,7 +500,7 @@ def test_a_server_that_is_asked_to_end_ends_as_before(start_server: Start) -> No
 @pytest.mark.parametrize(
     ("fault", "status"), [("kill", ServerExit.KILLED), ("raise ValueError", ServerExit.RAISED), ("exit 0", 84)]
 )
-def test_a_crash_that_cannot_be_written_anywhere_ends_the_server_with_its_status(
+def test_an_unwritten_crash_ends_the_server_with_its_status(
     start_server: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: str, status: int
 ) -> None:
     message = tmp_path / "message"
@@ -540,7 +538,7 @@ def test_what_went_on_is_not_in_the_containers_status(start_server: Start, tmp_p
     assert message.read_text() == ""
 
 
-def test_a_main_process_that_hangs_in_its_dump_ends_by_itself(start_server: Start) -> None:
+def test_a_main_process_that_hangs_in_its_dump_ends(start_server: Start) -> None:
     environ = {"SGLANG_CRASHKIT_BUDGET_SECS": "0.5", "SGLANG_CRASHKIT_END_SECS": "0.2"}
     server = start_server(environ=environ, dump_secs=3600.0)
     server.kill("scheduler_TP0")
@@ -551,7 +549,7 @@ def test_a_main_process_that_hangs_in_its_dump_ends_by_itself(start_server: Star
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_main_process_that_a_signal_asks_to_end_is_no_incident(start_server: Start, signum: signal.Signals) -> None:
+def test_a_signal_to_the_main_process_is_no_incident(start_server: Start, signum: signal.Signals) -> None:
     # As a node of rank above 0 has it before 0.5.21, and any server before it serves.
     server = start_server(catches_sigterm=False)
     os.kill(server.pid, signum)
