@@ -42,7 +42,7 @@ class JournalWriter:
         """How many unfinished requests found no room any more."""
         return self._ring.lost
 
-    def begin(self, fields: Mapping[str, Any], text: object = None, input_ids: object = None) -> int:
+    def begin(self, fields: Mapping[str, Any] | bytes, text: object = None, input_ids: object = None) -> int:
         """Note a request that arrived; see `encode_begin`.
 
         Returns:

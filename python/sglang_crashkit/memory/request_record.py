@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from array import array
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 #: Of more token ids, or characters, than this the first and the last half of it are kept. About as much as a model with
 #: a context of 128 k tokens takes, and a third of the time that noting one request may take.
@@ -25,10 +25,7 @@ _BEGUN, _ENDED = 1, 2
 _BEGIN = struct.Struct("<B?BxIIIQd")
 #: kind, whether it was finished, number, when.
 _END = struct.Struct("<B?6xQd")
-_ID_CODES = {4: "i", 8: "q"}
-#: So many at a time: their objects are still in the cache when they are looked at for the second time.
-_IDS_AT_A_TIME = 4096
-_pack_some = {code: struct.Struct(f"<{_IDS_AT_A_TIME}{code}").pack for code in _ID_CODES.values()}
+_ID_CODES = {4: "I", 8: "q"}
 _MAX_COUNTED = 256
 _LONG = 256
 _SCALARS = frozenset({bool, int, float, type(None)})
@@ -42,8 +39,7 @@ _MAX_OTHERS = 8192
 _NOTES_BYTES = 512
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     """What a record says first.
 
     Attributes:
@@ -60,7 +56,7 @@ class Head:
 
 
 def encode_begin(
-    number: int, seconds: float, fields: Mapping[str, Any], text: object, input_ids: object, most: int
+    number: int, seconds: float, fields: Mapping[str, Any] | bytes, text: object, input_ids: object, most: int
 ) -> bytes:
     """Return the record of a request that arrived.
 
@@ -73,17 +69,18 @@ def encode_begin(
         number: which request.
         seconds: when, since the epoch.
         fields: what is known of it beside the prompt, not heavier than `MAX_WEIGHT`; ``omitted`` may hold
-            descriptions.
+            descriptions. Or that as JSON, of a kilobyte at most.
         text: the prompt, None where there is none.
         input_ids: the prompt's token ids, None where there are none.
         most: how many bytes the record may have, 4096 or more.
     """
     if text is not None and not isinstance(text, str):
+        fields = _as_mapping(fields)
         # A pair of texts that are compared.
         is_light = weigh(text, MAX_WEIGHT) <= MAX_WEIGHT
         more = {"text": text} if is_light else {"omitted": {**fields.get("omitted", {}), "text": describe(text)}}
         fields, text = {**fields, **more}, None
-    encoded = _encode_fields(fields, {}, {}, most // 2)
+    encoded = fields if isinstance(fields, bytes) else _encode_fields(fields, {}, {}, most // 2)
     room = most - _BEGIN.size - len(encoded) - _NOTES_BYTES
     encoded_text, ids, id_size = b"", b"", 0
     omitted: dict[str, str] = {}
@@ -95,7 +92,7 @@ def encode_begin(
         if not id_size:
             omitted["input_ids"] = describe(input_ids)
     if omitted or truncated:
-        encoded = _encode_fields(fields, omitted, truncated, most // 2 + _NOTES_BYTES)
+        encoded = _encode_fields(_as_mapping(fields), omitted, truncated, most // 2 + _NOTES_BYTES)
     sizes = len(encoded), len(encoded_text), len(ids)
     head = _BEGIN.pack(_BEGUN, text is not None, id_size, *sizes, number, seconds)
     return b"".join((head, encoded, encoded_text, ids))
@@ -127,7 +124,7 @@ def decode_request(record: bytes) -> dict[str, Any]:
     if has_text:
         request["text"] = record[text_begin:ids_begin].decode("utf-8", "surrogatepass")
     if id_size:
-        code = f"<{ids_size // id_size}{_ID_CODES[id_size]}"
+        code = f"={ids_size // id_size}{_ID_CODES[id_size]}"
         request["input_ids"] = list(struct.unpack_from(code, record, ids_begin))
     return request
 
@@ -204,8 +201,8 @@ def _encode_ids(input_ids: object, room: int, truncated: dict[str, dict[str, int
     kept = input_ids if count <= most else [*input_ids[: most // 2], *input_ids[-(most // 2) :]]
     for size, code in _ID_CODES.items():
         try:
-            packed = _pack_ids(kept, code)
-        except (struct.error, TypeError, ValueError, OverflowError):
+            packed = array(code, kept).tobytes()
+        except (TypeError, OverflowError):
             continue
         half = len(packed) // size // 2 * size
         if len(packed) > room:
@@ -218,16 +215,12 @@ def _encode_ids(input_ids: object, room: int, truncated: dict[str, dict[str, int
     return b"", 0
 
 
-def _pack_ids(input_ids: Sequence[Any], code: str) -> bytes:
-    count = len(input_ids)
-    if count < _IDS_AT_A_TIME:
-        return struct.pack(f"<{count}{code}", *input_ids)
-    pack, whole = _pack_some[code], count - count % _IDS_AT_A_TIME
-    packed = [pack(*input_ids[at : at + _IDS_AT_A_TIME]) for at in range(0, whole, _IDS_AT_A_TIME)]
-    return b"".join([*packed, struct.pack(f"<{count - whole}{code}", *input_ids[whole:])])
+#: Returns a value as JSON without spaces.
+to_json = json.JSONEncoder(skipkeys=True, separators=(",", ":"), default=describe).encode
 
 
-_to_json = json.JSONEncoder(skipkeys=True, separators=(",", ":"), default=describe).encode
+def _as_mapping(fields: Mapping[str, Any] | bytes) -> Mapping[str, Any]:
+    return json.loads(fields) if isinstance(fields, bytes) else fields
 
 
 def _encode_fields(
@@ -236,14 +229,14 @@ def _encode_fields(
     omitted = {**fields.get("omitted", {}), **omitted}
     notes = ({"omitted": omitted} if omitted else {}) | ({"truncated": truncated} if truncated else {})
     try:
-        encoded = _to_json({**fields, **notes} if notes else fields).encode()
+        encoded = to_json({**fields, **notes} if notes else fields).encode()
     except (ValueError, TypeError, RecursionError):
         encoded = b""
     if encoded and len(encoded) <= most:
         return encoded
     small = {name: value for name, value in fields.items() if _is_small(value)}
     large = {name: describe(value) for name, value in fields.items() if name not in small and name != "omitted"}
-    return _to_json({**small, **notes, "omitted": large | omitted}).encode()
+    return to_json({**small, **notes, "omitted": large | omitted}).encode()
 
 
 def _is_small(value: object) -> bool:

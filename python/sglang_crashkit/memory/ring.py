@@ -76,6 +76,8 @@ class RingWriter:
     def __init__(self, size: int) -> None:
         self.capacity = max(size - _HEADER_BYTES, _MIN_CAPACITY) // _ALIGNMENT * _ALIGNMENT
         self.max_payload = min(self.capacity // 16, _MAX_PAYLOAD) - _FRAME_BYTES
+        #: A held record is written again when the head is so many bytes ahead of it.
+        self._renewed_after = self.capacity - self.capacity // 8 * 3
         self.lost = 0
         self._mark = os.urandom(_MARK_BYTES)
         self._sequence = 0
@@ -85,6 +87,8 @@ class RingWriter:
         self._held: dict[int, tuple[int, int, int, int]] = {}
         self._held_bytes = 0
         self._credit = 0
+        #: Up to where records go without a look at what is held and what is reserved, and where that look was last.
+        self._quiet_until = self._looked_at = 0
         self._reserved = 0
         self.fd = _create(_HEADER_BYTES + self.capacity)
         try:
@@ -113,15 +117,14 @@ class RingWriter:
         length = len(payload)
         if length > self.max_payload:
             raise ValueError(f"a record of {length} bytes is over {self.max_payload}")
-        size = _frame_size(length)
-        # No more than the largest record takes is saved up, so that no call has to copy much more than that.
-        self._credit = min(self._credit + 2 * size, max(2 * size, self.max_payload + 2 * _FRAME_BYTES))
-        if self._held:
-            self._renew_held()
-        checksum = zlib.crc32(payload)
-        begin = self._advance(size)
-        start, room = _HEADER_BYTES + begin % self.capacity + _FRAME_BYTES, self.capacity - begin % self.capacity
-        data, rest = self._map, length + _FRAME_BYTES - room
+        checksum, size = zlib.crc32(payload), _frame_size(length)
+        begin = self._head
+        if begin + size <= self._quiet_until:
+            self._head += size
+        else:
+            begin = self._make_room(size)
+        start = _HEADER_BYTES + begin % self.capacity + _FRAME_BYTES
+        data, rest = self._map, start + length - _HEADER_BYTES - self.capacity
         if rest <= 0:
             data[start : start + length] = payload
         else:
@@ -154,6 +157,20 @@ class RingWriter:
             raise _no_memory(error) from error
         self._reserved = end
 
+    def _make_room(self, size: int) -> int:
+        """Make room for a new record of so many bytes with its frame, and return where it begins."""
+        # No more than the largest record takes is saved up, so that no call has to copy much more than that.
+        earned = 2 * (self._head + size - self._looked_at)
+        self._credit = min(self._credit + earned, max(2 * size, self.max_payload + 2 * _FRAME_BYTES))
+        self._renew_held()
+        begin = self._advance(size)
+        self._looked_at = self._head
+        # What is held from now on lies no further back.
+        self._quiet_until = next(iter(self._held.values()), (begin,))[0] + self._renewed_after
+        if self._reserved < self.capacity:
+            self._quiet_until = min(self._quiet_until, self._reserved)
+        return begin
+
     def _renew_held(self) -> None:
         """Write the oldest held records again while there is time: twice as much as the new records need.
 
@@ -162,7 +179,7 @@ class RingWriter:
         """
         while self._held and self._held_bytes <= self.capacity // 2:
             hold, (position, size, length, checksum) = next(iter(self._held.items()))
-            if position + self.capacity - self._head >= self.capacity // 8 * 3 or size > self._credit:
+            if position + self._renewed_after >= self._head or size > self._credit:
                 break
             self._credit -= size
             self.release(hold)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import marshal
 import operator
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
 from typing import Any
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.memory.journal import JournalWriter
-from sglang_crashkit.memory.request_record import MAX_WEIGHT, describe, weigh
+from sglang_crashkit.memory.request_record import MAX_WEIGHT, describe, to_json, weigh
 from sglang_crashkit.redact import REDACTED, is_secret_name
 from sglang_crashkit.settings import SOCKET_VARIABLE, Prompts, Settings
 from sglang_crashkit.srt.hooks import notify
@@ -50,6 +52,12 @@ _TOKENS = frozenset({"token_ids_logprob"})
 _SCALARS = frozenset({bool, int, float})
 _WITHHELD = "withheld: the request asks for no logs"
 _WITHHELD_BY_FLAG = "withheld by SGLANG_CRASHKIT_PROMPTS={}: {}"
+
+#: What most requests differ in, beside their prompts.
+_VARYING = frozenset({"rid", "bootstrap_room"})
+#: So many sets of fields are remembered of each class of requests, each so long at most, in bytes of JSON.
+_REMEMBERED, _MAX_REMEMBERED = 16, 1024
+_MAX_RID = 256
 
 #: Of the few classes of requests that there are.
 _defaults: dict[type, dict[str, Any]] = {}
@@ -92,7 +100,7 @@ class JournaledStates(dict[str, Any]):
     def __init__(self, states: Mapping[str, Any], journal: JournalWriter, prompts: Prompts = "full") -> None:
         super().__init__()
         self._journal: JournalWriter | None = journal
-        self._prompts = prompts
+        self._reader = RequestReader(prompts)
         self._numbers: dict[str, int] = {}
         self._warned = False
         self.update(states)
@@ -165,7 +173,7 @@ class JournaledStates(dict[str, Any]):
         if earlier is not None:
             self._end(journal, rid, earlier)
         try:
-            request = read_request(state.obj, self._prompts)
+            request = self._reader.read(state.obj)
         except Exception as error:  # noqa: BLE001 - another request may be an ordinary one
             request = {"rid": rid, "omitted": {"request": f"{type(error).__name__}: {error}"}}, None, None
         self._numbers[rid] = journal.begin(*request)
@@ -174,6 +182,88 @@ class JournaledStates(dict[str, Any]):
         number = self._numbers.pop(rid, None)
         if number is not None:
             journal.end(number, finished=bool(getattr(state, "finished", False)))
+
+
+class RequestReader:
+    """Reads requests as `read_request` does, and faster where a request differs from an earlier one in little.
+
+    Args:
+        prompts: what is kept of their prompts.
+    """
+
+    def __init__(self, prompts: Prompts = "full") -> None:
+        self._prompts = prompts
+        self._known: dict[type, _KnownFields] = {}
+
+    def read(self, request: Any) -> tuple[Mapping[str, Any] | bytes, object, object]:
+        """Return what is kept of a request, also as JSON, its text, and its token ids."""
+        kind, values = type(request), vars(request)
+        known = self._known.get(kind)
+        if known is None:
+            known = self._known[kind] = _KnownFields(kind)
+        text = values.get("text")
+        if self._prompts == "full" or (self._prompts == "ids" and text is None):
+            try:
+                encoded = known.find(values)
+            except Exception:  # noqa: BLE001 - a value of the user's that cannot be compared; the other way does not
+                encoded = None
+            if encoded is not None:
+                return encoded, text, values.get("input_ids")
+        found = read_request(request, self._prompts)
+        known.remember(values, found[0])
+        return found
+
+
+class _KnownFields:
+    """The fields of requests of one class as they were met lately, and their JSON.
+
+    To compare a request's fields with some that are light costs little, however heavy they are themselves.
+
+    Args:
+        kind: the class.
+    """
+
+    def __init__(self, kind: type) -> None:
+        names = [name for name in getattr(kind, "__dataclass_fields__", ()) if name not in _INTERNAL | _VARYING]
+        # What differs most often comes first.
+        kept = sorted(_KEPT.intersection(names), key="sampling_params".__ne__)
+        others = [name for name in names if name not in _KEPT]
+        self._is_usable = len(kept) > 1 < len(others)
+        if self._is_usable:
+            self._kept, self._others = operator.itemgetter(*kept), operator.itemgetter(*others)
+        self._defaults = tuple(map(_defaults_of(kind).get, others))
+        self._met: deque[tuple[Any, ...]] = deque(maxlen=_REMEMBERED)
+        #: Of each of these what it is exactly, since 1 == True, and the JSON but for its last brace.
+        self._encoded: deque[tuple[bytes, bytes]] = deque(maxlen=_REMEMBERED)
+
+    def find(self, values: dict[str, Any]) -> bytes | None:
+        """Return the JSON of a request's fields; None where `read_request` has to look at them.
+
+        Raises:
+            Exception: what a comparison with a value of the user's raises.
+        """
+        rid, room = values["rid"], values.get("bootstrap_room")
+        kept = self._kept(values)
+        is_plain = type(rid) is str and len(rid) <= _MAX_RID and (room is None or type(room) is int)
+        if not is_plain or any(map(operator.is_not, self._others(values), self._defaults)):
+            return None
+        exact, encoded = self._encoded[self._met.index(kept)]
+        if marshal.dumps(kept, 2) != exact:
+            return None
+        tail = f',"rid":{to_json(rid)}}}' if room is None else f',"rid":{to_json(rid)},"bootstrap_room":{room}}}'
+        return encoded + tail.encode()
+
+    def remember(self, values: dict[str, Any], fields: Mapping[str, Any]) -> None:
+        """Have `find` know the fields of a request, unless some of it is left out."""
+        if not self._is_usable or "omitted" in fields or fields.get("no_logs"):
+            return
+        with contextlib.suppress(KeyError, ValueError, TypeError, RecursionError):
+            kept = self._kept(values)
+            encoded = to_json({name: value for name, value in fields.items() if name not in _VARYING}).encode()
+            if len(encoded) <= _MAX_REMEMBERED:
+                exact = marshal.dumps(kept, 2)
+                self._met.append(kept)
+                self._encoded.append((exact, encoded[:-1]))
 
 
 def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any], object, object]:

@@ -70,7 +70,6 @@ class Server:
 
     def line(self) -> str:
         """Return the next line that the server says."""
-        assert self.process.stdout is not None
         deadline = time.monotonic() + LONG
         while b"\n" not in self._text:
             ready = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]
@@ -83,7 +82,6 @@ class Server:
 
     def say(self, command: str) -> None:
         """Give the server a command that it does not answer."""
-        assert self.process.stdin is not None
         self.process.stdin.write(command.encode() + b"\n")
 
     def ask(self, command: str) -> str:
@@ -103,7 +101,6 @@ class Server:
 
     def watched(self) -> set[int]:
         """Return the pids that the handler holds on to; -1 stands for one that is dead and reaped."""
-        assert self.handler is not None
         return watched_pids(self.handler.pid)
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
@@ -136,7 +133,6 @@ class Server:
 
     def wait_for_handler(self) -> None:
         """Wait until the handler has left."""
-        assert self.handler is not None
         wait_until(self.handler.has_exited, "the handler leaves")
 
     @property
@@ -188,12 +184,26 @@ def document_of(server: Server) -> dict[str, Any]:
     """Wait for the server's end, and return its one incident's document and ``folder``."""
     stored = server.wait_for_the_end()
     assert stored is not None, "there is no incident"
-    assert stored.document is not None
     return stored.document | {"folder": str(stored.path)}
+
+
+def finished(server: Server) -> list[dict[str, Any]]:
+    """Return the documents of the finished incidents, oldest first."""
+    return [found.document for found in reversed(server.incidents()) if found.finished and found.document]
 
 
 def report_of(document: dict[str, Any], title: str) -> dict[str, Any]:
     """Return what an incident says of a process of SGLang."""
     (found,) = [process for process in document["processes"] if process["title"] == f"sglang::{title}"]
-    assert isinstance(found, dict)
     return found
+
+
+def piece_of(report: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the one piece of evidence of a kind in what an incident says of a process."""
+    (found,) = [piece for piece in report["evidence"] if piece["kind"] == kind]
+    return found
+
+
+def events_of(document: dict[str, Any]) -> list[str]:
+    """Return the names of an incident's events."""
+    return [entry["event"] for entry in document["timeline"]]

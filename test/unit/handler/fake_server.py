@@ -184,12 +184,6 @@ def work_with(port: int) -> None:
     watch_decode_servers(queues[-1])
 
 
-def become_controller(title: str, *, is_worker: bool) -> int:
-    """Take the data-parallel controller's title and fork a rank below it, which may be a worker with all it arms."""
-    setproctitle.setproctitle("sglang::data_parallel_controller")
-    return start_copy(title, is_worker=is_worker)
-
-
 def start_cuda(seconds: str, fraction: str, then: str = "", what: str = "hung", steps: str = "10") -> None:
     """Have this process answer a trigger as the CUDA driver does, with a core that takes `seconds`."""
     pipe = os.environ["CUDA_COREDUMP_PIPE"].replace("%p", str(os.getpid()))
@@ -226,9 +220,6 @@ def wait_for_a_command(commands: int, answers: int) -> None:
                 os.abort()
             elif verb == "raise":
                 forward_one_batch(argument)
-            elif verb == "dump":
-                Manager(argument, None).dump_requests_before_crash()
-                os.write(answers, b"dumped\n")
             elif verb == "watchdog":
                 os.write(answers, f"{time_out(argument)}\n".encode())
                 if argument == "hard":
@@ -242,8 +233,9 @@ def wait_for_a_command(commands: int, answers: int) -> None:
             elif verb == "exit_later":
                 time.sleep(0.5)
                 os._exit(int(argument))
-            elif verb in ("become_controller", "become_armed_controller"):
-                os.write(answers, f"{become_controller(argument, is_worker='armed' in verb)}\n".encode())
+            elif verb == "become_armed_controller":
+                setproctitle.setproctitle("sglang::data_parallel_controller")
+                os.write(answers, f"{start_copy(argument, is_worker=True)}\n".encode())
             elif verb == "cuda":
                 start_cuda(*argument.split())
                 os.write(answers, b"listening\n")
@@ -272,9 +264,6 @@ def wait_for_a_command(commands: int, answers: int) -> None:
                 spin()
             elif verb == "run":
                 runpy.run_path(argument)
-            elif verb == "retitle":
-                setproctitle.setproctitle(argument)
-                os.write(answers, b"done\n")
     # As a real rank it does not mind that its parent is gone, and has told of its stacks; somebody else ends it.
     while True:
         signal.pause()
@@ -313,11 +302,6 @@ def obey(line: str, options: dict[str, Any]) -> None:
     elif verb == "teardown":
         kill_process_tree(os.getpid(), include_parent=argument != "children")
         answer("done")
-    elif verb == "reap":
-        for pid, _pipe in children.values():
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-        answer("done")
     elif verb == "start":
         start_child(argument)
         answer(children[argument.removeprefix("sglang::")][0])
@@ -325,10 +309,6 @@ def obey(line: str, options: dict[str, Any]) -> None:
         process = subprocess.Popen(["sleep", "60"], preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL))
         options["helpers"].append(process)
         answer(process.pid)
-    elif verb == "helpers":
-        for _ in range(int(argument)):
-            subprocess.run(["true"], check=True)
-        answer("done")
     elif verb == "crowd":
         crowd = [subprocess.Popen(["sleep", "60"]) for _ in range(int(argument))]
         options["helpers"] += crowd
@@ -338,10 +318,6 @@ def obey(line: str, options: dict[str, Any]) -> None:
             process.kill()
             process.wait(30)
         options["helpers"].clear()
-        answer("done")
-    elif verb == "zombies":
-        for _ in range(int(argument)):
-            options["helpers"].append(subprocess.Popen(["true"]))
         answer("done")
     elif verb == "dump_begun":
         notify("crash_dump_begun")

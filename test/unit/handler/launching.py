@@ -47,7 +47,6 @@ class Case:
         message = Message(event, fields, tree.root.pid, os.getuid(), None)
         self.handler.take(message, tree.root)
         run = self.handler.session.run
-        assert run is not None
         assert run.finished
         return {str(process.pid): process.title for process in run.incident.processes}
 
@@ -60,20 +59,17 @@ class Case:
         """Kill a rank, and have the handler take in its end."""
         os.kill(pid, signal.SIGKILL)
         rank = self.handler.tree.get(pid)
-        assert rank is not None
         wait_until(rank.handle.has_exited, "the rank is dead")
         self.handler.collect_exits()
 
     def failures(self) -> list[int]:
         """Return the processes that the incident takes for failed, in the order that it learned of them."""
         run = self.handler.session.run
-        assert run is not None
         return [event.pid for event in run._failures]
 
     def verdict(self) -> Any:
         """Return the incident's verdict."""
         run = self.handler.session.run
-        assert run is not None
         return run.incident.verdict
 
 
@@ -91,14 +87,35 @@ def launch(handler: CrashHandler, *own: int) -> None:
 
 
 @contextlib.contextmanager
-def watched(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
+def handling(
+    code: str, tmp_path: Path, short_folder: Path, *arguments: str, own: int | None = None, title: str | None = None
+) -> Iterator[tuple[CrashHandler, Any]]:
+    """Yield a handler that takes no stacks, and its server, which tells the pids of its own processes first.
+
+    Args:
+        code: the server's.
+        tmp_path: where its incidents go.
+        short_folder: where its socket is.
+        arguments: the server's.
+        own: how many of the pids are its own processes', all of them where that is None.
+        title: the server's.
+    """
     settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
     place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
-    with child(LAUNCHER) as process, Mailbox.bind(short_folder / "sock") as receiver:
-        titled, starting = (int(pid) for pid in process.first_line.split())
+    with child(code, *arguments, title=title) as process, Mailbox.bind(short_folder / "sock") as receiver:
         handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
-        launch(handler, titled)
+        launch(handler, *map(int, process.first_line.split()[:own]))
+        try:
+            yield handler, process
+        finally:
+            for one in handler.tree:
+                one.handle.close()
+            handler._prober.close()
+            handler._selector.close()
+
+
+@contextlib.contextmanager
+def watched(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
+    with handling(LAUNCHER, tmp_path, short_folder, own=1) as (handler, process):
+        titled, starting = map(int, process.first_line.split())
         yield Case(handler, titled, starting)
-        for one in handler.tree:
-            one.handle.close()
-        handler._selector.close()

@@ -93,20 +93,8 @@ def test_the_rank_that_is_stopped_is_named(start_server: Start) -> None:
     assert silent == {server.ranks[name] for name in RANKS}
 
 
-def test_nobody_is_named_where_all_are_stopped(start_server: Start) -> None:
-    server = start_beating(start_server)
-    stop(server, *RANKS)
-    wait_for(UNHEALTHY_SECS)
-    document = end_unhealthy(server)
-    verdict = document["verdict"]
-    assert (named(document), verdict["kind"], verdict["level"]) == (None, "hang", "established")
-    assert "are all stopped (state T)" in verdict["basis"][0]
-
-
 @pytest.mark.parametrize("hang_secs", ["60", "0"], ids=["silent", "nobody knows whether it beats"])
-def test_the_rank_that_is_elsewhere_while_the_other_one_waits_for_it_is_named(
-    start_server: Start, tmp_path: Path, hang_secs: str
-) -> None:
+def test_the_rank_that_another_waits_for_is_named(start_server: Start, tmp_path: Path, hang_secs: str) -> None:
     server = start_beating(start_server, SGLANG_CRASHKIT_HANG_SECS=hang_secs)
     hush(server, *RANKS)
     server.say("tell scheduler_TP1 spin")
@@ -117,7 +105,7 @@ def test_the_rank_that_is_elsewhere_while_the_other_one_waits_for_it_is_named(
     assert "was in spin (fake_server.py" in document["verdict"]["text"]
 
 
-def test_another_process_that_is_stopped_is_named_while_the_schedulers_go_on(start_server: Start) -> None:
+def test_another_stopped_process_is_named_while_schedulers_go_on(start_server: Start) -> None:
     server = start_beating(start_server)
     stop(server, "detokenizer")
     wait_for(UNHEALTHY_SECS)
@@ -150,29 +138,15 @@ def hang_at_sigterm(start_server: Start, **environ: str) -> tuple[Server, Stored
     return server, stored
 
 
-def test_a_rank_that_is_silent_by_then_is_named_before_the_server_is_killed(start_server: Start) -> None:
+def test_a_silent_rank_is_named_before_the_server_is_killed(start_server: Start) -> None:
     server, stored = hang_at_sigterm(start_server)
-    assert stored.document is not None
     assert (stored.document["kind"], stored.document["trigger"]["event"]) == ("hang", "silent_at_sigterm")
     wait_until(lambda: server.incidents()[0].finished, "the incident is finished")
     # WHEN the grace period is over
-    assert server.handler is not None
     for pid in (server.handler.pid, server.pid):
         os.kill(pid, signal.SIGKILL)
     last = server.wait_for_the_end()
-    assert last is not None
-    assert last.document is not None
     assert (named(last.document), last.document["complete"]) == ("scheduler_TP1", True)
-
-
-def test_health_check_that_fails_in_the_drain_is_an_incident_that_blames_the_same_rank(start_server: Start) -> None:
-    server, _stored = hang_at_sigterm(start_server)
-    server.ask("dump_begun")
-    server.ask("dump_ended")
-    second, first = (one.document or {} for one in server.incidents())
-    assert (named(first), named(second)) == ("scheduler_TP1", "scheduler_TP1")
-    assert second["trigger"]["event"] == "crash_dump"
-    assert first["id"] in second["verdict"]["text"]
 
 
 def tear_down(server: Server) -> None:
@@ -196,7 +170,7 @@ def go_on(server: Server) -> None:
 @pytest.mark.parametrize(
     "end", [tear_down, lambda server: server.say("leave 0"), let_the_ranks_end_first, go_on], ids=range(4)
 )
-def test_there_was_no_hang_where_it_goes_on_or_ends_in_good_order(
+def test_there_was_no_hang_where_it_ends_in_order(
     start_server: Start, end: Callable[[Server], None], finished: bool
 ) -> None:
     server, _stored = hang_at_sigterm(start_server)
@@ -205,22 +179,4 @@ def test_there_was_no_hang_where_it_goes_on_or_ends_in_good_order(
     end(server)
     server.process.wait(LONG)
     server.wait_for_handler()
-    assert server.incidents() == []
-
-
-def test_a_rank_that_is_killed_in_the_drain_is_an_incident_and_so_was_the_hang(start_server: Start) -> None:
-    server, _stored = hang_at_sigterm(start_server)
-    server.kill("scheduler_TP0")
-    server.process.wait(LONG)
-    server.wait_for_handler()
-    second, first = (one.document or {} for one in server.incidents())
-    assert (first["kind"], named(first)) == ("hang", "scheduler_TP1")
-    assert (second["kind"], named(second)) == ("killed", "scheduler_TP0")
-
-
-def test_a_server_at_work_is_not_looked_at(start_server: Start) -> None:
-    server = start_beating(start_server)
-    wait_for(HEALTHY_SECS)
-    server.ask("draining healthy")
-    server.settle()
     assert server.incidents() == []

@@ -84,9 +84,7 @@ def test_without_a_file_it_is_told_in_short(
     assert report.gpu == ["no kernel"]
 
 
-def test_what_cannot_be_read_is_no_more_than_a_piece_that_failed(
-    report: ProcessReport, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_is_a_failed_piece(report: ProcessReport, monkeypatch: pytest.MonkeyPatch) -> None:
     piece = read(Run(), report, Reading(None, reason="no core"), monkeypatch)
     assert (piece.status, piece.reason) == ("failed", "no core")
     assert report.gpu == []

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from unit.handler.driver import Server
-from unit.waiting import child, descriptors, wait_until
+from unit.waiting import descriptors, wait_until
 
 EVENTS = 10_000
 #: So many processes are there at a time.
@@ -37,11 +37,10 @@ def flood(server: Server, count: int) -> None:
             sender.send(words[number % len(words)])
 
 
-def test_ten_thousand_events_leave_no_descriptor_no_child_and_no_memory_behind(
+def test_ten_thousand_events_leave_nothing_behind(
     start_server: Callable[..., Server],
 ) -> None:
     server = start_server()
-    assert server.handler is not None
     handler = psutil.Process(server.handler.pid)
     flood(server, 500)
     server.settle()
@@ -57,8 +56,6 @@ def test_ten_thousand_events_leave_no_descriptor_no_child_and_no_memory_behind(
     server.kill("scheduler_TP1")
     assert server.line() == "sigquit"
     stored = server.wait_for_the_end()
-    assert stored is not None
-    assert stored.document is not None
     assert stored.document["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP1"]
 
 
@@ -66,7 +63,6 @@ def test_ten_thousand_events_leave_no_descriptor_no_child_and_no_memory_behind(
 @pytest.mark.timeout(600)
 def test_ten_thousand_processes_that_come_and_go_leave_nothing_behind(start_server: Callable[..., Server]) -> None:
     server = start_server()
-    assert server.handler is not None
     handler = psutil.Process(server.handler.pid)
     come_and_go(server)
     server.settle()
@@ -111,17 +107,4 @@ def test_a_flood_of_another_users_neither_counts_nor_silences_it(start_server: C
     assert os.waitpid(outsider, 0)[1] == 0
     server.kill("scheduler_TP0")
     stored = server.wait_for_the_end()
-    assert stored is not None
-    assert stored.document is not None
     assert stored.document["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP0"]
-
-
-def test_a_decoy_with_a_schedulers_title_outside_the_tree_is_left_alone(start_server: Callable[..., Server]) -> None:
-    server = start_server()
-    with child("ready()\npause()", title="sglang::scheduler_TP1") as decoy:
-        server.kill("scheduler_TP1")
-        stored = server.wait_for_the_end()
-        assert stored is not None
-        assert stored.document is not None
-        assert decoy.pid not in {process["pid"] for process in stored.document["processes"]}
-        assert decoy.poll() is None

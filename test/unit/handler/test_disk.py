@@ -13,15 +13,6 @@ from unit.small_disk import fill, mounted
 Start = Callable[..., Server]
 
 
-def test_a_crash_folder_that_does_not_exist_is_created(start_server: Start, tmp_path: Path) -> None:
-    server = start_server(crash_folder=tmp_path / "new" / "and" / "deep")
-    server.kill("scheduler_TP1")
-    stored = server.wait_for_the_end()
-    assert stored is not None
-    assert stored.path.parent == tmp_path / "new" / "and" / "deep" / HOST / "incidents"
-    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
-
-
 @pytest.mark.story
 @pytest.mark.parametrize("kind", ["file", "read-only"])
 def test_a_crash_folder_that_cannot_be_written_to_is_replaced(start_server: Start, tmp_path: Path, kind: str) -> None:
@@ -35,7 +26,6 @@ def test_a_crash_folder_that_cannot_be_written_to_is_replaced(start_server: Star
         end(server)
         assert (tmp_path / "crash").read_text() == ""
     stored = server.incident(server.fallback)
-    assert stored.document is not None
     assert stored.document["complete"] is True
     assert stored.document["requests"]["path"] == str(server.fallback / HOST / "crash_dump.pkl")
 
@@ -46,7 +36,7 @@ def end(server: Server) -> None:
     server.wait_for_handler()
 
 
-def test_on_a_disk_that_is_full_by_then_who_died_of_what_is_written(start_server: Start, tmp_path: Path) -> None:
+def test_a_full_disk_has_who_died_of_what(start_server: Start, tmp_path: Path) -> None:
     with mounted(tmp_path / "crash", "size=2m,mode=700") as folder:
         limits = {"SGLANG_CRASHKIT_KEEP_FREE_MB": "0", "SGLANG_CRASHKIT_MAX_USE_MB": "100"}
         server = start_server(crash_folder=folder, environ=limits)
@@ -58,9 +48,7 @@ def test_on_a_disk_that_is_full_by_then_who_died_of_what_is_written(start_server
         make_way(folder, 128 * 1024)
         server.kill("scheduler_TP1")
         stored = server.wait_for_the_end()
-        assert stored is not None
         document = stored.document
-        assert document is not None
         assert stored.finished
         assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
         assert document["verdict"]["level"] == "established"
@@ -90,7 +78,6 @@ def test_on_a_disk_without_any_room_the_incident_goes_elsewhere(
         end(server)
         assert server.incidents() == []
     stored = server.incident(server.fallback)
-    assert stored.document is not None
     assert stored.document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
 
 

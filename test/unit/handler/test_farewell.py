@@ -6,19 +6,16 @@ import json
 import os
 import select
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import find_incidents
-from unit.handler.driver import HOST, Server
+from unit.handler.driver import HOST
 from unit.waiting import LONG
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a PID namespace")
@@ -37,12 +34,10 @@ class Contained:
         self.process = process
 
     def line(self) -> str:
-        assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], LONG)[0], "the server says nothing"
         return self.process.stdout.readline().decode().strip()
 
     def say(self, command: str) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(command.encode() + b"\n")
 
 
@@ -96,7 +91,7 @@ def test_a_clean_stop_in_a_container_leaves_nothing(short_folder: Path, tmp_path
         assert left(short_folder, tmp_path) == []
 
 
-def test_the_handler_of_process_1_outlives_the_end_of_its_children(short_folder: Path, tmp_path: Path) -> None:
+def test_process_1s_handler_outlives_the_servers_children(short_folder: Path, tmp_path: Path) -> None:
     with contained(short_folder, tmp_path) as server:
         # WHEN the program shuts its engine down, and a process that is none of the server's asks for nothing
         server.say("teardown children")
@@ -106,56 +101,6 @@ def test_the_handler_of_process_1_outlives_the_end_of_its_children(short_folder:
         server.say("teardown")
         server.process.wait(LONG)
         assert left(short_folder, tmp_path) == []
-
-
-def test_a_crash_of_process_1_leaves_a_whole_incident_and_nothing_else(short_folder: Path, tmp_path: Path) -> None:
-    with contained(short_folder, tmp_path) as server:
-        server.say("tell scheduler_TP1 abort")
-        assert server.line() == "sigquit"
-        assert server.process.wait(LONG) == 128 + signal.SIGABRT
-        (incident,) = find_incidents(tmp_path)
-        assert incident.document is not None
-        assert incident.document["complete"] is True
-        assert left(short_folder, tmp_path) == [str(incident.path)]
-
-
-@pytest.mark.wide
-def test_what_a_killed_container_leaves_is_removed_by_the_next_start_and_is_no_crash(
-    short_folder: Path, tmp_path: Path
-) -> None:
-    with contained(short_folder, tmp_path) as server:
-        server.process.kill()
-        server.process.wait(LONG)
-    spools = list((tmp_path / HOST / "incidents").iterdir())
-    assert len(spools) == 1
-    for path in spools:
-        os.utime(path, (time.time() - 60,) * 2)
-    following = Server(short_folder, crash_folder=tmp_path)
-    try:
-        following.settle()
-        assert not spools[0].exists()
-        following.say("teardown")
-        assert following.wait_for_the_end() is None
-    finally:
-        following.close()
-
-
-@pytest.mark.wide
-def test_the_end_of_one_process_1_takes_nothing_from_another_of_that_name(short_folder: Path, tmp_path: Path) -> None:
-    with contained(short_folder, tmp_path) as one, contained(short_folder, tmp_path) as other:
-        before = set(left(short_folder, tmp_path))
-        one.say("teardown")
-        one.process.wait(LONG)
-        after = set(left(short_folder, tmp_path))
-        assert len(before) == 4
-        assert len(after) == 2
-        assert after < before
-        other.say("tell scheduler_TP0 exit 7")
-        assert other.line() == "sigquit"
-        assert other.process.wait(LONG) == ServerExit.EXITED
-    (incident,) = find_incidents(tmp_path)
-    assert incident.document is not None
-    assert incident.document["complete"] is True
 
 
 @pytest.mark.wide

@@ -71,7 +71,7 @@ def test_an_operators_folder_keeps_its_permissions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("obstacle", ["file", "link"])
-def test_a_folder_that_cannot_be_used_is_said_and_another_one_is(tmp_path: Path, fallback: Path, obstacle: str) -> None:
+def test_a_folder_that_cannot_be_used_is_replaced(tmp_path: Path, fallback: Path, obstacle: str) -> None:
     (tmp_path / "crash").mkdir()
     if obstacle == "file":
         (tmp_path / "crash" / "host").touch()
@@ -126,7 +126,7 @@ def test_a_child_that_a_disk_held_up_is_reaped() -> None:
         os.waitpid(held, os.WNOHANG)
 
 
-def test_without_a_crash_folder_the_fallback_is_no_matter_of_warning(fallback: Path) -> None:
+def test_without_a_crash_folder_the_fallback_needs_no_warning(fallback: Path) -> None:
     folders = make_work_folders(None, "1-2-3", secs=LONG)
     assert folders.host_folder == fallback / "host"
     assert folders.warnings == []
@@ -161,25 +161,24 @@ def test_the_child_holds_nothing_of_its_parent_and_leaves_nothing(tmp_path: Path
     assert descriptors().items() <= before.items()
 
 
+@pytest.mark.parametrize(
+    ("template", "folder", "mode"),
+    [
+        # The driver's own, the user's, and one that is there, which is taken as it is.
+        (f"crash/%h/{NAME}", "crash", 0o700),
+        ("cores/%h/core.%p", "cores", 0o700),
+        (f"crash/%h/{NAME}", "crash", 0o755),
+    ],
+)
+def test_the_folder_that_cores_are_written_to_is_made(tmp_path: Path, template: str, folder: str, mode: int) -> None:
+    if mode == 0o755:
+        (tmp_path / folder / HOST).mkdir(parents=True, mode=mode)
+    folders = make(tmp_path, core_file=f"{tmp_path}/{template}")
+    assert (folders.core_file, folders.warnings) == (f"{tmp_path}/{template}", [])
+    assert mode_of(tmp_path / folder / HOST) == mode
+
+
 # -- GPU cores, whose folder the driver does not make
-
-
-def test_the_folder_of_cores_is_the_one_that_the_driver_writes_to(tmp_path: Path) -> None:
-    folders = make(tmp_path, core_file=f"{tmp_path}/crash/%h/{NAME}")
-    assert folders.core_file == f"{tmp_path}/crash/%h/{NAME}"
-    assert mode_of(tmp_path / "crash" / HOST) == 0o700
-
-
-def test_the_folder_of_the_users_own_file_is_made(tmp_path: Path) -> None:
-    folders = make(tmp_path, core_file=f"{tmp_path}/cores/%h/core.%p")
-    assert (tmp_path / "cores" / HOST).is_dir()
-    assert folders.warnings == []
-
-
-def test_a_folder_that_is_there_is_taken_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "crash" / HOST).mkdir(parents=True, mode=0o755)
-    assert make(tmp_path, core_file=f"{tmp_path}/crash/%h/{NAME}").warnings == []
-    assert mode_of(tmp_path / "crash" / HOST) == 0o755
 
 
 @pytest.mark.parametrize("template", ["| gzip > core.%h", "fifo", ""])
@@ -193,7 +192,7 @@ def test_a_core_without_a_folder_needs_none(tmp_path: Path, template: str) -> No
 
 
 @pytest.mark.parametrize("template", ["%p/core", "file/below/core"])
-def test_the_users_folder_that_cannot_be_made_is_named_and_the_name_stays(tmp_path: Path, template: str) -> None:
+def test_the_users_folder_that_cannot_be_made_is_named(tmp_path: Path, template: str) -> None:
     (tmp_path / "file").touch()
     folders = make(tmp_path, core_file=f"{tmp_path}/{template}")
     (warning,) = folders.warnings
@@ -202,7 +201,7 @@ def test_the_users_folder_that_cannot_be_made_is_named_and_the_name_stays(tmp_pa
     assert folders.core_file == f"{tmp_path}/{template}"
 
 
-def test_a_link_in_a_shared_crash_folder_gets_no_cores_and_no_dumps(tmp_path: Path, fallback: Path) -> None:
+def test_a_link_in_a_shared_folder_gets_no_cores(tmp_path: Path, fallback: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "crash").mkdir()
     (tmp_path / "crash" / HOST).symlink_to(tmp_path / "theirs")
@@ -239,7 +238,15 @@ def may_be_cleaned(folder: Path) -> bool:
     return True
 
 
-def test_no_cleaner_goes_into_the_folder_of_a_handler_at_work(runtime: Path) -> None:
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The monotonic time of this module."""
+    now = [1000.0]
+    monkeypatch.setattr(folders.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_no_cleaner_goes_into_a_working_handlers_folder(runtime: Path) -> None:
     kept = KeptFolder(runtime)
     assert [may_be_cleaned(folder) for folder in (runtime, runtime.parent, runtime.parent.parent)] == [False] * 3
     assert may_be_cleaned(runtime.parent.parent.parent)
@@ -265,9 +272,7 @@ def test_a_folder_elsewhere_locks_nothing_above_it(tmp_path: Path) -> None:
     kept.release()
 
 
-def test_what_is_there_is_touched_a_few_times_a_day(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(folders.time, "monotonic", lambda: now[0])
+def test_what_is_there_is_touched_a_few_times_a_day(runtime: Path, now: list[float]) -> None:
     kept = KeptFolder(runtime)
     paths = [runtime.parent.parent, runtime.parent, runtime, runtime / "1-2.sock"]
     paths[-1].touch()
@@ -282,10 +287,8 @@ def test_what_is_there_is_touched_a_few_times_a_day(runtime: Path, monkeypatch: 
 
 
 def test_a_folder_that_is_gone_is_said_once_a_turn(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    runtime: Path, now: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(folders.time, "monotonic", lambda: now[0])
     kept = KeptFolder(runtime)
     runtime.rmdir()
     now[0] += 6 * 3600
@@ -306,7 +309,6 @@ DEAD = f"4194305-1-{own_namespace()}"
 @pytest.fixture
 def living() -> str:
     stat = procfs.read_stat(os.getpid())
-    assert stat is not None
     return server_key(stat.pid, stat.start_ticks)
 
 
@@ -322,48 +324,35 @@ def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_an_empty_spool_of_a_server_that_is_gone_is_removed(tmp_path: Path, living: str) -> None:
-    make_left(tmp_path, f".spool-{DEAD}", ".spool-1-2-3", f".spool-{living}", "20261121T012613.582Z-killed-56e794fa")
-    remove_empty_spools(tmp_path)
-    assert names_in(tmp_path) == {f".spool-{living}", "20261121T012613.582Z-killed-56e794fa"}
-
-
-def test_a_record_that_nobody_took_in_stays(tmp_path: Path) -> None:
-    make_left(tmp_path, f".spool-{DEAD}", file="exception-8.json")
-    remove_empty_spools(tmp_path)
-    assert (tmp_path / f".spool-{DEAD}" / "exception-8.json").exists()
-
-
-def test_a_spool_in_use_or_just_made_stays(tmp_path: Path) -> None:
-    make_left(tmp_path, ".spool-1-2-3")
-    (tmp_path / ".spool-1-2-4").mkdir()
-    lock = FolderLock(tmp_path / ".spool-1-2-3")
+def held(folder: Path) -> FolderLock:
+    """Return the lock of a folder that somebody works in."""
+    lock = FolderLock(folder)
     assert lock.acquire() == "held"
+    return lock
+
+
+def test_only_empty_spools_of_servers_that_are_gone_are_removed(tmp_path: Path, living: str) -> None:
+    kept = [f".spool-{living}", ".spool-in-use", "20261121T012613.582Z-killed-56e794fa"]
+    make_left(tmp_path, f".spool-{DEAD}", ".spool-1-2-3", *kept)
+    make_left(tmp_path, ".spool-4-5-6", file="exception-8.json")
+    (tmp_path / ".spool-just-made").mkdir()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / ".spool-7-8-9").symlink_to(tmp_path / "theirs")
+    lock = held(tmp_path / ".spool-in-use")
     remove_empty_spools(tmp_path)
-    assert names_in(tmp_path) == {".spool-1-2-3", ".spool-1-2-4"}
+    assert names_in(tmp_path) == {*kept, ".spool-4-5-6", ".spool-just-made", "theirs", ".spool-7-8-9"}
+    # A record that nobody took in.
+    assert names_in(tmp_path / ".spool-4-5-6") == {"exception-8.json"}
     lock.release()
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / f".spool-{DEAD}").symlink_to(tmp_path / "theirs")
-    remove_empty_spools(tmp_path)
-    assert names_in(tmp_path) == {"theirs", f".spool-{DEAD}"}
-
-
-def test_the_runtime_folder_of_a_server_that_is_gone_is_removed_with_all_in_it(tmp_path: Path, living: str) -> None:
+def test_runtime_folders_of_servers_that_are_gone_are_removed(tmp_path: Path, living: str) -> None:
     """A server that lives on without its handler has its sockets there; one of another namespace cannot be seen."""
-    make_left(tmp_path, DEAD, living, "1-2-3", "notes", file="handler.pid")
+    at_work = DEAD.replace("-1-", "-2-", 1)
+    make_left(tmp_path, DEAD, at_work, living, "1-2-3", "notes", file="handler.pid")
+    lock = held(tmp_path / at_work)
     remove_runtime_folders(tmp_path)
-    assert names_in(tmp_path) == {living, "1-2-3", "notes"}
-
-
-def test_a_runtime_folder_whose_handler_is_at_work_stays(tmp_path: Path) -> None:
-    make_left(tmp_path, DEAD)
-    lock = FolderLock(tmp_path / DEAD)
-    assert lock.acquire() == "held"
-    remove_runtime_folders(tmp_path)
-    assert names_in(tmp_path) == {DEAD}
+    assert names_in(tmp_path) == {at_work, living, "1-2-3", "notes"}
     lock.release()
 
 
@@ -372,9 +361,7 @@ def test_nothing_left_behind_is_no_error(tmp_path: Path) -> None:
     remove_runtime_folders(tmp_path / "absent")
 
 
-def test_an_earlier_server_may_have_left_something_in_any_of_three_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_server_left_things_in_three_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders_module, "fallback_folder", lambda: tmp_path / "other")
     host_folder = tmp_path / "crash" / "host"
     place = Place(host_folder, host_folder / "incidents" / ".spool", tmp_path / "run")
@@ -383,7 +370,7 @@ def test_an_earlier_server_may_have_left_something_in_any_of_three_places(
     assert place.earlier() == [tmp_path / "other" / "host", tmp_path / "other"]
 
 
-def test_nothing_of_another_server_is_removed_that_has_the_same_pids(tmp_path: Path) -> None:
+def test_nothing_of_a_server_with_equal_pids_is_removed(tmp_path: Path) -> None:
     """Hosts may share a name and a crash folder, and each main process may be process 1."""
     places = [Place(tmp_path, tmp_path / "incidents" / f".spool-1-5-{n}", tmp_path / "run" / f"1-5-{n}") for n in "12"]
     for place in places:

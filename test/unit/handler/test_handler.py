@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +12,14 @@ import pytest
 
 from sglang_crashkit.capture.responder import ask_exit
 from sglang_crashkit.handler import server
-from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.incident import IncidentRun
-from sglang_crashkit.handler.processes import TrackedProcess
-from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.policy import Mode
-from sglang_crashkit.protocol import Mailbox, Message
-from sglang_crashkit.settings import Settings
-from unit.handler.launching import LAUNCHER, Case, launch
+from sglang_crashkit.protocol import Message
+from unit.handler.launching import LAUNCHER, Case, handling
 from unit.targets import ARM
-from unit.waiting import LONG, child, wait_until
+from unit.waiting import LONG, wait_until
 
 
 def test_a_time_that_is_no_time_is_now(launching: Case) -> None:
@@ -33,7 +27,7 @@ def test_a_time_that_is_no_time_is_now(launching: Case) -> None:
     assert launching.verdict().first_failure is None
 
 
-def test_a_message_that_cannot_be_taken_in_does_not_end_the_handler(
+def test_a_message_that_fails_does_not_end_the_handler(
     launching: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
@@ -56,7 +50,6 @@ def test_an_exit_that_fails_does_not_end_the_handler(
         patch.setattr(handler.session, "take", lambda *_: 1 / 0)
         launching.kill(launching.starting)
     assert f"the exit of process {launching.starting} could not be taken in" in caplog.text
-    assert handler.session.run is not None
     (noted,) = [entry for entry in handler.session.run.incident.timeline if entry["event"] == "handler_error"]
     assert noted["message"] == "ZeroDivisionError: division by zero"
     # The selector does not wake for it any more, and the next one is taken in.
@@ -76,7 +69,7 @@ def test_what_fails_when_due_is_tried_again_later(launching: Case, monkeypatch: 
 
 
 @pytest.mark.parametrize(("mode", "is_observed"), [(Mode.SERVER, False), (Mode.ELASTIC, True)])
-def test_a_capture_that_fails_changes_nothing_of_what_is_done_to_the_server(
+def test_a_capture_that_fails_changes_nothing_for_the_server(
     launching: Case, monkeypatch: pytest.MonkeyPatch, mode: Mode, is_observed: bool
 ) -> None:
     session, asked = launching.handler.session, []
@@ -85,20 +78,18 @@ def test_a_capture_that_fails_changes_nothing_of_what_is_done_to_the_server(
     monkeypatch.setattr(session.gpus, "are_cores_done", lambda _run, **of: asked.append(of) or True)
     launching.kill(launching.titled)
     stage = launching.handler.triage.stage
-    assert stage is not None
     assert (stage.observed, stage.tell_at is not None) == (is_observed, not is_observed)
     session.finish()
     assert asked == [{"of_living": not is_observed, "of_dead": not is_observed}]
     assert launching.verdict().kind == "signal"
 
 
-def test_an_incident_that_cannot_be_finished_is_left_as_it_is(
+def test_an_incident_that_cannot_be_finished_is_left(
     launching: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     session = launching.handler.session
     launching.kill(launching.titled)
     run = session.run
-    assert run is not None
     monkeypatch.setattr(run, "finish", lambda: 1 / 0)
     for is_over in (False, False, True):
         session.finish()
@@ -122,25 +113,41 @@ def test_what_strangers_say_is_ignored_and_told_ever_more_rarely(
     assert max(map(len, told)) < 300
 
 
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        ("exception", "RuntimeError: Connection closed by peer"),
+        ("launch_failed", "died"),
+        ("child_failed", "died"),
+    ],
+)
+def test_what_follows_while_the_server_ends_changes_no_verdict(
+    launching: Case, tmp_path: Path, event: str, message: str
+) -> None:
+    current = launching.handler.session
+    launching.say("exception", launching.starting, message="ValueError: the first")
+    current.finish()
+    (before,) = find_incidents(tmp_path)
+    launching.say(event, launching.titled, message=message)
+    (after,) = find_incidents(tmp_path)
+    assert after.document["verdict"] == before.document["verdict"]
+    evidence = [[report["evidence"] for report in found.document["processes"]] for found in (before, after)]
+    assert evidence[0] == evidence[1]
+    assert current.run.incident.timeline[-1]["event"] == event
+
+
 #: A main process that ends with status 7 when it is told of a death, and a rank.
 SERVING = LAUNCHER.replace("import ctypes", "signal.signal(signal.SIGQUIT, lambda *_: os._exit(7))\nimport ctypes")
 
 
 @pytest.mark.parametrize(
     ("event", "fields", "kind"),
-    [
-        ("watchdog_timeout", {"name": "Scheduler", "soft": True}, "hang"),
-        ("stacks_wanted", {}, "snapshot"),
-    ],
+    [("watchdog_timeout", {"name": "Scheduler", "soft": True}, "hang"), ("stacks_wanted", {}, "snapshot")],
 )
-def test_a_death_while_an_incident_of_a_server_that_goes_on_is_opened_ends_the_server(
+def test_a_death_as_an_observed_incident_opens_ends_the_server(
     tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch, event: str, fields: dict[str, Any], kind: str
 ) -> None:
-    settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
-    place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
-    with child(SERVING) as process, Mailbox.bind(short_folder / "sock") as receiver:
-        handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
-        launch(handler, int(process.first_line.split()[0]))
+    with handling(SERVING, tmp_path, short_folder, own=1) as (handler, process):
         handler.look()
         (rank,) = (one for one in handler.tree if one.title == "sglang::scheduler_TP0")
 
@@ -150,70 +157,22 @@ def test_a_death_while_an_incident_of_a_server_that_goes_on_is_opened_ends_the_s
                 wait_until(rank.handle.has_exited, "the rank is dead")
 
         monkeypatch.setattr(handler, "look", look_and_kill)
-        message = Message(event, fields, process.pid, os.getuid(), None)
-        handler.take(message, handler.tree.root)
+        handler.take(Message(event, fields, process.pid, os.getuid(), None), handler.tree.root)
         found = {stored.document["kind"]: stored.document for stored in find_incidents(tmp_path) if stored.document}
         assert set(found) == {kind, "killed"}
         assert found["killed"]["verdict"]["first_failure"]["pid"] == rank.pid
         assert found[kind]["complete"] is True
         wait_until(lambda: handler.session.act_on_time() or process.poll() is not None, "the server is told")
         assert process.poll() == 7
-        for one in handler.tree:
-            one.handle.close()
-        handler._selector.close()
 
 
-# -- what is finished is never joined
-
-TIMEOUT = {"name": "Manager", "silent_secs": 20.0, "soft": True}
-
-
-def tell(case: Case, event: str, pid: int, **fields: Any) -> None:
-    """Let a process of the server say something."""
-    case.handler.take(Message(event, fields, pid, os.getuid(), None), case.handler.tree.get(pid))
-
-
-def documents(tmp_path: Path) -> list[dict[str, Any]]:
-    """Return the incidents, oldest first."""
-    return [stored.document for stored in find_incidents(tmp_path) if stored.document][::-1]
-
-
-def events_of(document: dict[str, Any]) -> list[str]:
-    return [entry["event"] for entry in document["timeline"]]
-
-
-@pytest.mark.parametrize(
-    ("event", "fields"),
-    [
-        ("exception", {"message": "RuntimeError: Connection closed by peer"}),
-        ("launch_failed", {"message": "died"}),
-        ("child_failed", {"message": "died"}),
-    ],
-)
-def test_what_follows_while_the_server_ends_is_noted_and_changes_no_verdict(
-    launching: Case, tmp_path: Path, event: str, fields: dict[str, Any]
-) -> None:
-    current = launching.handler.session
-    tell(launching, "exception", launching.starting, message="ValueError: the first")
-    current.finish()
-    (before,) = documents(tmp_path)
-    tell(launching, event, launching.titled, **fields)
-    (after,) = documents(tmp_path)
-    assert after["verdict"] == before["verdict"]
-    assert [report["evidence"] for report in after["processes"]] == [
-        report["evidence"] for report in before["processes"]
-    ]
-    assert current.run is not None
-    assert current.run.incident.timeline[-1]["event"] == event
-
-
-def test_the_record_of_a_rank_that_raised_too_late_is_kept(launching: Case, tmp_path: Path) -> None:
-    tell(launching, "exception", launching.starting, message="ValueError: the first")
+def test_the_record_of_a_late_exception_is_kept(launching: Case, tmp_path: Path) -> None:
+    launching.say("exception", launching.starting, message="ValueError: the first")
     launching.handler.session.finish()
     record = tmp_path / "spool" / "record.json"
     record.parent.mkdir(exist_ok=True)
     record.write_text("{}")
-    tell(launching, "exception", launching.titled, message="RuntimeError: reset by peer", record=str(record))
+    launching.say("exception", launching.titled, message="RuntimeError: reset by peer", record=str(record))
     (stored,) = find_incidents(tmp_path)
     assert not record.exists()
     (kept,) = (stored.path / "ranks").iterdir()
@@ -234,35 +193,26 @@ os._exit(0)
 """
 
 
-def test_a_server_that_is_reaped_while_it_is_looked_at_has_ended_before_its_rank(
+def test_a_server_reaped_meanwhile_has_ended_before_its_rank(
     tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
-    place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
-    with child(SERVER) as process, Mailbox.bind(short_folder / "sock") as receiver:
-        handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
-        launch(handler, int(process.first_line))
+    with handling(SERVER, tmp_path, short_folder) as (handler, process):
         handler.look()
         rank = handler.tree.get(int(process.first_line))
-        assert rank is not None
+        original = procfs.read_stat
 
         def read_stat(pid: int) -> procfs.ProcStat | None:
             """Have the server leave between two looks of the handler."""
             if pid == process.pid and process.returncode is None:
                 process.communicate(b"\n", timeout=LONG)
-                assert rank is not None
                 assert rank.handle.has_exited(LONG)
             return original(pid)
 
-        original = procfs.read_stat
         monkeypatch.setattr(procfs, "read_stat", read_stat)
         handler.take_exit(rank)
         assert handler.session.run is None
         assert handler.tree.root.exited_at is not None
         assert not list(tmp_path.rglob("incident.json"))
-        for one in handler.tree:
-            one.handle.close()
-        handler._selector.close()
 
 
 #: A main process with a data-parallel controller, and a rank below that.
@@ -277,48 +227,22 @@ sys.stdin.readline()
 """
 
 
-@contextlib.contextmanager
-def handled_replicas(
-    tmp_path: Path, short_folder: Path
-) -> Iterator[tuple[CrashHandler, TrackedProcess, TrackedProcess]]:
-    """Yield the handler of a server with a data-parallel controller, the controller, and its one rank."""
-    settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
-    place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
-    with child(REPLICAS) as process, Mailbox.bind(short_folder / "sock") as receiver:
-        handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
-        launch(handler, *(int(pid) for pid in process.first_line.split()))
-        handler.look()
-        controller, rank = (handler.tree.get(int(pid)) for pid in process.first_line.split())
-        assert controller is not None
-        assert rank is not None
-        try:
-            yield handler, controller, rank
-        finally:
-            # It outlives its controller.
-            with contextlib.suppress(ProcessLookupError):
-                rank.handle.send_signal(signal.SIGKILL)
-            for one in handler.tree:
-                one.handle.close()
-            handler._selector.close()
-
-
 @pytest.mark.parametrize("event", ["crash_dump_begun", "child_failed"])
-def test_an_incident_that_the_main_process_told_first_is_of_the_kind_of_the_first_failure(
-    tmp_path: Path, short_folder: Path, event: str
-) -> None:
-    with handled_replicas(tmp_path, short_folder) as (handler, controller, _rank):
+def test_an_incident_is_of_the_kind_of_its_first_failure(tmp_path: Path, short_folder: Path, event: str) -> None:
+    with handling(REPLICAS, tmp_path, short_folder) as (handler, process):
+        handler.look()
+        controller, rank = map(handler.tree.get, map(int, process.first_line.split()))
         os.kill(controller.pid, signal.SIGKILL)
         wait_until(controller.handle.has_exited, "the controller has ended")
-        handler.take(Message(event, {}, handler.tree.root.pid, os.getuid(), None), handler.tree.root)
+        handler.take(Message(event, {}, process.pid, os.getuid(), None), handler.tree.root)
         handler.session.finish()
         (stored,) = find_incidents(tmp_path)
         assert "-killed-" in stored.name
-        assert stored.document is not None
-        assert (stored.document["kind"], stored.document["trigger"]["event"]) == (
-            "killed",
-            event.removesuffix("_begun"),
-        )
+        trigger = event.removesuffix("_begun")
+        assert (stored.document["kind"], stored.document["trigger"]["event"]) == ("killed", trigger)
         assert stored.document["verdict"]["first_failure"]["pid"] == controller.pid
+        # It outlives its controller.
+        rank.handle.send_signal(signal.SIGKILL)
 
 
 #: An armed main process with two ranks that die with it, and that it never reaps.
@@ -341,53 +265,33 @@ pause()
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_of_whom_it_may_not_trace_the_parent_says_how_it_ended(
+def test_a_parent_says_how_one_ended_that_is_closed(
     tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
-    settings = dataclasses.replace(Settings.from_environ({}), stacks=False)
-    place = Place(host_folder=tmp_path / "host", spool=tmp_path / "spool", runtime=short_folder)
     asked = []
     monkeypatch.setattr(server, "ask_exit", lambda *arguments: asked.append(arguments[2]) or ask_exit(*arguments))
-    with (
-        child(ARMED_SERVER, str(short_folder), title="sglang::server") as process,
-        Mailbox.bind(short_folder / "sock") as receiver,
-    ):
-        handler = CrashHandler(process.pid, Mailbox(receiver), place, settings)
-        launch(handler, *(int(pid) for pid in process.first_line.split()))
+    folder, title = str(short_folder), "sglang::server"
+    with handling(ARMED_SERVER, tmp_path, short_folder, folder, title=title) as (handler, process):
         handler.look()
         ranks = [handler.tree.get(int(pid)) for pid in process.first_line.split()]
         if not answers:
             os.kill(process.pid, signal.SIGSTOP)
         for rank in ranks:
-            assert rank is not None
             os.kill(rank.pid, signal.SIGKILL)
             wait_until(rank.handle.has_exited, "the rank has ended")
         # As of a process of other credentials, or one that is not dumpable: proc_pid_stat(5) has 0 for its status.
+        read_stat = procfs.read_stat
         monkeypatch.setattr(procfs, "may_inspect", lambda _pid: False)
-        monkeypatch.setattr(procfs, "read_stat", without_status(procfs.read_stat))
+        without = lambda pid: (stat := read_stat(pid)) and dataclasses.replace(stat, wait_status=0)  # noqa: E731
+        monkeypatch.setattr(procfs, "read_stat", without)
         handler.collect_exits()
-        assert handler.session.run is not None
         incident = handler.session.run.incident
-        reports = [incident.process(rank.pid) for rank in ranks if rank is not None]
-        ends = [report.exit for report in reports if report is not None]
-        assert len(ends) == 2
+        ends = [incident.process(rank.pid).exit for rank in ranks]
         if answers:
             assert incident.kind == "killed"
-            assert [end and end.signal for end in ends] == ["SIGKILL", "SIGKILL"]
-            assert len(asked) == 2
+            assert [end.signal for end in ends] == ["SIGKILL", "SIGKILL"]
         else:
-            assert [end and end.cause for end in ends] == ["unknown", "unknown"]
+            assert [end.cause for end in ends] == ["unknown", "unknown"]
             assert "its parent did not answer" in str(ends[0])
-            # One that is stuck is waited for once.
-            assert len(asked) == 1
-        for one in handler.tree:
-            one.handle.close()
-        handler._selector.close()
-
-
-def without_status(read_stat: Callable[[int], procfs.ProcStat | None]) -> Callable[[int], procfs.ProcStat | None]:
-    def read(pid: int) -> procfs.ProcStat | None:
-        stat = read_stat(pid)
-        return None if stat is None else dataclasses.replace(stat, wait_status=0)
-
-    return read
+        # One that is stuck is waited for once.
+        assert len(asked) == (2 if answers else 1)

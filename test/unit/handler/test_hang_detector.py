@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +19,7 @@ from sglang_crashkit.handler.hang_detector import HangDetector, has_compiler
 from sglang_crashkit.handler.state import Shutdown
 from sglang_crashkit.memory.heartbeat import Beat, NotABeatError
 from sglang_crashkit.settings import Settings
+from unit.waiting import child
 
 ROOT = 1
 
@@ -102,7 +101,6 @@ class Current:
         return self.run
 
     def capture(self) -> None:
-        assert self.run is not None
         # The incident knows who is silent before anything else can happen to it.
         assert self.run.silent
         assert self.hang is self.run
@@ -123,7 +121,6 @@ class Current:
             run.discard()
 
     def finish_observed(self) -> None:
-        assert self.run is not None
         self.run.finished = True
 
 
@@ -218,6 +215,12 @@ def world_of(monkeypatch: pytest.MonkeyPatch) -> list[World]:
     return worlds
 
 
+@pytest.fixture
+def world(world_of: list[World]) -> World:
+    """A world whose schedulers are followed."""
+    return World().follow()
+
+
 # -- a server that is asked to end
 
 
@@ -230,7 +233,7 @@ def asked_to_end(hang_secs: float = 60.0, silent_secs: float = 5.5) -> World:
     return world
 
 
-def test_what_is_silent_when_the_server_is_asked_to_end_is_a_hang() -> None:
+def test_what_is_silent_at_sigterm_is_a_hang() -> None:
     world = asked_to_end()
     assert [run.silent for run in world.hangs] == [[10, 11]]
     assert world.current.pardonable
@@ -265,14 +268,13 @@ def test_where_they_are_dead_there_was_one() -> None:
     assert world.current.discarded == []
 
 
-def test_a_hang_that_was_noticed_before_is_not_another_one() -> None:
-    world = World().follow()
+def test_a_hang_that_was_noticed_before_is_not_another_one(world: World) -> None:
     world.pass_time(7)
     world.watch.begin_at_end()
     assert len(world.hangs) == 1
 
 
-def test_one_that_is_held_by_a_debugger_as_the_server_is_asked_to_end_does_not_hang() -> None:
+def test_one_held_by_a_debugger_at_sigterm_does_not_hang() -> None:
     world = World(60.0).follow()
     world.stop(11, state="t")
     world.pass_time(6)
@@ -303,8 +305,7 @@ def test_nobody_is_silent_where_nobody_is_followed() -> None:
 # -- a hang is noticed, once
 
 
-def test_a_silent_server_is_one_hang_with_three_snapshots() -> None:
-    world = World().follow()
+def test_a_silent_server_is_one_hang_with_three_snapshots(world: World) -> None:
     world.stop(11)
     world.pass_time(4.5)
     assert world.hangs == []
@@ -321,16 +322,14 @@ def test_a_silent_server_is_one_hang_with_three_snapshots() -> None:
     assert world.said == ["TP1 hangs. Incident: /incidents/one"]
 
 
-def test_the_one_that_was_silent_first_is_the_trigger() -> None:
-    world = World().follow()
+def test_the_one_that_was_silent_first_is_the_trigger(world: World) -> None:
     world.now += 0.2
     world.beat(10)
     world.pass_time(6.5)
     assert world.current.triggers == [11]
 
 
-def test_progress_is_noted_when_all_that_hung_go_on_and_then_another_hang_is_another_incident() -> None:
-    world = World().follow()
+def test_progress_is_noted_when_all_go_on(world: World) -> None:
     world.pass_time(20)
     (first,) = world.hangs
     world.pass_time(5, lambda: world.beat(10))
@@ -338,38 +337,35 @@ def test_progress_is_noted_when_all_that_hung_go_on_and_then_another_hang_is_ano
     world.pass_time(2, world.beat)
     (hung_secs,) = first.progress
     assert 24 < hung_secs < 28
-    assert world.current.hang is None
+    # It stays an incident.
+    assert (world.current.hang, world.current.discarded, first.is_removed) == (None, [], False)
     world.pass_time(20)
     assert [run.progress for run in world.hangs] == [first.progress, []]
     assert world.hangs[1].silent == [10, 11]
 
 
-def test_one_sign_is_no_progress() -> None:
-    world = World().follow()
+def test_one_sign_is_no_progress(world: World) -> None:
     world.pass_time(7)
     world.beat()
     world.pass_time(7)
     assert [run.progress for run in world.hangs] == [[]]
 
 
-def test_whoever_falls_silent_later_joins_the_hang() -> None:
-    world = World().follow()
+def test_whoever_falls_silent_later_joins_the_hang(world: World) -> None:
     world.pass_time(7, lambda: world.beat(10))
     assert world.hangs[0].silent == [11]
     world.pass_time(7)
     assert [run.silent for run in world.hangs] == [[11, 10]]
 
 
-def test_snapshots_end_with_the_incident() -> None:
-    world = World().follow()
+def test_snapshots_end_with_the_incident(world: World) -> None:
     world.pass_time(6.1)
     world.hangs[0].finished = True
     world.pass_time(10)
     assert world.hangs[0].captures == 1
 
 
-def test_no_snapshot_is_taken_while_a_gpu_core_is_written() -> None:
-    world = World().follow()
+def test_no_snapshot_is_taken_while_a_gpu_core_is_written(world: World) -> None:
     world.pass_time(6.1)
     world.current.gpus.writing_cores = frozenset({10})
     world.pass_time(10)
@@ -379,16 +375,14 @@ def test_no_snapshot_is_taken_while_a_gpu_core_is_written() -> None:
     assert world.hangs[0].captures == 3
 
 
-def test_a_death_that_comes_before_the_first_snapshot_ends_the_snapshots() -> None:
-    world = World().follow()
+def test_a_death_before_the_first_snapshot_ends_the_snapshots(world: World) -> None:
     world.current.dies = True
     world.pass_time(10)
     (run,) = world.hangs
     assert (run.silent, run.captures) == ([10, 11], 0)
 
 
-def test_a_hang_whose_schedulers_all_died_is_over() -> None:
-    world = World().follow()
+def test_a_hang_whose_schedulers_all_died_is_over(world: World) -> None:
     world.pass_time(7)
     for process in world.processes:
         process.exited_at = 1.0
@@ -398,8 +392,7 @@ def test_a_hang_whose_schedulers_all_died_is_over() -> None:
     assert world.watch.next_due() == float("inf")
 
 
-def test_where_no_incident_can_be_begun_it_is_tried_again_now_and_then() -> None:
-    world = World().follow()
+def test_an_incident_that_cannot_begin_is_tried_again(world: World) -> None:
     world.current.is_free = False
     world.pass_time(30)
     assert 2 <= len(world.current.triggers) <= 4
@@ -416,7 +409,7 @@ def test_it_can_be_switched_off() -> None:
     assert world.watch.next_due() == float("inf")
 
 
-def test_a_limit_below_the_rounds_of_an_idle_server_is_raised() -> None:
+def test_a_limit_below_an_idle_servers_rounds_is_raised() -> None:
     world = World(hang_secs=0.1).follow()
     since = world.now
 
@@ -477,8 +470,9 @@ def set_up(**facts: Any) -> Callable[[World], None]:
         (set_up(expected={11}), 600, None),
     ],
 )
-def test_so_long_a_silence_is_no_hang(make: Callable[[World], None], no_hang_for: float, hang_by: float | None) -> None:
-    world = World().follow()
+def test_so_long_a_silence_is_no_hang(
+    world: World, make: Callable[[World], None], no_hang_for: float, hang_by: float | None
+) -> None:
     make(world)
     world.pass_time(no_hang_for)
     assert world.hangs == []
@@ -525,8 +519,7 @@ def test_who_hangs(
 
 
 @pytest.mark.parametrize("state", ["t", "T"])
-def test_what_was_excused_does_not_count_later(state: str) -> None:
-    world = World().follow()
+def test_what_was_excused_does_not_count_later(world: World, state: str) -> None:
     world.stop(ROOT, 10, 11, state=state)
     world.pass_time(600)
     world.stop(ROOT, 10, 11, state="S")
@@ -537,8 +530,7 @@ def test_what_was_excused_does_not_count_later(state: str) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_paused_server_that_goes_round_does_not_hang(again: bool) -> None:
-    world = World().follow()
+def test_a_paused_server_that_goes_round_does_not_hang(world: World, again: bool) -> None:
     if again:
         # It announces its heartbeat anew.
         world.follow()
@@ -546,7 +538,7 @@ def test_a_paused_server_that_goes_round_does_not_hang(again: bool) -> None:
     assert world.hangs == []
 
 
-def test_a_scheduler_whose_title_is_newer_than_the_last_scan_is_followed() -> None:
+def test_a_scheduler_with_a_new_title_is_followed() -> None:
     world = World()
     world.titled = lambda process: setattr(process, "role", "scheduler")
     for process in world.processes:
@@ -556,9 +548,7 @@ def test_a_scheduler_whose_title_is_newer_than_the_last_scan_is_followed() -> No
 
 
 @given(st.lists(st.floats(0.001, 900.0), min_size=1, max_size=60), st.sampled_from([2.0, 5.0, 60.0]))
-def test_a_server_that_beats_between_the_looks_never_hangs_however_late_they_come(
-    gaps: list[float], hang_secs: float
-) -> None:
+def test_a_server_that_beats_between_looks_never_hangs(gaps: list[float], hang_secs: float) -> None:
     world = World(hang_secs).follow()
     for gap in gaps:
         world.now += gap
@@ -579,8 +569,7 @@ def test_only_time_that_was_seen_to_pass_counts(gaps: list[float], hang_secs: fl
     assert world.hangs == [] or sum(min(gap, 2 * interval) for gap in gaps) >= hang_secs - 2 * interval
 
 
-def test_a_heartbeat_that_is_switched_off_in_a_hang_does_not_keep_it_from_its_end() -> None:
-    world = World().follow()
+def test_a_heartbeat_switched_off_in_a_hang_ends_it(world: World) -> None:
     world.pass_time(12)
     world.beat(11, is_off=True)
     world.pass_time(5, lambda: world.beat(10))
@@ -588,15 +577,14 @@ def test_a_heartbeat_that_is_switched_off_in_a_hang_does_not_keep_it_from_its_en
     assert len(world.hangs[0].progress) == 1
 
 
-def test_a_hang_in_the_first_batch_is_whole_before_upstreams_watchdog_ends_the_server() -> None:
+def test_a_first_batchs_hang_is_whole_before_upstreams_watchdog() -> None:
     world = World(Settings.from_environ({}).hang_secs).follow()
     world.batch(number=1)
     world.pass_time(240)
     assert [run.finished for run in world.hangs] == [True]
 
 
-def test_between_two_compilers_there_may_be_none_for_as_long_as_a_silence_is_no_hang() -> None:
-    world = World().follow()
+def test_between_two_compilers_there_may_be_none(world: World) -> None:
     world.batch()
     world.compiling = {10}
     world.pass_time(20)
@@ -607,8 +595,7 @@ def test_between_two_compilers_there_may_be_none_for_as_long_as_a_silence_is_no_
     assert len(world.hangs) == 1
 
 
-def test_a_long_prompt_that_advances_in_chunks_is_no_hang() -> None:
-    world = World().follow()
+def test_a_long_prompt_that_advances_in_chunks_is_no_hang(world: World) -> None:
     for chunk in range(50):
         world.batch(number=1 + chunk)
         world.pass_time(4.0)
@@ -618,7 +605,7 @@ def test_a_long_prompt_that_advances_in_chunks_is_no_hang() -> None:
 # -- whom it follows
 
 
-def test_only_schedulers_are_followed_and_what_is_no_heartbeat_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_schedulers_with_a_heartbeat_are_followed(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     helper: Any = Process(12, "helper")
     world.watch.follow(helper, 12)
@@ -643,8 +630,7 @@ def busy(world: World) -> Run:
 
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("is_at_hand", [False, True])
-def test_an_incident_that_says_busy_is_withdrawn_when_the_server_goes_on(is_whole: bool, is_at_hand: bool) -> None:
-    world = World().follow()
+def test_a_busy_incident_is_withdrawn_when_the_server_goes_on(world: World, is_whole: bool, is_at_hand: bool) -> None:
     world.pass_time(6 if not is_whole else 15)
     run = busy(world)
     assert run.finished is is_whole
@@ -655,14 +641,6 @@ def test_an_incident_that_says_busy_is_withdrawn_when_the_server_goes_on(is_whol
     assert world.current.hang is None
     assert world.said[-1].startswith("Progress returned after ")
     assert world.said[-1].endswith(" s: it was no hang, and incident one is withdrawn.")
-
-
-def test_a_hang_that_is_over_stays_an_incident() -> None:
-    world = World().follow()
-    world.pass_time(15)
-    world.pass_time(5, world.beat)
-    (run,) = world.hangs
-    assert (world.current.discarded, run.is_removed, len(run.progress)) == ([], False, 1)
 
 
 def test_what_is_busy_for_too_long_is_another_incident() -> None:
@@ -684,8 +662,7 @@ def test_what_is_busy_for_too_long_is_another_incident() -> None:
 # -- what the dead did last
 
 
-def test_what_a_heartbeat_said_last_outlives_its_process() -> None:
-    world = World().follow()
+def test_what_a_heartbeat_said_last_outlives_its_process(world: World) -> None:
     world.batch(10, number=7)
     assert {pid: beat.batches for pid, beat in world.current.silences.last_signs().items()} == {10: 7, 11: 100}
     world.batch(10, number=8)
@@ -702,39 +679,19 @@ def test_names_of_modes_that_are_none_are_passed_over(modes: Any) -> None:
     assert world.watch.next_due() < float("inf")
 
 
-#: Starts a program below itself, says so, and waits.
-PARENT = "import subprocess, sys; child = subprocess.Popen(sys.argv[1:]); print('started', flush=True); child.wait()"
-
-
-@pytest.fixture
-def parent_of(tmp_path: Path) -> Iterator[Callable[[str], int]]:
-    """Start a process with a child of this name, and return its pid."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(name: str) -> int:
-        tool = tmp_path / name
-        shutil.copy(shutil.which("sleep") or "", tool)
-        argv = [sys.executable, "-c", PARENT, str(tool), "100"]
-        started.append(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True))
-        assert started[-1].stdout is not None
-        # Popen returns once the child runs its program, by its own name.
-        assert started[-1].stdout.readline()
-        return started[-1].pid
-
-    yield start
-    for process in started:
-        os.killpg(process.pid, 9)
-        process.wait(30)
-        assert process.stdout is not None
-        process.stdout.close()
+#: Starts a program below itself, which ends with it.
+PARENT = """
+import ctypes, subprocess
+die_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+# Popen returns once the child runs its program, by its own name.
+process = subprocess.Popen([sys.argv[1], "100"], preexec_fn=die_with_parent)
+ready(); pause()
+"""
 
 
 @pytest.mark.parametrize(("name", "is_one"), [("nvcc", True), ("cc1plus", True), ("sleep", False), ("nvccx", False)])
-def test_it_is_known_by_its_name(parent_of: Callable[[str], int], name: str, is_one: bool) -> None:
-    assert has_compiler(parent_of(name)) is is_one
-
-
-def test_a_process_that_is_gone_has_none() -> None:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait(30)
+def test_a_compiler_is_known_by_its_name(tmp_path: Path, name: str, is_one: bool) -> None:
+    shutil.copy(shutil.which("sleep") or "", tmp_path / name)
+    with child(PARENT, str(tmp_path / name)) as process:
+        assert has_compiler(process.pid) is is_one
     assert not has_compiler(process.pid)

@@ -75,7 +75,6 @@ def gather_and_kill(root_pid: int, folder: Path, step: int) -> tuple[bool, str]:
 
 def spool_of(pid: int) -> str:
     stat = procfs.read_stat(pid)
-    assert stat is not None
     return f".spool-{server_key(pid, stat.start_ticks)}"
 
 
@@ -97,7 +96,6 @@ def check(folder: Path, pid: int, reached: str) -> None:
     assert after.finished
     assert finish_abandoned(incidents) == []
     document = after.document
-    assert document is not None
     check_pieces(after, document, pid)
     is_whole = before is not None and before["complete"]
     # A kill while the server's end is added to a finished one leaves a copy that nobody reads.
@@ -127,9 +125,7 @@ def check_pieces(found: StoredIncident, document: dict[str, Any], pid: int) -> N
 
 
 @pytest.mark.wide
-def test_a_kill_at_any_file_operation_leaves_what_can_be_read_and_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_at_any_step_leaves_what_can_be_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "_AGE_SECS", 0.0)
     reached = ""
     with child("ready(); pause()", title="sglang::scheduler_TP0") as process:
@@ -158,61 +154,18 @@ def test_who_died_is_on_disk_before_the_others_are_captured(tmp_path: Path) -> N
         run = IncidentRun("killed", "process_exited", tree.root, time.time(), tree, folder, tmp_path, settings)
         run.add_exit(tree.root)
     (found,) = find_incidents(tmp_path)
-    assert found.document is not None
     assert found.document["verdict"]["first_failure"]["pid"] == process.pid
     assert found.document["verdict"]["level"] == "established"
     assert "was killed by SIGKILL" in (found.path / "summary.md").read_text()
 
 
-def test_the_next_server_finishes_what_a_killed_handler_left(
-    start_server: Callable[..., Server], tmp_path: Path
-) -> None:
-    server = start_server(dump_secs=LONG)
-    server.kill("scheduler_TP1")
-    assert server.line() == "sigquit"
-
-    def stacks() -> list[Path]:
-        return list((tmp_path / "crash").glob("*/incidents/.partial-*/stacks/*.txt"))
-
-    wait_until(lambda: len(stacks()) == 3, "three processes are captured")
-    assert server.handler is not None
-    server.handler.send_signal(signal.SIGKILL)
-    server.wait_for_handler()
-    (partial,) = server.incidents()
-    assert not partial.finished
-    assert partial.document is not None
-
-    start_server()
-    (found,) = wait_until(lambda: [each for each in server.incidents() if each.finished], "it is finished")
-    assert found.name == partial.name
-    document = found.document
-    assert document is not None
-    assert document["complete"] is False
-    assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
-    assert document["verdict"]["level"] == "established"
-    assert document["requests"]["reason"] == REASON
-    captured = {
-        process["title"]: piece["status"]
-        for process in document["processes"]
-        for piece in process["evidence"]
-        if piece["kind"] == "stack"
-    }
-    assert captured.pop("sglang::scheduler_TP1") == "skipped"
-    assert set(captured.values()) == {"captured"}
-    assert len(captured) == 3
-    assert "is finished" in next((tmp_path / "crash").glob("*/crash_handler.log")).read_text()
-
-
-def test_what_was_left_where_the_crash_folder_could_not_be_used_is_finished_once_it_can(
-    start_server: Callable[..., Server], tmp_path: Path
-) -> None:
+def test_what_was_left_in_the_fallback_is_finished_later(start_server: Callable[..., Server], tmp_path: Path) -> None:
     (tmp_path / "crash").write_text("in the way")
     begun = start_server(journals=True, dump_secs=LONG)
     begun.ask("ask only hello")
     begun.kill("scheduler_TP1")
     assert begun.line() == "sigquit"
     wait_until(lambda: [found for found in begun.incidents(begun.fallback) if found.document], "the incident is begun")
-    assert begun.handler is not None
     for pid in (begun.handler.pid, begun.pid):
         os.kill(pid, signal.SIGKILL)
     begun.wait_for_handler()
@@ -221,13 +174,12 @@ def test_what_was_left_where_the_crash_folder_could_not_be_used_is_finished_once
     (tmp_path / "crash").unlink()
     start_server(journals=True)
     finished = begun.incident(begun.fallback)
-    assert finished.document is not None
     assert finished.document["server"]["pid"] == begun.pid
     # They were in the memory of the two that were killed.
     assert (finished.document["requests"]["journal"], finished.document["requests"]["reason"]) == (None, REASON)
 
 
-def test_the_essential_evidence_is_there_long_before_the_grace_period_ends(
+def test_essential_evidence_is_there_before_the_grace_period_ends(
     start_server: Callable[..., Server], tmp_path: Path
 ) -> None:
     """A pod is ended in the middle of a dump that takes long; nobody, the handler included, outlives that."""
@@ -236,13 +188,11 @@ def test_the_essential_evidence_is_there_long_before_the_grace_period_ends(
     assert server.line() == "sigquit"
     os.kill(server.pid, signal.SIGTERM)
     time.sleep(1.0)
-    assert server.handler is not None
     for pid in (server.pid, server.handler.pid):
         os.kill(pid, signal.SIGKILL)
     server.wait_for_handler()
     (partial,) = server.incidents()
     document = partial.document
-    assert document is not None
     assert document["verdict"]["first_failure"]["title"] == "sglang::scheduler_TP1"
     assert document["verdict"]["kind"] == "signal"
     for process in document["processes"]:

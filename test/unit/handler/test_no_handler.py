@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,6 @@ QUICK = {"SGLANG_CRASHKIT_END_SECS": "1"}
 
 def kill_handler(server: Server, *seen: int) -> None:
     """Kill the crash handler, and wait until the main process watches its workers, and those in `seen`."""
-    assert server.handler is not None
     server.handler.send_signal(signal.SIGKILL)
     wait_until(server.handler.has_exited, "the handler is dead")
     wait_until(lambda: {*server.ranks.values(), *seen} <= watched_pids(server.pid), "the main process took over")
@@ -41,26 +41,51 @@ def serves_on(server: Server) -> bool:
     return server.process.poll() is None and server.ask("draining") == "done"
 
 
-@pytest.mark.parametrize(
-    ("signum", "status"), [(signal.SIGKILL, ServerExit.KILLED), (signal.SIGSEGV, 128 + signal.SIGSEGV)]
-)
 @pytest.mark.parametrize("name", ["scheduler_TP1", "detokenizer"])
-def test_the_death_of_a_worker_ends_the_server_with_its_requests_saved(
-    start_server: Start, capfd: pytest.CaptureFixture[str], name: str, signum: signal.Signals, status: int
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [
+        ("SIGKILL", ServerExit.KILLED),
+        ("SIGSEGV", 128 + signal.SIGSEGV),
+        # Those that end by themselves do so a moment later, and also where they end well: nobody asked the server to.
+        ("exit 3", ServerExit.EXITED),
+        ("exit 0", ServerExit.EXITED),
+    ],
+)
+def test_a_workers_end_ends_the_server_with_its_requests_saved(
+    start_server: Start, capfd: pytest.CaptureFixture[str], name: str, fault: str, status: int
 ) -> None:
-    server = start_server()
+    server = start_server(environ=QUICK)
     kill_handler(server)
-    server.kill(name, signum)
+    if fault.startswith("exit"):
+        server.say(f"tell {name} {fault}")
+    else:
+        server.kill(name, signal.Signals[fault])
     assert server.line() == "sigquit"
     assert server.process.wait(LONG) == status
     assert saved(server) == b"requests"
-    words = f"process {server.ranks[name]} (sglang::{name}) ended by {signum.name} and there is no crash handler"
+    how = f"with status {fault.split()[1]}" if fault.startswith("exit") else f"by {fault}"
+    words = f"process {server.ranks[name]} (sglang::{name}) ended {how} and there is no crash handler"
     assert f"crash kit: {words}; the server ends\n" in capfd.readouterr().err
 
 
-def test_so_does_one_that_ended_before_the_handler_did_and_was_not_seen_alive(start_server: Start) -> None:
+@pytest.mark.story
+@pytest.mark.parametrize("start", ["start sglang::scheduler_TP2", "tell scheduler_TP0 become_armed_controller DP1"])
+def test_so_does_that_of_one_started_later(start_server: Start, start: str) -> None:
     server = start_server()
-    assert server.handler is not None
+    if "controller" in start:
+        pid = int(server.ask(start.replace("DP1", "sglang::scheduler_DP1_TP0")))
+        kill_handler(server, pid)
+    else:
+        kill_handler(server)
+        pid = int(server.ask(start))
+        wait_until(lambda: pid in watched_pids(server.pid), "it is seen")
+    os.kill(pid, signal.SIGKILL)
+    assert server.process.wait(LONG) == ServerExit.KILLED
+
+
+def test_so_does_one_that_ended_before_the_handler_did(start_server: Start) -> None:
+    server = start_server()
     server.handler.send_signal(signal.SIGSTOP)
     server.kill("scheduler_TP0")
     server.handler.send_signal(signal.SIGKILL)
@@ -68,130 +93,74 @@ def test_so_does_one_that_ended_before_the_handler_did_and_was_not_seen_alive(st
     assert saved(server) == b"requests"
 
 
-def test_so_does_the_death_of_a_rank_below_the_data_parallel_controller(start_server: Start) -> None:
-    server = start_server()
-    rank = int(server.ask("tell scheduler_TP0 become_armed_controller sglang::scheduler_DP1_TP0"))
-    kill_handler(server, rank)
-    os.kill(rank, signal.SIGKILL)
-    assert server.line() == "sigquit"
-    assert server.process.wait(LONG) == ServerExit.KILLED
-
-
-@pytest.mark.story
-def test_so_does_one_that_was_started_later(start_server: Start) -> None:
-    server = start_server()
-    kill_handler(server)
-    pid = int(server.ask("start sglang::scheduler_TP2"))
-    wait_until(lambda: pid in watched_pids(server.pid), "it is seen")
-    os.kill(pid, signal.SIGKILL)
-    assert server.process.wait(LONG) == ServerExit.KILLED
-
-
-def test_a_worker_that_ends_by_itself_ends_the_server_a_moment_later(start_server: Start) -> None:
-    server = start_server()
-    kill_handler(server)
-    server.say("tell scheduler_TP1 exit 3")
-    assert server.process.wait(LONG) == ServerExit.EXITED
-
-
-def test_one_that_ends_well_does_so_where_nobody_asked_the_server_to_end(start_server: Start) -> None:
-    server = start_server(environ=QUICK)
-    kill_handler(server)
-    server.say("tell scheduler_TP1 exit 0")
-    assert server.process.wait(LONG) == ServerExit.EXITED
-
-
 @pytest.mark.parametrize("stacks", ["1", "0"])
-def test_where_the_handler_did_not_start_the_workers_are_watched_too(
-    start_server: Start, short_folder: Path, stacks: str
+@pytest.mark.parametrize("died", [False, True])
+def test_without_a_handler_from_the_start_workers_are_watched(
+    start_server: Start, short_folder: Path, stacks: str, died: bool
 ) -> None:
-    # In the place of the folder for the handler's socket.
-    (short_folder / f"sglang-crashkit-{os.getuid()}").write_text("a file")
-    server = start_server(with_handler=False, environ={"SGLANG_PYSPY_DUMP_BEFORE_CRASH": stacks})
+    environ = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": stacks}
+    if died:
+        server = start_server(environ=environ)
+        kill_handler(server)
+    else:
+        # In the place of the folder for the handler's socket.
+        (short_folder / f"sglang-crashkit-{os.getuid()}").write_text("a file")
+        server = start_server(with_handler=False, environ=environ)
     server.kill("scheduler_TP0")
     assert server.line() == "sigquit"
     assert server.process.wait(LONG) == ServerExit.KILLED
 
 
-def test_and_where_processes_are_not_armed(start_server: Start) -> None:
-    server = start_server(environ={"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"})
+@pytest.mark.parametrize("options", [{"answers_sigquit": False, "environ": QUICK}, {"catches_sigquit": False}])
+def test_a_main_process_that_does_not_answer_ends(start_server: Start, options: dict[str, Any]) -> None:
+    server = start_server(**options)
     kill_handler(server)
     server.kill("scheduler_TP0")
-    assert server.line() == "sigquit"
-    assert server.process.wait(LONG) == ServerExit.KILLED
-
-
-def test_a_main_process_that_does_not_answer_ends_all_the_same(start_server: Start) -> None:
-    server = start_server(answers_sigquit=False, environ=QUICK)
-    kill_handler(server)
-    server.kill("scheduler_TP0")
-    assert server.line() == "sigquit"
     assert server.process.wait(LONG) == ServerExit.KILLED
     wait_until(lambda: all(procfs.read_stat(pid) is None for pid in server.ranks.values()), "its ranks are gone")
 
 
-def test_a_main_process_that_does_not_handle_the_signal_ends_with_its_ranks_and_a_status(start_server: Start) -> None:
-    server = start_server(catches_sigquit=False)
-    kill_handler(server)
-    server.kill("scheduler_TP0")
-    assert server.process.wait(LONG) == ServerExit.KILLED
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_teardown_is_no_crash_whoever_saw_it(start_server: Start, seen: bool) -> None:
+    server = start_server()
+    if not seen:
+        kill_handler(server)
+    assert server.ask("teardown children") == "done"
+    server.handler.send_signal(signal.SIGKILL)
+    assert serves_on(server)
 
 
 # -- what is no crash
 
 
-def test_without_a_handler_a_server_that_is_asked_to_end_ends_as_before(start_server: Start) -> None:
+def test_a_server_that_is_asked_to_end_ends_as_before(start_server: Start) -> None:
     server = start_server()
     kill_handler(server)
     os.kill(server.pid, signal.SIGTERM)
     assert server.process.wait(LONG) == 41
 
 
-def test_a_teardown_is_no_crash(start_server: Start) -> None:
-    server = start_server()
-    kill_handler(server)
-    assert server.ask("teardown children") == "done"
-    assert serves_on(server)
-
-
-def test_nor_is_one_that_the_handler_saw(start_server: Start) -> None:
-    server = start_server()
-    assert server.ask("teardown children") == "done"
-    assert server.handler is not None
-    server.handler.send_signal(signal.SIGKILL)
-    assert serves_on(server)
-
-
-@pytest.mark.parametrize("fault", ["exit 0", "terminate"])
-def test_ranks_that_end_well_while_the_server_drains_are_no_crash(start_server: Start, fault: str) -> None:
+@pytest.mark.parametrize(("fault", "status"), [("exit 0", None), ("SIGTERM", None), ("SIGKILL", ServerExit.KILLED)])
+def test_ranks_that_end_well_in_a_drain_are_no_crash(start_server: Start, fault: str, status: int | None) -> None:
     server = start_server(tears_down_on_sigterm=False, environ=QUICK)
     kill_handler(server)
     os.kill(server.pid, signal.SIGTERM)
     assert server.line() == "draining"
-    if fault == "terminate":
-        server.kill("scheduler_TP1", signal.SIGTERM)
-    else:
+    if fault == "exit 0":
         server.say(f"tell scheduler_TP1 {fault}")
-    assert serves_on(server)
+    else:
+        server.kill("scheduler_TP1", signal.Signals[fault])
+    assert serves_on(server) if status is None else server.process.wait(LONG) == status
 
 
-def test_a_rank_that_is_killed_while_the_server_drains_is_a_crash(start_server: Start) -> None:
-    server = start_server(tears_down_on_sigterm=False)
-    kill_handler(server)
-    os.kill(server.pid, signal.SIGTERM)
-    assert server.line() == "draining"
-    server.kill("scheduler_TP1")
-    assert server.process.wait(LONG) == ServerExit.KILLED
-
-
-def test_a_rank_that_dies_while_ranks_are_waited_for_is_left_to_whoever_waits(start_server: Start) -> None:
+def test_a_rank_that_dies_in_a_start_is_the_waiters(start_server: Start) -> None:
     server = start_server(started=False)
     kill_handler(server)
     server.kill("scheduler_TP1")
     assert serves_on(server)
 
 
-def test_a_helper_and_a_process_that_a_rank_runs_under_its_title_may_end(start_server: Start) -> None:
+def test_helpers_and_copies_of_a_rank_may_end(start_server: Start) -> None:
     server = start_server()
     helper, copy = int(server.ask("helper")), int(server.ask("tell scheduler_TP0 copy"))
     kill_handler(server)
@@ -214,16 +183,3 @@ def test_where_no_handler_is_wanted_nobody_watches(start_server: Start, switch: 
     server = start_server(with_handler=False, crash_folder=None, environ=dict.fromkeys(names, "0"))
     server.kill("scheduler_TP0")
     assert serves_on(server)
-
-
-def test_looking_costs_little(start_server: Start) -> None:
-    server = start_server()
-    kill_handler(server)
-    time.sleep(LOOK_SECS)
-    before = procfs.read_stat(server.pid)
-    time.sleep(4.0)
-    after = procfs.read_stat(server.pid)
-    assert before is not None
-    assert after is not None
-    # Of a core, and with this machine's processes to look through.
-    assert (after.cpu_ticks - before.cpu_ticks) / os.sysconf("SC_CLK_TCK") < 0.05 * 4

@@ -51,8 +51,6 @@ class Rank:
         self._process = process
 
     def ask(self, command: str) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(command.encode() + b"\n")
         self._process.stdin.flush()
         return self._process.stdout.readline().decode().strip()
@@ -64,31 +62,15 @@ def rank() -> Iterator[Rank]:
         yield Rank(process)
 
 
-@pytest.fixture
-def make_tree() -> Iterator[Callable[[int], ProcessTree]]:
-    trees: list[ProcessTree] = []
-
-    def make(pid: int) -> ProcessTree:
-        trees.append(ProcessTree(pid))
-        return trees[-1]
-
-    yield make
-    for tree in trees:
-        for process in tree:
-            process.handle.close()
-
-
 def end(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
-def test_the_root_is_there_at_once_and_the_rest_after_a_look(
-    rank: Rank, make_tree: Callable[[int], ProcessTree]
-) -> None:
+def test_the_root_is_there_at_once(rank: Rank) -> None:
     helper = int(rank.ask("fork"))
     try:
-        tree = make_tree(rank.pid)
+        tree = ProcessTree(rank.pid)
         assert [process.pid for process in tree] == [rank.pid]
         assert tree.root.role == "server"
         assert tree.root.matters
@@ -102,11 +84,11 @@ def test_the_root_is_there_at_once_and_the_rest_after_a_look(
         end(helper)
 
 
-def test_there_is_no_tree_of_a_process_that_is_gone(rank: Rank, make_tree: Callable[[int], ProcessTree]) -> None:
+def test_there_is_no_tree_of_a_process_that_is_gone(rank: Rank) -> None:
     process = subprocess.Popen(["true"])
     process.wait(LONG)
     with pytest.raises(ProcessLookupError):
-        make_tree(process.pid)
+        ProcessTree(process.pid)
 
 
 TWO = """
@@ -127,11 +109,9 @@ def server_with_a_rank() -> Iterator[tuple[subprocess.Popen[bytes], Rank]]:
                 end(pid)
 
 
-def test_a_child_of_a_worker_does_not_matter_whatever_its_title(
-    make_tree: Callable[[int], ProcessTree],
-) -> None:
+def test_a_workers_child_does_not_matter_whatever_its_title() -> None:
     with server_with_a_rank() as (server, rank):
-        tree = make_tree(server.pid)
+        tree = ProcessTree(server.pid)
         (original,) = tree.refresh()
         assert (original.role, original.matters) == ("helper", False)
         tree.register(original.pid, original.handle.start_ticks)
@@ -177,60 +157,39 @@ def server() -> Iterator[Rank]:
     """A process that starts children, lets them end and reaps them when it is told to."""
     with child(SERVER) as process:
         yield Rank(process)
-        assert process.stdin is not None
         process.stdin.close()
         process.stdin = None
         process.wait(LONG)
 
 
-def test_a_new_title_is_read(server: Rank, make_tree: Callable[[int], ProcessTree]) -> None:
+def test_a_new_title_is_read(server: Rank) -> None:
     code = "import setproctitle, signal, sys; "
     code += "signal.signal(10, lambda *_: setproctitle.setproctitle('sglang::scheduler_DP1_TP2')); "
     code += "print(flush=True); sys.stdin.read()"
-    tree = make_tree(server.pid)
+    tree = ProcessTree(server.pid)
     pid = int(server.ask(f"start {code}"))
     (tracked,) = tree.refresh()
     assert (tracked.role, tracked.matters) == ("helper", False)
     os.kill(pid, signal.SIGUSR1)
     wait_until(lambda: tree.refresh() == [] and tracked.title.startswith("sglang::"), "it has a title")
     tree.register(pid, 0)
-    assert tracked.matters
-    assert (tracked.role, tracked.rank) == ("scheduler", {"dp": 1, "tp": 2})
+    assert (tracked.matters, tracked.role, tracked.rank) == (True, "scheduler", {"dp": 1, "tp": 2})
 
 
-def test_a_title_is_read_that_comes_after_the_one_that_a_fork_left(
-    rank: Rank, make_tree: Callable[[int], ProcessTree]
-) -> None:
-    tree = make_tree(rank.pid)
-    pid = int(rank.ask("fork"))
-    tree.refresh()
-    forked = tree.get(pid)
-    assert forked is not None
-    assert forked.title == "sglang::scheduler_TP0"
-    os.kill(pid, signal.SIGUSR1)
-    wait_until(lambda: tree.refresh() == [] and forked.title == "sglang::scheduler_TP1", "its own title is read")
-
-
-def test_the_last_title_of_a_dead_process_is_kept(server: Rank, make_tree: Callable[[int], ProcessTree]) -> None:
-    tree = make_tree(server.pid)
+def test_the_last_title_of_the_dead_is_kept(server: Rank) -> None:
+    tree = ProcessTree(server.pid)
     pid = server.ask(f"start {SLEEPER}")
     (tracked,) = tree.refresh()
-    title = tracked.title
-    assert title.startswith("python")
-    server.ask(f"end {pid}")
-    assert tracked.handle.has_exited()
-    tree.refresh()
-    assert tracked.title == title
-    server.ask(f"reap {pid}")
-    tree.refresh()
-    assert tracked.title == title
+    assert (title := tracked.title).startswith("python")
+    for command in ("end", "reap"):
+        server.ask(f"{command} {pid}")
+        tree.refresh()
+        assert (tracked.handle.has_exited(), tracked.title) == (True, title)
     assert tracked.exit_status().code == 0
 
 
-def test_a_zombie_that_was_let_go_of_is_not_taken_up_again(
-    server: Rank, make_tree: Callable[[int], ProcessTree]
-) -> None:
-    tree = make_tree(server.pid)
+def test_a_zombie_let_go_of_is_not_taken_up_again(server: Rank) -> None:
+    tree = ProcessTree(server.pid)
     pid = server.ask(f"start {SLEEPER}")
     server.ask(f"end {pid}")
     (tracked,) = tree.refresh()
@@ -240,15 +199,12 @@ def test_a_zombie_that_was_let_go_of_is_not_taken_up_again(
     assert int(pid) not in tree
 
 
-def test_letting_go_of_the_dead_keeps_the_living_and_the_root(
-    server: Rank, make_tree: Callable[[int], ProcessTree]
-) -> None:
-    tree = make_tree(server.pid)
+def test_letting_go_of_the_dead_keeps_the_living(server: Rank) -> None:
+    tree = ProcessTree(server.pid)
     dead, living = (int(server.ask(f"start {SLEEPER}")) for _ in range(2))
     tree.refresh()
     before = descriptors()
     gone = tree.get(dead)
-    assert gone is not None
     gone.exited_at = tree.root.exited_at = 1.0
     number = gone.handle.fileno()
     tree.forget_dead()
@@ -256,17 +212,11 @@ def test_letting_go_of_the_dead_keeps_the_living_and_the_root(
     assert before.keys() - descriptors().keys() >= {number}
 
 
-def test_a_server_settles_only_after_a_while(make_tree: Callable[[int], ProcessTree]) -> None:
-    assert not make_tree(os.getpid()).settled
-
-
-def test_a_child_of_a_worker_is_told_although_the_workers_title_is_new_as_well(
-    server: Rank, make_tree: Callable[[int], ProcessTree]
-) -> None:
+def test_a_workers_child_is_told_though_both_titles_are_new(server: Rank) -> None:
     code = "import os, setproctitle, signal, sys; "
     code += "fork = lambda *_: (setproctitle.setproctitle('sglang::scheduler_TP0'), os.fork() or signal.pause()); "
     code += "signal.signal(10, fork); print(flush=True); sys.stdin.read()"
-    tree = make_tree(server.pid)
+    tree = ProcessTree(server.pid)
     pid = int(server.ask(f"start {code}"))
     (worker,) = tree.refresh()
     tree.register(pid, 0)
@@ -281,11 +231,11 @@ def test_a_child_of_a_worker_is_told_although_the_workers_title_is_new_as_well(
         end(child_of_worker.pid)
 
 
-def test_a_child_of_the_data_parallel_controller_matters(server: Rank, make_tree: Callable[[int], ProcessTree]) -> None:
+def test_a_child_of_the_data_parallel_controller_matters(server: Rank) -> None:
     code = "import os, setproctitle, signal, sys; setproctitle.setproctitle('sglang::data_parallel_controller'); "
     code += "pid = os.fork(); pid or setproctitle.setproctitle('sglang::scheduler_DP1'); "
     code += "pid and print(flush=True); sys.stdin.read()"
-    tree = make_tree(server.pid)
+    tree = ProcessTree(server.pid)
     server.ask(f"start {code}")
     tree.refresh()
 
@@ -304,28 +254,23 @@ def test_a_child_of_the_data_parallel_controller_matters(server: Rank, make_tree
     end(next(process.pid for process in tree if process.role == "scheduler"))
 
 
-def test_another_server_that_a_process_started_is_not_this_servers(
-    server: Rank, make_tree: Callable[[int], ProcessTree]
-) -> None:
+def test_another_server_that_a_process_started_is_not_this_servers(server: Rank) -> None:
     # A program that only uses an engine, and runs a whole server as a subprocess.
     code = "import os, setproctitle, signal, sys; pid = os.fork(); "
     code += "pid or setproctitle.setproctitle('sglang::scheduler_TP0'); pid and print(flush=True); sys.stdin.read()"
-    tree = make_tree(server.pid)
+    tree = ProcessTree(server.pid)
     other = int(server.ask(f"start {code}"))
     wait_until(lambda: tree.refresh() == [] and other not in {p.pid for p in tree}, "it is known for a server")
     rank = next(pid for pid in procfs.TreeScanner(other).scan() - {other})
     assert {process.pid for process in tree} == {server.pid}
     found = tree.get(rank)
-    assert found is not None
     assert (found.role, found.matters, tree.started_by_own(found)) == ("helper", False, False)
     end(rank)
 
 
 @pytest.mark.parametrize("start_ticks", [1, 4711])
-def test_nobody_is_registered_by_the_pid_of_an_earlier_process(
-    server: Rank, make_tree: Callable[[int], ProcessTree], start_ticks: int
-) -> None:
-    tree = make_tree(server.pid)
+def test_nobody_is_registered_by_the_pid_of_an_earlier_process(server: Rank, start_ticks: int) -> None:
+    tree = ProcessTree(server.pid)
     pid = int(server.ask("start import sys; print(flush=True); sys.stdin.read()"))
     (tracked,) = tree.refresh()
     assert tree.register(pid, start_ticks) is None
@@ -333,15 +278,13 @@ def test_nobody_is_registered_by_the_pid_of_an_earlier_process(
     assert not tracked.matters
 
 
-def test_an_oom_kill_of_long_ago_is_not_counted(
-    server: Rank, make_tree: Callable[[int], ProcessTree], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_oom_kill_of_long_ago_is_not_counted(server: Rank, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     events = tmp_path / "memory.events"
     events.write_text("oom_kill 3\n")
     monkeypatch.setattr(
         cgroup, "find_counter", lambda pid: cgroup.OomCounter(events, int(events.read_text().split()[1]))
     )
-    tree = make_tree(server.pid)
+    tree = ProcessTree(server.pid)
     counter = tree.root.oom_counter
     assert counter is not None
     events.write_text("oom_kill 4\n")
@@ -349,10 +292,8 @@ def test_an_oom_kill_of_long_ago_is_not_counted(
     assert tree.root.oom_counter is counter, "a kill of this moment is counted"
     monkeypatch.setattr(processes_module, "_OOM_AGE_SECS", 0.0)
     tree.refresh()
-    assert tree.root.oom_counter is not None
     assert tree.root.oom_counter.grown_by() == 1, "so is one of half a minute ago"
     tree.refresh()
-    assert tree.root.oom_counter is not None
     assert tree.root.oom_counter.grown_by() == 0
 
 
@@ -424,14 +365,11 @@ def test_a_process_id_that_is_given_again_is_another_process() -> None:
     assert done.stdout == "all of it\n", done.stderr
 
 
-def test_a_child_that_was_never_known_does_not_hide_another_with_its_pid(
-    rank: Rank, make_tree: Callable[[int], ProcessTree]
-) -> None:
-    tree = make_tree(rank.pid)
+def test_an_unknown_child_hides_no_other_of_its_pid(rank: Rank) -> None:
+    tree = ProcessTree(rank.pid)
     pid = int(rank.ask("fork"))
     tree.refresh()
     earlier = tree.get(pid)
-    assert earlier is not None
     # GIVEN one that died unknown, and whose pid another one has
     earlier.handle.close()
     earlier.exited_at, earlier.title, earlier.is_nameless = 1.0, "python", True
@@ -442,7 +380,7 @@ def test_a_child_that_was_never_known_does_not_hide_another_with_its_pid(
     assert tree.refresh() == []
 
 
-def test_a_process_that_does_not_let_itself_be_read_holds_nothing_up(tmp_path: Path) -> None:
+def test_a_process_that_cannot_be_read_holds_nothing_up(tmp_path: Path) -> None:
     guard_reads(GuardedReader())
     try:
         with locked_process(tmp_path, title="sglang::scheduler_TP1") as process:
@@ -503,7 +441,7 @@ def early_case(request: pytest.FixtureRequest, tmp_path: Path, short_folder: Pat
         yield case
 
 
-def test_a_rank_that_died_before_it_had_its_title_gets_the_servers_word_for_it(case: Case) -> None:
+def test_a_rank_that_died_early_gets_the_servers_word(case: Case) -> None:
     titles = case.fail({str(case.starting): "Rank 1 scheduler", "1": "somebody else's"})
     assert titles[str(case.starting)] == "Rank 1 scheduler"
     verdict = case.verdict()
@@ -512,16 +450,15 @@ def test_a_rank_that_died_before_it_had_its_title_gets_the_servers_word_for_it(c
     assert "Rank 1 scheduler (pid" in verdict.text
 
 
-def test_so_does_one_that_was_dead_when_it_was_first_seen(early_case: Case) -> None:
-    assert (
-        early_case.fail({str(early_case.starting): "Rank 1 scheduler"})[str(early_case.starting)] == "Rank 1 scheduler"
-    )
+def test_so_does_one_that_was_dead_when_first_seen(early_case: Case) -> None:
+    pid = early_case.starting
+    assert early_case.fail({str(pid): "Rank 1 scheduler"})[str(pid)] == "Rank 1 scheduler"
     verdict = early_case.verdict()
-    assert (verdict.first_failure.pid, verdict.first_failure.title) == (early_case.starting, "Rank 1 scheduler")
+    assert (verdict.first_failure.pid, verdict.first_failure.title) == (pid, "Rank 1 scheduler")
     assert (verdict.kind, verdict.level) == ("signal", "established")
 
 
-def test_of_what_was_dead_when_it_was_first_seen_no_failure_comes_where_others_are_named(early_case: Case) -> None:
+def test_the_dead_at_first_sight_did_not_fail_before_others(early_case: Case) -> None:
     early_case.fail({str(early_case.titled): "Rank 0 scheduler"})
     assert early_case.verdict().first_failure is None
 
@@ -530,23 +467,41 @@ def test_of_what_was_dead_when_it_was_first_seen_no_failure_comes_where_others_a
 REAPED = 5_000_000
 
 
-def test_a_rank_that_was_reaped_before_it_could_be_seen_is_told_by_the_servers_word(launching: Case) -> None:
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_rank_reaped_unseen_is_told_by_the_server(launching: Case, is_begun: bool) -> None:
+    if is_begun:
+        launching.kill(launching.titled)
     titles = launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): -signal.SIGKILL})
     assert titles[str(REAPED)] == "Rank 1 scheduler"
     verdict = launching.verdict()
-    assert (verdict.first_failure.pid, verdict.kind, verdict.level) == (REAPED, "signal", "established")
+    # The others were alive when they were seen, and all are started in one moment.
+    level = "supported" if is_begun else "established"
+    assert (verdict.first_failure.pid, verdict.kind, verdict.level) == (REAPED, "signal", level)
     assert f"Rank 1 scheduler (pid {REAPED}) was killed by SIGKILL" in verdict.text
 
 
-def test_so_it_is_in_an_incident_that_was_begun_before_and_first_of_all(launching: Case) -> None:
+def kill_as(case: Case, title: str, **facts: Any) -> None:
+    """Kill the rank that starts, known by another title by then."""
+    starting = case.handler.tree.get(case.starting)
+    starting.title = title
+    for name, value in facts.items():
+        setattr(starting, name, value)
+    os.kill(case.starting, signal.SIGKILL)
+    wait_until(starting.handle.has_exited, "the child is dead")
+    case.handler.take_exit(starting)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_known_failure_is_preferred_to_one_without_title(launching: Case, is_named: bool) -> None:
+    kill_as(launching, launching.handler.tree.root.title)
     launching.kill(launching.titled)
-    assert launching.handler.session.run is not None
-    titles = launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): 3})
-    assert titles[str(REAPED)] == "Rank 1 scheduler"
-    verdict = launching.verdict()
-    # The others were alive when they were seen, and all are started in one moment.
-    assert (verdict.first_failure.pid, verdict.level) == (REAPED, "supported")
-    assert f"Rank 1 scheduler (pid {REAPED}) ended with exit status 3" in verdict.text
+    assert launching.failures() == [launching.titled]
+    pid = launching.starting
+    if is_named:
+        launching.fail({str(pid): "Rank 1 scheduler"}, exit_codes={str(pid): -9})
+    else:
+        launching.fail({}, event="child_failed")
+    assert launching.failures() == [launching.titled, *([pid] if is_named else [])]
 
 
 def test_that_it_is_said_twice_makes_no_second_failure(launching: Case) -> None:
@@ -565,9 +520,7 @@ def test_one_whose_end_was_announced_did_not_fail(launching: Case) -> None:
     assert launching.verdict().first_failure is None
 
 
-def test_how_a_rank_ended_that_was_seen_but_not_how_is_the_servers_word(
-    launching: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_server_says_how_a_seen_rank_ended(launching: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     # GIVEN a kernel that does not tell of a process that was reaped
     monkeypatch.setattr(ProcessHandle, "_from_zombie", lambda _: None)
     monkeypatch.setattr(ProcessHandle, "_from_kernel", lambda _: None)
@@ -576,17 +529,6 @@ def test_how_a_rank_ended_that_was_seen_but_not_how_is_the_servers_word(
     verdict = launching.verdict()
     assert (verdict.first_failure.pid, verdict.kind) == (launching.starting, "signal")
     assert launching.failures() == [launching.starting]
-
-
-def test_a_rank_that_was_taken_for_a_helper_in_an_incident_at_hand_is_a_failure_of_it(launching: Case) -> None:
-    launching.kill(launching.titled)
-    starting = launching.handler.tree.get(launching.starting)
-    assert starting is not None
-    starting.title = launching.handler.tree.root.title
-    launching.kill(launching.starting)
-    assert launching.failures() == [launching.titled]
-    launching.fail({str(launching.starting): "Rank 1 scheduler"}, exit_codes={str(launching.starting): -9})
-    assert launching.failures() == [launching.titled, launching.starting]
 
 
 @pytest.mark.parametrize(
@@ -598,17 +540,16 @@ def test_a_rank_that_was_taken_for_a_helper_in_an_incident_at_hand_is_a_failure_
     ],
     ids=lambda value: repr(value)[:20],
 )
-def test_what_is_no_pid_or_no_exit_code_is_passed_over(launching: Case, pid: str, codes: Any) -> None:
+def test_what_is_no_pid_or_exit_code_is_passed_over(launching: Case, pid: str, codes: Any) -> None:
     assert pid not in launching.fail({pid: "Rank 1 scheduler"}, exit_codes=codes)
 
 
-def test_a_rank_without_a_title_when_the_start_takes_too_long_gets_the_servers_word_for_it(launching: Case) -> None:
+def test_a_slow_rank_without_title_gets_the_servers_word(launching: Case) -> None:
     titles = launching.fail({str(launching.starting): "Rank 1 scheduler"}, event="startup_timeout")
     assert titles[str(launching.starting)] == "Rank 1 scheduler"
     # That is not undone by its command line.
     launching.handler.look()
     rank = launching.handler.tree.get(launching.starting)
-    assert rank is not None
     assert (rank.title, rank.matters) == ("Rank 1 scheduler", True)
     # WHEN the server goes on, and the rank is killed later
     launching.say("launch", mode="server")
@@ -618,9 +559,7 @@ def test_a_rank_without_a_title_when_the_start_takes_too_long_gets_the_servers_w
 
 
 @pytest.mark.parametrize("event", ["child_failed", "launch_failed"])
-def test_where_a_child_failed_and_nobody_is_known_to_have_the_one_without_a_title_did(
-    early_case: Case, event: str
-) -> None:
+def test_an_unexplained_failure_is_of_one_without_title(early_case: Case, event: str) -> None:
     # However long ago that is: other ranks take minutes to load, and only then the server looks at its children.
     for one in early_case.handler.tree:
         one.exited_at = one.exited_at and one.exited_at - 1800.0
@@ -631,25 +570,8 @@ def test_where_a_child_failed_and_nobody_is_known_to_have_the_one_without_a_titl
     assert early_case.failures() == [early_case.starting]
 
 
-def test_who_is_known_to_have_failed_is_preferred_to_one_without_a_title(launching: Case) -> None:
-    starting = launching.handler.tree.get(launching.starting)
-    assert starting is not None
-    starting.title = launching.handler.tree.root.title
-    os.kill(launching.starting, signal.SIGKILL)
-    wait_until(starting.handle.has_exited, "the child is dead")
-    launching.handler.take_exit(starting)
-    launching.kill(launching.titled)
-    launching.fail({}, event="child_failed")
-    assert launching.failures() == [launching.titled]
-
-
 def test_a_helper_that_died_is_not_taken_for_a_worker(launching: Case) -> None:
-    starting = launching.handler.tree.get(launching.starting)
-    assert starting is not None
-    starting.title, starting.is_nameless = "ldconfig", True
-    os.kill(launching.starting, signal.SIGKILL)
-    wait_until(starting.handle.has_exited, "the helper is dead")
-    launching.handler.take_exit(starting)
+    kill_as(launching, "ldconfig", is_nameless=True)
     launching.fail({}, event="child_failed")
     assert launching.verdict().first_failure is None
 
@@ -696,7 +618,7 @@ pause()
 """
 
 
-def test_nothing_is_removed_before_the_last_process_of_the_server_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_removed_before_the_last_process_died(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(procfs, "read_maps", nothing_where_forbidden(procfs.read_maps))
     with child(SHARING) as process:
         *names, rank = process.first_line.split()  # type: ignore[attr-defined]

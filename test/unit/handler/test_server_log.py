@@ -16,7 +16,7 @@ from sglang_crashkit.settings import Settings
 from unit.targets import start_ticks
 
 
-def test_a_line_goes_to_the_servers_main_process_cut_to_what_a_log_bears(short_folder: Path) -> None:
+def test_a_line_goes_to_the_main_process_cut_short(short_folder: Path) -> None:
     tree = ProcessTree(os.getpid())
     path = ArmedFiles.of(short_folder, os.getpid(), start_ticks(os.getpid())).say
     with Mailbox.bind(path) as receiver:
@@ -27,9 +27,7 @@ def test_a_line_goes_to_the_servers_main_process_cut_to_what_a_log_bears(short_f
     assert (message.event, message.fields["text"]) == ("say", "x" * 3000)
 
 
-def test_one_that_does_not_listen_costs_a_line_in_the_handlers_log(
-    short_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_that_does_not_listen_is_logged(short_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     tree = ProcessTree(os.getpid())
     with caplog.at_level(logging.WARNING):
         ServerLog(tree.root, short_folder).say("it hangs")

@@ -16,7 +16,8 @@ from sglang_crashkit.handler.collectors.stacks import capture_stacks, innermost
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.model.incident import ProcessReport
 from sglang_crashkit.model.sample import Frame, Sample, Thread
-from unit.handler.driver import Server, document_of, report_of
+from unit.handler.driver import Server, document_of, events_of, report_of
+from unit.handler.driver import piece_of as one_piece_of
 from unit.targets import make_tool, state_of
 from unit.waiting import wait_until
 
@@ -29,11 +30,18 @@ def pieces_of(document: dict[str, Any], title: str, kind: str) -> list[dict[str,
 
 
 def piece_of(document: dict[str, Any], title: str, kind: str) -> dict[str, Any]:
-    (found,) = pieces_of(document, title, kind)
-    return found
+    """Return a piece, with its text."""
+    piece = one_piece_of(report_of(document, title), kind)
+    return piece | {"text": (Path(document["folder"]) / piece["path"]).read_text() if piece["path"] else ""}
 
 
-def test_of_one_that_compiles_it_is_kept_what_started_the_compiler() -> None:
+def end_by(server: Server, signum: int = signal.SIGKILL) -> dict[str, Any]:
+    """End a rank of a server, and return the incident."""
+    server.kill("scheduler_TP1", signum)
+    return document_of(server)
+
+
+def test_what_started_a_compiler_is_kept() -> None:
     waits = [Frame(name, "subprocess.py", 1) for name in ("_try_wait", "_wait", "wait", "call", "run")]
     compiles = Frame("compile", "torch/_inductor/codecache.py", 5)
     batch = Frame("run_batch", "sglang/srt/managers/scheduler.py", 7)
@@ -50,7 +58,7 @@ def test_of_one_that_compiles_it_is_kept_what_started_the_compiler() -> None:
         (("", "", ""), None),
     ],
 )
-def test_what_a_process_was_doing_is_of_the_first_round_that_gave_its_stack(
+def test_what_it_was_doing_is_of_the_first_good_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: tuple[str, ...], doing: str | None
 ) -> None:
     process: Any = SimpleNamespace(
@@ -74,128 +82,101 @@ def with_tool(tmp_path: Path) -> Callable[[str], dict[str, str]]:
 
 
 @pytest.mark.story
-def test_where_py_spy_serves_it_takes_the_stacks(start_server: Start) -> None:
-    server = start_server()
-    server.kill("scheduler_TP1")
-    document = document_of(server)
-    piece = piece_of(document, "scheduler_TP0", "stack")
-    assert (piece["status"], piece["source"], piece["reason"]) == ("captured", "py-spy", None)
-    # Its own thread that would have answered is of no interest.
-    assert "_answer_all" not in (Path(document["folder"]) / piece["path"]).read_text()
-
-
 @pytest.mark.parametrize("script", [HANGS, "echo rubbish", "exec yes", "exit 1"])
-def test_where_py_spy_does_not_serve_every_living_process_says_itself_what_it_does(
+def test_where_py_spy_does_not_serve_every_process_tells_itself(
     start_server: Start, with_tool: Callable[[str], dict[str, str]], script: str
 ) -> None:
-    server = start_server(environ=with_tool(script))
-    server.kill("scheduler_TP1")
-    document = document_of(server)
+    document = end_by(start_server(environ=with_tool(script)))
     for title in ("scheduler_TP0", "detokenizer"):
         piece = piece_of(document, title, "stack")
         assert (piece["status"], piece["source"]) == ("captured", "in-process")
         assert piece["reason"].startswith("py-spy")
-        assert "wait_for_a_command" in (Path(document["folder"]) / piece["path"]).read_text()
+        assert "wait_for_a_command" in piece["text"]
     assert report_of(document, "scheduler_TP0")["doing"][0].startswith("wait_for_a_command (")
     (root,) = [process for process in document["processes"] if process["role"] == "server"]
-    assert [piece["source"] for piece in root["evidence"] if piece["kind"] == "stack"] == ["in-process"]
-    summary = (Path(document["folder"]) / "summary.md").read_text()
-    assert "stack: captured by in-process (stacks/" in summary
+    assert one_piece_of(root, "stack")["source"] == "in-process"
+    assert "stack: captured by in-process (stacks/" in (Path(document["folder"]) / "summary.md").read_text()
 
 
-def test_a_rank_whose_lock_is_held_in_c_is_told_of_by_faulthandler(
+def test_faulthandler_tells_of_a_lock_held_in_c(
     start_server: Start, with_tool: Callable[[str], dict[str, str]]
 ) -> None:
     server = start_server(environ=with_tool(HANGS))
     server.say("tell scheduler_TP0 hold_the_lock")
     wait_until(lambda: state_of(server.ranks["scheduler_TP0"]) == "S", "it holds the lock")
-    server.kill("scheduler_TP1")
-    document = document_of(server)
+    document = end_by(server)
     piece = piece_of(document, "scheduler_TP0", "stack")
     assert (piece["status"], piece["source"]) == ("captured", "faulthandler")
     assert "py-spy did not end" in piece["reason"]
     assert report_of(document, "scheduler_TP0")["doing"][0].startswith("hold_the_lock (")
 
 
-def test_a_stopped_rank_without_py_spy_has_no_stack_and_the_reasons_and_stays_stopped(
-    start_server: Start, with_tool: Callable[[str], dict[str, str]]
+@pytest.mark.parametrize(
+    ("tool", "native", "status", "reason"),
+    [
+        (
+            "exit 1",
+            "0",
+            "failed",
+            "py-spy ended with status 1; faulthandler: it is stopped, and would take the signal when it goes on",
+        ),
+        (None, "1", "skipped", "it is stopped, and must stay as it was found"),
+    ],
+)
+def test_a_stopped_rank_stays_stopped_and_the_reasons_are_told(
+    start_server: Start,
+    with_tool: Callable[[str], dict[str, str]],
+    tool: str | None,
+    native: str,
+    status: str,
+    reason: str,
 ) -> None:
-    server = start_server(environ=with_tool("exit 1"), answers_sigquit=False)
-    pid = server.ranks["scheduler_TP0"]
+    environ = {"SGLANG_CRASHKIT_NATIVE": native} | (with_tool(tool) if tool else {})
+    server = start_server(environ=environ, ends_after_dump=False)
     server.kill("scheduler_TP0", signal.SIGSTOP)
     server.kill("scheduler_TP1")
-    assert server.line() == "sigquit"
-    assert state_of(pid) == "T"
+    wait_until(lambda: server.incident().document, "the incident is whole")
+    assert state_of(server.ranks["scheduler_TP0"]) == "T"
     server.say("leave 0")
-    document = document_of(server)
-    piece = piece_of(document, "scheduler_TP0", "stack")
-    assert piece["status"] == "failed"
-    assert piece["reason"] == (
-        "py-spy ended with status 1; faulthandler: it is stopped, and would take the signal when it goes on"
-    )
+    piece = piece_of(document_of(server), "scheduler_TP0", "stack" if tool else "native_stack")
+    assert (piece["status"], piece["reason"]) == (status, reason)
 
 
 @pytest.mark.story
 @pytest.mark.parametrize(("signum", "error"), [(signal.SIGSEGV, "Segmentation fault"), (signal.SIGABRT, "Aborted")])
-def test_what_a_fatal_signal_ended_left_its_own_last_stack(start_server: Start, signum: int, error: str) -> None:
+def test_what_a_fatal_signal_ended_left_its_own_last_stack(
+    start_server: Start, capfd: pytest.CaptureFixture[str], signum: int, error: str
+) -> None:
     server = start_server()
-    server.kill("scheduler_TP1", signum)
-    document = document_of(server)
+    document = end_by(server, signum)
     assert report_of(document, "scheduler_TP1")["exit"]["signal"] == signal.Signals(signum).name
     piece = piece_of(document, "scheduler_TP1", "fault_stack")
     assert (piece["status"], piece["source"]) == ("captured", "faulthandler")
-    text = (Path(document["folder"]) / piece["path"]).read_text()
-    assert text.startswith(f"Fatal Python error: {error}\n")
-    stored = json.loads((Path(document["folder"]) / piece["path"].replace(".txt", ".json")).read_text())
+    assert piece["text"].startswith(f"Fatal Python error: {error}\n")
+    stored = json.loads((Path(document["folder"]) / piece["path"]).with_suffix(".json").read_text())
     assert stored["threads"][0]["frames"][0]["function"] == "wait_for_a_command"
     assert report_of(document, "scheduler_TP1")["doing"][0].startswith("wait_for_a_command (")
     assert pieces_of(document, "scheduler_TP0", "fault_stack") == []
-
-
-def test_what_sigkill_ended_is_expected_to_leave_none(start_server: Start) -> None:
-    server = start_server()
-    server.kill("scheduler_TP1")
-    assert pieces_of(document_of(server), "scheduler_TP1", "fault_stack") == []
-
-
-def test_the_server_repeats_on_its_standard_error_what_the_dead_rank_wrote(
-    start_server: Start, capfd: pytest.CaptureFixture[str]
-) -> None:
-    server = start_server()
-    pid = server.ranks["scheduler_TP1"]
-    server.kill("scheduler_TP1", signal.SIGSEGV)
-    document_of(server)
-    said = capfd.readouterr().err
-    assert f"crash kit: process {pid} of this server wrote before it died:\nFatal Python error: Segm" in said
+    # The server repeats it on its own standard error.
+    words = f"crash kit: process {server.ranks['scheduler_TP1']} of this server wrote before it died:"
+    assert f"{words}\nFatal Python error: {error}" in capfd.readouterr().err
 
 
 def test_native_stacks_are_taken_when_asked_for(start_server: Start) -> None:
-    server = start_server(environ={"SGLANG_CRASHKIT_NATIVE": "1"})
-    server.kill("scheduler_TP1")
-    document = document_of(server)
+    document = end_by(start_server(environ={"SGLANG_CRASHKIT_NATIVE": "1"}))
     piece = piece_of(document, "scheduler_TP0", "native_stack")
     assert (piece["status"], piece["source"]) == ("captured", "py-spy")
-    assert "native_stacks" in [entry["event"] for entry in document["timeline"]]
-    assert "wait_for_a_command" in (Path(document["folder"]) / piece["path"]).read_text()
-    assert pieces_of(document, "scheduler_TP1", "native_stack") == []
-
-
-def test_native_stacks_of_a_stopped_rank_are_skipped_and_it_stays_stopped(start_server: Start) -> None:
-    server = start_server(environ={"SGLANG_CRASHKIT_NATIVE": "1"}, ends_after_dump=False)
-    pid = server.ranks["scheduler_TP0"]
-    server.kill("scheduler_TP0", signal.SIGSTOP)
-    server.kill("scheduler_TP1")
-    wait_until(lambda: server.incident().document, "the incident is whole")
-    assert state_of(pid) == "T"
-    server.say("leave 0")
-    piece = piece_of(document_of(server), "scheduler_TP0", "native_stack")
-    assert (piece["status"], piece["reason"]) == ("skipped", "it is stopped, and must stay as it was found")
+    assert "native_stacks" in events_of(document)
+    assert "wait_for_a_command" in piece["text"]
+    # SIGKILL leaves neither of the dead one.
+    for kind in ("native_stack", "fault_stack"):
+        assert pieces_of(document, "scheduler_TP1", kind) == []
 
 
 @pytest.mark.parametrize(
     ("native", "watchdog", "taken"), [(None, "hard", True), ("0", "hard", False), (None, "soft", False)]
 )
-def test_a_hang_that_ends_the_server_has_native_stacks_unless_told_otherwise(
+def test_a_hang_that_ends_the_server_has_native_stacks(
     start_server: Start, native: str | None, watchdog: str, taken: bool
 ) -> None:
     environ = {"SGLANG_CRASHKIT_NATIVE": native} if native else {}

@@ -292,6 +292,7 @@ STORIES: dict[str, list[Step]] = {
     "a lost peer": [
         (1.0, observed(kind="peer_lost", event=Event.PEER_LOST, secs=2.0), "open:peer_lost permit:none"),
         (3.0, TICK, f"{WENT_ON} finish"),
+        (4.0, ended(RANK, "SIGKILL"), f"write forget {KILLED}"),
     ],
     "one that is asked to end while it is silent may end in good order": [
         (0.9, told("draining"), "look_for_silence note:draining"),
@@ -310,6 +311,19 @@ STORIES: dict[str, list[Step]] = {
             "open:hang permit:full add_silence capture capture_again note:draining",
         ),
         (1.1, told("crash_dump_begun"), "permit:full note:crash_dump_begun"),
+    ],
+    "one that fails while a crash is gathered": [
+        (0.5, TICK, ""),
+        (1.0, ended(RANK, "SIGKILL"), KILLED),
+        (2.0, told("draining", unhealthy=True), "permit:full note:draining"),
+    ],
+    "or after a hang was noticed": [
+        (1.0, observed(), "open:hang permit:observe"),
+        (
+            2.0,
+            told("draining", unhealthy=True),
+            "write forget open:hang permit:full add_silence capture capture_again note:draining",
+        ),
     ],
     "one that fails while it drains": [
         (0.5, told("draining"), "look_for_silence note:draining"),

@@ -52,13 +52,11 @@ class Listener:
         self.process = subprocess.Popen(
             [sys.executable, "-c", _SCRIPT, str(path), json.dumps(answers)], stdout=subprocess.PIPE, text=True
         )
-        assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
         self._pid.write_text(str(self.process.pid))
 
     def heard(self) -> dict[str, Any]:
         """Return the next message."""
-        assert self.process.stdout is not None
         message: dict[str, Any] = json.loads(self.process.stdout.readline())
         return message
 
@@ -115,5 +113,4 @@ def listener(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Li
     monkeypatch.setenv(SPOOL_VARIABLE, str(short_folder / "spool"))
     yield found
     found.kill()
-    assert found.process.stdout is not None
     found.process.stdout.close()

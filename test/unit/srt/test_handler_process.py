@@ -104,8 +104,6 @@ def started(temporary: Path, sitecustomize: str = "", *, waits: bool = True, **e
         env=inherited | variables | environ,
     ) as process:
         try:
-            assert process.stdin is not None
-            assert process.stdout is not None
             lines = []
             while (line := process.stdout.readline()) != "ready\n":
                 assert line, lines

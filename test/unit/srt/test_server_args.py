@@ -65,10 +65,10 @@ def test_without_a_crash_handler_the_recorder_is_left_alone(environ: MutableMapp
     assert environ.keys() & {"TORCH_NCCL_TRACE_BUFFER_SIZE", OWN} == set()
 
 
-@pytest.mark.parametrize("folder", [None, ""])
-def test_nothing_happens_without_a_crash_folder(environ: MutableMapping[str, str], folder: str | None) -> None:
+@pytest.mark.parametrize("server_args", [args(None), args(""), object()])
+def test_nothing_happens_without_a_crash_folder(environ: MutableMapping[str, str], server_args: object) -> None:
     before = dict(environ)
-    set_crash_dump_env(args(folder))
+    set_crash_dump_env(server_args)
     assert environ == before
 
 
@@ -105,22 +105,12 @@ def test_what_the_user_set_stays(environ: MutableMapping[str, str], tmp_path: Pa
     assert environ.keys() >= NAMES
 
 
-def test_the_crash_folder_is_not_touched(environ: MutableMapping[str, str], tmp_path: Path) -> None:
-    set_crash_dump_env(args(tmp_path / "crash"))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_relative_crash_folder_is_the_same_for_every_process(
     environ: MutableMapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     set_crash_dump_env(args("crash"))
     assert environ["CUDA_COREDUMP_FILE"] == f"{tmp_path}/crash/%h/core.cuda.%t.%p"
-
-
-def test_arguments_of_another_shape_do_not_stop_the_server(environ: MutableMapping[str, str]) -> None:
-    set_crash_dump_env(object())
-    assert not environ.keys() & NAMES
 
 
 def test_it_is_a_method_where_upstream_has_none(environ: MutableMapping[str, str], tmp_path: Path) -> None:
@@ -132,28 +122,10 @@ def test_it_is_a_method_where_upstream_has_none(environ: MutableMapping[str, str
     assert environ.keys() >= NAMES
 
 
-def test_upstreams_function_runs_only_when_the_kit_is_off(environ: MutableMapping[str, str], tmp_path: Path) -> None:
-    calls = []
-
-    @in_place_of_crash_dump_env
-    def handle_crash_dump_env(server_args: object) -> None:
-        """Upstream's."""
-        calls.append(server_args)
-
-    handle_crash_dump_env(args(tmp_path))
-    assert calls == []
-    assert environ.keys() >= NAMES
-    environ.clear()
-    environ["SGLANG_CRASHKIT_ENABLED"] = "0"
-    given = args(tmp_path)
-    handle_crash_dump_env(given)
-    set_crash_dump_env(given)
-    assert calls == [given]
-    assert not environ.keys() & NAMES
-    assert handle_crash_dump_env.__name__ == "handle_crash_dump_env"
-
-
-def test_the_switch_of_cores_leaves_them_to_the_release(environ: MutableMapping[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("switch", ["SGLANG_CRASHKIT_ENABLED", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH", ""])
+def test_upstreams_function_runs_only_when_the_kit_leaves_it_to_it(
+    environ: MutableMapping[str, str], tmp_path: Path, switch: str
+) -> None:
     calls = []
 
     @in_place_of_crash_dump_env
@@ -161,31 +133,28 @@ def test_the_switch_of_cores_leaves_them_to_the_release(environ: MutableMapping[
         """Upstream's, from 0.5.13 on."""
         calls.append(server_args)
 
-    environ["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] = "0"
+    environ |= {switch: "0"} if switch else {}
     given = args(tmp_path / "crash")
-    set_crash_dump_env(given)
-    assert [name for name in environ if name.startswith("CUDA_")] == []
-    assert not (tmp_path / "crash").exists()
     handle_crash_dump_env(given)
-    assert calls == [given]
+    set_crash_dump_env(given)
+    assert calls == [given] * bool(switch)
+    expected = {"": NAMES, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": {"TORCH_NCCL_TRACE_BUFFER_SIZE"}}.get(switch, set())
+    assert environ.keys() & NAMES == expected
+    # The crash folder is not touched.
+    assert list(tmp_path.iterdir()) == []
+    assert handle_crash_dump_env.__name__ == "handle_crash_dump_env"
 
 
 def test_a_program_gives_what_it_starts_later_none_of_it(environ: MutableMapping[str, str], tmp_path: Path) -> None:
     before = dict(environ)
     set_crash_dump_env(args(tmp_path))
     launched = dict(environ)
-    withdraw_crash_dump_env()
-    assert environ == before
+    for _ in range(2):
+        withdraw_crash_dump_env()
+        assert environ == before
     # Its own look for cores still knows where the driver of a rank listens.
     assert crash_dump_environ() == launched
-    withdraw_crash_dump_env()
-    assert environ == before
-
-
-def test_the_next_launch_of_a_program_has_it_again(environ: MutableMapping[str, str], tmp_path: Path) -> None:
-    set_crash_dump_env(args(tmp_path))
-    launched = dict(environ)
-    withdraw_crash_dump_env()
+    # The next launch has it again.
     set_crash_dump_env(args(tmp_path))
     assert environ == launched
 

@@ -59,7 +59,6 @@ def test_a_queue_is_watched_from_its_creation(listener: Listener) -> None:
     heard = listener.heard()
     assert (heard["event"], heard["role"], heard["lead"], heard["has_descriptor"]) == ("pair", "prefill", True, True)
     answers = peer_answers.current()
-    assert answers is not None
     answers.stop()
 
 

@@ -69,7 +69,6 @@ class Handler:
         return {"event": message.event} | message.fields
 
     def ask(self, question: bytes) -> KnownPeers | Waits | bool:
-        assert self.connection is not None
         self.connection.send(question)
         return AnswerReader(7).take(self.connection.recv(100_000))
 
@@ -123,7 +122,6 @@ def test_who_waits_for_a_peer_is_told(handler: Handler) -> None:
         [WaitingRequest("a", 1)],
         [WaitingRequest("b", 2)],
     )
-    assert handler.connection is not None
     other = AnswerReader(7).take(handler.connection.recv(100_000))
     assert isinstance(other, Waits)
     assert (other.name, other.told.count) == ("other:1", 0)
@@ -148,7 +146,6 @@ def test_the_heartbeat_is_told_of_by_itself(handler: Handler) -> None:
 
 def test_the_thread_ends_with_the_handler(handler: Handler) -> None:
     start(Tables(), handler)
-    assert handler.connection is not None
     handler.connection.close()
     wait_until(lambda: not threads(), "the thread ends")
 
@@ -157,7 +154,6 @@ def test_the_thread_ends_with_sglangs_tables(handler: Handler) -> None:
     tables = Tables()
     start(tables, handler)
     tables.its = None
-    assert handler.connection is not None
     handler.connection.send(known_question())
     assert handler.connection.recv(100) == b""
 
@@ -174,7 +170,6 @@ def test_answers_that_fail_end_with_a_word(handler: Handler, caplog: pytest.LogC
     tables = Tables()
     start(tables, handler)
     tables.error = AttributeError("SGLang calls it something else")
-    assert handler.connection is not None
     for _ in range(3):
         handler.connection.send(known_question())
     assert handler.connection.recv(100) == b""
@@ -191,7 +186,6 @@ def test_a_handler_that_reads_nothing_does_not_hold_the_thread(
     many = [frozenset({PeerProcess(0, f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}", 51)}) for n in range(4000)]
     tables.its = KnownPeers({f"a-long-name-of-a-peer-{number:0100}": its for number, its in enumerate(many)})
     answers = start(tables, handler)
-    assert handler.connection is not None
     handler.connection.send(known_question())
     answers.stop()
     wait_until(lambda: not threads(), "the thread ends")

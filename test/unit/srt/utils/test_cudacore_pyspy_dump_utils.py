@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 
 from sglang_crashkit.srt.utils import cudacore_pyspy_dump_utils as dump_utils
 from unit.srt.conftest import Listener
-from unit.waiting import LONG, wait_until
+from unit.waiting import child, wait_until
 
 LOGGER = "sglang.srt.utils.cudacore_pyspy_dump_utils"
 Run = Callable[..., Any]
@@ -69,34 +71,14 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return seen
 
 
-@pytest.fixture
-def titled() -> Iterator[Callable[[str], int]]:
-    """Start processes with a title."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(title: str) -> int:
-        code = f"import setproctitle, time; setproctitle.setproctitle({title!r}); print(flush=True); time.sleep(60)"
-        started.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE))
-        assert started[-1].stdout is not None
-        started[-1].stdout.readline()
-        return started[-1].pid
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait(LONG)
-        assert process.stdout is not None
-        process.stdout.close()
-
-
 # -- which processes
 
 
-def test_schedulers_are_told_by_their_titles(titled: Callable[[str], int]) -> None:
-    wanted = {titled("sglang::scheduler_TP0"), titled("sglang::scheduler")}
-    titled("sglang::detokenizer")
-    titled("not sglang::scheduler")
-    assert {process.pid for process in dump_utils.collect_scheduler_processes()} == wanted
+def test_schedulers_are_told_by_their_titles() -> None:
+    with contextlib.ExitStack() as stack:
+        titles = ("sglang::scheduler_TP0", "sglang::scheduler", "sglang::detokenizer", "not sglang::scheduler")
+        pids = [stack.enter_context(child(SLEEPER, title=title)).pid for title in titles]
+        assert {process.pid for process in dump_utils.collect_scheduler_processes()} == set(pids[:2])
 
 
 @pytest.mark.parametrize("error", [psutil.NoSuchProcess(1), psutil.AccessDenied(1), psutil.ZombieProcess(1), OSError()])
@@ -179,13 +161,16 @@ def test_all_together_have_a_deadline(two: list[Process], monkeypatch: pytest.Mo
     assert len(slept) == 1
 
 
-def test_a_real_stack(titled: Callable[[str], int], caplog: pytest.LogCaptureFixture) -> None:
-    pid = titled("sglang::scheduler_TP0")
-    os.kill(pid, 19)
-    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "it is stopped")
-    dump_utils.pyspy_dump_schedulers(scheduler_only=True)
-    assert "<module> (<string>:1)" in caplog.text
-    assert psutil.Process(pid).status() == psutil.STATUS_STOPPED
+def test_a_real_stack(caplog: pytest.LogCaptureFixture) -> None:
+    with child(SLEEPER, title="sglang::scheduler_TP0") as process:
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "it is stopped")
+        dump_utils.pyspy_dump_schedulers(scheduler_only=True)
+        assert "pause (<string>:" in caplog.text
+        assert psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+
+
+SLEEPER = "ready(); pause()"
 
 
 # -- the crash handler comes first
@@ -209,7 +194,6 @@ def test_the_handler_is_asked_first(
         dump_utils.pyspy_dump_schedulers(scheduler_only=True)
     finally:
         handler.kill()
-        assert handler.process.stdout is not None
         handler.process.stdout.close()
     assert upstream == ([] if answer.get("captured") else [True])
     assert len(commands) == (0 if answer.get("captured") else 2)
