@@ -39,6 +39,8 @@ EVENTS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "members": {"started": (list,)},
     "beat": {"modes": (dict,)},
     "journal": {},
+    "log": {},
+    "surroundings": {"ready": (bool,)},
     "pair": {"role": (str,), "lead": (bool,)},
     "exception": {"message": (str,), "record": (str,)},
     "watchdog_timeout": {"name": (str,), "silent_secs": _NUMBER, "soft": (bool,)},

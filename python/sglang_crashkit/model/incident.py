@@ -27,6 +27,8 @@ EvidenceKind = Literal[
     "gpu_kernels",
     "gpu_stack",
     "flight_recorder",
+    "log",
+    "environment",
 ]
 EvidenceStatus = Literal["captured", "failed", "skipped"]
 Level = Literal["established", "supported", "unknown"]
@@ -268,7 +270,12 @@ class Occurrence:
 
 @dataclass
 class Incident:
-    """Everything the kit knows of one crash, hang or loss of the other server of a pair."""
+    """Everything the kit knows of one crash, hang or loss of the other server of a pair.
+
+    Attributes:
+        environment: what of ``environment.json`` a summary says first, see `handler.collectors.environment`; None
+            before it was gathered.
+    """
 
     id: str
     kind: str
@@ -278,6 +285,7 @@ class Incident:
     requests: Requests = field(default_factory=Requests)
     peers: list[LostPeer] = field(default_factory=list)
     collectives: Collectives | None = None
+    environment: dict[str, Any] | None = None
     timeline: list[dict[str, Any]] = field(default_factory=list)
     verdict: Verdict | None = None
     handler: HandlerInfo | None = None

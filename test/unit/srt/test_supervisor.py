@@ -457,15 +457,17 @@ def test_a_whole_node_ends_with_a_status(start: Start, words: list[str], status:
 def test_a_whole_node_ends_as_upstreams_when_rank_0_ends_its_schedulers(listener: Listener, start: Start) -> None:
     node = start("0 0", "1 0", "join x", **{settings.SOCKET_VARIABLE: str(listener.path)})
     assert node.wait(LONG) == 0
-    assert [listener.heard()["event"] for _ in range(4)] == ["launch", "members", "draining", "teardown"]
+    told = ["launch", "surroundings", "members", "surroundings", "draining", "teardown"]
+    assert [listener.heard()["event"] for _ in told] == told
 
 
 def test_the_handlers_word_is_waited_for(listener: Listener, start: Start) -> None:
     assert start("kill 1", **{settings.SOCKET_VARIABLE: str(listener.path)}).wait(LONG) == 137
-    assert [listener.heard()["event"] for _ in range(2)] == ["launch", "members"]
-    told = listener.heard()
-    assert told["event"] == "child_failed"
-    assert " was killed by SIGKILL (" in told["message"]
+    told = ["launch", "surroundings", "members", "surroundings"]
+    assert [listener.heard()["event"] for _ in told] == told
+    failed = listener.heard()
+    assert failed["event"] == "child_failed"
+    assert " was killed by SIGKILL (" in failed["message"]
     assert listener.heard()["event"] == "teardown"
 
 
