@@ -86,18 +86,20 @@ def format_log(records: Sequence[LogRecord], prompts: Sequence[str], deadline: f
         deadline: what is not searched by then, by the monotonic clock, is withheld.
     """
     secrets = secrets_of_mapping(os.environ)
-    said = [redact_text(one.text, secrets) if time.monotonic() < deadline else _WITHHELD for one in records]
+    # What was said last tells most, and is searched first.
+    newest = records[::-1]
+    said = [redact_text(one.text, secrets) if time.monotonic() < deadline else _WITHHELD for one in newest]
     if prompts:
         # SGLang tells of the state of the server at that level, and of what went wrong with a request above it.
-        doubtful = [number for number, one in enumerate(records) if one.level > logging.INFO]
-        for number, text in zip(
-            doubtful, _without_prompts([said[n] for n in doubtful], prompts, deadline), strict=True
-        ):
+        doubtful = [number for number, one in enumerate(newest) if one.level > logging.INFO]
+        searched = _without_prompts([said[number] for number in doubtful], prompts, deadline)
+        for number, text in zip(doubtful, searched, strict=True):
             said[number] = text
-    return [
+    lines = (
         f"{iso_time(one.seconds)} {logging.getLevelName(one.level)} {one.logger}: {text}\n"
-        for one, text in zip(records, said, strict=True)
-    ]
+        for one, text in zip(newest, said, strict=True)
+    )
+    return list(lines)[::-1]
 
 
 def _without_prompts(texts: Sequence[str], prompts: Sequence[str], deadline: float) -> list[str]:
