@@ -40,6 +40,8 @@ EVENTS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "beat": {"modes": (dict,)},
     "journal": {},
     "steps": {"modes": (dict,)},
+    "log": {},
+    "surroundings": {"ready": (bool,)},
     "pair": {"role": (str,), "lead": (bool,)},
     "exception": {"message": (str,), "record": (str,)},
     "watchdog_timeout": {"name": (str,), "silent_secs": _NUMBER, "soft": (bool,)},

@@ -160,6 +160,8 @@ class Settings:
         native: ``SGLANG_CRASHKIT_NATIVE``; whether native stacks are taken, which stops each process for a moment. None
             where it is not set: of a server that hangs and will be ended for it.
         journal: ``SGLANG_CRASHKIT_JOURNAL``; no request is noted before a crash when false.
+        log_records: ``SGLANG_CRASHKIT_LOG_RECORDS``; how many of its last log records each process keeps for an
+            incident; 0 for none.
         journal_mb: ``SGLANG_CRASHKIT_JOURNAL_MB``; how much memory the journal of one process may take, in mebibytes,
             1 to 1024.
         steps: ``SGLANG_CRASHKIT_STEPS``; the schedulers keep no record of their last steps when false.
@@ -188,6 +190,7 @@ class Settings:
     journal: bool = True
     journal_mb: float = 32.0
     steps: bool = True
+    log_records: int = 200
     full_per_fault: int = 3
     disk: DiskLimits = field(default_factory=DiskLimits)
     exit_secs: float = 60.0
@@ -211,6 +214,7 @@ class Settings:
             capture_secs=read_seconds(environ, "SGLANG_CRASHKIT_CAPTURE_SECS", 1.5),
             startup_timeout_secs=read_seconds(environ, "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", 0.0),
             journal=read_bool(environ, "SGLANG_CRASHKIT_JOURNAL", True),
+            log_records=read_number(environ, "SGLANG_CRASHKIT_LOG_RECORDS", 200),
             journal_mb=read_megabytes(environ, "SGLANG_CRASHKIT_JOURNAL_MB", 32.0),
             steps=read_bool(environ, "SGLANG_CRASHKIT_STEPS", True),
             peer_watch=read_bool(environ, "SGLANG_CRASHKIT_PEER_WATCH", True),

@@ -91,6 +91,38 @@ def test_every_process_that_lived_has_a_stack(crash: Crash) -> None:
             assert kinds["proc_state"] == "captured", process
 
 
+def test_what_surrounded_the_server_is_told(crash: Crash) -> None:
+    environment = json.loads((crash.wreck.folder / "environment.json").read_text())
+    assert (Path(environment["model"]).is_dir(), environment["parallel"]["tp"]) == (True, 2)
+    assert environment["arguments"]["tp_size"] == 2
+    assert "sglang.launch_server" in environment["command_line"]
+    versions = environment["versions"]
+    assert versions["sglang"].split("+")[0] == crash.lane.release
+    assert {"torch", "transformers", "sglang-crashkit", "python"} <= set(versions)
+    assert environment["started"] < environment["ready_since"] < crash.wreck.incident["trigger"]["time"]
+    told = {one["title"]: one for one in environment["processes"]}
+    assert told[SURVIVOR]["open_files"] > 0
+    assert told[SURVIVOR]["limits"]["open_files"]["soft"] > 0
+    assert environment["cgroup"]
+    assert environment["shared_memory"]["total_bytes"] > 0
+    assert crash.wreck.incident["environment"]["versions"] == versions
+    assert f"- model {environment['model']}, tp 2\n" in (crash.wreck.folder / "summary.md").read_text()
+
+
+def test_every_process_of_the_server_left_its_log(crash: Crash) -> None:
+    own = [one for one in crash.wreck.incident["processes"] if one["role"] not in ("helper", "starting")]
+    assert {"server", "scheduler", "detokenizer"} <= {one["role"] for one in own}
+    texts = {}
+    for process in own:
+        (piece,) = [piece for piece in process["evidence"] if piece["kind"] == "log"]
+        # A detokenizer may have nothing to say.
+        assert piece["status"] == "captured" or piece["reason"] == "it logged nothing", piece
+        texts[process["title"]] = (crash.wreck.folder / piece["path"]).read_text() if piece["path"] else ""
+    assert "INFO sglang.srt" in texts[VICTIM]
+    assert "INFO sglang.srt" in texts[SURVIVOR]
+    assert any("server_args=" in text for text in texts.values())
+
+
 def test_without_a_gpu_the_flight_recorder_is_not_waited_for(crash: Crash) -> None:
     piece = crash.wreck.evidence(SURVIVOR, "flight_recorder")
     assert (piece["status"], piece["seconds"]) == ("skipped", None)

@@ -80,7 +80,14 @@ def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     lane = ensure_lane(request.param)
     folder = tmp_path_factory.mktemp("crash")
     env = {"SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS": "50", "OTHER_SERVICE_TOKEN": VARIABLE}
-    options = ["--api-key", API_KEY, f"--admin-api-key={API_KEY}-admin", "--crash-dump-folder", str(folder)]
+    options = [
+        "--api-key",
+        API_KEY,
+        f"--admin-api-key={API_KEY}-admin",
+        "--crash-dump-folder",
+        str(folder),
+        "--log-requests",
+    ]
     with Server.start(lane, extra_args=options, env=env) as server:
         server.wait_ready()
         client = threading.Thread(target=ask, args=(server,), daemon=True)
@@ -97,6 +104,13 @@ def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_a_secret_stands_nowhere(left: Left, secret: str) -> None:
     assert left.incident["verdict"]["kind"] == "exception"
     assert left.holding(secret) == []
+
+
+def test_what_surrounded_the_server_was_among_what_was_searched(left: Left) -> None:
+    written = left.holding("<redacted>")
+    assert any(name.endswith("/environment.json") for name in written)
+    # SGLang logs its arguments at the launch, and the server of this test the text of each request.
+    assert any("/logs/" in name for name in written)
 
 
 def test_a_prompt_stands_among_the_requests_only(left: Left) -> None:

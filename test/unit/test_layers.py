@@ -30,6 +30,7 @@ ALLOWED = {
     "capture": {"errors", "kernel", "model", "settings"},
     "incident": {"errors", "kernel", "model", "settings"},
     "handler": {
+        "redact",
         "analysis",
         "capture",
         "errors",

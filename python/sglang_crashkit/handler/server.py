@@ -179,6 +179,10 @@ class CrashHandler:
             self.session.journals.follow(sender, message.descriptor)
         elif event == "steps":
             self.session.steps.follow(sender, message.descriptor, fields.get("modes"))
+        elif event == "log":
+            self.session.logs.follow(sender, message.descriptor)
+        elif event == "surroundings" and sender.is_root:
+            self.session.surroundings.hear(message.descriptor, _time_of(message), ready=fields.get("ready") is True)
         elif event == "pair":
             self._prober.take_rank(sender.pid, message.descriptor, fields)
         elif event == "peer_lost":

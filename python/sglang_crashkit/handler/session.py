@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import signal
 import time
@@ -11,7 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.collectors.environment import Surroundings
 from sglang_crashkit.handler.collectors.gpu import GpuEvidence
+from sglang_crashkit.handler.collectors.logs import ProcessLogs
 from sglang_crashkit.handler.collectors.requests import RequestJournals
 from sglang_crashkit.handler.collectors.steps import StepRecords
 from sglang_crashkit.handler.folders import Place
@@ -142,6 +145,8 @@ class Session:
         silences: what follows the schedulers' heartbeats; None where nothing does.
         journals: what the server's processes noted of their requests.
         steps: what its schedulers noted of their last steps.
+        logs: what they logged last.
+        surroundings: what the server told of its launch.
         gpus: what `run` asks of the GPUs.
     """
 
@@ -154,6 +159,8 @@ class Session:
         self.silences: Silences | None = None
         self.journals = RequestJournals()
         self.steps = StepRecords()
+        self.logs = ProcessLogs()
+        self.surroundings = Surroundings()
         self.gpus = GpuEvidence(tree, place, settings)
         self._tree = tree
         self._mailbox = mailbox
@@ -436,6 +443,8 @@ class Session:
                 run.save()
         self.journals.close()
         self.steps.close()
+        self.logs.close()
+        self.surroundings.close()
 
     def hear_farewell(self, message: Message) -> None:
         """Take in that the main process is about to end in good order, and with it maybe this process.
@@ -562,14 +571,27 @@ class Session:
         self.steps.add_to(run, self._tree)
         if not run.problem:
             self.journals.add_to(run)
+        self._add_surroundings(run)
         try:
             run.finish()
         except (OSError, CrashkitError) as error:
             logger.error("incident %s could not be finished: %s", run.path, error)
             run.finished = True
             self.journals.keep()
+            self.logs.keep()
         else:
             self.journals.remove_taken()
+            self.logs.remove_taken()
+
+    def _add_surroundings(self, run: IncidentRun) -> None:
+        for part in (
+            functools.partial(self.logs.add_to, run, self._tree, self._settings.log_records),
+            functools.partial(self.surroundings.add_to, run, self._tree),
+        ):
+            try:
+                part()
+            except Exception as error:  # noqa: BLE001 - as above
+                self.note_error("what surrounds the server", error)
 
     def _discard(self) -> None:
         logger.info("it was no incident")

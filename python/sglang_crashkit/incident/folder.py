@@ -5,6 +5,8 @@
     <crash folder>/<hostname>/incidents/<UTC time>-<kind>-<id>/
         incident.json   the incident (``schema_version`` tells the form)
         summary.md      the same for a person
+        environment.json  what surrounded the server: arguments, versions, limits, pressure
+        logs/           the last log records of each process
         stacks/         one file a process, as text and as JSON
         ranks/          what a failing rank wrote of itself
         gpu/            what the GPU cores say, one file a process; the flight recorders, ``flight_recorder_<rank>``, as

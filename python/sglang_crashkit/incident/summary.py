@@ -52,6 +52,7 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     yield f"- incident {document.get('id')} on {server.get('hostname')}, {trigger.get('time')}"
     kit = server.get("kit_version")
     yield f"- SGLang {server.get('sglang_version')}, server pid {server.get('pid')}, crash kit {kit}"
+    yield from (f"- {line}" for line in environment_in_words(mapping_of(document.get("environment"))))
     yield f"- requests: {requests_in_words(mapping_of(document.get('requests')))}"
     if suspects := mappings_of(document.get("suspects")):
         yield f"- {suspect_in_words(suspects)}"
@@ -139,6 +140,41 @@ def suspect_in_words(suspects: Sequence[Mapping[str, Any]]) -> str:
 def timeline_of(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the events in order of time."""
     return sorted(mappings_of(document.get("timeline")), key=lambda entry: str(entry.get("time")))
+
+
+def environment_in_words(environment: Mapping[str, Any]) -> Iterator[str]:
+    """Say in a few lines what surrounded the server, of what is known."""
+    versions, place = mapping_of(environment.get("versions")), mapping_of(environment.get("place"))
+    sizes = mapping_of(environment.get("parallel"))
+    served = [f"model {environment['model']}"] if environment.get("model") else []
+    # Only the first size tells where there is one rank.
+    served += [f"{name} {size}" for name, size in sizes.items() if name == "tp" or (name != "node_rank" and size != 1)]
+    named = ("torch", "transformers", "cuda", "hip", "driver", "python")
+    built = [f"{name} {versions[name]}" for name in named if versions.get(name)]
+    times = [f"started {environment['started']}"] if environment.get("started") else []
+    times += [f"ready since {environment['ready_since']}"] if environment.get("ready_since") else []
+    if isinstance(environment.get("uptime_secs"), (int, float)):
+        times.append(f"up {environment['uptime_secs']:.0f} s")
+    memory, shared = (mapping_of(environment.get(name)) for name in ("memory", "shared_memory"))
+    sizes_of = {
+        "memory used": memory.get("used_bytes"),
+        "peak": memory.get("peak_bytes"),
+        "limit": memory.get("limit_bytes"),
+        "shared memory used": shared.get("used_bytes"),
+        "of": shared.get("total_bytes"),
+    }
+    taken = [f"{name} {size / (1 << 30):.2f} GiB" for name, size in sizes_of.items() if isinstance(size, int)]
+    kills = mapping_of(memory.get("events")).get("oom_kill")
+    taken += [f"OOM kills {kills}"] if kills else []
+    where = [f"container {str(place['container'])[:12]}"] if place.get("container") else []
+    for kind, names in (("kubernetes", ("pod_namespace", "pod_name", "node_name")), ("slurm", ("job_id", "node"))):
+        its = mapping_of(place.get(kind))
+        where += [f"{kind} {name} {its[name]}" for name in names if its.get(name)]
+    for parts in (served, built, times, taken, where):
+        if parts:
+            yield ", ".join(parts)
+    if environment.get("path"):
+        yield f"more of it in {environment['path']}"
 
 
 def requests_in_words(requests: Mapping[str, Any]) -> str:

@@ -6,10 +6,12 @@ Sources: cgroup-v2 (``memory.events``) and cgroup-v1 (``memory.oom_control``) in
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_MOUNTS = Path("/proc/self/mounts")
+_PROC = Path("/proc")
+_MOUNTS = _PROC / "self/mounts"
 
 
 @dataclass(frozen=True)
@@ -30,34 +32,69 @@ class OomCounter:
         return None if now is None else now - self.kills
 
 
+@dataclass(frozen=True)
+class Group:
+    """A cgroup.
+
+    Attributes:
+        version: 1 or 2.
+        folder: where its files are.
+        mount: where its hierarchy begins, as far as this process sees it.
+    """
+
+    version: int
+    folder: Path
+    mount: Path
+
+
 def find_counter(pid: int) -> OomCounter | None:
     """Return the OOM counter of the memory cgroup of `pid`, None where there is none to be read."""
-    try:
-        memberships = Path(f"/proc/{pid}/cgroup").read_text(errors="replace")
-    except OSError:
-        return None
-    for line in memberships.splitlines():
-        _hierarchy, controllers, group = line.split(":", 2)
-        candidates: list[Path] = []
-        if "memory" in controllers.split(","):
-            candidates = _counter_files("cgroup", "memory", group, "memory.oom_control")
-        elif not controllers:
-            candidates = _counter_files("cgroup2", None, group, "memory.events")
-        for path in candidates:
-            if (kills := _read_kills(path)) is not None:
-                return OomCounter(path, kills)
+    for version, folder, _mount in _folders(pid, "memory"):
+        path = folder / ("memory.oom_control" if version == 1 else "memory.events")
+        if (kills := _read_kills(path)) is not None:
+            return OomCounter(path, kills)
     return None
 
 
-def _counter_files(fs_type: str, option: str | None, group: str, name: str) -> list[Path]:
-    files = []
+def find_group(pid: int, controller: str, files: Sequence[str]) -> Group | None:
+    """Return the cgroup of `pid` for a controller, such as ``memory``; None where there is none to be read.
+
+    Args:
+        pid: the process.
+        controller: the controller's name, which is that of v1's hierarchy too.
+        files: the folder has one of these, the one of v1 first.
+    """
+    for version, folder, mount in _folders(pid, controller):
+        if (folder / files[version - 1]).exists():
+            return Group(version, folder, mount)
+    return None
+
+
+def _folders(pid: int, controller: str) -> Iterator[tuple[int, Path, Path]]:
+    """Yield where the cgroup of `pid` may be: version, folder and mount."""
+    try:
+        memberships = (_PROC / str(pid) / "cgroup").read_text(errors="replace")
+    except OSError:
+        return
+    for line in memberships.splitlines():
+        _hierarchy, controllers, group = line.split(":", 2)
+        if controller in controllers.split(","):
+            version, mounts = 1, _mount_points("cgroup", controller)
+        elif not controllers:
+            version, mounts = 2, _mount_points("cgroup2", None)
+        else:
+            continue
+        for mount in mounts:
+            # Inside a container the mount is often the group itself while the path is the host's.
+            yield version, mount / group.lstrip("/"), mount
+            yield version, mount, mount
+
+
+def _mount_points(fs_type: str, option: str | None) -> Iterator[Path]:
     for line in _MOUNTS.read_text(errors="replace").splitlines():
         _device, mount_point, kind, options, *_ = line.split(" ")
         if kind == fs_type and (option is None or option in options.split(",")):
-            mount = Path(mount_point.replace("\\040", " "))
-            # Inside a container the mount is often the group itself while the path is the host's.
-            files += [mount / group.lstrip("/") / name, mount / name]
-    return files
+            yield Path(mount_point.replace("\\040", " "))
 
 
 def _read_kills(path: Path) -> int | None:

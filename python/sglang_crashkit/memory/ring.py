@@ -62,6 +62,7 @@ class RingWriter:
 
     Args:
         size: how long it may be, in bytes. It takes no more memory than was written to it.
+        name: what the kernel calls the memory.
 
     Attributes:
         fd: the descriptor to be passed on to a reader; it is closed with the ring.
@@ -73,7 +74,7 @@ class RingWriter:
         RingError: the kernel gives no memory or no descriptor; nothing is left behind.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, name: str = NAME) -> None:
         self.capacity = max(size - _HEADER_BYTES, _MIN_CAPACITY) // _ALIGNMENT * _ALIGNMENT
         self.max_payload = min(self.capacity // 16, _MAX_PAYLOAD) - _FRAME_BYTES
         #: A held record is written again when the head is so many bytes ahead of it.
@@ -90,7 +91,7 @@ class RingWriter:
         #: Up to where records go without a look at what is held and what is reserved, and where that look was last.
         self._quiet_until = self._looked_at = 0
         self._reserved = 0
-        self.fd = _create(_HEADER_BYTES + self.capacity)
+        self.fd = create_sealed(_HEADER_BYTES + self.capacity, name)
         try:
             self._reserve(0)
             self._map = mmap.mmap(self.fd, _HEADER_BYTES + self.capacity)
@@ -322,10 +323,15 @@ def is_ring(descriptor: int) -> bool:
         return False
 
 
-def _create(length: int) -> int:
+def create_sealed(length: int, name: str) -> int:
+    """Return a descriptor of memory of so many bytes that nobody makes shorter or longer.
+
+    Raises:
+        RingError: the kernel gives no memory or no descriptor.
+    """
     descriptor = -1
     try:
-        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(descriptor, 0o600)
         os.ftruncate(descriptor, length)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)

@@ -30,6 +30,8 @@ EvidenceKind = Literal[
     "gpu_stack",
     "flight_recorder",
     "steps",
+    "log",
+    "environment",
 ]
 EvidenceStatus = Literal["captured", "failed", "skipped"]
 Level = Literal["established", "supported", "unknown"]
@@ -328,8 +330,12 @@ class Occurrence:
 class Incident:
     """Everything the kit knows of one crash, hang or loss of the other server of a pair.
 
-    `divergence` is where the ranks that must agree went different ways, or that they did not; see
-    `analysis.divergence.Divergence`. It is None where no rank has another one to agree with, or none noted its steps.
+    Attributes:
+        divergence: where the ranks that must agree went different ways, or that they did not; see
+            `analysis.divergence.Divergence`. None where no rank has another one to agree with, or none noted its steps.
+        suspects: the requests that may have brought the failure about, most suspicious first.
+        environment: what of ``environment.json`` a summary says first, see `handler.collectors.environment`; None
+            before it was gathered.
     """
 
     id: str
@@ -342,6 +348,7 @@ class Incident:
     collectives: Collectives | None = None
     divergence: dict[str, Any] | None = None
     suspects: list[Suspect] = field(default_factory=list)
+    environment: dict[str, Any] | None = None
     timeline: list[dict[str, Any]] = field(default_factory=list)
     verdict: Verdict | None = None
     handler: HandlerInfo | None = None

@@ -48,6 +48,7 @@ from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, read_number, run
 from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.flight_recorder import prepare_flight_recorder
 from sglang_crashkit.srt.hooks import never_raises, notify, say, say_line, shorten
+from sglang_crashkit.srt.log_handler import keep_log_records
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def on_configure_logger(configure: Function) -> Function:
     @functools.wraps(configure)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = configure(*args, **kwargs)
-        arm_worker()
+        arm_worker(args[0] if args else kwargs.get("server_args"))
         return result
 
     return wrapper  # type: ignore[return-value]
@@ -104,18 +105,23 @@ def on_tokenizer_worker(worker: type) -> type:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
         crash_exit.note_started()
-        arm_worker()
+        arm_worker(getattr(self, "server_args", None))
 
     worker.__init__ = wrapper  # type: ignore[misc]
     return worker
 
 
 @never_raises
-def arm_worker() -> None:
-    """Arm this process where it is one of SGLang's own workers, by its title, and has a crash handler."""
+def arm_worker(server_args: Any = None) -> None:
+    """Arm this process where it is one of SGLang's own workers, by its title, and has a crash handler.
+
+    Args:
+        server_args: SGLang's ``ServerArgs``, where they are known.
+    """
     # Not setproctitle's own answer: to give it, it rewrites the process's command line.
     if procfs.read_title(os.getpid()).startswith(_WORKER) and Settings.from_environ().enabled:
         notify("member")
+        keep_log_records(server_args, of_all=True)
         supervisor.join()
         prepare_flight_recorder()
         _arm(takes_over=True)

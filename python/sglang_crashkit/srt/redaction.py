@@ -38,13 +38,22 @@ def redact(text: str, *configurations: object, prompts: Iterable[str] = ()) -> s
         prompts: texts that users sent.
     """
     try:
-        secrets = secrets_of_arguments(sys.argv) | secrets_of_mapping(os.environ)
-        for configuration in configurations:
-            secrets |= secrets_of_mapping(_fields(configuration))
-        return redact_prompts(redact_text(text, secrets), prompts)
+        return redact_prompts(redact_text(text, known_secrets(*configurations)), prompts)
     except Exception:
         logger.warning("crash kit: a message could not be searched for secrets", exc_info=True)
         return _WITHHELD
+
+
+def known_secrets(*configurations: object) -> set[str]:
+    """Return what is secret by its value, as far as this process knows; see `redact`."""
+    secrets = secrets_of_arguments(sys.argv) | secrets_of_mapping(os.environ)
+    return secrets.union(*(secrets_of_mapping(fields_of(each)) for each in configurations))
+
+
+def redacted_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a configuration without the secrets in them, however deep."""
+    redacted: dict[str, Any] = _without(dict(fields), known_secrets() | _collect(fields))
+    return redacted
 
 
 def redact_dump(data: dict[str, Any]) -> None:
@@ -56,7 +65,7 @@ def redact_dump(data: dict[str, Any]) -> None:
         data: upstream's, made for this dump: the configuration in several forms, the command line and the requests.
     """
     try:
-        secrets = secrets_of_arguments(sys.argv) | secrets_of_mapping(os.environ)
+        secrets = known_secrets()
         for name, value in data.items():
             if name != _REQUESTS:
                 secrets |= _collect(value)
@@ -119,7 +128,7 @@ def _collect(value: Any, depth: int = 0) -> set[str]:
     if depth > _MAX_DEPTH or isinstance(value, (str, bytes)):
         return set()
     if _is_record(value):
-        return _collect(_fields(value), depth + 1)
+        return _collect(fields_of(value), depth + 1)
     items: Iterable[Any] = ()
     secrets: set[str] = set()
     if isinstance(value, Mapping):
@@ -137,6 +146,7 @@ def _is_record(value: Any) -> bool:
     return not is_class and (hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__struct_fields__"))
 
 
-def _fields(value: object) -> dict[str, Any]:
+def fields_of(value: object) -> dict[str, Any]:
+    """Return the fields of a configuration by name."""
     names = [*getattr(type(value), "__struct_fields__", ()), *getattr(value, "__dict__", ())]
     return {name: getattr(value, name, None) for name in names}

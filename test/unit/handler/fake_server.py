@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import resource
 import runpy
@@ -86,6 +87,7 @@ def kill_process_tree(parent_pid: int | None, include_parent: bool = True) -> No
 @on_configure_logger
 def configure_logger() -> None:
     """Stand for upstream's, which each worker calls once it has its title."""
+    logging.basicConfig(handlers=[logging.NullHandler()], level=logging.INFO, force=True)
 
 
 def sample(command: str) -> None:
@@ -280,6 +282,7 @@ def start_child(title: str) -> None:
         os.close(ours)
         setproctitle.setproctitle(title)
         configure_logger()
+        logging.getLogger("sglang.srt").info("%s is ready", title)
         os.write(done, b".")
         wait_for_a_command(theirs, 1)
         os._exit(0)
@@ -374,6 +377,9 @@ def main(options: dict[str, Any]) -> None:
     on_engine_launch(
         SimpleNamespace(
             crash_dump_folder=options["crash_folder"],
+            model_path="tiny",
+            tp_size=2,
+            api_key="canary-api-key",
             elastic_ep_backend="mooncake" if options.get("mode") == "elastic" else None,
         )
     )

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.incident.summary import format_summary, format_termination_message, headline
+from sglang_crashkit.incident.summary import environment_in_words, format_summary, format_termination_message, headline
 from sglang_crashkit.model.incident import (
     Collectives,
     Evidence,
@@ -180,3 +180,36 @@ def test_the_last_steps_of_the_first_failure_are_told_with_the_requests_of_the_o
     # Who was in no step, as between two requests, is said to be so.
     document["processes"][0]["steps"]["in_step"] = None
     assert "- sglang::scheduler_TP1 (pid 8) was in no step\n" in format_summary(document)
+
+
+@pytest.mark.parametrize(
+    ("environment", "lines"),
+    [
+        ({}, []),
+        ({"versions": None, "parallel": 3, "place": [], "memory": "none"}, []),
+        (
+            {
+                "path": "environment.json",
+                "model": "llama",
+                "parallel": {"tp": 8, "pp": 1, "dp": 2, "nnodes": 2, "node_rank": 1},
+                "versions": {"torch": "2.9", "cuda": "12.8", "driver": "570.86", "sglang": "0.5.23"},
+                "started": "2026-01-01T00:00:00.000000Z",
+                "uptime_secs": 61.4,
+                "memory": {"used_bytes": 1 << 30, "limit_bytes": 2 << 30, "events": {"oom_kill": 1}},
+                "shared_memory": {"total_bytes": 4 << 30, "used_bytes": 0},
+                "place": {"container": "0123456789abcdef", "slurm": {"job_id": "7", "node": "n1"}},
+            },
+            [
+                "model llama, tp 8, dp 2, nnodes 2",
+                "torch 2.9, cuda 12.8, driver 570.86",
+                "started 2026-01-01T00:00:00.000000Z, up 61 s",
+                "memory used 1.00 GiB, limit 2.00 GiB, shared memory used 0.00 GiB, of 4.00 GiB, OOM kills 1",
+                "container 0123456789ab, slurm job_id 7, slurm node n1",
+                "more of it in environment.json",
+            ],
+        ),
+    ],
+    ids=["nothing", "another form", "all"],
+)
+def test_what_surrounded_the_server_is_said_first(environment: dict[str, Any], lines: list[str]) -> None:
+    assert list(environment_in_words(environment)) == lines

@@ -27,7 +27,6 @@ from unit.srt.conftest import Listener
 from unit.srt.fake_ranks import FakeClock, FakeRank, WaitsForEverError
 from unit.waiting import LONG, child, descriptors, wait_until
 
-
 TITLE, CONTROLLER = "sglang::scheduler_TP1", "sglang::data_parallel_controller"
 JOIN = "from sglang_crashkit.srt.supervisor import join\njoin()\n"
 SLEEPER = "ready(); pause()"

@@ -10,17 +10,17 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.processes import TrackedProcess
+from sglang_crashkit.handler.collectors.held import HeldRings
 from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.kernel.private_files import create_private, make_private_folder
 from sglang_crashkit.memory.journal import KEPT_SECS, JournaledRequest, JournalReader
-from sglang_crashkit.memory.ring import RingError, is_ring
+from sglang_crashkit.memory.ring import RingError
 from sglang_crashkit.model.incident import JournaledRequests, Requests, iso_time
 
 if TYPE_CHECKING:
@@ -31,83 +31,27 @@ logger = logging.getLogger(__name__)
 
 #: The longest that an incident waits for its journals, in seconds: a full one of 32 MiB takes about one.
 _EXPORT_SECS = 3.0
-#: So many journals of dead processes are held, and of each living one. A tokenizer worker that ends by itself is
-#: started anew for ever, and a program may make one engine after the other.
-_MAX_OF_DEAD, _MAX_OF_ONE = 4, 4
 
 
-@dataclass(eq=False)
-class _Held:
-    """A journal: who writes it, or wrote it, and the descriptor by which it is held."""
-
-    process: TrackedProcess
-    descriptor: int
-
-    @property
-    def is_of_dead(self) -> bool:
-        return self.process.exited_at is not None
-
-
-class RequestJournals:
+class RequestJournals(HeldRings):
     """The journals of the server at hand, which outlive every process of it."""
 
-    def __init__(self) -> None:
-        self._held: list[_Held] = []
-        self._taken: list[_Held] = []
-        self._dropped = 0
-
-    def follow(self, process: TrackedProcess, descriptor: int | None) -> None:
-        """Hold the journal of a process, which passed it on as `descriptor`, of this process; that stays open."""
-        if descriptor is None or not is_ring(descriptor):
-            logger.warning("%s (pid %d) passed on no request journal", process.title, process.pid)
-            return
-        self._held.append(_Held(process, os.dup(descriptor)))
-        self._drop_oldest([held for held in self._held if held.is_of_dead], _MAX_OF_DEAD)
-        self._drop_oldest([held for held in self._held if held.process is process], _MAX_OF_ONE)
+    what = "request journal"
 
     def add_to(self, run: IncidentRun) -> None:
         """Put what the journals hold now into an incident that is about to be finished."""
-        if not self._held:
+        if not self.held:
             return
         # Before they are read: whoever ends meanwhile may have written more.
-        dead = [held for held in self._held if held.is_of_dead]
+        dead = [held for held in self.held if held.is_of_dead]
         began = time.time() - (time.monotonic() - run.opened)
-        journals = [(held.process.pid, held.descriptor) for held in self._held]
+        journals = [(held.process.pid, held.descriptor) for held in self.held]
         told = export_requests(journals, run.path, _EXPORT_SECS, run.folder.charge, seconds=began)
-        if self._dropped:
-            words = f"the journals of {self._dropped} processes that had ended before were dropped"
+        if self.dropped:
+            words = f"the journals of {self.dropped} processes that had ended before were dropped"
             told.reason = f"{told.reason}; {words}" if told.reason else words
         run.set_journal(told)
-        self._taken = dead
-
-    def remove_taken(self) -> None:
-        """Give back what dead processes left and the incident holds, which is on the disk by now.
-
-        A server that starts killed tokenizer workers anew would keep a journal of each, and tell of its requests again.
-        """
-        for held in self._taken:
-            self._give_back(held)
-        self._taken = []
-        self._dropped = 0
-
-    def keep(self) -> None:
-        """Hold on to all: the incident could not be written."""
-        self._taken = []
-
-    def close(self) -> None:
-        """Give all of them back."""
-        for held in list(self._held):
-            self._give_back(held)
-
-    def _drop_oldest(self, held: list[_Held], most: int) -> None:
-        for oldest in held[: len(held) - most] if len(held) > most else ():
-            self._give_back(oldest)
-            self._dropped += 1
-            logger.warning("the request journal of %s (pid %d) is dropped", oldest.process.title, oldest.process.pid)
-
-    def _give_back(self, held: _Held) -> None:
-        self._held.remove(held)
-        os.close(held.descriptor)
+        self.taken = dead
 
 
 #: See `IncidentFolder.charge`.

@@ -12,7 +12,9 @@ from sglang_crashkit.incident.exit_status import ServerExit, status_of_exit
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import crash_exit, handler_process, startup, supervisor
 from sglang_crashkit.srt.arming import arm_server
+from sglang_crashkit.srt.entrypoints.surroundings import tell_ready, tell_surroundings
 from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, request
+from sglang_crashkit.srt.log_handler import keep_log_records
 from sglang_crashkit.srt.server_args import set_crash_dump_env, withdraw_crash_dump_env
 from sglang_crashkit.srt.startup import Startup, StartupError
 from sglang_crashkit.srt.supervisor import STATUS_SECS, Child, Clock, Supervisor
@@ -47,6 +49,8 @@ def on_engine_launch(server_args: Any) -> None:
             handler_process.start(crash_folder)
             notify("launch", mode=mode.value)
             arm_server()
+            keep_log_records(server_args, of_all=crash_exit.is_server_program())
+            tell_surroundings(server_args)
         finally:
             # Where the handler did not start it is needed at once.
             supervisor.begin(follows=_follows)
@@ -91,6 +95,7 @@ def on_wait_for_scheduler_ready(wait: Handler) -> Handler:
                 crash_exit.end_by_status(error, startup.report(error))
                 raise
         crash_exit.note_started()
+        tell_ready()
         if _follows and can_watch:
             _follow(scheduler_procs)
         return infos

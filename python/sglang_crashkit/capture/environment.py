@@ -1,0 +1,264 @@
+"""What surrounds a server: versions, its cgroup and the host's pressure, shared memory, and what each process has open.
+
+What cannot be read is left out, and nothing takes its place. Each file is read by `guarded_read`, so that a process or
+a file system that lets a read wait holds up nobody for long. Sources of the formats: proc(5), proc_pid_limits(5), and
+cgroup-v1, cgroup-v2 and PSI in the kernel's admin guide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import platform
+import re
+import time
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.cgroup import Group, find_group
+from sglang_crashkit.kernel.guarded_read import read_guarded
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux has it
+_PROC = Path("/proc")
+_DISTRIBUTIONS = (
+    *("sglang", "sglang-crashkit", "torch", "transformers", "triton", "sgl-kernel", "sglang-kernel"),
+    *("flashinfer-python", "mooncake-transfer-engine", "xgrammar"),
+)
+_TORCH_BUILD = re.compile(r"^(cuda|hip)\b[^=\n]*= *'([^']+)'", re.MULTILINE)
+_DRIVER = re.compile(r"Kernel Module(?: +for \S+)? +(\d\S*)")
+#: For each controller what is told of it, and the files of v1 and v2; the folder of a cgroup has the first one.
+_CONTROLLERS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "memory": {
+        "used_bytes": ("memory.usage_in_bytes", "memory.current"),
+        "peak_bytes": ("memory.max_usage_in_bytes", "memory.peak"),
+        "limit_hits": ("memory.failcnt", ""),
+        "high_bytes": ("", "memory.high"),
+        "swap_used_bytes": ("", "memory.swap.current"),
+        "swap_limit_bytes": ("", "memory.swap.max"),
+        "events": ("memory.oom_control", "memory.events"),
+        "pressure": ("", "memory.pressure"),
+    },
+    "cpu": {"events": ("cpu.stat", "cpu.stat"), "pressure": ("", "cpu.pressure")},
+    "pids": {
+        "used": ("pids.current", "pids.current"),
+        "limit": ("pids.max", "pids.max"),
+        "events": ("pids.events", "pids.events"),
+    },
+    "io": {"pressure": ("", "io.pressure")},
+}
+_MEMORY_LIMIT = ("memory.limit_in_bytes", "memory.max")
+#: v1 writes a number about so large where there is no limit.
+_UNLIMITED = 1 << 60
+_LIMITS = {
+    "Max open files": "open_files",
+    "Max processes": "processes",
+    "Max locked memory": "locked_memory_bytes",
+    "Max address space": "address_space_bytes",
+    "Max core file size": "core_file_bytes",
+    "Max stack size": "stack_bytes",
+}
+_SHARED = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) +/dev/shm/([^\n]+)$", re.MULTILINE)
+_MAX_SEGMENTS = 256
+#: Docker's and containerd's ids of containers, and Kubernetes' of a pod, as they stand in paths.
+_CONTAINER = re.compile(r"(?:docker|containers|cri-containerd|crio|libpod)[-/:]([0-9a-f]{64})")
+_POD = re.compile(r"pod(?:s/)?([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12})")
+_KUBERNETES = ("POD_NAME", "POD_NAMESPACE", "POD_UID", "POD_IP", "NODE_NAME", "KUBERNETES_SERVICE_HOST")
+_SLURM = ("JOB_ID", "JOB_NAME", "STEP_ID", "PROCID", "NODEID", "JOB_PARTITION", "CLUSTER_NAME", "RESTART_COUNT")
+
+
+def read_versions() -> dict[str, str]:
+    """Return the versions of what a server is made of, of those that are installed; imports none of it."""
+    found = {"python": platform.python_version(), "kernel": platform.release()}
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found | _torch_build()
+
+
+def _torch_build() -> dict[str, str]:
+    """Return for which CUDA or ROCm torch was built."""
+    try:
+        spec = importlib.util.find_spec("torch")
+        text = Path(spec.origin).with_name("version.py").read_text() if spec is not None and spec.origin else ""
+    except (ImportError, ValueError, OSError):
+        return {}
+    return dict(_TORCH_BUILD.findall(text))
+
+
+def read_driver() -> str | None:
+    """Return the version of NVIDIA's driver, None where there is none."""
+    match = _DRIVER.search(_text_of(_PROC / "driver/nvidia/version"))
+    return match[1] if match else None
+
+
+def read_host() -> dict[str, Any]:
+    """Return processors, load, memory in bytes, and pressure of the host."""
+    memory = dict(re.findall(r"^(\w+): +(\d+) kB$", _text_of(_PROC / "meminfo"), re.MULTILINE))
+    named = {"total_bytes": "MemTotal", "available_bytes": "MemAvailable", "swap_free_bytes": "SwapFree"}
+    texts = {name: _text_of(_PROC / "pressure" / name) for name in ("cpu", "memory", "io")}
+    return _without_gaps(
+        {
+            "processors": os.cpu_count(),
+            "load": [float(number) for number in _text_of(_PROC / "loadavg").split()[:3]],
+            "memory": {name: int(memory[field]) << 10 for name, field in named.items() if field in memory},
+            "pressure": _without_gaps({name: _parse_pressure(text) for name, text in texts.items()}),
+        }
+    )
+
+
+def read_cgroups(pid: int) -> dict[str, Any]:
+    """Return what the cgroups of a process allow, use and count, by controller; v1 and v2.
+
+    ``memory`` has ``limit_bytes``, the tightest of the group and those above it that can be seen, ``used_bytes``,
+    ``peak_bytes``, ``events`` and ``pressure``; ``cpu`` has ``limit_processors``.
+    """
+    found: dict[str, Any] = {}
+    for controller, names in _CONTROLLERS.items():
+        group = find_group(pid, controller, next(iter(names.values())))
+        if group is None:
+            continue
+        facts: dict[str, Any] = {"version": group.version, "path": str(group.folder)}
+        for name, files in names.items():
+            text = _text_of(group.folder / files[group.version - 1]) if files[group.version - 1] else ""
+            if name == "events":
+                facts[name] = _parse_counts(text)
+            else:
+                facts[name] = _parse_pressure(text) if name == "pressure" else _parse_number(text)
+        if controller == "memory":
+            facts["limit_bytes"] = _memory_limit(group)
+        elif controller == "cpu":
+            facts["limit_processors"] = _processor_limit(group)
+        found[controller] = _without_gaps(facts)
+    return found
+
+
+def _memory_limit(group: Group) -> int | None:
+    limits, folder = [], group.folder
+    while True:
+        limits.append(_parse_number(_text_of(folder / _MEMORY_LIMIT[group.version - 1])))
+        if folder == group.mount or group.mount not in folder.parents:
+            break
+        folder = folder.parent
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _processor_limit(group: Group) -> float | None:
+    if group.version == 1:
+        parts = [_text_of(group.folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+    else:
+        parts = _text_of(group.folder / "cpu.max").split()
+    if len(parts) != 2 or not all(part.isdigit() for part in parts) or parts[1] == "0":
+        return None
+    return round(int(parts[0]) / int(parts[1]), 3)
+
+
+def read_process(pid: int) -> dict[str, Any]:
+    """Return how many files a process has open, and its limits; a limit is missing where there is none."""
+    found: dict[str, Any] = {}
+    with contextlib.suppress(OSError):
+        found["open_files"] = len(os.listdir(_PROC / str(pid) / "fd"))  # noqa: PTH208
+    limits = {}
+    for line in _text_of(_PROC / str(pid) / "limits").splitlines():
+        # Columns of 25 and 20 characters, each with a space behind it.
+        name = _LIMITS.get(line[:25].strip())
+        if name is not None:
+            soft, hard = (_parse_number(column) for column in (line[26:46], line[47:67]))
+            limits[name] = _without_gaps({"soft": soft, "hard": hard})
+    adjusted = _text_of(_PROC / str(pid) / "oom_score_adj").strip()
+    if adjusted.lstrip("-").isdigit():
+        found["oom_score_adj"] = int(adjusted)
+    return _without_gaps(found | {"limits": _without_gaps(limits)})
+
+
+def read_shared_memory(pids: Iterable[int], timeout_secs: float) -> dict[str, Any]:
+    """Return the size of ``/dev/shm`` in bytes, and the segments that processes map, the largest first.
+
+    Args:
+        pids: the processes.
+        timeout_secs: those that could not be asked within this time, in seconds, are listed as ``not_read``.
+    """
+    found: dict[str, Any] = {}
+    with contextlib.suppress(OSError):
+        size = os.statvfs(SHARED_MEMORY)
+        found |= {
+            "total_bytes": size.f_blocks * size.f_frsize,
+            "used_bytes": (size.f_blocks - size.f_bfree) * size.f_frsize,
+        }
+    deadline, segments, not_read = time.monotonic() + timeout_secs, dict[tuple[int, bytes], dict[int, int]](), []
+    for pid in pids:
+        try:
+            maps = procfs.read_maps(pid) if time.monotonic() < deadline else None
+        except OSError:
+            maps = None
+        if maps is None:
+            not_read.append(pid)
+            continue
+        for begin, end, inode, name in _SHARED.findall(maps):
+            mapped = segments.setdefault((int(inode), name), {})
+            mapped[pid] = mapped.get(pid, 0) + int(end, 16) - int(begin, 16)
+    largest = sorted(segments.items(), key=lambda item: -max(item[1].values()))
+    found["segments"] = [
+        {"name": os.fsdecode(name), "mapped_bytes": max(mapped.values()), "pids": sorted(mapped)}
+        for (_inode, name), mapped in largest[:_MAX_SEGMENTS]
+    ]
+    if len(largest) > _MAX_SEGMENTS:
+        found["segments_left_out"] = len(largest) - _MAX_SEGMENTS
+    return found | ({"not_read": not_read} if not_read else {})
+
+
+def read_place(pid: int, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return in which container, pod and Slurm job a process runs, as far as anything tells.
+
+    Args:
+        pid: the process.
+        environ: its environment.
+    """
+    paths = _text_of(_PROC / str(pid) / "cgroup") + _text_of(_PROC / str(pid) / "mountinfo")
+    container, pod = _CONTAINER.search(paths), _POD.search(paths)
+    kubernetes = {name.lower(): environ[name] for name in _KUBERNETES if environ.get(name)}
+    if pod is not None:
+        kubernetes.setdefault("pod_uid", pod[1].replace("_", "-"))
+    slurm = {name.lower(): environ[f"SLURM_{name}"] for name in _SLURM if environ.get(f"SLURM_{name}")}
+    if environ.get("SLURMD_NODENAME"):
+        slurm["node"] = environ["SLURMD_NODENAME"]
+    return _without_gaps(
+        {"container": container[1] if container is not None else None, "kubernetes": kubernetes, "slurm": slurm}
+    )
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return read_guarded(path).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _parse_number(text: str) -> int | None:
+    """Return a number; None where there is none, or a word or a number that means that there is no limit."""
+    number = text.strip()
+    return int(number) if number.isdigit() and int(number) < _UNLIMITED else None
+
+
+def _parse_counts(text: str) -> dict[str, int]:
+    pairs = (line.partition(" ") for line in text.splitlines())
+    return {name: int(value) for name, _, value in pairs if value.isdigit()}
+
+
+def _parse_pressure(text: str) -> dict[str, dict[str, float]]:
+    """Return ``some`` and ``full``, each with ``avg10``, ``avg60`` and ``avg300`` (percent) and ``total`` (us)."""
+    found = {}
+    for line in text.splitlines():
+        kind, *pairs = line.split()
+        found[kind] = {
+            name: float(value) if "." in value else int(value)
+            for name, _, value in (pair.partition("=") for pair in pairs)
+        }
+    return found
+
+
+def _without_gaps(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in facts.items() if value is not None and value not in ({}, [], "")}

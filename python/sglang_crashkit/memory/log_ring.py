@@ -1,0 +1,82 @@
+"""The last log records of a process, in memory that outlives it; see `ring`."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from sglang_crashkit.memory.ring import RingReader, RingWriter
+
+#: Of the name of a logger and what it said so many bytes are kept.
+MAX_BYTES = 2048
+#: More are not kept: a ring of them takes 21 MB.
+MAX_RECORDS = 10_000
+#: What the ring needs for the frame of a record, at most.
+_FRAME_BYTES = 64
+_HEAD = struct.Struct("<dH")  # seconds since the epoch, level
+
+
+class LogRecord(NamedTuple):
+    """What was logged.
+
+    Attributes:
+        seconds: when, since the epoch.
+        level: as `logging` numbers them.
+        logger: the name of the logger.
+        text: what it said.
+    """
+
+    seconds: float
+    level: int
+    logger: str
+    text: str
+
+
+class LogWriter:
+    """Notes the log records of this process; for one thread at a time.
+
+    Args:
+        records: how many are kept at least, each as long as it may be.
+
+    Raises:
+        RingError: there is no memory for it.
+    """
+
+    def __init__(self, records: int) -> None:
+        size = 4096 + min(records, MAX_RECORDS) * (_HEAD.size + MAX_BYTES + _FRAME_BYTES)
+        self._ring = RingWriter(size, "sglang-crashkit-log")
+
+    @property
+    def fd(self) -> int:
+        """The descriptor to be passed on to whoever reads it."""
+        return self._ring.fd
+
+    def append(self, seconds: float, level: int, logger: str, text: str) -> None:
+        """Note a record; what is longer than `MAX_BYTES` is cut.
+
+        Raises:
+            ValueError: the ring is closed.
+            RingError: there is no more memory.
+        """
+        said = f"{logger}\0{text}".encode(errors="backslashreplace")
+        self._ring.append(_HEAD.pack(seconds, level) + said[:MAX_BYTES])
+
+    def close(self) -> None:
+        """Write no more; whoever it was passed to still has it."""
+        self._ring.close()
+
+
+def read_log(descriptor: int, most: int) -> list[LogRecord]:
+    """Return the last records of a ring, `most` of them, oldest first.
+
+    Raises:
+        RingError: it cannot be read or is no ring.
+    """
+    last = sorted(RingReader(descriptor).records(), key=lambda record: record.sequence)[-most:]
+    found = []
+    for record in last:
+        if len(record.payload) >= _HEAD.size:
+            seconds, level = _HEAD.unpack_from(record.payload)
+            logger, _, text = record.payload[_HEAD.size :].decode(errors="replace").partition("\0")
+            found.append(LogRecord(seconds, level, logger, text))
+    return found

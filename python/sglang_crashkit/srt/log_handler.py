@@ -1,0 +1,176 @@
+"""Note the last log records of this process in a ring, which the crash handler holds too, for an incident.
+
+It hangs behind a logger that has a handler already: one without prints its warnings by itself, and lets a program set
+up logging, both of which end with the first handler. In a program of a user's that is SGLang's own logger.
+
+Records of requests are passed over. What is written to the ring is without the secrets that this process knows by their
+values; the crash handler takes out the rest. An exception may quote a prompt: the crash handler looks for those that
+the request journal has, and where there is none the exception's own words are left out here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.memory.log_ring import MAX_BYTES, LogWriter
+from sglang_crashkit.redact import REDACTED
+from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
+from sglang_crashkit.srt.hooks import never_raises, notify
+from sglang_crashkit.srt.redaction import known_secrets
+
+logger = logging.getLogger(__name__)
+
+#: Where ``RequestLogger`` of ``srt/utils/request_logger.py`` writes to, and how each of its records begins.
+_REQUESTS = "sglang.srt.utils.request_logger"
+_OF_REQUESTS = ("Receive: obj=", "Receive OpenAI: obj=", "Finish: obj=")
+#: What is kept of a record, in characters, beside the name of its logger.
+_ROOM = MAX_BYTES - 128
+#: So much of its head and of its end is searched for secrets; more than is kept, so that none is cut in two.
+_SEARCHED = 2 * MAX_BYTES
+_GAP = "\n...\n"
+_MIN_WORDS, _MAX_CHAIN = 6, 8
+
+
+class RingHandler(logging.Handler):
+    """Notes records in a ring; one that fails is switched off, with one warning.
+
+    Args:
+        ring: where they are noted.
+        socket_path: of the crash handler that it was passed to.
+        secrets: what is secret by its value.
+        quotes: keep what exceptions say.
+    """
+
+    def __init__(self, ring: LogWriter, socket_path: str, secrets: set[str], *, quotes: bool) -> None:
+        super().__init__(logging.INFO)
+        self.ring: LogWriter | None = ring
+        self.socket_path = socket_path
+        self.secrets = secrets
+        self.quotes = quotes
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note a record."""
+        ring = self.ring
+        if ring is None or record.name.startswith(_REQUESTS):
+            return
+        try:
+            text = self._text_of(record)
+            if text is not None:
+                ring.append(record.created, record.levelno, record.name, text)
+        except Exception:
+            self.ring = None
+            logger.warning("crash kit: log records are kept no longer", exc_info=True)
+
+    def _text_of(self, record: logging.LogRecord) -> str | None:
+        try:
+            # An earlier handler has formatted it.
+            text = record.__dict__.get("message") or record.getMessage()
+        except Exception:  # noqa: BLE001 - whoever logged it is told so by the other handlers
+            text = str(record.msg)
+        if text.startswith(_OF_REQUESTS):
+            return None
+        raised = record.exc_info[1] if record.exc_info else None
+        if raised is not None:
+            # Nothing is read here to format it, where no other handler did.
+            text += "\n" + (record.exc_text or "".join(traceback.format_exception_only(raised)))
+        if not self.quotes:
+            text = _without_words(text, raised or sys.exc_info()[1])
+        text = _shorten(text, 2 * _SEARCHED, _SEARCHED)
+        for secret in self.secrets:
+            if secret in text:
+                text = text.replace(secret, REDACTED)
+        return _shorten(text, _ROOM, _ROOM // 4)
+
+
+def _shorten(text: str, most: int, head: int) -> str:
+    """Return `text`, or its head and, with the innermost frames of a traceback, its end."""
+    return text if len(text) <= most else f"{text[:head]}{_GAP}{text[head + len(_GAP) - most :]}"
+
+
+def _without_words(text: str, error: BaseException | None) -> str:
+    for _ in range(_MAX_CHAIN):
+        if error is None:
+            break
+        words = str(error)
+        if len(words) >= _MIN_WORDS:
+            text = text.replace(words, REDACTED)
+        error = error.__cause__ or error.__context__
+    return text
+
+
+_handler: RingHandler | None = None
+
+
+@never_raises
+def keep_log_records(server_args: Any = None, *, of_all: bool) -> None:
+    """Have the crash handler hold this process's last log records from now on.
+
+    To be called once logging is set up, and again whenever it is set up anew, which takes all handlers away.
+
+    Args:
+        server_args: SGLang's ``ServerArgs``; None where they are not known here.
+        of_all: this process is SGLang's own, so that all loggers are its, and not SGLang's alone.
+    """
+    global _handler
+    settings, socket_path = Settings.from_environ(), os.environ.get(SOCKET_VARIABLE)
+    loggers = list(_loggers(of_all=of_all))
+    if not (settings.enabled and settings.log_records and socket_path and loggers):
+        return
+    if _handler is None or _handler.ring is None or _handler.socket_path != socket_path:
+        _forget()
+        journaled = bool(getattr(server_args, "crash_dump_folder", None)) and settings.journal
+        try:
+            ring = LogWriter(settings.log_records)
+        except CrashkitError as error:
+            logger.warning("crash kit: no log records are kept: %s", error)
+            return
+        if not notify("log", descriptor=ring.fd):
+            ring.close()
+            return
+        _handler = RingHandler(ring, socket_path, set(), quotes=journaled and settings.prompts == "full")
+        _care_for_children()
+    # A set of its own: another thread may be looking through the earlier one.
+    _handler.secrets = _handler.secrets | known_secrets(server_args)
+    for each in loggers:
+        if _handler not in each.handlers:
+            each.addHandler(_handler)
+
+
+def _loggers(*, of_all: bool) -> Iterator[logging.Logger]:
+    root, own = logging.getLogger(), logging.getLogger("sglang")
+    if of_all and root.handlers:
+        yield root
+        if own.propagate:
+            return
+    if own.hasHandlers():
+        yield own
+
+
+def _forget() -> None:
+    global _handler
+    earlier, _handler = _handler, None
+    if earlier is not None:
+        for each in (logging.getLogger(), logging.getLogger("sglang")):
+            each.removeHandler(earlier)
+        if earlier.ring is not None:
+            earlier.ring.close()
+
+
+@functools.cache
+def _care_for_children() -> None:
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: the ring is the parent's."""
+    with contextlib.suppress(Exception):
+        if _handler is not None:
+            _handler.ring = None

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.capture import environment
+from sglang_crashkit.kernel import cgroup, guarded_read
+
+PRESSURE = "some avg10=1.50 avg60=0.00 avg300=0.00 total=7\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=3\n"
+PARSED = {
+    "some": {"avg10": 1.5, "avg60": 0.0, "avg300": 0.0, "total": 7},
+    "full": {"avg10": 0.0, "avg60": 0.0, "avg300": 0.0, "total": 3},
+}
+
+
+@pytest.fixture
+def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in the place of ``/proc``, of a process 7."""
+    (tmp_path / "proc" / "7").mkdir(parents=True)
+    for module in (environment, cgroup):
+        monkeypatch.setattr(module, "_PROC", tmp_path / "proc")
+    return tmp_path / "proc"
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+V2 = {
+    "pod/memory.max": "4000\n",
+    "pod/own/memory.max": "max\n",
+    "pod/own/memory.high": "max\n",
+    "pod/own/memory.current": "1000\n",
+    "pod/own/memory.peak": "3999\n",
+    "pod/own/memory.events": "low 0\nmax 9\noom_kill 2\n",
+    "pod/own/memory.pressure": PRESSURE,
+    "pod/own/cpu.stat": "nr_throttled 4\n",
+    "pod/own/cpu.max": "150000 100000\n",
+    "pod/own/pids.current": "12\n",
+    "pod/own/pids.max": "max\n",
+}
+V1 = {
+    "memory.usage_in_bytes": "1000\n",
+    "memory.limit_in_bytes": "9223372036854771712\n",
+    "memory.max_usage_in_bytes": "2000\n",
+    "memory.failcnt": "5\n",
+    "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("membership", "mount", "files", "expected"),
+    [
+        (
+            "0::/pod/own",
+            "cgroup2 {} cgroup2 rw 0 0",
+            V2,
+            {
+                "memory": {
+                    "version": 2,
+                    "used_bytes": 1000,
+                    "peak_bytes": 3999,
+                    "limit_bytes": 4000,
+                    "events": {"low": 0, "max": 9, "oom_kill": 2},
+                    "pressure": PARSED,
+                },
+                "cpu": {"version": 2, "events": {"nr_throttled": 4}, "limit_processors": 1.5},
+                "pids": {"version": 2, "used": 12},
+            },
+        ),
+        (
+            # A container: the path is the host's, and the mount is the group.
+            "4:memory:/docker/abc",
+            "cgroup {} cgroup rw,memory 0 0",
+            V1,
+            {
+                "memory": {
+                    "version": 1,
+                    "used_bytes": 1000,
+                    "peak_bytes": 2000,
+                    "limit_hits": 5,
+                    "events": {"oom_kill_disable": 0, "under_oom": 0, "oom_kill": 1},
+                }
+            },
+        ),
+        ("0::/", "tmpfs {} tmpfs rw 0 0", {}, {}),
+    ],
+    ids=["v2", "v1", "none"],
+)
+def test_what_a_cgroup_allows_and_counts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    proc: Path,
+    membership: str,
+    mount: str,
+    files: dict[str, str],
+    expected: dict[str, Any],
+) -> None:
+    group = tmp_path / "cgroup"
+    write(group, files)
+    write(tmp_path, {"mounts": mount.format(group) + "\n", "proc/7/cgroup": membership + "\n"})
+    monkeypatch.setattr(cgroup, "_MOUNTS", tmp_path / "mounts")
+    found = environment.read_cgroups(7)
+    paths = {facts.pop("path") for facts in found.values()}
+    assert found == expected
+    assert paths <= {str(group), str(group / "pod/own")}
+
+
+def test_what_the_host_has_left(proc: Path) -> None:
+    write(proc, {"meminfo": "MemTotal:  8 kB\nMemAvailable: 2 kB\n", "loadavg": "1.5 2 3 1/2 9\n"})
+    write(proc, {"pressure/memory": PRESSURE})
+    found = environment.read_host()
+    assert found.pop("processors") == os.cpu_count()
+    assert found == {
+        "load": [1.5, 2.0, 3.0],
+        "memory": {"total_bytes": 8192, "available_bytes": 2048},
+        "pressure": {"memory": PARSED},
+    }
+
+
+def test_the_limits_of_a_process(proc: Path) -> None:
+    lines = ["Limit                     Soft Limit           Hard Limit           Units     "]
+    lines += ["Max open files            1024                 4096                 files     "]
+    lines += ["Max stack size            8388608              unlimited            bytes     "]
+    write(proc, {"7/limits": "\n".join(lines), "7/oom_score_adj": "-5\n", "7/fd/0": "", "7/fd/1": ""})
+    limits = {"open_files": {"soft": 1024, "hard": 4096}, "stack_bytes": {"soft": 8388608}}
+    assert environment.read_process(7) == {"open_files": 2, "oom_score_adj": -5, "limits": limits}
+    assert environment.read_process(8) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\nGCC version: 12\n", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n", "570.86.15"),
+        ("", None),
+    ],
+)
+def test_the_version_of_the_driver(proc: Path, text: str, version: str | None) -> None:
+    write(proc, {"driver/nvidia/version": text})
+    assert environment.read_driver() == version
+
+
+ID, POD = "0123456789abcdef" * 4, "0a1b2c3d-1111-2222-3333-444455556666"
+
+
+@pytest.mark.parametrize(
+    ("files", "environ", "expected"),
+    [
+        ({}, {}, {}),
+        ({"7/cgroup": f"0::/docker/{ID}\n"}, {}, {"container": ID}),
+        (
+            {
+                "7/cgroup": "0::/\n",
+                "7/mountinfo": f"1 2 8:1 /var/lib/kubelet/pods/{POD}/etc-hosts /etc/hosts rw - ext4 /dev/sda rw\n"
+                f"1 2 8:1 /var/lib/docker/containers/{ID}/hostname /etc/hostname rw - ext4 /dev/sda rw\n",
+            },
+            {"POD_NAME": "llm-0"},
+            {"container": ID, "kubernetes": {"pod_name": "llm-0", "pod_uid": POD}},
+        ),
+        (
+            {"7/cgroup": f"0::/kubepods-pod{POD.replace('-', '_')}.slice/cri-containerd-{ID}.scope\n"},
+            {"SLURM_JOB_ID": "5", "SLURMD_NODENAME": "n1"},
+            {"container": ID, "kubernetes": {"pod_uid": POD}, "slurm": {"job_id": "5", "node": "n1"}},
+        ),
+    ],
+    ids=["nowhere", "docker", "kubernetes", "slurm"],
+)
+def test_where_a_process_runs(
+    proc: Path, files: dict[str, str], environ: dict[str, str], expected: dict[str, Any]
+) -> None:
+    write(proc, files)
+    assert environment.read_place(7, environ) == expected
+
+
+def test_shared_memory_is_told_with_who_maps_it_also_once_it_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = environment.SHARED_MEMORY / f"crashkit-test-{os.getpid()}"
+    path.write_bytes(bytes(8192))
+    try:
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 8192):
+            found = environment.read_shared_memory([os.getpid(), 1 << 22], 60)
+            path.unlink()
+            unlinked = environment.read_shared_memory([os.getpid()], 60)
+    finally:
+        path.unlink(missing_ok=True)
+    segment = {"name": path.name, "mapped_bytes": 8192, "pids": [os.getpid()]}
+    assert segment in found["segments"]
+    assert segment | {"name": f"{path.name} (deleted)"} in unlinked["segments"]
+    assert found["not_read"] == [1 << 22]
+    assert 0 < found["used_bytes"] <= found["total_bytes"]
+    assert environment.read_shared_memory([os.getpid()], 0)["not_read"] == [os.getpid()]
+
+
+def test_what_lets_itself_not_be_read_is_left_out(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(path: Path) -> bytes:
+        raise guarded_read.BlockedReadError(110, "it did not let itself be read in time", str(path))
+
+    write(proc, {"7/limits": "Max open files            1024                 4096                 files\n"})
+    monkeypatch.setattr(environment, "read_guarded", wait)
+    assert environment.read_process(7) == {}
+    assert environment.read_driver() is None
+
+
+def test_versions_are_read_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"torch/__init__.py": "raise RuntimeError", "torch/version.py": "cuda: Optional[str] = '12.8'\n"})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = environment.read_versions()
+    assert (found["cuda"], "hip" in found) == ("12.8", False)
+    assert found["sglang-crashkit"]

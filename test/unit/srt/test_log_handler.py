@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.memory.log_ring import MAX_BYTES, LogRecord, LogWriter, read_log
+from sglang_crashkit.settings import SOCKET_VARIABLE
+from sglang_crashkit.srt import log_handler
+from sglang_crashkit.srt.log_handler import RingHandler, keep_log_records
+from unit.srt.conftest import Listener
+
+ARGS = SimpleNamespace(crash_dump_folder="/crash", api_key="canary-of-a-field")
+own = logging.getLogger("sglang.srt.test")
+
+
+@pytest.fixture(autouse=True)
+def loggers() -> Iterator[None]:
+    """What a test does to the loggers is undone."""
+    before = {logging.getLogger(name): (name, [*logging.getLogger(name).handlers]) for name in ("", "sglang")}
+    own.setLevel(logging.INFO)
+    yield
+    log_handler._forget()
+    for logger, (_name, handlers) in before.items():
+        logger.handlers[:] = handlers
+        logger.propagate = True
+
+
+@pytest.fixture
+def handler() -> Iterator[RingHandler]:
+    ring = LogWriter(200)
+    yield RingHandler(ring, "/sock", {"canary-secret"}, quotes=True)
+    ring.close()
+
+
+def told(handler: RingHandler | None) -> list[LogRecord]:
+    assert handler is not None
+    assert handler.ring is not None
+    return read_log(handler.ring.fd, 200)
+
+
+def log(handler: RingHandler, message: str, *args: object, name: str = "sglang.srt", **more: Any) -> None:
+    handler.handle(logging.LogRecord(name, logging.ERROR, "file.py", 1, message, args, more.get("exc_info")))
+
+
+def raised(message: str) -> Any:
+    try:
+        raise ValueError(message)
+    except ValueError as error:
+        return type(error), error, error.__traceback__
+
+
+def test_a_record_is_kept_without_secrets(handler: RingHandler) -> None:
+    log(handler, "the key is %s and %d", "canary-secret", 5)
+    log(handler, "one %s too few %s", 1)
+    ((_, level, name, text), broken) = told(handler)
+    assert (level, name, text) == (logging.ERROR, "sglang.srt", "the key is <redacted> and 5")
+    assert broken.text == "one %s too few %s"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sglang.srt.utils.request_logger.stdout", '{"event": "request.received", "obj": "a prompt"}'),
+        ("sglang.srt.managers", "Receive: obj=GenerateReqInput(text='a prompt')"),
+        ("sglang.srt.managers", "Finish: obj=GenerateReqInput(text='a prompt'), out={}"),
+    ],
+)
+def test_what_a_request_holds_is_not_kept(handler: RingHandler, name: str, message: str) -> None:
+    log(handler, message, name=name)
+    log(handler, "Receiver is ready")
+    assert [one.text for one in told(handler)] == ["Receiver is ready"]
+
+
+def test_of_a_long_record_the_ends_are_kept_and_no_part_of_a_secret(handler: RingHandler) -> None:
+    # At each place of the record once, so that every cut would go through one.
+    for shift in range(0, 9000, 7):
+        log(
+            handler,
+            "Scheduler hit an exception: " + "x" * shift + "canary-secret" + "y" * (9000 - shift) + " at line 7",
+        )
+    found = [one.text for one in told(handler)]
+    assert all(text.startswith("Scheduler hit") and text.endswith("at line 7") for text in found)
+    assert max(map(len, found)) <= MAX_BYTES
+    assert not any("canary" in text or "-secret" in text for text in found)
+
+
+def test_an_exception_is_kept_with_its_innermost_frames(handler: RingHandler) -> None:
+    log(handler, "failed", exc_info=raised("the reason"))
+    formatted = logging.LogRecord("sglang", logging.ERROR, "f", 1, "failed", (), raised("the reason"))
+    logging.Formatter().format(formatted)
+    handler.handle(formatted)
+    short, long = (one.text for one in told(handler))
+    assert short == "failed\nValueError: the reason\n"
+    assert long.startswith("failed\nTraceback")
+    assert long.endswith("ValueError: the reason")
+
+
+def test_where_prompts_cannot_be_looked_for_an_exceptions_words_are_left_out(handler: RingHandler) -> None:
+    handler.quotes = False
+    log(handler, "failed: bad prompt: sing", exc_info=raised("bad prompt: sing"))
+    try:
+        raise ValueError("bad prompt: sing")
+    except ValueError as error:
+        log(handler, "Scheduler hit an exception: Traceback\nValueError: %s", error)
+    first, second = (one.text for one in told(handler))
+    assert first == "failed: <redacted>\nValueError: <redacted>\n"
+    assert second == "Scheduler hit an exception: Traceback\nValueError: <redacted>"
+
+
+def test_one_that_fails_is_switched_off_with_one_warning(
+    handler: RingHandler, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert handler.ring is not None
+    handler.ring.close()
+    log(handler, "one")
+    log(handler, "two")
+    assert [one.getMessage() for one in caplog.records] == ["crash kit: log records are kept no longer"]
+
+
+def test_the_crash_handler_is_given_the_ring_once_and_logging_may_be_set_up_anew(listener: Listener) -> None:
+    for _ in range(2):
+        logging.basicConfig(handlers=[logging.NullHandler()], force=True)
+        keep_log_records(ARGS, of_all=True)
+        own.info("with %s", ARGS.api_key)
+    heard = listener.heard()
+    assert (heard["event"], heard["has_descriptor"]) == ("log", True)
+    assert [one.text for one in told(log_handler._handler)] == ["with <redacted>"] * 2
+    assert logging.getLogger().handlers.count(log_handler._handler) == 1
+    assert log_handler._handler is not None
+    assert log_handler._handler.quotes
+    child = os.fork()
+    if child == 0:
+        own.info("of a child")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert len(told(log_handler._handler)) == 2
+
+
+@pytest.mark.parametrize(
+    ("of_all", "propagates", "wanted"),
+    [(True, True, ["root"]), (True, False, ["root", "sglang"]), (False, True, ["sglang"])],
+)
+def test_it_hangs_behind_what_gets_the_records(
+    listener: Listener, of_all: bool, propagates: bool, wanted: list[str]
+) -> None:
+    logging.basicConfig(handlers=[logging.NullHandler()], force=True)
+    sglang = logging.getLogger("sglang")
+    sglang.propagate = propagates
+    sglang.addHandler(logging.NullHandler())
+    keep_log_records(ARGS, of_all=of_all)
+    found = [logger.name for logger in (logging.getLogger(), sglang) if log_handler._handler in logger.handlers]
+    assert (found, log_handler._handler is None) == (wanted, False)
+
+
+@pytest.mark.parametrize(
+    "environ", [{"SGLANG_CRASHKIT_LOG_RECORDS": "0"}, {"SGLANG_CRASHKIT_ENABLED": "0"}, {SOCKET_VARIABLE: ""}]
+)
+def test_where_no_records_are_wanted_there_is_no_handler(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    logging.basicConfig(handlers=[logging.NullHandler()], force=True)
+    keep_log_records(ARGS, of_all=True)
+    assert log_handler._handler is None
+
+
+def test_a_program_that_did_not_set_logging_up_may_still_do_so(listener: Listener) -> None:
+    logging.getLogger().handlers.clear()
+    keep_log_records(ARGS, of_all=True)
+    assert (log_handler._handler, logging.getLogger().handlers) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [({"SGLANG_CRASHKIT_PROMPTS": "none"}, "/crash"), ({"SGLANG_CRASHKIT_JOURNAL": "0"}, "/crash"), ({}, None)],
+)
+def test_without_a_journal_of_prompts_exceptions_are_not_quoted(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], folder: str | None
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    logging.basicConfig(handlers=[logging.NullHandler()], force=True)
+    keep_log_records(SimpleNamespace(crash_dump_folder=folder), of_all=True)
+    assert log_handler._handler is not None
+    assert not log_handler._handler.quotes
