@@ -59,6 +59,7 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield from _peers(document)
     yield from _collectives(document)
+    yield from _gpus(document)
     yield "## Processes"
     for process in mappings_of(document.get("processes")):
         yield ""
@@ -110,6 +111,16 @@ def _collectives(document: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield "No flight recorder:"
         yield from (f"- {line}" for line in missing)
+    yield ""
+
+
+def _gpus(document: Mapping[str, Any]) -> Iterator[str]:
+    lines = mapping_of(document.get("gpus")).get("lines")
+    if not isinstance(lines, list) or not lines:
+        return
+    yield "## GPUs"
+    yield ""
+    yield from (f"- {line}" for line in lines)
     yield ""
 
 

@@ -27,6 +27,7 @@ EvidenceKind = Literal[
     "gpu_kernels",
     "gpu_stack",
     "flight_recorder",
+    "gpu_facts",
 ]
 EvidenceStatus = Literal["captured", "failed", "skipped"]
 Level = Literal["established", "supported", "unknown"]
@@ -268,7 +269,10 @@ class Occurrence:
 
 @dataclass
 class Incident:
-    """Everything the kit knows of one crash, hang or loss of the other server of a pair."""
+    """Everything the kit knows of one crash, hang or loss of the other server of a pair.
+
+    `gpus` is what `analysis.gpus.account` returns; None where the driver was not asked.
+    """
 
     id: str
     kind: str
@@ -278,6 +282,7 @@ class Incident:
     requests: Requests = field(default_factory=Requests)
     peers: list[LostPeer] = field(default_factory=list)
     collectives: Collectives | None = None
+    gpus: dict[str, Any] | None = None
     timeline: list[dict[str, Any]] = field(default_factory=list)
     verdict: Verdict | None = None
     handler: HandlerInfo | None = None
