@@ -173,6 +173,7 @@ class Settings:
         keeps_exit_status: ``SGLANG_CRASHKIT_EXIT_STATUS`` is ``upstream``; a crash ends the server with upstream's
             exit status.
         prompts: ``SGLANG_CRASHKIT_PROMPTS``; what the journal keeps of prompts.
+        gpu_facts: ``SGLANG_CRASHKIT_GPU_FACTS``; the GPUs' driver is not asked when false.
     """
 
     enabled: bool
@@ -196,6 +197,7 @@ class Settings:
     exit_secs: float = 60.0
     keeps_exit_status: bool = False
     prompts: Prompts = "full"
+    gpu_facts: bool = True
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -226,6 +228,7 @@ class Settings:
             exit_secs=read_seconds(environ, "SGLANG_CRASHKIT_EXIT_SECS", 60.0),
             keeps_exit_status=environ.get("SGLANG_CRASHKIT_EXIT_STATUS", "").strip().lower() == "upstream",
             prompts=read_prompts(environ),
+            gpu_facts=read_bool(environ, "SGLANG_CRASHKIT_GPU_FACTS", True),
         )
 
 

@@ -65,7 +65,7 @@ ALLOWED = {
     },
     "__main__": {"cli"},
 }
-HEAVY = ("sglang", "torch", "numpy", "transformers")
+HEAVY = ("sglang", "torch", "numpy", "transformers", "pynvml", "amdsmi")
 
 
 def modules() -> Iterator[tuple[str, Path]]:

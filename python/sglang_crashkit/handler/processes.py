@@ -52,6 +52,7 @@ class TrackedProcess:
         hosts_server: it started processes with workers' titles that are not this server's, so it is another server.
         oom_counter: the OOM counter of its memory cgroup as it stood a while ago.
         newer_oom_counter: the same as it stood lately; it takes the other's place in time.
+        gpu: the UUID of its GPU by its own word; None where it said none.
         exited_at: when its exit was noticed, in seconds since the epoch; None while it lives.
     """
 
@@ -66,6 +67,7 @@ class TrackedProcess:
     parent: TrackedProcess | None = None
     is_own: bool = False
     hosts_server: bool = False
+    gpu: str | None = None
     exited_at: float | None = field(default=None)
 
     @property

@@ -93,6 +93,7 @@ class CrashHandler:
         """Work until the server is gone and its incident is whole; then leave nothing but evidence behind."""
         logger.info("watching server %d, incidents go to %s", self.tree.root.pid, self._place.host_folder)
         next_scan = 0.0
+        self._guard("the watch for Xid events", self.session.gpus.watch)
         try:
             while not self._done():
                 if time.monotonic() >= next_scan:
@@ -164,6 +165,8 @@ class CrashHandler:
             sender: the process of the server that said it; None for any other, whose word counts for a teardown only.
         """
         event, fields = message.event, message.fields
+        if sender is not None and "gpu" in fields:
+            sender.gpu = fields["gpu"]
         if event == "teardown":
             self._on_teardown(message, sender)
         elif sender is None:

@@ -25,7 +25,7 @@ from sglang_crashkit.handler.triage import LAST_EXITS_SECS, Triage
 from sglang_crashkit.incident.exit_status import exit_status_of, write_termination_message
 from sglang_crashkit.incident.summary import format_termination_message
 from sglang_crashkit.kernel import procfs, signals
-from sglang_crashkit.kernel.identity_key import own_namespace
+from sglang_crashkit.kernel.identity_key import is_host_namespace
 from sglang_crashkit.kernel.shared_memory import LeftSegment
 from sglang_crashkit.memory.heartbeat import Beat
 from sglang_crashkit.policy import Event
@@ -44,8 +44,6 @@ SILENT_SECS = 2.0
 _SECOND_SAMPLE_SECS = 0.7
 #: An incident that could not be finished so many times is left as its last checkpoint has it.
 _MAX_FINISHES = 3
-#: The PID namespace of the host has this inode in every kernel; include/linux/proc_ns.h.
-_HOST_NAMESPACE = 0xEFFFFFFC
 _UNSAVED = "the server has no handler for SIGQUIT"
 
 
@@ -344,7 +342,7 @@ class Session:
         try:
             run.capture()
             if self.triage.stage is not None and not self.triage.stage.may_be_shutdown:
-                self.gpus.ask_flight_recorders(run)
+                self.gpus.ask(run)
         except Exception as error:  # noqa: BLE001 - as above
             run.captured = True
             self.note_error("capture", error)
@@ -382,7 +380,7 @@ class Session:
     def _gather_the_rest(self, run: IncidentRun) -> bool:
         """Take what is taken last, and write the incident; say whether it is written, or no more is to come."""
         # Before what stops a process for a moment, and before its GPU is busy with a core.
-        if not self.gpus.are_flight_recorders_done(run):
+        if not self.gpus.have_answered(run):
             return False
         if not self.gpus.are_cores_asked:
             # Least perishable of all that is taken from the living: whoever waits for the end waits for it. It stops
@@ -445,6 +443,7 @@ class Session:
         self.steps.close()
         self.logs.close()
         self.surroundings.close()
+        self.gpus.close()
 
     def hear_farewell(self, message: Message) -> None:
         """Take in that the main process is about to end in good order, and with it maybe this process.
@@ -452,7 +451,7 @@ class Session:
         Where the main process is process 1 of a container, or what it runs below ends with it, such as ``tini`` or a
         shell, the kernel kills everything that is in the container at that moment. So what is left goes before.
         """
-        if self.triage.is_open and own_namespace() == _HOST_NAMESPACE:
+        if self.triage.is_open and is_host_namespace():
             # This process outlives it, and takes the time that the incident needs.
             self._mailbox.acknowledge(message, ack="at work")
             return
@@ -566,7 +565,7 @@ class Session:
     def _write(self, run: IncidentRun) -> None:
         if run.finished:
             return
-        self.gpus.give_up_flight_recorders("the incident was finished before")
+        self.gpus.give_up_answers("the incident was finished before")
         run.add_last_signs(self.silences.last_signs() if self.silences is not None else {})
         self.steps.add_to(run, self._tree)
         if not run.problem:

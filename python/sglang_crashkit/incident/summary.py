@@ -65,6 +65,7 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     yield from _peers(document)
     yield from step_words.lines_of(_first_failure(document), mapping_of(document.get("divergence")))
     yield from _collectives(document)
+    yield from _gpus(document)
     yield "## Processes"
     for process in mappings_of(document.get("processes")):
         yield ""
@@ -135,6 +136,16 @@ def suspect_in_words(suspects: Sequence[Mapping[str, Any]]) -> str:
     reasons = "; ".join(str(reason) for reason in first.get("reasons") or ())
     others = f"; {more} more in incident.json" if more else ""
     return f"suspect: request {first.get('rid')} ({first.get('level')}): {reasons}{others}"
+
+
+def _gpus(document: Mapping[str, Any]) -> Iterator[str]:
+    lines = mapping_of(document.get("gpus")).get("lines")
+    if not isinstance(lines, list) or not lines:
+        return
+    yield "## GPUs"
+    yield ""
+    yield from (f"- {line}" for line in lines)
+    yield ""
 
 
 def timeline_of(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 
 _PROC = Path("/proc")
+#: The PID namespace of the host has this inode in every kernel; include/linux/proc_ns.h.
+_HOST_NAMESPACE = 0xEFFFFFFC
 
 
 def server_key(pid: int, start_ticks: int) -> str:
@@ -40,6 +42,11 @@ def key_of(pid: int, start_ticks: int) -> str:
     # One number for each namespace that it is in, the innermost last; proc_pid_status(5).
     numbers = next((line.split()[1:] for line in status.splitlines() if line.startswith("NSpid:")), [])
     return f"{numbers[-1] if numbers else pid}-{start_ticks}-{namespace}"
+
+
+def is_host_namespace() -> bool:
+    """Say whether this process sees the host's processes by the host's own pids."""
+    return own_namespace() == _HOST_NAMESPACE
 
 
 def own_namespace() -> int:

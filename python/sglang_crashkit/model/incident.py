@@ -32,6 +32,7 @@ EvidenceKind = Literal[
     "steps",
     "log",
     "environment",
+    "gpu_facts",
 ]
 EvidenceStatus = Literal["captured", "failed", "skipped"]
 Level = Literal["established", "supported", "unknown"]
@@ -336,6 +337,7 @@ class Incident:
         suspects: the requests that may have brought the failure about, most suspicious first.
         environment: what of ``environment.json`` a summary says first, see `handler.collectors.environment`; None
             before it was gathered.
+        gpus: what `analysis.gpus.account` returns; None where the driver was not asked.
     """
 
     id: str
@@ -349,6 +351,7 @@ class Incident:
     divergence: dict[str, Any] | None = None
     suspects: list[Suspect] = field(default_factory=list)
     environment: dict[str, Any] | None = None
+    gpus: dict[str, Any] | None = None
     timeline: list[dict[str, Any]] = field(default_factory=list)
     verdict: Verdict | None = None
     handler: HandlerInfo | None = None

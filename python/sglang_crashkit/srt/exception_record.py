@@ -31,11 +31,14 @@ _BATCHES = ("cur_batch", "cur_batch_for_debug", "running_batch")
 
 
 @never_raises
-def tell_exception() -> None:
+def tell_exception(gpu: str | None = None) -> None:
     """Write down the exception being handled, and wait until the server's other processes were captured.
 
     To be called from the ``except`` branch, before the parent is told: what the parent does then ends the others.
     Returns after at most `CAPTURE_WAIT_SECS`, at once where there is no crash handler or no exception.
+
+    Args:
+        gpu: the UUID of the GPU that this process computes on, None where that is not known.
     """
     raised, error, trace = sys.exc_info()
     if raised is None or error is None:
@@ -47,6 +50,7 @@ def tell_exception() -> None:
         CAPTURE_WAIT_SECS,
         message=message.splitlines()[0][:300],
         record=str(record) if record else None,
+        gpu=gpu,
     )
 
 

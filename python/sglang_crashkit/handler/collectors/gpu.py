@@ -1,4 +1,4 @@
-"""What an incident asks of the GPUs, in this order: flight recorders while others look on, at its end the cores."""
+"""What an incident asks of the GPUs: the driver and the flight recorders while others look on, at its end the cores."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 
 from sglang_crashkit.handler.collectors.cores import Cores
 from sglang_crashkit.handler.collectors.flight import FlightRecorders, ask_flight_recorders
+from sglang_crashkit.handler.collectors.gpu_facts import DriverFacts
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
@@ -30,6 +31,7 @@ class GpuEvidence:
         self._settings = settings
         self._flight: FlightRecorders | None = None
         self._cores: Cores | None = None
+        self._driver = DriverFacts(tree, settings)
         self._late_flight: set[int] = set()
         self._is_finishing = False
 
@@ -41,7 +43,7 @@ class GpuEvidence:
     @property
     def are_awaited(self) -> bool:
         """Whether the incident would be finished but for them."""
-        return self._are_cores_under_way or (self._is_finishing and self._is_flight_under_way)
+        return self._are_cores_under_way or (self._is_finishing and self._are_answers_under_way)
 
     @property
     def are_cores_asked(self) -> bool:
@@ -59,26 +61,38 @@ class GpuEvidence:
         """Return when `look` has something to do, by the monotonic clock."""
         if self._cores is not None and self._are_cores_under_way:
             return self._cores.next_due()
-        return self._flight.next_due() if self._flight is not None else float("inf")
+        flight = self._flight.next_due() if self._flight is not None else float("inf")
+        return min(flight, self._driver.next_due())
 
     def look(self) -> None:
         """See what is whole by now."""
         if self._cores is not None and self._are_cores_under_way:
             self._cores.look()
-        elif self._flight is not None and self._is_flight_under_way:
+            return
+        self._driver.look()
+        if self._flight is not None:
             self._flight.look()
 
-    def ask_flight_recorders(self, run: IncidentRun) -> None:
-        """Ask the schedulers for their flight recorders, once an incident."""
+    def watch(self) -> None:
+        """Begin to watch for what the driver tells only once."""
+        self._driver.watch()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._driver.close()
+
+    def ask(self, run: IncidentRun) -> None:
+        """Ask the driver what it knows, and the schedulers for their flight recorders, once an incident."""
         if self._flight is None:
+            self._driver.ask(run)
             secs = self._settings.budget_secs
             self._flight = ask_flight_recorders(run, self._tree, self._place.runtime, secs, self._late_flight)
 
-    def are_flight_recorders_done(self, run: IncidentRun) -> bool:
-        """Say whether nothing is left of them that the end of the incident is to wait for; ask where nobody did."""
+    def have_answered(self, run: IncidentRun) -> bool:
+        """Say whether both have, so that the end of the incident waits for neither; ask where nobody did."""
         self._is_finishing = True
-        self.ask_flight_recorders(run)
-        return not self._is_flight_under_way
+        self.ask(run)
+        return not self._are_answers_under_way
 
     def are_cores_done(self, run: IncidentRun, *, of_living: bool, of_dead: bool) -> bool:
         """Say whether no core is awaited any more; ask where nobody did.
@@ -100,14 +114,16 @@ class GpuEvidence:
         if self._cores is not None and self._are_cores_under_way:
             self._cores.give_up(reason)
 
-    def give_up_flight_recorders(self, reason: str) -> None:
-        """Wait for no flight recorder any longer, for a reason that is noted."""
+    def give_up_answers(self, reason: str) -> None:
+        """Wait for neither the driver nor a flight recorder any longer, for a reason that is noted."""
+        self._driver.give_up(reason)
         if self._flight is not None:
             self._flight.give_up(reason)
 
     def forget(self) -> None:
         """Be ready for the next incident."""
         self._flight = self._cores = None
+        self._driver.forget()
         self._is_finishing = False
 
     @property
@@ -115,8 +131,8 @@ class GpuEvidence:
         return self._cores is not None and not self._cores.are_done
 
     @property
-    def _is_flight_under_way(self) -> bool:
-        return self._flight is not None and not self._flight.are_done
+    def _are_answers_under_way(self) -> bool:
+        return not self._driver.is_done or (self._flight is not None and not self._flight.are_done)
 
 
 def _is_dead_scheduler(process: TrackedProcess) -> bool:

@@ -97,6 +97,18 @@ def on_batch(scheduler: Any, batch: Any) -> None:
         _switch_off()
 
 
+def own_gpu() -> str | None:
+    """Return the UUID of the GPU that this process computes on, which holds in a container, too; None without one."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    try:
+        if cuda is None or not cuda.is_initialized():
+            return None
+        return str(cuda.get_device_properties(cuda.current_device()).uuid)
+    except Exception as error:  # noqa: BLE001 - the beat does not need it, and a platform may have none
+        logger.debug("the GPU's UUID is not known: %s", error)
+        return None
+
+
 def _flag_of(kind: type) -> int:
     """Return the flag of a class of requests; one that is quick is remembered."""
     if not kind.__name__.startswith(_QUICK):
@@ -114,7 +126,7 @@ def _begin() -> memoryview[float] | None:
         return None
     writer = BeatWriter()
     try:
-        protocol.notify(socket_path, "beat", descriptor=writer.fd, modes=forward_modes())
+        protocol.notify(socket_path, "beat", descriptor=writer.fd, modes=forward_modes(), gpu=own_gpu())
     except protocol.HandlerUnreachableError as error:
         logger.warning("crash kit: hangs of this scheduler are not noticed: %s", error)
         writer.close()

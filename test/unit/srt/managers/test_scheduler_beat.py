@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator
 from enum import IntEnum
@@ -14,6 +15,7 @@ import pytest
 from sglang_crashkit.memory.heartbeat import Beat, BeatReader
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt.managers import scheduler_beat
+from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
 from sglang_crashkit.srt.managers.scheduler_beat import on_batch, on_iteration
 from unit.srt.conftest import Listener
 from unit.waiting import LONG, descriptors
@@ -227,3 +229,32 @@ def test_a_scheduler_of_another_make_is_not_stopped_and_its_silence_is_no_hang(
     scheduler.run_batch(object())
     assert read(reader).is_off
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("cuda", "gpu"),
+    [
+        (None, None),
+        (SimpleNamespace(is_initialized=lambda: False), None),
+        (SimpleNamespace(is_initialized=lambda: True), None),
+        (
+            SimpleNamespace(
+                is_initialized=lambda: True,
+                current_device=lambda: 3,
+                get_device_properties=lambda device: SimpleNamespace(uuid=f"uuid-{device}"),
+            ),
+            "uuid-3",
+        ),
+    ],
+)
+def test_the_handler_is_told_which_gpu_the_scheduler_has(
+    listener: Listener, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, cuda: Any, gpu: str | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    scheduler.process_input_requests([])
+    try:
+        raise ValueError
+    except ValueError:
+        on_scheduler_exception()
+    heard = [listener.heard(), listener.heard()]
+    assert [(one["event"], one.get("gpu")) for one in heard] == [("beat", gpu), ("exception", gpu)]

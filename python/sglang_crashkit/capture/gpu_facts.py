@@ -1,0 +1,195 @@
+"""What the GPUs' driver says of them: asked by a child process with a deadline, and watched by another for Xid events.
+
+Neither library is loaded here: they are big, and a driver that hangs holds up whoever calls it. A child that even
+SIGKILL does not end is left behind. See `gpu_facts_child`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from sglang_crashkit.capture.tools import run_tool
+
+Library = Literal["pynvml", "amdsmi"]
+
+_CHILD = "sglang_crashkit.capture.gpu_facts_child"
+_KERNEL_LOG = "/dev/kmsg"
+#: What the drivers make where there is a GPU; the second is that of WSL.
+_NVIDIA, _AMD = ("/dev/nvidiactl", "/dev/dxg"), ("/dev/kfd",)
+_NVML = "libnvidia-ml.so.1"
+#: A hundred GPUs with all their links take less.
+_MAX_OUTPUT = 8 << 20
+#: A killed child is waited for this long, in seconds: in uninterruptible sleep it cannot end yet.
+_REAP_SECS = 0.2
+
+
+def find_library(environ: Mapping[str, str] = os.environ) -> Library | None:
+    """Return which library knows the GPUs of this machine, None where there are none."""
+    folders = environ.get("LD_LIBRARY_PATH", "").split(":")
+    if any(map(os.path.exists, _NVIDIA)) or any(Path(folder, _NVML).exists() for folder in folders if folder):
+        return "pynvml"
+    return "amdsmi" if any(map(os.path.exists, _AMD)) else None
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """What the driver said.
+
+    Attributes:
+        driver: ``version`` and ``cuda``, and how many ``gpus`` there are; empty where it did not answer.
+        gpus: each as `gpu_facts_child` has it; those that it came to.
+        kernel_xids: the Xid lines of the kernel's log, each with ``xid``, ``bus_id``, ``time`` in seconds since the
+            epoch, and ``pid``.
+        kernel_problem: why that log could not be read; empty where it could.
+        reason: why that is not all; empty where it is.
+        seconds: how long it took.
+    """
+
+    driver: dict[str, Any] = field(default_factory=dict)
+    gpus: list[dict[str, Any]] = field(default_factory=list)
+    kernel_xids: list[dict[str, Any]] = field(default_factory=list)
+    kernel_problem: str = ""
+    reason: str = ""
+    seconds: float = 0.0
+
+
+class GpuFactsReader:
+    """Asks the driver once; ask `look` until it has an answer.
+
+    Args:
+        library: which one.
+        seconds: the longest that it may take.
+        since: Xid lines of the kernel's log before it are of no interest, in seconds since the epoch.
+        kernel_log: that log.
+
+    Raises:
+        RuntimeError: the system gives no thread.
+    """
+
+    def __init__(self, library: Library, seconds: float, since: float, kernel_log: str = _KERNEL_LOG) -> None:
+        command = _command("facts", library, kernel_log, str(since))
+        self._facts: GpuFacts | None = None
+        self._stop = threading.Event()
+
+        def read() -> None:
+            try:
+                run = run_tool(command, seconds, self._stop, apart=True, max_output=_MAX_OUTPUT)
+                self._facts = _facts_of(run.text, run.reason, run.seconds)
+            except Exception as error:  # noqa: BLE001 - whoever asks for the answer waits for one
+                self._facts = GpuFacts(reason=f"{type(error).__name__}: {error}")
+
+        threading.Thread(target=read, name="GPU facts", daemon=True).start()
+
+    def look(self) -> GpuFacts | None:
+        """Return what came of it, None while it is under way; never wait."""
+        return self._facts
+
+    def call_off(self) -> None:
+        """End it: nobody wants to know any more."""
+        self._stop.set()
+
+
+def _facts_of(text: str, reason: str, seconds: float) -> GpuFacts:
+    told: dict[str, Any] = {}
+    gpus = []
+    for one in _objects(text):
+        told |= one
+        gpus += [one["gpu"]] if "gpu" in one else []
+    driver, kernel, said = told.get("driver", {}), told.get("kernel", {}), str(told.get("error", ""))
+    count = driver.get("gpus", 0)
+    if not said and reason:
+        where = f"at GPU {len(gpus)} of {count}" if driver else "before it said anything"
+        said = f"the driver did not answer, {where}: {reason}"
+    return GpuFacts(driver, gpus, kernel.get("xids", []), kernel.get("problem", ""), said, seconds)
+
+
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines():
+        # The last one may be cut off.
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                yield value
+
+
+class XidWatch:
+    """A child that lives as long as this process, and tells of Xid events. To be made by the main thread.
+
+    What it says is read when somebody wants to know, and never waited for.
+
+    Attributes:
+        start: ``time`` since when it watches, in seconds since the epoch, the ``gpus`` with their error counters of
+            that time, and ``errors`` by the GPUs that they keep from being watched; empty where it has not said so.
+        xids: the events, each with ``xid``, ``bus_id`` (None where that is not known) and ``time``.
+        problem: why it tells of none, or no more; empty where it does.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self) -> None:
+        self.start: dict[str, Any] = {}
+        self.xids: list[dict[str, Any]] = []
+        self.problem = "the driver has not answered since the server started"
+        self._text = b""
+        # Of this thread's end the kernel would tell the child, too.
+        self._process = subprocess.Popen(
+            _command("watch", "pynvml"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        self._pipe = self._process.stdout
+        os.set_blocking(self._pipe.fileno(), False)
+
+    @property
+    def pid(self) -> int:
+        """The child's pid."""
+        return self._process.pid
+
+    def look(self) -> None:
+        """Take in what it said since the last look."""
+        while not self._pipe.closed:
+            try:
+                chunk = os.read(self._pipe.fileno(), 1 << 16)
+            except BlockingIOError:
+                break
+            if not chunk:
+                self._end("its watcher ended")
+                break
+            whole, _, self._text = (self._text + chunk).rpartition(b"\n")
+            for said in _objects(whole.decode(errors="replace")):
+                if "start" in said:
+                    self.start, self.problem = said["start"], ""
+                elif "error" in said:
+                    self._end(str(said["error"]))
+                else:
+                    self.xids.append(said)
+
+    def close(self) -> None:
+        """End it."""
+        self._end("the crash handler ended")
+
+    def _end(self, problem: str) -> None:
+        if self._pipe.closed:
+            return
+        self.problem = problem
+        self._pipe.close()
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_REAP_SECS)
+
+
+def _command(what: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", _CHILD, str(os.getpid()), what, *arguments]

@@ -1,0 +1,328 @@
+"""What the library of the GPUs' driver says, read in a process of its own: a driver may hang, the libraries are big.
+
+A program, started by `gpu_facts`. It writes JSON objects, one a line, as it learns of them, so that what came before a
+call which hangs is there. With ``facts`` it reads all GPUs once: ``driver``, a ``gpu`` each, and ``kernel``, what the
+kernel's log says. With ``watch`` it writes ``start``, each GPU with its error counters of now, then an ``xid`` for each
+event, and lives as long as who started it.
+
+Names and units are those of NVIDIA's ``nvml.h`` and AMD's ``amdsmi``, but for power, which is in watts, and memory,
+which is in bytes. A GPU is named by its PCI bus id as ``domain:bus:device`` in lower-case hexadecimal. What a driver
+does not support is left out, and stands in ``errors``: what was asked, by the error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+#: After this number of events nobody learns anything from another one, and the pipe is nearly full.
+_MAX_EVENTS = 128
+#: How long one wait for an event lasts, in milliseconds; `nvmlEventSetWait_v2` then answers NVML_ERROR_TIMEOUT.
+_WAIT_MS, _TIMEOUT = 60_000, 10
+#: As ``pynvml`` loads it.
+_LIBRARY = "libnvidia-ml.so.1"
+#: The bits of `nvmlDeviceGetCurrentClocksEventReasons`, from the lowest on (``nvmlClocksEventReason...``).
+_REASONS = (
+    *("gpu_idle", "applications_clocks_setting", "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal_slowdown"),
+    *("hw_thermal_slowdown", "hw_power_brake_slowdown", "display_clock_setting"),
+)
+#: Counters of `nvmlDeviceGetNvLinkErrorCounter` by their number (``nvmlNvLinkErrorCounter_t``).
+_LINK_COUNTERS = ("replay", "recovery", "crc_flit", "crc_data")
+#: ``NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python3, GPU has fallen off the bus.``
+_XID_LINE = re.compile(
+    rb"NVRM: Xid \((?:PCI:)?([0-9a-fA-F]{4,}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]*\): (\d+)(?:, pid='?(\d+))?"
+)
+
+
+class Attempts:
+    """Calls that may fail, each by itself.
+
+    Attributes:
+        errors: what failed, by the error.
+    """
+
+    def __init__(self) -> None:
+        self.errors: dict[str, list[str]] = {}
+
+    def __call__(self, what: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what `call` answers, None where it raises, which is noted under the name `what`."""
+        try:
+            return call(*arguments)
+        except Exception as error:  # noqa: BLE001 - each library has its own, and none is to cost the other facts
+            names = self.errors.setdefault(str(error) or type(error).__name__, [])
+            if what not in names:
+                names.append(what)
+            return None
+
+
+def bus_id(text: str) -> str:
+    """Return a PCI bus id as ``domain:bus:device``, however long its domain is, with a function or without."""
+    domain, bus, device = text.lower().split(".")[0].split(":")
+    return f"{int(domain, 16):04x}:{bus}:{device}"
+
+
+def nvml_facts(nvml: Any) -> Iterator[dict[str, Any]]:
+    """Yield what ``pynvml`` says."""
+    nvml.nvmlInit()
+    attempt = Attempts()
+    driver = {
+        "version": attempt("version", nvml.nvmlSystemGetDriverVersion),
+        "cuda": _cuda_version(attempt("cuda", nvml.nvmlSystemGetCudaDriverVersion_v2)),
+    }
+    count = nvml.nvmlDeviceGetCount()
+    yield {"driver": driver | {"gpus": count, "errors": attempt.errors}}
+    for index in range(count):
+        yield {"gpu": {"index": index} | _nvml_gpu(nvml, index)}
+
+
+def _cuda_version(number: int | None) -> str | None:
+    return f"{number // 1000}.{number % 1000 // 10}" if number else None
+
+
+def _nvml_gpu(nvml: Any, index: int) -> dict[str, Any]:
+    attempt = Attempts()
+    handle = attempt("all of it", nvml.nvmlDeviceGetHandleByIndex, index)
+    if handle is None:
+        return {"errors": attempt.errors}
+
+    def ask(what: str, name: str, *arguments: Any) -> Any:
+        return attempt(what, lambda: getattr(nvml, name)(handle, *arguments))
+
+    def milliwatts(what: str, name: str) -> float | None:
+        value = ask(what, name)
+        return None if value is None else value / 1000
+
+    memory, rates = ask("memory", "nvmlDeviceGetMemoryInfo"), ask("utilisation", "nvmlDeviceGetUtilizationRates")
+    processes = ask("processes", "nvmlDeviceGetComputeRunningProcesses_v3")
+    facts = _identity(nvml, handle, attempt) | {
+        "memory": memory and {"used": memory.used, "total": memory.total},
+        "processes": processes and [{"pid": one.pid, "used": one.usedGpuMemory} for one in processes],
+        "utilisation": rates and {"gpu": rates.gpu, "memory": rates.memory},
+        "temperature": ask("temperature", "nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        "power": milliwatts("power", "nvmlDeviceGetPowerUsage"),
+        "power_limit": milliwatts("power_limit", "nvmlDeviceGetEnforcedPowerLimit"),
+        "sm_clock": ask("sm_clock", "nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        "memory_clock": ask("memory_clock", "nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
+        "throttle": attempt("throttle", lambda: _throttle(nvml, handle)),
+        "counters": _nvml_counters(nvml, handle, attempt),
+    }
+    return {name: value for name, value in facts.items() if value is not None} | {"errors": attempt.errors}
+
+
+def _identity(nvml: Any, handle: Any, attempt: Attempts) -> dict[str, Any]:
+    return {
+        "bus_id": attempt("bus_id", lambda: bus_id(nvml.nvmlDeviceGetPciInfo(handle).busId)),
+        "uuid": attempt("uuid", nvml.nvmlDeviceGetUUID, handle),
+        "name": attempt("name", nvml.nvmlDeviceGetName, handle),
+    }
+
+
+def _throttle(nvml: Any, handle: Any) -> list[str]:
+    try:
+        bits = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+    except nvml.NVMLError_FunctionNotFound:
+        # The name that it has in drivers before 535.
+        bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+    return [name for place, name in enumerate(_REASONS) if bits >> place & 1]
+
+
+def _nvml_counters(nvml: Any, handle: Any, attempt: Attempts) -> dict[str, Any]:
+    """Return what only ever grows: ECC errors, remapped rows, and the errors of each NVLink that is up."""
+    ecc = {
+        f"{kind}_{since}": attempt("ecc", nvml.nvmlDeviceGetTotalEccErrors, handle, kind_number, since_number)
+        for kind_number, kind in enumerate(("corrected", "uncorrected"))
+        for since_number, since in enumerate(("volatile", "aggregate"))
+    }
+    rows = attempt("remapped_rows", nvml.nvmlDeviceGetRemappedRows, handle)
+    links: dict[str, dict[str, int] | None] = {}
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            is_up = nvml.nvmlDeviceGetNvLinkState(handle, link)
+        except nvml.NVMLError as error:
+            if not links:
+                attempt.errors.setdefault(str(error), []).append("nvlink")
+            # It has no more.
+            break
+        links[str(link)] = _known(
+            {"up": int(is_up)}
+            | {
+                name: attempt(f"nvlink {name}", nvml.nvmlDeviceGetNvLinkErrorCounter, handle, link, number)
+                for number, name in enumerate(_LINK_COUNTERS)
+                if is_up
+            }
+        )
+    names = ("corrected", "uncorrected", "pending", "failure")
+    return _known({"ecc": _known(ecc), "remapped_rows": dict(zip(names, rows or (), strict=False)), "nvlink": links})
+
+
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None and value != {}}
+
+
+def amd_facts(amd: Any) -> Iterator[dict[str, Any]]:
+    """Yield what ``amdsmi`` says."""
+    amd.amdsmi_init()
+    handles = amd.amdsmi_get_processor_handles()
+    yield {"driver": {"gpus": len(handles), "errors": {}}}
+    for index, handle in enumerate(handles):
+        attempt = Attempts()
+
+        def ask(what: str, name: str, *keys: str, of: Any = handle, attempt: Attempts = attempt) -> Any:
+            """Return the first of `keys` in the answer that is a number or a text; all of it where none is named."""
+            answer = attempt(what, lambda: getattr(amd, name)(of))
+            if answer is None or not keys:
+                return answer
+            # What is not known is "N/A".
+            return next((answer[key] for key in keys if answer.get(key, "N/A") != "N/A"), None)
+
+        used, total = (ask("memory", "amdsmi_get_gpu_vram_usage", f"vram_{what}") for what in ("used", "total"))
+        address = ask("bus_id", "amdsmi_get_gpu_device_bdf")
+        ecc = ask("ecc", "amdsmi_get_gpu_total_ecc_count") or {}
+        processes = ask("processes", "amdsmi_get_gpu_process_list")
+        facts = {
+            "bus_id": address and bus_id(address),
+            "uuid": ask("uuid", "amdsmi_get_gpu_device_uuid"),
+            "name": ask("name", "amdsmi_get_gpu_asic_info", "market_name"),
+            # In MiB there.
+            "memory": {"used": used << 20, "total": total << 20} if used is not None and total else None,
+            "processes": processes and attempt("processes", lambda of=processes: [_amd_process(one) for one in of]),
+            "utilisation": _known({"gpu": ask("utilisation", "amdsmi_get_gpu_activity", "gfx_activity")}) or None,
+            "power": ask("power", "amdsmi_get_power_info", "current_socket_power", "average_socket_power"),
+            "counters": {"ecc": {name: ecc[f"{name[:-2]}able_count"] for name in ("corrected", "uncorrected") if ecc}},
+        }
+        yield {"gpu": {"index": index} | _known(facts) | {"errors": attempt.errors}}
+
+
+def _amd_process(one: dict[str, Any]) -> dict[str, Any]:
+    return {"pid": one["pid"], "used": one.get("memory_usage", {}).get("vram_mem")}
+
+
+def kernel_xids(path: str, since: float) -> dict[str, Any]:
+    """Return the Xid lines of the kernel's log as ``xids``, or as ``problem`` why they cannot be read.
+
+    Args:
+        path: ``/dev/kmsg``; each read gives a record, ``priority,number,microseconds since boot,flags;text``.
+        since: earlier ones are left out, in seconds since the epoch.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        return {"problem": f"{path}: {error.strerror}"}
+    booted, text = time.time() - time.monotonic(), bytearray()
+    while True:
+        try:
+            record = os.read(descriptor, 1 << 13)
+        except BrokenPipeError:
+            # It was overwritten before it was read.
+            continue
+        except BlockingIOError:
+            break
+        except OSError as error:
+            return {"problem": f"{path}: {error.strerror}"}
+        if not record:
+            break
+        text += record if b"NVRM: Xid" in record else b""
+    os.close(descriptor)
+    xids = []
+    for line in text.splitlines():
+        found, head = _XID_LINE.search(line), line.split(b",", 3)
+        if found is None or len(head) < 4 or not head[2].isdigit():
+            continue
+        seconds = booted + int(head[2]) / 1e6
+        address, number, pid = (group and group.decode() for group in found.groups())
+        if seconds >= since and address and number:
+            xids.append({"xid": int(number), "bus_id": bus_id(address), "time": seconds, "pid": pid and int(pid)})
+    return {"xids": xids[-_MAX_EVENTS:]}
+
+
+def watch(nvml: Any) -> Iterator[dict[str, Any]]:
+    """Yield ``start``, then each Xid event, until the library says that there are no more."""
+    nvml.nvmlInit()
+    events, attempt, addresses, gpus = nvml.nvmlEventSetCreate(), Attempts(), {}, []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        what = f"GPU {index}"
+        handle = attempt(what, nvml.nvmlDeviceGetHandleByIndex, index)
+        if handle is not None:
+            attempt(what, nvml.nvmlDeviceRegisterEvents, handle, nvml.nvmlEventTypeXidCriticalError, events)
+            gpu = _known(_identity(nvml, handle, attempt)) | {"counters": _nvml_counters(nvml, handle, Attempts())}
+            gpus.append({"index": index} | gpu)
+            addresses[_number_of(handle)] = gpu.get("bus_id")
+    yield {"start": {"time": time.time(), "gpus": gpus, "errors": attempt.errors}}
+
+    class Event(ctypes.Structure):
+        # Its own class looks names up in the module.
+        _fields_ = nvml.c_nvmlEventData_t._fields_
+
+    data, library = Event(), ctypes.CDLL(_LIBRARY)
+    library.nvmlErrorString.restype = ctypes.c_char_p
+    del nvml
+    _forget_pynvml()
+    for _event in range(_MAX_EVENTS):
+        while (status := library.nvmlEventSetWait_v2(events, ctypes.byref(data), _WAIT_MS)) == _TIMEOUT:
+            pass
+        if status:
+            raise RuntimeError(library.nvmlErrorString(status).decode(errors="replace"))
+        yield {"xid": data.eventData, "bus_id": addresses.get(_number_of(data.device)), "time": time.time()}
+    raise RuntimeError(f"more than {_MAX_EVENTS} Xid events")
+
+
+def _number_of(handle: Any) -> int | None:
+    return ctypes.cast(handle, ctypes.c_void_p).value
+
+
+def _forget_pynvml() -> None:
+    """Give back the memory of a module with thousands of names: 11 of 28 MB."""
+    sys.modules.pop("pynvml").__dict__.clear()
+    gc.collect()
+    # Other C libraries than glibc have none.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _tell(answers: Iterator[dict[str, Any]]) -> None:
+    try:
+        for answer in answers:
+            print(json.dumps(answer), flush=True)  # noqa: T201 - to who started it
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+        print(json.dumps({"error": str(error) or type(error).__name__}), flush=True)  # noqa: T201
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do what is asked.
+
+    Args:
+        arguments: the pid of who started it, what to do (``facts`` or ``watch``), the library, and for ``facts`` the
+            kernel's log and since when that is of interest.
+    """
+    parent, what, library, *of_log = arguments
+    # Where its starter is killed nobody else ends it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):
+        return 1
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if of_log:
+        _tell(iter([{"kernel": kernel_xids(of_log[0], float(of_log[1]))}]))
+    try:
+        module = importlib.import_module(library)
+    except Exception as error:  # noqa: BLE001 - a library that is broken is as good as none
+        _tell(iter([{"error": f"no {library} library: {error}"}]))
+        return 0
+    reads = {"pynvml": nvml_facts, "amdsmi": amd_facts}
+    _tell(watch(module) if what == "watch" else reads[library](module))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
