@@ -16,6 +16,7 @@ from typing import Any
 from sglang_crashkit import __version__
 from sglang_crashkit.analysis.verdict import FailureEvent, judge, order_failures
 from sglang_crashkit.handler.collectors import stacks, states
+from sglang_crashkit.handler.collectors.causes import explain
 from sglang_crashkit.handler.collectors.repeats import count_repeat, incident_with_core
 from sglang_crashkit.handler.collectors.requests import add, add_journal, requests_of
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
@@ -131,7 +132,7 @@ class IncidentRun:
         """Add a sentence to the verdict, also once the incident is finished."""
         self._afterwords.append(sentence)
         if self.finished:
-            self.incident.verdict = self._judge()
+            self._judge_finally()
             self._save_again()
 
     def _save_again(self) -> None:
@@ -175,6 +176,11 @@ class IncidentRun:
         verdict = judge(self.incident, self._failures)
         verdict.basis += self._afterwords
         verdict.text = " ".join([verdict.text, *self._afterwords])
+        return verdict
+
+    def _judge_finally(self) -> Verdict:
+        self.incident.verdict = verdict = self._judge()
+        self.incident.cause = explain(self.incident, self.folder.path)
         return verdict
 
     def report(self, process: TrackedProcess) -> ProcessReport:
@@ -370,7 +376,7 @@ class IncidentRun:
                 self.incident.peers.append(peer)
             self.note(seconds, "peer_lost", role=peer.role, address=peer.address, sign=peer.sign)
         if self.finished:
-            self.incident.verdict = self._judge()
+            self._judge_finally()
             self.save()
 
     def add_requests(self, fields: dict[str, Any]) -> None:
@@ -445,7 +451,7 @@ class IncidentRun:
             if process.exited_at is not None and not process.is_of_no_account:
                 self._note_exit(process)
         self.incident.processes.sort(key=lambda report: (report.role == "helper", report.role, report.pid))
-        self.incident.verdict = verdict = self._judge()
+        verdict = self._judge_finally()
         self._take_kind()
         self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.incident.complete = True

@@ -268,7 +268,10 @@ class Occurrence:
 
 @dataclass
 class Incident:
-    """Everything the kit knows of one crash, hang or loss of the other server of a pair."""
+    """Everything the kit knows of one crash, hang or loss of the other server of a pair.
+
+    ``cause`` is what `analysis.causes.explain` returns; None before it is finished.
+    """
 
     id: str
     kind: str
@@ -280,6 +283,7 @@ class Incident:
     collectives: Collectives | None = None
     timeline: list[dict[str, Any]] = field(default_factory=list)
     verdict: Verdict | None = None
+    cause: dict[str, Any] | None = None
     handler: HandlerInfo | None = None
     fault: Occurrence | None = None
     complete: bool = False
