@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,9 +31,10 @@ BOTH_WAIT = {TP0: [WAITS], TP1: [WAITS]}
 UPDATE = {
     "server": ["acquire (threading.py:1)", "update_weights_from_disk (sglang/srt/managers/tokenizer_manager.py:1)"]
 }
-DIVERGED = {"kind": "mode", "step": 18204, "statement": "TP1 ran extend where TP0 ran decode", "level": "established"}
+DIVERGED = {"kind": "mode", "step": 18204, "statement": "TP1 ran extend where TP0 ran decode.", "level": "established"}
 BUS = killed("SIGBUS", "no Python exception was reported")
-FULL_SHM = {"environment": {"shared_memory": {"used": 990, "size": 1000}}}
+FULL_SHM = {"environment": {"shared_memory": {"used_bytes": 990, "total_bytes": 1000}}}
+AGAIN = {"suspects": [{"rid": "r1"}], "fault": {"count": 2, "seen": {"r1": 1}}}
 
 
 def finding(kind: str, level: str = "established", statement: str = "so they are") -> dict[str, Any]:
@@ -40,7 +43,8 @@ def finding(kind: str, level: str = "established", statement: str = "so they are
 
 
 def xid(number: int, pid: int | None = None) -> dict[str, Any]:
-    return {"gpus": [{"index": 0, "xids": [{"xid": number, "pid": pid}]}]}
+    holders = [{"pid": pid, "title": "x", "level": "established"}] if pid else []
+    return {"gpus": {"devices": [], "xids": [{"xid": number, "bus_id": "0000:3b:00", "processes": holders}]}}
 
 
 def looks(*points: tuple[str, float], state: str = "R") -> dict[str, Any]:
@@ -56,6 +60,12 @@ def looks(*points: tuple[str, float], state: str = "R") -> dict[str, Any]:
 
 def with_exit(document: dict[str, Any], title: str, end: Exit) -> dict[str, Any]:
     next(one for one in document["processes"] if one["title"] == title)["exit"] = vars(end)
+    return document
+
+
+def at(document: dict[str, Any], trigger: str, event: float) -> dict[str, Any]:
+    document["trigger"]["time"] = trigger
+    document["gpus"]["xids"][0]["time"] = event
     return document
 
 
@@ -126,8 +136,11 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("Xid 79 of its GPU", incident("signal", TP0, end=killed("SIGABRT", "x"), **xid(79, 10)), "gpu_hardware", EST),
     ("Xid 79 of some GPU", raised("RuntimeError: x", *FORWARD, **xid(79)), "gpu_hardware", SUP),
     ("Xid 31 is a program's", incident("signal", TP0, end=killed("SIGABRT", "x"), **xid(31, 10)), "cuda_fault", SUP),
+    ("an old Xid", at(raised("RuntimeError: x", **xid(79)), "1970-01-01T01:00:00Z", 60.0), "exception", EST),
+    ("a fresh Xid", at(raised("RuntimeError: x", **xid(79)), "1970-01-01T01:00:00Z", 3590.0), "gpu_hardware", SUP),
+    ("Xid, and killed", incident("signal", TP0, end=killed(), **xid(79, 10)), "killed", EST),
     ("Xid 45 follows", incident("signal", TP0, end=killed("SIGABRT", "x"), **xid(45, 10)), "aborted", EST),
-    ("no Xid seen", incident("signal", TP0, end=killed(), gpus=[{"index": 0, "xids": []}]), "killed", EST),
+    ("no Xid seen", incident("signal", TP0, end=killed(), gpus={"devices": [{"index": 0}], "xids": []}), "killed", EST),
     (
         "an exception in a GPU core",
         on_gpu(incident("signal", TP0, end=killed("SIGABRT", "x")), "exception: CUDA_EXCEPTION_14 in kernel"),
@@ -280,6 +293,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("an unsure recorder", hung(**finding("mismatch", UNK)), "no_progress", UNK),
     ("recorded wait", hung(**finding("waiting")), "symmetric_stall", SUP),
     ("diverged", hung(doing=BOTH_WAIT, divergence=DIVERGED), "rank_divergence", EST),
+    ("ended earlier", hung(doing=BOTH_WAIT, divergence=DIVERGED | {"kind": "ended_earlier"}), "symmetric_stall", SUP),
     ("not diverged", hung(doing=BOTH_WAIT, divergence={"kind": "none"}), "symmetric_stall", SUP),
     (
         "killed and apart",
@@ -327,6 +341,8 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         "exception_in_sglang",
         EST,
     ),
+    ("again", raised("ValueError: x", *FORWARD, **AGAIN), "poison_request", SUP),
+    ("for the first time", raised("ValueError: x", *FORWARD, suspects=[{"rid": "r1"}]), "exception_in_sglang", EST),
     # -- words that must not fool it
     (
         "a prompt in the message",
@@ -397,6 +413,20 @@ def test_every_class_has_advice_and_a_row() -> None:
     assert {row[2] for row in TABLE} == set(ADVICE)
 
 
+def test_the_documentation_lists_every_class() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "incidents.md").read_text().split("\n## ")
+    (part,) = [one for one in text if one.startswith("Causes")]
+    rows = [line.split("|")[1] for line in part.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(ADVICE)
+
+
+def test_the_step_that_it_died_in_is_told() -> None:
+    document = incident("signal", TP1, end=killed())
+    step = {"number": 7, "mode": "decode", "size": 2, "rids": ["a", "b"]}
+    next(one for one in document["processes"] if one["title"] == TP1)["steps"] = {"last": [], "in_step": step}
+    assert causes.explain(document)["reasons"][1] == "It was in step 7 (decode, 2 requests, with a, b)."
+
+
 def test_the_record_of_a_rank_tells_more_than_the_timeline() -> None:
     document = raised("torch.AcceleratorError: CUDA error: an illegal")
     record = {
@@ -434,7 +464,7 @@ def test_a_broken_rule_costs_nothing_but_itself(
         {
             "kind": "hang",
             "divergence": [],
-            "environment": {"shm": {"used": "x"}, "command": 4},
+            "environment": {"shared_memory": {"used_bytes": "x"}, "command_line": 4, "arguments": []},
             "collectives": {"findings": 1},
         },
     ],

@@ -50,7 +50,7 @@ ORDINARY = (
 
 
 def document_of(case: dict[str, Any]) -> dict[str, Any]:
-    more = {"environment": {"command_line": ["python", *case.get("arguments", ())]}}
+    more = {"environment": {"command_line": " ".join(["python", *case.get("arguments", ())])}}
     release = case.get("release", "0.5.13")
     if case.get("hang"):
         return hung(doing={TP0: case["frames"]}, release=release, **more)
@@ -104,5 +104,6 @@ def test_an_argument_that_is_not_known_is_not_taken_for_granted() -> None:
     case = next(case for case in CASES if case["issue"] == 40729)
     assert known(document_of(case)) == [40729]
     assert known(document_of(case | {"arguments": ["--disaggregation-mode", "decode"]})) == []
-    resolved = {"environment": {"server_args": {"enable_hisparse": True, "disaggregation_mode": "decode"}}}
-    assert known(document_of(case) | resolved) == [40729]
+    resolved = {"enable_hisparse": True, "disaggregation_mode": "decode", "speculative_algorithm": None}
+    assert known(document_of(case) | {"environment": {"arguments": resolved}}) == [40729]
+    assert known(document_of(case) | {"environment": {"arguments": resolved | {"enable_hisparse": False}}}) == []

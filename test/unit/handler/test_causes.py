@@ -54,6 +54,19 @@ def test_the_whole_stack_of_one_that_hangs_is_looked_at(tmp_path: Path) -> None:
     assert [one["issue"] for one in found["known_issues"]] == [30760]
 
 
+def test_the_arguments_are_those_of_the_environment_in_the_folder(tmp_path: Path) -> None:
+    incident = make_incident()
+    incident.processes[0].doing = ["retract_decode (sglang/srt/managers/schedule_batch.py:1)"]
+    incident.timeline[0]["message"] = "NotImplementedError"
+    without = explain(incident, tmp_path)
+    (tmp_path / "environment.json").write_text('{"arguments": {"enable_hisparse": true}}')
+    found = explain(incident, tmp_path)
+    assert without is not None
+    assert without["known_issues"] == []
+    assert found is not None
+    assert [one["issue"] for one in found["known_issues"]] == [40729]
+
+
 def test_a_broken_rule_book_does_not_cost_the_incident(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

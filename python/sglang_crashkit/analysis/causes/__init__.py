@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_crashkit.analysis.causes.advice import ADVICE
 from sglang_crashkit.analysis.causes.case import Case
-from sglang_crashkit.analysis.causes.known_issues import KnownIssue, load_issues, matching
+from sglang_crashkit.analysis.causes.known_issues import load_issues, matching
 from sglang_crashkit.analysis.causes.rules import RULES, Finding
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def explain(
     except Exception as error:
         logger.error("known issues could not be looked up", exc_info=error)
     name, finding = _find(case)
-    return _to_json(name, finding, case.known)
+    return _to_json(name, finding, case)
 
 
 def _find(case: Case) -> tuple[str, Finding]:
@@ -57,14 +57,14 @@ def _find(case: Case) -> tuple[str, Finding]:
     return "unknown", _NOTHING
 
 
-def _to_json(name: str, finding: Finding, issues: Sequence[KnownIssue]) -> dict[str, Any]:
+def _to_json(name: str, finding: Finding, case: Case) -> dict[str, Any]:
     advice = ADVICE[name]
     return {
         "class": name,
         "words": advice.words,
         "level": finding.level,
-        "reasons": list(finding.reasons),
+        "reasons": [*finding.reasons, *case.last_step],
         "next_steps": [*finding.steps, *advice.steps],
-        "known_issues": [issue.to_json() for issue in issues],
+        "known_issues": [issue.to_json() for issue in case.known],
         "restart_helps": advice.restart,
     }

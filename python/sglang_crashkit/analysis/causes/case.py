@@ -8,8 +8,9 @@ text begins and by the frames that it came through; log lines are not looked at.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import zip_longest
@@ -26,6 +27,12 @@ _FRAME = re.compile(r"(?P<function>.*) \((?P<path>.*?)(?::\d+)?\)")
 _FAILED_STARTS = ("launch_failed", "startup_timeout")
 #: Through these a scheduler passes while it starts, and never later.
 _STARTING_PLACES = ("__init__ (scheduler.py)", "__init__ (tp_worker.py)", "__init__ (model_runner.py)")
+_DIVERGED = ("decision", "mode", "requests", "lengths", "hash")
+#: An Xid error of longer ago, in seconds, has nothing to do with it.
+_XID_SECS = 600.0
+_MAX_RIDS = 4
+#: What SGLang resolves an argument to that was not given.
+_UNSET = (None, False, "", 0, "none", "null", "None")
 _HANGS = ("no_progress", "silent_at_sigterm", "unhealthy_at_sigterm", "watchdog_timeout", "busy_too_long")
 
 
@@ -158,38 +165,32 @@ class Case:
 
     @property
     def divergence(self) -> Mapping[str, Any]:
-        """The first step at which ranks differ; empty where none is known."""
+        """The first step at which ranks differ; empty where they do not, or none is known."""
         found = mapping_of(self.document.get("divergence"))
-        return {} if found.get("kind") in (None, "", "none", "unknown") else found
+        return found if found.get("kind") in _DIVERGED else {}
 
-    @cached_property
-    def xids(self) -> list[tuple[int, Mapping[str, Any]]]:
-        """The Xid errors that the driver told of, each with what is known of it and of its GPU."""
-        found: list[tuple[int, Mapping[str, Any]]] = []
-        for gpu in _gpus(self.document):
-            for name in ("xids", "xid_events", "xid", "events"):
-                events = gpu.get(name)
-                for event in events if isinstance(events, list) else [events]:
-                    number = next((_number(mapping_of(event).get(key)) for key in ("xid", "code", "number")), None)
-                    number = _number(event) if number is None else number
-                    if number is not None:
-                        found.append((number, {**gpu, **mapping_of(event)}))
-        return found
+    @property
+    def xids(self) -> list[Mapping[str, Any]]:
+        """The Xid errors that the driver told of not long before; see `analysis.gpus`."""
+        events = mappings_of(mapping_of(self.document.get("gpus")).get("xids"))
+        since = _seconds_of(mapping_of(self.document.get("trigger")).get("time")) - _XID_SECS
+        return [one for one in events if type(one.get("xid")) is int and not _number(one.get("time")) < since]
 
     @cached_property
     def arguments(self) -> frozenset[str]:
         """The server's arguments as ``--name`` and ``--name=value``; empty where they are not known."""
         environment = mapping_of(self.document.get("environment"))
-        words: set[str] = set()
-        for name in ("server_args", "server_arguments", "arguments"):
-            for key, value in mapping_of(environment.get(name)).items():
-                if value not in (None, False, "", 0):
-                    option = f"--{str(key).replace('_', '-')}"
-                    words |= {option, f"{option}={value}"}
-        for name in ("command_line", "command", "cmdline", "arguments"):
-            line = environment.get(name)
-            given = line.split() if isinstance(line, str) else [*map(str, line)] if isinstance(line, list) else []
-            words |= _options(given)
+        words = set()
+        for key, value in mapping_of(environment.get("arguments")).items():
+            if value not in _UNSET:
+                option = f"--{str(key).replace('_', '-')}"
+                words |= {option, f"{option}={value}"}
+        given = str(environment.get("command_line") or "").split()
+        for word, following in zip_longest(given, given[1:], fillvalue="--"):
+            if word.startswith("--"):
+                name, equals, value = word.partition("=")
+                value = value if equals else "" if following.startswith("--") else following
+                words |= {name, f"{name}={value}"} if value else {name}
         return frozenset(words)
 
     @property
@@ -197,19 +198,29 @@ class Case:
         """SGLang's version."""
         return str(mapping_of(self.document.get("server")).get("sglang_version") or "")
 
-    @cached_property
-    def memory_file_system_use(self) -> float | None:
+    @property
+    def shared_memory_use(self) -> float | None:
         """How full ``/dev/shm`` was, from 0 to 1; None where that is not known."""
-        environment = mapping_of(self.document.get("environment"))
-        for name in ("shared_memory", "dev_shm", "shm"):
-            numbers = {key: _float(value) for key, value in mapping_of(environment.get(name)).items()}
-            used = next((numbers[key] for key in ("used", "used_bytes") if numbers.get(key) is not None), None)
-            size = next(
-                (numbers[key] for key in ("size", "total", "size_bytes", "total_bytes") if numbers.get(key)), None
-            )
-            if used is not None and size:
-                return used / size
-        return None
+        memory = mapping_of(mapping_of(self.document.get("environment")).get("shared_memory"))
+        used, total = memory.get("used_bytes"), memory.get("total_bytes")
+        return used / total if isinstance(used, int) and isinstance(total, int) and total > 0 else None
+
+    @property
+    def repeated(self) -> str:
+        """The id of a request like which one was suspected in an earlier incident of the same fault; empty without."""
+        seen = mapping_of(mapping_of(self.document.get("fault")).get("seen"))
+        suspects = [str(one.get("rid")) for one in mappings_of(self.document.get("suspects"))]
+        return next((rid for rid in suspects if seen.get(rid)), "")
+
+    @property
+    def last_step(self) -> list[str]:
+        """In which step the first failure was, with which requests, in a sentence; empty where that is not known."""
+        step = mapping_of(mapping_of(self.first.get("steps")).get("in_step"))
+        if not step:
+            return []
+        rids = _texts(step.get("rids"))[:_MAX_RIDS]
+        who = f", with {', '.join(rids)}" if rids else ""
+        return [f"It was in step {step.get('number')} ({step.get('mode')}, {step.get('size')} requests{who})."]
 
     def doing(self, process: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the places in which a process was, innermost first."""
@@ -226,33 +237,16 @@ def name_of(process: Mapping[str, Any]) -> str:
     return f"{process.get('title')} (pid {process.get('pid')})"
 
 
+def _seconds_of(time: object) -> float:
+    try:
+        return datetime.fromisoformat(str(time).replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return float("nan")
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else float("nan")
+
+
 def _texts(value: object) -> list[str]:
     return [str(one) for one in value] if isinstance(value, list) else []
-
-
-def _gpus(document: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    gpus = document.get("gpus")
-    yield from mappings_of(gpus)
-    if isinstance(gpus, dict):
-        # All GPUs together, and then each.
-        yield gpus
-        for value in gpus.values():
-            yield from mappings_of(value)
-
-
-def _options(words: Sequence[str]) -> set[str]:
-    found = set()
-    for word, following in zip_longest(words, words[1:], fillvalue="--"):
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            value = value if equals else "" if following.startswith("--") else following
-            found |= {name, f"{name}={value}"} if value else {name}
-    return found
-
-
-def _number(value: object) -> int | None:
-    return value if type(value) is int else None
-
-
-def _float(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_crashkit.analysis.causes.case import Case, Raised, name_of
+from sglang_crashkit.model.checked_json import mappings_of
 from sglang_crashkit.model.incident import Level
 
 #: What is established of a process that died, by the signal.
@@ -23,7 +24,7 @@ _BY_SIGNAL = {"SIGSEGV": "segfault", "SIGABRT": "aborted", "SIGBUS": "bus_error"
 _ORDERLY = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 #: Xid errors that speak of the GPU or its links, and those that a program's own fault gives; from NVIDIA's "XID
 #: Errors". 45 is what follows upon others.
-_XIDS_OF_HARDWARE = frozenset({48, 62, 63, 64, 74, 79, 92, 94, 95, 110, 119, 120, 140})
+_XIDS_OF_HARDWARE = frozenset({48, 62, 64, 74, 79, 94, 95, 110, 119, 120, 140})
 _XIDS_OF_PROGRAMS = frozenset({13, 31, 43})
 #: Exception classes that Python code raises for anything.
 _ANY_CLASS = frozenset(
@@ -44,6 +45,7 @@ _ANY_CLASS = frozenset(
 )
 #: A file system this full, from 0 to 1, has no room for what is needed.
 _FULL = 0.95
+_MAX_TOLD = 3
 #: With less of a CPU than this, a process that wants to run is starved.
 _STARVED_SHARE = 0.1
 _UPDATES = re.compile(
@@ -130,33 +132,28 @@ def _host_oom(case: Case) -> Finding | None:
 
 
 def _hardware(case: Case) -> Finding | None:
-    found = [(number, gpu) for number, gpu in case.xids if number in _XIDS_OF_HARDWARE]
-    if not found:
+    found = [event for event in case.xids if event["xid"] in _XIDS_OF_HARDWARE]
+    if not found or case.signal == "SIGKILL" or case.end.get("signal") in _ORDERLY:
         return None
-    own = any(gpu.get("pid") is not None and gpu.get("pid") == case.first.get("pid") for _number, gpu in found)
-    reasons = tuple(f"The driver told of Xid {number} of {_gpu_name(gpu)}." for number, gpu in found[:3])
-    return Finding("established" if own else "supported", reasons)
-
-
-def _gpu_name(gpu: Mapping[str, Any]) -> str:
-    for name in ("pci_bus_id", "bus_id", "uuid", "index"):
-        if gpu.get(name) is not None:
-            return f"GPU {gpu[name]}"
-    return "a GPU"
+    holders = [one for event in found for one in mappings_of(event.get("processes"))]
+    pid = case.first.get("pid")
+    own = any(one.get("pid") == pid and one.get("level") == "established" for one in holders)
+    reasons = (f"The driver told of Xid {event['xid']} of GPU {event.get('bus_id')}." for event in found[:_MAX_TOLD])
+    return Finding("established" if own else "supported", tuple(reasons))
 
 
 def _gpu_said(case: Case) -> Finding | None:
     lines = [line for line in case.first.get("gpu") or () if str(line).startswith("exception: ")]
     if lines:
         return Finding("established", (f"The GPU core of {name_of(case.first)} says: {lines[0]}.",))
-    programs = [number for number, _gpu in case.xids if number in _XIDS_OF_PROGRAMS]
+    programs = [event["xid"] for event in case.xids if event["xid"] in _XIDS_OF_PROGRAMS]
     if programs and case.signal == "SIGABRT":
         return Finding("supported", (f"The driver told of Xid {programs[0]}, and {name_of(case.first)} aborted.",))
     return None
 
 
 def _no_space_by_signal(case: Case) -> Finding | None:
-    use = case.memory_file_system_use
+    use = case.shared_memory_use
     if "SIGBUS" not in (case.signal, _signal_at_start(case)) or use is None or use < _FULL:
         return None
     return Finding("supported", (f"{name_of(case.first)} died of SIGBUS while /dev/shm was {use:.0%} full.",))
@@ -202,8 +199,10 @@ def _stopped(case: Case) -> Finding | None:
     if not found:
         return None
     traced = " by a debugger" if any(_state(one) == "t" for one in found) else ""
-    reasons = tuple(f"{name_of(one)} is stopped{traced}, says the kernel." for one in found[:3])
-    steps = tuple(f"`kill -CONT {one.get('pid')}` lets {one.get('title')} go on" for one in found[:3] if not traced)
+    reasons = tuple(f"{name_of(one)} is stopped{traced}, says the kernel." for one in found[:_MAX_TOLD])
+    steps = tuple(
+        f"`kill -CONT {one.get('pid')}` lets {one.get('title')} go on" for one in found[:_MAX_TOLD] if not traced
+    )
     named = case.first.get("pid")
     certain = named is None or named in [one.get("pid") for one in found]
     return Finding("established" if certain else "supported", reasons, steps)
@@ -245,9 +244,8 @@ def _divergence(case: Case) -> Finding | None:
     found = case.divergence
     if not found or case.signal:
         return None
-    words = found.get("statement") or found.get("text") or f"The ranks parted: {found.get('kind')}"
     level: Level = "established" if found.get("level") == "established" else "supported"
-    return Finding(level, (f"{words} (step {found.get('step')})." if found.get("step") is not None else f"{words}.",))
+    return Finding(level, (str(found.get("statement")),))
 
 
 def _mismatch(case: Case) -> Finding | None:
@@ -364,6 +362,9 @@ def _poison(case: Case) -> Finding | None:
     by_issue = next((issue for issue in case.known if issue.by_request), None)
     if by_issue is not None:
         reason = f"Upstream's issue {by_issue.issue} tells of one request that ends a server so: {by_issue.title}."
+        return Finding("supported", (_sentence(case, error), reason))
+    if case.repeated:
+        reason = f"A request like {case.repeated} was suspected in an earlier incident of the same fault."
         return Finding("supported", (_sentence(case, error), reason))
     if any(error.came_through(place) for place in _TAKING_IN):
         return Finding("supported", (_sentence(case, error), "It came while one request was taken in."))

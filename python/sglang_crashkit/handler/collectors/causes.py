@@ -11,8 +11,8 @@ from sglang_crashkit.model.incident import Incident
 
 logger = logging.getLogger(__name__)
 
-#: A record holds every thread's stack, and is still short of this, in bytes.
-_MAX_RECORD = 4 << 20
+#: A record holds every thread's stack, and is still short of this.
+_MAX_BYTES = 4 << 20
 
 
 def explain(incident: Incident, folder: Path) -> dict[str, Any] | None:
@@ -25,7 +25,10 @@ def explain(incident: Incident, folder: Path) -> dict[str, Any] | None:
     try:
         from sglang_crashkit.analysis import causes
 
-        return causes.explain(incident.to_json(), _records(incident, folder), _stacks(incident))
+        document = incident.to_json()
+        # Of which the incident itself has a little.
+        document["environment"] = _read(folder / "environment.json") or document.get("environment")
+        return causes.explain(document, _records(incident, folder), _stacks(incident))
     except Exception as error:
         logger.error("the cause of incident %s was not looked for", incident.id, exc_info=error)
         return None
@@ -43,15 +46,19 @@ def _stacks(incident: Incident) -> dict[int, list[str]]:
 
 def _records(incident: Incident, folder: Path) -> dict[int, dict[str, Any]]:
     """Return by pid what failing processes wrote of themselves."""
-    found = {}
-    for process in incident.processes:
-        for piece in process.evidence:
-            if piece.kind == "exception" and piece.path is not None:
-                try:
-                    with (folder / piece.path).open() as file:
-                        record = json.loads(file.read(_MAX_RECORD))
-                except (OSError, ValueError):
-                    continue
-                if isinstance(record, dict):
-                    found[process.pid] = record
-    return found
+    paths = {
+        process.pid: piece.path
+        for process in incident.processes
+        for piece in process.evidence
+        if piece.kind == "exception" and piece.path is not None
+    }
+    return {pid: record for pid, path in paths.items() if (record := _read(folder / path))}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open() as file:
+            document = json.loads(file.read(_MAX_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
