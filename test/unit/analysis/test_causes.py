@@ -356,6 +356,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         "exception_in_sglang",
         EST,
     ),
+    ("another class of that name", raised("x.OutOfMemoryError: CUDA", *FORWARD), "exception_in_sglang", EST),
     (
         "a user's disk",
         raised("ValueError: the user wrote [Errno 28] No space left on device", *FORWARD),

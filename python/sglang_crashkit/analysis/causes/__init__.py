@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_crashkit.analysis.causes.advice import ADVICE
-from sglang_crashkit.analysis.causes.case import Case
+from sglang_crashkit.analysis.causes.case import Case, Finding
 from sglang_crashkit.analysis.causes.known_issues import load_issues, matching
-from sglang_crashkit.analysis.causes.rules import RULES, Finding
+from sglang_crashkit.analysis.causes.rules import RULES
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
+from sglang_crashkit.model.incident import Level
 
 if TYPE_CHECKING:
     from sglang_crashkit.analysis.causes.known_issues import KnownIssue
@@ -230,6 +231,21 @@ class Case:
     def has_event(self, *names: str) -> bool:
         """Say whether one of these events is in the timeline."""
         return any(one.get("event") in names for one in self.events)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found.
+
+    Attributes:
+        level: how well it is supported.
+        reasons: what speaks for it, a sentence each.
+        steps: what to do next that follows from this incident, before what is always good to do.
+    """
+
+    level: Level
+    reasons: tuple[str, ...]
+    steps: tuple[str, ...] = ()
 
 
 def name_of(process: Mapping[str, Any]) -> str:

@@ -11,11 +11,10 @@ anybody can raise an exception with the same words.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
-from sglang_crashkit.analysis.causes.case import Case, Raised, name_of
+from sglang_crashkit.analysis.causes import no_progress
+from sglang_crashkit.analysis.causes.case import Case, Finding, Raised, name_of
 from sglang_crashkit.model.checked_json import mappings_of
 from sglang_crashkit.model.incident import Level
 
@@ -46,15 +45,6 @@ _ANY_CLASS = frozenset(
 #: A file system this full, from 0 to 1, has no room for what is needed.
 _FULL = 0.95
 _MAX_TOLD = 3
-#: With less of a CPU than this, a process that wants to run is starved.
-_STARVED_SHARE = 0.1
-_UPDATES = re.compile(
-    r"(update_weights?_from_\w+|init_weights_update_group|post_process_weights|pause_generation"
-    r"|(release|resume)_memory_occupation|load_lora_adapter|flush_cache) \("
-)
-_COLLECTIVES = re.compile(
-    r"(all_reduce|_?all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|all_to_all\w*|gather|scatter) \("
-)
 _TIMED_OUT = (
     r"(\[[^\]]*gloo[^\]]*\] )?Timed out waiting \d+ ?ms for (recv|send) operation"
     r"|\[?.{0,80}Watchdog caught collective operation timeout"
@@ -64,27 +54,10 @@ _TAKING_IN = ("handle_generate_request (*.py)", "handle_embedding_request (*.py)
 _NO_SPACE = r"\[Errno 28\] No space left on device"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What a rule found.
-
-    Attributes:
-        level: how well it is supported.
-        reasons: what speaks for it, a sentence each.
-        steps: what to do next that follows from this incident, before what is always good to do.
-    """
-
-    level: Level
-    reasons: tuple[str, ...]
-    steps: tuple[str, ...] = ()
-
-
 Rule = Callable[[Case], Finding | None]
 
 
-def raises(
-    kind: str, text: str = "", *through: str, path: str = "", starting: bool | None = None
-) -> Callable[[Case], Finding | None]:
+def raises(kind: str, text: str = "", *through: str, path: str = "", starting: bool | None = None) -> Rule:
     """Return the rule that the exception of the first failure is of one kind.
 
     Args:
@@ -189,127 +162,6 @@ def died_of(*signals: str) -> Rule:
     return rule
 
 
-# -- no progress
-
-
-def _stopped(case: Case) -> Finding | None:
-    if not case.is_hang and case.verdict.get("kind") != "unknown":
-        return None
-    found = [one for one in case.processes if one.get("role") != "helper" and _state(one) in ("T", "t")]
-    if not found:
-        return None
-    traced = " by a debugger" if any(_state(one) == "t" for one in found) else ""
-    reasons = tuple(f"{name_of(one)} is stopped{traced}, says the kernel." for one in found[:_MAX_TOLD])
-    steps = tuple(
-        f"`kill -CONT {one.get('pid')}` lets {one.get('title')} go on" for one in found[:_MAX_TOLD] if not traced
-    )
-    named = case.first.get("pid")
-    certain = named is None or named in [one.get("pid") for one in found]
-    return Finding("established" if certain else "supported", reasons, steps)
-
-
-def _state(process: Mapping[str, Any]) -> str:
-    state = process.get("state")
-    states = [str(one.get("state") or "") for one in process.get("looks") or () if isinstance(one, dict)]
-    states += [str(state.get("State") or "")] if isinstance(state, dict) else []
-    letters = {one[:1] for one in states if one}
-    return letters.pop() if len(letters) == 1 else ""
-
-
-def _starved(case: Case) -> Finding | None:
-    if not case.is_hang or not case.first or _state(case.first) != "R":
-        return None
-    looks = [one for one in case.first.get("looks") or () if isinstance(one, dict) and one.get("cpu_secs") is not None]
-    if len(looks) < 2:
-        return None
-    took = _seconds(str(looks[-1].get("time"))) - _seconds(str(looks[0].get("time")))
-    used = float(looks[-1]["cpu_secs"]) - float(looks[0]["cpu_secs"])
-    if took < 1.0 or used > _STARVED_SHARE * took:
-        return None
-    return Finding("supported", (f"{name_of(case.first)} wants to run and got {used:.1f} s of CPU in {took:.1f} s.",))
-
-
-def _seconds(time: str) -> float:
-    found = re.search(r"T(\d+):(\d+):([\d.]+)", time)
-    return int(found[1]) * 3600 + int(found[2]) * 60 + float(found[3]) if found else 0.0
-
-
-def _in_kernel(case: Case) -> Finding | None:
-    if not case.is_hang or not case.first or _state(case.first) != "D":
-        return None
-    return Finding("supported", (f"{name_of(case.first)} is in uninterruptible sleep whenever it is looked at.",))
-
-
-def _divergence(case: Case) -> Finding | None:
-    found = case.divergence
-    if not found or case.signal:
-        return None
-    level: Level = "established" if found.get("level") == "established" else "supported"
-    return Finding(level, (str(found.get("statement")),))
-
-
-def _mismatch(case: Case) -> Finding | None:
-    for finding in [] if case.signal else case.findings:
-        if finding.get("kind") == "mismatch" and finding.get("level") in ("established", "supported"):
-            return Finding(finding["level"], (str(finding.get("statement")),))
-    waiting = (
-        {call: name_of(rank) for rank in case.schedulers if (call := _collective(case, rank))} if case.is_hang else {}
-    )
-    kinds = {call.split(" ")[0] for call in waiting}
-    if len(kinds) < 2:
-        return None
-    words = ", ".join(f"{name} in {call}" for call, name in sorted(waiting.items())[:4])
-    return Finding("supported", (f"Ranks wait in different collectives: {words}.",))
-
-
-def _collective(case: Case, rank: Mapping[str, Any]) -> str:
-    return next((place for place in case.doing(rank)[:3] if _COLLECTIVES.match(place)), "")
-
-
-def _weight_update(case: Case) -> Finding | None:
-    if not case.is_hang:
-        return None
-    for process in case.processes:
-        place = next((place for place in case.doing(process) if _UPDATES.match(place)), None)
-        if place:
-            return Finding("supported", (f"{name_of(process)} is in {place} and does not come out of it.",))
-    return None
-
-
-def _stall(case: Case) -> Finding | None:
-    if not case.is_hang or case.first:
-        return None
-    for finding in case.findings:
-        if finding.get("kind") == "waiting" and finding.get("level") in ("established", "supported"):
-            return Finding("supported", (str(finding.get("statement")),))
-    calls = [_collective(case, rank) for rank in case.schedulers]
-    if len(calls) > 1 and all(calls) and len(set(calls)) == 1:
-        return Finding("supported", (f"All {len(calls)} ranks wait in {calls[0]}.",))
-    return None
-
-
-def _rank_stuck(case: Case) -> Finding | None:
-    if case.verdict.get("kind") != "hang" or not case.first or len(case.schedulers) < 2:
-        return None
-    others = [one for one in case.schedulers if one is not case.first and _collective(case, one)]
-    behind = [str(one.get("statement")) for one in case.findings if one.get("kind") == "behind"]
-    if not others and not behind:
-        return None
-    place = (case.doing(case.first) or ("a place that nobody saw",))[0]
-    reasons = [f"{name_of(case.first)} is in {place} while the others wait in a collective.", *behind[:1]]
-    return Finding("supported", tuple(reasons))
-
-
-def _no_progress(case: Case) -> Finding | None:
-    if not case.is_hang:
-        return None
-    return Finding("unknown", (str((case.verdict.get("basis") or ["Nobody made progress."])[0]),))
-
-
-def _busy(case: Case) -> Finding | None:
-    return Finding("supported", (str(case.verdict.get("text")),)) if case.verdict.get("kind") == "busy" else None
-
-
 # -- pairs and nodes
 
 
@@ -407,6 +259,7 @@ def _exited(case: Case) -> Finding | None:
     return Finding("established", (f"{name_of(case.first)} ended with exit status {case.end.get('code')} by itself.",))
 
 
+_OOM_CLASS = r"torch\.(cuda\.)?OutOfMemoryError"
 _OOM_WORDS = r"(Capture (cuda|device) graph failed: )?(CUDA|HIP|XPU)( error:)? out of memory"
 _CUDA_WORDS = (
     r"(Capture (cuda|device) graph failed: )?(CUDA|HIP) error: (an illegal memory access|device-side assert"
@@ -430,30 +283,30 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("host_oom", _host_oom),
     ("gpu_hardware", _hardware),
     # Who stands still, and of what.
-    ("busy", _busy),
-    ("stopped_process", _stopped),
-    ("rank_divergence", _divergence),
-    ("collective_mismatch", _mismatch),
-    ("starved_process", _starved),
-    ("stuck_in_kernel", _in_kernel),
-    ("weight_update_deadlock", _weight_update),
-    ("symmetric_stall", _stall),
+    ("busy", no_progress.busy),
+    ("stopped_process", no_progress.stopped),
+    ("rank_divergence", no_progress.divergence),
+    ("collective_mismatch", no_progress.mismatch),
+    ("starved_process", no_progress.starved),
+    ("stuck_in_kernel", no_progress.in_kernel),
+    ("weight_update_deadlock", no_progress.weight_update),
+    ("symmetric_stall", no_progress.stall),
     ("symmetric_stall", raises("DistBackendError|RuntimeError", _TIMED_OUT)),
-    ("rank_stuck", _rank_stuck),
-    ("no_progress", _no_progress),
+    ("rank_stuck", no_progress.rank_stuck),
+    ("no_progress", no_progress.no_progress),
     # Whose failure it is, where that is elsewhere.
     ("transfer_stuck", _transfer),
     ("transfer_stuck", raises("KVTransferError")),
     ("peer_lost", _peer),
     # What a GPU or the host ran out of.
-    ("gpu_oom_at_start", raises("OutOfMemoryError", starting=True)),
-    ("gpu_oom_at_start", raises("AcceleratorError", _OOM_WORDS, starting=True)),
+    ("gpu_oom_at_start", raises(_OOM_CLASS, starting=True)),
+    ("gpu_oom_at_start", raises(r"torch\.AcceleratorError", _OOM_WORDS, starting=True)),
     ("gpu_oom_at_start", raises("Exception|RuntimeError", _OOM_WORDS, starting=True)),
-    ("gpu_oom_serving", raises("OutOfMemoryError", starting=False)),
-    ("gpu_oom_serving", raises("AcceleratorError", _OOM_WORDS, starting=False)),
+    ("gpu_oom_serving", raises(_OOM_CLASS, starting=False)),
+    ("gpu_oom_serving", raises(r"torch\.AcceleratorError", _OOM_WORDS, starting=False)),
     ("gpu_oom_serving", raises("Exception|RuntimeError", _OOM_WORDS, starting=False)),
     ("cuda_fault", _gpu_said),
-    ("cuda_fault", raises("AcceleratorError", _CUDA_WORDS)),
+    ("cuda_fault", raises(r"torch\.AcceleratorError", _CUDA_WORDS)),
     ("cuda_fault", raises("Exception|RuntimeError", _CUDA_WORDS)),
     ("host_oom", raises("MemoryError")),
     ("host_oom", raises("OSError", r"\[Errno 12\] Cannot allocate memory")),
@@ -488,7 +341,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("startup_version", raises("ImportError|ModuleNotFoundError|AttributeError|OSError", r".{0,300}undefined symbol")),
     ("startup_version", raises("ImportError|ModuleNotFoundError", starting=True)),
     ("startup_version", raises("PackageNotFoundError|VersionConflict|DistributionNotFound", starting=True)),
-    ("startup_version", raises("RuntimeError|AcceleratorError", r"CUDA error: no kernel image is available")),
+    ("startup_version", raises(r"RuntimeError|torch\.AcceleratorError", r"CUDA error: no kernel image is available")),
     ("startup_timeout", _startup_timeout),
     # Who it was says more than how it ended.
     ("asked_to_stop", _asked_to_stop),
