@@ -14,6 +14,7 @@ from sglang_crashkit.model.incident import Exit
 from unit.analysis.cases import TP0, TP1, hung, incident, killed, raised
 
 OOM = killed(detail="memory.events counts 1 OOM kill(s) more than before", cause="oom_kill")
+REAPED = Exit(None, None, "unknown", "reaped", "t")
 STATUS = Exit(3, None, "exit_status", "no Python exception was reported", "t")
 ASYNC = "\nCUDA kernel errors might be asynchronously reported at some other API call"
 SCHEDULER = "run_scheduler_process (sglang/srt/managers/scheduler.py:5000)"
@@ -116,7 +117,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("ended by itself", incident("exit_status", TP1, end=STATUS), "exited", EST),
     (
         "ended, nobody knows how",
-        incident("unknown", TP1, end=Exit(None, None, "unknown", "reaped", "t")),
+        incident("unknown", TP1, end=REAPED),
         "unknown",
         UNK,
     ),
@@ -282,6 +283,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("both stopped", hung(state={TP0: "T (stopped)", TP1: "T (stopped)"}), "stopped_process", EST),
     ("traced", hung(TP1, state={TP1: "t (tracing stop)"}), "stopped_process", EST),
     ("a helper stopped", hung(TP1, state={"ninja": "T (stopped)"}), "no_progress", UNK),
+    ("ended, another stopped", incident("unknown", TP1, end=REAPED, state={TP0: "T (stopped)"}), "unknown", UNK),
     ("killed, another stopped", incident("signal", TP1, end=killed(), state={TP0: "T (stopped)"}), "killed", EST),
     ("starved", looks(("01.0", 5.0), ("05.0", 5.1)), "starved_process", SUP),
     ("spins", looks(("01.0", 5.0), ("05.0", 9.0)), "no_progress", UNK),

@@ -24,7 +24,7 @@ _COLLECTIVES = re.compile(
 
 def stopped(case: Case) -> Finding | None:
     """A process of the server is stopped, says the kernel."""
-    if not case.is_hang and case.verdict.get("kind") != "unknown":
+    if not case.is_hang:
         return None
     found = [one for one in case.processes if one.get("role") != "helper" and _state(one) in ("T", "t")]
     if not found:

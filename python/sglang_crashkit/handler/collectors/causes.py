@@ -16,12 +16,14 @@ _MAX_BYTES = 4 << 20
 
 
 def explain(incident: Incident, folder: Path) -> dict[str, Any] | None:
-    """Return the cause of an incident, as ``incident.json`` holds it; None where it could not be looked for.
+    """Return the cause of an incident, as ``incident.json`` holds it; None where nothing failed, or nobody can tell.
 
     Args:
         incident: judged.
         folder: where its evidence lies.
     """
+    if incident.kind == "snapshot":
+        return None
     try:
         from sglang_crashkit.analysis import causes
 
