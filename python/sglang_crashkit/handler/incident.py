@@ -17,6 +17,7 @@ from sglang_crashkit import __version__
 from sglang_crashkit.analysis.suspects import suspects_of
 from sglang_crashkit.analysis.verdict import FailureEvent, judge, order_failures
 from sglang_crashkit.handler.collectors import stacks, states
+from sglang_crashkit.handler.collectors.causes import explain
 from sglang_crashkit.handler.collectors.divergence import divergence_of, without_requests
 from sglang_crashkit.handler.collectors.repeats import count_repeat, incident_with_core
 from sglang_crashkit.handler.collectors.requests import add, add_journal, requests_of
@@ -138,7 +139,7 @@ class IncidentRun:
         """Add a sentence to the verdict, also once the incident is finished."""
         self._afterwords.append(sentence)
         if self.finished:
-            self.incident.verdict = self._judge()
+            self._judge_again()
             self._save_again()
 
     def _save_again(self) -> None:
@@ -183,6 +184,10 @@ class IncidentRun:
         verdict.basis += self._afterwords
         verdict.text = " ".join([verdict.text, *self._afterwords])
         return verdict
+
+    def _judge_again(self) -> None:
+        self.incident.verdict = self._judge()
+        self.incident.cause = explain(self.incident, self.folder.path)
 
     def report(self, process: TrackedProcess) -> ProcessReport:
         """Return the report on a process, to which evidence may be added."""
@@ -377,7 +382,7 @@ class IncidentRun:
                 self.incident.peers.append(peer)
             self.note(seconds, "peer_lost", role=peer.role, address=peer.address, sign=peer.sign)
         if self.finished:
-            self.incident.verdict = self._judge()
+            self._judge_again()
             self.save()
 
     def add_requests(self, fields: dict[str, Any]) -> None:
@@ -466,6 +471,7 @@ class IncidentRun:
         self.incident.complete = True
         self.incident.suspects = suspects_of(self.incident)
         spare = count_repeat(self.incident, self.folder, self._settings.full_per_fault)
+        self.incident.cause = explain(self.incident, self.folder.path)
         self.save(sync=True)
         with contextlib.suppress(OSError):
             for name in spare:

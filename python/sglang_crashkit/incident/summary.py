@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sglang_crashkit.incident import step_words
+from sglang_crashkit.model.checked_json import mapping_of as mapping_of
+from sglang_crashkit.model.checked_json import mappings_of as mappings_of
 
 
 def format_summary(document: Mapping[str, Any]) -> str:
@@ -62,6 +64,7 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     if not document.get("complete"):
         yield "- not complete: what is missing is listed as failed or skipped"
     yield ""
+    yield from _cause(document)
     yield from _peers(document)
     yield from step_words.lines_of(_first_failure(document), mapping_of(document.get("divergence")))
     yield from _collectives(document)
@@ -91,6 +94,24 @@ def _first_failure(document: Mapping[str, Any]) -> Mapping[str, Any]:
     named = [mapping_of(document.get("verdict")).get("first_failure"), document.get("trigger")]
     pids = [mapping_of(one).get("pid") for one in named]
     return next((process for pid in pids for process in processes if pid == process.get("pid") is not None), {})
+
+
+def _cause(document: Mapping[str, Any]) -> Iterator[str]:
+    cause = mapping_of(document.get("cause"))
+    if not cause:
+        return
+    yield "## Cause"
+    yield ""
+    yield f"**{cause.get('words', cause.get('class'))}** ({cause.get('class')}, {cause.get('level')})"
+    yield ""
+    yield from (f"- {reason}" for reason in (cause.get("reasons") or ())[:1])
+    yield from (f"- next: {step}" for step in cause.get("next_steps") or ())
+    yield f"- a restart helps: {cause.get('restart_helps')}"
+    for issue in mappings_of(cause.get("known_issues")):
+        fixed = f"fixed in {issue['fixed_in']}" if issue.get("fixed_in") else "no release with a fix is known"
+        workaround = f"; until then: {issue['workaround']}" if issue.get("workaround") else ""
+        yield f"- known upstream: sgl-project/sglang #{issue.get('issue')}, {issue.get('title')} ({fixed}{workaround})"
+    yield ""
 
 
 def _peers(document: Mapping[str, Any]) -> Iterator[str]:
@@ -230,13 +251,3 @@ def last_sign_in_words(sign: Mapping[str, Any]) -> str:
     seconds = sign.get("seconds_before")
     when = f", {seconds:.1f} s before" if isinstance(seconds, (int, float)) else ""
     return f"{sign.get('doing')}{when}"
-
-
-def mapping_of(value: object) -> Mapping[str, Any]:
-    """Return `value` where it is a JSON object, an empty one otherwise."""
-    return value if isinstance(value, dict) else {}
-
-
-def mappings_of(value: object) -> list[Mapping[str, Any]]:
-    """Return the JSON objects in `value` where it is a list."""
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

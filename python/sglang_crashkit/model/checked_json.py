@@ -1,11 +1,11 @@
 """Values of JSON that others wrote, each of the type that it must have.
 
-All functions raise ``ValueError`` with the value that is wrong.
+All functions but the last two raise ``ValueError`` with the value that is wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 _Entry = TypeVar("_Entry")
@@ -69,3 +69,13 @@ def check_version(document: Any, name: str, supported: int) -> None:
         raise ValueError(f"not a {name}: there is no schema_version")
     if version > supported:
         raise ValueError(f"the {name} has schema_version {version}, this kit reads up to {supported}")
+
+
+def mapping_of(value: object) -> Mapping[str, Any]:
+    """Return `value` where it is a JSON object, an empty one otherwise; it does not raise."""
+    return value if isinstance(value, dict) else {}
+
+
+def mappings_of(value: object) -> list[Mapping[str, Any]]:
+    """Return the JSON objects in `value` where it is a list; it does not raise."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -338,6 +338,7 @@ class Incident:
         environment: what of ``environment.json`` a summary says first, see `handler.collectors.environment`; None
             before it was gathered.
         gpus: what `analysis.gpus.account` returns; None where the driver was not asked.
+        cause: what `analysis.causes.explain` returns; None before it is finished.
     """
 
     id: str
@@ -354,6 +355,7 @@ class Incident:
     gpus: dict[str, Any] | None = None
     timeline: list[dict[str, Any]] = field(default_factory=list)
     verdict: Verdict | None = None
+    cause: dict[str, Any] | None = None
     handler: HandlerInfo | None = None
     fault: Occurrence | None = None
     complete: bool = False

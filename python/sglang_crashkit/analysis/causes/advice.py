@@ -1,0 +1,240 @@
+"""What is to be done about each class of causes: data, for the rules to point at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+#: Whether the server is likely to serve again by being started again.
+Restart = Literal["yes", "no", "unknown"]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A class of causes.
+
+    Attributes:
+        words: what it is.
+        restart: whether a restart is likely to help.
+        steps: what to do next: commands and settings, the most promising first.
+    """
+
+    words: str
+    restart: Restart
+    steps: tuple[str, ...]
+
+
+_OPTIONS_OF_GPU_MEMORY = (
+    "lower --mem-fraction-static by 0.05 to 0.1, so that more is left for activations",
+    "lower --chunked-prefill-size and --max-running-requests",
+    "run `nvidia-smi` for other processes that hold memory of this GPU",
+)
+_RERUN_FOR_KERNEL = (
+    "read the kernel and the exception in gpu/ of this incident, where there is a GPU core",
+    "start once with CUDA_LAUNCH_BLOCKING=1, so that the stack names the call that failed",
+    "run the same load with --disable-cuda-graph, then with another --attention-backend, to find the part at fault",
+)
+_COMPARE_RANKS = (
+    'compare the stacks of the ranks in stacks/, and what each waits in under "Collectives"',
+    "run `sglang-crashkit collect` before the restart where it hangs still",
+)
+
+ADVICE: dict[str, Advice] = {
+    "host_oom": Advice(
+        "the host's memory ran out",
+        "unknown",
+        (
+            "raise the container's memory limit, or lower --hicache-size, --hicache-ratio and --cpu-offload-gb",
+            "look for growth over time: `memory.peak` and `memory.stat` of the cgroup",
+        ),
+    ),
+    "gpu_hardware": Advice(
+        "the GPU, or a link of it, failed",
+        "no",
+        (
+            "take the node out of service, then run `nvidia-smi -q` and `dcgmi diag -r 3` on it",
+            'look the Xid up in NVIDIA\'s "XID Errors"; most of these want the GPU reset or exchanged',
+        ),
+    ),
+    "stopped_process": Advice(
+        "a process was stopped from outside",
+        "yes",
+        (
+            "find out who stopped it (SIGSTOP, a debugger, a checkpoint, the freezer of a cgroup)",
+            "`kill -CONT PID` lets it go on",
+        ),
+    ),
+    "starved_process": Advice(
+        "a process wants to run and gets no CPU time",
+        "unknown",
+        ("look at `cpu.stat` and `cpu.pressure` of the cgroup, and raise its CPU limit",),
+    ),
+    "stuck_in_kernel": Advice(
+        "a process waits in the kernel and cannot be interrupted",
+        "unknown",
+        ("read `wchan` in incident.json: a file system that does not answer, or a GPU driver; `dmesg` may say more",),
+    ),
+    "rank_divergence": Advice(
+        "ranks that must agree did different things",
+        "yes",
+        (
+            'read under "Divergence" at which step and by which request the ranks parted',
+            "report it with this incident; --disable-overlap-schedule often avoids it until it is mended",
+        ),
+    ),
+    "collective_mismatch": Advice(
+        "ranks were in different collectives of one group",
+        "yes",
+        (*_COMPARE_RANKS, "leave out what decides by rank, such as --enable-hierarchical-cache, until it is mended"),
+    ),
+    "weight_update_deadlock": Advice(
+        "a weight update or a pause waits for itself",
+        "yes",
+        (
+            "call /continue_generation, and see whether the update goes on",
+            "pause before each update and wait for its answer, from one client only",
+        ),
+    ),
+    "symmetric_stall": Advice(
+        "all ranks wait in the same collective",
+        "yes",
+        (
+            "look at the network between the nodes (`ibstat`, NCCL_DEBUG=INFO), and for a rank of another node",
+            "--disable-custom-all-reduce and --disable-overlap-schedule each take one suspect out",
+        ),
+    ),
+    "rank_stuck": Advice("one rank does not come back, and the others wait for it", "yes", _COMPARE_RANKS),
+    "peer_lost": Advice(
+        "the other server of a pair is gone",
+        "no",
+        ("read the incident of that server, on its host; this one serves again when that one is back",),
+    ),
+    "transfer_stuck": Advice(
+        "a KV transfer between prefill and decode failed or does not end",
+        "unknown",
+        (
+            "look at the network of the transfer (--disaggregation-ib-device, MC_FORCE_TCP=1 for a test without RDMA)",
+            "compare both servers' logs by the request's room, which this incident names",
+        ),
+    ),
+    "connection_lost": Advice(
+        "a rank lost its connection to a rank that this host does not know of",
+        "unknown",
+        ("read the incident on the other nodes of this server: what came first happened there",),
+    ),
+    "gpu_oom_at_start": Advice(
+        "the GPU's memory ran out while the server started",
+        "no",
+        (
+            "run `nvidia-smi`: a process of an earlier server may still hold memory",
+            "lower --mem-fraction-static, --cuda-graph-max-bs or --max-running-requests, or raise --tp",
+        ),
+    ),
+    "gpu_oom_serving": Advice("the GPU's memory ran out while the server served", "yes", _OPTIONS_OF_GPU_MEMORY),
+    "kv_pool_leak": Advice(
+        "SGLang's own check found tokens of the KV pool that nobody holds",
+        "yes",
+        (
+            "report it with this incident; SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE=0 turns the end into a warning",
+            "--disable-radix-cache takes the usual suspect out",
+        ),
+    ),
+    "kv_pool_exhausted": Advice(
+        "the KV pool had no room for a batch that was scheduled",
+        "yes",
+        ("lower --max-running-requests, or raise --schedule-conservativeness to 1.3 and --max-total-tokens",),
+    ),
+    "cuda_fault": Advice(
+        "a GPU kernel accessed memory that it may not, or an assertion in it failed", "yes", _RERUN_FOR_KERNEL
+    ),
+    "shm_exhausted": Advice(
+        "the shared memory (/dev/shm) is full",
+        "no",
+        (
+            "`df -h /dev/shm; ls -l /dev/shm`: remove what dead servers left",
+            "give the container more: --shm-size (Docker), an emptyDir with medium Memory (Kubernetes)",
+        ),
+    ),
+    "disk_full": Advice(
+        "a disk is full", "no", ("`df -h` for the path in the exception; remove files or give it room",)
+    ),
+    "startup_port": Advice(
+        "a port that the server needs is taken",
+        "no",
+        ("`ss -ltnp` names who listens; end it, or choose another --port, --nccl-port or --dist-init-addr",),
+    ),
+    "startup_model": Advice(
+        "the model is missing or cannot be read",
+        "no",
+        ("check --model-path, --revision, --load-format and HF_TOKEN, and that this user may read the files",),
+    ),
+    "startup_memory": Advice(
+        "what is left of the memory is too little for the KV pool",
+        "no",
+        (
+            "raise --mem-fraction-static, or lower --context-length, or raise --tp",
+            "run `nvidia-smi`: a process of an earlier server may still hold memory",
+        ),
+    ),
+    "startup_version": Advice(
+        "packages do not fit together",
+        "no",
+        (
+            "install SGLang with its own pins into a fresh environment, or use its container image of this release",
+            "`pip check` names what does not fit",
+        ),
+    ),
+    "startup_timeout": Advice(
+        "the ranks did not get ready in time",
+        "unknown",
+        ("read what the ranks were doing; raise SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS where they only load",),
+    ),
+    "startup_failed": Advice(
+        "the server failed while it started", "no", ("read the exception of the first failure in ranks/",)
+    ),
+    "poison_request": Advice(
+        "one request ends the server, and will again",
+        "yes",
+        (
+            "find it in requests/requests.jsonl by the ids that the rank names, and block its like at the gateway",
+            "switch retries off until then: they carry it to the next server",
+        ),
+    ),
+    "asked_to_stop": Advice(
+        "somebody asked it to stop",
+        "yes",
+        ("look at who sends signals: the orchestrator's events, a job's time limit, an operator",),
+    ),
+    "detokenizer_lost": Advice("the detokenizer failed", "yes", ("read how it ended, or its exception in ranks/",)),
+    "tokenizer_lost": Advice("a tokenizer worker failed", "yes", ("read how it ended, or its exception in ranks/",)),
+    "killed": Advice(
+        "it was killed by SIGKILL; who sent it is not known",
+        "yes",
+        (
+            "look at the orchestrator's events (eviction, preemption, a failed probe) and for systemd-oomd or earlyoom",
+            "`auditctl -a exit,always -F arch=b64 -S kill` has the kernel name the sender next time",
+        ),
+    ),
+    "segfault": Advice(
+        "it died of a segmentation fault",
+        "unknown",
+        ("read its fault_stack in stacks/; SGLANG_CRASHKIT_NATIVE=1 adds native stacks of the others",),
+    ),
+    "aborted": Advice("it ended itself by abort()", "unknown", ("read the last lines of its log and its fault_stack",)),
+    "bus_error": Advice(
+        "it accessed memory that is not there",
+        "unknown",
+        ("`df -h /dev/shm`: a full one is the usual reason; a truncated file or a bad disk are others",),
+    ),
+    "fatal_signal": Advice("it died of a signal", "unknown", ("read its fault_stack in stacks/",)),
+    "exception_in_sglang": Advice(
+        "SGLang raised an exception",
+        "unknown",
+        ("search upstream's issues for the exception and its innermost frames, in ranks/",),
+    ),
+    "exception": Advice("a process raised an exception", "unknown", ("read the exception in ranks/",)),
+    "exited": Advice("a process ended by itself", "unknown", ("read the last lines of its log",)),
+    "busy": Advice("the ranks are at work", "no", ("wait; raise SGLANG_CRASHKIT_HANG_SECS where this is usual",)),
+    "no_progress": Advice("nobody made progress, and nothing tells why", "yes", _COMPARE_RANKS),
+    "unknown": Advice("the evidence does not tell", "unknown", ("read the timeline and the server's log",)),
+}

@@ -1,0 +1,268 @@
+"""What an incident tells, as the rules ask for it.
+
+Any kit version may have written the incident, and each piece of it may be missing: then the answer is that nothing is
+known. The words of a request never stand where an answer comes from: an exception is known by its type, by how its own
+text begins and by the frames that it came through; log lines are not looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of
+from sglang_crashkit.model.incident import Level
+
+if TYPE_CHECKING:
+    from sglang_crashkit.analysis.causes.known_issues import KnownIssue
+
+_ERROR = re.compile(r"(?P<type>[A-Za-z_][\w.]*)(?::\s?(?P<text>.*))?", re.DOTALL)
+_FRAME = re.compile(r"(?P<function>.*) \((?P<path>.*?)(?::\d+)?\)")
+#: A server that has not served yet says one of these of its ranks.
+_FAILED_STARTS = ("launch_failed", "startup_timeout")
+#: Through these a scheduler passes while it starts, and never later.
+_STARTING_PLACES = ("__init__ (scheduler.py)", "__init__ (tp_worker.py)", "__init__ (model_runner.py)")
+_DIVERGED = ("decision", "mode", "requests", "lengths", "hash")
+#: An Xid error of longer ago, in seconds, has nothing to do with it.
+_XID_SECS = 600.0
+_MAX_RIDS = 4
+#: What SGLang resolves an argument to that was not given.
+_UNSET = (None, False, "", 0, "none", "null", "None")
+_HANGS = ("no_progress", "silent_at_sigterm", "unhealthy_at_sigterm", "watchdog_timeout", "busy_too_long")
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception that a process of the server reported.
+
+    Attributes:
+        pid: the process.
+        type: the exception's class with its module, as Python writes it; builtin ones have none.
+        text: what it says of itself.
+        places: the frames that it came through, innermost first, as `place_of` writes them.
+        paths: the files of these frames.
+    """
+
+    pid: int
+    type: str
+    text: str
+    places: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """The last part of its type, and its text: what known issues are told by."""
+        return f"{self.type.rpartition('.')[2]}: {self.text}"
+
+    def came_through(self, *patterns: str) -> bool:
+        """Say whether each of the patterns (of `fnmatch`) is that of one of its places."""
+        return all(any(fnmatchcase(place, pattern) for place in self.places) for pattern in patterns)
+
+
+def place_of(frame: str) -> str:
+    """Return a frame without its line and folder, such as ``writing_check (hiradix_cache.py)``."""
+    found = _FRAME.fullmatch(frame)
+    return f"{found['function']} ({found['path'].rpartition('/')[2]})" if found else frame
+
+
+def parse_error(pid: int, message: str, frames: Sequence[str] = ()) -> Raised:
+    """Return an exception from its message as Python writes it, and its frames, innermost first."""
+    found = _ERROR.fullmatch(message.strip())
+    kind, text = (found["type"], found["text"] or "") if found else ("", message)
+    paths = tuple(match["path"] for frame in frames if (match := _FRAME.fullmatch(frame)))
+    return Raised(pid, kind, text, tuple(place_of(frame) for frame in frames), paths)
+
+
+class Case:
+    """An incident, and what stands beside it.
+
+    Args:
+        document: see `Incident.to_json`.
+        records: by pid what failing processes wrote of themselves; see ``srt/exception_record.py``.
+        stacks: by pid the frames of the main thread, innermost first; of the others what they were doing is known.
+
+    Attributes:
+        known: what is known upstream of the like; see `known_issues`.
+    """
+
+    def __init__(
+        self,
+        document: Mapping[str, Any],
+        records: Mapping[int, Mapping[str, Any]] | None = None,
+        stacks: Mapping[int, Sequence[str]] | None = None,
+    ) -> None:
+        self.document = document
+        self.kind = str(document.get("kind"))
+        self.verdict = mapping_of(document.get("verdict"))
+        self.processes = mappings_of(document.get("processes"))
+        self.events = mappings_of(document.get("timeline"))
+        pid = mapping_of(self.verdict.get("first_failure")).get("pid")
+        self.first: Mapping[str, Any] = next((one for one in self.processes if one.get("pid") == pid), {})
+        self._records, self._stacks = records or {}, stacks or {}
+        self.known: Sequence[KnownIssue] = ()
+
+    @cached_property
+    def raised(self) -> tuple[Raised, ...]:
+        """The exceptions, in the order in which they were reported."""
+        told = sorted((one for one in self.events if one.get("event") == "exception"), key=lambda one: str(one["time"]))
+        return tuple(self._read(one) for one in told)
+
+    def _read(self, event: Mapping[str, Any]) -> Raised:
+        pid = event.get("pid")
+        record = mapping_of(self._records.get(pid)) if isinstance(pid, int) else {}
+        frames = record.get("traceback")
+        process = next((one for one in self.processes if one.get("pid") == pid), {})
+        innermost = [*map(str, reversed(frames))] if isinstance(frames, list) else _texts(process.get("doing"))
+        return parse_error(
+            pid if isinstance(pid, int) else 0, str(record.get("message") or event["message"]), innermost
+        )
+
+    @cached_property
+    def error(self) -> Raised | None:
+        """The exception of the first failure; of the others, those are consequences."""
+        pid = self.first.get("pid")
+        return next((one for one in self.raised if not self.first or one.pid == pid), None)
+
+    @property
+    def end(self) -> Mapping[str, Any]:
+        """How the first failure ended; empty where it did not."""
+        return mapping_of(self.first.get("exit"))
+
+    @property
+    def signal(self) -> str:
+        """The signal that the first failure died of, before it told of anything else; empty without one."""
+        is_own = self.verdict.get("kind") in ("signal", "oom_kill")
+        return str(self.end.get("signal") or "") if is_own else ""
+
+    @cached_property
+    def is_starting(self) -> bool:
+        """Whether the server had not got ready."""
+        if self.kind == "failed_start" or any(one.get("event") in _FAILED_STARTS for one in self.events):
+            return True
+        return any(one.came_through(place) for one in self.raised for place in _STARTING_PLACES)
+
+    @property
+    def is_hang(self) -> bool:
+        """Whether somebody made no progress, and nobody failed in another way before."""
+        return self.verdict.get("kind") == "hang" or (
+            not self.first and mapping_of(self.document.get("trigger")).get("event") in _HANGS
+        )
+
+    @property
+    def schedulers(self) -> list[Mapping[str, Any]]:
+        """The ranks."""
+        return [one for one in self.processes if one.get("role") == "scheduler"]
+
+    @property
+    def findings(self) -> list[Mapping[str, Any]]:
+        """What the flight recorders show; see `analysis.collectives`."""
+        return mappings_of(mapping_of(self.document.get("collectives")).get("findings"))
+
+    @property
+    def divergence(self) -> Mapping[str, Any]:
+        """The first step at which ranks differ; empty where they do not, or none is known."""
+        found = mapping_of(self.document.get("divergence"))
+        return found if found.get("kind") in _DIVERGED else {}
+
+    @property
+    def xids(self) -> list[Mapping[str, Any]]:
+        """The Xid errors that the driver told of not long before; see `analysis.gpus`."""
+        events = mappings_of(mapping_of(self.document.get("gpus")).get("xids"))
+        since = _seconds_of(mapping_of(self.document.get("trigger")).get("time")) - _XID_SECS
+        return [one for one in events if type(one.get("xid")) is int and not _number(one.get("time")) < since]
+
+    @cached_property
+    def arguments(self) -> frozenset[str]:
+        """The server's arguments as ``--name`` and ``--name=value``; empty where they are not known."""
+        environment = mapping_of(self.document.get("environment"))
+        words = set()
+        for key, value in mapping_of(environment.get("arguments")).items():
+            if value not in _UNSET:
+                option = f"--{str(key).replace('_', '-')}"
+                words |= {option, f"{option}={value}"}
+        given = str(environment.get("command_line") or "").split()
+        for word, following in zip_longest(given, given[1:], fillvalue="--"):
+            if word.startswith("--"):
+                name, equals, value = word.partition("=")
+                value = value if equals else "" if following.startswith("--") else following
+                words |= {name, f"{name}={value}"} if value else {name}
+        return frozenset(words)
+
+    @property
+    def release(self) -> str:
+        """SGLang's version."""
+        return str(mapping_of(self.document.get("server")).get("sglang_version") or "")
+
+    @property
+    def shared_memory_use(self) -> float | None:
+        """How full ``/dev/shm`` was, from 0 to 1; None where that is not known."""
+        memory = mapping_of(mapping_of(self.document.get("environment")).get("shared_memory"))
+        used, total = memory.get("used_bytes"), memory.get("total_bytes")
+        return used / total if isinstance(used, int) and isinstance(total, int) and total > 0 else None
+
+    @property
+    def repeated(self) -> str:
+        """The id of a request like which one was suspected in an earlier incident of the same fault; empty without."""
+        seen = mapping_of(mapping_of(self.document.get("fault")).get("seen"))
+        suspects = [str(one.get("rid")) for one in mappings_of(self.document.get("suspects"))]
+        return next((rid for rid in suspects if seen.get(rid)), "")
+
+    @property
+    def last_step(self) -> list[str]:
+        """In which step the first failure was, with which requests, in a sentence; empty where that is not known."""
+        step = mapping_of(mapping_of(self.first.get("steps")).get("in_step"))
+        if not step:
+            return []
+        rids = _texts(step.get("rids"))[:_MAX_RIDS]
+        who = f", with {', '.join(rids)}" if rids else ""
+        return [f"It was in step {step.get('number')} ({step.get('mode')}, {step.get('size')} requests{who})."]
+
+    def doing(self, process: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the places in which a process was, innermost first."""
+        frames = self._stacks.get(process.get("pid", 0)) or _texts(process.get("doing"))
+        return tuple(place_of(frame) for frame in frames)
+
+    def has_event(self, *names: str) -> bool:
+        """Say whether one of these events is in the timeline."""
+        return any(one.get("event") in names for one in self.events)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found.
+
+    Attributes:
+        level: how well it is supported.
+        reasons: what speaks for it, a sentence each.
+        steps: what to do next that follows from this incident, before what is always good to do.
+    """
+
+    level: Level
+    reasons: tuple[str, ...]
+    steps: tuple[str, ...] = ()
+
+
+def name_of(process: Mapping[str, Any]) -> str:
+    """Return what a process is called in a sentence."""
+    return f"{process.get('title')} (pid {process.get('pid')})"
+
+
+def _seconds_of(time: object) -> float:
+    try:
+        return datetime.fromisoformat(str(time).replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return float("nan")
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else float("nan")
+
+
+def _texts(value: object) -> list[str]:
+    return [str(one) for one in value] if isinstance(value, list) else []

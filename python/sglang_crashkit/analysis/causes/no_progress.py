@@ -1,0 +1,150 @@
+"""Rules about who makes no progress, and of what; `rules` has their order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_crashkit.analysis.causes.case import Case, Finding, name_of
+from sglang_crashkit.model.incident import Level
+
+#: With less of a CPU than this, a process that wants to run is starved.
+_STARVED_SHARE = 0.1
+#: Of so many processes it is told.
+_MAX_TOLD = 3
+_UPDATES = re.compile(
+    r"(update_weights?_from_\w+|init_weights_update_group|post_process_weights|pause_generation"
+    r"|(release|resume)_memory_occupation|load_lora_adapter|flush_cache) \("
+)
+_COLLECTIVES = re.compile(
+    r"(all_reduce|_?all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|all_to_all\w*|gather|scatter) \("
+)
+
+
+def stopped(case: Case) -> Finding | None:
+    """A process of the server is stopped, says the kernel."""
+    if not case.is_hang:
+        return None
+    found = [one for one in case.processes if one.get("role") != "helper" and _state(one) in ("T", "t")]
+    if not found:
+        return None
+    traced = " by a debugger" if any(_state(one) == "t" for one in found) else ""
+    reasons = tuple(f"{name_of(one)} is stopped{traced}, says the kernel." for one in found[:_MAX_TOLD])
+    steps = tuple(
+        f"`kill -CONT {one.get('pid')}` lets {one.get('title')} go on" for one in found[:_MAX_TOLD] if not traced
+    )
+    named = case.first.get("pid")
+    certain = named is None or named in [one.get("pid") for one in found]
+    return Finding("established" if certain else "supported", reasons, steps)
+
+
+def _state(process: Mapping[str, Any]) -> str:
+    state = process.get("state")
+    states = [str(one.get("state") or "") for one in process.get("looks") or () if isinstance(one, dict)]
+    states += [str(state.get("State") or "")] if isinstance(state, dict) else []
+    letters = {one[:1] for one in states if one}
+    return letters.pop() if len(letters) == 1 else ""
+
+
+def starved(case: Case) -> Finding | None:
+    """The first failure wants to run in every sample, and hardly uses its CPU."""
+    if not case.is_hang or not case.first or _state(case.first) != "R":
+        return None
+    looks = [one for one in case.first.get("looks") or () if isinstance(one, dict) and one.get("cpu_secs") is not None]
+    if len(looks) < 2:
+        return None
+    took = _seconds(str(looks[-1].get("time"))) - _seconds(str(looks[0].get("time")))
+    used = float(looks[-1]["cpu_secs"]) - float(looks[0]["cpu_secs"])
+    if took < 1.0 or used > _STARVED_SHARE * took:
+        return None
+    return Finding("supported", (f"{name_of(case.first)} wants to run and got {used:.1f} s of CPU in {took:.1f} s.",))
+
+
+def _seconds(time: str) -> float:
+    found = re.search(r"T(\d+):(\d+):([\d.]+)", time)
+    return int(found[1]) * 3600 + int(found[2]) * 60 + float(found[3]) if found else 0.0
+
+
+def in_kernel(case: Case) -> Finding | None:
+    """The first failure is in uninterruptible sleep in every sample."""
+    if not case.is_hang or not case.first or _state(case.first) != "D":
+        return None
+    return Finding("supported", (f"{name_of(case.first)} is in uninterruptible sleep whenever it is looked at.",))
+
+
+def divergence(case: Case) -> Finding | None:
+    """Ranks that must agree went different ways; what a fatal signal does to them is none."""
+    found = case.divergence
+    if not found or case.signal:
+        return None
+    level: Level = "established" if found.get("level") == "established" else "supported"
+    return Finding(level, (str(found.get("statement")),))
+
+
+def mismatch(case: Case) -> Finding | None:
+    """Ranks are in different collectives of one group, by their recorders or by their stacks."""
+    for finding in [] if case.signal else case.findings:
+        if finding.get("kind") == "mismatch" and finding.get("level") in ("established", "supported"):
+            return Finding(finding["level"], (str(finding.get("statement")),))
+    waiting = (
+        {call: name_of(rank) for rank in case.schedulers if (call := _collective(case, rank))} if case.is_hang else {}
+    )
+    kinds = {call.split(" ")[0] for call in waiting}
+    if len(kinds) < 2:
+        return None
+    words = ", ".join(f"{name} in {call}" for call, name in sorted(waiting.items())[:4])
+    return Finding("supported", (f"Ranks wait in different collectives: {words}.",))
+
+
+def _collective(case: Case, rank: Mapping[str, Any]) -> str:
+    return next((place for place in case.doing(rank)[:3] if _COLLECTIVES.match(place)), "")
+
+
+def weight_update(case: Case) -> Finding | None:
+    """A process is in an update of weights, or in what pauses the server for one."""
+    if not case.is_hang:
+        return None
+    for process in case.processes:
+        place = next((place for place in case.doing(process) if _UPDATES.match(place)), None)
+        if place:
+            return Finding("supported", (f"{name_of(process)} is in {place} and does not come out of it.",))
+    return None
+
+
+def stall(case: Case) -> Finding | None:
+    """All ranks wait in the same collective, and nobody stands out."""
+    if not case.is_hang or case.first:
+        return None
+    for finding in case.findings:
+        if finding.get("kind") == "waiting" and finding.get("level") in ("established", "supported"):
+            return Finding("supported", (str(finding.get("statement")),))
+    calls = [_collective(case, rank) for rank in case.schedulers]
+    if len(calls) > 1 and all(calls) and len(set(calls)) == 1:
+        return Finding("supported", (f"All {len(calls)} ranks wait in {calls[0]}.",))
+    return None
+
+
+def rank_stuck(case: Case) -> Finding | None:
+    """One rank is elsewhere while the others wait in a collective."""
+    if case.verdict.get("kind") != "hang" or not case.first or len(case.schedulers) < 2:
+        return None
+    others = [one for one in case.schedulers if one is not case.first and _collective(case, one)]
+    behind = [str(one.get("statement")) for one in case.findings if one.get("kind") == "behind"]
+    if not others and not behind:
+        return None
+    place = (case.doing(case.first) or ("a place that nobody saw",))[0]
+    reasons = [f"{name_of(case.first)} is in {place} while the others wait in a collective.", *behind[:1]]
+    return Finding("supported", tuple(reasons))
+
+
+def no_progress(case: Case) -> Finding | None:
+    """Nobody makes progress, and nothing above tells why."""
+    if not case.is_hang:
+        return None
+    return Finding("unknown", (str((case.verdict.get("basis") or ["Nobody made progress."])[0]),))
+
+
+def busy(case: Case) -> Finding | None:
+    """The ranks are at work, which may take long."""
+    return Finding("supported", (str(case.verdict.get("text")),)) if case.verdict.get("kind") == "busy" else None

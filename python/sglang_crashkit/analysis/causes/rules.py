@@ -1,0 +1,357 @@
+"""The rules: from an incident to the class of its cause, with what speaks for it.
+
+`RULES` is the one table, most telling first: the first rule that finds something gives the class. So what the kernel or
+the driver says stands before what a process says of itself, and that before what is only likely.
+
+A rule about an exception is *established* where something beside the words tells: an exception class of its own
+(``torch.OutOfMemoryError``) or the frames that it came through. By its words alone it is *supported* at most, since
+anybody can raise an exception with the same words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from sglang_crashkit.analysis.causes import no_progress
+from sglang_crashkit.analysis.causes.case import Case, Finding, Raised, name_of
+from sglang_crashkit.model.checked_json import mappings_of
+from sglang_crashkit.model.incident import Level
+
+#: What is established of a process that died, by the signal.
+_BY_SIGNAL = {"SIGSEGV": "segfault", "SIGABRT": "aborted", "SIGBUS": "bus_error", "SIGKILL": "killed"}
+_ORDERLY = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
+#: Xid errors that speak of the GPU or its links, and those that a program's own fault gives; from NVIDIA's "XID
+#: Errors". 45 is what follows upon others.
+_XIDS_OF_HARDWARE = frozenset({48, 62, 64, 74, 79, 94, 95, 110, 119, 120, 140})
+_XIDS_OF_PROGRAMS = frozenset({13, 31, 43})
+#: Exception classes that Python code raises for anything.
+_ANY_CLASS = frozenset(
+    {
+        "AssertionError",
+        "AttributeError",
+        "Exception",
+        "FileNotFoundError",
+        "ImportError",
+        "MemoryError",
+        "ModuleNotFoundError",
+        "OSError",
+        "PermissionError",
+        "RuntimeError",
+        "TypeError",
+        "ValueError",
+    }
+)
+#: A file system this full, from 0 to 1, has no room for what is needed.
+_FULL = 0.95
+_MAX_TOLD = 3
+_TIMED_OUT = (
+    r"(\[[^\]]*gloo[^\]]*\] )?Timed out waiting \d+ ?ms for (recv|send) operation"
+    r"|\[?.{0,80}Watchdog caught collective operation timeout"
+)
+#: What a scheduler goes through with one request, and no batch.
+_TAKING_IN = ("handle_generate_request (*.py)", "handle_embedding_request (*.py)", "handle_tokenized_* (*.py)")
+_NO_SPACE = r"\[Errno 28\] No space left on device"
+
+
+Rule = Callable[[Case], Finding | None]
+
+
+def raises(kind: str, text: str = "", *through: str, path: str = "", starting: bool | None = None) -> Rule:
+    """Return the rule that the exception of the first failure is of one kind.
+
+    Args:
+        kind: pattern of its whole type, with or without its module.
+        text: pattern that its text begins with.
+        through: places that it came through; see `Raised.came_through`.
+        path: pattern of a file that it came through.
+        starting: whether the server was starting; None where that does not matter.
+    """
+    types, words, files = re.compile(rf"(?:\w+\.)*(?:{kind})"), re.compile(text), re.compile(path)
+    is_telling = bool(through or path) or not _ANY_CLASS.intersection(re.findall(r"\w+", kind))
+
+    def rule(case: Case) -> Finding | None:
+        error = case.error
+        if error is None or (starting is not None and case.is_starting is not starting):
+            return None
+        if not (types.fullmatch(error.type) and words.match(error.text) and error.came_through(*through)):
+            return None
+        if path and not any(files.search(one) for one in error.paths):
+            return None
+        return Finding("established" if is_telling else "supported", (_sentence(case, error),))
+
+    return rule
+
+
+def _sentence(case: Case, error: Raised) -> str:
+    where = f" in {error.places[0]}" if error.places else ""
+    line = error.text.strip().split("\n", 1)[0][:200]
+    return f"{name_of(case.first) if case.first else 'A process'} raised {error.type}{where}: {line}"
+
+
+# -- what the kernel and the driver say
+
+
+def _host_oom(case: Case) -> Finding | None:
+    detail = str(case.end.get("detail"))
+    if case.verdict.get("kind") == "oom_kill":
+        return Finding("established", (f"The kernel killed {name_of(case.first)} for lack of memory: {detail}.",))
+    for process in case.processes:
+        end = process.get("exit")
+        if isinstance(end, dict) and end.get("cause") == "oom_kill":
+            reason = f"The kernel killed {name_of(process)} for lack of memory, though it was not seen to fail first."
+            return Finding("supported", (reason,))
+    return None
+
+
+def _hardware(case: Case) -> Finding | None:
+    found = [event for event in case.xids if event["xid"] in _XIDS_OF_HARDWARE]
+    if not found or case.signal == "SIGKILL" or case.end.get("signal") in _ORDERLY:
+        return None
+    holders = [one for event in found for one in mappings_of(event.get("processes"))]
+    pid = case.first.get("pid")
+    own = any(one.get("pid") == pid and one.get("level") == "established" for one in holders)
+    reasons = (f"The driver told of Xid {event['xid']} of GPU {event.get('bus_id')}." for event in found[:_MAX_TOLD])
+    return Finding("established" if own else "supported", tuple(reasons))
+
+
+def _gpu_said(case: Case) -> Finding | None:
+    lines = [line for line in case.first.get("gpu") or () if str(line).startswith("exception: ")]
+    if lines:
+        return Finding("established", (f"The GPU core of {name_of(case.first)} says: {lines[0]}.",))
+    programs = [event["xid"] for event in case.xids if event["xid"] in _XIDS_OF_PROGRAMS]
+    if programs and case.signal == "SIGABRT":
+        return Finding("supported", (f"The driver told of Xid {programs[0]}, and {name_of(case.first)} aborted.",))
+    return None
+
+
+def _no_space_by_signal(case: Case) -> Finding | None:
+    use = case.shared_memory_use
+    if "SIGBUS" not in (case.signal, _signal_at_start(case)) or use is None or use < _FULL:
+        return None
+    return Finding("supported", (f"{name_of(case.first)} died of SIGBUS while /dev/shm was {use:.0%} full.",))
+
+
+def _signal_at_start(case: Case) -> str:
+    return str(case.end.get("signal") or "") if case.is_starting else ""
+
+
+def _asked_to_stop(case: Case) -> Finding | None:
+    signal = str(case.end.get("signal") or "")
+    if signal in _ORDERLY and not case.is_hang:
+        return Finding("established", (f"{name_of(case.first)} was ended by {signal}, which asks for an orderly end.",))
+    if not case.first and not case.is_hang and case.has_event("draining"):
+        return Finding("supported", ("The server was asked to end, and no process was seen to fail.",))
+    return None
+
+
+def died_of(*signals: str) -> Rule:
+    """Return the rule that the first failure died of one of these signals; of any where none is named."""
+
+    def rule(case: Case) -> Finding | None:
+        signal = case.signal
+        if not signal or signal in _ORDERLY or (signals and signal not in signals):
+            return None
+        detail = str(case.end.get("detail"))
+        # Without a count it may as well have been the kernel, for lack of memory.
+        is_known = signal != "SIGKILL" or "counts no OOM kill" in detail
+        return Finding(
+            "established" if is_known else "supported", (f"{name_of(case.first)} died of {signal}: {detail}.",)
+        )
+
+    return rule
+
+
+# -- pairs and nodes
+
+
+def _peer(case: Case) -> Finding | None:
+    if case.verdict.get("kind") != "peer_lost" or _all_transfers(case):
+        return None
+    level: Level = "established" if case.verdict.get("level") == "established" else "supported"
+    return Finding(level, (str((case.verdict.get("basis") or [case.verdict.get("text")])[0]),))
+
+
+def _transfer(case: Case) -> Finding | None:
+    if case.verdict.get("kind") != "peer_lost" or not _all_transfers(case):
+        return None
+    return Finding("supported", (str(case.verdict.get("text")),))
+
+
+def _all_transfers(case: Case) -> bool:
+    peers = case.document.get("peers")
+    signs = [one.get("sign") for one in peers if isinstance(one, dict)] if isinstance(peers, list) else []
+    return bool(signs) and all(sign == "failed_transfer" for sign in signs)
+
+
+def _connection(case: Case) -> Finding | None:
+    if case.verdict.get("kind") != "lost_peer":
+        return None
+    return Finding("supported", (str((case.verdict.get("basis") or [case.verdict.get("text")])[0]),))
+
+
+# -- processes by their role, and what is left
+
+
+def _lost(*roles: str) -> Rule:
+    def rule(case: Case) -> Finding | None:
+        if case.first.get("role") not in roles or case.is_hang:
+            return None
+        if case.error is not None:
+            return Finding("established", (_sentence(case, case.error),))
+        if not case.end or case.end.get("cause") in ("unknown", "parent_ended"):
+            return None
+        how = case.end.get("signal") or f"exit status {case.end.get('code')}"
+        return Finding("established", (f"{name_of(case.first)} ended by {how}: {case.end.get('detail')}.",))
+
+    return rule
+
+
+def _poison(case: Case) -> Finding | None:
+    error = case.error
+    if error is None or case.is_starting:
+        return None
+    by_issue = next((issue for issue in case.known if issue.by_request), None)
+    if by_issue is not None:
+        reason = f"Upstream's issue {by_issue.issue} tells of one request that ends a server so: {by_issue.title}."
+        return Finding("supported", (_sentence(case, error), reason))
+    if case.repeated:
+        reason = f"A request like {case.repeated} was suspected in an earlier incident of the same fault."
+        return Finding("supported", (_sentence(case, error), reason))
+    if any(error.came_through(place) for place in _TAKING_IN):
+        return Finding("supported", (_sentence(case, error), "It came while one request was taken in."))
+    return None
+
+
+def _startup_timeout(case: Case) -> Finding | None:
+    for event in case.events:
+        if event.get("event") == "startup_timeout":
+            return Finding("established", (str(event.get("message") or "The ranks did not get ready in time."),))
+    return None
+
+
+def _startup_failed(case: Case) -> Finding | None:
+    if not case.is_starting:
+        return None
+    if case.error is not None:
+        return Finding("established", (_sentence(case, case.error),))
+    if case.end.get("cause") == "exit_status":
+        reason = f"{name_of(case.first)} ended by exit status {case.end.get('code')} before the server was ready."
+        return Finding("established", (reason,))
+    return None
+
+
+def _exception(case: Case) -> Finding | None:
+    if case.error is None or case.verdict.get("kind") not in ("exception", "unknown"):
+        return None
+    return Finding("established", (_sentence(case, case.error),))
+
+
+def _exception_in_sglang(case: Case) -> Finding | None:
+    # The innermost frames may be a library's that SGLang called.
+    is_own = case.error is not None and any("sglang/" in path for path in case.error.paths[:6])
+    return _exception(case) if is_own else None
+
+
+def _exited(case: Case) -> Finding | None:
+    if case.verdict.get("kind") != "exit_status":
+        return None
+    return Finding("established", (f"{name_of(case.first)} ended with exit status {case.end.get('code')} by itself.",))
+
+
+_OOM_CLASS = r"torch\.(cuda\.)?OutOfMemoryError"
+_OOM_WORDS = r"(Capture (cuda|device) graph failed: )?(CUDA|HIP|XPU)( error:)? out of memory"
+_CUDA_WORDS = (
+    r"(Capture (cuda|device) graph failed: )?(CUDA|HIP) error: (an illegal memory access|device-side assert"
+    r"|misaligned address|unspecified launch failure|an illegal instruction|invalid program counter)"
+)
+_LEAK = r"[\w ]*memory leak detected!"
+_MODEL_ERRORS = (
+    r"(Can't load|Cannot find any model weights|Unrecognized model|The checkpoint you are trying to load"
+    r"|Error no file named|Incorrect path_or_model_id|We couldn't connect to|It looks like the config file"
+    r"|.{0,200}(is not a local folder|does not appear to have a file named|is not a valid model identifier"
+    r"|is not the path to a directory))"
+)
+_PORT_WORDS = (
+    r"(\[Errno 98\]|The server socket has failed to listen|Address already in use"
+    r"|[\w ]*[Pp]ort( \d+)? is already in use|[\w ]+ at \d+ is not available)"
+)
+
+#: The one table, most telling first. What stands above is a word of the kernel's or of the driver's, or follows from
+#: somebody else's; then come exceptions, from the particular to any; last what is only known by how it ended.
+RULES: tuple[tuple[str, Rule], ...] = (
+    ("host_oom", _host_oom),
+    ("gpu_hardware", _hardware),
+    # Who stands still, and of what.
+    ("busy", no_progress.busy),
+    ("stopped_process", no_progress.stopped),
+    ("rank_divergence", no_progress.divergence),
+    ("collective_mismatch", no_progress.mismatch),
+    ("starved_process", no_progress.starved),
+    ("stuck_in_kernel", no_progress.in_kernel),
+    ("weight_update_deadlock", no_progress.weight_update),
+    ("symmetric_stall", no_progress.stall),
+    ("symmetric_stall", raises("DistBackendError|RuntimeError", _TIMED_OUT)),
+    ("rank_stuck", no_progress.rank_stuck),
+    ("no_progress", no_progress.no_progress),
+    # Whose failure it is, where that is elsewhere.
+    ("transfer_stuck", _transfer),
+    ("transfer_stuck", raises("KVTransferError")),
+    ("peer_lost", _peer),
+    # What a GPU or the host ran out of.
+    ("gpu_oom_at_start", raises(_OOM_CLASS, starting=True)),
+    ("gpu_oom_at_start", raises(r"torch\.AcceleratorError", _OOM_WORDS, starting=True)),
+    ("gpu_oom_at_start", raises("Exception|RuntimeError", _OOM_WORDS, starting=True)),
+    ("gpu_oom_serving", raises(_OOM_CLASS, starting=False)),
+    ("gpu_oom_serving", raises(r"torch\.AcceleratorError", _OOM_WORDS, starting=False)),
+    ("gpu_oom_serving", raises("Exception|RuntimeError", _OOM_WORDS, starting=False)),
+    ("cuda_fault", _gpu_said),
+    ("cuda_fault", raises(r"torch\.AcceleratorError", _CUDA_WORDS)),
+    ("cuda_fault", raises("Exception|RuntimeError", _CUDA_WORDS)),
+    ("host_oom", raises("MemoryError")),
+    ("host_oom", raises("OSError", r"\[Errno 12\] Cannot allocate memory")),
+    ("host_oom", raises("RuntimeError", r".{0,200}DefaultCPUAllocator: (can't allocate|not enough) memory")),
+    ("shm_exhausted", _no_space_by_signal),
+    ("shm_exhausted", raises("OSError", _NO_SPACE, "* (shared_memory.py)")),
+    ("shm_exhausted", raises("OSError", _NO_SPACE + r".{0,20}/dev/shm")),
+    (
+        "shm_exhausted",
+        raises("DistBackendError|RuntimeError", r"[\s\S]{0,2000}Error while creating shared memory segment /dev/shm"),
+    ),
+    ("disk_full", raises("OSError", _NO_SPACE)),
+    ("kv_pool_leak", raises("ValueError", _LEAK, "raise_error_or_warn (common.py)")),
+    ("kv_pool_leak", raises("ValueError", _LEAK, "*check* (scheduler_runtime_checker_mixin.py)")),
+    ("kv_pool_leak", raises("ValueError|AssertionError", _LEAK)),
+    (
+        "kv_pool_exhausted",
+        raises("RuntimeError", r"(Prefill |Decode )?[Oo]ut of memory\. Try to lower", "alloc_* (*.py)"),
+    ),
+    ("kv_pool_exhausted", raises("RuntimeError", r"alloc_req_slots runs out of memory", "alloc_* (*.py)")),
+    ("poison_request", _poison),
+    # The start.
+    ("startup_port", raises("DistNetworkError|ZMQError", _PORT_WORDS)),
+    ("startup_port", raises("OSError|RuntimeError|ValueError", _PORT_WORDS)),
+    ("startup_memory", raises("RuntimeError|ValueError", r"Not enough memory\. Please try", starting=True)),
+    (
+        "startup_model",
+        raises("RepositoryNotFoundError|HFValidationError|LocalEntryNotFoundError|GatedRepoError|SafetensorError"),
+    ),
+    ("startup_model", raises("OSError|ValueError|RuntimeError", _MODEL_ERRORS, starting=True)),
+    ("startup_model", raises("FileNotFoundError|PermissionError", path=r"(model_loader|transformers)/", starting=True)),
+    ("startup_version", raises("ImportError|ModuleNotFoundError|AttributeError|OSError", r".{0,300}undefined symbol")),
+    ("startup_version", raises("ImportError|ModuleNotFoundError", starting=True)),
+    ("startup_version", raises("PackageNotFoundError|VersionConflict|DistributionNotFound", starting=True)),
+    ("startup_version", raises(r"RuntimeError|torch\.AcceleratorError", r"CUDA error: no kernel image is available")),
+    ("startup_timeout", _startup_timeout),
+    # Who it was says more than how it ended.
+    ("asked_to_stop", _asked_to_stop),
+    ("detokenizer_lost", _lost("detokenizer")),
+    ("tokenizer_lost", _lost("tokenizer_worker", "tokenizer")),
+    *((name, died_of(signal)) for signal, name in _BY_SIGNAL.items()),
+    ("fatal_signal", died_of()),
+    ("connection_lost", _connection),
+    ("startup_failed", _startup_failed),
+    ("exception_in_sglang", _exception_in_sglang),
+    ("exception", _exception),
+    ("exited", _exited),
+)

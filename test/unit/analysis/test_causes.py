@@ -1,0 +1,476 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.analysis import causes
+from sglang_crashkit.analysis.causes import rules
+from sglang_crashkit.analysis.causes.advice import ADVICE
+from sglang_crashkit.model.incident import Exit
+from unit.analysis.cases import TP0, TP1, hung, incident, killed, raised
+
+OOM = killed(detail="memory.events counts 1 OOM kill(s) more than before", cause="oom_kill")
+REAPED = Exit(None, None, "unknown", "reaped", "t")
+STATUS = Exit(3, None, "exit_status", "no Python exception was reported", "t")
+ASYNC = "\nCUDA kernel errors might be asynchronously reported at some other API call"
+SCHEDULER = "run_scheduler_process (sglang/srt/managers/scheduler.py:5000)"
+LOADING = (
+    "__init__ (sglang/srt/managers/tp_worker.py:100)",
+    "__init__ (sglang/srt/managers/scheduler.py:300)",
+    SCHEDULER,
+)
+FORWARD = ("forward (sglang/srt/models/llama.py:10)", "run_batch (sglang/srt/managers/scheduler.py:2000)", SCHEDULER)
+CHECK = ("raise_error_or_warn (sglang/srt/utils/common.py:4691)", *FORWARD[1:])
+GLOO = "RuntimeError: [/pytorch/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7200000ms for recv operation"
+WAITS, WORKS = "all_reduce (torch/distributed/distributed_c10d.py:3000)", "spin (x.py:1)"
+GATHERS = "all_gather_into_tensor (torch/distributed/distributed_c10d.py:4000)"
+BOTH_WAIT = {TP0: [WAITS], TP1: [WAITS]}
+UPDATE = {
+    "server": ["acquire (threading.py:1)", "update_weights_from_disk (sglang/srt/managers/tokenizer_manager.py:1)"]
+}
+DIVERGED = {"kind": "mode", "step": 18204, "statement": "TP1 ran extend where TP0 ran decode.", "level": "established"}
+BUS = killed("SIGBUS", "no Python exception was reported")
+FULL_SHM = {"environment": {"shared_memory": {"used_bytes": 990, "total_bytes": 1000}}}
+AGAIN = {"suspects": [{"rid": "r1"}], "fault": {"count": 2, "seen": {"r1": 1}}}
+
+
+def finding(kind: str, level: str = "established", statement: str = "so they are") -> dict[str, Any]:
+    one = {"group": "tp", "kind": kind, "level": level, "statement": statement, "evidence": [], "pids": [11]}
+    return {"collectives": {"findings": [one], "missing": []}}
+
+
+def xid(number: int, pid: int | None = None) -> dict[str, Any]:
+    holders = [{"pid": pid, "title": "x", "level": "established"}] if pid else []
+    return {"gpus": {"devices": [], "xids": [{"xid": number, "bus_id": "0000:3b:00", "processes": holders}]}}
+
+
+def looks(*points: tuple[str, float], state: str = "R") -> dict[str, Any]:
+    """Return a hang in which TP1 was seen at these times with so much CPU time used."""
+    document = hung(TP1)
+    for process in document["processes"]:
+        if process["title"] == TP1:
+            process["looks"] = [
+                {"time": f"2026-01-01T00:00:{at}Z", "state": state, "cpu_secs": cpu} for at, cpu in points
+            ]
+    return document
+
+
+def with_exit(document: dict[str, Any], title: str, end: Exit) -> dict[str, Any]:
+    next(one for one in document["processes"] if one["title"] == title)["exit"] = vars(end)
+    return document
+
+
+def at(document: dict[str, Any], trigger: str, event: float) -> dict[str, Any]:
+    document["trigger"]["time"] = trigger
+    document["gpus"]["xids"][0]["time"] = event
+    return document
+
+
+def on_gpu(document: dict[str, Any], line: str) -> dict[str, Any]:
+    next(one for one in document["processes"] if one["title"] == TP0)["gpu"] = [line]
+    return document
+
+
+EST, SUP, UNK = "established", "supported", "unknown"
+STARTING = ("launch_failed",)
+TABLE: list[tuple[str, dict[str, Any], str, str]] = [
+    # -- the kernel's word
+    ("killed for memory", incident("oom_kill", TP1, end=OOM), "host_oom", EST),
+    ("killed for memory while it raised", incident("oom_kill", TP1, end=OOM, events=["draining"]), "host_oom", EST),
+    ("another killed for memory", with_exit(incident("signal", TP0, end=killed()), TP1, OOM), "host_oom", SUP),
+    ("no memory, in Python", raised("MemoryError", *FORWARD), "host_oom", SUP),
+    ("no memory, said the kernel", raised("OSError: [Errno 12] Cannot allocate memory", *FORWARD), "host_oom", SUP),
+    (
+        "no memory, in torch",
+        raised(
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: 9",
+            *FORWARD,
+        ),
+        "host_oom",
+        SUP,
+    ),
+    ("SIGKILL, no OOM kill", incident("signal", TP1, end=killed()), "killed", EST),
+    (
+        "SIGKILL, nobody counts",
+        incident("signal", TP1, end=killed(detail="no OOM counter could be read")),
+        "killed",
+        SUP,
+    ),
+    (
+        "SIGKILL while it starts",
+        incident("signal", TP1, end=killed(), opened="failed_start", events=STARTING),
+        "killed",
+        EST,
+    ),
+    ("SIGSEGV", incident("signal", TP1, end=killed("SIGSEGV", "x")), "segfault", EST),
+    ("SIGABRT", incident("signal", TP1, end=killed("SIGABRT", "x")), "aborted", EST),
+    ("SIGBUS", incident("signal", TP1, end=BUS), "bus_error", EST),
+    ("SIGBUS, /dev/shm full", incident("signal", TP1, end=BUS, **FULL_SHM), "shm_exhausted", SUP),
+    ("SIGSEGV, /dev/shm full", incident("signal", TP1, end=killed("SIGSEGV", "x"), **FULL_SHM), "segfault", EST),
+    ("SIGFPE", incident("signal", TP1, end=killed("SIGFPE", "x")), "fatal_signal", EST),
+    ("SIGTERM to one", incident("signal", TP1, end=killed("SIGTERM", "x")), "asked_to_stop", EST),
+    ("nobody failed, asked to end", incident(events=["draining"], level=UNK), "asked_to_stop", SUP),
+    ("ended by itself", incident("exit_status", TP1, end=STATUS), "exited", EST),
+    (
+        "ended, nobody knows how",
+        incident("unknown", TP1, end=REAPED),
+        "unknown",
+        UNK,
+    ),
+    ("ended with its parent", incident("parent_ended", TP1, end=killed(cause="parent_ended")), "unknown", UNK),
+    ("the detokenizer killed", incident("signal", "sglang::detokenizer", end=killed()), "detokenizer_lost", EST),
+    ("the detokenizer for memory", incident("oom_kill", "sglang::detokenizer", end=OOM), "host_oom", EST),
+    (
+        "the detokenizer asked",
+        incident("signal", "sglang::detokenizer", end=killed("SIGTERM", "x")),
+        "asked_to_stop",
+        EST,
+    ),
+    ("the detokenizer raised", raised("ValueError: x", first="sglang::detokenizer"), "detokenizer_lost", EST),
+    ("a tokenizer worker", incident("signal", "sglang::tokenizer_worker:0", end=killed()), "tokenizer_lost", EST),
+    ("the main process", incident("signal", "server", end=killed()), "killed", EST),
+    # -- GPU
+    ("Xid 79 of its GPU", incident("signal", TP0, end=killed("SIGABRT", "x"), **xid(79, 10)), "gpu_hardware", EST),
+    ("Xid 79 of some GPU", raised("RuntimeError: x", *FORWARD, **xid(79)), "gpu_hardware", SUP),
+    ("Xid 31 is a program's", incident("signal", TP0, end=killed("SIGABRT", "x"), **xid(31, 10)), "cuda_fault", SUP),
+    ("an old Xid", at(raised("RuntimeError: x", **xid(79)), "1970-01-01T01:00:00Z", 60.0), "exception", EST),
+    ("a fresh Xid", at(raised("RuntimeError: x", **xid(79)), "1970-01-01T01:00:00Z", 3590.0), "gpu_hardware", SUP),
+    ("Xid, and killed", incident("signal", TP0, end=killed(), **xid(79, 10)), "killed", EST),
+    ("Xid 45 follows", incident("signal", TP0, end=killed("SIGABRT", "x"), **xid(45, 10)), "aborted", EST),
+    ("no Xid seen", incident("signal", TP0, end=killed(), gpus={"devices": [{"index": 0}], "xids": []}), "killed", EST),
+    (
+        "an exception in a GPU core",
+        on_gpu(incident("signal", TP0, end=killed("SIGABRT", "x")), "exception: CUDA_EXCEPTION_14 in kernel"),
+        "cuda_fault",
+        EST,
+    ),
+    ("a kernel in a GPU core", on_gpu(incident("signal", TP0, end=killed()), "kernel gemm"), "killed", EST),
+    (
+        "illegal access, new",
+        raised("torch.AcceleratorError: CUDA error: an illegal memory access was encountered" + ASYNC, *FORWARD),
+        "cuda_fault",
+        EST,
+    ),
+    (
+        "illegal access, old",
+        raised("RuntimeError: CUDA error: an illegal memory access was encountered", *FORWARD),
+        "cuda_fault",
+        SUP,
+    ),
+    ("assert", raised("torch.AcceleratorError: CUDA error: device-side assert triggered", *FORWARD), "cuda_fault", EST),
+    ("HIP", raised("RuntimeError: HIP error: an illegal memory access was encountered", *FORWARD), "cuda_fault", SUP),
+    (
+        "GPU memory while serving",
+        raised("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", *FORWARD),
+        "gpu_oom_serving",
+        EST,
+    ),
+    (
+        "GPU memory, old class",
+        raised("torch.cuda.OutOfMemoryError: CUDA out of memory.", *FORWARD),
+        "gpu_oom_serving",
+        EST,
+    ),
+    ("GPU memory, words", raised("RuntimeError: CUDA out of memory. Tried", *FORWARD), "gpu_oom_serving", SUP),
+    (
+        "GPU memory while loading",
+        raised("torch.OutOfMemoryError: CUDA out of memory.", *LOADING),
+        "gpu_oom_at_start",
+        EST,
+    ),
+    (
+        "GPU memory in a capture",
+        raised("Exception: Capture cuda graph failed: CUDA out of memory. Tried", *LOADING),
+        "gpu_oom_at_start",
+        SUP,
+    ),
+    ("GPU memory, failed start", raised("torch.OutOfMemoryError: x", opened="failed_start"), "gpu_oom_at_start", EST),
+    ("another's word for it", raised("ValueError: CUDA out of memory", *FORWARD), "exception_in_sglang", EST),
+    # -- pools
+    ("a leak, checked", raised("ValueError: pool memory leak detected! [full] total=1", *CHECK), "kv_pool_leak", EST),
+    (
+        "a leak, words",
+        raised("ValueError: token_to_kv_pool_allocator memory leak detected! x", *FORWARD),
+        "kv_pool_leak",
+        SUP,
+    ),
+    (
+        "no room in the pool",
+        raised(
+            "RuntimeError: Prefill out of memory. Try to lower your batch size.",
+            "alloc_for_extend (sglang/srt/mem_cache/common.py:1)",
+        ),
+        "kv_pool_exhausted",
+        EST,
+    ),
+    # -- disks
+    ("/dev/shm", raised("OSError: [Errno 28] No space left on device: '/dev/shm/x'", *FORWARD), "shm_exhausted", SUP),
+    (
+        "/dev/shm, by its frames",
+        raised("OSError: [Errno 28] No space left on device", "__init__ (multiprocessing/shared_memory.py:1)"),
+        "shm_exhausted",
+        EST,
+    ),
+    ("a disk", raised("OSError: [Errno 28] No space left on device: '/data/x'", *FORWARD), "disk_full", SUP),
+    (
+        "NCCL's",
+        raised(
+            "torch.distributed.DistBackendError: NCCL error\nError while creating shared memory segment /dev/shm/nccl",
+            *FORWARD,
+        ),
+        "shm_exhausted",
+        SUP,
+    ),
+    # -- the start
+    (
+        "a port",
+        raised("torch.distributed.DistNetworkError: The server socket has failed to listen. EADDRINUSE", *LOADING),
+        "startup_port",
+        EST,
+    ),
+    (
+        "a port, the kernel's word",
+        raised("OSError: [Errno 98] Address already in use", opened="failed_start"),
+        "startup_port",
+        SUP,
+    ),
+    (
+        "a port, ZeroMQ",
+        raised("zmq.error.ZMQError: Address already in use (addr='tcp://x')", *LOADING),
+        "startup_port",
+        EST,
+    ),
+    ("no weights", raised("RuntimeError: Cannot find any model weights with `/m`", *LOADING), "startup_model", SUP),
+    (
+        "no model",
+        raised("OSError: /m does not appear to have a file named config.json.", *LOADING),
+        "startup_model",
+        SUP,
+    ),
+    (
+        "torn weights",
+        raised("safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge", *LOADING),
+        "startup_model",
+        EST,
+    ),
+    (
+        "too little memory",
+        raised("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", *LOADING),
+        "startup_memory",
+        SUP,
+    ),
+    ("a symbol", raised("ImportError: /x/common_ops.so: undefined symbol: _ZN3c10", *LOADING), "startup_version", SUP),
+    ("a module", raised("ModuleNotFoundError: No module named 'flashinfer'", *LOADING), "startup_version", SUP),
+    (
+        "too slow",
+        incident(events=[{"event": "startup_timeout", "message": "TP1 not ready"}], opened="failed_start"),
+        "startup_timeout",
+        EST,
+    ),
+    ("anything else", raised("ValueError: tp 3 does not divide", *LOADING), "startup_failed", EST),
+    (
+        "a status",
+        incident("exit_status", TP0, end=STATUS, opened="failed_start", events=STARTING),
+        "startup_failed",
+        EST,
+    ),
+    # -- who makes no progress
+    ("stopped", hung(TP1, state={TP1: "T (stopped)"}), "stopped_process", EST),
+    ("both stopped", hung(state={TP0: "T (stopped)", TP1: "T (stopped)"}), "stopped_process", EST),
+    ("traced", hung(TP1, state={TP1: "t (tracing stop)"}), "stopped_process", EST),
+    ("a helper stopped", hung(TP1, state={"ninja": "T (stopped)"}), "no_progress", UNK),
+    ("ended, another stopped", incident("unknown", TP1, end=REAPED, state={TP0: "T (stopped)"}), "unknown", UNK),
+    ("killed, another stopped", incident("signal", TP1, end=killed(), state={TP0: "T (stopped)"}), "killed", EST),
+    ("starved", looks(("01.0", 5.0), ("05.0", 5.1)), "starved_process", SUP),
+    ("spins", looks(("01.0", 5.0), ("05.0", 9.0)), "no_progress", UNK),
+    ("in the kernel", looks(("01.0", 5.0), ("05.0", 5.0), state="D"), "stuck_in_kernel", SUP),
+    ("one elsewhere", hung(TP1, doing={TP0: [WAITS], TP1: [WORKS]}), "rank_stuck", SUP),
+    ("all in one", hung(doing=BOTH_WAIT), "symmetric_stall", SUP),
+    ("two collectives", hung(doing={TP0: [WAITS], TP1: [GATHERS]}), "collective_mismatch", SUP),
+    ("two collectives, recorded", hung(**finding("mismatch")), "collective_mismatch", EST),
+    ("an unsure recorder", hung(**finding("mismatch", UNK)), "no_progress", UNK),
+    ("recorded wait", hung(**finding("waiting")), "symmetric_stall", SUP),
+    ("diverged", hung(doing=BOTH_WAIT, divergence=DIVERGED), "rank_divergence", EST),
+    ("ended earlier", hung(doing=BOTH_WAIT, divergence=DIVERGED | {"kind": "ended_earlier"}), "symmetric_stall", SUP),
+    ("not diverged", hung(doing=BOTH_WAIT, divergence={"kind": "none"}), "symmetric_stall", SUP),
+    (
+        "killed and apart",
+        incident("signal", TP1, end=killed(), divergence=DIVERGED, **finding("mismatch")),
+        "killed",
+        EST,
+    ),
+    ("gloo's limit", incident("lost_peer", TP0, error=GLOO, frames=FORWARD, level=SUP), "symmetric_stall", SUP),
+    ("a weight update", hung(doing=UPDATE), "weight_update_deadlock", SUP),
+    ("busy", incident("busy", level=SUP, opened="hang", trigger="no_progress", text="At work."), "busy", SUP),
+    ("watchdog, no stacks", hung(events=["watchdog_timeout"], level=UNK), "no_progress", UNK),
+    # -- others' failures
+    (
+        "a pair's",
+        incident("peer_lost", peers=[{"sign": "refused"}], opened="peer_lost", trigger="peer_lost"),
+        "peer_lost",
+        EST,
+    ),
+    ("transfers only", incident("peer_lost", level=SUP, peers=[{"sign": "failed_transfer"}]), "transfer_stuck", SUP),
+    (
+        "a node's",
+        incident("lost_peer", TP0, error="RuntimeError: Connection closed by peer", level=SUP),
+        "connection_lost",
+        SUP,
+    ),
+    # -- one request
+    (
+        "taken in",
+        raised("TypeError: x", "handle_generate_request (sglang/srt/managers/scheduler.py:1)", *FORWARD[1:]),
+        "poison_request",
+        SUP,
+    ),
+    (
+        "known",
+        raised(
+            "RuntimeError: selected index k out of range",
+            "get_top_logprobs_raw (sglang/srt/layers/logprob_processor.py:94)",
+        ),
+        "poison_request",
+        SUP,
+    ),
+    (
+        "same words elsewhere",
+        raised("RuntimeError: selected index k out of range", *FORWARD),
+        "exception_in_sglang",
+        EST,
+    ),
+    ("again", raised("ValueError: x", *FORWARD, **AGAIN), "poison_request", SUP),
+    ("for the first time", raised("ValueError: x", *FORWARD, suspects=[{"rid": "r1"}]), "exception_in_sglang", EST),
+    # -- words that must not fool it
+    (
+        "a prompt in the message",
+        raised("ValueError: bad prompt 'CUDA error: an illegal memory access'", *FORWARD),
+        "exception_in_sglang",
+        EST,
+    ),
+    (
+        "a request id",
+        raised("KeyError: 'torch.OutOfMemoryError: CUDA out of memory'", *FORWARD),
+        "exception_in_sglang",
+        EST,
+    ),
+    ("another class of that name", raised("x.OutOfMemoryError: CUDA", *FORWARD), "exception_in_sglang", EST),
+    (
+        "a user's disk",
+        raised("ValueError: the user wrote [Errno 28] No space left on device", *FORWARD),
+        "exception_in_sglang",
+        EST,
+    ),
+    (
+        "a leak in a prompt",
+        raised("RuntimeError: failed on 'pool memory leak detected!'", *FORWARD),
+        "exception_in_sglang",
+        EST,
+    ),
+    ("a port in a prompt", raised("ValueError: input 'Address already in use'", *FORWARD), "exception_in_sglang", EST),
+    ("no memory in a prompt", raised("KeyError: 'MemoryError'", *FORWARD), "exception_in_sglang", EST),
+    ("an import while serving", raised("ImportError: lazily", *FORWARD), "exception_in_sglang", EST),
+    (
+        "a missing file while serving",
+        raised("FileNotFoundError: [Errno 2] 'x'", "f (transformers/x.py:1)", *FORWARD),
+        "exception_in_sglang",
+        EST,
+    ),
+    (
+        "somebody else's code",
+        raised("RuntimeError: asked to raise", "fail (/site/sitecustomize.py:1)"),
+        "exception",
+        EST,
+    ),
+    (
+        "one who is a consequence",
+        incident(
+            "signal",
+            TP1,
+            end=killed(),
+            events=[{"event": "exception", "pid": 10, "message": "torch.OutOfMemoryError: x"}],
+        ),
+        "killed",
+        EST,
+    ),
+    ("nothing", incident(level=UNK), "unknown", UNK),
+]
+
+
+@pytest.mark.parametrize(("document", "name", "level"), [pytest.param(*row[1:], id=row[0]) for row in TABLE])
+def test_an_incident_has_its_cause(document: dict[str, Any], name: str, level: str) -> None:
+    found = causes.explain(document)
+    assert (found["class"], found["level"]) == (name, level), found
+    assert found["reasons"]
+    assert found["next_steps"]
+    assert found["restart_helps"] in ("yes", "no", "unknown")
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_every_class_has_advice_and_a_row() -> None:
+    assert {name for name, _rule in rules.RULES} | {"unknown"} == set(ADVICE)
+    assert {row[2] for row in TABLE} == set(ADVICE)
+
+
+def test_the_documentation_lists_every_class() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "incidents.md").read_text().split("\n## ")
+    (part,) = [one for one in text if one.startswith("Causes")]
+    rows = [line.split("|")[1] for line in part.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(ADVICE)
+
+
+def test_the_step_that_it_died_in_is_told() -> None:
+    document = incident("signal", TP1, end=killed())
+    step = {"number": 7, "mode": "decode", "size": 2, "rids": ["a", "b"]}
+    next(one for one in document["processes"] if one["title"] == TP1)["steps"] = {"last": [], "in_step": step}
+    assert causes.explain(document)["reasons"][1] == "It was in step 7 (decode, 2 requests, with a, b)."
+
+
+def test_the_record_of_a_rank_tells_more_than_the_timeline() -> None:
+    document = raised("torch.AcceleratorError: CUDA error: an illegal")
+    record = {
+        "message": "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
+        "traceback": [
+            "run_scheduler_process (sglang/srt/managers/scheduler.py:1)",
+            "forward (sglang/srt/models/x.py:2)",
+        ],
+    }
+    assert causes.explain(document)["class"] == "exception"
+    found = causes.explain(document, {10: record})
+    assert found["class"] == "cuda_fault"
+    assert "in forward (x.py)" in found["reasons"][0]
+
+
+def test_a_broken_rule_costs_nothing_but_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_case: object) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(causes, "RULES", (("host_oom", broken), *rules.RULES))
+    monkeypatch.setattr(causes, "load_issues", broken)
+    assert causes.explain(incident("signal", TP1, end=killed()))["class"] == "killed"
+    assert "the rule for host_oom failed" in caplog.text
+    assert "known issues could not be looked up" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        {"verdict": 5, "processes": [None, {}], "timeline": [1, {"event": "exception"}], "gpus": {"xid": "x"}},
+        {"verdict": {"kind": "hang"}, "processes": [{"role": "scheduler", "doing": 1, "state": 2, "looks": [3]}]},
+        {
+            "kind": "hang",
+            "divergence": [],
+            "environment": {"shared_memory": {"used_bytes": "x"}, "command_line": 4, "arguments": []},
+            "collectives": {"findings": 1},
+        },
+    ],
+)
+def test_a_document_of_another_shape_has_a_cause(document: dict[str, Any]) -> None:
+    assert causes.explain(document)["class"] in ADVICE

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sglang_crashkit.analysis import causes
+from sglang_crashkit.analysis.causes.known_issues import KnownIssue, load_issues
+from unit.analysis.cases import TP0, hung, raised
+
+ISSUES = load_issues()
+CASES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("known_issues_cases.yaml").read_text())
+#: What goes wrong every day, and is no issue of upstream's.
+ORDINARY = (
+    ("ValueError: x", "forward (sglang/srt/models/llama.py:10)"),
+    ("RuntimeError: asked to raise", "fail (sitecustomize.py:1)"),
+    ("AssertionError", "event_loop_overlap (sglang/srt/managers/scheduler.py:1)"),
+    ("KeyError: 'x'", "handle_generate_request (sglang/srt/managers/scheduler.py:1)"),
+    ("TypeError: 'NoneType' object is not iterable", "process_batch_result (sglang/srt/managers/scheduler.py:1)"),
+    ("TypeError: object of type 'NoneType' has no len()", "schedule (sglang/srt/managers/schedule_policy.py:1)"),
+    ("IndexError: list index out of range", "get_next_batch_to_run (sglang/srt/managers/scheduler.py:1)"),
+    (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        "forward (torch/nn/modules/linear.py:1)",
+    ),
+    (
+        "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
+        "synchronize (torch/cuda/streams.py:1)",
+    ),
+    (
+        "RuntimeError: [../gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:4711",
+        "broadcast (torch/distributed/distributed_c10d.py:1)",
+    ),
+    (
+        "RuntimeError: The size of tensor a (2) must match the size of tensor b (3)",
+        "forward (sglang/srt/layers/rotary_embedding.py:1)",
+    ),
+    ("OSError: [Errno 28] No space left on device: '/data/x'", "write (sglang/srt/utils/common.py:1)"),
+    ("ImportError: cannot import name 'x'", "<module> (sglang/srt/models/registry.py:1)"),
+    (
+        "FileNotFoundError: [Errno 2] No such file or directory: '/m/config.json'",
+        "get_config (transformers/configuration_utils.py:1)",
+    ),
+    ("KeyError: 37", "pop (sglang/srt/managers/tokenizer_manager.py:1)"),
+)
+
+
+def document_of(case: dict[str, Any]) -> dict[str, Any]:
+    more = {"environment": {"command_line": " ".join(["python", *case.get("arguments", ())])}}
+    release = case.get("release", "0.5.13")
+    if case.get("hang"):
+        return hung(doing={TP0: case["frames"]}, release=release, **more)
+    return raised(case["error"], *case.get("frames", ()), release=release, **more)
+
+
+def known(document: dict[str, Any]) -> list[int]:
+    return [one["issue"] for one in causes.explain(document)["known_issues"]]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case["issue"]))
+def test_an_issue_is_known_by_what_it_shows_of_itself_and_taken_for_no_other(case: dict[str, Any]) -> None:
+    assert known(document_of(case)) == [case["issue"]]
+
+
+def test_each_entry_has_its_case() -> None:
+    assert Counter(issue.issue for issue in ISSUES) == Counter(case["issue"] for case in CASES)
+    assert len(ISSUES) >= 40
+
+
+@pytest.mark.parametrize(("error", "frame"), ORDINARY)
+def test_what_goes_wrong_every_day_is_no_known_issue(error: str, frame: str) -> None:
+    assert known(raised(error, frame, "run_scheduler_process (sglang/srt/managers/scheduler.py:1)")) == []
+
+
+@pytest.mark.parametrize(
+    "frame", ["all_reduce (torch/distributed/distributed_c10d.py:1)", "synchronize (torch/cuda/streams.py:1)"]
+)
+def test_a_hang_in_an_ordinary_place_is_no_known_issue(frame: str) -> None:
+    assert known(hung(doing={TP0: [frame, "run_batch (sglang/srt/managers/scheduler.py:1)"]})) == []
+
+
+@pytest.mark.parametrize("issue", ISSUES, ids=lambda issue: str(issue.issue))
+def test_no_entry_is_claimed_on_one_vague_word(issue: KnownIssue) -> None:
+    named = [frame for frame in issue.frames if re.search(r"\w{6}", frame.replace(".py", ""))]
+    runs = re.split(r"\.\{[\d,]+\}|\[[^\]]*\]|[\\][dws]|[*+?|()\\]", issue.error)
+    literal = sum(len(run) for run in runs if len(run) > 4)
+    assert len(named) + len(issue.arguments) + (literal > 4) >= 2 or literal >= 40, (named, literal)
+    assert issue.title
+    assert issue.fixed_in is None or re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?", issue.fixed_in)
+
+
+def test_an_issue_is_not_known_of_a_release_with_its_fix() -> None:
+    case = next(case for case in CASES if case["issue"] == 29516)
+    assert known(document_of(case | {"release": "0.5.13.post1"})) == [29516]
+    assert known(document_of(case | {"release": "0.5.14"})) == []
+    assert known(document_of(case | {"release": "0.5.23+crashkit.1"})) == []
+
+
+def test_an_argument_that_is_not_known_is_not_taken_for_granted() -> None:
+    case = next(case for case in CASES if case["issue"] == 40729)
+    assert known(document_of(case)) == [40729]
+    assert known(document_of(case | {"arguments": ["--disaggregation-mode", "decode"]})) == []
+    resolved = {"enable_hisparse": True, "disaggregation_mode": "decode", "speculative_algorithm": None}
+    assert known(document_of(case) | {"environment": {"arguments": resolved}}) == [40729]
+    assert known(document_of(case) | {"environment": {"arguments": resolved | {"enable_hisparse": False}}}) == []
