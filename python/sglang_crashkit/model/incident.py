@@ -27,6 +27,7 @@ EvidenceKind = Literal[
     "gpu_kernels",
     "gpu_stack",
     "flight_recorder",
+    "gloo_flight_recorder",
 ]
 EvidenceStatus = Literal["captured", "failed", "skipped"]
 Level = Literal["established", "supported", "unknown"]
@@ -240,7 +241,7 @@ class Collectives:
 
     Attributes:
         findings: what is seen of each process group, what tells most first; see `analysis.collectives`. With ``pids``,
-            those of the processes to be looked at.
+            those of the processes to be looked at, and ``waiting_pids``, those of the ones that wait for them.
         missing: of whom there is no dump, and why, a sentence each.
     """
 
