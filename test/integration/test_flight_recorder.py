@@ -1,12 +1,11 @@
 """What PyTorch's own flight recorder writes is read and compared, and the names by which it is asked are its own.
 
-Without a GPU there is no NCCL and no pipe; gloo's recorder writes the same form.
+Without a GPU there is no NCCL and no pipe; gloo's recorder has the same form.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 import pickle
 import subprocess
 import time
@@ -17,8 +16,9 @@ import pytest
 
 from lanelib.lanes import Lane, ensure_lane
 from sglang_crashkit.analysis.collectives import RankRecord, judge_collectives
-from sglang_crashkit.capture.flight_request import BUFFER_SIZE, DUMP_STEMS, PIPE_STEM
-from sglang_crashkit.model.flight_dump import FlightDump, load_plain, read_dump
+from sglang_crashkit.capture.flight_request import BUFFER_SIZE, DUMP_STEMS, OLD_BUFFER_SIZE, PIPE_STEM, Received
+from sglang_crashkit.capture.gloo_request import parse_answer
+from sglang_crashkit.model.flight_dump import load_plain
 from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -37,7 +37,7 @@ def lane(request: pytest.FixtureRequest) -> Lane:
 
 
 @pytest.fixture(scope="module")
-def dumps(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
+def answers(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Received]]:
     """The dumps of two ranks of which the first waits for the second."""
     folder = tmp_path_factory.mktemp("ranks")
     environ = lane.serve_env() | {BUFFER_SIZE: "100"}
@@ -55,14 +55,14 @@ def dumps(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list
             for rank in RANKS
         ]
     try:
-        paths = [folder / f"dump{rank}" for rank in RANKS]
+        paths = [folder / f"answer{rank}" for rank in RANKS]
         wait_until(
             lambda: all(path.exists() for path in paths) or any(rank.poll() is not None for rank in ranks),
             "both ranks wrote their dumps",
             START_SECS,
         )
         assert all(path.exists() for path in paths), log.read_text()[-4000:]
-        yield paths
+        yield [parse_answer(path.read_bytes()) for path in paths]
     finally:
         for rank in ranks:
             rank.kill()
@@ -71,19 +71,20 @@ def dumps(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list
             rank.stdin.close()
 
 
-def read(paths: list[Path]) -> list[FlightDump]:
-    return [read_dump(path, os.geteuid()) for path in paths]
+def test_a_real_dump_holds_nothing_but_plain_data_and_is_read_whole(answers: list[Received]) -> None:
+    for answer in answers:
+        assert repr(load_plain(answer.data)) == repr(pickle.loads(answer.data))
 
 
-def test_a_real_dump_holds_nothing_but_plain_data_and_is_read_whole(dumps: list[Path]) -> None:
-    for path in dumps:
-        data = path.read_bytes()
-        assert repr(load_plain(data)) == repr(pickle.loads(data))
-
-
-def test_its_entries_are_what_the_rank_did(dumps: list[Path]) -> None:
-    for rank, dump in enumerate(read(dumps)):
+def test_its_entries_are_what_the_rank_did(answers: list[Received]) -> None:
+    for rank, answer in enumerate(answers):
+        dump = answer.dump
+        assert answer.rank == rank
         assert dump.is_from_the_start
+        assert [(group.description, group.ranks) for group in dump.groups.values()] == [
+            ("default_pg", RANKS),
+            ("tp", RANKS),
+        ]
         group = [entry for entry in dump.entries if entry.group == "1"]
         assert [entry.operation for entry in group] == ["all_reduce"] * (COMMON + 1 - rank)
         assert [entry.sequence for entry in group] == list(range(1, len(group) + 1))
@@ -93,21 +94,21 @@ def test_its_entries_are_what_the_rank_did(dumps: list[Path]) -> None:
         assert abs(group[0].created - time.time()) < 2 * START_SECS
 
 
-def test_the_rank_that_has_not_begun_what_the_other_waits_in_is_named(dumps: list[Path]) -> None:
+def test_the_rank_that_has_not_begun_what_the_other_waits_in_is_named(answers: list[Received]) -> None:
     later = time.time() + 10
-    records = [RankRecord(rank, f"rank {rank}", "", dump, later) for rank, dump in enumerate(read(dumps))]
+    records = [RankRecord(one.rank, f"rank {one.rank}", "", one.dump, later, "gloo") for one in answers]
     first, *others = judge_collectives(records)
     assert (first.kind, first.named, first.level) == ("behind", (1,), "established")
-    assert f"all_reduce of 4x3 of process group 1 (ranks 0-1), number {COMMON + 1}" in first.statement
-    assert f"begun in main ({PROGRAM}:" in first.statement
+    assert f"all_reduce of 4x3 of process group tp (gloo 1, ranks 0-1), number {COMMON + 1}" in first.statement
+    assert f"begun in main ({PROGRAM.name}:" in first.statement
     assert [finding.kind for finding in others] == ["in_step"]
 
 
 @pytest.mark.parametrize(
     ("library", "names"),
     [
-        ("libtorch_cuda.so", (BUFFER_SIZE, PIPE_STEM, ".pipe")),
-        ("libtorch_cpu.so", DUMP_STEMS),
+        ("libtorch_cuda.so", (BUFFER_SIZE, OLD_BUFFER_SIZE, PIPE_STEM, ".pipe")),
+        ("libtorch_cpu.so", (BUFFER_SIZE, OLD_BUFFER_SIZE, *DUMP_STEMS)),
     ],
 )
 def test_pytorch_reads_the_variables_that_are_set_for_it(lane: Lane, library: str, names: tuple[str, ...]) -> None:

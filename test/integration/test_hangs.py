@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from typing import Any
 
@@ -146,3 +147,33 @@ def test_a_rank_that_is_killed_in_its_hang_is_an_incident_of_its_own(story: Stor
     assert story.killed["verdict"]["first_failure"]["pid"] == story.pids[VICTIM]
     assert story.killed["verdict"]["level"] == "established"
     assert f"incident {story.second['id']}" in story.killed["verdict"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "status", "reason"),
+    [
+        ("spin", "behind", "captured", None),
+        ("hold_gil", "waiting", "failed", "not whole within 2.0 s: no answer, the GIL is not to be had"),
+        ("stop", "waiting", "skipped", "it is stopped, so that nobody answers"),
+    ],
+)
+def test_the_collective_that_it_has_not_entered_is_named_unless_it_cannot_answer(
+    story: Story, way: str, kind: str, status: str, reason: str | None
+) -> None:
+    hung = story.hung[way]
+    (piece,) = [
+        one for one in story.report_on(VICTIM, hung.document)["evidence"] if one["kind"] == "gloo_flight_recorder"
+    ]
+    assert (piece["status"], piece["reason"]) == (status, reason)
+    finding = hung.document["collectives"]["findings"][0]
+    assert (finding["kind"], finding["named"]) == (kind, [1])
+    # SGLang's own name of it, and not PyTorch's number alone.
+    assert re.fullmatch(r"process group (tp|attention_tp|world) \(gloo \d+, ranks 0-1\)", finding["group"])
+    assert re.search(r" begun \w+ of \S+ of " + re.escape(finding["group"]) + r", number \d+, ", finding["statement"])
+    assert finding["statement"] in (hung.folder / "summary.md").read_text()
+    if kind == "behind":
+        assert (finding["pids"], finding["waiting_pids"]) == ([story.pids[VICTIM]], [story.pids[WAITING]])
+        assert finding["level"] == "established"
+        assert finding["statement"] in hung.document["verdict"]["text"]
+    else:
+        assert "There is no dump of rank 1." in finding["statement"]

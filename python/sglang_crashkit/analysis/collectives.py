@@ -23,11 +23,16 @@ from sglang_crashkit.model.incident import Level
 #: are known of have begun it, and it is not done; ``in_step``: nobody waits.
 FindingKind = Literal["mismatch", "behind", "message", "waiting", "in_step"]
 
+#: Which of PyTorch's flight recorders: each has its own of the process groups, numbered by itself.
+Recorder = Literal["nccl", "gloo"]
+
 _KINDS = ("mismatch", "behind", "message", "waiting", "in_step")
 _LEVELS: dict[Level, int] = {"established": 0, "supported": 1, "unknown": 2}
 #: A wait of less than this, in seconds, is what a rank of a server at work is found in.
 _MOMENT_SECS = 1.0
 _MAX_EVIDENCE, _MAX_FINDINGS = 8, 32
+#: What PyTorch calls the group of all ranks; it says nothing of what SGLang uses it for.
+_DEFAULT = "default_pg"
 #: In these every rank puts in as many numbers as the others, and of the same type.
 _SAME_INPUT = frozenset(
     {
@@ -57,6 +62,7 @@ class RankRecord:
         world: tells ranks with the same number apart, such as those of replicas; empty where there is one world.
         dump: what it says.
         seconds: when it was written, since the epoch.
+        recorder: whose dump it is.
     """
 
     rank: int
@@ -64,6 +70,7 @@ class RankRecord:
     world: str
     dump: FlightDump
     seconds: float
+    recorder: Recorder = "nccl"
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class CollectiveFinding:
         statement: what is seen, in one or two sentences.
         evidence: what it rests on, a sentence each.
         level: how well it is supported.
+        waiting: the processes that wait for those that are named.
     """
 
     group: str
@@ -87,6 +95,7 @@ class CollectiveFinding:
     statement: str
     evidence: tuple[str, ...]
     level: Level
+    waiting: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -107,19 +116,23 @@ def worlds_of(places: Mapping[int, Mapping[str, int]]) -> dict[int, str]:
 
 
 def judge_collectives(records: Sequence[RankRecord]) -> list[CollectiveFinding]:
-    """Return what is seen of each process group, what tells most first.
+    """Return what is seen of each process group over NCCL and over gloo in one account, what tells most first.
 
     Args:
         records: the dumps that there are, of some ranks or of all.
     """
     findings = []
-    for world in sorted({record.world for record in records}):
-        members = {record.rank: record for record in records if record.world == world}
+    for world, recorder in sorted({(record.world, record.recorder) for record in records}):
+        # What SGLang calls a group is in the dumps of gloo, of all groups.
+        described = sorted((one for one in records if one.world == world), key=lambda one: one.recorder)
+        members = {record.rank: record for record in described if record.recorder == recorder}
         entries = {rank: by_group(record.dump) for rank, record in members.items()}
         configured = {name for record in members.values() for name in record.dump.groups}
         for name in sorted(configured.union(*entries.values()), key=_natural):
             some = {rank: its[name] for rank, its in entries.items() if name in its}
-            finding = _Group(world, name, members, some).judge() if some else None
+            groups = [record.dump.groups[name] for record in described if name in record.dump.groups]
+            description = next((group.description for group in groups if group.description), "")
+            finding = _Group(world, name, description, members, some).judge() if some else None
             findings += [finding] if finding else []
     findings.sort(key=lambda finding: (_KINDS.index(finding.kind), _LEVELS[finding.level]))
     return findings[:_MAX_FINDINGS]
@@ -129,7 +142,12 @@ class _Group:
     """One process group and what is known of its ranks."""
 
     def __init__(
-        self, world: str, name: str, records: Mapping[int, RankRecord], entries: Mapping[int, Sequence[Entry]]
+        self,
+        world: str,
+        name: str,
+        description: str,
+        records: Mapping[int, RankRecord],
+        entries: Mapping[int, Sequence[Entry]],
     ) -> None:
         configured = [record.dump.groups[name] for record in records.values() if name in record.dump.groups]
         inside = {rank for group in configured for rank in group.ranks}
@@ -141,8 +159,11 @@ class _Group:
             for rank, record in self.records.items()
         }
         self.messages = {rank: messages_of(entries.get(rank, ())) for rank in self.records}
-        description = next((group.description for group in configured if group.description), "")
-        words = [*([world] if world else []), *([description] if description else []), f"ranks {ranges(self.ranks)}"]
+        more = description
+        if description not in ("", _DEFAULT):
+            recorder = next(record.recorder for record in records.values())
+            name, more = description, f"{recorder} {name}"
+        words = [word for word in (world, more, f"ranks {ranges(self.ranks)}") if word]
         self.words = f"process group {name} ({', '.join(words)})"
 
     def judge(self) -> CollectiveFinding | None:
@@ -180,7 +201,8 @@ class _Group:
             f"{self._name(waiting)} had begun {self._since(waiting, sequence)} before and not finished{step.where}."
         )
         level: Level = "supported" if self.absent or unknown else "established"
-        return self._finding("behind", behind, text + self._absent_text(), level, self._since_secs(waiting, sequence))
+        text, secs = text + self._absent_text(), self._since_secs(waiting, sequence)
+        return self._finding("behind", behind, text, level, secs, waiting)
 
     def _waiting(self) -> CollectiveFinding | None:
         pending = self._pending()
@@ -217,7 +239,7 @@ class _Group:
                 text = f"{self._name([rank])} waits since {secs:.1f} s to {act} rank {other} in {self.words}"
                 if other in self.records:
                     text += f", and {who} is not about to {not_done}{message.where}."
-                    return self._finding("message", [other], text, "supported", secs)
+                    return self._finding("message", [other], text, "supported", secs, [rank])
                 return self._finding("message", [other], f"{text}, of which there is no dump.", "unknown", secs)
         return None
 
@@ -246,11 +268,19 @@ class _Group:
         return 0 if self.records[rank].dump.is_from_the_start else None
 
     def _finding(
-        self, kind: FindingKind, named: Sequence[int], text: str, level: Level, secs: float = _MOMENT_SECS
+        self,
+        kind: FindingKind,
+        named: Sequence[int],
+        text: str,
+        level: Level,
+        secs: float = _MOMENT_SECS,
+        waiting: Sequence[int] = (),
     ) -> CollectiveFinding:
-        processes = tuple(self.records[rank].name for rank in named if rank in self.records)
+        processes, waits = (
+            tuple(self.records[rank].name for rank in ranks if rank in self.records) for ranks in (named, waiting)
+        )
         level = level if secs >= _MOMENT_SECS else "unknown"
-        return CollectiveFinding(self.words, kind, tuple(named), processes, text, self._evidence(), level)
+        return CollectiveFinding(self.words, kind, tuple(named), processes, text, self._evidence(), level, waits)
 
     def _evidence(self) -> tuple[str, ...]:
         """Return how far the ranks came, those alike together."""

@@ -247,9 +247,17 @@ def _collectives(incident: Incident) -> list[str]:
 
 
 def _late_in_collectives(incident: Incident) -> int | None:
-    """Return the one process for which the others wait in their collectives, None where it is not one."""
-    pids = [pid for finding in _telling(incident)[:1] for pid in finding["pids"]]
-    return pids[0] if len(pids) == 1 else None
+    """Return the one process for which the others wait in their collectives, None where it is not one.
+
+    Who is behind in one process group and waits in another for somebody else is not it.
+    """
+    telling = _telling(incident)
+    late = {pid for finding in telling[:1] for pid in finding["pids"]}
+    behind = [finding for finding in telling if finding["kind"] == "behind"]
+    if telling[:1] == behind[:1]:
+        waiting = {pid for finding in behind for pid in finding.get("waiting_pids", ())}
+        late = {pid for finding in behind for pid in finding["pids"]} - waiting
+    return late.pop() if len(late) == 1 else None
 
 
 def _doings(incident: Incident, without: int | None = None) -> list[str]:

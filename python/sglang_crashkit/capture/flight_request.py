@@ -22,9 +22,9 @@ from sglang_crashkit.kernel.fifo import FifoError, open_files, owner_of, write_t
 from sglang_crashkit.kernel.private_files import write_private
 from sglang_crashkit.model.flight_dump import FlightDump, FlightDumpError, parse_dump, read_bytes
 
-BUFFER_SIZE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
-#: PyTorch looks for this name first.
-OTHER_BUFFER_SIZE = "TORCH_FR_BUFFER_SIZE"
+#: How many collectives a process keeps, of NCCL and of gloo alike; the second name counts where the first is not set,
+#: and from PyTorch 2.14 on a warning says that it is the old one.
+BUFFER_SIZE, OLD_BUFFER_SIZE = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
 PIPE_STEM = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 #: The first that is set counts.
 DUMP_STEMS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")

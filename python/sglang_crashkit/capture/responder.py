@@ -1,9 +1,10 @@
 """Ask processes what only they can tell: each has a thread that answers at a socket in the runtime folder.
 
 Asked for its stacks, a process answers in the form of ``py-spy dump --json``. It needs no permission to trace, and it
-names every thread. Asked how a child of its own ended, which the kernel tells to a parent and to whoever may trace, it
-answers with a status as waitpid(2) has it. A process whose GIL is held, by C code or by a thread that is
-stuck, takes the connection and never answers; so does one that is stopped.
+names every thread. Asked for its collectives, it answers as `capture.gloo_request` says. Asked how a child of its own
+ended, which the kernel tells to a parent and to whoever may trace, it answers with a status as waitpid(2) has it. A
+process whose GIL is held, by C code or by a thread that is stuck, takes the connection and never answers; so does one
+that is stopped.
 """
 
 from __future__ import annotations
@@ -22,17 +23,41 @@ from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.model.sample import Gil, Sample, Thread, parse_pyspy
 
 #: What is asked, followed by the end of the line; the latter with a child's pid before that.
-STACKS, EXIT = b"stacks", b"exit"
+STACKS, EXIT, COLLECTIVES = b"stacks", b"exit", b"collectives"
 
 _MAX_BYTES = 16 << 20
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 @dataclass
-class _Conversation:
+class Conversation:
+    """A question to process `pid`, and what it has answered so far."""
+
     pid: int
     connection: socket.socket
     answer: bytearray = field(default_factory=bytearray)
+
+    @classmethod
+    def begin(cls, path: Path, pid: int, question: bytes) -> Conversation:
+        """Ask process `pid` at its socket and return at once.
+
+        Raises:
+            OSError: it does not listen there.
+        """
+        return cls(pid, _connect(path, pid, question))
+
+    def read(self) -> str | None:
+        """Take in what there is; return None while more is to come, else why it failed, empty when it did not."""
+        try:
+            chunk = self.connection.recv(1 << 16)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            return error.strerror or str(error)
+        if not chunk:
+            return "" if self.answer else "it had no answer"
+        self.answer += chunk
+        return "it answered more than 16 MiB" if len(self.answer) > _MAX_BYTES else None
 
 
 def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Sample]:
@@ -64,15 +89,15 @@ def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Sa
     with selectors.DefaultSelector() as selector:
         for pid, path in sockets.items():
             try:
-                connection = _connect(path, pid, STACKS)
+                conversation = Conversation.begin(path, pid, STACKS)
             except OSError as error:
                 finish(pid, None, f"{path.name}: {error.strerror or error}")
             else:
-                selector.register(connection, selectors.EVENT_READ, _Conversation(pid, connection))
+                selector.register(conversation.connection, selectors.EVENT_READ, conversation)
         while selector.get_map() and (remaining := started + deadline_secs - time.monotonic()) > 0:
             for key, _events in selector.select(remaining):
-                conversation: _Conversation = key.data
-                reason = _read(conversation)
+                conversation = key.data
+                reason = conversation.read()
                 if reason is not None:
                     selector.unregister(conversation.connection)
                     conversation.connection.close()
@@ -123,17 +148,3 @@ def _connect(path: Path, pid: int, question: bytes) -> socket.socket:
         connection.close()
         raise
     return connection
-
-
-def _read(conversation: _Conversation) -> str | None:
-    """Take in what there is; return None while more is to come, else why it failed, empty when it did not."""
-    try:
-        chunk = conversation.connection.recv(1 << 16)
-    except BlockingIOError:
-        return None
-    except OSError as error:
-        return error.strerror or str(error)
-    if not chunk:
-        return "" if conversation.answer else "it had no answer"
-    conversation.answer += chunk
-    return "it answered more than 16 MiB" if len(conversation.answer) > _MAX_BYTES else None

@@ -9,8 +9,8 @@
         logs/           the last log records of each process
         stacks/         one file a process, as text and as JSON
         ranks/          what a failing rank wrote of itself
-        gpu/            what the GPU cores say, one file a process; the flight recorders, ``flight_recorder_<rank>``, as
-                        PyTorch's own ``torchfrtrace`` reads them
+        gpu/            what the GPU cores say, one file a process; the flight recorders, ``flight_recorder_<rank>`` and
+                        ``gloo_flight_recorder_<rank>``, as PyTorch's own ``torchfrtrace`` reads them
 
 A folder that begins with ``.partial-`` is not finished. Its writer holds a lock on it for as long as it lives, so that
 one whose writer died is told from one that is still written.

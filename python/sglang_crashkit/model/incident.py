@@ -33,6 +33,7 @@ EvidenceKind = Literal[
     "log",
     "environment",
     "gpu_facts",
+    "gloo_flight_recorder",
 ]
 EvidenceStatus = Literal["captured", "failed", "skipped"]
 Level = Literal["established", "supported", "unknown"]
@@ -297,7 +298,7 @@ class Collectives:
 
     Attributes:
         findings: what is seen of each process group, what tells most first; see `analysis.collectives`. With ``pids``,
-            those of the processes to be looked at.
+            those of the processes to be looked at, and ``waiting_pids``, those of the ones that wait for them.
         missing: of whom there is no dump, and why, a sentence each.
     """
 

@@ -4,9 +4,9 @@ faulthandler writes to a descriptor by number. SGLang lets it write a fatal erro
 it writes to a private file, which becomes part of the incident, and the server's main process copies it to standard
 error as soon as the rank is dead.
 
-A thread of the process tells the crash handler the stacks of all others, and how its children ended; see
-`capture.responder` for the other end. It sleeps until it is asked, and needs the GIL for as long as it answers. In the
-main process it also takes what belongs in the server's log.
+A thread of the process tells the crash handler the stacks of all others, its collectives, and how its children ended;
+see `capture.responder` for the other end. It sleeps until it is asked, and needs the GIL for as long as it answers. In
+the main process it also takes what belongs in the server's log.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from sglang_crashkit.capture.responder import EXIT, STACKS, peer_of
+from sglang_crashkit.capture.responder import COLLECTIVES, EXIT, STACKS, peer_of
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.stack_hooks import (
     DEFAULT_SIGNAL,
@@ -46,7 +46,7 @@ from sglang_crashkit.kernel.stack_hooks import (
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, read_number, runtime_folder
 from sglang_crashkit.srt import crash_exit, supervisor
-from sglang_crashkit.srt.flight_recorder import prepare_flight_recorder
+from sglang_crashkit.srt.flight_recorder import describe_collectives, prepare_flight_recorder
 from sglang_crashkit.srt.hooks import never_raises, notify, say, say_line, shorten
 from sglang_crashkit.srt.log_handler import keep_log_records
 
@@ -359,6 +359,8 @@ def _answer(connection: socket.socket) -> None:
             question, _, argument = connection.recv(64).strip().partition(b" ")
             if question == STACKS:
                 connection.sendall(json.dumps(describe_threads()).encode())
+            elif question == COLLECTIVES:
+                connection.sendall(describe_collectives())
             elif question == EXIT:
                 connection.sendall(b"%d" % _wait_status_of(int(argument)))
     except Exception:  # noqa: BLE001, S110 - whatever goes wrong, the next one is answered, and the log is the server's

@@ -1,26 +1,42 @@
-"""Let the flight recorder of a scheduler be asked what its collectives are doing; see `capture.flight_request`.
+"""Let the flight recorders of a scheduler be asked what its collectives are doing.
 
-PyTorch makes the pipe in a thread in which an error ends the process: two processes that make one of the same name at
-the same moment, as two replicas would, or a folder that is not there or has no pipes. So each process gets names of its
-own, in the crash handler's runtime folder, and only where a pipe can be made there.
+That of NCCL is asked through a pipe; see `capture.flight_request`. PyTorch makes the pipe in a thread in which an error
+ends the process: two processes that make one of the same name at the same moment, as two replicas would, or a folder
+that is not there or has no pipes. So each process gets names of its own, in the crash handler's runtime folder, and
+only where a pipe can be made there.
+
+That of gloo is asked by a function, which the thread of `srt.arming` calls; see `capture.gloo_request`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import pickle
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 from sglang_crashkit.capture.flight_request import (
     BUFFER_SIZE,
     DUMP_STEMS,
-    OTHER_BUFFER_SIZE,
+    OLD_BUFFER_SIZE,
     PIPE_STEM,
     FlightPlace,
 )
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.identity_key import server_key
 from sglang_crashkit.settings import FLIGHT_VARIABLE, SOCKET_VARIABLE, read_number
-from sglang_crashkit.srt.hooks import never_raises
+from sglang_crashkit.srt.hooks import never_raises, shorten
+
+#: So many of the newest collectives are told, as many as are kept unless the user has more kept.
+_MAX_ENTRIES = 2000
+#: Puts stacks into words. PyTorch imports it for that where nobody did, which takes a second of CPU time, and a lock
+#: that a thread which hangs in an import holds. SGLang has imported it.
+_SYMBOLIZER = "torch._inductor.codecache"
+#: Groups that SGLang makes without a coordinator, such as those of HiCache, have the name of the file that uses them.
+_USERS = {"cache_controller": "hicache", "hybrid_cache_controller": "hicache"}
 
 
 @never_raises
@@ -34,7 +50,7 @@ def prepare_flight_recorder() -> None:
     stat = procfs.read_stat(os.getpid())
     if not folder or not socket_path or stat is None or titles.role_of(procfs.read_title(stat.pid)) != "scheduler":
         return
-    if read_number(os.environ, OTHER_BUFFER_SIZE, read_number(os.environ, BUFFER_SIZE, 0)) == 0:
+    if read_number(os.environ, BUFFER_SIZE, read_number(os.environ, OLD_BUFFER_SIZE, 0)) == 0:
         return
     runtime = Path(socket_path).parent
     if FlightPlace.file_of(runtime, stat.pid, stat.start_ticks).exists():
@@ -59,3 +75,69 @@ def _try_pipe(path: Path) -> None:
     """
     os.mkfifo(path, 0o600)
     path.unlink()
+
+
+def describe_collectives() -> bytes:
+    """Return what PyTorch's recorder of gloo keeps, as `capture.gloo_request` has it.
+
+    Nothing is imported: another thread may hang while it imports something.
+    """
+    seconds = time.time()
+    torch, c10d = (
+        sys.modules.get(f"torch.{name}") for name in ("_C._distributed_c10d", "distributed.distributed_c10d")
+    )
+    dump = getattr(torch, "_dump_fr_trace", None)
+    if c10d is None or not c10d.is_initialized():
+        return b"it has no process group"
+    if dump is None:
+        return b"its PyTorch has no flight recorder of gloo"
+    # Not only those under way: of gloo it cannot tell them from the others.
+    document = pickle.loads(dump(True, _SYMBOLIZER in sys.modules, False))  # noqa: S301 - PyTorch's own
+    entries = document["entries"] = document.get("entries", [])[-_MAX_ENTRIES:]
+    if not entries:
+        return f"it keeps none: nothing was done over gloo, or {BUFFER_SIZE} is 0".encode()
+    short = functools.cache(shorten)
+    for entry in entries:
+        for frame in entry.get("frames", ()):
+            frame["filename"] = short(frame["filename"])
+    # The recorder knows of the groups of gloo only, and not what SGLang calls them.
+    names, users, world = _names_of_groups(c10d), _users_of_groups(entries), c10d._world
+    document["pg_config"] = {
+        name: {
+            "name": name,
+            "desc": names.get(name) or _description_of(group) or users.get(name, ""),
+            "ranks": str(sorted(world.pg_group_ranks.get(group, ()))),
+        }
+        for group, name in list(world.pg_names.items())
+    }
+    return b"%d %.6f\n" % (c10d.get_rank(), seconds) + pickle.dumps(document, 2)
+
+
+def _names_of_groups(c10d: Any) -> dict[str, str]:
+    """Return what SGLang calls each process group, by PyTorch's name for it: its coordinators have two each."""
+    coordinators = getattr(sys.modules.get("sglang.srt.distributed.parallel_state"), "_groups", {})
+    names: dict[str, str] = {}
+    for name, reference in list(coordinators.items()):
+        coordinator = reference()
+        for attribute in ("device_group", "cpu_group"):
+            group = c10d._world.pg_names.get(getattr(coordinator, attribute, None))
+            if group is not None:
+                # The first of a name is the only one, but for two models in one process.
+                names.setdefault(group, name.removesuffix(":0"))
+    return names
+
+
+def _users_of_groups(entries: list[dict[str, Any]]) -> dict[str, str]:
+    """Return which file of SGLang's has used each process group, by PyTorch's name for it."""
+    users: dict[str, str] = {}
+    for entry in entries:
+        group = entry["process_group"][0]
+        if group not in users:
+            files = [frame["filename"] for frame in entry.get("frames", ())]
+            own = [Path(file).stem for file in files if "sglang/srt/" in file and "/distributed/" not in file]
+            users[group] = _USERS.get(own[0], own[0]) if own else ""
+    return users
+
+
+def _description_of(group: Any) -> str:
+    return str(getattr(group, "group_desc", "")).removeprefix("undefined")

@@ -12,12 +12,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sglang_crashkit.capture.flight_request import BUFFER_SIZE, OTHER_BUFFER_SIZE
+from sglang_crashkit.capture.flight_request import BUFFER_SIZE, OLD_BUFFER_SIZE
 from sglang_crashkit.settings import FLIGHT_VARIABLE, Settings
 from sglang_crashkit.srt.hooks import never_raises
 
@@ -28,6 +29,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 #: What was set here in this process, and not by the user: what SGLang's own processes are to inherit.
 _set_here: dict[str, str] = {}
 
+#: What std::stoi takes, by which PyTorch reads the size of its flight recorder.
+_NUMBER = re.compile(r"\s*[+-]?\d{1,9}(?!\d)", re.ASCII)
 _SKIPPED = ("nonrelocated_elf_images", "global_memory", "shared_memory", "local_memory", "constbank_memory")
 
 
@@ -101,10 +104,20 @@ def _core_dump_variables(crash_folder: str) -> dict[str, str]:
 
 
 def _flight_variables(crash_folder: str) -> dict[str, str]:
-    """Return what switches PyTorch's flight recorder on, for a crash handler to ask it."""
+    """Return what switches PyTorch's flight recorder on, for a crash handler to ask it.
+
+    A size that is no number, an empty one too, would be no recorder: every gloo process group, and with it the server,
+    hangs in its constructor. It counts as not set.
+    """
+    for name in (BUFFER_SIZE, OLD_BUFFER_SIZE):
+        if name in os.environ and not _NUMBER.match(os.environ[name]):
+            value = os.environ.pop(name)
+            logger.warning(
+                "crash kit: %s=%r would hang PyTorch's gloo, and counts as not set; next: unset it", name, value
+            )
     folder = Path(crash_folder).absolute() / socket.gethostname() / "flight_recorder"
     # So many collectives as PyTorch keeps from 2.11 on where nothing is set; before, it keeps none then.
-    size = {} if OTHER_BUFFER_SIZE in os.environ else {BUFFER_SIZE: "2000"}
+    size = {} if OLD_BUFFER_SIZE in os.environ else {BUFFER_SIZE: "2000"}
     return {FLIGHT_VARIABLE: str(folder)} | size
 
 

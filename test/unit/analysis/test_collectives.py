@@ -226,6 +226,28 @@ def test_replicas_are_worlds_of_their_own(places: list[Mapping[str, int]], expec
     assert list(worlds_of(dict(enumerate(places))).values()) == expected
 
 
+def test_what_was_done_over_nccl_and_over_gloo_is_one_account_by_sglangs_names() -> None:
+    # Only the dumps of gloo know the names, also of the groups of NCCL.
+    names = {"4": ("tp", (0, 1)), "5": ("tp", (0, 1))}
+    over_nccl = [entry(0, 7, group=("4", "undefined"), state="scheduled")]
+    over_gloo = [entry(0, 3, "broadcast", group=("5", "undefined"), backend="gloo")]
+    records = []
+    for rank, its in ((0, over_nccl), (1, [])):
+        records.append(record(rank, its, _4=(0, 1)))
+        gloo = document(over_gloo if rank == 0 else [], (0, 1))
+        gloo["entries"] = [one | {"retired": False, "state": "scheduled"} for one in gloo["entries"]][: 1 - rank]
+        gloo["pg_config"] |= {
+            name: {"name": name, "desc": text, "ranks": str(its)} for name, (text, its) in names.items()
+        }
+        dump = parse_dump(pickled(gloo))
+        records.append(RankRecord(rank, f"rank{rank}", "", dump, LATER, "gloo"))
+    found = judge_collectives(records)
+    assert [(one.kind, one.group, one.named, one.waiting) for one in found] == [
+        ("behind", "process group tp (gloo 5, ranks 0-1)", (1,), ("rank0",)),
+        ("behind", "process group tp (nccl 4, ranks 0-1)", (1,), ("rank0",)),
+    ]
+
+
 def test_a_finding_is_json() -> None:
     finding = judge(record(0, [entry(0, 1, state="scheduled")]), record(1, []))
     document_ = finding.to_json()

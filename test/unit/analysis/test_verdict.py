@@ -362,8 +362,13 @@ def test_the_verdict_on_a_hang(
     assert words in verdict.text
 
 
-def behind(*pids: int, level: str = "established") -> Collectives:
-    return Collectives([{"kind": "behind", "level": level, "statement": "One is behind.", "pids": list(pids)}])
+def behind(*pids: int, level: str = "established", waiting: tuple[int, ...] = ()) -> Collectives:
+    told = {"level": level, "statement": "One is behind.", "pids": list(pids), "waiting_pids": list(waiting)}
+    return Collectives([{"kind": "behind", **told}])
+
+
+def both(*told: Collectives) -> Collectives:
+    return Collectives([finding for one in told for finding in one.findings])
 
 
 @pytest.mark.parametrize(
@@ -397,6 +402,9 @@ def test_ranks_that_diverged_and_wait_alike_are_not_told_to_have_no_reason() -> 
         ([rank(0, ALL_REDUCE), rank(1, ALL_REDUCE)], behind(10, 11), None),
         ([rank(0, ALL_REDUCE), rank(1, ALL_REDUCE)], behind(11, level="unknown"), None),
         ([rank(0, ALL_REDUCE), rank(1, ALL_REDUCE)], Collectives(), None),
+        # The one waits over NCCL for the other, which waits over gloo for it, or for a third.
+        ([rank(n, ALL_REDUCE) for n in (0, 1)], both(behind(10, waiting=(11,)), behind(11, waiting=(10,))), None),
+        ([rank(n, ALL_REDUCE) for n in (0, 1, 2)], both(behind(11, waiting=(10,)), behind(12, waiting=(11,))), 12),
         (STOPPED, behind(10), 11),
     ],
 )

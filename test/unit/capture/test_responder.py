@@ -41,6 +41,8 @@ class Impostor:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
             with connection:
+                # Whoever hangs up on a question that it has not read resets the connection.
+                connection.recv(64)
                 connection.sendall(answer)
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ BEHIND = document([entry(number, number + 1) for number in range(9)])
 def start_gpu_server(start_server: Start, tmp_path: Path) -> Start:
     """Start a stand-in server in the environment that ``--crash-dump-folder`` makes."""
     environ = {
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_FR_BUFFER_SIZE": "2000",
         "SGLANG_CRASHKIT_FLIGHT_FOLDER": str(tmp_path / "crash" / HOST / "flight_recorder"),
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
     }
@@ -47,6 +47,23 @@ def record(tmp_path: Path) -> Callable[..., None]:
 
 
 Record = Callable[..., None]
+_PYTORCH = """
+import sys
+from types import SimpleNamespace
+world = SimpleNamespace(pg_names={{SimpleNamespace: "0"}}, pg_group_ranks={{SimpleNamespace: [0, 1]}})
+sys.modules["torch.distributed.distributed_c10d"] = SimpleNamespace(
+    _world=world, is_initialized=lambda: True, get_rank=lambda: {rank}
+)
+sys.modules["torch._C._distributed_c10d"] = SimpleNamespace(_dump_fr_trace=lambda *_: {content!r})
+"""
+
+
+def record_gloo(server: Server, tmp_path: Path, rank: int, content: dict[str, Any]) -> None:
+    """Have a rank of a server keep such a record of what it does over gloo, and beat."""
+    path = tmp_path / f"pytorch{rank}.py"
+    path.write_text(_PYTORCH.format(rank=rank, content=pickled(content)))
+    server.say(f"tell scheduler_TP{rank} run {path}")
+    assert server.ask(f"tell scheduler_TP{rank} beat") == "beating"
 
 
 def crash(server: Server, status: int = ServerExit.KILLED) -> dict[str, Any]:
@@ -67,8 +84,8 @@ def told_by(stored: StoredIncident) -> dict[str, Any]:
     return stored.document | {"folder": stored.path, "summary": (stored.path / "summary.md").read_text()}
 
 
-def piece_of(told: dict[str, Any], title: str) -> dict[str, Any]:
-    found = [piece for piece in report_of(told, title)["evidence"] if piece["kind"] == "flight_recorder"]
+def piece_of(told: dict[str, Any], title: str, kind: str = "flight_recorder") -> dict[str, Any]:
+    found = [piece for piece in report_of(told, title)["evidence"] if piece["kind"] == kind]
     assert len(found) <= 1
     return found[0] if found else {}
 
@@ -123,14 +140,49 @@ def test_a_hang_names_the_rank_that_is_behind(start_gpu_server: Start, record: R
     assert server.process.poll() is None
 
 
-def test_without_nccl_nothing_is_waited_for(start_gpu_server: Start) -> None:
+def test_without_nccl_what_was_done_over_gloo_names_the_rank_that_is_behind(
+    start_gpu_server: Start, tmp_path: Path
+) -> None:
+    server = start_gpu_server(SGLANG_CRASHKIT_HANG_SECS="2")
+    for rank, content in ((0, WAITING), (1, BEHIND)):
+        record_gloo(server, tmp_path, rank, content)
+    for rank in (0, 1):
+        assert server.ask(f"tell scheduler_TP{rank} hush") == "silent"
+    told = told_by(server.incident())
+    (finding,) = told["collectives"]["findings"]
+    assert (finding["kind"], finding["pids"], finding["waiting_pids"]) == (
+        "behind",
+        [server.ranks["scheduler_TP1"]],
+        [server.ranks["scheduler_TP0"]],
+    )
+    # Of NCCL, which nobody has, nothing is said to be missing.
+    assert told["collectives"]["missing"] == []
+    assert finding["statement"] in told["verdict"]["text"]
+    for rank in (0, 1):
+        piece = piece_of(told, f"scheduler_TP{rank}", "gloo_flight_recorder")
+        assert (piece["status"], piece["path"]) == ("captured", f"gpu/gloo_flight_recorder_{rank}")
+        assert read_dump(told["folder"] / piece["path"], os.geteuid()).entries
+
+
+def test_without_nccl_and_gloo_nothing_is_told(start_gpu_server: Start) -> None:
     told = crash(start_gpu_server())
     piece = piece_of(told, "scheduler_TP0")
     assert (piece["status"], piece["seconds"]) == ("skipped", None)
     assert piece["reason"].endswith("NCCL was not initialised")
+    piece = piece_of(told, "scheduler_TP0", "gloo_flight_recorder")
+    assert (piece["status"], piece["reason"]) == ("skipped", "it has no process group")
     assert told["collectives"] is None
     assert "## Collectives" not in told["summary"]
-    assert "flight_recorders_asked" not in times_of(told)
+
+
+def test_a_rank_that_holds_the_gil_has_no_record_of_gloo_and_it_says_so(start_gpu_server: Start) -> None:
+    server = start_gpu_server()
+    server.say("tell scheduler_TP0 hold_the_lock")
+    told = crash(server)
+    piece = piece_of(told, "scheduler_TP0", "gloo_flight_recorder")
+    reason = "not whole within 2.0 s: no answer, the GIL is not to be had"
+    assert (piece["status"], piece["reason"]) == ("failed", reason)
+    assert any(line.endswith(f"gloo: {reason}.") for line in told["collectives"]["missing"])
 
 
 def test_without_a_crash_folder_nothing_is_asked(start_server: Start) -> None:

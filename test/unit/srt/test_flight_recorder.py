@@ -6,12 +6,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang_crashkit.capture.flight_request import FlightPlace
+from sglang_crashkit.capture.gloo_request import NoRecorderError, parse_answer
 from sglang_crashkit.kernel.identity_key import server_key
+from sglang_crashkit.model.flight_dump import Group
+from sglang_crashkit.srt.flight_recorder import describe_collectives
+from unit.flight_dumps import document, entry, pickled
 from unit.waiting import LONG
 
 _SCRIPT = """
@@ -26,7 +31,7 @@ names = {name: value for name, value in os.environ.items() if name.startswith("T
 print(json.dumps({"pid": stat.pid, "start_ticks": stat.start_ticks, "environ": names}))
 """
 PIPE, DUMP, OLD_DUMP = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
-SIZE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+SIZE = "TORCH_FR_BUFFER_SIZE"
 
 Run = Callable[..., dict[str, Any]]
 
@@ -113,3 +118,68 @@ def test_where_no_pipe_can_be_made_pytorch_is_not_told_to_make_one(run: Run, tmp
     told = run(SGLANG_CRASHKIT_SOCKET=str(tmp_path / "missing" / "handler.sock"))
     assert told["environ"] == {SIZE: "2000"}
     assert "prepare_flight_recorder failed" in told["stderr"]
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[dict[str, Any]] | None], list[tuple[bool, ...]]]:
+    """Stand for PyTorch with four process groups, of which SGLang has coordinators for two; return what is asked."""
+
+    def record(entries: list[dict[str, Any]] | None) -> list[tuple[bool, ...]]:
+        groups = [type("Group", (), {"group_desc": text})() for text in ("default_pg", *["undefined"] * 3)]
+        world = SimpleNamespace(
+            pg_names={group: str(number) for number, group in enumerate(groups)},
+            pg_group_ranks={group: {8: 0, 9: 1} for group in groups},
+        )
+        c10d = SimpleNamespace(_world=world, is_initialized=lambda: True, get_rank=lambda: 9)
+        coordinator = SimpleNamespace(device_group=groups[1], cpu_group=groups[2])
+        coordinators = {"attention_tp:0": lambda: coordinator, "pp:0": lambda: None}
+        asked: list[tuple[bool, ...]] = []
+
+        def dump(*how: bool) -> bytes:
+            asked.append(how)
+            return pickled(document(entries or []) | {"pg_config": {"": {"name": "", "desc": "", "ranks": "[0]"}}})
+
+        monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", c10d)
+        recorder = SimpleNamespace(_dump_fr_trace=dump) if entries is not None else SimpleNamespace()
+        monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", recorder)
+        monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", SimpleNamespace(_groups=coordinators))
+        return asked
+
+    return record
+
+
+def test_each_process_group_has_the_name_that_sglang_has_for_it(
+    torch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = sys.path[-1]
+    frames = [
+        ("all_reduce", f"{site}/torch/distributed/distributed_c10d.py", 1),
+        ("wrapped", f"{site}/sglang/srt/distributed/parallel_state.py", 2),
+        ("_all_reduce", f"{site}/sglang/srt/managers/cache_controller.py", 3),
+    ]
+    entries = [entry(number, number, group=("3", "undefined"), backend="gloo", frames=frames) for number in range(2500)]
+    asked = torch(entries)
+    told = parse_answer(describe_collectives())
+    assert told.rank == 9
+    assert told.dump.groups == {
+        "0": Group("0", "default_pg", (8, 9)),
+        "1": Group("1", "attention_tp", (8, 9)),
+        "2": Group("2", "attention_tp", (8, 9)),
+        "3": Group("3", "hicache", (8, 9)),
+    }
+    assert [one.record for one in told.dump.entries] == list(range(500, 2500))
+    assert str(told.dump.entries[0].frames[2]) == "_all_reduce (sglang/srt/managers/cache_controller.py:3)"
+    # What puts stacks into words is never imported for it.
+    monkeypatch.setitem(sys.modules, "torch._inductor.codecache", SimpleNamespace())
+    describe_collectives()
+    assert asked == [(True, False, False), (True, True, False)]
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [(None, "its PyTorch has no flight recorder of gloo"), ([], "it keeps none: nothing was done over gloo, or ")],
+)
+def test_where_there_is_no_recorder_it_says_so(torch: Callable[..., Any], entries: Any, reason: str) -> None:
+    torch(entries)
+    with pytest.raises(NoRecorderError, match=reason):
+        parse_answer(describe_collectives())

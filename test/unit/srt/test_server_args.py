@@ -25,7 +25,7 @@ NAMES = {
     "CUDA_COREDUMP_GENERATION_FLAGS",
     "CUDA_COREDUMP_FILE",
     "CUDA_COREDUMP_PIPE",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_BUFFER_SIZE",
 }
 OWN = "SGLANG_CRASHKIT_FLIGHT_FOLDER"
 
@@ -54,15 +54,28 @@ def test_another_servers_folder_of_dumps_is_not_taken_over(
 def test_pytorchs_other_name_for_the_recorders_size_is_the_users_word(
     environ: MutableMapping[str, str], tmp_path: Path
 ) -> None:
-    environ["TORCH_FR_BUFFER_SIZE"] = "0"
+    environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "0"
     set_crash_dump_env(args(tmp_path))
-    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ
+    assert "TORCH_FR_BUFFER_SIZE" not in environ
+
+
+@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
+@pytest.mark.parametrize("value", ["", " ", "many", "0x7", "99999999999"])
+def test_a_size_that_would_hang_pytorch_counts_as_not_set_and_is_told(
+    environ: MutableMapping[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, value: str
+) -> None:
+    environ[name] = value
+    set_crash_dump_env(args(tmp_path))
+    # std::stoi takes what it can of a number.
+    is_left = value == "0x7"
+    assert environ.get(name) == (value if is_left else "2000" if name == "TORCH_FR_BUFFER_SIZE" else None)
+    assert (f"{name}={value!r} would hang PyTorch's gloo" in caplog.text) != is_left
 
 
 def test_without_a_crash_handler_the_recorder_is_left_alone(environ: MutableMapping[str, str], tmp_path: Path) -> None:
     environ |= {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false"}
     set_crash_dump_env(args(tmp_path))
-    assert environ.keys() & {"TORCH_NCCL_TRACE_BUFFER_SIZE", OWN} == set()
+    assert environ.keys() & {"TORCH_FR_BUFFER_SIZE", OWN} == set()
 
 
 @pytest.mark.parametrize("server_args", [args(None), args(""), object()])
@@ -89,15 +102,25 @@ def test_each_variable_is_set_and_said(
     ]
     # Only the GPU's part is wanted: for the other the driver aborts the process.
     assert environ["CUDA_ENABLE_CPU_COREDUMP_ON_EXCEPTION"] == "0"
-    assert environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+    assert environ["TORCH_FR_BUFFER_SIZE"] == "2000"
     assert environ["SGLANG_CRASHKIT_FLIGHT_FOLDER"] == f"{tmp_path}/what-the-kernel-says/flight_recorder"
     for name in NAMES:
         assert f"Auto-set {name}={environ[name]} (from --crash-dump-folder)" in caplog.messages
     assert OWN not in caplog.text
 
 
-@pytest.mark.parametrize("name", sorted(NAMES - {"CUDA_COREDUMP_FILE"}))
-@pytest.mark.parametrize("value", ["0", ""])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TORCH_FR_BUFFER_SIZE", "0"),
+        *[
+            (name, value)
+            for name in sorted(NAMES)
+            if name.startswith("CUDA") and name[5:] != "COREDUMP_FILE"
+            for value in ("0", "")
+        ],
+    ],
+)
 def test_what_the_user_set_stays(environ: MutableMapping[str, str], tmp_path: Path, name: str, value: str) -> None:
     environ[name] = value
     set_crash_dump_env(args(tmp_path))

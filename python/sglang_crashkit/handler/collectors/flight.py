@@ -5,22 +5,27 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_crashkit.analysis.collectives import RankRecord, judge_collectives, worlds_of
+from sglang_crashkit.analysis.collectives import RankRecord, Recorder, judge_collectives, worlds_of
 from sglang_crashkit.capture.flight_request import FlightPlace, FlightRequest, Received
+from sglang_crashkit.capture.gloo_request import GlooRequest, NoRecorderError
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.retention import status_of
 from sglang_crashkit.kernel import procfs, titles
+from sglang_crashkit.kernel.stack_hooks import ArmedFiles
 from sglang_crashkit.model.flight_dump import FlightDumpError
-from sglang_crashkit.model.incident import Collectives, Evidence, ProcessReport
+from sglang_crashkit.model.incident import Collectives, Evidence, EvidenceKind, EvidenceStatus, ProcessReport
 
 logger = logging.getLogger(__name__)
 
-#: PyTorch looks once a second whether it is asked, and the end of the server waits for it: this long, in seconds.
-_DUMP_SECS = 3.5
+#: The end of the server waits for it: this long, in seconds. For NCCL PyTorch looks once a second whether it is asked;
+#: for gloo a thread of the process answers, in some 0.1 s.
+_DUMP_SECS: dict[Recorder, float] = {"nccl": 3.5, "gloo": 2.0}
+_KINDS: dict[Recorder, EvidenceKind] = {"nccl": "flight_recorder", "gloo": "gloo_flight_recorder"}
 #: A dump under way is looked at this often, in seconds.
 _LOOK_SECS = 0.1
 #: Of dumps that come together, so many seconds are spent on reading before the handler looks at what else is due.
@@ -49,8 +54,17 @@ def ask_flight_recorders(
     return FlightRecorders(run, schedulers, runtime, max(0.0, left_secs), late)
 
 
+@dataclass
+class _Asked:
+    process: TrackedProcess
+    recorder: Recorder
+    request: FlightRequest | GlooRequest
+    report: ProcessReport
+    deadline: float
+
+
 class FlightRecorders:
-    """The flight recorders of one incident.
+    """The flight recorders of one incident, of NCCL and of gloo.
 
     Args:
         run: the incident; evidence goes into its reports.
@@ -67,19 +81,22 @@ class FlightRecorders:
         self._runtime = runtime
         self._late = late
         self._began = time.monotonic()
-        self._deadline = self._began + min(_DUMP_SECS, secs)
-        self._under_way: dict[int, tuple[TrackedProcess, FlightRequest, ProcessReport]] = {}
+        self._secs = secs
+        self._under_way: list[_Asked] = []
         self._records: list[RankRecord] = []
         self._pids: dict[str, int] = {}
-        self._missing: list[str] = []
+        self._missing: list[tuple[Recorder | None, str]] = []
+        self._failed: set[Recorder | None] = set()
         self._worlds = worlds_of({process.pid: process.rank for process in schedulers})
         for process in schedulers:
             if process.exited_at is None:
-                self._ask(process, run.report(process))
+                self._ask_nccl(process, run.report(process))
+                self._ask_gloo(process, run.report(process))
             else:
                 self._take_left_behind(process)
         if self._under_way:
-            run.note(time.time(), "flight_recorders_asked", pids=sorted(self._under_way))
+            pids = sorted({asked.process.pid for asked in self._under_way})
+            run.note(time.time(), "flight_recorders_asked", pids=pids)
 
     @property
     def are_done(self) -> bool:
@@ -88,43 +105,49 @@ class FlightRecorders:
 
     def next_due(self) -> float:
         """Return when `look` has something to do, by the monotonic clock."""
-        return float("inf") if self.are_done else min(self._deadline, time.monotonic() + _LOOK_SECS)
+        return min([time.monotonic() + _LOOK_SECS, *(asked.deadline for asked in self._under_way)])
 
     def look(self) -> None:
         """See which dumps are whole by now, and give up those whose time is over."""
         began = time.monotonic()
-        for pid, (process, request, _report) in list(self._under_way.items()):
+        for asked in list(self._under_way):
             # Before the look: one that had ended by then writes no more.
-            has_exited = process.handle.has_exited()
-            is_late = time.monotonic() >= self._deadline
+            has_exited = asked.process.handle.has_exited()
+            is_late = time.monotonic() >= asked.deadline
             try:
-                received = request.look()
+                received = asked.request.look()
+            except NoRecorderError as error:
+                self._fail(asked, str(error), "skipped")
+                continue
             except (FlightDumpError, OSError) as error:
-                self._fail(pid, str(error))
+                self._fail(asked, str(error))
                 continue
             if received is not None:
-                self._take(pid, received)
+                self._take(asked, received)
             elif has_exited:
-                self._fail(pid, f"it ended before its dump was whole: {request.leftover()}")
+                self._fail(asked, f"it ended before its dump was whole: {asked.request.leftover()}")
             elif is_late:
-                self._late.add(pid)
-                secs = self._deadline - self._began
-                self._fail(pid, f"not whole within {secs:.1f} s: {request.leftover()}")
+                self._note_late(asked)
+                secs = asked.deadline - self._began
+                self._fail(asked, f"not whole within {secs:.1f} s: {asked.request.leftover()}")
             if time.monotonic() >= began + _READING_SECS:
                 return
 
     def give_up(self, reason: str) -> None:
         """Wait no longer, for a reason that is noted."""
-        for pid, (_process, request, _report) in list(self._under_way.items()):
-            self._late.add(pid)
-            self._fail(pid, f"{reason}: {request.leftover()}")
+        for asked in list(self._under_way):
+            self._note_late(asked)
+            self._fail(asked, f"{reason}: {asked.request.leftover()}")
 
-    def _ask(self, process: TrackedProcess, report: ProcessReport) -> None:
-        stat = procfs.read_stat(process.pid)
+    def _note_late(self, asked: _Asked) -> None:
+        if asked.recorder == "nccl":
+            self._late.add(asked.process.pid)
+
+    def _ask_nccl(self, process: TrackedProcess, report: ProcessReport) -> None:
         place = FlightPlace.read(self._runtime, process.pid, process.handle.start_ticks)
         if place is None:
             reason = "PyTorch was not told where to be asked for it when the process started"
-        elif stat is not None and stat.state in "Tt":
+        elif _is_stopped(process):
             reason = "it is stopped, so that nobody reads its pipe"
         else:
             request = FlightRequest(process.pid, place)
@@ -134,59 +157,105 @@ class FlightRecorders:
                 reason = str(error)
             else:
                 self._late.discard(process.pid)
-                self._under_way[process.pid] = (process, request, report)
+                self._wait_for(process, "nccl", request, report)
                 return
-        report.evidence.append(Evidence("flight_recorder", "skipped", reason=reason))
-        self._missing.append(f"{_name(process)}: {reason}.")
+        self._skip(process, "nccl", report, reason)
+
+    def _ask_gloo(self, process: TrackedProcess, report: ProcessReport) -> None:
+        reason = "it is stopped, so that nobody answers"
+        if not _is_stopped(process):
+            path = ArmedFiles.of(self._runtime, process.pid, process.handle.start_ticks).socket
+            request = GlooRequest(process.pid, path)
+            try:
+                request.send()
+            except FlightDumpError as error:
+                reason = str(error)
+            else:
+                self._wait_for(process, "gloo", request, report)
+                return
+        self._skip(process, "gloo", report, reason)
+
+    def _wait_for(
+        self,
+        process: TrackedProcess,
+        recorder: Recorder,
+        request: FlightRequest | GlooRequest,
+        report: ProcessReport,
+    ) -> None:
+        deadline = self._began + min(_DUMP_SECS[recorder], self._secs)
+        self._under_way.append(_Asked(process, recorder, request, report, deadline))
+
+    def _skip(self, process: TrackedProcess, recorder: Recorder, report: ProcessReport, reason: str) -> None:
+        report.evidence.append(Evidence(_KINDS[recorder], "skipped", reason=reason))
+        self._missing.append((recorder, f"{_name(process)}, {recorder}: {reason}."))
 
     def _take_left_behind(self, process: TrackedProcess) -> None:
         place = FlightPlace.read(self._runtime, process.pid, process.handle.start_ticks)
         request = FlightRequest(process.pid, place) if place is not None else None
         if request is not None and process.pid not in self._late and request.take_unasked():
-            self._under_way[process.pid] = (process, request, self._run.report(process))
+            self._wait_for(process, "nccl", request, self._run.report(process))
         else:
-            self._missing.append(f"{_name(process)}: it was dead before it could be asked.")
+            self._missing.append((None, f"{_name(process)}: it was dead before it could be asked."))
 
-    def _take(self, pid: int, received: Received) -> None:
-        process, request, _report = self._under_way[pid]
-        world = self._worlds[pid]
-        self._records.append(RankRecord(received.rank, _name(process), world, received.dump, received.seconds))
-        self._pids[_name(process)] = pid
-        name = f"gpu/{world and f'{world}_'}flight_recorder_{received.rank}"
-        if len({(one.world, one.rank) for one in self._records}) < len(self._records):
+    def _take(self, asked: _Asked, received: Received) -> None:
+        process, kind = asked.process, _KINDS[asked.recorder]
+        world = self._worlds[process.pid]
+        self._records.append(
+            RankRecord(received.rank, _name(process), world, received.dump, received.seconds, asked.recorder)
+        )
+        self._pids[_name(process)] = process.pid
+        name = f"gpu/{world and f'{world}_'}{kind}_{received.rank}"
+        if len({(one.world, one.rank, one.recorder) for one in self._records}) < len(self._records):
             # What the processes say of their ranks is not to be trusted.
-            name = f"gpu/{titles.label_of(process.title, pid)}_flight_recorder_{received.rank}"
+            name = f"gpu/{titles.label_of(process.title, process.pid)}_{kind}_{received.rank}"
         try:
             path = self._run.folder.write_bytes(name, received.data)
         except (OSError, CrashkitError) as error:
-            self._end(pid, Evidence("flight_recorder", status_of(error), reason=f"{name}: {error}"))
+            self._end(asked, Evidence(kind, status_of(error), reason=f"{name}: {error}"))
         else:
-            reason = "PyTorch had written it by itself" if request.is_unasked else None
-            self._end(pid, Evidence("flight_recorder", "captured", path, reason))
+            reason = "PyTorch had written it by itself" if asked.request.is_unasked else None
+            self._end(asked, Evidence(kind, "captured", path, reason))
 
-    def _fail(self, pid: int, reason: str) -> None:
-        self._missing.append(f"{_name(self._under_way[pid][0])}: {reason}.")
-        self._end(pid, Evidence("flight_recorder", "failed", reason=reason))
+    def _fail(self, asked: _Asked, reason: str, status: EvidenceStatus = "failed") -> None:
+        if status == "failed":
+            self._failed.add(asked.recorder)
+        self._missing.append((asked.recorder, f"{_name(asked.process)}, {asked.recorder}: {reason}."))
+        self._end(asked, Evidence(_KINDS[asked.recorder], status, reason=reason))
 
-    def _end(self, pid: int, piece: Evidence) -> None:
-        _process, _request, report = self._under_way.pop(pid)
+    def _end(self, asked: _Asked, piece: Evidence) -> None:
+        self._under_way.remove(asked)
+        if isinstance(asked.request, GlooRequest):
+            asked.request.close()
         piece.seconds = round(time.monotonic() - self._began, 3)
-        report.evidence.append(piece)
+        asked.report.evidence.append(piece)
         if self.are_done:
             self._compare()
 
     def _compare(self) -> None:
         """Take into the incident what the dumps say together."""
+        # Where no rank has NCCL, it is none of the matter that each has none; so with gloo.
+        used = {None, *(record.recorder for record in self._records)} | self._failed
+        missing = [line for recorder, line in self._missing if recorder in used]
         try:
             findings = [
-                finding.to_json() | {"pids": [self._pids[name] for name in finding.processes]}
+                finding.to_json()
+                | {"pids": self._pids_of(finding.processes), "waiting_pids": self._pids_of(finding.waiting)}
                 for finding in judge_collectives(self._records)
             ]
         except Exception as error:
             logger.exception("the flight recorders cannot be compared")
             findings = []
-            self._missing.append(f"The dumps cannot be compared: {type(error).__name__}.")
-        self._run.set_collectives(Collectives(findings, self._missing))
+            missing.append(f"The dumps cannot be compared: {type(error).__name__}.")
+        if self._records or self._failed:
+            self._run.set_collectives(Collectives(findings, missing))
+
+    def _pids_of(self, names: Sequence[str]) -> list[int]:
+        return [self._pids[name] for name in names]
+
+
+def _is_stopped(process: TrackedProcess) -> bool:
+    stat = procfs.read_stat(process.pid)
+    return stat is not None and stat.state in "Tt"
 
 
 def _name(process: TrackedProcess) -> str:
