@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ from sglang_crashkit.memory.steps import (
     NotStepsError,
     StepReader,
     StepWriter,
-    hash_of,
 )
 from unit.waiting import LONG, child, descriptors
 
@@ -77,7 +77,7 @@ def test_a_step_is_read_as_it_was_written(writer: StepWriter) -> None:
     run(writer, 7, ["ab12", "é" * 60], [40, 5], [37, 5], facts=facts, decisions=decided)
     writer.mark(7, FORWARD_BEGUN, VERIFY)
     (step,) = read(writer).steps
-    hashes = [int.from_bytes(hash_of(rid), "little") for rid in ("ab12", "é" * 60)]
+    hashes = [int.from_bytes(blake2b(rid.encode(), digest_size=8).digest(), "little") for rid in ("ab12", "é" * 60)]
     assert step.to_json() == {
         **{"number": 7, "began": 7.0, "ended": None, "phase": "forward_begun", "mode": "extend"},
         "requests": [
@@ -90,6 +90,25 @@ def test_a_step_is_read_as_it_was_written(writer: StepWriter) -> None:
     writer.end(7, 8.25)
     (ended,) = read(writer).steps
     assert (ended.phase, ended.ended) == ("processed", 8.25)
+
+
+def test_an_id_that_is_too_long_to_keep_is_told_by_its_hash(writer: StepWriter) -> None:
+    run(writer, 1, ["x" * 1024, "y" * 1025, "z" * 70_000, ""], [1, 2, 3, 4])
+    (step,) = read(writer).steps
+    assert [one.rid[:3] for one in step.requests] == [
+        "xxx",
+        *(f"#{one.id_hash:016x}"[:3] for one in step.requests[1:3]),
+        "",
+    ]
+    assert [one.length for one in step.requests] == [1, 2, 3, 4]
+
+
+def test_what_was_received_is_no_batch(writer: StepWriter) -> None:
+    writer.begin_round(1, 0.5)
+    writer.receive(1, 0.5, ["a"], [37], 3)
+    (step,) = read(writer).steps
+    assert (step.phase, step.mode, step.received, step.size, step.tokens) == ("received", "", 3, 1, 0)
+    assert (step.agreed_hash, step.requests[0].rid, step.requests[0].tokens, step.requests[0].length) == (0, "a", 0, 37)
 
 
 def test_what_a_release_does_not_have_is_absent(writer: StepWriter) -> None:

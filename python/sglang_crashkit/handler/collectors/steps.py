@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 #: So many steps, of so many requests each, stand in ``incident.json``.
 _LAST, _REQUESTS_OF_LAST = 5, 8
 _MAX_MODES = 64
-#: The longest that an incident waits for the steps of all ranks, in seconds: one of 64 requests a step takes 0.2.
+#: The longest that an incident waits for the steps of all ranks, in seconds: one takes about 0.1.
 _EXPORT_SECS = 5.0
 
 

@@ -195,10 +195,11 @@ class StepRecorder:
 
     def end(self) -> None:
         """Note that the results were processed."""
-        now = monotonic()
-        for number in (self._processing, self._inner if self._inner == self._processing + 1 else 0):
-            if number:
-                self.writer.end(number, now)
+        number = self._processing
+        if number:
+            self.writer.end(number, monotonic())
+            if self._inner == number + 1:
+                self.writer.end(self._inner, monotonic())
         self._processing = 0
         self.writer.turn_to(self._pending[-1] if self._pending else 0)
 
