@@ -156,7 +156,7 @@ def check(told: Story, kind: str, statement: str) -> None:
 def test_a_server_under_mixed_load_has_no_divergence(dropped: Story) -> None:
     assert len(dropped.well) > 3
     assert {(found["kind"], found["level"]) for found in dropped.well} == {("none", "established")}
-    assert max(found["compared"] for found in dropped.well) > 100
+    assert max(found["compared"] for found in dropped.well) > 20
 
 
 def test_a_rank_that_dropped_a_request_is_named_with_the_step_and_the_request(dropped: Story) -> None:

@@ -256,7 +256,9 @@ def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[Kind, st
     ran, them = step_in_words(ours, mine[:2]), step_in_words(theirs, other[:2])
     whose = _whose(mine, odd, other, rest) if max(ours.size, theirs.size) > 1 else ""
     apart = f"{odd} ran {ran} {in_step} where {rest} ran {them}{whose}"
-    request = next((one.rid for one in (*mine, *other)), None)
+    # Of one that is taken in and one that goes on, the former is what the ranks differ about.
+    first = max((*mine, *other), key=lambda one: one.tokens, default=None)
+    request = first.rid if first is not None else None
     names = sorted({*ours.decisions, *theirs.decisions})
     decision = next((name for name in names if ours.decisions.get(name, 0) != theirs.decisions.get(name, 0)), None)
     if decision is not None:

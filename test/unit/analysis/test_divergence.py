@@ -50,6 +50,13 @@ def judge(*ranks: tuple[Rank, list[Step]], moment: Moment | None = None) -> Dive
         ),
         (
             step(LAST, "decode", CD34),
+            step(LAST, "extend", AB12),
+            "mode",
+            "ab12",
+            "TP1 ran decode of request cd34 (1 token) in step 18,204 where TP0 ran extend of request ab12 (37 tokens)",
+        ),
+        (
+            step(LAST, "decode", CD34),
             step(LAST, "decode", replace(AB12, tokens=1), CD34),
             "requests",
             "ab12",
