@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -354,115 +354,16 @@ def test_a_following_node_ends_with_any_of_its_schedulers(
     assert said in told[-1][1]
 
 
-#: Ends as upstream's main process does: it joins its schedulers in order, ends its children, and ends with 0.
-NODE = """
-import ctypes, multiprocessing, os, signal, sys
-from types import SimpleNamespace
-from sglang_crashkit.srt import crash_exit, handler_process
-from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_wait_for_scheduler_ready
-from sglang_crashkit.srt.utils.common import on_kill_process_tree
-
-@on_kill_process_tree
-def kill_process_tree(parent_pid, include_parent=True):
-    for process in multiprocessing.active_children():
-        process.kill()
-
-@on_wait_for_scheduler_ready
-def wait_for_scheduler_ready(readers, processes):
-    raise AssertionError("upstream's")
-
-def scheduler(writer, commands):
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    writer.send({"status": "ready"})
-    os._exit(commands.recv())
-
-if __name__ == "__main__":
-    handler_process.start = lambda folder: None
-    if sys.argv[2] == "program":
-        crash_exit.note_server_program()
-    context = multiprocessing.get_context("fork")
-    on_engine_launch(SimpleNamespace(crash_dump_folder=None, node_rank=int(sys.argv[1])))
-    readers, processes, commands = [], [], []
-    for _ in range(2):
-        reader, writer = context.Pipe(duplex=False)
-        theirs, ours = context.Pipe(duplex=False)
-        processes.append(context.Process(target=scheduler, args=(writer, theirs)))
-        processes[-1].start()
-        readers.append(reader)
-        commands.append(ours)
-    wait_for_scheduler_ready(readers, processes)
-    print(*(process.pid for process in processes), flush=True)
-    for line in sys.stdin:
-        which, status = line.split()
-        if which == "join":
-            break
-        commands[int(which)].send(int(status))
-    for process in processes:
-        process.join()
-    kill_process_tree(os.getpid(), include_parent=False)
-"""
-Start = Callable[..., "subprocess.Popen[str]"]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    nodes: list[subprocess.Popen[str]] = []
-
-    def start_node(*words: str, rank: int = 1, kind: str = "program", **environ: str) -> subprocess.Popen[str]:
-        """Start a node, give it commands, and kill the schedulers named by ``kill N``."""
-        node = subprocess.Popen(
-            [sys.executable, "-c", NODE, str(rank), kind],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | environ,
-        )
-        nodes.append(node)
-        schedulers = [int(pid) for pid in node.stdout.readline().split()]
-        for word in words:
-            if word.startswith("kill"):
-                os.kill(schedulers[int(word[-1])], signal.SIGKILL)
-            else:
-                node.stdin.write(f"{word}\n")
-                node.stdin.flush()
-        return node
-
-    yield start_node
-    for node in nodes:
-        node.kill()
-        node.wait(LONG)
-        for pipe in (node.stdin, node.stdout):
-            pipe.close()
-
-
-@pytest.mark.parametrize(
-    ("words", "status"),
-    [
-        (["join x", "kill 1"], ServerExit.KILLED),
-        (["join x", "kill 0", "kill 1"], ServerExit.KILLED),
-        (["1 3"], ServerExit.EXITED),
-    ],
-)
-def test_a_whole_node_ends_with_a_status(start: Start, words: list[str], status: int) -> None:
-    assert start(*words).wait(LONG) == status
-
-
-@pytest.mark.wide
-def test_a_whole_node_ends_as_upstreams_when_rank_0_ends_its_schedulers(listener: Listener, start: Start) -> None:
-    node = start("0 0", "1 0", "join x", **{settings.SOCKET_VARIABLE: str(listener.path)})
-    assert node.wait(LONG) == 0
-    assert [listener.heard()["event"] for _ in range(4)] == ["launch", "members", "draining", "teardown"]
-
-
-def test_the_handlers_word_is_waited_for(listener: Listener, start: Start) -> None:
-    assert start("kill 1", **{settings.SOCKET_VARIABLE: str(listener.path)}).wait(LONG) == 137
-    assert [listener.heard()["event"] for _ in range(2)] == ["launch", "members"]
-    told = listener.heard()
-    assert told["event"] == "child_failed"
-    assert " was killed by SIGKILL (" in told["message"]
-    assert listener.heard()["event"] == "teardown"
-
-
-@pytest.mark.parametrize(("rank", "kind"), [(0, "library"), (1, "library")])
-def test_a_library_is_left_to_upstream(start: Start, rank: int, kind: str) -> None:
-    assert start("kill 0", "kill 1", "join x", rank=rank, kind=kind).wait(LONG) == 0
+@pytest.mark.parametrize("is_program", [True, False])
+def test_a_library_that_follows_is_left_to_upstream(monkeypatch: pytest.MonkeyPatch, is_program: bool) -> None:
+    asked: list[Any] = []
+    ended = threading.Event()
+    monkeypatch.setattr(crash_exit, "ends_with_the_server", lambda: is_program)
+    monkeypatch.setattr(crash_exit, "ask_before_the_end", asked.append)
+    monkeypatch.setattr(crash_exit, "has_begun", lambda: True)
+    monkeypatch.setattr(engine, "end_after_crash", ended.set)
+    before = set(threading.enumerate())
+    engine._follow([])
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LONG)
+    assert (len(asked), ended.is_set()) == (is_program, is_program)
