@@ -312,6 +312,19 @@ STORIES: dict[str, list[Step]] = {
         ),
         (1.1, told("crash_dump_begun"), "permit:full note:crash_dump_begun"),
     ],
+    "one that fails while a crash is gathered": [
+        (0.5, TICK, ""),
+        (1.0, ended(RANK, "SIGKILL"), KILLED),
+        (2.0, told("draining", unhealthy=True), "permit:full note:draining"),
+    ],
+    "or after a hang was noticed": [
+        (1.0, observed(), "open:hang permit:observe"),
+        (
+            2.0,
+            told("draining", unhealthy=True),
+            "write forget open:hang permit:full add_silence capture capture_again note:draining",
+        ),
+    ],
     "one that fails while it drains": [
         (0.5, told("draining"), "look_for_silence note:draining"),
         (
