@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from unit.handler.driver import Server
+from unit.handler.driver import HOST, Server
 from unit.handler.launching import Case, watched
 
 
@@ -40,6 +40,19 @@ def start_server(tmp_path: Path, short_folder: Path) -> Iterator[Callable[..., S
     yield start
     for server in servers:
         server.close()
+
+
+@pytest.fixture
+def start_gpu_server(start_server: Callable[..., Server], tmp_path: Path) -> Callable[..., Server]:
+    """Start a stand-in server in the environment that ``--crash-dump-folder`` makes for the CUDA driver, and more."""
+    host_folder = tmp_path / "crash" / HOST
+    host_folder.mkdir(parents=True, exist_ok=True)
+    driver = {
+        "CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1",
+        "CUDA_COREDUMP_PIPE": str(tmp_path / "corepipe.cuda.%p"),
+        "CUDA_COREDUMP_FILE": str(host_folder / "core.cuda.%t.%p"),
+    }
+    return lambda **environ: start_server(environ=driver | environ)
 
 
 @pytest.fixture

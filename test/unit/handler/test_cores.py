@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,25 +21,13 @@ from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.model.incident import ProcessReport
 from sglang_crashkit.settings import Settings
+from unit.flight_dumps import document, entry, pickled
 from unit.handler.driver import HOST, Server, events_of, piece_of, report_of
 from unit.synthetic_core import COPY_NAME, SPIN_NAME, failed_core
 from unit.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
 WAIT = "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS"
-
-
-@pytest.fixture
-def start_gpu_server(start_server: Start, tmp_path: Path) -> Start:
-    """Start a stand-in server in the environment that ``--crash-dump-folder`` makes."""
-    host_folder = tmp_path / "crash" / HOST
-    host_folder.mkdir(parents=True)
-    driver = {
-        "CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1",
-        "CUDA_COREDUMP_PIPE": str(tmp_path / "corepipe.cuda.%p"),
-        "CUDA_COREDUMP_FILE": str(host_folder / "core.cuda.%t.%p"),
-    }
-    return lambda **environ: start_server(environ=driver | environ)
 
 
 def crash(server: Server, status: int = ServerExit.KILLED) -> StoredIncident:
@@ -194,6 +183,24 @@ def test_native_stacks_are_taken_before_the_cores_and_never_again(start_gpu_serv
     assert events.count("native_stacks") == 1
     # Both are noted when they are done.
     assert events.index("native_stacks") < events.index("cuda_cores_asked")
+
+
+def test_the_flight_recorder_comes_before_the_core(start_gpu_server: Start, tmp_path: Path) -> None:
+    """A process that writes a core answers nothing else."""
+    content, dump_secs = tmp_path / "content", 2.0
+    content.write_bytes(pickled(document([entry(0, 1, state="scheduled")])))
+    folder = str(tmp_path / "crash" / HOST / "flight_recorder")
+    server = start_gpu_server(TORCH_NCCL_TRACE_BUFFER_SIZE="2000", SGLANG_CRASHKIT_FLIGHT_FOLDER=folder)
+    assert server.ask(f"tell scheduler_TP0 nccl 0 {content} {dump_secs}") == "listening"
+    assert server.ask("tell scheduler_TP0 cuda 1 1") == "listening"
+    told = crash(server).document
+    evidence = {piece["kind"]: piece for piece in report_of(told, "scheduler_TP0")["evidence"]}
+    assert [evidence[kind]["status"] for kind in ("stack", "flight_recorder", "cuda_core")] == ["captured"] * 3
+    times = {event["event"]: datetime.fromisoformat(event["time"][:-1]) for event in told["timeline"]}
+    asked_secs = (times["cuda_cores_asked"] - times["flight_recorders_asked"]).total_seconds()
+    assert asked_secs >= evidence["flight_recorder"]["seconds"] >= dump_secs
+    assert times["stacks_captured"] <= times["flight_recorders_asked"]
+    assert times["cuda_cores_asked"] < times["incident_finished"]
 
 
 def test_all_that_the_end_waits_for_has_one_end(start_gpu_server: Start) -> None:

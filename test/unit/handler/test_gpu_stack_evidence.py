@@ -57,22 +57,12 @@ class CudaGdb:
 
 
 @pytest.fixture
-def cuda_gdb(tmp_path: Path) -> CudaGdb:
+def cuda_gdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CudaGdb:
     cores = tmp_path / "crash" / HOST
-    cores.mkdir(parents=True)
-    return CudaGdb(tmp_path, cores)
-
-
-@pytest.fixture
-def start_gpu_server(start_server: Start, tmp_path: Path, cuda_gdb: CudaGdb) -> Start:
-    """Start a stand-in server with the variables of GPU cores, and the CUDA toolkit beside it."""
-    environ = {
-        "CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1",
-        "CUDA_COREDUMP_PIPE": str(tmp_path / "corepipe.cuda.%p"),
-        "CUDA_COREDUMP_FILE": str(tmp_path / "crash" / HOST / "core.cuda.%t.%p"),
-        "CUDA_HOME": str(cuda_gdb.folder),
-    }
-    return lambda **more: start_server(environ=environ | more)
+    cores.mkdir(parents=True, exist_ok=True)
+    made = CudaGdb(tmp_path, cores)
+    monkeypatch.setenv("CUDA_HOME", str(made.folder))
+    return made
 
 
 def hang(server: Server) -> StoredIncident:
