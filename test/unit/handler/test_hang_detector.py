@@ -127,7 +127,10 @@ class Current:
 class World:
     """Two schedulers, their clock and the watch; nothing of it is real but the watch."""
 
+    last: World
+
     def __init__(self, hang_secs: float = 5.0, pids: tuple[int, ...] = (10, 11)) -> None:
+        World.last = self
         self.now = 1000.0
         self.beats: dict[int, Beat] = {}
         self.states = dict.fromkeys((ROOT, *pids), "S")
@@ -184,39 +187,31 @@ class World:
         return self.current.runs
 
 
+class Reader:
+    """Reads the beats of the last world made."""
+
+    def __init__(self, pid: int, fd: int, modes: Any) -> None:
+        assert (pid, modes) == (os.getpid(), {})
+        if fd < 0:
+            raise NotABeatError("no heartbeat")
+        self.pid = fd
+
+    def read(self) -> Beat:
+        return World.last.beats[self.pid]
+
+    def close(self) -> None:
+        self.pid = -1
+
+
 @pytest.fixture(autouse=True)
-def world_of(monkeypatch: pytest.MonkeyPatch) -> list[World]:
-    """Let the watch read the beats and states of the last world made."""
-    worlds: list[World] = []
-    made = World.__init__
-
-    def make(self: World, *args: Any, **options: Any) -> None:
-        worlds.append(self)
-        made(self, *args, **options)
-
-    class Reader:
-        def __init__(self, pid: int, fd: int, modes: Any) -> None:
-            assert pid == os.getpid()
-            assert modes == {}
-            if fd < 0:
-                raise NotABeatError("no heartbeat")
-            self.pid = fd
-
-        def read(self) -> Beat:
-            return worlds[-1].beats[self.pid]
-
-        def close(self) -> None:
-            self.pid = -1
-
-    monkeypatch.setattr(World, "__init__", make)
+def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang_detector, "BeatReader", Reader)
-    monkeypatch.setattr(hang_detector, "has_compiler", lambda pid: pid in worlds[-1].compiling)
-    monkeypatch.setattr(hang_detector, "_state_of", lambda process: worlds[-1].states[process.pid])
-    return worlds
+    monkeypatch.setattr(hang_detector, "has_compiler", lambda pid: pid in World.last.compiling)
+    monkeypatch.setattr(hang_detector, "_state_of", lambda process: World.last.states[process.pid])
 
 
 @pytest.fixture
-def world(world_of: list[World]) -> World:
+def world() -> World:
     """A world whose schedulers are followed."""
     return World().follow()
 

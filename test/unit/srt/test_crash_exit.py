@@ -157,7 +157,7 @@ def test_a_crash_ends_nobody_but_a_server_program(mode: str) -> None:
     assert (done.returncode, done.stdout.split()) == (0, ["False", "False"])
 
 
-def test_who_ends_the_process_waits_for_the_thread_that_noted_the_crash() -> None:
+def test_the_end_waits_for_the_thread_that_noted_it() -> None:
     code = """
 def has_failed():
     print("the incident is whole", flush=True)
@@ -217,16 +217,14 @@ import atexit; atexit.register(print, "finished")
         ("None", "raise KeyError", 1, "ValueError: another"),
     ],
 )
-def test_an_error_that_nobody_catches_ends_the_process_with_a_status(
-    answer: str, clean_up: str, status: int, said: str
-) -> None:
+def test_an_uncaught_error_ends_it_with_a_status(answer: str, clean_up: str, status: int, said: str) -> None:
     code = FAILED_START.replace("ANSWER", answer).replace("CLEAN_UP", clean_up)
     done = run(code + "\nraise ValueError('another')" * (status == 1))
     assert (done.returncode, said in done.stderr) == (status, True)
     assert status or done.stdout == "finished\n"
 
 
-def test_a_server_serves_from_when_its_ranks_are_ready_until_others_are_waited_for() -> None:
+def test_a_server_serves_when_its_ranks_are_ready() -> None:
     code = """
         print(crash_exit.is_serving(), crash_exit.is_draining())
         crash_exit.note_launch(None)

@@ -22,7 +22,7 @@ def test_the_kit_itself_has_the_same_defaults() -> None:
     assert settings.core_wait_secs == flags["SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS"]
 
 
-def test_a_class_body_takes_them_as_if_they_were_written_there() -> None:
+def test_a_class_body_takes_them_as_its_own() -> None:
     class Field:
         name = ""
 

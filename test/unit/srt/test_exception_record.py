@@ -75,9 +75,7 @@ def test_each_process_that_upstream_starts_tells_of_its_exception(
     assert (listener.heard()["event"], read_record(short_folder)["message"]) == ("exception", "KeyError: 'rid'")
 
 
-def test_that_the_ranks_did_not_get_ready_is_told_by_whoever_waited_for_them(
-    short_folder: Path, listener: Listener
-) -> None:
+def test_a_failed_start_is_told_by_whoever_waited(short_folder: Path, listener: Listener) -> None:
     try:
         raise StartupError("timeout", [], "not ready")
     except StartupError:
@@ -90,7 +88,7 @@ def test_without_a_batch_the_record_is_written(listener: Listener, short_folder:
     assert read_record(short_folder)["batch"] == {}
 
 
-def test_a_batch_that_cannot_be_read_does_not_cost_the_record(listener: Listener, short_folder: Path) -> None:
+def test_a_broken_batch_does_not_cost_the_record(listener: Listener, short_folder: Path) -> None:
     class Broken:
         @property
         def reqs(self) -> None:
@@ -144,9 +142,7 @@ def test_a_spool_that_is_gone_does_not_silence_the_rank(listener: Listener, monk
     assert (heard["message"], heard.get("record")) == ("ValueError: odd", None)
 
 
-def test_a_handler_that_does_not_answer_holds_the_rank_for_two_seconds_at_most(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_handler_holds_the_rank_for_two_seconds(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     assert exception_record.CAPTURE_WAIT_SECS <= 2.0
     monkeypatch.setattr(exception_record, "CAPTURE_WAIT_SECS", 0.2)
     listener.process.send_signal(signal.SIGSTOP)
@@ -155,7 +151,7 @@ def test_a_handler_that_does_not_answer_holds_the_rank_for_two_seconds_at_most(
     assert 0.2 <= time.monotonic() - started < 30
 
 
-def test_files_are_named_as_below_the_path_that_they_were_imported_from(
+def test_files_are_named_as_below_their_import_path(
     listener: Listener, short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", ["", str(Path(__file__).parents[1]) + "/"])
@@ -204,7 +200,7 @@ def test_the_batch_is_the_first_one_on_the_traceback() -> None:
 
 
 @pytest.mark.parametrize("name", ["cur_batch", "cur_batch_for_debug"])
-def test_the_batch_at_work_comes_before_the_one_that_is_decoded_by_turns(name: str) -> None:
+def test_the_batch_at_work_comes_before_the_decoded(name: str) -> None:
     prefill, decode = SimpleNamespace(reqs=[request("new")]), SimpleNamespace(reqs=[request("old")])
     scheduler = Worker(**{"running_batch": decode, name: prefill})
     assert find_batch(trace_of(scheduler.work)) == (scheduler, prefill)
@@ -222,7 +218,7 @@ def test_the_configuration_is_an_argument_or_an_objects() -> None:
     assert find_configuration(trace_of(Worker().work)) is None
 
 
-def test_prompts_are_those_of_the_batch_the_queue_and_the_tokenizer() -> None:
+def test_prompts_are_of_batch_queue_and_tokenizer() -> None:
     scheduler = Worker(
         cur_batch=SimpleNamespace(reqs=[request("one"), request(None), SimpleNamespace()]),
         waiting_queue=[request("two"), request("")],

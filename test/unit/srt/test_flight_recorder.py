@@ -66,7 +66,7 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_each_scheduler_gets_names_of_its_own_that_nobody_else_can_use(run: Run, tmp_path: Path, times: int) -> None:
+def test_each_scheduler_gets_names_of_its_own(run: Run, tmp_path: Path, times: int) -> None:
     told = run(times=times)
     name = f"{told['pid']}-{told['start_ticks']}"
     key = server_key(told["pid"], told["start_ticks"])
@@ -87,7 +87,7 @@ def test_what_the_user_set_stays(run: Run, tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "crash").exists()
 
 
-def test_of_two_names_for_the_dump_the_one_that_pytorch_prefers_counts(run: Run) -> None:
+def test_the_name_that_pytorch_prefers_counts(run: Run) -> None:
     told = run(**{DUMP: "/theirs/new", OLD_DUMP: "/theirs/old"})
     assert told["place"].dump_stem == "/theirs/new"
 
@@ -104,9 +104,7 @@ def test_of_two_names_for_the_dump_the_one_that_pytorch_prefers_counts(run: Run)
         {SIZE: "many"},
     ],
 )
-def test_nothing_is_set_where_it_would_be_of_no_use_or_is_not_wanted(
-    run: Run, tmp_path: Path, changed: dict[str, Any]
-) -> None:
+def test_nothing_is_set_where_it_is_not_wanted(run: Run, tmp_path: Path, changed: dict[str, Any]) -> None:
     told = run(**changed)
     assert not {PIPE, DUMP} & told["environ"].keys()
     assert told["place"] is None
@@ -114,7 +112,7 @@ def test_nothing_is_set_where_it_would_be_of_no_use_or_is_not_wanted(
     assert not (tmp_path / "crash").exists()
 
 
-def test_where_no_pipe_can_be_made_pytorch_is_not_told_to_make_one(run: Run, tmp_path: Path) -> None:
+def test_without_a_pipe_pytorch_makes_none(run: Run, tmp_path: Path) -> None:
     told = run(SGLANG_CRASHKIT_SOCKET=str(tmp_path / "missing" / "handler.sock"))
     assert told["environ"] == {SIZE: "2000"}
     assert "prepare_flight_recorder failed" in told["stderr"]

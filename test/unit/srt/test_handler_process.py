@@ -124,7 +124,7 @@ def left_in(temporary: Path) -> list[str]:
     return [path.name for path in (*run.iterdir(), *temporary.glob("**/.spool-*"), *temporary.glob("**/.partial-*"))]
 
 
-def test_where_incidents_go_is_said_by_a_handler_that_is_ready(temporary: Path) -> None:
+def test_a_ready_handler_says_where_incidents_go(temporary: Path) -> None:
     with started(temporary) as program:
         assert program.lines == [f"INFO crash kit: incidents of this server go to {temporary}/crash/host/incidents"]
         assert program.handler is not None
@@ -140,7 +140,7 @@ def test_where_incidents_go_is_said_by_a_handler_that_is_ready(temporary: Path) 
     [(NO_PIDFD, "PermissionError: [Errno 1] Operation not permitted"), (BREAKS, "SystemExit: the kit is broken")],
     ids=["pidfd", "kit"],
 )
-def test_of_a_handler_that_dies_at_its_start_one_line_has_the_reason(temporary: Path, broken: str, reason: str) -> None:
+def test_one_line_says_why_a_handler_died(temporary: Path, broken: str, reason: str) -> None:
     # GIVEN a program that a server started: what it inherited is not its own
     inherited = {"SGLANG_CRASHKIT_SOCKET": "/theirs/handler.sock", "SGLANG_CRASHKIT_SPOOL": "/theirs/spool"}
     with started(temporary, broken, **inherited) as program:
@@ -164,7 +164,7 @@ def test_a_crash_folder_that_does_not_answer_holds_no_launch(temporary: Path) ->
 
 
 @pytest.mark.wide
-def test_a_handler_that_gets_ready_too_late_finds_nobody_and_ends(temporary: Path) -> None:
+def test_a_handler_that_is_ready_too_late_ends(temporary: Path) -> None:
     with started(temporary, SLOW) as program:
         (line,) = program.lines
         assert line.endswith("leaves no incident: it was not ready within 5 s")
@@ -195,7 +195,7 @@ def test_an_operators_folder_keeps_its_permissions(temporary: Path) -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_handler_that_is_stuck_or_gone_does_not_hold_the_end(temporary: Path, signum: signal.Signals) -> None:
+def test_a_stuck_handler_does_not_hold_the_end(temporary: Path, signum: signal.Signals) -> None:
     with started(temporary, waits=False) as program:
         assert program.handler is not None
         os.kill(program.handler, signum)

@@ -55,9 +55,7 @@ def test_a_handler_that_is_gone_is_no_error(listener: Listener, gone: str) -> No
     assert hooks.request("event", 600.0) is None
 
 
-def test_a_handler_that_dies_while_it_is_waited_for_ends_the_wait(
-    listener: Listener, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_handler_that_dies_ends_the_wait_for_it(listener: Listener, caplog: pytest.LogCaptureFixture) -> None:
     assert hooks.request("die", 600.0) is None
     assert "no crash handler" in caplog.text
 
@@ -81,7 +79,7 @@ def test_what_cannot_be_sent_is_not_sent(listener: Listener, monkeypatch: pytest
 HEAD = "from sglang_crashkit.srt import hooks\n"
 
 
-def test_a_reader_of_standard_error_that_reads_nothing_holds_nobody_up() -> None:
+def test_a_stuck_standard_error_holds_nobody_up() -> None:
     code = HEAD + "hooks.say(b'x' * 200_000)\nprint('on')"
     reader, writer = os.pipe()
     try:

@@ -66,7 +66,7 @@ def dumped(data: dict[str, Any]) -> bytes:
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("kind", [Plain, Frozen])
-def test_an_object_keeps_its_type_and_shape_but_not_its_secrets(kind: type, protocol: int) -> None:
+def test_an_object_keeps_its_shape_but_not_its_secrets(kind: type, protocol: int) -> None:
     original = kind()
     data = {"server_args": original, "requests": []}
     redact_dump(data)
@@ -98,7 +98,7 @@ def test_what_is_nested_is_found() -> None:
     assert back.admin_api_key is None
 
 
-def test_the_command_line_and_every_other_text_lose_the_secrets_that_fields_have(
+def test_every_text_loses_the_secrets_that_fields_have(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["x", "--hf-token", "from-the-arguments"])
@@ -136,7 +136,7 @@ class Listed(list):  # type: ignore[type-arg]
         self.append(SECRET)
 
 
-def test_a_configuration_that_cannot_be_pickled_is_upstreams_to_leave_out() -> None:
+def test_an_unpicklable_configuration_is_upstreams_to_leave_out() -> None:
     data = {"server_args": Plain(others=lambda: None), "requests": [1]}
     redact_dump(data)
     with pytest.raises((pickle.PicklingError, AttributeError)):

@@ -211,7 +211,7 @@ def test_secrets_are_taken_out() -> None:
     assert params["watermark_key"] == "s3cret"
 
 
-def test_a_request_that_asks_for_no_logs_keeps_its_prompt_to_itself() -> None:
+def test_a_request_without_logs_keeps_its_prompt_to_itself() -> None:
     fields, text, input_ids = read_request(GenerateReqInput(rid="a", text="private", input_ids=[1], no_logs=True))
     assert (text, input_ids) == (None, None)
     assert fields["omitted"] == dict.fromkeys(("text", "input_ids"), "withheld: the request asks for no logs")
@@ -225,9 +225,7 @@ def test_a_request_that_asks_for_no_logs_keeps_its_prompt_to_itself() -> None:
         ("none", None, None, {"text", "input_ids", "token_ids_logprob"}),
     ],
 )
-def test_what_is_kept_of_a_prompt_is_the_users_to_say(
-    prompts: Prompts, text: object, ids: object, omitted: set[str]
-) -> None:
+def test_the_user_says_what_is_kept_of_prompts(prompts: Prompts, text: object, ids: object, omitted: set[str]) -> None:
     request = GenerateReqInput(
         rid="a", text="private", input_ids=[1, 2], token_ids_logprob=[3], sampling_params={"top_p": 0.5}
     )
@@ -267,7 +265,7 @@ def test_what_is_heavy_is_described() -> None:
         ({}, False, False),
     ],
 )
-def test_the_manager_keeps_a_journal_where_one_is_wanted_and_passes_it_on(
+def test_the_manager_passes_a_wanted_journal_on(
     listener: Listener, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], folder: bool, is_on: bool
 ) -> None:
     monkeypatch.setenv("SGLANG_CRASHKIT_JOURNAL_MB", "2")
@@ -304,7 +302,7 @@ def test_without_a_crash_handler_there_is_no_journal(
     assert open_journal() is None
 
 
-def test_a_journal_for_which_there_is_no_memory_leaves_the_server_as_it_is(
+def test_without_memory_the_server_is_left_as_it_is(
     listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_memory(*_arguments: object) -> None:
@@ -321,7 +319,7 @@ def test_a_journal_for_which_there_is_no_memory_leaves_the_server_as_it_is(
     assert "no request journal: there is no memory" in record.message
 
 
-def test_a_journal_that_is_switched_off_is_not_believed_any_more(
+def test_a_journal_switched_off_is_not_believed(
     states: JournaledStates, journal: JournalWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_arguments: object, **_named: object) -> None:

@@ -51,9 +51,7 @@ def test_another_servers_folder_of_dumps_is_not_taken_over(
     assert environ.get(OWN) == (folder and f"{tmp_path}/crash/what-the-kernel-says/flight_recorder")
 
 
-def test_pytorchs_other_name_for_the_recorders_size_is_the_users_word(
-    environ: MutableMapping[str, str], tmp_path: Path
-) -> None:
+def test_pytorchs_other_name_for_the_size_counts(environ: MutableMapping[str, str], tmp_path: Path) -> None:
     environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "0"
     set_crash_dump_env(args(tmp_path))
     assert "TORCH_FR_BUFFER_SIZE" not in environ
@@ -146,7 +144,7 @@ def test_it_is_a_method_where_upstream_has_none(environ: MutableMapping[str, str
 
 
 @pytest.mark.parametrize("switch", ["SGLANG_CRASHKIT_ENABLED", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH", ""])
-def test_upstreams_function_runs_only_when_the_kit_leaves_it_to_it(
+def test_upstreams_function_runs_only_where_left_to_it(
     environ: MutableMapping[str, str], tmp_path: Path, switch: str
 ) -> None:
     calls = []

@@ -47,7 +47,7 @@ def fail(*scripts: list[tuple[float, Any]], **options: Any) -> StartupError:
     return caught.value
 
 
-def test_what_the_ranks_sent_comes_in_the_order_of_the_ranks() -> None:
+def test_what_ranks_sent_comes_in_their_order() -> None:
     clock, infos = run([(3.0, "ready")], [(1.0, "ready")], [(2.0, "ready")])
     assert infos == [READY | {"rank": number} for number in range(3)]
     assert clock.time == 1003.0
@@ -92,7 +92,7 @@ def test_one_that_will_not_get_ready_ends_the_wait(
     assert f"crash kit: {error}" in caplog.text
 
 
-def test_silence_is_reported_less_and_less_often_and_ends_at_the_limit(
+def test_silence_is_reported_ever_more_rarely(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(TIMEOUT, "600")
@@ -214,7 +214,7 @@ def test_without_descriptors_left_the_sentinels_do(started, tmp_path, monkeypatc
         wait_for_scheduler_ready(*launch(started, "silent", "dies"))
 
 
-def test_a_title_that_does_not_come_in_time_is_given_up(tmp_path):
+def test_a_title_that_comes_too_late_is_given_up(tmp_path):
     with locked_process(tmp_path, title="sglang::scheduler_TP0") as target:
         found = Child("Rank 0 scheduler", target.pid)
         found.look_up_title()
@@ -222,7 +222,7 @@ def test_a_title_that_does_not_come_in_time_is_given_up(tmp_path):
 
 
 @pytest.mark.parametrize(("title", "known"), [("sglang::scheduler_TP0", True), ("python", False), (None, False)])
-def test_a_title_is_taken_of_a_living_process_that_sglang_gave_it(title: str | None, known: bool):
+def test_a_title_is_taken_of_sglangs_living_processes(title: str | None, known: bool):
     with child("ready(); pause()", title=title or "sglang::scheduler_TP0") as process:
         if title is None:
             process.kill()
@@ -298,7 +298,7 @@ def test_the_controller_gets_what_the_ranks_of_each_group_sent(started):
     assert titles == {dp: [f"sglang::scheduler_DP{dp}_TP0", f"sglang::scheduler_DP{dp}_TP1"] for dp in (0, 1)}
 
 
-def test_a_rank_that_dies_in_one_group_ends_the_controllers_wait(started):
+def test_a_death_in_one_group_ends_the_controllers_wait(started):
     controller = Controller(started, {0: ["ready"], 1: ["dies"]})
     with pytest.raises(StartupError, match=r"^DP1 Rank 0 scheduler died during initialization \(exit code: -9\)\."):
         controller.launch_dp_schedulers()
@@ -314,7 +314,7 @@ def test_a_group_that_cannot_be_started_ends_the_controllers_wait(started, caplo
     wait_until(lambda: started, "the other one was started")
 
 
-def test_one_group_for_all_ranks_is_waited_for_where_it_is_started(started):
+def test_one_group_is_waited_for_where_it_started(started):
     controller = Controller(started, {0: ["ready", "dies"]})
     with pytest.raises(StartupError, match=r"^Rank 1 scheduler died"):
         controller.launch_tensor_parallel_group(None, None, 0, None)

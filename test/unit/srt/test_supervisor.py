@@ -197,7 +197,7 @@ def test_nothing_is_done_while_a_crash_handler_answers(
     assert ends != []
 
 
-def test_the_end_of_the_crash_handler_is_noticed_and_that_of_a_worker_before(
+def test_the_end_of_the_crash_handler_is_noticed(
     ends: list[Any], short_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = set(threading.enumerate())
@@ -237,15 +237,13 @@ def known(serving: Serving) -> list[str]:
         (BELOW, CONTROLLER, []),
     ],
 )
-def test_who_says_that_it_is_there_and_was_started_by_the_server_is_known(
-    serving: Serving, code: str, title: str, titles: list[str]
-) -> None:
+def test_who_joins_below_the_server_is_known(serving: Serving, code: str, title: str, titles: list[str]) -> None:
     with child(code, title=title):
         assert known(serving) == titles
 
 
 @pytest.mark.parametrize("what", ["file", "pipe", "nothing"])
-def test_a_place_that_is_another_by_now_is_not_written_to(
+def test_another_file_of_that_name_is_not_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     (tmp_path / "file").touch()
@@ -271,7 +269,7 @@ def test_one_below_a_wrapper_is_known(serving: Serving) -> None:
             wrapper.wait(LONG)
 
 
-def test_what_the_launch_started_is_known_and_named_when_it_says_its_title(
+def test_what_the_launch_started_is_known(
     serving: Serving, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_serving", serving)
@@ -289,7 +287,7 @@ def test_what_the_launch_started_is_known_and_named_when_it_says_its_title(
         assert known(serving) == ["sglang::detokenizer"]
 
 
-def test_a_copy_of_this_process_does_not_take_it_for_its_own(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_does_not_take_it_for_its_own(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_serving", serving)
     assert supervisor._known() is serving
     pid = os.fork()
@@ -302,7 +300,7 @@ def test_a_copy_of_this_process_does_not_take_it_for_its_own(serving: Serving, m
 @pytest.mark.parametrize(
     ("code", "status"), [("os._exit(3)", ExitStatus(code=3)), (None, ExitStatus(signal="SIGKILL"))]
 )
-def test_it_is_known_how_one_ended_that_stays_to_be_reaped(
+def test_how_a_zombie_ended_is_known(
     monkeypatch: pytest.MonkeyPatch, with_pidfd: bool, code: str | None, status: ExitStatus
 ) -> None:
     with child(f"ready(); sys.stdin.read(1); {code or 'pause()'}") as process:

@@ -13,7 +13,7 @@ from unit.srt.conftest import Listener
 from unit.srt.disaggregation.tables import decode_queue, known_to, receiving, request, waiting_in
 
 
-def test_decode_knows_the_ranks_of_each_prefill_server_that_it_has_spoken_to() -> None:
+def test_decode_knows_the_ranks_of_each_prefill_server() -> None:
     queue = decode_queue()
     assert known_to(PrefillServers(queue)).peers == {
         "10.0.0.1:8998": {PeerProcess(0, "10.0.0.1", 51), PeerProcess(0, "10.0.0.9", 52)}

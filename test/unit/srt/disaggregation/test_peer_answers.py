@@ -102,7 +102,7 @@ def start(tables: Tables, handler: Handler) -> PeerAnswers:
     return answers
 
 
-def test_peers_are_told_when_they_are_asked_for_and_in_full_when_they_changed_only(handler: Handler) -> None:
+def test_peers_are_told_in_full_only_when_they_changed(handler: Handler) -> None:
     tables = Tables()
     start(tables, handler)
     assert handler.ask(known_question()) == KNOWN
@@ -127,9 +127,7 @@ def test_who_waits_for_a_peer_is_told(handler: Handler) -> None:
     assert (other.name, other.told.count) == ("other:1", 0)
 
 
-def test_a_rank_that_is_no_lead_tells_of_failed_transfers_only(
-    handler: Handler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_than_the_lead_tell_of_failed_transfers_only(handler: Handler, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = Tables()
     monkeypatch.setattr(Tables, "is_lead", False)
     tables.its = KnownPeers(KNOWN.peers, frozenset({"10.0.0.2:42"}))
@@ -191,7 +189,7 @@ def test_a_handler_that_reads_nothing_does_not_hold_the_thread(
     wait_until(lambda: not threads(), "the thread ends")
 
 
-def test_of_very_many_peers_it_is_said_once_that_some_are_not_watched(
+def test_too_many_peers_are_told_of_once(
     handler: Handler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(peer_answers, "MAX_PROCESSES", 1)

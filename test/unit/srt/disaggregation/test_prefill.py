@@ -22,7 +22,7 @@ def test_prefill_knows_each_decode_rank_that_registered() -> None:
 
 
 @pytest.mark.parametrize("name", ["dst_tp_rank", "decode_tp_rank"])
-def test_prefill_knows_the_rank_of_each_as_its_backend_calls_it(name: str) -> None:
+def test_prefill_knows_ranks_as_its_backend_calls_them(name: str) -> None:
     queue = prefill_queue()
     info = rank("10.0.0.2", 43)
     setattr(info, name, 5)
@@ -85,7 +85,7 @@ def test_a_hook_that_cannot_watch_does_not_stop_the_server(
     assert "watch_decode_servers failed" in caplog.text
 
 
-def test_a_rank_that_registers_anew_elsewhere_and_one_that_fails_are_seen() -> None:
+def test_ranks_that_move_or_fail_are_seen() -> None:
     queue = prefill_queue(failed_sessions=set())
     view = DecodeServers(queue)
     first = known_to(view)

@@ -51,7 +51,7 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bool]]:
         ({"SGLANG_CRASHKIT_ENABLED": "0"}, "/crash", False),
     ],
 )
-def test_a_handler_is_started_where_a_crash_folder_is_set_or_diagnostics_are_on(
+def test_a_handler_is_started_where_one_is_wanted(
     monkeypatch: pytest.MonkeyPatch,
     watches: list[dict[str, bool]],
     environ: dict[str, str],
@@ -137,7 +137,7 @@ def test_a_node_above_the_first_follows(
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("is_program", [False, True])
-def test_a_users_program_has_the_variables_of_cores_while_its_ranks_are_started(
+def test_a_program_has_the_variables_while_ranks_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_program: bool, fails: bool
 ) -> None:
     seen: list[bool] = []

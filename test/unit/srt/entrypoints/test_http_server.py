@@ -16,7 +16,7 @@ def crash(monkeypatch: pytest.MonkeyPatch) -> crash_exit._Crash:
     return fresh
 
 
-def test_a_launcher_of_servers_makes_its_process_a_server_program_before_it_begins(
+def test_a_launcher_makes_its_process_a_server_program(
     crash: crash_exit._Crash,
 ) -> None:
     @on_server_program
@@ -36,7 +36,7 @@ def test_a_launcher_that_is_a_coroutine_stays_one(crash: crash_exit._Crash) -> N
     assert asyncio.run(serve_grpc("args")) == ("args", True)
 
 
-def test_what_the_launcher_raises_is_raised_and_the_program_is_one_still(crash: crash_exit._Crash) -> None:
+def test_what_the_launcher_raises_is_raised(crash: crash_exit._Crash) -> None:
     @on_server_program
     def launch_server() -> None:
         raise RuntimeError("no port")

@@ -52,9 +52,7 @@ def test_the_handler_is_told_first(listener: Listener) -> None:
         assert kill_and_listen(process.pid)["pid"] == process.pid
 
 
-def test_the_handler_of_another_server_is_told_when_that_server_is_to_end(
-    short_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_servers_handler_is_told_of_its_end(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
     with child("ready(); pause()") as server:
         stat = procfs.read_stat(server.pid)
@@ -147,7 +145,7 @@ def test_a_recycled_pid_is_not_watched():
     assert naps == [0.1]
 
 
-def test_a_process_held_for_alive_after_its_end_does_not_keep_the_caller_spinning():
+def test_a_lingering_process_does_not_keep_the_caller_spinning():
     naps = []
     with child(SLEEPER) as process, DeathAlarm() as alarm:
         known = psutil.Process(process.pid)
@@ -159,7 +157,7 @@ def test_a_process_held_for_alive_after_its_end_does_not_keep_the_caller_spinnin
     assert naps == [0.1]
 
 
-def test_one_process_without_a_pidfd_does_not_make_the_others_wait():
+def test_one_without_a_pidfd_does_not_delay_the_others():
     real = os.pidfd_open
     with child(SLEEPER) as first, child(SLEEPER) as second, DeathAlarm() as alarm:
         known = [psutil.Process(first.pid), psutil.Process(second.pid)]

@@ -166,7 +166,7 @@ def test_a_real_stack(caplog: pytest.LogCaptureFixture) -> None:
         process.send_signal(signal.SIGSTOP)
         wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "it is stopped")
         dump_utils.pyspy_dump_schedulers(scheduler_only=True)
-        assert "pause (<string>:" in caplog.text
+        assert "<module> (<string>:" in caplog.text
         assert psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
 
 
@@ -276,7 +276,7 @@ def test_pipes_that_do_not_answer_are_named_one_by_one(
     assert "CUDA user-triggered coredump is not enabled." in caplog.text
 
 
-def test_a_write_that_fails_leaves_no_descriptor_and_the_next_one_is_asked(
+def test_a_write_that_fails_leaves_no_descriptor(
     two: list[Process], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     closed = []

@@ -87,7 +87,7 @@ def test_the_callers_of_three_parameters_are_served_as_before(kill, family):
     assert parameters["wait_timeout"].default is None
 
 
-def test_with_a_time_to_wait_all_are_gone_when_it_returns(kill, family):
+def test_with_a_wait_all_are_gone_on_return(kill, family):
     process, pids = family
     kill(process.pid, wait_timeout=LONG)
     assert [pid for pid in (process.pid, *pids) if holds(pid)] == []
@@ -188,7 +188,7 @@ def test_upstreams_own_wait_is_taken_over(family):
     wait([psutil.Process(process.pid)], wait_timeout=LONG)
 
 
-def test_upstreams_own_wait_is_left_alone_where_the_kit_is_switched_off(monkeypatch):
+def test_upstreams_wait_is_left_alone_with_the_kit_off(monkeypatch):
     monkeypatch.setenv("SGLANG_CRASHKIT_ENABLED", "0")
     upstream = mock.Mock(__name__="wait")
     hooks.on_wait_for_reap(upstream)([], 3.0)
@@ -209,7 +209,7 @@ def test_a_function_that_can_wait_keeps_its_signature_and_default():
 
 
 @pytest.mark.parametrize("arguments", [((), {}), ((1, 2, 3, 4, 5), {}), ((), {"parent_pid": 1, "unknown": 2})])
-def test_arguments_that_it_does_not_take_are_answered_under_upstreams_name(kill, arguments):
+def test_wrong_arguments_are_answered_under_upstreams_name(kill, arguments):
     args, kwargs = arguments
     with pytest.raises(TypeError, match=r"^(old_)?kill_process_tree\(\) "):
         kill(*args, **kwargs, **({} if len(args) > 3 else {"wait_timeout": 1.0}))

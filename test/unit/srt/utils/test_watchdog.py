@@ -16,9 +16,7 @@ def test_a_timeout_is_told_with_what_the_watchdog_knows(listener: Listener, capl
     assert "incident abc" in caplog.text
 
 
-def test_a_handler_that_does_not_answer_holds_the_watchdog_up_for_a_moment_only(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_handler_holds_the_watchdog_for_a_moment(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     assert watchdog.CAPTURE_WAIT_SECS <= 2.0
     monkeypatch.setattr(watchdog, "CAPTURE_WAIT_SECS", 0.1)
     listener.kill()

@@ -24,7 +24,7 @@ class Manager:
 
 
 @pytest.mark.parametrize("is_lead", [True, False])
-def test_the_lead_of_its_group_tells_before_the_waiting_requests_are_gone(listener: Listener, is_lead: bool) -> None:
+def test_the_lead_tells_before_waiting_requests_are_gone(listener: Listener, is_lead: bool) -> None:
     queue = decode_queue()
     queue.kv_manager.connection_pool = {}
     queue.queue = [receiving("a", 1, "10.0.0.1:8998")]
