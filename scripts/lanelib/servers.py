@@ -41,6 +41,7 @@ class Server(ManagedProcess):
         log_path: Path | None = None,
         name: str | None = None,
         prefix: Sequence[str] = (),
+        spins: bool = False,
     ) -> Server:
         """Start it; `wait_ready` tells when it serves.
 
@@ -56,15 +57,24 @@ class Server(ManagedProcess):
             log_path: where its output goes; a new file below ``.lanes/logs`` by default.
             name: what messages and the log's name call it.
             prefix: a command that runs it, such as ``unshare`` with its options.
+            spins: its idle schedulers go round and round, as by SGLang's default.
         """
         port = port or free_port()
-        argv = [*prefix, *command_of(lane, port, tp=tp, dp=dp, device=device, host=host), *extra_args]
+        argv = [*prefix, *command_of(lane, port, tp=tp, dp=dp, device=device, host=host, spins=spins)]
+        argv += extra_args
         merged = lane.serve_env() | device_env(lane, device) | parallel_env(lane, tp, dp) | dict(env or {})
         return cls(name or f"sglang-{lane.name}", argv, env=merged, host=host, port=port, log_path=log_path)
 
 
 def command_of(
-    lane: Lane, port: int, *, tp: int = 1, dp: int = 1, device: str = "cpu", host: str = "127.0.0.1"
+    lane: Lane,
+    port: int,
+    *,
+    tp: int = 1,
+    dp: int = 1,
+    device: str = "cpu",
+    host: str = "127.0.0.1",
+    spins: bool = False,
 ) -> list[str | Path]:
     """Return the command that serves a lane's tiny model; see `Server.start`."""
     argv: list[str | Path] = [lane.python, "-m", "sglang.launch_server"]
@@ -74,6 +84,8 @@ def command_of(
     argv += ["--skip-server-warmup", "--max-total-tokens", "8192", "--mem-fraction-static", "0.2"]
     argv += ["--tp", str(tp)] if tp > 1 else []
     argv += ["--dp", str(dp)] if dp > 1 else []
+    # Two idle ranks take more than a core from whatever else starts on this machine.
+    argv += [] if spins or device != "cpu" else ["--sleep-on-idle"]
     # To capture a graph takes longer than to serve the tiny model.
     return argv if device == "cpu" else [*argv, "--disable-cuda-graph"]
 

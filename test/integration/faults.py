@@ -173,7 +173,7 @@ FAULTS = (
         "controller", send(CONTROLLER, signal.SIGKILL), CONTROLLER, ServerExit.KILLED, end=SIGKILLED, dp=2, rare=True
     ),
     Fault("replica", send(DP1, signal.SIGKILL), DP1, ServerExit.KILLED, end=SIGKILLED, dp=2, rare=True),
-    Fault("main", lambda server: os.kill(server.pid, signal.SIGKILL), MAIN, -signal.SIGKILL, end=SIGKILLED),
+    Fault("main", lambda server: os.kill(server.pid, signal.SIGKILL), MAIN, -signal.SIGKILL, end=SIGKILLED, rare=True),
     Fault(
         "before-the-first-request",
         send(TP0, signal.SIGKILL),

@@ -51,7 +51,8 @@ if __name__ == "__main__":
 class Program:
     """A program that runs the Python source that it is sent, one piece after the other.
 
-    ``launch(**options)`` makes an ``Engine`` on the lane's tiny model, ``note`` is a signal handler that records.
+    ``launch(**options)`` makes an ``Engine`` on the lane's tiny model, which sleeps when it is idle. ``note`` is a
+    signal handler that records.
 
     Args:
         lane: whose python runs it.
@@ -78,6 +79,7 @@ class Program:
             "sampling_backend": "pytorch",
             "max_total_tokens": 8192,
             "mem_fraction_static": 0.2,
+            "sleep_on_idle": True,
         }
         if crash_folder is not None:
             engine["crash_dump_folder"] = str(crash_folder)

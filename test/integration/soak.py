@@ -138,8 +138,8 @@ def soak(
     options = ["--crash-dump-folder", str(folder / "crash")]
     env = {"SGLANG_CRASHKIT_HANG_SECS": str(HANG_S), "PYTHONPATH": str(folder / "site")}
     with (
-        Server.start(patched, tp=tp, extra_args=options, env=env) as first,
-        Server.start(unpatched, tp=tp, extra_args=options, env=env) as second,
+        Server.start(patched, tp=tp, extra_args=options, env=env, spins=True) as first,
+        Server.start(unpatched, tp=tp, extra_args=options, env=env, spins=True) as second,
     ):
         wait_all_ready((first, second), READY_TIMEOUT_S)
         sides = Side("patched", first), Side("unpatched", second)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from integration import busy_story
-from integration.busy_story import BUSY_SECS, HANG_SECS, KERNEL, SITECUSTOMIZE, Busy
+from integration.busy_story import BUSY_SECS, HANG_SECS, KERNEL, SITECUSTOMIZE
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
 
+RARE = pytest.mark.matrix
 #: Weights that fit the lane's model.
 SAVE = """
 import sys
@@ -29,8 +31,14 @@ def _weights(lane: Lane, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ways(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Busy]:
-    lane, crash = ensure_lane("0.5.23"), tmp_path_factory.mktemp("crash")
+def crash(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("crash")
+
+
+@pytest.fixture(scope="module")
+def ways(crash: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Callable[[], None]]]:
+    """What keeps a server busy, by name."""
+    lane = ensure_lane("0.5.23")
     hook, model = tmp_path_factory.mktemp("hook"), tmp_path_factory.mktemp("model")
     (hook / "sitecustomize.py").write_text(SITECUSTOMIZE)
     (hook / "crashkit_kernel.py").write_text(KERNEL)
@@ -46,22 +54,24 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Busy]:
         "PYTHONPATH": str(hook),
         "TRITON_CACHE_DIR": str(hook / "triton"),
     }
-    found = {}
     with Server.start(lane, extra_args=arguments, env=environ) as server:
         server.wait_ready()
         # Later batches have less patience than the first ones.
         busy_story.generate(server, [1, 2, 3], 20)
-        found["profile"] = busy_story.watch(crash, lambda: busy_story.profile(server, hook))
-        found["compile"] = busy_story.watch(crash, lambda: busy_story.compile_in_a_batch(server, hook))
-        found["weights"] = busy_story.watch(crash, lambda: busy_story.update_weights(server, weights))
-        found["prefill"] = busy_story.watch(crash, lambda: busy_story.prefill(server))
+        yield {
+            "profile": lambda: busy_story.profile(server, hook),
+            "compile": lambda: busy_story.compile_in_a_batch(server, hook),
+            "weights": lambda: busy_story.update_weights(server, weights),
+            "prefill": lambda: busy_story.prefill(server),
+        }
         assert server.popen.poll() is None
-    return found
 
 
-@pytest.mark.parametrize("way", ["profile", "compile", "weights", "prefill"])
-def test_what_is_busy_is_no_hang(ways: dict[str, Busy], way: str) -> None:
-    busy = ways[way]
+@pytest.mark.parametrize(
+    "way", [pytest.param("profile", marks=RARE), "compile", "weights", pytest.param("prefill", marks=RARE)]
+)
+def test_what_is_busy_is_no_hang(ways: dict[str, Callable[[], None]], crash: Path, way: str) -> None:
+    busy = busy_story.watch(crash, ways[way])
     assert busy.problem == "", busy
     assert busy.secs > BUSY_SECS, busy
     assert busy.left == [], busy

@@ -90,6 +90,7 @@ def test_a_hanging_py_spy_does_not_keep_the_server_from_ending(without_pyspy: Wr
     assert without_pyspy.seconds_to_exit < 60
 
 
+@pytest.mark.matrix
 def test_a_rank_that_was_stopped_stays_stopped_and_has_a_stack(tmp_path: Path) -> None:
     states: list[str] = []
 

@@ -131,6 +131,7 @@ def test_of_a_disk_that_is_full_by_then_the_incident_is_elsewhere(lane: Lane, te
         assert sorted(kept) == sorted((request.rid, request.text) for request in left.wreck.sent)
 
 
+@pytest.mark.matrix
 def test_instead_of_a_read_only_folder_the_temporary_one_is_used(lane: Lane, temporary: Path, tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "size=8m,mode=700,ro") as folder:
         left = break_it(lane, folder, temporary, kill_scheduler)

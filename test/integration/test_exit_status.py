@@ -32,7 +32,8 @@ import sglang
 if __name__ == "__main__":
     engine = sglang.Engine(
         model_path=sys.argv[1], load_format="dummy", device="cpu", attention_backend="torch_native",
-        sampling_backend="pytorch", max_total_tokens=8192, mem_fraction_static=0.2, crash_dump_folder=sys.argv[2],
+        sampling_backend="pytorch", max_total_tokens=8192, mem_fraction_static=0.2, sleep_on_idle=True,
+        crash_dump_folder=sys.argv[2],
     )
     print("ready", flush=True)
     engine.generate("Once upon a time", {"max_new_tokens": 4000, "ignore_eos": True})
@@ -106,6 +107,7 @@ def wait_for_scheduler(process: subprocess.Popen[bytes], log: Path) -> int:
     return next(pid for pid, title in titles if title.startswith(SCHEDULER))
 
 
+@pytest.mark.matrix
 def test_whoever_wants_upstreams_status_gets_it_with_the_incident(tmp_path: Path) -> None:
     arguments, env = ["--crash-dump-folder", str(tmp_path)], {"SGLANG_CRASHKIT_EXIT_STATUS": "upstream"}
     with Server.start(ensure_lane("0.5.23"), extra_args=arguments, env=env) as server:

@@ -26,11 +26,11 @@ BUSY = 0.5
 def _tell(release: str, factory: pytest.TempPathFactory) -> Story:
     told, stuck = Story(factory.mktemp("crash")), StuckRank(factory.mktemp("stuck"))
     arguments = ["--crash-dump-folder", str(told.folder), "--chunked-prefill-size", str(CHUNK)]
-    arguments += ["--sleep-on-idle"] if release == SLEEPS else []
     # A busy machine takes longer to give all stacks than a server may be kept waiting.
     patience = {"SGLANG_CRASHKIT_CAPTURE_SECS": "10", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}
     environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}"} | patience | stuck.environ
-    with Server.start(ensure_lane(release), tp=2, extra_args=arguments, env=environ) as server:
+    spins = release != SLEEPS
+    with Server.start(ensure_lane(release), tp=2, extra_args=arguments, env=environ, spins=spins) as server:
         tell(server, told, stuck, full=release == FULL)
     return told
 

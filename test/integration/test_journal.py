@@ -1,4 +1,4 @@
-"""What a two-rank server was asked to do is in the incident, also where its main process was killed."""
+"""What a server was asked to do is in the incident, also where its main process was killed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def lane(request: pytest.FixtureRequest) -> Lane:
     return ensure_lane(request.param)
 
 
-@pytest.fixture(scope="module", params=["main process", "all processes"])
+@pytest.fixture(scope="module", params=["main process", pytest.param("all processes", marks=pytest.mark.matrix)])
 def killed(request: pytest.FixtureRequest, lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
     """The main process was killed, or all processes at once."""
     folder = tmp_path_factory.mktemp("crash")
@@ -80,7 +80,7 @@ def crashed(lane: Lane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Le
     """A rank was killed, and the server saved its requests itself."""
     folder = tmp_path_factory.mktemp("crash")
     with serve(lane, folder) as server:
-        yield break_it(lane, server, folder, lambda: os.kill(server.pid_of("sglang::scheduler_TP1"), signal.SIGKILL))
+        yield break_it(lane, server, folder, lambda: os.kill(server.pid_of("sglang::scheduler"), signal.SIGKILL))
 
 
 @contextlib.contextmanager
@@ -88,7 +88,7 @@ def serve(lane: Lane, folder: Path) -> Iterator[Server]:
     arguments = ["--crash-dump-folder", str(folder), "--api-key", SECRET]
     temporary = folder.parent / "t"
     temporary.mkdir(exist_ok=True)
-    with Server.start(lane, tp=2, extra_args=arguments, env={"TMPDIR": str(temporary)}) as server:
+    with Server.start(lane, extra_args=arguments, env={"TMPDIR": str(temporary)}) as server:
         server.wait_ready()
         yield server
 
@@ -192,6 +192,7 @@ def test_prompts_are_below_requests_only_and_the_key_is_nowhere(killed: Left) ->
             assert PROMPT.encode() not in content or path.parent.name == "requests", path
 
 
+@pytest.mark.matrix
 def test_the_server_counts_what_the_journal_counts(crashed: Left) -> None:
     requests = crashed.wreck.incident["requests"]
     assert requests["source"] == "pickle"
@@ -199,6 +200,7 @@ def test_the_server_counts_what_the_journal_counts(crashed: Left) -> None:
     assert (requests["journal"]["finished"], requests["journal"]["unfinished"]) == (1, 4)
 
 
+@pytest.mark.matrix
 def test_the_dump_is_what_upstreams_replay_script_reads(crashed: Left) -> None:
     path = crashed.wreck.incident["requests"]["path"]
     read = subprocess.run(

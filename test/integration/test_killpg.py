@@ -43,6 +43,7 @@ def members_of(group: int) -> list[str]:
 
 
 # The older releases have no such branch of their own, the newest has, and would kill while the requests are written.
+@pytest.mark.matrix
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_group_dies_after_the_dump_and_the_incident(release: str, tmp_path: Path) -> None:
     lane = ensure_lane(release)

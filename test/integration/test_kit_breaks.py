@@ -80,6 +80,7 @@ def test_so_does_a_killed_rank_that_upstream_does_not_look_at(tmp_path: Path, te
     assert list((tmp_path / "crash").glob("*/crash_dump_*.pkl"))
 
 
+@pytest.mark.matrix
 def test_a_server_whose_socket_is_gone_serves_on_and_the_handler_ends_it(tmp_path: Path, temporary: Path) -> None:
     with start(tmp_path / "crash", temporary) as server:
         server.wait_ready()

@@ -76,6 +76,7 @@ def test_a_patched_sglang_imports_and_serves_without_the_kit_and_says_so_once(la
     assert before_the_log_has_its_form(log_of_server(lane, tmp_path, crashkit=True)) == []
 
 
+@pytest.mark.matrix
 def test_a_kit_that_is_installed_but_not_applied_says_so(lane: Lane, tmp_path: Path) -> None:
     pip(lane, "install", "--no-index", "--no-deps", "--force-reinstall", build_kit_wheel(tmp_path))
     upstream = find_wheel(RELEASE, load_lock().releases[RELEASE].wheels, download=True)

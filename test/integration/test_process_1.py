@@ -121,6 +121,7 @@ def test_a_clean_stop_of_process_1_leaves_nothing_and_is_no_crash(lane: Lane, ho
     assert host.left == []
 
 
+@pytest.mark.matrix
 def test_a_crash_of_process_1_leaves_a_whole_incident_and_nothing_else(lane: Lane, host: Host) -> None:
     with host.start(lane) as server:
         server.wait_ready()
@@ -135,6 +136,7 @@ def test_a_crash_of_process_1_leaves_a_whole_incident_and_nothing_else(lane: Lan
     assert [found.path for found in host.next_start_reports()] == [incident.path]
 
 
+@pytest.mark.matrix
 def test_the_end_of_a_container_that_is_killed_is_no_crash_of_the_next(host: Host) -> None:
     with host.start(ensure_lane("0.5.23")) as server:
         server.wait_ready()
@@ -146,6 +148,7 @@ def test_the_end_of_a_container_that_is_killed_is_no_crash_of_the_next(host: Hos
     assert [place for place in host.places if Path(place).parent.name != "run"] == []
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(shutil.which("tini") is None, reason="tini is not installed: apt-get install tini")
 def test_a_clean_stop_below_tini_leaves_nothing(host: Host) -> None:
     with host.start(ensure_lane("0.5.23"), "tini", "--") as server:
@@ -155,6 +158,7 @@ def test_a_clean_stop_below_tini_leaves_nothing(host: Host) -> None:
     assert host.next_start_reports() == []
 
 
+@pytest.mark.matrix
 def test_two_servers_of_one_container_leave_nothing(host: Host) -> None:
     port = free_port()
     with host.start(ensure_lane("0.5.23"), "sh", "-c", TWO, "sh", str(port)) as server:

@@ -87,6 +87,7 @@ def test_faulthandler_tells_of_both_ranks_of_another_user_that_nobody_may_trace(
     assert left.folder.stat().st_uid == NOBODY
 
 
+@pytest.mark.matrix
 def test_without_py_spy_a_rank_that_dies_while_the_server_is_asked_to_end_is_one_incident(tmp_path: Path) -> None:
     missing = str(tmp_path / "py-spy")
 

@@ -25,6 +25,7 @@ READY_TIMEOUT_S = 400
 STOP_TIMEOUT_S = 120
 
 
+@pytest.mark.matrix
 def test_serve_answers_on_two_ranks_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     ensure_lane("0.5.23")
     said = tmp_path / "stdout"

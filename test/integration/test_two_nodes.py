@@ -132,7 +132,7 @@ def release(request: pytest.FixtureRequest) -> str:
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 0], ids=["rank1", "rank0"])
+@pytest.fixture(scope="module", params=[1, pytest.param(0, marks=pytest.mark.matrix)], ids=["rank1", "rank0"])
 def loss(request: pytest.FixtureRequest, release: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Node, Node]:
     """The node that lost its rank, and the other one."""
     victim, folder = request.param, tmp_path_factory.mktemp("crash")
@@ -187,6 +187,7 @@ def test_a_server_that_is_asked_to_end_is_no_failure_of_any_node(release: str, t
     assert verdicts == (["lost_peer"] if first.status else [])
 
 
+@pytest.mark.matrix
 def test_a_rank_that_is_killed_on_node_1_while_it_loads_ends_that_node(release: str, tmp_path: Path) -> None:
     with two_nodes(release, tmp_path) as nodes:
         deadline = time.monotonic() + TITLE_TIMEOUT_S

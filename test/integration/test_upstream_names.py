@@ -26,7 +26,7 @@ VARIABLES = {
 }
 
 
-@pytest.fixture(scope="module", params=["0.5.9", "0.5.12.post1", "0.5.23"])
+@pytest.fixture(scope="module", params=["0.5.9", pytest.param("0.5.12.post1", marks=pytest.mark.matrix), "0.5.23"])
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """What the program saw, and the folder that it worked in."""
     lane = ensure_lane(request.param)

@@ -130,7 +130,10 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     arguments = ["--chunked-prefill-size", str(CHUNK)]
     lane = ensure_lane("0.5.23", pristine=True)
     folder = tmp_path_factory.mktemp("watch")
-    with Server.start(lane, tp=2, extra_args=arguments) as server, _watching(server, folder) as watch:
+    with (
+        Server.start(lane, tp=2, extra_args=arguments, spins=True) as server,
+        _watching(server, folder) as watch,
+    ):
         _tell(server, watch, told)
         server.popen.terminate()
         server.popen.wait(timeout=LONG)
@@ -221,7 +224,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Keyed:
     return Keyed(victim, calm, hang, events, b"".join(path.read_bytes() for path in files))
 
 
-@pytest.mark.wide
+@pytest.mark.matrix
 def test_with_its_key_a_paused_server_is_no_hang_and_the_stopped_rank_is_named(keyed: Keyed) -> None:
     assert keyed.calm == ["watching", "serving"]
     kinds = [event["event"] for event in keyed.events[True]]
@@ -229,7 +232,7 @@ def test_with_its_key_a_paused_server_is_no_hang_and_the_stopped_rank_is_named(k
     assert f"{VICTIM} (pid {keyed.victim}) is stopped (state T)" in keyed.hang[True]["text"]
 
 
-@pytest.mark.wide
+@pytest.mark.matrix
 def test_without_its_key_the_option_is_named_once_and_a_hang_is_told_nevertheless(keyed: Keyed) -> None:
     (problem,) = [event["text"] for event in keyed.events[False] if event["event"] == "problem"]
     assert "/server_info is answered with 401" in problem
@@ -237,7 +240,7 @@ def test_without_its_key_the_option_is_named_once_and_a_hang_is_told_nevertheles
     assert f"{VICTIM} (pid {keyed.victim}) is stopped (state T)" in keyed.hang[False]["text"]
 
 
-@pytest.mark.wide
+@pytest.mark.matrix
 def test_the_key_is_in_nothing_that_is_told_or_written(keyed: Keyed) -> None:
     assert keyed.written
     assert KEY.encode() not in keyed.written

@@ -122,6 +122,7 @@ def test_the_incident_of_a_patched_server_is_told_with_its_verdict(crashed: tupl
     assert (stored.path / "summary.md").read_text().startswith(f"# {incident['headline']}\n")
 
 
+@pytest.mark.matrix
 def test_a_patched_server_that_is_asked_to_end_did_not_crash(tmp_path: Path) -> None:
     watched = watch(tmp_path, pristine=False, is_killed=False)
     # On a busy machine the end may take longer than a hang, which is excused.
