@@ -98,6 +98,7 @@ SENDERS = {
     "handler/folders.py",
     "installer/environment.py",
     "srt/handler_process.py",
+    "capture/gpu_facts.py",
     "replay/server.py",
     "test/plugin.py",
     "test/evidence.py",
