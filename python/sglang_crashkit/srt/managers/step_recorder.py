@@ -128,7 +128,8 @@ class StepRecorder:
         rids = list(map(_rid_of, reqs))
         tokens: Sequence[int] | None = None
         lengths: Sequence[int]
-        if mode in self._extends:
+        # With beams there are more rows than requests.
+        if mode in self._extends and len(batch.extend_lens) == len(batch.prefix_lens) == len(reqs):
             tokens = batch.extend_lens
             lengths = [done + new for done, new in zip(batch.prefix_lens, tokens, strict=True)]
         else:
@@ -148,7 +149,7 @@ class StepRecorder:
             rids,
             lengths,
             tokens,
-            len(rids) if tokens is None else sum(tokens),
+            sum(tokens) if tokens is not None else (mode in self._extends and batch.extend_num_tokens) or len(rids),
             Facts(running, waiting, self._retracted, self._received, free, self._kv_size),
             decisions,
             self._received_hash,
@@ -279,6 +280,9 @@ def _begin(scheduler: Any) -> StepRecorder | None:
         logger.warning("crash kit: the steps of this scheduler are not recorded: %s", error)
         writer.close()
         return None
+    except BaseException:
+        writer.close()
+        raise
     _recorder, _is_off = recorder, False
     return recorder
 

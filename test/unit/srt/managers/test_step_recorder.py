@@ -178,6 +178,7 @@ def test_passes_of_speculative_decoding_are_told_apart(scheduler: Scheduler) -> 
         (batch_of(DECODE, [A, B], seq_lens_cpu=None), ("decode", 2, [(1, 4), (1, 7)])),
         (batch_of(DECODE, [A, B], seq_lens_cpu=Lengths([5, 8])), ("decode", 2, [(1, 5), (1, 8)])),
         (batch_of(DECODE, [A, B], seq_lens_cpu=Lengths([5, 8, 8])), ("decode", 2, [(1, 4), (1, 7)])),
+        (batch_of(EXTEND, [A], extend_lens=[1, 2], extend_num_tokens=3), ("extend", 3, [(1, 4)])),
         (batch_of(None, []), ("", 0, [])),  # type: ignore[arg-type]
     ],
 )
@@ -323,7 +324,7 @@ def test_without_a_handler_nothing_is_noted_and_one_line_says_so(
     [
         lambda scheduler: scheduler.process_input_requests([BatchTokenizedGenerateReqInput(None)]),  # type: ignore[arg-type]
         lambda scheduler: scheduler.run_batch(SimpleNamespace(forward_mode=DECODE)),
-        lambda scheduler: scheduler.run_batch(batch_of(EXTEND, [A], extend_lens=[1, 2])),
+        lambda scheduler: scheduler.run_batch(batch_of(EXTEND, [A], extend_lens=None)),
         lambda scheduler: scheduler.run_batch(batch_of(DECODE, [A], seq_lens_cpu=Lengths([-1]))),
         lambda _scheduler: step_recorder.on_forward(None),
         lambda scheduler: scheduler.retract([None]),  # type: ignore[list-item]
