@@ -72,7 +72,7 @@ class RingHandler(logging.Handler):
     def _text_of(self, record: logging.LogRecord) -> str | None:
         try:
             # An earlier handler has formatted it.
-            text = record.__dict__.get("message") or record.getMessage()
+            text = str(record.__dict__.get("message") or record.getMessage())
         except Exception:  # noqa: BLE001 - whoever logged it is told so by the other handlers
             text = str(record.msg)
         if text.startswith(_OF_REQUESTS):
