@@ -132,7 +132,7 @@ class IncidentRun:
         """Add a sentence to the verdict, also once the incident is finished."""
         self._afterwords.append(sentence)
         if self.finished:
-            self._judge_finally()
+            self._judge_again()
             self._save_again()
 
     def _save_again(self) -> None:
@@ -178,10 +178,9 @@ class IncidentRun:
         verdict.text = " ".join([verdict.text, *self._afterwords])
         return verdict
 
-    def _judge_finally(self) -> Verdict:
-        self.incident.verdict = verdict = self._judge()
+    def _judge_again(self) -> None:
+        self.incident.verdict = self._judge()
         self.incident.cause = explain(self.incident, self.folder.path)
-        return verdict
 
     def report(self, process: TrackedProcess) -> ProcessReport:
         """Return the report on a process, to which evidence may be added."""
@@ -376,7 +375,7 @@ class IncidentRun:
                 self.incident.peers.append(peer)
             self.note(seconds, "peer_lost", role=peer.role, address=peer.address, sign=peer.sign)
         if self.finished:
-            self._judge_finally()
+            self._judge_again()
             self.save()
 
     def add_requests(self, fields: dict[str, Any]) -> None:
@@ -451,11 +450,13 @@ class IncidentRun:
             if process.exited_at is not None and not process.is_of_no_account:
                 self._note_exit(process)
         self.incident.processes.sort(key=lambda report: (report.role == "helper", report.role, report.pid))
-        verdict = self._judge_finally()
+        self.incident.verdict = verdict = self._judge()
         self._take_kind()
         self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.incident.complete = True
         spare = count_repeat(self.incident, self.folder, self._settings.full_per_fault)
+        # It asks what all of the above found.
+        self.incident.cause = explain(self.incident, self.folder.path)
         self.save(sync=True)
         with contextlib.suppress(OSError):
             for name in spare:

@@ -268,10 +268,7 @@ class Occurrence:
 
 @dataclass
 class Incident:
-    """Everything the kit knows of one crash, hang or loss of the other server of a pair.
-
-    ``cause`` is what `analysis.causes.explain` returns; None before it is finished.
-    """
+    """Everything the kit knows of one crash, hang or loss of the other server of a pair."""
 
     id: str
     kind: str
@@ -283,9 +280,10 @@ class Incident:
     collectives: Collectives | None = None
     timeline: list[dict[str, Any]] = field(default_factory=list)
     verdict: Verdict | None = None
-    cause: dict[str, Any] | None = None
     handler: HandlerInfo | None = None
     fault: Occurrence | None = None
+    #: What `analysis.causes.explain` returns; None before the incident is finished.
+    cause: dict[str, Any] | None = None
     complete: bool = False
     schema_version: int = SCHEMA_VERSION
 
