@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit import __version__
-from sglang_crashkit.analysis.suspects import suspects_of
 from sglang_crashkit.analysis.verdict import FailureEvent, judge, order_failures
 from sglang_crashkit.handler.collectors import stacks, states
 from sglang_crashkit.handler.collectors.causes import explain
 from sglang_crashkit.handler.collectors.divergence import divergence_of, without_requests
-from sglang_crashkit.handler.collectors.repeats import count_repeat, incident_with_core
+from sglang_crashkit.handler.collectors.repeats import count_repeat, incident_with_core, name_suspects
 from sglang_crashkit.handler.collectors.requests import add, add_journal, requests_of
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, tells_of_a_crash
@@ -469,8 +468,9 @@ class IncidentRun:
         self._take_kind()
         self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.incident.complete = True
-        self.incident.suspects = suspects_of(self.incident)
+        name_suspects(self.incident)
         spare = count_repeat(self.incident, self.folder, self._settings.full_per_fault)
+        # It asks what all of the above found.
         self.incident.cause = explain(self.incident, self.folder.path)
         self.save(sync=True)
         with contextlib.suppress(OSError):

@@ -356,9 +356,9 @@ class Incident:
     gpus: dict[str, Any] | None = None
     timeline: list[dict[str, Any]] = field(default_factory=list)
     verdict: Verdict | None = None
-    cause: dict[str, Any] | None = None
     handler: HandlerInfo | None = None
     fault: Occurrence | None = None
+    cause: dict[str, Any] | None = None
     complete: bool = False
     schema_version: int = SCHEMA_VERSION
 

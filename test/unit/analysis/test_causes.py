@@ -445,6 +445,22 @@ def test_the_record_of_a_rank_tells_more_than_the_timeline() -> None:
     assert "in forward (x.py)" in found["reasons"][0]
 
 
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        (
+            "2026-01-01T00:00:00Z ERROR uvicorn.error: [Errno 98] error while attempting to bind on address",
+            "startup_port",
+        ),
+        ("2026-01-01T00:00:00Z INFO sglang.srt: ERROR uvicorn.error: [Errno 98] a prompt", "exited"),
+    ],
+)
+def test_the_last_words_of_an_http_server_name_its_port(line: str, name: str) -> None:
+    ended = incident("exit_status", "server", end=STATUS)
+    assert causes.explain(ended, logs={1: ["an earlier line", line]})["class"] == name
+    assert causes.explain(incident("signal", "server", end=killed()), logs={1: [line]})["class"] == "killed"
+
+
 def test_a_broken_rule_costs_nothing_but_itself(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,7 +12,16 @@ import pytest
 from sglang_crashkit.analysis import causes
 from sglang_crashkit.handler.collectors.causes import explain
 from sglang_crashkit.incident.summary import format_summary
-from sglang_crashkit.model.incident import Evidence, Failure, Incident, ProcessReport, ServerInfo, Trigger, Verdict
+from sglang_crashkit.model.incident import (
+    Evidence,
+    Exit,
+    Failure,
+    Incident,
+    ProcessReport,
+    ServerInfo,
+    Trigger,
+    Verdict,
+)
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 
 RECORD = {
@@ -65,6 +74,19 @@ def test_the_arguments_are_those_of_the_environment_in_the_folder(tmp_path: Path
     assert without["known_issues"] == []
     assert found is not None
     assert [one["issue"] for one in found["known_issues"]] == [40729]
+
+
+def test_the_log_of_the_first_failure_is_read(tmp_path: Path) -> None:
+    incident = make_incident("exit_status")
+    incident.timeline.clear()
+    incident.processes[0].exit = Exit(1, None, "exit_status", "no exception", "t")
+    incident.processes[0].evidence = [Evidence("log", "captured", "x.log")]  # type: ignore[arg-type]
+    without = explain(incident, tmp_path)
+    (tmp_path / "x.log").write_text("2026-01-01T00:00:00Z ERROR uvicorn.error: [Errno 98] x\n")
+    found = explain(incident, tmp_path)
+    assert without is not None
+    assert found is not None
+    assert (without["class"], found["class"]) == ("exited", "startup_port")
 
 
 def test_a_broken_rule_book_does_not_cost_the_incident(

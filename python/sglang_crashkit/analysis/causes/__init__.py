@@ -23,6 +23,7 @@ def explain(
     document: Mapping[str, Any],
     records: Mapping[int, Mapping[str, Any]] | None = None,
     stacks: Mapping[int, Sequence[str]] | None = None,
+    logs: Mapping[int, Sequence[str]] | None = None,
 ) -> dict[str, Any]:
     """Return the cause of an incident, as ``incident.json`` holds it under ``cause``.
 
@@ -30,13 +31,14 @@ def explain(
         document: the incident; see `Incident.to_json`.
         records: by pid what failing processes wrote of themselves, as ``ranks/*.exception.json`` holds it.
         stacks: by pid the frames of the main thread, innermost first, where they are at hand.
+        logs: by pid the lines of ``logs/*.log``.
 
     Returns:
         ``class``, one of `advice.ADVICE`, and what it is in ``words``; ``level``; ``reasons`` and ``next_steps``,
         sentences; ``known_issues`` with ``issue``, ``title``, ``fixed_in`` and ``workaround``; ``restart_helps``:
         ``yes``, ``no`` or ``unknown``. A rule or a data file that is broken is logged, and left out.
     """
-    case = Case(document, records, stacks)
+    case = Case(document, records, stacks, logs)
     try:
         case.known = matching(load_issues(), case)
     except Exception as error:

@@ -2,7 +2,7 @@
 
 Any kit version may have written the incident, and each piece of it may be missing: then the answer is that nothing is
 known. The words of a request never stand where an answer comes from: an exception is known by its type, by how its own
-text begins and by the frames that it came through; log lines are not looked at.
+text begins and by the frames that it came through. Of the logs, only what the HTTP server says as it ends is looked at.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class Case:
         document: see `Incident.to_json`.
         records: by pid what failing processes wrote of themselves; see ``srt/exception_record.py``.
         stacks: by pid the frames of the main thread, innermost first; of the others what they were doing is known.
+        logs: by pid the lines that a process logged last, as ``logs/`` of an incident holds them.
 
     Attributes:
         known: what is known upstream of the like; see `known_issues`.
@@ -96,6 +97,7 @@ class Case:
         document: Mapping[str, Any],
         records: Mapping[int, Mapping[str, Any]] | None = None,
         stacks: Mapping[int, Sequence[str]] | None = None,
+        logs: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         self.document = document
         self.kind = str(document.get("kind"))
@@ -104,7 +106,7 @@ class Case:
         self.events = mappings_of(document.get("timeline"))
         pid = mapping_of(self.verdict.get("first_failure")).get("pid")
         self.first: Mapping[str, Any] = next((one for one in self.processes if one.get("pid") == pid), {})
-        self._records, self._stacks = records or {}, stacks or {}
+        self._records, self._stacks, self._logs = records or {}, stacks or {}, logs or {}
         self.known: Sequence[KnownIssue] = ()
 
     @cached_property
@@ -139,6 +141,12 @@ class Case:
         """The signal that the first failure died of, before it told of anything else; empty without one."""
         is_own = self.verdict.get("kind") in ("signal", "oom_kill")
         return str(self.end.get("signal") or "") if is_own else ""
+
+    @property
+    def last_words(self) -> Sequence[str]:
+        """What the first failure logged last, where it ended by itself and without an exception; empty otherwise."""
+        silent = self.error is None and self.end.get("cause") == "exit_status"
+        return self._logs.get(self.first.get("pid", 0), ()) if silent else ()
 
     @cached_property
     def is_starting(self) -> bool:

@@ -51,6 +51,8 @@ _TIMED_OUT = (
 )
 #: What a scheduler goes through with one request, and no batch.
 _TAKING_IN = ("handle_generate_request (*.py)", "handle_embedding_request (*.py)", "handle_tokenized_* (*.py)")
+#: Upon that the HTTP server ends with a status, and without an exception.
+_NO_BIND = re.compile(r"\S+ ERROR uvicorn\.error: \[Errno 98\] ")
 _NO_SPACE = r"\[Errno 28\] No space left on device"
 
 
@@ -223,6 +225,13 @@ def _poison(case: Case) -> Finding | None:
     return None
 
 
+def _port_logged(case: Case) -> Finding | None:
+    line = next((line for line in case.last_words if _NO_BIND.match(line)), None)
+    return (
+        Finding("supported", (f"{name_of(case.first)} logged before it ended: {line.strip()[:200]}",)) if line else None
+    )
+
+
 def _startup_timeout(case: Case) -> Finding | None:
     for event in case.events:
         if event.get("event") == "startup_timeout":
@@ -331,6 +340,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     # The start.
     ("startup_port", raises("DistNetworkError|ZMQError", _PORT_WORDS)),
     ("startup_port", raises("OSError|RuntimeError|ValueError", _PORT_WORDS)),
+    ("startup_port", _port_logged),
     ("startup_memory", raises("RuntimeError|ValueError", r"Not enough memory\. Please try", starting=True)),
     (
         "startup_model",

@@ -30,7 +30,7 @@ def explain(incident: Incident, folder: Path) -> dict[str, Any] | None:
         document = incident.to_json()
         # Of which the incident itself has a little.
         document["environment"] = _read(folder / "environment.json") or document.get("environment")
-        return causes.explain(document, _records(incident, folder), _stacks(incident))
+        return causes.explain(document, _records(incident, folder), _stacks(incident), _logs(incident, folder))
     except Exception as error:
         logger.error("the cause of incident %s was not looked for", incident.id, exc_info=error)
         return None
@@ -48,13 +48,30 @@ def _stacks(incident: Incident) -> dict[int, list[str]]:
 
 def _records(incident: Incident, folder: Path) -> dict[int, dict[str, Any]]:
     """Return by pid what failing processes wrote of themselves."""
-    paths = {
+    paths = _paths(incident, "exception")
+    return {pid: record for pid, path in paths.items() if (record := _read(folder / path))}
+
+
+def _logs(incident: Incident, folder: Path) -> dict[int, list[str]]:
+    """Return by pid what the first failure logged last; of the others it says nothing about the cause."""
+    failure = incident.verdict.first_failure if incident.verdict is not None else None
+    path = _paths(incident, "log").get(failure.pid) if failure is not None else None
+    if failure is None or path is None:
+        return {}
+    try:
+        with (folder / path).open(errors="replace") as file:
+            return {failure.pid: file.read(_MAX_BYTES).splitlines()}
+    except OSError:
+        return {}
+
+
+def _paths(incident: Incident, kind: str) -> dict[int, str]:
+    return {
         process.pid: piece.path
         for process in incident.processes
         for piece in process.evidence
-        if piece.kind == "exception" and piece.path is not None
+        if piece.kind == kind and piece.path is not None
     }
-    return {pid: record for pid, path in paths.items() if (record := _read(folder / path))}
 
 
 def _read(path: Path) -> dict[str, Any]:

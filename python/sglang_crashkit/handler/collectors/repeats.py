@@ -50,9 +50,18 @@ def count_repeat(incident: Incident, folder: IncidentFolder, keep: int) -> list[
         folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core, suspects=suspects
     )
     if incident.fault is not None and incident.fault.seen:
-        incident.suspects = suspects_of(incident, incident.fault.seen)
+        name_suspects(incident, incident.fault.seen)
         _keep_out(incident, lines, folder.path)
     return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
+
+
+def name_suspects(incident: Incident, seen: Mapping[str, int] | None = None) -> None:
+    """Put the suspects into an incident; see `suspects_of`."""
+    try:
+        incident.suspects = suspects_of(incident, seen)
+    except Exception:
+        # What is known beside it is worth more.
+        logger.exception("the requests of the last step cannot be judged")
 
 
 def _lines_of(rids: Collection[str], path: Path) -> dict[str, dict[str, Any]]:
