@@ -217,6 +217,7 @@ FAULTS = (
         stopped=(TP0, TP1),
         env=UNHEALTHY,
         most_s=HANG_S,
+        rare=True,
     ),
     Fault(
         "spinning",
