@@ -86,7 +86,7 @@ class PDServers(ManagedProcess):
                 argv = ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", "mooncake"]
                 argv += [*options, *extra_args]
                 name = f"sglang-{lane.name}-{mode}"
-                server = Server.start(lane, device=device, extra_args=argv, env=TRANSFER_ENV, name=name)
+                server = Server.start(lane, device=device, extra_args=argv, env=TRANSFER_ENV, name=name, spins=True)
                 behind.append(started.enter_context(server))
             prefill, decode = behind
             port = port or free_port()

@@ -61,7 +61,8 @@ class Fault:
         kinds: the kinds of incident that may come of it.
         end: the cause and the signal of the end of `first`; None where it lives, or may be ended by another.
         stopped: the titles of those that are stopped and must stay so until they are killed.
-        dp: data-parallel ranks; 1 for two tensor-parallel ranks instead.
+        dp: data-parallel ranks; 1 for `tp` tensor-parallel ranks instead.
+        tp: tensor-parallel ranks.
         env: more environment for the server.
         args: more arguments for the server.
         requests: how many requests are in flight; 0 for a server that was never asked anything.
@@ -77,6 +78,7 @@ class Fault:
     end: tuple[str, str] | None = None
     stopped: tuple[str, ...] = ()
     dp: int = 1
+    tp: int = 2
     env: Mapping[str, str] = field(default_factory=dict)
     args: tuple[str, ...] = ()
     requests: int = 3
@@ -168,7 +170,7 @@ FAULTS = (
         dp=2,
         rare=True,
     ),
-    Fault("detokenizer", send(DETOKENIZER, signal.SIGKILL), DETOKENIZER, ServerExit.KILLED, end=SIGKILLED),
+    Fault("detokenizer", send(DETOKENIZER, signal.SIGKILL), DETOKENIZER, ServerExit.KILLED, end=SIGKILLED, tp=1),
     Fault(
         "controller", send(CONTROLLER, signal.SIGKILL), CONTROLLER, ServerExit.KILLED, end=SIGKILLED, dp=2, rare=True
     ),
@@ -215,6 +217,7 @@ FAULTS = (
         stopped=(TP0, TP1),
         env=UNHEALTHY,
         most_s=HANG_S,
+        rare=True,
     ),
     Fault(
         "spinning",

@@ -188,7 +188,7 @@ def _waits(pid: int) -> bool:
 )
 def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Story:
     release, pristine = request.param
-    with Server.start(ensure_lane(release, pristine=pristine), tp=2) as server:
+    with Server.start(ensure_lane(release, pristine=pristine), tp=2, spins=True) as server:
         return tell(server, tmp_path_factory.mktemp("collected"))
 
 

@@ -21,7 +21,7 @@ from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.small_disk import fill, mounted
 from unit.waiting import LONG, wait_until
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(400)]
 
 SCHEDULER = "sglang::scheduler"
 #: The small disk is for incidents.
@@ -110,7 +110,6 @@ def test_a_disk_that_fills_up_in_the_middle_has_what_is_essential(lane: Lane, te
         assert [path.name for path in found.path.rglob(".*")] == []
 
 
-@pytest.mark.matrix
 def test_of_a_disk_that_is_full_by_then_the_incident_is_elsewhere(lane: Lane, temporary: Path, tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "size=8m,mode=700") as folder:
 
@@ -131,7 +130,6 @@ def test_of_a_disk_that_is_full_by_then_the_incident_is_elsewhere(lane: Lane, te
         assert sorted(kept) == sorted((request.rid, request.text) for request in left.wreck.sent)
 
 
-@pytest.mark.matrix
 def test_instead_of_a_read_only_folder_the_temporary_one_is_used(lane: Lane, temporary: Path, tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "size=8m,mode=700,ro") as folder:
         left = break_it(lane, folder, temporary, kill_scheduler)

@@ -46,7 +46,7 @@ def test_every_process_has_evidence_and_nothing_is_left(release: str, fault: Fau
     folder = tmp_path / "crash"
     env = write_site(tmp_path / "site") | dict(fault.env)
     options = ["--crash-dump-folder", str(folder), *fault.args]
-    tp = 2 if fault.dp == 1 else 1
+    tp = fault.tp if fault.dp == 1 else 1
     watch, struck = StateWatch(), [0.0]
 
     def strike(server: Server) -> None:

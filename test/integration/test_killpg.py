@@ -15,7 +15,7 @@ from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.kernel import procfs
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
 ENV = {"SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION": "1", "SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS": "50"}
 
@@ -43,7 +43,6 @@ def members_of(group: int) -> list[str]:
 
 
 # The older releases have no such branch of their own, the newest has, and would kill while the requests are written.
-@pytest.mark.matrix
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_group_dies_after_the_dump_and_the_incident(release: str, tmp_path: Path) -> None:
     lane = ensure_lane(release)

@@ -334,6 +334,7 @@ def names_of_a_child(program: Program) -> set[str]:
     return {line.partition("=")[0] for line in lines if line.startswith(OF_THE_KIT)}
 
 
+@pytest.mark.matrix
 def test_a_hang_of_the_second_engine_is_noticed_and_what_the_program_starts_has_none_of_its_variables(
     tmp_path: Path,
 ) -> None:
@@ -394,9 +395,8 @@ def end_all_at_once(lane: Lane, crash: Path, requests: int) -> tuple[int, list[s
 UPSTREAMS_STATUSES = (0, -signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    "requests", [pytest.param(0, marks=pytest.mark.matrix, id="idle"), pytest.param(3, id="at work")]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("requests", [0, 3], ids=["idle", "at work"])
 def test_sigterm_to_all_processes_at_once_is_an_orderly_end(requests: int, tmp_path: Path) -> None:
     status, left, kinds = end_all_at_once(ensure_lane(NEWEST), tmp_path / "crash", requests)
     assert (left, kinds) == ([], [])

@@ -18,7 +18,7 @@ from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
 from unit.waiting import wait_until
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
 RANKS = FIRST, SECOND = "sglang::scheduler_TP0", "sglang::scheduler_TP1"
 DETOKENIZER = "sglang::detokenizer"
@@ -56,7 +56,6 @@ def their_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.matrix
 @pytest.mark.skipif(not can_restrain(), reason="a server of another user takes root and setpriv")
 @pytest.mark.parametrize("release", RELEASES)
 def test_faulthandler_tells_of_both_ranks_of_another_user_that_nobody_may_trace(
@@ -87,7 +86,6 @@ def test_faulthandler_tells_of_both_ranks_of_another_user_that_nobody_may_trace(
     assert left.folder.stat().st_uid == NOBODY
 
 
-@pytest.mark.matrix
 def test_without_py_spy_a_rank_that_dies_while_the_server_is_asked_to_end_is_one_incident(tmp_path: Path) -> None:
     missing = str(tmp_path / "py-spy")
 
@@ -111,7 +109,6 @@ def test_without_py_spy_a_rank_that_dies_while_the_server_is_asked_to_end_is_one
     assert "run_scheduler_process" in stack_of(left, FIRST)
 
 
-@pytest.mark.matrix
 def test_two_ranks_that_die_at_once_are_one_incident_that_names_one_of_them(tmp_path: Path) -> None:
     def fault(server: Server) -> None:
         pids = [server.pid_of(title) for title in RANKS]

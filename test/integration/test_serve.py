@@ -17,7 +17,7 @@ from lanelib import procs
 from lanelib.lanes import ensure_lane
 from lanelib.paths import ROOT
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
 SERVE = ROOT / "scripts" / "serve"
 READY = re.compile(r"ready after \d+ s: (http://\S+)")
@@ -25,7 +25,6 @@ READY_TIMEOUT_S = 400
 STOP_TIMEOUT_S = 120
 
 
-@pytest.mark.matrix
 def test_serve_answers_on_two_ranks_and_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     ensure_lane("0.5.23")
     said = tmp_path / "stdout"

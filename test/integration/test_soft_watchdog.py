@@ -13,7 +13,7 @@ from lanelib.servers import Server
 from sglang_crashkit.incident.store import find_incidents
 from unit.waiting import wait_until
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
 #: Far less than a start takes, so that the tokenizer manager's watchdog trips before the ranks are ready.
 TIMEOUT_SECS = 5

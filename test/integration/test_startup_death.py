@@ -190,7 +190,8 @@ def test_a_rank_that_raises_before_the_first_request_is_named_with_its_exception
     (tmp_path / "site" / "sitecustomize.py").write_text(RAISE)
     options = ["--crash-dump-folder", str(tmp_path / "crash")]
     env = NO_REQUEST | {"PYTHONPATH": str(tmp_path / "site")}
-    with Server.start(ensure_lane(release), extra_args=options, env=env) as server:
+    # One that sleeps is seldom in its loop itself.
+    with Server.start(ensure_lane(release), extra_args=options, env=env, spins=True) as server:
         server.wait_ready()
         os.kill(server.pid_of(SCHEDULER), signal.SIGUSR2)
         assert server.popen.wait(timeout=EXIT_TIMEOUT_S) == ServerExit.RAISED

@@ -18,7 +18,7 @@ from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.model.sample import main_thread
 from unit.waiting import wait_until
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
 RANKS = ("sglang::scheduler_TP0", "sglang::scheduler_TP1")
 #: Until the ranks are where they stay, on a busy machine.

@@ -166,6 +166,7 @@ def test_the_other_node_says_that_it_lost_a_peer(loss: tuple[Node, Node]) -> Non
     assert_whole(other, {})
 
 
+@pytest.mark.matrix
 def test_a_server_that_is_asked_to_end_is_no_failure_of_any_node(release: str, tmp_path: Path) -> None:
     with two_nodes(release, tmp_path) as nodes:
         wait_all_ready(nodes)

@@ -199,7 +199,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Keyed:
     key = tmp_path_factory.mktemp("secret") / "key"
     key.write_text(f"{KEY}\n")
     lane = ensure_lane("0.5.23", pristine=True)
-    with Server.start(lane, tp=2, extra_args=["--api-key", KEY]) as server, contextlib.ExitStack() as stack:
+    with Server.start(lane, tp=2, extra_args=["--api-key", KEY], spins=True) as server, contextlib.ExitStack() as stack:
         server.wait_ready()
         with_key = stack.enter_context(_watching(server, folders[True], "--api-key-file", str(key)))
         with_key.await_event("serving")

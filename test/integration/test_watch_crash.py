@@ -55,7 +55,8 @@ def watch(folder: Path, *, pristine: bool, is_killed: bool) -> Watched:
     """Watch a server of which one rank is killed, or which is asked to end, and end it."""
     said, crash_folder = folder / "said", folder / "crash"
     lane = ensure_lane("0.5.23", pristine=pristine)
-    with Server.start(lane, tp=2, extra_args=["--crash-dump-folder", str(crash_folder)]) as server:
+    options = ["--crash-dump-folder", str(crash_folder)]
+    with Server.start(lane, tp=2, extra_args=options, spins=True) as server:
         server.wait_ready()
         victim = server.pid_of(VICTIM)
         command = [sys.executable, "-m", "sglang_crashkit", "watch", "--json", "--pid", str(server.pid)]

@@ -215,12 +215,12 @@ def uses(tree: ast.Module, hooks: set[str]) -> dict[str, str]:
             found[called(node.context_expr)] = "with"
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
             found[node.value.id] = "name"
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and called(node.value) in hooks:
             args = [ast.unparse(each) for each in node.value.args]
             is_kept = bool(args) and _names(node, args[-1])
             found[called(node.value)] = "value" if is_kept else "factory"
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "vars().update":
-            found[called(node.args[0])] = "update"
+        elif isinstance(node, ast.Call) and node.args and (name := called(node.args[0])) in hooks:
+            found |= {name: "update"} if ast.unparse(node.func) == "vars().update" else {}
     return {name: use for name, use in found.items() if name in hooks}
 
 

@@ -64,7 +64,7 @@ def test_ten_thousand_events_leave_nothing_behind(
     assert stored.document["verdict"]["first_failure"]["pid"] == server.ranks["scheduler_TP1"]
 
 
-@pytest.mark.wide
+@pytest.mark.matrix
 @pytest.mark.timeout(600)
 def test_ten_thousand_processes_that_come_and_go_leave_nothing_behind(start_server: Callable[..., Server]) -> None:
     server = start_server()
