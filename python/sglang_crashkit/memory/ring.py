@@ -348,7 +348,7 @@ def _no_memory(error: Exception) -> RingError:
 
 
 def _frame_size(length: int) -> int:
-    return -(-(_FRAME_BYTES + length) // _ALIGNMENT) * _ALIGNMENT
+    return (length + _FRAME_BYTES + _ALIGNMENT - 1) & -_ALIGNMENT
 
 
 def _read_header(descriptor: int) -> tuple[int, bytes]:

@@ -54,9 +54,9 @@ _WITHHELD = "withheld: the request asks for no logs"
 _WITHHELD_BY_FLAG = "withheld by SGLANG_CRASHKIT_PROMPTS={}: {}"
 
 #: What most requests differ in, beside their prompts.
-_VARYING = frozenset({"rid", "bootstrap_room"})
-#: So many sets of fields are remembered of each class of requests, each so long at most, in bytes of JSON.
-_REMEMBERED, _MAX_REMEMBERED = 16, 1024
+_VARYING = frozenset({"rid", "bootstrap_room", "sampling_params"})
+#: So many values are remembered, each so long at most, in characters of JSON.
+_REMEMBERED, _MAX_REMEMBERED = 4, 1024
 _MAX_RID = 256
 
 #: Of the few classes of requests that there are.
@@ -156,7 +156,7 @@ class JournaledStates(dict[str, Any]):
             return
         try:
             change(journal, *arguments)
-            if journal.lost and not self._warned:
+            if not self._warned and journal.lost:
                 self._warned = True
                 logger.warning(
                     "crash kit: the request journal is too small for the requests under way, the oldest are left out; "
@@ -214,10 +214,35 @@ class RequestReader:
         return found
 
 
-class _KnownFields:
-    """The fields of requests of one class as they were met lately, and their JSON.
+class _Memo:
+    """The JSON of values that were met lately, all of them light.
 
-    To compare a request's fields with some that are light costs little, however heavy they are themselves.
+    To compare a value with those costs little, however heavy it is itself.
+    """
+
+    def __init__(self) -> None:
+        self._met: deque[Any] = deque(maxlen=_REMEMBERED)
+        #: Of each of these what it is exactly, since 1 == True, and the JSON.
+        self._told: deque[tuple[bytes, str]] = deque(maxlen=_REMEMBERED)
+
+    def find(self, value: Any) -> str | None:
+        """Return its JSON; None where it was not met. Raises what a comparison with a value of the user's raises."""
+        try:
+            exact, text = self._told[self._met.index(value)]
+        except ValueError:
+            return None
+        return text if marshal.dumps(value, 2) == exact else None
+
+    def add(self, value: Any, text: str) -> None:
+        """Have `find` know a value; one that is no plain data is not known."""
+        if len(text) <= _MAX_REMEMBERED:
+            with contextlib.suppress(ValueError):
+                self._told.append((marshal.dumps(value, 2), text))
+                self._met.append(value)
+
+
+class _KnownFields:
+    """The fields of requests of one class as they were met lately.
 
     Args:
         kind: the class.
@@ -225,16 +250,12 @@ class _KnownFields:
 
     def __init__(self, kind: type) -> None:
         names = [name for name in getattr(kind, "__dataclass_fields__", ()) if name not in _INTERNAL | _VARYING]
-        # What differs most often comes first.
-        kept = sorted(_KEPT.intersection(names), key="sampling_params".__ne__)
-        others = [name for name in names if name not in _KEPT]
+        kept, others = ([name for name in names if (name in _KEPT) is is_kept] for is_kept in (True, False))
         self._is_usable = len(kept) > 1 < len(others)
         if self._is_usable:
             self._kept, self._others = operator.itemgetter(*kept), operator.itemgetter(*others)
         self._defaults = tuple(map(_defaults_of(kind).get, others))
-        self._met: deque[tuple[Any, ...]] = deque(maxlen=_REMEMBERED)
-        #: Of each of these what it is exactly, since 1 == True, and the JSON but for its last brace.
-        self._encoded: deque[tuple[bytes, bytes]] = deque(maxlen=_REMEMBERED)
+        self._memo, self._params = _Memo(), _Memo()
 
     def find(self, values: dict[str, Any]) -> bytes | None:
         """Return the JSON of a request's fields; None where `read_request` has to look at them.
@@ -242,28 +263,33 @@ class _KnownFields:
         Raises:
             Exception: what a comparison with a value of the user's raises.
         """
-        rid, room = values["rid"], values.get("bootstrap_room")
-        kept = self._kept(values)
+        rid, room, params = values["rid"], values.get("bootstrap_room"), values.get("sampling_params")
         is_plain = type(rid) is str and len(rid) <= _MAX_RID and (room is None or type(room) is int)
         if not is_plain or any(map(operator.is_not, self._others(values), self._defaults)):
             return None
-        exact, encoded = self._encoded[self._met.index(kept)]
-        if marshal.dumps(kept, 2) != exact:
+        text = self._memo.find(self._kept(values))
+        if text is None:
             return None
-        tail = f',"rid":{to_json(rid)}}}' if room is None else f',"rid":{to_json(rid)},"bootstrap_room":{room}}}'
-        return encoded + tail.encode()
+        text += f',"rid":{to_json(rid)}'
+        if room is not None:
+            text += f',"bootstrap_room":{room}'
+        if params is not None:
+            told = self._params.find(params)
+            if told is None:
+                if type(params) is not dict or weigh(params, _MAX_REMEMBERED) > _MAX_REMEMBERED:
+                    return None
+                told = to_json(_without_secrets(params))
+                self._params.add(params, told)
+            text += f',"sampling_params":{told}'
+        return (text + "}").encode()
 
     def remember(self, values: dict[str, Any], fields: Mapping[str, Any]) -> None:
         """Have `find` know the fields of a request, unless some of it is left out."""
         if not self._is_usable or "omitted" in fields or fields.get("no_logs"):
             return
         with contextlib.suppress(KeyError, ValueError, TypeError, RecursionError):
-            kept = self._kept(values)
-            encoded = to_json({name: value for name, value in fields.items() if name not in _VARYING}).encode()
-            if len(encoded) <= _MAX_REMEMBERED:
-                exact = marshal.dumps(kept, 2)
-                self._met.append(kept)
-                self._encoded.append((exact, encoded[:-1]))
+            encoded = to_json({name: value for name, value in fields.items() if name not in _VARYING})
+            self._memo.add(self._kept(values), encoded[:-1])
 
 
 def read_request(request: Any, prompts: Prompts = "full") -> tuple[dict[str, Any], object, object]:

@@ -184,15 +184,6 @@ def handlers_in(temporary: Path) -> list[int]:
     return [stat.pid for stat in stats if stat is not None and stat.ppid != os.getpid()]
 
 
-def test_an_operators_folder_keeps_its_permissions(temporary: Path) -> None:
-    theirs = temporary / "crash" / "host"
-    theirs.mkdir(parents=True)
-    theirs.chmod(0o755)
-    with started(temporary):
-        assert theirs.stat().st_mode & 0o777 == 0o755
-        assert (theirs / "incidents").stat().st_mode & 0o777 == 0o700
-
-
 @pytest.mark.wide
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_stuck_handler_does_not_hold_the_end(temporary: Path, signum: signal.Signals) -> None:
