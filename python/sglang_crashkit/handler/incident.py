@@ -73,7 +73,8 @@ class IncidentRun:
     Attributes:
         incident: the document.
         folder: where it is written.
-        steps: the last steps of the schedulers without their requests, by pid, in order of their numbers.
+        steps: the last steps of the schedulers without their requests, by pid, in order of their numbers; until it is
+            finished.
         opened: since when it is gathered, by the monotonic clock.
         captured: what the living processes did was captured.
         finished: it is complete; what is added still is written anew.
@@ -469,6 +470,8 @@ class IncidentRun:
                 self.folder.remove(name)
         path = self.folder.publish()
         self.finished = True
+        # Megabytes, which nobody asks for any more.
+        self.steps.clear()
         logger.info("incident %s: %s", path, verdict.text)
         return path
 

@@ -19,6 +19,7 @@ on, how far it came and when it ended, is stored by single instructions, with th
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import mmap
 import os
@@ -65,17 +66,14 @@ _BODY_BYTES = _BODY.size + _DECIDED.size
 _HASHED = struct.Struct("<QHIii")
 _CHECKSUM = struct.Struct("<I")
 _LONGEST_ID = 1024
+#: So many requests are read at most, of the newest steps.
+_MOST_READ = 32_768
 #: After so many slots all ids are written again with the next list, so that each is there as long as its request.
 _FRESH_IDS, _FRESH_DATA = _ID_SLOTS // 2, _DATA_BYTES // 2
 
 
 class NotStepsError(Exception):
     """What was opened is no record of steps of this layout, or may be cut off while it is read."""
-
-
-def hash_of(rid: str) -> bytes:
-    """Return 8 bytes that are the same for an id on all ranks."""
-    return blake2b(rid.encode(errors="surrogatepass"), digest_size=8).digest()
 
 
 class Facts(NamedTuple):
@@ -136,7 +134,9 @@ class StepWriter:
         self._rids: Sequence[str] = ()
         self._ids = b""
         self._ids_at = self._lengths_at = (0, 0, 0)
-        self._lengths = self._grown = 0
+        #: The lengths as one number; None where the next ones are to be written.
+        self._lengths: int | None = None
+        self._grown = 0
         self._ones = (0, 0)
 
     def close(self) -> None:
@@ -165,12 +165,12 @@ class StepWriter:
         Args:
             number: the step's.
             began: when, in seconds of the monotonic clock.
-            rids: the requests' ids.
+            rids: the requests' ids; a list that nobody changes later.
             lengths: of their inputs, in tokens.
             received: how many requests and controls there were in all.
         """
-        self._record(number, began, 0, rids, lengths, None, len(rids), 0, Facts(received=received), {}, b"")
-        self._words[self._word_of(number)] = number << 16 | RECEIVED
+        nothing = [0] * len(rids)
+        self.schedule(number, began, 0, rids, lengths, nothing, 0, Facts(received=received), {}, b"", RECEIVED)
 
     def schedule(
         self,
@@ -184,6 +184,7 @@ class StepWriter:
         facts: Facts,
         decisions: Mapping[str, int],
         agreed: bytes,
+        phase: int = SCHEDULED,
     ) -> None:
         """Note that a batch was scheduled.
 
@@ -191,7 +192,7 @@ class StepWriter:
             number: the step's.
             began: when the round began, in seconds of the monotonic clock.
             mode: forward mode, a number that the release gives it, 0 to 255.
-            rids: the requests' ids.
+            rids: the requests' ids; a list that nobody changes later.
             lengths: how many tokens each has.
             tokens: how many of them the step computes; None for one each.
             total: how many tokens the step computes in all.
@@ -199,12 +200,46 @@ class StepWriter:
             decisions: see `DECISIONS`; others are left out.
             agreed: what else must be the same on all ranks, and is part of the step's hash, as is all of the above but
                 `began`, and `facts` beyond the first two.
+            phase: `RECEIVED` for what is no batch yet, and has no hash.
         """
-        self._record(number, began, mode, rids, lengths, tokens, total, 1, facts, decisions, agreed)
+        size = len(rids)
+        if size > MAX_REQUESTS:
+            rids, lengths = rids[:MAX_REQUESTS], lengths[:MAX_REQUESTS]
+            tokens = None if tokens is None else tokens[:MAX_REQUESTS]
+        if self._id_head - self._known_since > _FRESH_IDS:
+            self._known, self._known_since, self._rids = {}, self._id_head, ()
+        if rids != self._rids:
+            self._list_ids(rids)
+        elif self._is_stale(self._ids_at):
+            self._ids_at = self._append(self._ids)
+        raw = array("I", lengths).tobytes()
+        if tokens is not None:
+            raw += array("I", tokens).tobytes()
+        self._set_lengths(raw, len(rids))
+        decided = _packed(decisions) if decisions else _NOTHING_DECIDED
+        if phase == SCHEDULED:
+            hashed = b"".join(
+                (self._agreed, _HASHED.pack(number, mode, size, facts[0], facts[1]), decided, agreed, self._ids, raw)
+            )
+            self._agreed = blake2b(hashed, digest_size=8).digest()
+        ids_at, ids_sum, _place = self._ids_at
+        lengths_at, lengths_sum, _place = self._lengths_at
+        body = (
+            _BODY.pack(
+                *(number, began, self._agreed if phase == SCHEDULED else bytes(8)),
+                *(ids_at, ids_sum, lengths_at, lengths_sum, self._grown, len(rids), size, total),
+                *(*facts, mode, tokens is not None),
+            )
+            + decided
+        )
+        start = _PAGE + number % STEPS * _SLOT
         words = self._words
-        words[self._word_of(number)] = number << 16 | SCHEDULED
-        words[_AT] = number
-        words[_IDLE] = words[_OPEN] = 0
+        words[start // 8] = 0
+        self._map[start + _FIXED : start + _FIXED + 4 + _BODY_BYTES] = _CHECKSUM.pack(zlib.crc32(body)) + body
+        words[start // 8] = number << 16 | phase
+        if phase == SCHEDULED:
+            words[_AT] = number
+            words[_IDLE] = words[_OPEN] = 0
 
     def mark(self, number: int, phase: int, mode: int = 0) -> None:
         """Note how far a step has come.
@@ -232,65 +267,18 @@ class StepWriter:
     def _word_of(number: int) -> int:
         return (_PAGE + number % STEPS * _SLOT) // 8
 
-    def _record(
-        self,
-        number: int,
-        began: float,
-        mode: int,
-        rids: Sequence[str],
-        lengths: Sequence[int],
-        tokens: Sequence[int] | None,
-        total: int,
-        is_batch: int,
-        facts: Facts,
-        decisions: Mapping[str, int],
-        agreed: bytes,
-    ) -> None:
-        size = len(rids)
-        if size > MAX_REQUESTS:
-            rids, lengths = rids[:MAX_REQUESTS], lengths[:MAX_REQUESTS]
-            tokens = None if tokens is None else tokens[:MAX_REQUESTS]
-        if self._id_head - self._known_since > _FRESH_IDS:
-            self._known, self._known_since, self._rids = {}, self._id_head, ()
-        if rids != self._rids:
-            self._list_ids(rids)
-        elif self._is_stale(self._ids_at):
-            self._ids_at = self._append(self._ids)
-        raw = array("I", lengths).tobytes()
-        if tokens is not None:
-            raw += array("I", tokens).tobytes()
-        self._set_lengths(raw, len(rids))
-        decided = _packed(decisions) if decisions else _NOTHING_DECIDED
-        if is_batch:
-            hashed = b"".join(
-                (self._agreed, _HASHED.pack(number, mode, size, facts[0], facts[1]), decided, agreed, self._ids, raw)
-            )
-            self._agreed = blake2b(hashed, digest_size=8).digest()
-        ids_at, ids_sum, _place = self._ids_at
-        lengths_at, lengths_sum, _place = self._lengths_at
-        body = (
-            _BODY.pack(
-                *(number, began, self._agreed if is_batch else bytes(8)),
-                *(ids_at, ids_sum, lengths_at, lengths_sum, self._grown, len(rids), size, total),
-                *(*facts, mode, tokens is not None),
-            )
-            + decided
-        )
-        start = _PAGE + number % STEPS * _SLOT
-        self._words[start // 8] = 0
-        self._map[start + _FIXED : start + _FIXED + 4 + _BODY_BYTES] = _CHECKSUM.pack(zlib.crc32(body)) + body
-
     def _set_lengths(self, raw: bytes, count: int) -> None:
         """Write the lengths, unless each of them is one more than the last time."""
-        # As one number, in which the carry of a length never reaches the next.
+        # Where all of them grow by one, no length carries into the next.
         lengths = int.from_bytes(raw, "little")
         if self._ones[0] != count:
             self._ones = count, int.from_bytes(b"\1\0\0\0" * count, "little")
-        if lengths - self._lengths == self._ones[1] and count and not self._is_stale(self._lengths_at):
+        before = self._lengths
+        if before is not None and lengths - before == self._ones[1] and not self._is_stale(self._lengths_at):
             self._grown += 1
         else:
             self._lengths_at, self._grown = self._append(raw), 0
-        self._lengths = lengths if len(raw) == 4 * count else 0
+        self._lengths = lengths if len(raw) == 4 * count else None
 
     def _list_ids(self, rids: Sequence[str]) -> None:
         known = self._known
@@ -301,14 +289,14 @@ class StepWriter:
                 if rid not in known:
                     self._put_id(rid)
             ids = b"".join(map(known.__getitem__, rids))
-        self._rids, self._ids, self._lengths = rids, ids, 0
+        self._rids, self._ids, self._lengths = rids, ids, None
         self._ids_at = self._append(ids)
 
     def _put_id(self, rid: str) -> None:
-        self._known[rid] = digest = hash_of(rid)
-        text = rid.encode(errors="surrogatepass")[:_LONGEST_ID]
-        record = digest + len(text).to_bytes(2, "little") + text
-        slots = -(-len(record) // _ID_SLOT)
+        text = rid.encode(errors="surrogatepass")
+        self._known[rid] = digest = blake2b(text, digest_size=8).digest()
+        record = b"".join((digest, min(len(text), 0xFFFF).to_bytes(2, "little"), text[:_LONGEST_ID]))
+        slots = (len(record) + _ID_SLOT - 1) // _ID_SLOT
         place = self._id_head % _ID_SLOTS
         if place + slots > _ID_SLOTS:
             self._id_head, place = self._id_head + _ID_SLOTS - place, 0
@@ -385,8 +373,11 @@ class StepReader:
         round_at = float(struct.unpack_from("d", data, 8 * _ROUND)[0])
         opened, at, idle = struct.unpack_from("3Q", data, 8 * _OPEN)
         requests = _Requests(data)
-        found = (self._step_at(data, place, requests) for place in range(STEPS))
-        steps = {step.number: step for step in found if step is not None}
+        steps: dict[int, Step] = {}
+        for place in sorted(range(STEPS), key=functools.partial(_number_at, data), reverse=True):
+            step = self._step_at(data, place, requests)
+            if step is not None:
+                steps[step.number] = step
         newest = max(steps, default=0)
         if opened and (not steps or newest < opened < newest + STEPS):
             newest = opened
@@ -442,11 +433,18 @@ def _modes_in(data: bytes) -> dict[int, str]:
         return {}
 
 
+def _number_at(data: bytes, place: int) -> int:
+    """Return which step lies in a slot, as far as can be told."""
+    (number,) = struct.unpack_from("<Q", data, _PAGE + place * _SLOT + _FIXED + _CHECKSUM.size)
+    return int(number)
+
+
 class _Requests:
-    """The requests of the steps, as far as they are there."""
+    """The requests of the steps, as far as they are there, and there is room for them in a reader's memory."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
+        self._room = _MOST_READ
         self._rids = dict(self._all_rids())
         #: A list that many steps share is one in memory, too.
         self._texts: dict[tuple[int, int], list[tuple[int, str]]] = {}
@@ -467,13 +465,17 @@ class _Requests:
         if texts is None:
             raw = self._take(8 * count, *ids)
             digests = [raw[at : at + 8] for at in range(0, len(raw), 8)]
-            texts = [(int.from_bytes(digest, "little"), self._rids.get(digest, "")) for digest in digests]
+            texts = [
+                (id_hash := int.from_bytes(digest, "little"), self._rids.get(digest, f"#{id_hash:016x}"))
+                for digest in digests
+            ]
             self._texts[ids] = texts
         numbers = array("I", self._take(4 * count * (1 + has_tokens), *lengths))
-        if numbers and texts:
+        if numbers and texts and self._room >= count:
+            self._room -= count
             for place, (id_hash, rid) in enumerate(texts):
                 tokens = numbers[count + place] if has_tokens else 1
-                yield StepRequest(rid or f"#{id_hash:016x}", id_hash, tokens, numbers[place] + grown)
+                yield StepRequest(rid, id_hash, tokens, numbers[place] + grown)
 
     def _take(self, size: int, start: int, checksum: int) -> bytes:
         found = self._data[_DATA + start : _DATA + start + size]

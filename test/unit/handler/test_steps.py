@@ -92,7 +92,8 @@ def test_an_incident_names_few_steps_and_its_file_all(start_server: Start) -> No
     process = report_of(document, "scheduler_TP0")
     lines = lines_of(document, process)
     assert [line["number"] for line in lines] == list(range(52, STEPS + 52))
-    assert {len(line["requests"]) for line in lines} == {100}
+    assert [len(line["requests"]) for line in lines] == [0] * (STEPS - 327) + [100] * 327
+    assert {line["size"] for line in lines} == {100}
     assert [len(line["requests"]) for line in process["steps"]["last"]] == [8] * 5
     assert (process["steps"]["in_step"]["size"], len(process["steps"]["in_step"]["rids"])) == (100, 64)
     assert (Path(document["folder"]) / "incident.json").stat().st_size < 60_000

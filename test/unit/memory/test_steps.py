@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ from sglang_crashkit.memory.steps import (
     NotStepsError,
     StepReader,
     StepWriter,
-    hash_of,
 )
 from unit.waiting import LONG, child, descriptors
 
@@ -77,19 +77,38 @@ def test_a_step_is_read_as_it_was_written(writer: StepWriter) -> None:
     run(writer, 7, ["ab12", "é" * 60], [40, 5], [37, 5], facts=facts, decisions=decided)
     writer.mark(7, FORWARD_BEGUN, VERIFY)
     (step,) = read(writer).steps
-    hashes = [int.from_bytes(hash_of(rid), "little") for rid in ("ab12", "é" * 60)]
+    hashes = [int.from_bytes(blake2b(rid.encode(), digest_size=8).digest(), "little") for rid in ("ab12", "é" * 60)]
     assert step.to_json() == {
         **{"number": 7, "began": 7.0, "ended": None, "phase": "forward_begun", "mode": "extend"},
-        "requests": (
+        "requests": [
             {"rid": "ab12", "id_hash": hashes[0], "tokens": 37, "length": 40},
             {"rid": "é" * 60, "id_hash": hashes[1], "tokens": 5, "length": 5},
-        ),
+        ],
         **{"size": 2, "tokens": 42, **facts._asdict(), "decisions": decided},
         **{"agreed_hash": step.agreed_hash, "forward": "target_verify"},
     }
     writer.end(7, 8.25)
     (ended,) = read(writer).steps
     assert (ended.phase, ended.ended) == ("processed", 8.25)
+
+
+def test_an_id_that_is_too_long_to_keep_is_told_by_its_hash(writer: StepWriter) -> None:
+    run(writer, 1, ["x" * 1024, "y" * 1025, "z" * 70_000, ""], [1, 2, 3, 4])
+    (step,) = read(writer).steps
+    assert [one.rid[:3] for one in step.requests] == [
+        "xxx",
+        *(f"#{one.id_hash:016x}"[:3] for one in step.requests[1:3]),
+        "",
+    ]
+    assert [one.length for one in step.requests] == [1, 2, 3, 4]
+
+
+def test_what_was_received_is_no_batch(writer: StepWriter) -> None:
+    writer.begin_round(1, 0.5)
+    writer.receive(1, 0.5, ["a"], [37], 3)
+    (step,) = read(writer).steps
+    assert (step.phase, step.mode, step.received, step.size, step.tokens) == ("received", "", 3, 1, 0)
+    assert (step.agreed_hash, step.requests[0].rid, step.requests[0].tokens, step.requests[0].length) == (0, "a", 0, 37)
 
 
 def test_what_a_release_does_not_have_is_absent(writer: StepWriter) -> None:
@@ -124,7 +143,10 @@ def test_lengths_that_all_grow_take_no_room(writer: StepWriter) -> None:
         run(writer, number, rids, [number + place for place in range(256)])
     found = read(writer).steps
     assert [step.number for step in found] == list(range(STEPS, 2 * STEPS))
-    for step in (found[0], found[-1]):
+    # As many of the newest as a reader has room for; of the others the rest is there.
+    assert [len(step.requests) for step in found] == [0] * (STEPS - 128) + [256] * 128
+    assert {step.size for step in found} == {256}
+    for step in (found[-128], found[-1]):
         assert [(one.rid, one.length) for one in step.requests] == [
             (rid, step.number + place) for place, rid in enumerate(rids)
         ]

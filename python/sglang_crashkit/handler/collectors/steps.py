@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 #: So many steps, of so many requests each, stand in ``incident.json``.
 _LAST, _REQUESTS_OF_LAST = 5, 8
 _MAX_MODES = 64
+#: The longest that an incident waits for the steps of all ranks, in seconds: one takes about 0.1.
+_EXPORT_SECS = 5.0
 
 
 @dataclass
@@ -62,9 +64,10 @@ class StepRecords:
 
     def add_to(self, run: IncidentRun, processes: Iterable[TrackedProcess]) -> None:
         """Put what the schedulers noted of their steps into an incident that is about to be finished."""
+        deadline = time.monotonic() + _EXPORT_SECS
         for process in processes:
             if process in self._held or process.role == "scheduler":
-                self._add(run, process)
+                self._add(run, process, deadline)
 
     def close(self) -> None:
         """Give all of them back."""
@@ -72,12 +75,16 @@ class StepRecords:
             os.close(held.descriptor)
         self._held.clear()
 
-    def _add(self, run: IncidentRun, process: TrackedProcess) -> None:
+    def _add(self, run: IncidentRun, process: TrackedProcess, deadline: float) -> None:
         report, held = run.report(process), self._held.get(process)
         report.evidence = [piece for piece in report.evidence if piece.kind != "steps"]
         if held is None:
             reason = "it noted none: it had not begun its event loop, or SGLANG_CRASHKIT_STEPS is off"
             report.evidence.append(Evidence("steps", "skipped", reason=reason))
+            return
+        if time.monotonic() > deadline:
+            reason = f"those of other ranks took {_EXPORT_SECS:g} s"
+            report.evidence.append(Evidence("steps", "failed", reason=reason))
             return
         began, name = time.monotonic(), f"ranks/{titles.label_of(process.title, process.pid)}.steps.jsonl"
         try:

@@ -92,7 +92,7 @@ class StepRecorder:
             for request in requests:
                 self._take(request)
             self.writer.begin_round(number, now)
-            self.writer.receive(number, now, self._rids, self._lengths, self._received)
+            self.writer.receive(number, now, list(self._rids), self._lengths, self._received)
         elif self._received or scheduler.waiting_queue or scheduler.last_batch is not None:
             self.writer.begin_round(number, now)
         else:
@@ -128,7 +128,8 @@ class StepRecorder:
         rids = list(map(_rid_of, reqs))
         tokens: Sequence[int] | None = None
         lengths: Sequence[int]
-        if mode in self._extends:
+        # With beams there are more rows than requests.
+        if mode in self._extends and len(batch.extend_lens) == len(batch.prefix_lens) == len(reqs):
             tokens = batch.extend_lens
             lengths = [done + new for done, new in zip(batch.prefix_lens, tokens, strict=True)]
         else:
@@ -148,7 +149,7 @@ class StepRecorder:
             rids,
             lengths,
             tokens,
-            len(rids) if tokens is None else sum(tokens),
+            sum(tokens) if tokens is not None else (mode in self._extends and batch.extend_num_tokens) or len(rids),
             Facts(running, waiting, self._retracted, self._received, free, self._kv_size),
             decisions,
             self._received_hash,
@@ -195,10 +196,11 @@ class StepRecorder:
 
     def end(self) -> None:
         """Note that the results were processed."""
-        now = monotonic()
-        for number in (self._processing, self._inner if self._inner == self._processing + 1 else 0):
-            if number:
-                self.writer.end(number, now)
+        number = self._processing
+        if number:
+            self.writer.end(number, monotonic())
+            if self._inner == number + 1:
+                self.writer.end(self._inner, monotonic())
         self._processing = 0
         self.writer.turn_to(self._pending[-1] if self._pending else 0)
 
@@ -278,6 +280,9 @@ def _begin(scheduler: Any) -> StepRecorder | None:
         logger.warning("crash kit: the steps of this scheduler are not recorded: %s", error)
         writer.close()
         return None
+    except BaseException:
+        writer.close()
+        raise
     _recorder, _is_off = recorder, False
     return recorder
 

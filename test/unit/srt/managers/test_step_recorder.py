@@ -1,0 +1,348 @@
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.memory.steps import LastSteps, StepReader
+from sglang_crashkit.model.step import Step
+from sglang_crashkit.settings import SOCKET_VARIABLE
+from sglang_crashkit.srt.managers import step_recorder
+from unit.srt.conftest import Listener
+from unit.srt.stepping import (
+    DECODE,
+    EXTEND,
+    IDLE,
+    MIXED,
+    AbortReq,
+    BatchTokenizedGenerateReqInput,
+    FlushCacheReqInput,
+    ForwardMode,
+    Lengths,
+    Req,
+    Scheduler,
+    TokenizedGenerateReqInput,
+    batch_of,
+    forget_recorder,
+)
+from unit.waiting import descriptors
+
+MODES = {str(int(mode)): mode.name.lower() for mode in ForwardMode}
+VERIFY, DRAFT, PREBUILT = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.PREBUILT
+A, B = Req("a", 4), Req("b", 7)
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(step_recorder, "forward_modes", lambda: MODES)
+    forget_recorder()
+    yield
+    forget_recorder()
+
+
+def read() -> LastSteps:
+    assert step_recorder._recorder is not None
+    return StepReader(step_recorder._recorder.writer.fd, {int(number): name for number, name in MODES.items()}).read()
+
+
+def last() -> Step:
+    return read().steps[-1]
+
+
+def phases() -> list[tuple[int, str]]:
+    return [(step.number, step.phase) for step in read().steps]
+
+
+@pytest.fixture
+def scheduler(listener: Listener) -> Scheduler:
+    return Scheduler()
+
+
+def test_the_first_round_tells_the_handler_where_the_steps_are(listener: Listener, scheduler: Scheduler) -> None:
+    scheduler.process_input_requests()
+    message = listener.heard()
+    assert (message["event"], message["pid"], message["has_descriptor"]) == ("steps", os.getpid(), True)
+    assert message["modes"] == MODES
+    assert (read().steps, read().current) == ((), None)
+
+
+def test_a_step_goes_through_its_phases(scheduler: Scheduler) -> None:
+    batch = batch_of(EXTEND, [A, B], prefix_lens=[0, 5], extend_lens=[4, 2])
+    scheduler.process_input_requests([TokenizedGenerateReqInput("a"), FlushCacheReqInput()])
+    assert (last().phase, last().received, [one.rid for one in last().requests]) == ("received", 2, ["a"])
+    scheduler.waiting_queue.append(Req("c", 1))
+    scheduler.forward_ct += 1
+    step_recorder.on_scheduled(scheduler, batch)
+    found = last()
+    assert (found.number, found.phase, found.mode, found.size, found.tokens) == (1, "scheduled", "extend", 2, 6)
+    assert [(one.rid, one.tokens, one.length) for one in found.requests] == [("a", 4, 4), ("b", 2, 7)]
+    assert (found.running, found.waiting, found.received, found.retracted) == (0, 1, 2, 0)
+    assert (found.kv_free, found.kv_size) == (1024, 8192)
+    step_recorder.on_forward(SimpleNamespace(forward_mode=EXTEND))
+    assert last().phase == "forward_begun"
+    step_recorder.on_results(batch, None)
+    assert last().phase == "forward_done"
+    step_recorder.on_processed()
+    assert (last().phase, last().forward) == ("processed", "extend")
+    assert (last().ended or 0) >= last().began
+
+
+@pytest.mark.parametrize(
+    ("changed", "phase"),
+    [
+        ({}, "forward_begun"),
+        ({"copy_done": None}, "forward_begun"),
+        ({"copy_done": SimpleNamespace(query=lambda: False)}, "forward_begun"),
+        ({"copy_done": SimpleNamespace(query=lambda: 1 / 0)}, "forward_begun"),
+        ({"copy_done": SimpleNamespace(query=lambda: True)}, "forward_done"),
+    ],
+)
+def test_on_a_gpu_the_pass_is_done_once_its_results_have_arrived(
+    scheduler: Scheduler, changed: dict[str, Any], phase: str
+) -> None:
+    scheduler.device = "cuda"
+    scheduler.process_input_requests()
+    batch = batch_of(DECODE, [A])
+    scheduler.run_batch(batch)
+    step_recorder.on_results(batch, SimpleNamespace(**changed))
+    assert last().phase == phase
+    step_recorder.on_processed()
+    assert last().phase == "processed"
+
+
+def counted(batch: Any, number: int) -> Any:
+    """Return the batch with the number that newer releases give it."""
+    batch.forward_iter = number
+    return batch
+
+
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_with_overlap_a_step_is_processed_after_the_next_is_launched(scheduler: Scheduler, is_counted: bool) -> None:
+    batches = [batch_of(DECODE, [A]) for _ in range(3)]
+    if is_counted:
+        batches = [counted(batch, number) for number, batch in enumerate(batches, 1)]
+    for number in (1, 2, 3):
+        scheduler.process_input_requests()
+        scheduler.run_batch(batches[number - 1])
+        if number > 1:
+            scheduler.process_batch_result(batches[number - 2])
+        assert phases()[-1] == (number, "forward_begun")
+        assert phases()[:-1] == [(before, "processed") for before in range(1, number)]
+        assert (read().current or last()).number == number
+        scheduler.last_batch = batches[number - 1]
+
+
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_the_idle_batch_within_one_that_was_prefilled_elsewhere_ends_with_it(
+    scheduler: Scheduler, is_counted: bool
+) -> None:
+    inner, outer = batch_of(IDLE, []), batch_of(PREBUILT, [A], inner_idle_batch=object())
+    following = batch_of(DECODE, [A])
+    if is_counted:
+        for number, batch in enumerate((outer, inner, following), 1):
+            counted(batch, number)
+    scheduler.process_input_requests()
+    scheduler.run_batch(outer)
+    outer.inner_idle_batch = None
+    scheduler.run_batch(inner)
+    scheduler.process_batch_result(outer)
+    assert phases() == [(1, "processed"), (2, "processed")]
+    scheduler.step(following)
+    assert phases()[-1] == (3, "processed")
+
+
+def test_passes_of_speculative_decoding_are_told_apart(scheduler: Scheduler) -> None:
+    speculating = SimpleNamespace(is_none=lambda: False)
+    request = Req("a", 4)
+    request.output_ids = [1, 2, 3]
+    scheduler.process_input_requests()
+    # What the CPU knows of lengths comes late from the GPU there.
+    batch = batch_of(DECODE, [request], spec_algorithm=speculating, seq_lens_cpu=Lengths([99]))
+    scheduler.run_batch(batch, DRAFT)
+    assert (last().mode, last().forward) == ("decode", "draft_extend_v2")
+    step_recorder.on_forward(SimpleNamespace(forward_mode=VERIFY))
+    assert (last().mode, last().forward) == ("decode", "target_verify")
+    assert [one.length for one in last().requests] == [7]
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (batch_of(IDLE, []), ("idle", 0, [])),
+        (batch_of(MIXED, [A, B], prefix_lens=[0, 6], extend_lens=[4, 1]), ("mixed", 5, [(4, 4), (1, 7)])),
+        (batch_of(DECODE, [A, B], seq_lens_cpu=None), ("decode", 2, [(1, 4), (1, 7)])),
+        (batch_of(DECODE, [A, B], seq_lens_cpu=Lengths([5, 8])), ("decode", 2, [(1, 5), (1, 8)])),
+        (batch_of(DECODE, [A, B], seq_lens_cpu=Lengths([5, 8, 8])), ("decode", 2, [(1, 4), (1, 7)])),
+        (batch_of(EXTEND, [A], extend_lens=[1, 2], extend_num_tokens=3), ("extend", 3, [(1, 4)])),
+        (batch_of(None, []), ("", 0, [])),  # type: ignore[arg-type]
+    ],
+)
+def test_batches_of_each_kind(scheduler: Scheduler, batch: Any, expected: tuple[str, int, list[Any]]) -> None:
+    scheduler.step(batch)
+    found = last()
+    assert (found.mode, found.tokens, [(one.tokens, one.length) for one in found.requests]) == expected
+    assert found.phase == "processed"
+
+
+def test_a_scheduler_without_anything_to_do_is_in_no_step(scheduler: Scheduler) -> None:
+    scheduler.step(batch_of(DECODE, [A]))
+    scheduler.process_input_requests()
+    current = read().current
+    assert current is not None
+    assert (current.number, current.phase) == (2, "received")
+    scheduler.last_batch = None
+    scheduler.process_input_requests()
+    assert read().current is None
+    scheduler.process_input_requests([BatchTokenizedGenerateReqInput([TokenizedGenerateReqInput(rid) for rid in "xy"])])
+    # It is not scheduled, as it waits for a grammar or for other servers.
+    scheduler.process_input_requests()
+    current = read().current
+    assert current is not None
+    assert [one.rid for one in current.requests] == ["x", "y"]
+
+
+def decisions_of(listener: Listener, *, decide: Any) -> tuple[Step, Step]:
+    """Return the steps of two ranks, the second of which decided something else on its own."""
+    found = []
+    for odd in (False, True):
+        forget_recorder()
+        scheduler = Scheduler()
+        cache = {"ongoing_prefetch": {}, "ongoing_write_through": {}}
+        scheduler.tree_cache = SimpleNamespace(evictable_size=lambda: 0, **cache)
+        scheduler.step(batch_of(DECODE, [A, B]))
+        if odd:
+            decide(scheduler)
+        scheduler.step(batch_of(DECODE, [A, B]))
+        first, second = read().steps
+        scheduler.step(batch_of(DECODE, [A, B]))
+        found.append((first, second, last()))
+    assert found[0][0].agreed_hash == found[1][0].agreed_hash
+    # And never again after that.
+    assert found[0][2].agreed_hash != found[1][2].agreed_hash
+    return found[0][1], found[1][1]
+
+
+@pytest.mark.parametrize(
+    ("decide", "name"),
+    [
+        (lambda scheduler: scheduler.process_input_requests([AbortReq("a")]), "abort"),
+        (lambda scheduler: scheduler.retract([A]), "retract"),
+        (lambda scheduler: scheduler.grammar_manager.grammar_queue.append(A), "grammar"),
+        (lambda scheduler: scheduler.tree_cache.ongoing_prefetch.update(a=1), "prefetch"),
+        (lambda scheduler: scheduler.tree_cache.ongoing_write_through.update(a=1), "write_back"),
+        (lambda scheduler: scheduler.process_input_requests([TokenizedGenerateReqInput("c")]), None),
+        (lambda scheduler: scheduler.process_input_requests([FlushCacheReqInput()]), None),
+        (lambda scheduler: scheduler.waiting_queue.append(A), None),
+        (lambda scheduler: scheduler.running_batch.reqs.append(A), None),
+    ],
+)
+def test_what_one_rank_decides_alone_is_told_and_hashed(listener: Listener, decide: Any, name: str | None) -> None:
+    usual, odd = decisions_of(listener, decide=decide)
+    assert usual.agreed_hash != odd.agreed_hash
+    told = {key for key in usual.decisions | odd.decisions if usual.decisions.get(key) != odd.decisions.get(key)}
+    assert told == ({name} if name else set())
+    assert (odd.retracted, usual.retracted) == (int(name == "retract"), 0)
+
+
+def test_how_requests_came_together_does_not_matter_but_their_order_does(listener: Listener) -> None:
+    hashes = []
+    one, two = TokenizedGenerateReqInput("one"), TokenizedGenerateReqInput("two")
+    for rounds in ([[one, two]], [[one], [], [two]], [[two, one]]):
+        forget_recorder()
+        scheduler = Scheduler()
+        for requests in rounds:
+            scheduler.process_input_requests(requests)
+        scheduler.step(batch_of(EXTEND, [Req("one", 4), Req("two", 4)]))
+        hashes.append(last().agreed_hash)
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_what_a_release_does_not_have_is_absent(listener: Listener) -> None:
+    scheduler = Scheduler(token_to_kv_pool_allocator=None, tree_cache=None, grammar_manager=None)
+    del scheduler.max_total_num_tokens
+    scheduler.step(batch_of(DECODE, [A]))
+    assert (last().kv_free, last().kv_size, last().decisions) == (None, None, {})
+
+    def refuse() -> int:
+        raise NotImplementedError
+
+    forget_recorder()
+    scheduler = Scheduler(tree_cache=SimpleNamespace(evictable_size=refuse))
+    scheduler.step(batch_of(DECODE, [A]))
+    assert last().kv_free == 1000
+
+
+def test_nothing_that_is_noted_grows(scheduler: Scheduler) -> None:
+    for number in range(3000):
+        requests = [TokenizedGenerateReqInput(f"{number}-{place}") for place in range(10)]
+        scheduler.process_input_requests(requests)
+        # Results that are never processed.
+        if number % 2:
+            scheduler.run_batch(batch_of(DECODE, [Req(f"{number}", 3)]))
+    recorder = step_recorder._recorder
+    assert recorder is not None
+    assert len(recorder._rids) <= step_recorder._MAX_RECEIVED
+    assert len(recorder._pending) <= step_recorder._MAX_PENDING
+    assert len(recorder.writer._known) < 5000
+    assert last().phase == "forward_begun"
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_on"),
+    [({}, True), ({"SGLANG_CRASHKIT_STEPS": "0"}, False), ({"SGLANG_CRASHKIT_ENABLED": "0"}, False)],
+)
+def test_it_is_switched_off(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], is_on: bool
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    before = len(descriptors())
+    scheduler.step(batch_of(DECODE, [A]))
+    assert (step_recorder._recorder is not None) is is_on
+    assert (len(descriptors()) > before) is is_on
+
+
+def test_without_a_handler_nothing_is_noted_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "nobody"))
+    before = len(descriptors())
+    for _round in range(3):
+        Scheduler().step(batch_of(DECODE, [A]))
+    assert len(caplog.records) == 1
+    assert "the steps of this scheduler are not recorded: " in caplog.text
+    assert len(descriptors()) == before
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda scheduler: scheduler.process_input_requests([BatchTokenizedGenerateReqInput(None)]),  # type: ignore[arg-type]
+        lambda scheduler: scheduler.run_batch(SimpleNamespace(forward_mode=DECODE)),
+        lambda scheduler: scheduler.run_batch(batch_of(EXTEND, [A], extend_lens=None)),
+        lambda scheduler: scheduler.run_batch(batch_of(DECODE, [A], seq_lens_cpu=Lengths([-1]))),
+        lambda _scheduler: step_recorder.on_forward(None),
+        lambda scheduler: scheduler.retract([None]),  # type: ignore[list-item]
+    ],
+)
+def test_what_breaks_switches_it_off_with_one_warning(
+    scheduler: Scheduler, caplog: pytest.LogCaptureFixture, spoil: Any
+) -> None:
+    scheduler.step(batch_of(DECODE, [A]))
+    recorder = step_recorder._recorder
+    assert recorder is not None
+    with caplog.at_level(logging.WARNING):
+        spoil(scheduler)
+        scheduler.step(batch_of(DECODE, [A]))
+        spoil(scheduler)
+    assert [record.message for record in caplog.records] == [step_recorder._OFF_WARNING]
+    assert step_recorder._recorder is None
+    # What was noted before stays, and says nothing of now.
+    found = StepReader(recorder.writer.fd).read()
+    assert (found.steps[0].phase, found.current) == ("processed", None)
+    recorder.writer.close()
