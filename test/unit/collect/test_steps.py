@@ -15,14 +15,14 @@ from sglang_crashkit.model.step import Step
 from unit.targets import start_ticks
 from unit.waiting import LONG, child
 
-#: A rank that ran three steps a minute ago, of which the last one may be its own.
+#: A rank that ran three steps a while ago, of which the last one may be its own.
 RANK = """
 import time
 from sglang_crashkit.memory.steps import Facts, StepWriter
 writer = StepWriter({{"1": "extend", "2": "decode"}})
 for number in range(1, 4):
     rids, mode = (["ab12"], 1) if number == 3 and {odd} else (["cd34"], 2)
-    writer.schedule(number, time.monotonic() - 63 + number, mode, rids, [5], [5], 5, Facts(), {{}}, b"")
+    writer.schedule(number, time.monotonic() - 1203 + number, mode, rids, [5], [5], 5, Facts(), {{}}, b"")
     writer.end(number, time.monotonic())
 ready()
 time.sleep(1000)
@@ -42,8 +42,8 @@ def rank(pid: int, number: int, server: int = 1) -> FoundProcess:
         (False, "No divergence in the last 3 steps of TP0-1."),
         (
             True,
-            "TP1 ran extend of request ab12 (5 tokens) in step 3 where TP0 ran decode of request cd34 (5 tokens); 60 s"
-            " before it was looked at.",
+            "TP1 ran extend of request ab12 (5 tokens) in step 3 where TP0 ran decode of request cd34 (5 tokens); 20"
+            " minutes before it was looked at.",
         ),
     ],
 )
