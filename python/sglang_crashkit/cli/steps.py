@@ -133,7 +133,7 @@ def _as_text(shown: Sequence[StoredSteps], marked: object, last: int) -> Iterato
         for name, steps in columns:
             step = steps.get(about) if isinstance(about, int) else None
             for request in step.requests if step is not None else ():
-                told = f"request {request.rid}: {request.tokens:,} tokens, {request.length:,} long"
+                told = f"request {request.rid}: {request.tokens:,} of {request.length:,} tokens"
                 yield f"step {about:,} of {name}: {told}"
 
 

@@ -61,7 +61,9 @@ def _step(step: Mapping[str, Any]) -> str:
 def _batch(step: Mapping[str, Any]) -> str:
     size, tokens = step.get("size"), step.get("tokens")
     of = f"{_number(size)} request{'' if size == 1 else 's'}"
-    return f"{step.get('mode') or 'not yet scheduled'}, {of}" + (f", {_number(tokens)} tokens" if tokens else "")
+    return f"{step.get('mode') or 'not yet scheduled'}, {of}" + (
+        f", {_number(tokens)} token{'' if tokens == 1 else 's'}" if tokens else ""
+    )
 
 
 def _rids(rids: Sequence[object], size: object) -> str:

@@ -170,7 +170,7 @@ def test_the_last_steps_of_the_first_failure_are_told_with_the_requests_of_the_o
 - sglang::scheduler_TP1 (pid 8) died in step 18,204: extend, 10 requests, forward begun, for 0.812 s
 - its requests: r0, r1, r2, r3, r4, r5, r6, r7 and 2 more
 - the last 2 of its steps:
-    - step 18,203: decode, 1 request, 1 tokens, 12.5 ms
+    - step 18,203: decode, 1 request, 1 token, 12.5 ms
     - step 18,204: extend, 10 requests, 370 tokens (ab12 and 9 more), forward begun
 
 ## Processes
