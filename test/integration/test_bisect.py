@@ -60,7 +60,17 @@ def test_a_poison_request_is_suspected_reduced_to_its_parameters_and_refused(tmp
     assert "poison" in [suspect["rid"] for suspect in incident.document["suspects"]]
     lane = ensure_lane("0.5.23")
     command = " ".join(str(word) for word in command_of(lane, 0)).replace(" --port 0", "")
-    argv = [sys.executable, "-m", "sglang_crashkit", "bisect", str(crash_folder), "--serve", command, "--json"]
+    argv = [
+        sys.executable,
+        "-m",
+        "sglang_crashkit",
+        "bisect",
+        str(crash_folder),
+        "--serve",
+        command,
+        "--json",
+        "--quarantine",
+    ]
     done = subprocess.run(
         [*argv, "-o", str(tmp_path / "out")],
         env=os.environ | lane.serve_env(),

@@ -116,7 +116,8 @@ def find_divergence(ranks: Iterable[RankSteps], moment: Moment | None = None) ->
     groups: dict[Hashable, list[RankSteps]] = {}
     for one in ranks:
         groups.setdefault(group_in_step(one.rank), []).append(one)
-    several = [group for group in groups.values() if len(group) > 1]
+    # Of two with one rank each is of another engine, or took the other's place and counts from 1 again.
+    several = [group for group in groups.values() if len({one.rank for one in group}) == len(group) > 1]
     if not several:
         return None
     names = _Names([one.rank for group in groups.values() for one in group])

@@ -45,8 +45,8 @@ def suspects_of(incident: Incident, seen: Mapping[str, int] | None = None) -> li
             reasons.append((_SEEN, f"a request like it was suspected in {times} of the same fault"))
         if size == 1:
             reasons.append((_ALONE, "it was the only request of the step that was not finished"))
-        if are_all and rid not in before:
-            reasons.append((_FIRST, "it was in a step for the first time"))
+        if are_all and finished and rid not in before:
+            reasons.append((_FIRST, f"it was in none of the {len(finished)} steps before"))
         weighed.append((sum(weight for weight, _words in reasons), rid, [words for _weight, words in reasons]))
     weighed.sort(key=lambda one: -one[0])
     return [

@@ -39,6 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ready-secs", type=seconds, default=900.0, metavar="S", help="... for a server's start (900)")
     parser.add_argument("-o", "--output-dir", type=Path, metavar="DIR", help="default: bisect-<incident's id>")
+    parser.add_argument("--quarantine", action="store_true", help="list it in the quarantine of the crash folder, too")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     plan = bisect.Plan(parse_command(args.serve), folder, args.tries, args.starts, args.ready_secs, args.request_secs)
     with terminable():
         result = bisect.bisect(incident, plan, lambda line: print(line, file=sys.stderr, flush=True))
-    told = _quarantine(result, incident.path)
+    told = _quarantine(result, incident.path) if args.quarantine else ""
     if args.json:
         print(json.dumps(asdict(result), indent=2))
         return ExitCode.DONE if result.reproduced else ExitCode.PARTIAL

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     Raises:
         CrashkitError: the file cannot be read or written, or there is no such entry.
     """
-    from sglang_crashkit.incident.quarantine import Entry, add_entry, change_entries, read_entries
+    from sglang_crashkit.incident.quarantine import Entry, add_entry, change_entries, clear_entries, read_entries
     from sglang_crashkit.replay.bisect import Result, entry_for
 
     if not args.folder.is_dir():
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     elif args.action == "remove":
         change_entries(args.folder, left)
     elif args.action == "clear":
-        change_entries(args.folder, lambda _entries: [])
+        clear_entries(args.folder)
     entries = read_entries(args.folder)
     if args.json:
         print(json.dumps([asdict(entry) | {"key": entry.key} for entry in entries], indent=2))

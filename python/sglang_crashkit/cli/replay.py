@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     from sglang_crashkit.replay.fault import is_same_fault, words_of
     from sglang_crashkit.replay.requests import read_requests
     from sglang_crashkit.replay.sender import send_all
-    from sglang_crashkit.replay.server import OwnServer, parse_command
+    from sglang_crashkit.replay.server import OwnServer, option_of, parse_command
     from sglang_crashkit.watch.health import Address, read_api_key
 
     incident = find_one(args.incident)
@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> ExitCode:
                 max_gap_secs=args.max_gap,
                 on_answer=lambda answer: _tell(answer, args),
             )
-        return ExitCode.PARTIAL if any(answer.is_lost for answer in answers) else ExitCode.DONE
+        is_short = any(answer.is_lost or answer.is_refused for answer in answers)
+        return ExitCode.PARTIAL if is_short else ExitCode.DONE
     folder = (args.output_dir or Path(f"replay-{document.get('id')}")).absolute()
     with terminable(), OwnServer(parse_command(args.serve), folder) as server:
         server.start(args.ready_secs)
@@ -82,6 +83,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             server.address,
             chosen,
             args.request_secs,
+            api_key=key or option_of(parse_command(args.serve), "--api-key") or "",
             max_gap_secs=args.max_gap,
             is_over=lambda: server.is_failing,
             on_answer=lambda answer: _tell(answer, args),
@@ -92,9 +94,12 @@ def run(args: argparse.Namespace) -> ExitCode:
             is_same = is_same_fault(found.document or {}, document)
             print(f"{'the same fault' if is_same else 'another fault'}: {words_of(found.document or {})}")
             print(f"incident: {found.path}")
+        elif answers and all(answer.is_refused for answer in answers):
+            print("nothing was tried: the server refuses the requests")
         elif not is_lost:
             print("not reproduced: the server serves on")
-    return ExitCode.PARTIAL if is_lost or found is not None else ExitCode.DONE
+    is_refused = any(answer.is_refused for answer in answers)
+    return ExitCode.PARTIAL if is_lost or is_refused or found is not None else ExitCode.DONE
 
 
 def _chosen(requests: list[StoredRequest], args: argparse.Namespace, suspects: object) -> list[StoredRequest]:

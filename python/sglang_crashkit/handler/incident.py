@@ -469,7 +469,7 @@ class IncidentRun:
         self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.incident.complete = True
         name_suspects(self.incident)
-        spare = count_repeat(self.incident, self.folder, self._settings.full_per_fault)
+        spare = self._count_repeat()
         # It asks what all of the above found.
         self.incident.cause = explain(self.incident, self.folder.path)
         self.save(sync=True)
@@ -482,6 +482,14 @@ class IncidentRun:
         self.steps.clear()
         logger.info("incident %s: %s", path, verdict.text)
         return path
+
+    def _count_repeat(self) -> list[str]:
+        try:
+            return count_repeat(self.incident, self.folder, self._settings.full_per_fault)
+        except Exception:
+            # It is kept in full.
+            logger.exception("whether the fault was seen before is not known")
+            return []
 
     def incident_with_core(self) -> str | None:
         """Return the id of an earlier incident of the same fault that has GPU cores; None where there is none."""

@@ -567,10 +567,7 @@ class Session:
             return
         self.gpus.give_up_answers("the incident was finished before")
         run.add_last_signs(self.silences.last_signs() if self.silences is not None else {})
-        self.steps.add_to(run, self._tree)
-        if not run.problem:
-            self.journals.add_to(run)
-        self._add_surroundings(run)
+        self._gather(run)
         try:
             run.finish()
         except (OSError, CrashkitError) as error:
@@ -582,15 +579,18 @@ class Session:
             self.journals.remove_taken()
             self.logs.remove_taken()
 
-    def _add_surroundings(self, run: IncidentRun) -> None:
+    def _gather(self, run: IncidentRun) -> None:
         for part in (
+            functools.partial(self.steps.add_to, run, self._tree),
+            functools.partial(self.journals.add_to if not run.problem else bool, run),
             functools.partial(self.logs.add_to, run, self._tree, self._settings.log_records),
             functools.partial(self.surroundings.add_to, run, self._tree),
         ):
             try:
                 part()
             except Exception as error:  # noqa: BLE001 - as above
-                self.note_error("what surrounds the server", error)
+                # One of them must not cost the others, nor the incident.
+                self.note_error("what was kept in memory", error)
 
     def _discard(self) -> None:
         logger.info("it was no incident")

@@ -160,7 +160,7 @@ def count_fault(
         index = _read(incidents / INDEX)
         entry = index.setdefault(fault.key, {"fault": asdict(fault), "count": 0, "first": iso_time(time.time())})
         count, repeats = _count(entry, incidents, incident_id, name, keep)
-        seen, seen_alone = _count_suspects(entry, suspects or {})
+        seen = _count_suspects(entry, suspects or {})
         if has_core:
             entry["core"] = {"id": incident_id, "name": name, "seconds": time.time()}
         _write(incidents / INDEX, index)
@@ -169,7 +169,7 @@ def count_fault(
         return None
     finally:
         lock.release()
-    return Occurrence(fault.key, count, str(entry.get("first")), repeats, seen, seen_alone)
+    return Occurrence(fault.key, count, str(entry.get("first")), repeats, seen)
 
 
 def read_faults(incidents: Path) -> dict[str, dict[str, Any]]:
@@ -193,21 +193,15 @@ def _count(entry: dict[str, Any], incidents: Path, incident_id: str, name: str, 
     return entry["count"], str(full[0].get("id")) if is_repeat else None
 
 
-def _count_suspects(entry: dict[str, Any], suspects: Mapping[str, str]) -> tuple[dict[str, int], dict[str, int]]:
-    """Count the suspects of an incident, and return in how many before it each was suspected, and was alone."""
-    known = {key: count for key, count in mapping_of(entry.get("suspects")).items() if _is_pair(count)}
-    seen = {rid: known[key][0] for rid, key in suspects.items() if key in known}
-    alone = {rid: known[key][1] for rid, key in suspects.items() if key in known and known[key][1]}
+def _count_suspects(entry: dict[str, Any], suspects: Mapping[str, str]) -> dict[str, int]:
+    """Count the suspects of an incident, and return in how many before it each was suspected."""
+    known = {key: count for key, count in mapping_of(entry.get("suspects")).items() if isinstance(count, int)}
+    seen = {rid: known[key] for rid, key in suspects.items() if key in known}
     for key in set(suspects.values()):
-        times, times_alone = known.pop(key, (0, 0))
         # The latest last.
-        known[key] = (times + 1, times_alone + (len(suspects) == 1))
+        known[key] = known.pop(key, 0) + 1
     entry["suspects"] = dict(list(known.items())[-_MAX_SUSPECTS:])
-    return seen, alone
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(one, int) for one in value)
+    return seen
 
 
 def _counts(its: Mapping[str, Any], incidents: Path, now: float) -> bool:

@@ -6,12 +6,14 @@ a hash of it. ``quarantine.json`` lies in the crash folder, so that the hosts th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -97,6 +99,8 @@ def entry_of(
     if not named and prompt != "content":
         raise CrashkitError("no parameter counts and not what the prompt says, so it would refuse others' requests")
     text = _prompt_of(get)
+    if prompt != "any" and text is None:
+        raise CrashkitError("its prompt counts and is neither a text nor token ids, so it recognises no request")
     length = 0 if prompt == "any" or text is None else len(text).bit_length() if prompt == "length" else len(text)
     digest = _digest(text) if prompt == "content" and text is not None else ""
     return Entry(named, prompt, length, digest, reason, incident, now, now)
@@ -116,21 +120,6 @@ def signature_of(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def entry_of_all(fields: Mapping[str, Any], reason: str, incident: str, now: float) -> Entry:
-    """Return the entry that recognises one request and no other: all its parameters, and its prompt; see `entry_of`.
-
-    Args:
-        fields: a line of ``requests/requests.jsonl``.
-        reason: see `Entry`, as for `incident`.
-        incident: see above.
-        now: the time, in seconds since the epoch.
-    """
-    sampling = {f"sampling_params.{name}": value for name, value in mapping_of(fields.get("sampling_params")).items()}
-    flat = {name: value for name, value in fields.items() if name not in (*_ABOUT, "text", "input_ids")} | sampling
-    names = [name for name, value in flat.items() if isinstance(value, _SCALARS)]
-    return entry_of(fields, names, "content", reason, incident, now)
-
-
 def _getter_of(body: Mapping[str, Any]) -> Getter:
     def get(name: str) -> Any:
         parent, _, child = name.partition(".")
@@ -147,7 +136,13 @@ def _prompt_of(get: Getter) -> str | list[int] | None:
 
 
 def _digest(prompt: str | list[int]) -> str:
-    return hashlib.sha256(json.dumps(prompt).encode()).hexdigest()
+    if isinstance(prompt, str):
+        return hashlib.sha256(prompt.encode(errors="surrogatepass")).hexdigest()
+    try:
+        return hashlib.sha256(array("q", prompt).tobytes()).hexdigest()
+    except (TypeError, OverflowError):
+        # No token ids.
+        return ""
 
 
 class Index:
@@ -230,12 +225,19 @@ def read_entries(folder: Path, now: float | None = None) -> list[Entry]:
             told = json.loads(file.read(_MAX_BYTES + 1))
         if mapping_of(told).get("schema_version") != _SCHEMA_VERSION:
             raise CrashkitError(f"{path} is of another version, or no quarantine")
-        entries = [_entry(one) for one in mappings_of(mapping_of(told).get("entries"))[:MAX_ENTRIES]]
+        entries = list(_entries(mappings_of(mapping_of(told).get("entries"))[:MAX_ENTRIES]))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise CrashkitError(f"{path} is broken: {type(error).__name__}: {error}") from error
     finally:
         os.close(descriptor)
     return [entry for entry in entries if entry.last <= now + EXPIRY_SECS and now < entry.last + EXPIRY_SECS]
+
+
+def _entries(told: Iterable[Mapping[str, Any]]) -> Iterator[Entry]:
+    for fields in told:
+        # One that is broken must not let the others pass.
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            yield _entry(fields)
 
 
 def _entry(fields: Mapping[str, Any]) -> Entry:
@@ -280,6 +282,18 @@ def change_entries(folder: Path, change: Callable[[list[Entry]], Iterable[Entry]
     finally:
         lock.release()
     return entries
+
+
+def clear_entries(folder: Path) -> None:
+    """Remove the file of a crash folder, whatever is in it.
+
+    Raises:
+        CrashkitError: it cannot be removed.
+    """
+    try:
+        (folder / FILE).unlink(missing_ok=True)
+    except OSError as error:
+        raise CrashkitError(f"{folder / FILE} cannot be removed: {error}") from error
 
 
 def add_entry(folder: Path, entry: Entry) -> None:

@@ -317,7 +317,7 @@ class Occurrence:
         repeats: the id of an earlier incident of the same fault, which is kept in full while this one is kept in short;
             None where this one is kept in full, too.
         seen: in how many earlier incidents of it a request like a suspect of this one was suspected, by the suspect's
-            id; `seen_alone`: in how many it was the only request.
+            id.
     """
 
     key: str
@@ -325,7 +325,6 @@ class Occurrence:
     first: str
     repeats: str | None = None
     seen: dict[str, int] = field(default_factory=dict)
-    seen_alone: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from sglang_crashkit.replay.fault import is_same_fault, words_of
 from sglang_crashkit.replay.requests import StoredRequest, read_requests
 from sglang_crashkit.replay.search import isolate, minimize, needed
 from sglang_crashkit.replay.sender import send_all
-from sglang_crashkit.replay.server import OwnServer
+from sglang_crashkit.replay.server import OwnServer, option_of
 
 TRIALS, REPRODUCER, SCRIPT = "trials.json", "reproducer.json", "reproduce.sh"
 #: ``same`` is the incident's fault; ``other`` another one, or a server that answers no more.
@@ -74,6 +74,8 @@ class Result:
         prompt: what of the only request's prompt it depends on.
         rids: the ids that the requests had.
         left_out: what could not be sent as it came, a sentence each.
+        path: where they are sent.
+        is_confirmed: what was reduced brought it back once more, alone on a server of its own.
     """
 
     incident: str
@@ -86,6 +88,8 @@ class Result:
     prompt: Prompt = "unknown"
     rids: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    path: str = "/generate"
+    is_confirmed: bool = False
 
 
 class Trials:
@@ -125,6 +129,11 @@ class Trials:
         self.close()
         return self._try(group) == "same"
 
+    @property
+    def can_start(self) -> bool:
+        """Whether one more server may be started."""
+        return self.starts < self._plan.max_starts
+
     def forget_survivors(self) -> None:
         """Have those tried again that did not fail: a fault may not come every time."""
         self._known = {key: outcome for key, outcome in self._known.items() if outcome == "same"}
@@ -138,7 +147,16 @@ class Trials:
 
     def _try(self, group: Sequence[StoredRequest]) -> Outcome:
         server = self._server or self._start()
-        answers = send_all(server.address, group, self._plan.request_secs, is_over=lambda: server.is_failing)
+        key = option_of(self._plan.command, "--api-key") or ""
+        answers = send_all(
+            server.address, group, self._plan.request_secs, api_key=key, is_over=lambda: server.is_failing
+        )
+        refused = [answer for answer in answers if answer.is_refused]
+        if len(refused) == len(group):
+            raise CrashkitError(
+                f"the server refuses the requests with status {refused[0].status}: {refused[0].problem}",
+                next_step="serve the same model with the same arguments",
+            )
         is_lost = len(answers) < len(group) or any(answer.is_lost for answer in answers)
         found = server.failure(wait=is_lost)
         what = f"{len(group)} requests" if len(group) != 1 else f"request {group[0].rid}"
@@ -175,13 +193,15 @@ class Trials:
     def _read(self) -> dict[str, Outcome]:
         try:
             known = json.loads((self._plan.folder / TRIALS).read_text())
-            trials = known["trials"] if known["incident"] == self._document.get("id") else {}
+            is_same = (known["incident"], known["command"]) == (self._document.get("id"), self._plan.command)
+            trials = known["trials"] if is_same else {}
             return {str(key): value for key, value in trials.items() if value in ("same", "other", "survived")}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
 
     def _write(self) -> None:
-        write_json(self._plan.folder / TRIALS, {"incident": self._document.get("id"), "trials": self._known})
+        told = {"incident": self._document.get("id"), "command": self._plan.command, "trials": self._known}
+        write_json(self._plan.folder / TRIALS, told)
 
 
 def _key(group: Iterable[StoredRequest]) -> str:
@@ -242,14 +262,20 @@ def _find(
         result.reason = f"not reproduced in {tries} tries of {len(items)} requests"
         return
     result.rids, result.requests = [one.rid for one in group], [_bare(one) for one in group]
+    result.path = group[0].path
     if not any(trials.fails_afresh(group) for _ in range(tries)):
         words = "it came back once, and not by the same requests alone"
         result.reason = f"not reproduced in {tries} tries: {words}; it depends on time or on load"
         return
     result.reproduced = True
     if len(group) == 1:
+        whole = list(_flat(group[0].body))
         reduced = _reduce(group[0], trials, result)
-        result.requests = [_bare(reduced)]
+        # A fault that comes now and then may seem to need what it does not.
+        if trials.can_start and trials.fails_afresh([reduced]):
+            result.requests, result.is_confirmed = [_bare(reduced)], True
+        else:
+            result.parameters, result.prompt = [name for name in whole if name not in (*_ALWAYS, "rid")], "unknown"
 
 
 def entry_for(result: Result, now: float) -> Entry | None:
@@ -259,7 +285,7 @@ def entry_for(result: Result, now: float) -> Entry | None:
         result: see `bisect`.
         now: the time, in seconds since the epoch.
     """
-    if not result.reproduced or len(result.requests) != 1:
+    if not result.is_confirmed or len(result.requests) != 1:
         return None
     prompts: dict[Prompt, Counting] = {"nothing": "any", "length": "length"}
     prompt = prompts.get(result.prompt, "content")
@@ -346,7 +372,8 @@ def _write_reproducer(folder: Path, result: Result) -> None:
         'url="${1:?usage: reproduce.sh http://HOST:PORT}"',
     ]
     for body in result.requests:
-        data = shlex.quote(json.dumps(body))
-        lines.append(f"curl -sS \"$url/generate\" -H 'Content-Type: application/json' -d {data} &")
+        # On its standard input: an argument holds 128 KiB.
+        send = f"curl -sS --data-binary @- -H 'Content-Type: application/json' \"$url{result.path}\""
+        lines.append(f"printf '%s' {shlex.quote(json.dumps(body))} | {send} &")
     write_private(folder / SCRIPT, "\n".join([*lines, "wait", ""]).encode())
     (folder / SCRIPT).chmod(0o700)

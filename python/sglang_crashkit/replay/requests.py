@@ -17,7 +17,7 @@ from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.incident.summary import mapping_of
 
 #: What stands in a journal's line beside the request itself.
-_ABOUT = frozenset({"state", "arrived", "ended", "pid", "omitted", "truncated"})
+_ABOUT = frozenset({"kind", "state", "arrived", "ended", "pid", "omitted", "truncated"})
 #: What concerns the server that took it, and is nothing to ask another one.
 _OF_THAT_SERVER = frozenset(
     {
@@ -39,8 +39,9 @@ class StoredRequest:
         rid: its id.
         arrived: when it arrived, in seconds since the epoch; 0 where that is not known.
         was_running: it had not been answered when the server failed.
-        body: what is sent to ``/generate``.
+        body: what is sent.
         lacks: what was not kept of it, a phrase each.
+        path: where it is sent.
     """
 
     rid: str
@@ -48,6 +49,7 @@ class StoredRequest:
     was_running: bool
     body: Mapping[str, Any]
     lacks: tuple[str, ...] = ()
+    path: str = "/generate"
 
     @property
     def is_complete(self) -> bool:
@@ -86,19 +88,24 @@ def _of_journal(path: Path) -> Iterator[StoredRequest]:
         for number, line in enumerate(iter(lambda: lines.readline(_MAX_LINE), b""), 1):
             try:
                 fields = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise CrashkitError(f"line {number} of {path} is no JSON: {error}") from None
+            except (ValueError, RecursionError):
+                fields = None
             if not isinstance(fields, dict):
-                raise CrashkitError(f"line {number} of {path} is no JSON object")
+                # As a full disk leaves it.
+                yield StoredRequest(f"line {number}", 0.0, False, {}, ("all of it, as the line is broken,",))
+                continue
             lacks = [f"its {name} ({text})" for name, text in mapping_of(fields.get("omitted")).items()]
             lacks += [f"the middle of its {name}" for name in mapping_of(fields.get("truncated"))]
             # With the journal's flag for prompts off there may be neither text nor ids.
             if not lacks and fields.get("text") is None and fields.get("input_ids") is None:
                 lacks.append("its prompt")
             arrived = _seconds(fields.get("arrived"))
-            yield StoredRequest(
-                str(fields.get("rid")), arrived, fields.get("state") == "unfinished", _body(fields), tuple(lacks)
-            )
+            was_running, way = fields.get("state") == "unfinished", _path_of(fields.get("kind"))
+            yield StoredRequest(str(fields.get("rid")), arrived, was_running, _body(fields), tuple(lacks), way)
+
+
+def _path_of(kind: object) -> str:
+    return "/encode" if kind == "EmbeddingReqInput" else "/generate"
 
 
 def _seconds(text: object) -> float:

@@ -37,26 +37,34 @@ class Answer:
     secs: float = 0.0
 
     @property
+    def is_refused(self) -> bool:
+        """Whether the server did not take the request."""
+        return self.status is not None and 400 <= self.status < 500
+
+    @property
     def is_lost(self) -> bool:
         """Whether no answer came."""
         return self.status is None
 
 
-def send(address: Address, body: Mapping[str, Any], timeout_secs: float, api_key: str = "") -> Answer:
-    """Send one request to ``/generate`` and read its answer, which is thrown away, to the end.
+def send(
+    address: Address, body: Mapping[str, Any], timeout_secs: float, api_key: str = "", path: str = "/generate"
+) -> Answer:
+    """Send one request and read its answer, which is thrown away, to the end.
 
     Args:
         address: the server.
         body: the request.
         timeout_secs: the longest that the server may be silent, in seconds.
         api_key: sent with it, unless it is empty.
+        path: where it is sent.
     """
     answer, began = Answer(str(body.get("rid"))), time.monotonic()
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
     connection = kind(address.host, address.port, timeout=timeout_secs)
     try:
-        connection.request("POST", f"{address.prefix}/generate", json.dumps(body).encode(), headers)
+        connection.request("POST", f"{address.prefix}{path}", json.dumps(body).encode(), headers)
         response = connection.getresponse()
         text = response.read()
         answer.status = response.status
@@ -99,9 +107,9 @@ def send_all(
     answers: list[Answer] = []
     free = threading.Semaphore(_MAX_AT_ONCE)
 
-    def ask(body: Mapping[str, Any]) -> None:
+    def ask(request: StoredRequest) -> None:
         with contextlib.suppress(Exception):
-            answer = send(address, body, timeout_secs, api_key)
+            answer = send(address, request.body, timeout_secs, api_key, request.path)
             answers.append(answer)
             on_answer(answer)
         free.release()
@@ -114,7 +122,7 @@ def send_all(
             if is_over():
                 return list(answers)
         # A request that is stuck must not keep this process.
-        threads.append(threading.Thread(target=ask, args=(request.body,), daemon=True))
+        threads.append(threading.Thread(target=ask, args=(request,), daemon=True))
         threads[-1].start()
         before = request
     for thread in threads:

@@ -165,13 +165,15 @@ class OwnServer:
         popen = self._popen
         if popen is None:
             return
-        if popen.poll() is None:
-            popen.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                popen.wait(_END_SECS)
-        # A session of its own: whatever is left in its group belongs to it.
-        with contextlib.suppress(OSError):
-            signals.kill_group(popen.pid)
+        try:
+            if popen.poll() is None:
+                popen.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    popen.wait(_END_SECS)
+        finally:
+            # A session of its own: whatever is left in its group belongs to it.
+            with contextlib.suppress(OSError):
+                signals.kill_group(popen.pid)
         popen.wait(_END_SECS)
         self._popen = None
 

@@ -63,6 +63,9 @@ class RingHandler(logging.Handler):
             return
         try:
             text = self._text_of(record)
+        except Exception:  # noqa: BLE001 - of what a program logs; the record alone is lost
+            return
+        try:
             if text is not None:
                 ring.append(record.created, record.levelno, record.name, text)
         except Exception:
@@ -82,7 +85,7 @@ class RingHandler(logging.Handler):
             # Nothing is read here to format it, where no other handler did.
             text += "\n" + (record.exc_text or "".join(traceback.format_exception_only(raised)))
         if not self.quotes:
-            text = _without_words(text, raised or sys.exc_info()[1])
+            text = _without_words(text, raised if raised is not None else sys.exc_info()[1])
         text = _shorten(text, 2 * _SEARCHED, _SEARCHED)
         for secret in self.secrets:
             if secret in text:
@@ -99,9 +102,10 @@ def _without_words(text: str, error: BaseException | None) -> str:
     for _ in range(_MAX_CHAIN):
         if error is None:
             break
-        words = str(error)
-        if len(words) >= _MIN_WORDS:
-            text = text.replace(words, REDACTED)
+        # Its texts alone: to write a tensor would wait for the GPU.
+        for words in error.args:
+            if isinstance(words, str) and len(words) >= _MIN_WORDS:
+                text = text.replace(words, REDACTED)
         error = error.__cause__ or error.__context__
     return text
 
@@ -160,8 +164,11 @@ def _forget() -> None:
     if earlier is not None:
         for each in (logging.getLogger(), logging.getLogger("sglang")):
             each.removeHandler(earlier)
-        if earlier.ring is not None:
-            earlier.ring.close()
+        # Another thread may be writing to it.
+        with earlier.lock or contextlib.nullcontext():
+            ring, earlier.ring = earlier.ring, None
+        if ring is not None:
+            ring.close()
 
 
 @functools.cache

@@ -76,11 +76,11 @@ def test_the_requests_of_the_fatal_step_are_ranked(
 
 
 def test_each_suspect_has_its_reasons() -> None:
-    (suspect,) = suspects_of(incident("a"), {"a": 2})
+    (suspect,) = suspects_of(incident("a", last=[step(8, "b")]), {"a": 2})
     assert suspect.reasons == [
         "a request like it was suspected in 2 earlier incidents of the same fault",
         "it was the only request of the step that was not finished",
-        "it was in a step for the first time",
+        "it was in none of the 1 steps before",
     ]
 
 

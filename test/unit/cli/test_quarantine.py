@@ -10,7 +10,13 @@ from sglang_crashkit.cli.main import main
 from sglang_crashkit.replay.bisect import Result
 
 PROVEN = Result(
-    "1a2b3c4d", "It raised.", reproduced=True, requests=[{"text": "a", "n": 7}], parameters=["n"], prompt="nothing"
+    "1a2b3c4d",
+    "It raised.",
+    reproduced=True,
+    requests=[{"text": "a", "n": 7}],
+    parameters=["n"],
+    prompt="nothing",
+    is_confirmed=True,
 )
 
 

@@ -159,7 +159,10 @@ def test_a_crash_that_only_the_handler_saw_is_told_in_the_same_words(
         ended = [{"pid": pid, "title": RANKS[1], "exit": {"code": None, "signal": "SIGKILL"}}]
         folder = fallback_folder() / "host" / "incidents"
         make_incident(folder, server={"pid": server.popen.pid}, verdict=verdict, processes=ended)
+        # It looks again when all have ended.
+        os.kill(watch.popen.pid, signal.SIGSTOP)
         server.end()
+        os.kill(watch.popen.pid, signal.SIGCONT)
         assert watch.end() == 3
     crash, snapshots, incident, _gone = watch.events()[2:]
     assert crash["text"] == f"{RANKS[1]} (pid {pid}) was killed by SIGKILL; the whole server has ended"

@@ -572,7 +572,7 @@ def test_a_rolling_restart_is_one_incident_without_stacks(case: Case) -> None:
         "10.0.0.7:8998, 10.0.0.8:8998 and 42 more are gone; 100 requests wait for them: a, b and 98 more."
     )
     pieces = {piece["kind"]: piece["status"] for process in document["processes"] for piece in process["evidence"]}
-    assert pieces == {"proc_state": "captured", "stack": "skipped", "steps": "skipped"}
+    assert (pieces["proc_state"], pieces["stack"]) == ("captured", "skipped")
     assert not list(case.folder.rglob("stacks"))
     assert len(case.said) == 50
 

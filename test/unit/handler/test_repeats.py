@@ -1,4 +1,4 @@
-"""A request that is suspected again and again is known again, and kept out where that is wanted."""
+"""A request that is suspected again and again is known again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from sglang_crashkit.analysis.suspects import suspects_of
 from sglang_crashkit.handler.collectors.repeats import count_repeat
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
-from sglang_crashkit.incident.quarantine import read_entries
 from sglang_crashkit.model.incident import Incident
 from unit.analysis.test_suspects import incident
 from unit.stored import NOON
@@ -37,23 +36,10 @@ def test_a_request_that_comes_again_under_another_id_is_known(tmp_path: Path) ->
     assert again.suspects[0].rid == "second"
     assert "suspected in an earlier incident" in again.suspects[0].reasons[0]
     assert again.fault is not None
-    assert (again.fault.count, again.fault.seen, again.fault.seen_alone) == (2, {"second": 1}, {})
+    assert (again.fault.count, again.fault.seen) == (2, {"second": 1})
     other = crash(tmp_path, 3, "third", request=REQUEST | {"text": "another"})
     assert other.fault is not None
     assert other.fault.seen == {}
-
-
-@pytest.mark.parametrize(("mode", "count"), [("refuse", 1), ("off", 0)])
-def test_the_only_request_of_two_fatal_steps_is_put_in_quarantine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, count: int
-) -> None:
-    monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", mode)
-    crash(tmp_path, 1, "first")
-    assert read_entries(tmp_path) == []
-    crash(tmp_path, 2, "second")
-    entries = read_entries(tmp_path)
-    assert len(entries) == count
-    assert all(entry.prompt == "content" and "2 steps" in entry.reason for entry in entries)
 
 
 @pytest.mark.parametrize("text", ["{", '{"rid": 1}\n', "[]\n", '{"state": 1}\n'])

@@ -64,9 +64,14 @@ def test_what_the_journal_does_not_keep_is_said(tmp_path: Path, more: dict[str, 
 
 
 @pytest.mark.parametrize("line", ["{", "[]\n", "\n", "{" * 100_000])
-def test_a_broken_line_is_an_error_that_names_it(tmp_path: Path, line: str) -> None:
-    with pytest.raises(CrashkitError, match=r"line 2 of .*requests.jsonl"):
-        read(tmp_path, LINE, line)
+def test_a_broken_line_is_left_out_and_named(tmp_path: Path, line: str) -> None:
+    broken, whole = read(tmp_path, LINE, line)
+    assert (broken.rid, broken.is_complete, whole.is_complete) == ("line 2", False, True)
+
+
+def test_an_embedding_is_asked_for_where_it_was(tmp_path: Path) -> None:
+    (request,) = read(tmp_path, LINE | {"kind": "EmbeddingReqInput"})
+    assert (request.path, "kind" in request.body) == ("/encode", False)
 
 
 def test_an_incident_without_requests_is_nothing_to_do(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_upstreams_function_runs_only_where_left_to_it(
     handle_crash_dump_env(given)
     set_crash_dump_env(given)
     assert calls == [given] * bool(switch)
-    expected = {"": NAMES, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": {"TORCH_NCCL_TRACE_BUFFER_SIZE"}}.get(switch, set())
+    expected = {"": NAMES, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": {"TORCH_FR_BUFFER_SIZE"}}.get(switch, set())
     assert environ.keys() & NAMES == expected
     # The crash folder is not touched.
     assert list(tmp_path.iterdir()) == []

@@ -106,12 +106,21 @@ def _host_oom(case: Case) -> Finding | None:
     return None
 
 
+#: Exceptions of Python's own: what a GPU brings about is a RuntimeError, or one of torch's.
+_OF_PYTHON = frozenset(
+    {"AttributeError", "AssertionError", "ImportError", "IndexError", "KeyError", "ModuleNotFoundError", "NameError"}
+    | {"NotImplementedError", "TypeError", "UnboundLocalError", "ValueError", "ZeroDivisionError"}
+)
+
+
 def _hardware(case: Case) -> Finding | None:
     found = [event for event in case.xids if event["xid"] in _XIDS_OF_HARDWARE]
     if not found or case.signal == "SIGKILL" or case.end.get("signal") in _ORDERLY:
         return None
     holders = [one for event in found for one in mappings_of(event.get("processes"))]
     pid = case.first.get("pid")
+    if case.error is not None and case.error.type in _OF_PYTHON:
+        return None
     own = any(one.get("pid") == pid and one.get("level") == "established" for one in holders)
     reasons = (f"The driver told of Xid {event['xid']} of GPU {event.get('bus_id')}." for event in found[:_MAX_TOLD])
     return Finding("established" if own else "supported", tuple(reasons))

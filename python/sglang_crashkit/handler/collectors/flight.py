@@ -122,6 +122,10 @@ class FlightRecorders:
             except (FlightDumpError, OSError) as error:
                 self._fail(asked, str(error))
                 continue
+            except Exception as error:
+                logger.exception("the answer of %s cannot be read", _name(asked.process))
+                self._fail(asked, type(error).__name__)
+                continue
             if received is not None:
                 self._take(asked, received)
             elif has_exited:

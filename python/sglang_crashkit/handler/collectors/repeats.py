@@ -6,20 +6,16 @@ import contextlib
 import itertools
 import json
 import logging
-import os
-import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.analysis.suspects import suspects_of
-from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
-from sglang_crashkit.incident.quarantine import add_entry, entry_of_all, signature_of
+from sglang_crashkit.incident.quarantine import signature_of
 from sglang_crashkit.model.incident import Incident
-from sglang_crashkit.settings import read_quarantine
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +47,6 @@ def count_repeat(incident: Incident, folder: IncidentFolder, keep: int) -> list[
     )
     if incident.fault is not None and incident.fault.seen:
         name_suspects(incident, incident.fault.seen)
-        _keep_out(incident, lines, folder.path)
     return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
 
 
@@ -77,20 +72,6 @@ def _lines_of(rids: Collection[str], path: Path) -> dict[str, dict[str, Any]]:
             if len(found) == len(rids):
                 break
     return found
-
-
-def _keep_out(incident: Incident, lines: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Put into quarantine what was the only request of two fatal steps, where quarantine is wanted."""
-    alone = incident.fault.seen_alone if incident.fault is not None else {}
-    if read_quarantine(os.environ) == "off" or len(incident.suspects) != 1 or incident.suspects[0].rid not in alone:
-        return
-    reason = f"it was the only request of {alone[incident.suspects[0].rid] + 1} steps in which a server failed"
-    try:
-        entry = entry_of_all(lines[incident.suspects[0].rid], reason, incident.id, time.time())
-        # An incident lies in <crash folder>/<host>/incidents.
-        add_entry(path.parents[2], entry)
-    except (CrashkitError, KeyError, OSError) as error:
-        logger.warning("a request that was alone in two fatal steps is not in quarantine: %s", error)
 
 
 def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) -> str | None:

@@ -7,11 +7,13 @@ file cannot be believed nothing is refused.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
@@ -27,6 +29,11 @@ logger = logging.getLogger(__name__)
 READ_SECS = 5.0
 #: Of the requests that are recognised so many are logged each time the file is looked at.
 _MAX_LOGGED = 10
+#: So many requests of a batch are looked at: the event loop waits for it.
+_MAX_OF_BATCH = 256
+#: How the ids of SGLang's own health checks begin; a server that refused them would be taken for a dead one.
+_HEALTH_CHECK = "HEALTH_CHECK"
+_OTHER_INPUTS = ("image_data", "audio_data", "video_data", "input_embeds")
 
 
 class QuarantinedError(ValueError):
@@ -52,8 +59,8 @@ class Quarantine:
         self._to_log = _MAX_LOGGED
 
     def watch(self) -> None:
-        """Read the file now and again, in a thread that ends with the process."""
-        threading.Thread(target=self._follow, name="crash kit quarantine", daemon=True).start()
+        """Read the file now and again, in a thread that ends when nobody asks this any more."""
+        threading.Thread(target=_follow, args=(weakref.ref(self),), name="crash kit quarantine", daemon=True).start()
 
     def read(self) -> None:
         """Read the file; where that fails nothing is in quarantine, and a warning says so once."""
@@ -74,11 +81,12 @@ class Quarantine:
             request: SGLang's ``GenerateReqInput`` as it came.
         """
         index = self._index
-        if not index:
+        if not index or str(getattr(request, "rid", None)).startswith(_HEALTH_CHECK):
             return None
-        for get in _each(request):
+        for get in itertools.islice(_each(request), _MAX_OF_BATCH):
             entry = index.find(get)
-            if entry is not None:
+            # What else a prompt is made of is not in an entry.
+            if entry is not None and (entry.prompt == "any" or not any(map(get, _OTHER_INPUTS))):
                 return self._note(entry)
         return None
 
@@ -93,10 +101,12 @@ class Quarantine:
             )
         return entry if self.refuses else None
 
-    def _follow(self) -> None:
-        while True:
-            self.read()
-            time.sleep(READ_SECS)
+
+def _follow(its: weakref.ref[Quarantine]) -> None:
+    while (quarantine := its()) is not None:
+        quarantine.read()
+        del quarantine
+        time.sleep(READ_SECS)
 
 
 def _each(request: Any) -> Iterator[Callable[[str], Any]]:
@@ -143,11 +153,16 @@ def guard_requests(manager: Any) -> None:
         except Exception:
             logger.warning("crash kit: a request could not be looked up in the quarantine", exc_info=True)
             entry = None
-        if entry is not None:
-            _refuse(entry, is_http=request is not None and not getattr(obj, "stream", False))
+        # A program of its own is never failed, and a server that warms up would end.
+        if entry is not None and request is not None and not _is_starting(manager):
+            _refuse(entry, is_http=not getattr(obj, "stream", False) and not getattr(obj, "audio_data", None))
         return generate(obj, request)
 
     manager.generate_request = generate_request
+
+
+def _is_starting(manager: Any) -> bool:
+    return str(getattr(getattr(manager, "server_status", None), "name", "")) == "Starting"
 
 
 def _refuse(entry: Entry, *, is_http: bool) -> None:

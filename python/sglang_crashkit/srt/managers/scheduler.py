@@ -11,7 +11,7 @@ from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.settings import Settings, read_bool
 from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import never_raises, request
-from sglang_crashkit.srt.managers.scheduler_beat import own_gpu
+from sglang_crashkit.srt.managers.scheduler_beat import known_gpu
 from sglang_crashkit.srt.supervisor import read_title
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ _MAX_NAMED = 8
 
 def on_scheduler_exception() -> None:
     """Tell the crash handler of the exception being handled, before the parent is told; see `tell_exception`."""
-    tell_exception(own_gpu())
+    tell_exception(known_gpu())
 
 
 @never_raises

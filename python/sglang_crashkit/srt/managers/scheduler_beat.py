@@ -40,6 +40,8 @@ _OFF_WARNING = "crash kit: hangs of this scheduler are not noticed any more"
 _writer: BeatWriter | None = None
 _words: memoryview[float] | None = None
 _is_off = False
+#: See `own_gpu`, as it was when the scheduler began to beat.
+_gpu: str | None = None
 #: The classes that are known to be quick.
 _quick: set[type] = set()
 
@@ -109,6 +111,11 @@ def own_gpu() -> str | None:
         return None
 
 
+def known_gpu() -> str | None:
+    """Return what `own_gpu` said when the scheduler began to beat; the driver may not answer any more."""
+    return _gpu
+
+
 def _flag_of(kind: type) -> int:
     """Return the flag of a class of requests; one that is quick is remembered."""
     if not kind.__name__.startswith(_QUICK):
@@ -119,14 +126,15 @@ def _flag_of(kind: type) -> int:
 
 def _begin() -> memoryview[float] | None:
     """Tell the crash handler where the beat is; None where nobody wants to know."""
-    global _writer, _words, _is_off
+    global _writer, _words, _is_off, _gpu
     _is_off = True
     settings, socket_path = Settings.from_environ(), os.environ.get(SOCKET_VARIABLE)
     if not settings.enabled or not settings.hang_secs or not socket_path:
         return None
     writer = BeatWriter()
     try:
-        protocol.notify(socket_path, "beat", descriptor=writer.fd, modes=forward_modes(), gpu=own_gpu())
+        _gpu = own_gpu()
+        protocol.notify(socket_path, "beat", descriptor=writer.fd, modes=forward_modes(), gpu=_gpu)
     except protocol.HandlerUnreachableError as error:
         logger.warning("crash kit: hangs of this scheduler are not noticed: %s", error)
         writer.close()

@@ -23,12 +23,19 @@ class Request:
     return_logprob: Any = None
     top_logprobs_num: Any = None
     stream: bool = False
+    rid: str = "1"
+    image_data: Any = None
+
+
+class Starting:
+    name = "Starting"
 
 
 class Manager:
     def __init__(self, folder: Path | None) -> None:
         self.crash_dump_folder = str(folder) if folder is not None else ""
         self.seen: list[Any] = []
+        self.server_status: Any = None
 
     def generate_request(self, obj: Any, request: Any = None) -> Any:
         self.seen.append(obj)
@@ -62,11 +69,24 @@ def test_a_known_request_is_refused_with_422_and_the_incident(manager: Manager) 
     assert manager.seen == []
 
 
-@pytest.mark.parametrize("request_of", [object(), None])
-def test_a_stream_and_a_library_get_a_value_error(manager: Manager, request_of: object) -> None:
+def test_a_stream_gets_a_value_error(manager: Manager) -> None:
     with pytest.raises(QuarantinedError) as raised:
-        manager.generate_request(Request(**POISON, stream=True), request_of)
+        manager.generate_request(Request(**POISON, stream=True), object())
     assert raised.value.status_code == 422
+
+
+@pytest.mark.parametrize("case", ["library", "health check", "warm-up", "another input"])
+def test_what_must_pass_passes(manager: Manager, case: str) -> None:
+    request = Request(**POISON)
+    if case == "health check":
+        request.rid = "HEALTH_CHECK_1"
+    if case == "warm-up":
+        manager.server_status = Starting
+    if case == "another input":
+        add_entry(Path(manager.crash_dump_folder), entry_of({"text": "x"}, (), "content", "", "", time.time()))
+        request = Request(text="x", image_data=["i"])
+    manager.generate_request(request, None if case == "library" else object())
+    assert manager.seen == [request]
 
 
 @pytest.mark.parametrize(
@@ -78,13 +98,13 @@ def test_a_stream_and_a_library_get_a_value_error(manager: Manager, request_of: 
     ],
 )
 def test_one_of_a_batch_is_enough(manager: Manager, request_of: Request) -> None:
-    with pytest.raises(QuarantinedError):
-        manager.generate_request(request_of)
+    with pytest.raises(HTTPException):
+        manager.generate_request(request_of, object())
 
 
 @pytest.mark.parametrize("request_of", [Request(), Request(return_logprob=True), object(), Request(text=["a"], **{})])
 def test_every_other_request_passes(manager: Manager, request_of: Any) -> None:
-    manager.generate_request(request_of)
+    manager.generate_request(request_of, object())
     assert manager.seen == [request_of]
 
 
@@ -92,7 +112,7 @@ def test_what_breaks_in_it_refuses_nothing(
     manager: Manager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Quarantine, "check", lambda _self, _request: 1 / 0)
-    manager.generate_request(Request(**POISON))
+    manager.generate_request(Request(**POISON), object())
     assert len(manager.seen) == 1
     assert "could not be looked up" in caplog.text
 
