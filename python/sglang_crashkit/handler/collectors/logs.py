@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ OFF = "switched off by SGLANG_CRASHKIT_LOG_RECORDS"
 _SEARCH_SECS = 3.0
 _WITHHELD = "<withheld: it could not be searched for secrets in time>"
 #: As many prompts as are compared, and so much of the file with them is read for each, in bytes.
-_MAX_PROMPTS, _MAX_LINE = 64, 4 << 20
+_MAX_PROMPTS, _MAX_LINE = 256, 4 << 20
 #: So much is compared with the prompts at a time, in characters.
 _AT_A_TIME = 16_384
 _BETWEEN = "\0"
@@ -123,12 +124,11 @@ def _without_prompts(texts: Sequence[str], prompts: Sequence[str], deadline: flo
 def _prompts_in(path: Path) -> list[str]:
     """Return the prompts of the first requests in an incident's file, those under way first."""
     found = []
-    try:
-        with path.open("rb") as file:
-            for line in islice(iter(lambda: file.readline(_MAX_LINE), b""), _MAX_PROMPTS):
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in islice(iter(lambda: file.readline(_MAX_LINE), b""), _MAX_PROMPTS):
+            # The last one may be cut off where the disk is full.
+            with contextlib.suppress(ValueError, AttributeError, RecursionError):
                 text = json.loads(line).get("text")
                 texts = text if isinstance(text, list) else [text]
                 found += [one for one in texts if isinstance(one, str)]
-    except (OSError, ValueError, AttributeError):
-        pass
     return found

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 #: So many steps, of so many requests each, stand in ``incident.json``.
 _LAST, _REQUESTS_OF_LAST = 5, 8
 _MAX_MODES = 64
+#: So many records of dead schedulers are held, of 1.5 MB each.
+_MAX_OF_DEAD = 32
 #: The longest that an incident waits for the steps of all ranks, in seconds: one takes about 0.1.
 _EXPORT_SECS = 5.0
 
@@ -61,6 +63,10 @@ class StepRecords:
         if process in self._held:
             os.close(self._held.pop(process).descriptor)
         self._held[process] = _Held(os.dup(descriptor), modes_of(modes))
+        # An elastic server may start ranks anew for ever.
+        dead = [one for one in self._held if one.exited_at is not None]
+        for oldest in dead[: max(0, len(dead) - _MAX_OF_DEAD)]:
+            os.close(self._held.pop(oldest).descriptor)
 
     def add_to(self, run: IncidentRun, processes: Iterable[TrackedProcess]) -> None:
         """Put what the schedulers noted of their steps into an incident that is about to be finished."""
