@@ -193,12 +193,12 @@ class ProcessTree:
         for process in new:
             # Only now, because a child may have been found before its parent.
             process.parent = self._parent_of(process)
-            above = process.parent
-            if process.title.startswith("sglang::") and above is not None and not (above.is_root or above.is_own):
-                above.hosts_server = True
         for process in self.alive():
             if self._may_get_a_title(process):
                 self.reread_title(process)
+            above = process.parent
+            if process.title.startswith("sglang::") and above is not None and not (above.is_root or above.is_own):
+                above.hosts_server = True
         self._age_oom_counters()
         if new:
             self._changed_at = time.monotonic()
