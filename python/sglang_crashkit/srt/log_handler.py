@@ -23,7 +23,7 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.memory.log_ring import MAX_BYTES, LogWriter
 from sglang_crashkit.redact import REDACTED
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
-from sglang_crashkit.srt.hooks import never_raises, notify
+from sglang_crashkit.srt.hooks import handler_pid, never_raises, notify
 from sglang_crashkit.srt.redaction import known_secrets
 
 logger = logging.getLogger(__name__)
@@ -44,15 +44,15 @@ class RingHandler(logging.Handler):
 
     Args:
         ring: where they are noted.
-        socket_path: of the crash handler that it was passed to.
+        held_by: the pid of the crash handler that it was passed to.
         secrets: what is secret by its value.
         quotes: keep what exceptions say.
     """
 
-    def __init__(self, ring: LogWriter, socket_path: str, secrets: set[str], *, quotes: bool) -> None:
+    def __init__(self, ring: LogWriter, held_by: int | None, secrets: set[str], *, quotes: bool) -> None:
         super().__init__(logging.INFO)
         self.ring: LogWriter | None = ring
-        self.socket_path = socket_path
+        self.held_by = held_by
         self.secrets = secrets
         self.quotes = quotes
 
@@ -124,11 +124,11 @@ def keep_log_records(server_args: Any = None, *, of_all: bool) -> None:
         of_all: this process is SGLang's own, so that all loggers are its, and not SGLang's alone.
     """
     global _handler
-    settings, socket_path = Settings.from_environ(), os.environ.get(SOCKET_VARIABLE)
+    settings, held_by = Settings.from_environ(), handler_pid()
     loggers = list(_loggers(of_all=of_all))
-    if not (settings.enabled and settings.log_records and socket_path and loggers):
+    if not (settings.enabled and settings.log_records and os.environ.get(SOCKET_VARIABLE) and loggers):
         return
-    if _handler is None or _handler.ring is None or _handler.socket_path != socket_path:
+    if _handler is None or _handler.ring is None or _handler.held_by != held_by:
         _forget()
         journaled = bool(getattr(server_args, "crash_dump_folder", None)) and settings.journal
         try:
@@ -139,7 +139,7 @@ def keep_log_records(server_args: Any = None, *, of_all: bool) -> None:
         if not notify("log", descriptor=ring.fd):
             ring.close()
             return
-        _handler = RingHandler(ring, socket_path, set(), quotes=journaled and settings.prompts == "full")
+        _handler = RingHandler(ring, held_by, set(), quotes=journaled and settings.prompts == "full")
         _care_for_children()
     # A set of its own: another thread may be looking through the earlier one.
     _handler.secrets = _handler.secrets | known_secrets(server_args)

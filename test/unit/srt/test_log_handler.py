@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit.kernel.stack_hooks import HANDLER_PID
 from sglang_crashkit.memory.log_ring import MAX_BYTES, LogRecord, LogWriter, read_log
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt import log_handler
@@ -60,6 +61,16 @@ def test_a_record_is_kept_without_secrets(handler: RingHandler) -> None:
     ((_, level, name, text), broken) = told(handler)
     assert (level, name, text) == (logging.ERROR, "sglang.srt", "the key is <redacted> and 5")
     assert broken.text == "one %s too few %s"
+
+
+def test_another_crash_handler_at_the_same_place_is_given_a_ring_too(listener: Listener) -> None:
+    logging.basicConfig(handlers=[logging.NullHandler()], force=True)
+    for pid in (7, 8, 8):
+        (listener.path.parent / HANDLER_PID).write_text(str(pid))
+        keep_log_records(ARGS, of_all=True)
+    own.info("once")
+    assert [listener.heard()["event"] for _ in range(2)] == ["log", "log"]
+    assert [one.text for one in told(log_handler._handler)] == ["once"]
 
 
 @pytest.mark.parametrize(
