@@ -25,7 +25,7 @@ def test_a_core_is_told_in_lines(hung: Path, capsys: Output) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "GPU 0: NVIDIA H200, sm_90, 132 SMs"
     assert lines[2] == f"kernel {SPIN_NAME} on GPU 0: grid 2x1x1, block 32x1x1, active"
-    assert lines[-1] == INFERRED
+    assert lines[-2] == INFERRED
 
 
 def test_a_failure_is_told(tmp_path: Path, capsys: Output) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 SCHEMA_VERSION = 1
 
-#: cudadebugger.h, ``CUDBGException_t``.
+#: cudadebugger.h of CUDA 13.1, ``CUDBGException_t``.
 _EXCEPTIONS = {
     1: "lane illegal address",
     2: "lane user stack overflow",
@@ -24,15 +24,31 @@ _EXCEPTIONS = {
     12: "warp assert",
     13: "lane syscall error",
     14: "warp illegal address",
-    15: "lane non-migratable system atomic",
+    15: "non-migratable system-scoped atomic access",
     16: "lane invalid system atomic",
-    17: "cluster out-of-range address",
-    18: "cluster block not present",
+    17: "cluster out of range address",
+    18: "cluster target block not present",
     19: "warp stack canary",
     20: "warp tensor memory access check",
     21: "warp tensor memory leak",
     22: "warp call requires a newer driver",
+    23: "warp misaligned PC",
+    24: "warp PC overflow",
+    25: "warp misaligned register",
+    26: "warp illegal instruction encoding",
+    27: "warp illegal instruction parameter",
+    28: "warp out-of-range register",
+    29: "warp invalid constant address",
+    30: "warp MMU fault",
+    31: "warp barrier arrival error",
+    32: "cluster poison",
+    33: "warp API stack error",
+    34: "warp block not present",
+    35: "warp user stack overflow",
+    36: "TMA syscall error",
 }
+#: Those that cuda-gdb 12.4 calls the same.
+CHECKED_EXCEPTIONS = frozenset({*range(1, 11), 12, 13, 14, 15, 17, 18})
 #: cudadebugger.h, ``CUDBGGridStatus``.
 _STATUSES = {1: "pending", 2: "active", 3: "sleeping", 4: "terminated", 5: "pending or terminated"}
 
@@ -77,13 +93,16 @@ class Place:
 
     Attributes:
         address: on the GPU.
-        function: whose code that is, inferred from the symbols of the cubins; None where none has that address.
+        function: whose code that is, demangled, inferred from the symbols of the cubins; None where none has that
+            address.
         offset: how far from the function's beginning it is, in bytes; None where that is not known.
+        symbol: the function as the compiler has it.
     """
 
     address: int
     function: str | None = None
     offset: int | None = None
+    symbol: str | None = None
 
 
 @dataclass(frozen=True)
@@ -185,6 +204,7 @@ class CudaCore:
         seconds: when it was written, since the epoch; None where it does not say.
         has_all_warps: whether each table of warps and threads could be read.
         notes: what could not be read, in words.
+        unchecked: what is told of this core that no real core and no reader of NVIDIA's has confirmed, in words.
     """
 
     devices: tuple[Device, ...]
@@ -197,6 +217,7 @@ class CudaCore:
     seconds: int | None
     has_all_warps: bool
     notes: tuple[str, ...]
+    unchecked: tuple[str, ...]
 
     def to_json(self, *, warps: bool = True) -> dict[str, Any]:
         """Return it as JSON values.

@@ -26,7 +26,9 @@ from sglang_crashkit.capture.cuda_core.core_file import (
     Source,
     open_source,
 )
+from sglang_crashkit.capture.cuda_core.demangle import demangle
 from sglang_crashkit.capture.cuda_core.model import (
+    CHECKED_EXCEPTIONS,
     CudaCore,
     Device,
     Dimensions,
@@ -50,6 +52,8 @@ MAX_HOT = 8
 MAX_FAULTS = 10_000
 #: Notes beyond that say the same.
 MAX_NOTES = 20
+#: The bits of a warp's mask; cudacoredump.h, ``validLanesMask``.
+_MAX_LANES = 32
 
 
 def read_cuda_core(path: Path, *, most_bytes: int = MAX_BYTES, most_seconds: float = MAX_SECONDS) -> CudaCore:
@@ -89,7 +93,8 @@ class _Reading:
         self._numbers: dict[tuple[int, int], int] = {}
         self._sms: dict[tuple[int, int], tuple[int, int]] = {}
         self._blocks: dict[tuple[int, int], tuple[int, int, int, Dimensions]] = {}
-        self._warps: dict[tuple[int, int], Warp] = {}
+        #: Each with the mask of its valid threads.
+        self._warps: dict[tuple[int, int], tuple[Warp, int]] = {}
 
     def result(self) -> CudaCore:
         self._read_devices()
@@ -106,7 +111,7 @@ class _Reading:
             self._note(f"not all warps were read: {error.message}")
         driver, cuda, seconds = self._read_meta()
         self._count()
-        warps = tuple(self._warps.values())
+        warps = tuple(warp for warp, valid in self._warps.values() if valid)
         places = self._name_places(most_frequent(warps, MAX_HOT))
         return CudaCore(
             devices=tuple(self._devices),
@@ -119,6 +124,7 @@ class _Reading:
             seconds=seconds,
             has_all_warps=has_all_warps,
             notes=tuple(self._notes),
+            unchecked=self._unchecked(bool(driver or seconds)),
         )
 
     def _read_devices(self) -> None:
@@ -171,23 +177,27 @@ class _Reading:
             device, sm, grid, block = self._parent(section, tables.WARPS, self._blocks)
             for index, row in enumerate(self._rows.of(section, tables.WARPS)):
                 error = row["error_pc"] if row["error_pc_valid"] else None
-                self._warps[section.index, index] = Warp(device, sm, row["warp"], grid, block, (), error)
+                warp = Warp(device, sm, row["warp"], grid, block, (), error)
+                self._warps[section.index, index] = warp, row["valid_lanes"]
 
     def _read_lanes(self) -> None:
         for section in self._sections[Kind.LANES]:
-            warp = self._parent(section, tables.LANES, self._warps)
+            warp, valid = self._parent(section, tables.LANES, self._warps)
             pcs: Counter[int] = Counter()
             failed: Counter[tuple[int, int]] = Counter()
             for row in self._rows.of(section, tables.LANES):
+                if row["lane"] >= _MAX_LANES or not valid >> row["lane"] & 1:
+                    # The driver writes rows of threads that there are not, too.
+                    continue
                 pcs[row["pc"]] += 1
                 if row["exception"]:
-                    failed[row["exception"], row["pc"]] += 1
-            self._warps[section.link, section.info] = replace(warp, pcs=tuple(sorted(pcs.items())))
-            for (code, pc), lanes in sorted(failed.items()):
-                place = Place(pc if warp.error is None else warp.error)
+                    failed[row["exception"], row["pc"] if warp.error is None else warp.error] += 1
+            self._warps[section.link, section.info] = replace(warp, pcs=tuple(sorted(pcs.items()))), valid
+            for (code, address), lanes in sorted(failed.items()):
                 where = (warp.number, warp.grid_id, warp.block_index, lanes)
                 if len(self._faults) < MAX_FAULTS:
-                    self._faults.append(Fault(warp.device, warp.sm, code, exception_in_words(code), place, *where))
+                    fault = Fault(warp.device, warp.sm, code, exception_in_words(code), Place(address), *where)
+                    self._faults.append(fault)
 
     def _read_meta(self) -> tuple[str, str, int | None]:
         try:
@@ -202,7 +212,7 @@ class _Reading:
     def _count(self) -> None:
         """Tell each kernel how much of it was on the GPU."""
         blocks = Counter((device, grid) for device, _sm, grid, _index in self._blocks.values())
-        warps = Counter((warp.device, warp.grid_id) for warp in self._warps.values())
+        warps = Counter((warp.device, warp.grid_id) for warp, valid in self._warps.values() if valid)
         for position, kernel in enumerate(self._kernels):
             key = (kernel.device, kernel.grid_id)
             self._kernels[position] = replace(kernel, blocks=blocks[key], warps=warps[key])
@@ -212,15 +222,39 @@ class _Reading:
         symbols = Symbols(self._core, self._sections[Kind.RELOCATED_IMAGE])
         if not self._sections[Kind.RELOCATED_IMAGE]:
             self._note("it holds no relocated cubin, so that no function has a name")
-        self._kernels = [replace(kernel, entry=_named(kernel.entry, symbols)) for kernel in self._kernels]
-        self._faults = [
-            replace(fault, place=None if fault.place is None else _named(fault.place, symbols))
-            for fault in self._faults
-        ]
-        places = tuple((_named(Place(pc), symbols), count) for pc, count in hot)
+        addresses = {kernel.entry.address for kernel in self._kernels} | {address for address, _warps in hot}
+        addresses |= {fault.place.address for fault in self._faults if fault.place is not None}
+        functions = {address: function for address in sorted(addresses) if (function := symbols.at(address))}
         for problem in symbols.problems:
             self._note(f"not all functions have names: {problem}")
-        return places
+        demangled, problem = demangle(function.name for function in functions.values())
+        if problem:
+            self._note(f"names are as the compiler has them: {problem}")
+
+        def named(place: Place) -> Place:
+            function = functions.get(place.address)
+            if function is None:
+                return place
+            name = demangled.get(function.name, function.name)
+            return Place(place.address, name, place.address - function.start, function.name)
+
+        self._kernels = [replace(kernel, entry=named(kernel.entry)) for kernel in self._kernels]
+        self._faults = [
+            replace(fault, place=None if fault.place is None else named(fault.place)) for fault in self._faults
+        ]
+        return tuple((named(Place(address)), count) for address, count in hot)
+
+    def _unchecked(self, has_meta: bool) -> tuple[str, ...]:
+        of_sm = any(fault.warp is None for fault in self._faults)
+        without_warps = any(not kernel.warps for kernel in self._kernels)
+        newer = {fault.code for fault in self._faults} - CHECKED_EXCEPTIONS
+        found = {
+            "exceptions of an SM alone": of_sm,
+            f"what exception {', '.join(map(str, sorted(newer)))} is called": bool(newer),
+            "kernels without a warp": without_warps,
+            "its metadata": has_meta,
+        }
+        return tuple(what for what, is_told in found.items() if is_told)
 
     def _parent(self, section: Section, layout: Layout, known: Mapping[tuple[int, int], _Known]) -> _Known:
         try:
@@ -251,11 +285,6 @@ class _Reading:
     def _note(self, words: str) -> None:
         if len(self._notes) < MAX_NOTES:
             self._notes.append(words)
-
-
-def _named(place: Place, symbols: Symbols) -> Place:
-    function = symbols.at(place.address)
-    return place if function is None else Place(place.address, function.name, place.address - function.start)
 
 
 def _version(row: Row, what: str) -> str:

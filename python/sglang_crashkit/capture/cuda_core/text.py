@@ -14,6 +14,7 @@ _MAX_FAULTS = 16
 #: In an incident, beside what all other processes did.
 _MAX_BRIEF = 4
 INFERRED = "names are inferred from the symbols of the cubins in the core"
+UNCHECKED = "not checked against a real core"
 
 
 def format_core(core: CudaCore) -> Iterator[str]:
@@ -35,6 +36,8 @@ def format_core(core: CudaCore) -> Iterator[str]:
     places = [kernel.entry for kernel in core.kernels] + [fault.place for fault in core.faults if fault.place]
     if any(place.function for place in places):
         yield INFERRED
+    if core.unchecked:
+        yield f"{', '.join(core.unchecked)}: {UNCHECKED}"
     yield from core.notes
 
 

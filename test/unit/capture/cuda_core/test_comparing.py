@@ -29,7 +29,7 @@ def test_a_kernel_that_does_not_move_is_stuck(read: Callable[[bytes], CudaCore])
     comparison = compare(read(hung_core()), read(hung_core()))
     assert told(comparison) == ("stuck", "supported", [(7, "stuck", "supported")])
     assert comparison.kernels[0].text == (
-        "_Z11spin_kernelPVi (grid 7) was at the same places in both cores with all its 1 warps"
+        "spin_kernel(int volatile*) (grid 7) was at the same places in both cores with all its 1 warps"
     )
     assert json.loads(json.dumps(comparison.to_json()))["kernels"][0]["outcome"] == "stuck"
 

@@ -21,9 +21,9 @@ def test_codes_have_words() -> None:
 
 
 def test_it_becomes_json() -> None:
-    core = CudaCore((), (), (), WARPS, ((Place(0x20, "spin", 4), 2),), "580.65", "13.0", None, True, ())
+    core = CudaCore((), (), (), WARPS, ((Place(0x20, "spin", 4), 2),), "580.65", "13.0", None, True, (), ())
     document = json.loads(json.dumps(core.to_json()))
     assert document["schema_version"] == SCHEMA_VERSION
-    assert document["hot"] == [{"address": 0x20, "function": "spin", "offset": 4, "warps": 2}]
+    assert document["hot"] == [{"address": 0x20, "function": "spin", "offset": 4, "symbol": None, "warps": 2}]
     assert len(document["warps"]) == 4
     assert "warps" not in core.to_json(warps=False)

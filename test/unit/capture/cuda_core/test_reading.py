@@ -17,6 +17,7 @@ from sglang_crashkit.capture.cuda_core.core_file import CudaCoreError
 from sglang_crashkit.capture.cuda_core.model import CudaCore
 from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
 from unit.synthetic_core import (
+    COPY_NAME,
     CTATBL,
     CUBIN,
     DEVTBL,
@@ -87,7 +88,7 @@ def test_a_failure_is_placed_after_its_kernel_is_gone(write: Write) -> None:
     fault = core.faults[0]
     assert (fault.device, fault.sm, fault.exception) == (0, 17, "device illegal address")
     assert fault.place is not None
-    assert (fault.place.function, fault.place.offset) == ("_Z11copy_kernelPKfPfi", 0x40)
+    assert (fault.place.function, fault.place.offset) == (COPY_NAME, 0x40)
     assert (fault.warp, fault.grid_id, fault.lanes) == (None, None, None)
 
 
@@ -101,6 +102,31 @@ def test_a_failure_of_a_warp_has_its_block_and_kernel(write: Write) -> None:
     # Where it failed counts, not how far the thread had got since.
     assert fault.place is not None
     assert fault.place.address == SPIN + 0x10
+
+
+@pytest.mark.parametrize("error", [None, SPIN + 0x10])
+def test_a_diverged_warp_with_one_place_is_one_fault(write: Write, error: int | None) -> None:
+    warp = WarpSpec(5, [SPIN + 0x20] * 16 + [SPIN + 0x40] * 16, error=error, failed=dict.fromkeys(range(32), 14))
+    spec = CoreSpec([DeviceSpec([GridSpec(7, SPIN)], [SmSpec(0, [BlockSpec(7, warps=[warp])])])], [CUBIN])
+    faults = read_cuda_core(write(core_bytes(spec))).faults
+    assert [one.lanes for one in faults] == ([16, 16] if error is None else [32])
+
+
+def test_threads_that_there_are_not_are_left_out(write: Write) -> None:
+    partial = WarpSpec(3, [SPIN + 0x20] * 8, valid=0x0F, failed={6: 14})
+    phantom = WarpSpec(4, [SPIN + 0x20] * 8, valid=0, failed={0: 14})
+    spec = CoreSpec([DeviceSpec([GridSpec(7, SPIN)], [SmSpec(0, [BlockSpec(7, warps=[partial, phantom])])])], [CUBIN])
+    core = read_cuda_core(write(core_bytes(spec)))
+    assert [(one.number, one.pcs) for one in core.warps] == [(3, ((SPIN + 0x20, 4),))]
+    assert (core.faults, core.kernels[0].warps) == ((), 1)
+
+
+def test_what_nothing_confirmed_is_marked(write: Write) -> None:
+    sm = SmSpec(0, [BlockSpec(7, warps=[WarpSpec(1, [SPIN], exception=36)])])
+    spec = CoreSpec([DeviceSpec([GridSpec(7, SPIN), GridSpec(8, SPIN)], [sm])], [CUBIN])
+    core = read_cuda_core(write(core_bytes(spec)))
+    assert core.faults[0].exception == "TMA syscall error"
+    assert core.unchecked == ("what exception 36 is called", "kernels without a warp", "its metadata")
 
 
 def test_a_core_without_cubins_has_kernels_without_names(write: Write) -> None:
@@ -174,7 +200,7 @@ def test_what_was_written_is_read(spec: CoreSpec) -> None:
     ] == [(number, grid.grid_id, grid.entry, grid.grid, grid.block, grid.host_thread) for number, grid in grids]
     for kernel in core.kernels:
         inside = [name for name, (start, size) in CUBIN.items() if start <= kernel.entry.address < start + size]
-        assert kernel.name == (inside[0] if inside and spec.cubins else None)
+        assert kernel.entry.symbol == (inside[0] if inside and spec.cubins else None)
     placed = [
         (number, sm, block, warp)
         for number, device in enumerate(spec.devices)

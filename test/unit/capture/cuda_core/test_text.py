@@ -4,8 +4,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
-from sglang_crashkit.capture.cuda_core.text import INFERRED, brief, format_core
-from unit.synthetic_core import CUBIN, SPIN, CoreSpec, DeviceSpec, GridSpec, SmSpec, core_bytes, failed_core, hung_core
+from sglang_crashkit.capture.cuda_core.text import INFERRED, UNCHECKED, brief, format_core
+from unit.synthetic_core import (
+    COPY_NAME,
+    CUBIN,
+    SPIN,
+    SPIN_NAME,
+    SPIN_SYMBOL,
+    CoreSpec,
+    DeviceSpec,
+    GridSpec,
+    SmSpec,
+    core_bytes,
+    failed_core,
+    hung_core,
+)
 
 Write = Callable[[bytes], Path]
 
@@ -18,25 +31,27 @@ def test_a_hung_kernel_in_words(write: Write) -> None:
     assert lines_of(write(hung_core())) == [
         "GPU 0: NVIDIA H200, sm_90, 132 SMs",
         "driver 580.65, CUDA 13.0, written 2026-11-18T11:06:40Z",
-        "kernel _Z11spin_kernelPVi on GPU 0: grid 2x1x1, block 32x1x1, active",
+        f"kernel {SPIN_NAME} on GPU 0: grid 2x1x1, block 32x1x1, active",
         "    grid id 7, 1 block and 1 warp on the GPU, launched by host thread 4711",
-        "    1 warp at _Z11spin_kernelPVi+0x110",
+        f"    1 warp at {SPIN_NAME}+0x110",
         INFERRED,
+        f"its metadata: {UNCHECKED}",
     ]
 
 
 def test_a_failure_in_words(write: Write) -> None:
     assert lines_of(write(failed_core()))[2:] == [
         "no kernel on the GPU",
-        "exception: device illegal address at _Z11copy_kernelPKfPfi+0x40 (GPU 0, SM 17)",
+        f"exception: device illegal address at {COPY_NAME}+0x40 (GPU 0, SM 17)",
         INFERRED,
+        f"exceptions of an SM alone, its metadata: {UNCHECKED}",
     ]
 
 
 def test_names_are_shortened_and_printable(write: Write) -> None:
     name = "evil\x1b[2J" + "n" * 500
     device = DeviceSpec([GridSpec(1, SPIN)], name="NVIDIA\x1b[2J", sm_type="")
-    spec = CoreSpec([device], [{name: CUBIN["_Z11spin_kernelPVi"]}])
+    spec = CoreSpec([device], [{name: CUBIN[SPIN_SYMBOL]}])
     assert lines_of(write(core_bytes(spec)))[0] == "GPU 0: NVIDIA?[2J, sm_90, 132 SMs"
     kernel = next(line for line in lines_of(write(core_bytes(spec))) if line.startswith("kernel"))
     assert "evil?[2Jnnn" in kernel
@@ -46,7 +61,7 @@ def test_names_are_shortened_and_printable(write: Write) -> None:
 
 def test_many_exceptions_are_counted(write: Write) -> None:
     spec = CoreSpec([DeviceSpec(sms=[SmSpec(number, exception=14) for number in range(100)])])
-    found = [line for line in lines_of(write(core_bytes(spec))) if "exception" in line]
+    found = [line for line in lines_of(write(core_bytes(spec))) if "exception" in line and UNCHECKED not in line]
     assert len(found) == 17
     assert found[-1] == "84 more exceptions"
 
