@@ -1,0 +1,223 @@
+"""The figures of the benchmarks: run one, keep what it printed, and write the documents that quote them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lanelib.errors import LaneError
+from lanelib.paths import ROOT, write_whole
+
+FOLDER = ROOT / "benchmarks"
+DATA, PAGE, README = ROOT / "docs" / "benchmarks.json", ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
+#: Between these lines the README has the table that is made of the figures.
+BEGIN, END = "<!-- costs: made by scripts/bench -->", "<!-- end of costs -->"
+#: So many times as long as expected is the end of a benchmark.
+PATIENCE = 6
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A program of `benchmarks/`.
+
+    Attributes:
+        name: its file.
+        whole: its arguments and minutes in a whole run; None where that leaves it out.
+        quick: the same of a quick run.
+    """
+
+    name: str
+    whole: tuple[str, float] | None
+    quick: tuple[str, float] | None = None
+
+    def arguments(self, quick: bool) -> list[str]:
+        """Return its arguments."""
+        return (self._form(quick)[0]).split()
+
+    def minutes(self, quick: bool) -> float:
+        """Return about how long it takes."""
+        return self._form(quick)[1]
+
+    def _form(self, quick: bool) -> tuple[str, float]:
+        return (self.quick if quick else self.whole) or self.whole or self.quick or ("", 300.0)
+
+    @property
+    def about(self) -> str:
+        """What it measures, by the first line of its docstring."""
+        text = ast.get_docstring(ast.parse((FOLDER / self.name).read_text())) or self.name
+        return text.splitlines()[0]
+
+
+#: Those that a server costs time come last: an interrupted run has the others.
+BENCHMARKS = (
+    Benchmark("beat", ("", 0.5), ("", 0.5)),
+    Benchmark("steps", ("", 0.5), ("", 0.5)),
+    Benchmark("log_ring", ("", 0.5), ("", 0.5)),
+    Benchmark("kill_process_tree", ("", 1), ("--rounds 10", 0.5)),
+    Benchmark("explain", ("", 2), ("", 2)),
+    Benchmark("peers", ("", 4), ("--seconds 10", 1.5)),
+    Benchmark("gloo_recorder", ("", 2), ("--pairs 20", 1)),
+    Benchmark("idle_handler", ("", 3), ("", 3)),
+    Benchmark("first_crash", ("--release 0.5.9 --release 0.5.12.post1 --release 0.5.23", 8), ("", 3)),
+    Benchmark("hang", ("", 8), None),
+    Benchmark("journal", ("--pairs 40 --requests 5", 12), None),
+    Benchmark("causes", ("", 40), None),
+    Benchmark("soak", ("--minutes 5", 8), None),
+    Benchmark("releases", None, None),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one benchmark printed.
+
+    Attributes:
+        name: which.
+        command: as it was called from the checkout.
+        lines: its output.
+        seconds: how long it took.
+        status: its exit status; 1 where it missed a goal of its own.
+        date: of its end, UTC.
+        why: what it said on standard error where it missed its goal.
+    """
+
+    name: str
+    command: str
+    lines: tuple[str, ...]
+    seconds: float
+    status: int
+    date: str
+    why: str = ""
+
+
+def measure(benchmark: Benchmark, kept: Path, *, quick: bool, env: Mapping[str, str]) -> Run:
+    """Run a benchmark, or return what was kept of it.
+
+    Args:
+        benchmark: which.
+        kept: the file that has it once it has ended.
+        quick: with fewer rounds.
+        env: its environment.
+
+    Raises:
+        LaneError: it printed nothing, or did not end in many times its time.
+    """
+    if kept.is_file():
+        document = json.loads(kept.read_text())
+        return Run(**document | {"lines": tuple(document["lines"])})
+    arguments, began = benchmark.arguments(quick), time.monotonic()
+    limit = PATIENCE * 60 * benchmark.minutes(quick)
+    argv = [str(FOLDER / benchmark.name), *arguments]
+    with subprocess.Popen(
+        argv, cwd=ROOT, env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            text, errors = process.communicate(timeout=limit)
+        except BaseException as error:
+            process.terminate()
+            try:
+                process.communicate(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise LaneError(f"benchmarks/{benchmark.name} did not end in {limit / 60:.0f} minutes") from error
+            raise
+    if not text.strip():
+        raise LaneError(f"benchmarks/{benchmark.name} printed nothing, status {process.returncode}: {errors[-500:]}")
+    run = Run(
+        name=benchmark.name,
+        command=" ".join([f"benchmarks/{benchmark.name}", *arguments]),
+        lines=tuple(line.rstrip() for line in text.splitlines()),
+        seconds=round(time.monotonic() - began, 1),
+        status=process.returncode,
+        date=time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+        why="\n".join(errors.splitlines()[-3:]) if process.returncode else "",
+    )
+    write_whole(kept, json.dumps(asdict(run), indent=1))
+    return run
+
+
+def machine() -> str:
+    """Say what the figures were measured on."""
+    gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{os.cpu_count()} cores, {gigabytes:.0f} GB, {platform.machine()}, Linux {platform.release().split('-')[0]}"
+
+
+def write_documents(runs: Sequence[Run], where: str, load: float) -> None:
+    """Write the figures as data and as a page, and the README's table; what was not run keeps its figures of before."""
+    document = json.loads(DATA.read_text()) if DATA.is_file() else {"benchmarks": {}}
+    known: dict[str, Any] = document["benchmarks"]
+    for run in runs:
+        known[run.name] = asdict(run) | {"machine": where, "load": round(load, 1)}
+    write_whole(DATA, json.dumps(document, indent=1) + "\n")
+    write_whole(PAGE, page(document))
+    text = README.read_text()
+    if BEGIN in text:
+        write_whole(README, with_costs(text, document))
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """Return ``docs/benchmarks.md``."""
+    lines = ["# Benchmarks", "", *INTRODUCTION.splitlines()]
+    for one in BENCHMARKS:
+        run = document["benchmarks"].get(one.name)
+        if run is None:
+            continue
+        lines += ["", f"## {one.name}", "", one.about, "", "```", f"$ {run['command']}", *run["lines"], "```", ""]
+        missed = f" It missed its goal: {run['why'] or 'see the table'}." if run["status"] else ""
+        lines += [f"{run['date']} UTC, {run['machine']}, load {run['load']}, {run['seconds']:.0f} s.{missed}"]
+    return "\n".join(lines) + "\n"
+
+
+INTRODUCTION = """\
+Made by `scripts/bench`: each benchmark runs the kit and SGLang as published in one run on one machine. `--help` of each
+says what its columns mean. Seconds of a machine with two cores are not those of yours; the ratios are what to look at.
+The load is that of the last 15 minutes: beside other work all seconds are longer."""
+
+#: What it costs, the benchmark that says so, the row by its beginning, and the column.
+COSTS = (
+    ("the crash handler: memory", "idle_handler", "sglang::crash_handler", 0),
+    ("the crash handler: of one core, while nothing happens", "idle_handler", "sglang::crash_handler", 1),
+    ("a round of a scheduler's event loop with a batch", "beat", "on 0", 1),
+    ("the record of a step, 8 requests", "steps", "8", 1),
+    ("the record of a step, 256 requests", "steps", "256", 1),
+    ("a log record", "log_ring", "a batch, 150 characters", -1),
+    ("from the kill of a rank to the server's end, kit/upstream", "first_crash", "0.5.23 kit/upstream", 0),
+)
+
+
+def costs(document: Mapping[str, Any]) -> Iterable[str]:
+    """Yield the README's table, of what is known."""
+    yield "| what it costs | measured | by |"
+    yield "| --- | --- | --- |"
+    for what, name, beginning, column in COSTS:
+        run = document["benchmarks"].get(name)
+        found = figure(run["lines"], beginning, column) if run else None
+        if found is not None:
+            yield f"| {what} | {found} | [`benchmarks/{name}`](docs/benchmarks.md#{name}) |"
+
+
+def figure(lines: Iterable[str], beginning: str, column: int) -> str | None:
+    """Return one cell of a benchmark's table: two spaces part columns, and the row's beginning may take several."""
+    for line in lines:
+        cells = [cell for cell in line.replace(", more ", "  ").strip().split("  ") if cell.strip()]
+        cells = [cell.strip() for cell in cells]
+        for taken in range(1, len(cells)):
+            if " ".join(cells[:taken]) == beginning:
+                return cells[taken:][column]
+    return None
+
+
+def with_costs(text: str, document: Mapping[str, Any]) -> str:
+    """Return the README with its table made anew."""
+    head, _, rest = text.partition(BEGIN)
+    _old, _, tail = rest.partition(END)
+    return "\n".join([f"{head}{BEGIN}", *costs(document), f"{END}{tail}"])
