@@ -23,7 +23,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stand for the only benchmark."""
     monkeypatch.setattr(figures, "FOLDER", tmp_path)
     path = tmp_path / "fast"
-    path.write_text('#!/bin/sh\n"""How fast it is."""\necho "row  $1"\necho much too slow >&2\nexit "$1"\n')
+    path.write_text('#!/bin/sh\necho "row  $1"\necho much too slow >&2\nexit "$1"\n')
     path.chmod(0o755)
     return path
 
