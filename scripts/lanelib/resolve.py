@@ -88,9 +88,9 @@ def resolve(release: str) -> str:
     compile_ += ["--python-version", LANE_PYTHON]
     wanted = LANES / "resolved" / f"{release}.in"
     write_whole(wanted, "".join(f"{line}\n" for line in (f"sglang=={release}", *EXTRAS)))
-    limits = RECIPES / f"{release}.constraints"
-    if limits.is_file():
-        compile_ += ["--constraint", limits]
+    for option in ("constraint", "override"):
+        limits = RECIPES / f"{release}.{option}s"
+        compile_ += [f"--{option}", limits] if limits.is_file() else []
     try:
         facts = run_command([*compile_, "--no-deps", "--format", "pylock.toml", wanted], timeout_s=120)
     except LaneError as error:

@@ -84,15 +84,17 @@ def test_resolve_takes_todays_versions_when_the_date_is_not_told(registry):
     assert "--exclude-newer" not in calls()[-1]
 
 
-def test_resolve_keeps_to_the_limits_of_a_release(registry):
+@pytest.mark.parametrize("option", ["constraint", "override"])
+def test_resolve_keeps_to_the_limits_of_a_release(registry, option):
     calls = registry('name = "sglang"')
-    limits = resolve.RECIPES / "9.9.9.constraints"
+    limits = resolve.RECIPES / f"9.9.9.{option}s"
     limits.parent.mkdir()
     limits.write_text("kernels==0.13.0\n")
 
     resolve.resolve("9.9.9")
 
-    assert str(limits) in calls()[-1]
+    arguments = calls()[-1]
+    assert arguments[arguments.index(f"--{option}") + 1] == str(limits)
 
 
 def test_an_unknown_release_is_named(registry, monkeypatch, programs):
