@@ -21,6 +21,8 @@ COMMANDS = {
     "status": "say whether the SGLang that a python imports is patched",
     "wheel": "build a patched SGLang wheel and put the kit's own beside it",
     "incidents": "list the incidents below a crash folder, newest first",
+    "show": "print one incident on one screen, or one part of it in full",
+    "bundle": "pack an incident and a report of it into one file, for a bug report",
     "replay": "send the requests of an incident again, to a server that may break",
     "bisect": "find the smallest set of an incident's requests that brings its fault back",
     "quarantine": "list, add or remove the requests that are refused because they kill servers",

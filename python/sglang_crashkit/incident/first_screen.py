@@ -26,6 +26,7 @@ _MAX_GROUPS, _MAX_CONSEQUENCES, _MAX_STEPS = 2, 2, 2
 #: Where a C++ library says that its own source raised an exception; a path on the machine that built it.
 _BUILD_PATH = re.compile(r"\[?/[^\s\]]+\.(?:cc|cpp|cu|cuh|h|hpp):\d+\]?:? ?")
 _SECONDS = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(\.\d{3})?")
+_OWN_COMMAND, _COMMENT = "sglang-crashkit ", "   # "
 _COMMAND = re.compile(r"`([^`]+)`")
 _LIBRARY = re.compile(r"\((?:torch|zmq|multiprocessing|concurrent|asyncio)/|\(<|\((?:threading|queue)\.py:")
 _DIGITS = re.compile(r"\d+")
@@ -174,7 +175,8 @@ class _Screen:
 
     def _when(self) -> str:
         server, fault = (mapping_of(self._document.get(name)) for name in ("server", "fault"))
-        words = [f"{_moment(mapping_of(self._document.get('trigger')).get('time'))} on {server.get('hostname')}"]
+        time = _moment(mapping_of(self._document.get("trigger")).get("time"))
+        words = [f"{time} UTC on {server.get('hostname')}"]
         place = mapping_of(self._environment.get("place"))
         kubernetes, slurm = mapping_of(place.get("kubernetes")), mapping_of(place.get("slurm"))
         if kubernetes.get("pod_name"):
@@ -316,10 +318,10 @@ class _Screen:
             if found and found.start() < _LABEL:
                 # The command first, so that it can be copied.
                 rest = (text[: found.start()] + text[found.end() :]).strip(" :,;")
-                text = f"{found[1]}   # {rest}" if rest else found[1]
+                text = f"{found[1]}{_COMMENT}{rest}" if rest else found[1]
             yield "next", text, 2
-        yield "next", f"sglang-crashkit show {self._where} --{self._section()}", 1
-        yield "next", f"sglang-crashkit bundle {self._where} --no-prompts   # for a bug report", 1
+        yield "next", f"{_OWN_COMMAND}show {self._where} --{self._section()}", 1
+        yield "next", f"{_OWN_COMMAND}bundle {self._where} --no-prompts{_COMMENT}for a bug report", 1
 
     def _section(self) -> str:
         return "steps" if mapping_of(self._document.get("cause")).get("class") == "rank_divergence" else "stacks"
@@ -327,7 +329,11 @@ class _Screen:
 
 def _lines(label: str, text: str, most: int) -> Iterator[str]:
     """Yield a row in at most so many lines; nothing where there is no text."""
-    words = text if "   # " in text else _one_line(text)
+    if text.startswith(_OWN_COMMAND):
+        # A path may be longer than the line, and half a command is none.
+        yield f"{label:<{_LABEL}}{text}"
+        return
+    words = text if _COMMENT in text else _one_line(text)
     lines = textwrap.wrap(words, WIDTH - _LABEL, max_lines=most, placeholder="...") if words else []
     for number, line in enumerate(lines):
         yield f"{'' if number else label:<{_LABEL}}{line}"

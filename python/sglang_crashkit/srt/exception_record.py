@@ -22,6 +22,8 @@ from sglang_crashkit.srt.redaction import redact
 
 _MAX_REQUESTS = 64
 _MAX_MESSAGE = 4000
+#: Of an exception as Python prints it, with those that led to it, the last of so many characters.
+_MAX_PRINTED = 16_000
 #: As many prompts as are compared with a message; see `redact.redact_prompts`.
 _MAX_PROMPTS = 64
 #: What a request calls its text.
@@ -44,7 +46,8 @@ def tell_exception(gpu: str | None = None) -> None:
     if raised is None or error is None:
         return
     message = _redacted("".join(traceback.format_exception_only(raised, error)).strip()[:_MAX_MESSAGE], trace)
-    record = _write_record(message, trace)
+    printed = "".join(traceback.format_exception(raised, error, trace))[-_MAX_PRINTED:]
+    record = _write_record(message, trace, _redacted(printed, trace))
     request(
         "exception",
         CAPTURE_WAIT_SECS,
@@ -54,7 +57,7 @@ def tell_exception(gpu: str | None = None) -> None:
     )
 
 
-def _write_record(message: str, trace: TracebackType | None) -> Path | None:
+def _write_record(message: str, trace: TracebackType | None, printed: str) -> Path | None:
     spool = os.environ.get(SPOOL_VARIABLE)
     if not spool:
         return None
@@ -68,6 +71,7 @@ def _write_record(message: str, trace: TracebackType | None) -> Path | None:
         "time": time.time(),
         "message": message,
         "traceback": _format_frames(traceback.extract_tb(trace)),
+        "printed": printed,
         "batch": _describe_batch(trace),
         "threads": _threads(),
     }
