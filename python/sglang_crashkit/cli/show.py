@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_crashkit.errors import ExitCode, NothingToDoError
 from sglang_crashkit.incident.store import StoredIncident
+from sglang_crashkit.model.incident import SCHEMA_VERSION
 
 _EXAMPLES = """\
 examples:
@@ -53,6 +55,9 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     incident = find_meant(args.incident, args.folder)
     document = incident.document or {}
+    if isinstance(version := document.get("schema_version"), int) and version > SCHEMA_VERSION:
+        known = f"this kit reads up to {SCHEMA_VERSION}"
+        print(f"a newer kit wrote it (schema_version {version}, {known}); next: update this one", file=sys.stderr)
     if args.json:
         print(json.dumps(document, indent=2))
         return ExitCode.DONE

@@ -75,20 +75,25 @@ def _pair(counts: Mapping[str, Any]) -> tuple[int, int] | None:
     return (finished, unfinished) if type(finished) is int and type(unfinished) is int else None
 
 
-def first_screen(document: Mapping[str, Any], *, ends_with: int | None = None, where: str = "") -> list[str]:
+def first_screen(
+    document: Mapping[str, Any], *, ends_with: int | None = None, where: str = "", wraps: bool = True
+) -> list[str]:
     """Return at most `MAX_LINES` lines of `WIDTH` columns.
 
     Args:
         document: an incident.
         ends_with: the exit status that the server is about to end with; None where it is not, or has ended.
         where: what the commands of the last lines name the incident by; its id by default.
+        wraps: a text may take a second line.
     """
     screen = _Screen(document, ends_with, where or str(document.get("id") or "latest"))
     head, rows = screen.headline(), list(screen.rows())
-    lines = [*head, *(line for label, text, most in rows for line in _lines(label, text, most))]
-    if len(lines) > MAX_LINES:
-        lines = [*head, *(line for label, text, _most in rows for line in _lines(label, text, 1))]
-    return lines[:MAX_LINES]
+    told = [list(_lines(label, text, most if wraps else 1)) for label, text, most in rows]
+    # Where there is no room, what stands last gives up its second line first.
+    for place in reversed(range(len(rows))):
+        if len(head) + sum(map(len, told)) > MAX_LINES:
+            told[place] = list(_lines(*rows[place][:2], 1))
+    return [*head, *(line for lines in told for line in lines)][:MAX_LINES]
 
 
 def consequence_in_words(message: str) -> str:
@@ -120,7 +125,7 @@ class _Screen:
     def headline(self) -> list[str]:
         """Return who failed of what, what became of the server, and how many requests it cost, in one line or two."""
         what, behind = self._what(), "; ".join([*self._end(), *self._lost()])
-        if self._verdict.get("kind") in _BY_DEATH and len(what) + len(behind) + 2 > WIDTH:
+        if str(self._verdict.get("kind")) in _BY_DEATH and len(what) + len(behind) + 2 > WIDTH:
             what = what.partition(":")[0]
         if not behind or len(what) + len(behind) + 2 <= WIDTH:
             return [cut("; ".join(filter(None, (what, behind))), WIDTH)]
@@ -128,7 +133,7 @@ class _Screen:
 
     def rows(self) -> Iterator[tuple[str, str, int]]:
         """Yield the rest: a label, a text, and how many lines that may take."""
-        yield "when", self._when(), 1
+        yield "when", self._when(), 2
         yield "run", self._run(), 1
         yield "host", self._host(), 1
         yield "first", self._first_failure(), 2
@@ -175,27 +180,27 @@ class _Screen:
 
     def _when(self) -> str:
         server, fault = (mapping_of(self._document.get(name)) for name in ("server", "fault"))
-        time = _moment(mapping_of(self._document.get("trigger")).get("time"))
-        words = [f"{time} UTC on {server.get('hostname')}"]
+        time = mapping_of(self._document.get("trigger")).get("time")
+        words = [f"{_moment(time)} UTC on {server.get('hostname')}"] if time else []
+        if isinstance(secs := self._environment.get("uptime_secs"), (int, float)):
+            words.append(f"up {_duration(secs)}" if self._environment.get("ready_since") else "never ready")
+        if isinstance(count := fault.get("count"), int):
+            words.append(f"seen {count} times since {_moment(fault.get('first'))[:10]}" if count > 1 else "first time")
         place = mapping_of(self._environment.get("place"))
         kubernetes, slurm = mapping_of(place.get("kubernetes")), mapping_of(place.get("slurm"))
         if kubernetes.get("pod_name"):
             words.append(f"pod {kubernetes['pod_name']}")
         if slurm.get("job_id"):
             words.append(f"Slurm job {slurm['job_id']}")
-        if isinstance(secs := self._environment.get("uptime_secs"), (int, float)):
-            words.append(f"up {_duration(secs)}" if self._environment.get("ready_since") else "never ready")
-        if isinstance(count := fault.get("count"), int):
-            seen = f"seen {count} times since {_moment(fault.get('first'))[:16]}"
-            words.append(seen if count > 1 else "first time")
         return ", ".join(words)
 
     def _run(self) -> str:
         server, sizes = mapping_of(self._document.get("server")), mapping_of(self._environment.get("parallel"))
-        words = [f"SGLang {server.get('sglang_version')}"]
+        words = [f"SGLang {server['sglang_version']}"] if server.get("sglang_version") else []
         if self._environment.get("model"):
             words.append(str(self._environment["model"]).rstrip("/").rpartition("/")[2])
-        return ", ".join([*words, *sizes_in_words(sizes), f"main process {server.get('pid')}"])
+        main = [f"main process {server['pid']}"] if server.get("pid") else []
+        return ", ".join([*words, *sizes_in_words(sizes), *main])
 
     def _host(self) -> str:
         gpus, memory = mapping_of(self._document.get("gpus")), mapping_of(self._environment.get("memory"))
@@ -246,10 +251,10 @@ class _Screen:
 
     def _consequences(self) -> Iterator[str]:
         """Yield a line for those that made no progress, and one for those that then raised in the same way."""
-        silent: dict[object, list[str]] = {}
+        silent: dict[str, list[str]] = {}
         for event in self._events:
             if event.get("event") in ("no_progress", "watchdog_timeout"):
-                silent.setdefault(event.get("silent_secs"), []).append(self._names.short(event))
+                silent.setdefault(str(event.get("silent_secs")), []).append(self._names.short(event))
         for secs, names in list(silent.items())[:1]:
             yield f"{join_names(names)} made no progress for {secs} s"
         groups: dict[str, tuple[str, list[str]]] = {}
@@ -257,8 +262,8 @@ class _Screen:
         for event in self._events[since:]:
             if event.get("event") != "exception" or event.get("pid") == self._first.get("pid"):
                 continue
-            message = consequence_in_words(str(event.get("message")))
-            _words, names = groups.setdefault(_DIGITS.sub("#", message), (message, []))
+            message = str(event.get("message"))
+            _words, names = groups.setdefault(_DIGITS.sub("#", message), (consequence_in_words(message), []))
             names.append(self._names.short(event))
         for message, names in list(groups.values())[:_MAX_CONSEQUENCES]:
             yield f"{join_names(names)} raised {message}"
@@ -303,10 +308,11 @@ class _Screen:
         suspects = mappings_of(self._document.get("suspects"))
         if not suspects:
             return ""
-        if suspects[0].get("level") not in _LEVELS and len(suspects) > 1:
+        if str(suspects[0].get("level")) not in _LEVELS and len(suspects) > 1:
             return f"none of the {len(suspects)} requests in that step stands out"
-        reasons = "; ".join(map(str, suspects[0].get("reasons") or ()))
-        return f"request {suspects[0].get('rid')} ({suspects[0].get('level')}): {reasons}"
+        reasons = suspects[0].get("reasons")
+        words = "; ".join(map(str, reasons if isinstance(reasons, list) else ()))
+        return f"request {suspects[0].get('rid')} ({suspects[0].get('level')}): {words}"
 
     def _next_steps(self) -> Iterator[tuple[str, str, int]]:
         """Yield what the cause asks for, commands as such, and the commands that show more and hand it on."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -119,6 +121,21 @@ def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentF
     report.evidence.append(Evidence("fault_stack", "captured", path=path, reason=cut_off, source="faulthandler"))
     # It was captured alive, if at all; what the fault interrupted is what it did last.
     report.doing = doing
+
+
+def quote_anew(report: ProcessReport, folder: IncidentFolder) -> None:
+    """Let the stack file begin with what the process has said of itself since: it raised while it was captured."""
+    for piece in report.evidence:
+        if piece.kind == "stack" and piece.status == "captured" and piece.path is not None:
+            # What it holds already is right, if not told first.
+            with contextlib.suppress(OSError, CrashkitError, ValueError, KeyError, TypeError):
+                name = str(Path(piece.path).with_suffix(""))
+                document = json.loads((folder.path / f"{name}.json").read_text())
+                threads = [
+                    Thread(**{**thread, "frames": tuple(Frame(**frame) for frame in thread["frames"])})
+                    for thread in document["threads"]
+                ]
+                _write(name, threads, report, folder, report.doing)
 
 
 def innermost(threads: Sequence[Thread], pid: int) -> list[str]:
