@@ -171,7 +171,9 @@ class _Screen:
 
     def _lost(self) -> Iterator[str]:
         counts = counts_of(mapping_of(self._document.get("requests")))
-        if counts is not None:
+        if self._environment and not self._environment.get("ready_since") and not (counts and counts.unfinished):
+            yield "it was not ready yet"
+        elif counts is not None:
             went_on = mapping_of(self._document.get("requests")).get("reason") == SERVER_WENT_ON
             many = "" if counts.unfinished == 1 else "s"
             yield f"{counts.unfinished} request{many} {'in flight' if went_on else 'lost'}"

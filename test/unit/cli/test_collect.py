@@ -56,7 +56,8 @@ def test_every_process_has_its_two_files_and_every_moment_its_snapshot(
     host = os.uname().nodename
     python, native = output / f"pyspy_{host}_{process.pid}.txt", output / f"cudagdb_{host}_{process.pid}.txt"
     snapshots = sorted(output.glob(f"snapshot_{host}_*.json"))
-    assert sorted(output.iterdir()) == sorted([python, native, *snapshots])
+    account = [output / "summary.md", output / "verdict.json"]
+    assert sorted(output.iterdir()) == sorted([python, native, *snapshots, *account])
     assert python.read_text().startswith(f"# {TITLE} (pid {process.pid}) on {host}")
     assert python.read_text().count("    inner_function (") == 2
     assert native.read_text().startswith(f"# {TITLE} (pid {process.pid}) on {host}")
