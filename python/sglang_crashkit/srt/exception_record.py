@@ -46,8 +46,7 @@ def tell_exception(gpu: str | None = None) -> None:
     if raised is None or error is None:
         return
     message = _redacted("".join(traceback.format_exception_only(raised, error)).strip()[:_MAX_MESSAGE], trace)
-    printed = "".join(traceback.format_exception(raised, error, trace))[-_MAX_PRINTED:]
-    record = _write_record(message, trace, _redacted(printed, trace))
+    record = _write_record(message, trace, _printed(error, trace) or message)
     request(
         "exception",
         CAPTURE_WAIT_SECS,
@@ -80,6 +79,12 @@ def _write_record(message: str, trace: TracebackType | None, printed: str) -> Pa
     except OSError:
         return None
     return path
+
+
+@never_raises
+def _printed(error: BaseException, trace: TracebackType | None) -> str:
+    """Return the exception as Python prints it, with those that led to it."""
+    return _redacted("".join(traceback.format_exception(type(error), error, trace))[-_MAX_PRINTED:], trace)
 
 
 def _redacted(message: str, trace: TracebackType | None) -> str:
