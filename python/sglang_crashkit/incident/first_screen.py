@@ -27,11 +27,14 @@ _MAX_GROUPS, _MAX_CONSEQUENCES, _MAX_STEPS = 2, 2, 2
 _BUILD_PATH = re.compile(r"\[?/[^\s\]]+\.(?:cc|cpp|cu|cuh|h|hpp):\d+\]?:? ?")
 _SECONDS = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(\.\d{3})?")
 _OWN_COMMAND, _COMMENT = "sglang-crashkit ", "   # "
-_COMMAND = re.compile(r"`([^`]+)`")
+#: A command with its arguments; a word alone may be anything.
+_COMMAND = re.compile(r"`([^` ]+ [^`]+)`")
 _LIBRARY = re.compile(r"\((?:torch|zmq|multiprocessing|concurrent|asyncio)/|\(<|\((?:threading|queue)\.py:")
 _DIGITS = re.compile(r"\d+")
 #: Verdicts whose first sentence says more behind its colon than the headline has room for.
 _BY_DEATH = frozenset({"signal", "oom_kill", "exit_status", "parent_ended"})
+#: Events by which a server tells of its ranks that it had not served yet.
+_FAILED_STARTS = ("launch_failed", "startup_timeout")
 _LEVELS = frozenset({"established", "supported"})
 #: Why there are no requests of an incident that was only observed.
 SERVER_WENT_ON = "the server went on"
@@ -94,6 +97,12 @@ def first_screen(
         if len(head) + sum(map(len, told)) > MAX_LINES:
             told[place] = list(_lines(*rows[place][:2], 1))
     return [*head, *(line for lines in told for line in lines)][:MAX_LINES]
+
+
+def is_of_start(document: Mapping[str, Any]) -> bool:
+    """Say whether the server of an incident had not served yet."""
+    told = any(one.get("event") in _FAILED_STARTS for one in mappings_of(document.get("timeline")))
+    return told or document.get("kind") == "failed_start"
 
 
 def consequence_in_words(message: str) -> str:
@@ -171,7 +180,7 @@ class _Screen:
 
     def _lost(self) -> Iterator[str]:
         counts = counts_of(mapping_of(self._document.get("requests")))
-        if self._environment and not self._environment.get("ready_since") and not (counts and counts.unfinished):
+        if is_of_start(self._document):
             yield "it was not ready yet"
         elif counts is not None:
             went_on = mapping_of(self._document.get("requests")).get("reason") == SERVER_WENT_ON
@@ -185,7 +194,7 @@ class _Screen:
         time = mapping_of(self._document.get("trigger")).get("time")
         words = [f"{_moment(time)} UTC on {server.get('hostname')}"] if time else []
         if isinstance(secs := self._environment.get("uptime_secs"), (int, float)):
-            words.append(f"up {_duration(secs)}" if self._environment.get("ready_since") else "never ready")
+            words.append("never ready" if is_of_start(self._document) else f"up {_duration(secs)}")
         if isinstance(count := fault.get("count"), int):
             words.append(f"seen {count} times since {_moment(fault.get('first'))[:10]}" if count > 1 else "first time")
         place = mapping_of(self._environment.get("place"))

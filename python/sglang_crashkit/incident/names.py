@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
+_TITLE = re.compile(r"\bsglang::(?:scheduler_(?=\w))?")
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
@@ -77,4 +78,5 @@ class Names:
         """Return a sentence with short names for the long ones."""
         for long in sorted(self._long, key=len, reverse=True):
             text = text.replace(long, self._long[long])
+        text = _TITLE.sub("", text)
         return text[:1].upper() + text[1:]

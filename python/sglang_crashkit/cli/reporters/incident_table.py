@@ -14,6 +14,8 @@ from sglang_crashkit.model.incident import iso_time
 _HEAD = ("id", "time (UTC)", "kind", "who", "cause", "requests", "seen")
 #: Which column gives way where there is no room, and how narrow it may become.
 _CAUSE, _LEAST = 4, 12
+#: With fewer columns than this the times have neither year nor second.
+_WIDE = 100
 
 
 def table_lines(incidents: Sequence[StoredIncident], totals: Mapping[str, int], columns: int) -> Iterator[str]:
@@ -24,7 +26,8 @@ def table_lines(incidents: Sequence[StoredIncident], totals: Mapping[str, int], 
         totals: how often the fault of each was seen in all, by the incident's name.
         columns: how wide it may be.
     """
-    rows = [_HEAD, *(_row(one, totals.get(one.name)) for one in incidents)]
+    of_time = slice(0, 19) if columns >= _WIDE else slice(5, 16)
+    rows = [_HEAD, *(_row(one, totals.get(one.name), of_time) for one in incidents)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(_HEAD))]
     spare = columns - sum(widths) - 2 * (len(widths) - 1)
     widths[_CAUSE] = max(_LEAST, min(widths[_CAUSE], widths[_CAUSE] + spare))
@@ -33,11 +36,11 @@ def table_lines(incidents: Sequence[StoredIncident], totals: Mapping[str, int], 
         yield "  ".join(cells).rstrip()
 
 
-def _row(incident: StoredIncident, total: int | None) -> tuple[str, ...]:
+def _row(incident: StoredIncident, total: int | None, of_time: slice) -> tuple[str, ...]:
     name, document = parse_name(incident.path.absolute().name), incident.document
     assert name is not None
     kind = name.kind if incident.finished else f"{name.kind} (not finished)"
-    time = iso_time(name.seconds)[:19].replace("T", " ")
+    time = iso_time(name.seconds)[of_time].replace("T", " ")
     if document is None:
         return (name.id, time, kind, "-", incident.problem, "-", "-")
     counts = counts_of(mapping_of(document.get("requests")))
