@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pwd
@@ -122,6 +123,9 @@ def run(args: argparse.Namespace) -> ExitCode:
     except Terminated:
         _say("asked to end before anything was collected")
         return ExitCode.TERMINATED
+    except BrokenPipeError:
+        # That is the standard output's, and no failure.
+        raise
     except OSError as error:
         raise CrashkitError(
             f"cannot write to {output}: {error.strerror or error}", next_step="name another: --output-dir DIR"
@@ -162,7 +166,9 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     try:
         collection.take_snapshots()
         if report is not None and args.native:
-            report.snapshots_taken()
+            # Who reads no more, as `head`, gets the debuggers' files all the same.
+            with contextlib.suppress(BrokenPipeError):
+                report.snapshots_taken()
         collection.debug(debugger_secs(args.gathered_within, time.monotonic() - began))
     except KeyboardInterrupt as error:
         interrupt = error

@@ -98,7 +98,8 @@ def _format_frames(frames: traceback.StackSummary) -> list[str]:
 
 def _threads() -> dict[str, list[str]]:
     frames: dict[int, FrameType] = sys._current_frames()
-    return {str(ident): _format_frames(traceback.extract_stack(frame)) for ident, frame in frames.items()}
+    # Innermost first, as every stack of the kit; the traceback alone is as Python prints it.
+    return {str(ident): _format_frames(traceback.extract_stack(frame))[::-1] for ident, frame in frames.items()}
 
 
 @never_raises
