@@ -161,7 +161,8 @@ class _Screen:
             trigger = mapping_of(self._document.get("trigger"))
             told = f" ({self._names.short(trigger)} told of it)" if trigger.get("title") else ""
             return f"{self._document.get('kind', 'incident')}: who failed first is not known{told}"
-        return _one_line(_BUILD_PATH.sub("", self._names.in_words(text))).rstrip(".")
+        words = _one_line(_BUILD_PATH.sub("", self._names.in_words(text))).rstrip(".")
+        return words[:1].upper() + words[1:]
 
     def _end(self) -> Iterator[str]:
         end = next((one for one in self._events if one.get("event") == "server_exited"), None)
@@ -330,7 +331,8 @@ class _Screen:
         steps = mapping_of(self._document.get("cause")).get("next_steps")
         pid = str(self._first.get("pid"))
         for step in list(steps if isinstance(steps, list) else ())[:_MAX_STEPS]:
-            text = str(step).replace("kill -CONT PID", f"kill -CONT {pid}") if self._first else str(step)
+            text = self._names.in_words(str(step))
+            text = text.replace("kill -CONT PID", f"kill -CONT {pid}") if self._first else text
             found = _COMMAND.search(text)
             if found and found.start() < _LABEL:
                 # The command first, so that it can be copied.

@@ -78,5 +78,4 @@ class Names:
         """Return a sentence with short names for the long ones."""
         for long in sorted(self._long, key=len, reverse=True):
             text = text.replace(long, self._long[long])
-        text = _TITLE.sub("", text)
-        return text[:1].upper() + text[1:]
+        return _TITLE.sub("", text)

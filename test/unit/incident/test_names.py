@@ -46,7 +46,7 @@ def test_what_goes_without_saying_is_left_out(title: str, role: str, short: str)
 def test_sentences_get_short_names() -> None:
     names = Names(DOCUMENT)
     text = "python -m sglang.launch_server (pid 9) lost sglang::scheduler_TP1 (pid 8), sglang::scheduler_TP11 (pid 88)."
-    assert names.in_words(text) == "The main process lost TP1, TP11."
+    assert names.in_words(text) == "the main process lost TP1, TP11."
     assert [names.short({"pid": 8}), names.short({"pid": 5, "title": "x"}), names.short({"pid": 7})] == [
         "TP1",
         "x",
