@@ -112,7 +112,7 @@ def test_a_stack_file_begins_with_what_a_summary_quotes_and_the_main_thread() ->
         ("/usr/lib/python3/dist-packages/zmq/sugar/socket.py", "zmq/sugar/socket.py"),
         ("/usr/lib/python3.12/threading.py", "threading.py"),
         ("/sgl-workspace/sglang/python/sglang/srt/server.py", "sglang/srt/server.py"),
-        ("/work/kit/python/sglang_crashkit/protocol.py", "sglang_crashkit/protocol.py"),
+        ("/src/kit/python/sglang_crashkit/protocol.py", "sglang_crashkit/protocol.py"),
         ("/home/a/python/mine.py", "/home/a/python/mine.py"),
         ("sglang/srt/x.py", "sglang/srt/x.py"),
         ("<frozen runpy>", "<frozen runpy>"),
