@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from incident_schema import assert_fits
 from lanelib.managed import ManagedProcess
 from lanelib.procs import Process, alive, read_process, title_of, tree_of
 from lanelib.servers import Server
@@ -224,7 +225,11 @@ def _watches(handler: int, watched: Collection[str]) -> bool:
 
 
 def _incidents(crash_folder: Path) -> list[Any]:
-    return find_incidents(crash_folder) if crash_folder.is_dir() else []
+    found = find_incidents(crash_folder) if crash_folder.is_dir() else []
+    for one in found:
+        if one.finished:
+            assert_fits(one.document)
+    return found
 
 
 def ask(server: ManagedProcess, sent: Sent) -> None:

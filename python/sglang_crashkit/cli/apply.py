@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import json
+from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.errors import ExitCode
+
+if TYPE_CHECKING:
+    from sglang_crashkit.installer.apply import Outcome
+    from sglang_crashkit.installer.environment import Environment
 
 #: What the installation was → what it is now.
 _DONE = {
     "outdated": "patched anew, over an earlier kit's patches",
     "interrupted": "patched; a change that was cut off is finished",
 }
+_EXAMPLES = """\
+examples:
+  sglang-crashkit apply --dry-run
+  sglang-crashkit apply --python /opt/sglang/bin/python
+"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
     parser.add_argument("--python", metavar="PATH", help="interpreter or virtual environment; this one by default")
     parser.add_argument("--dry-run", action="store_true", help="check everything, change nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -28,6 +42,9 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     session = open_session(args.python)
     outcome = apply(session.environment, session.patches, session.lock, dry_run=args.dry_run)
+    if args.json:
+        print(json.dumps(outcome_json(session.environment, outcome, dry_run=args.dry_run), indent=1))
+        return ExitCode.DONE
     name = f"SGLang {session.environment.version} in {session.environment.package}"
     if not outcome.changed and outcome.before is Overall.PATCHED:
         print(f"{name} is already patched")
@@ -38,3 +55,14 @@ def run(args: argparse.Namespace) -> ExitCode:
     for path in outcome.changed:
         print(f"  {path}")
     return ExitCode.DONE
+
+
+def outcome_json(environment: Environment, outcome: Outcome, *, dry_run: bool) -> dict[str, Any]:
+    """Return for a program what was done, or would be: ``before`` is one of `installer.status.Overall`."""
+    return {
+        "release": environment.version,
+        "package": str(environment.package),
+        "before": outcome.before.value,
+        "changed": [str(path) for path in outcome.changed],
+        "dry_run": dry_run,
+    }

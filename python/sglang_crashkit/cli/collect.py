@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pwd
@@ -26,12 +27,20 @@ if TYPE_CHECKING:
 #: Seconds between two lines of the overview while it waits, on a terminal and elsewhere.
 _REDRAW_SECS, _REPEAT_SECS = 2.0, 60.0
 _MAX_TITLES = 8
+_EXAMPLES = """\
+examples:
+  sglang-crashkit collect
+  sglang-crashkit collect --pid 4711 --native -o hang
+  sglang-crashkit collect --slurm-job 1234 --container-name sglang_{job_id}_{node} -o hang
+"""
 #: The debuggers' part of the time that a node has: the start of its step and the end of one debugger are not in it.
 _SHARE, _END_SECS = 0.9, 20.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
     which = parser.add_argument_group("which processes")
     server = which.add_mutually_exclusive_group()
     server.add_argument("--pid", type=positive, help="of the server that this process belongs to, or is above")
@@ -54,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     # Its name until 0.1; in the release after this one it goes.
     when.add_argument("--no-debugger", action="store_true", help=argparse.SUPPRESS)
     where = parser.add_argument_group("where to")
-    where.add_argument("--output-dir", metavar="DIR", help="folder for the files ({log_dir}/backtraces)")
+    where.add_argument("-o", "--output-dir", metavar="DIR", help="folder for the files ({log_dir}/backtraces)")
     where.add_argument("--log-dir", metavar="DIR", type=Path, default=Path(), help="what {log_dir} stands for (.)")
     where.add_argument(
         "--config",
@@ -114,6 +123,9 @@ def run(args: argparse.Namespace) -> ExitCode:
     except Terminated:
         _say("asked to end before anything was collected")
         return ExitCode.TERMINATED
+    except BrokenPipeError:
+        # That is the standard output's, and no failure.
+        raise
     except OSError as error:
         raise CrashkitError(
             f"cannot write to {output}: {error.strerror or error}", next_step="name another: --output-dir DIR"
@@ -154,7 +166,9 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     try:
         collection.take_snapshots()
         if report is not None and args.native:
-            report.snapshots_taken()
+            # Who reads no more, as `head`, gets the debuggers' files all the same.
+            with contextlib.suppress(BrokenPipeError):
+                report.snapshots_taken()
         collection.debug(debugger_secs(args.gathered_within, time.monotonic() - began))
     except KeyboardInterrupt as error:
         interrupt = error

@@ -8,9 +8,17 @@ from pathlib import Path
 
 from sglang_crashkit.errors import ExitCode
 
+_EXAMPLES = """\
+examples:
+  sglang-crashkit core core.cuda.4711
+  sglang-crashkit core core.cuda.first core.cuda.second --json
+"""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
     parser.add_argument("file", type=Path, help="a core that the CUDA driver wrote, see CUDA_COREDUMP_FILE")
     parser.add_argument("second", type=Path, nargs="?", help="another one of the same process, to compare")
     parser.add_argument("--json", action="store_true", help="print a JSON object, with every single warp")

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_crashkit.cli.argument_types import duration, positive
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError
 from sglang_crashkit.incident.fingerprint import read_faults
-from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.incident.store import StoredIncident, find_incidents, parse_name
 from sglang_crashkit.incident.summary import headline, mapping_of
 
 #: What the index of each folder has of each fault.
 Faults = Mapping[Path, Mapping[str, Mapping[str, Any]]]
+_EXAMPLES = """\
+examples:
+  sglang-crashkit incidents /var/crash/sglang
+  sglang-crashkit incidents /var/crash/sglang --since 2d --kind hang
+  sglang-crashkit incidents --last 5 --json
+
+Without DIR those of the servers that run here are listed, and of those that were given no --crash-dump-folder.
+"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("folder", type=Path, help="what the server was given as --crash-dump-folder")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
+    parser.add_argument(
+        "folder", metavar="DIR", type=Path, nargs="?", help="what the server was given as --crash-dump-folder"
+    )
+    parser.add_argument("--since", metavar="T", type=duration, help="of the last T only, such as 90m, 12h or 2d")
+    parser.add_argument("--kind", metavar="K", help="of this kind only, such as killed, exception or hang")
+    parser.add_argument("--host", metavar="H", help="of this host only")
+    parser.add_argument("--last", metavar="N", type=positive, help="the newest N only")
     parser.add_argument("--json", action="store_true", help="print a JSON list of objects")
 
 
@@ -30,25 +48,49 @@ def run(args: argparse.Namespace) -> ExitCode:
         NothingToDoError: there is no such folder, or no incident in it.
         CrashkitError: it cannot be read.
     """
+    # Imported here, so that every command starts without what the others need.
+    from sglang_crashkit.cli.crash_folder import require_folders
+
+    folders = require_folders(args.folder)
+    where = ", ".join(map(str, folders))
     try:
-        incidents = find_incidents(args.folder)
+        found = [one for folder in folders for one in find_incidents(folder)]
     except OSError as error:
         raise CrashkitError(
-            f"{args.folder} cannot be read: {error}", next_step="read it as the user whom the server runs as"
+            f"{where} cannot be read: {error}", next_step="read it as the user whom the server runs as"
         ) from error
+    incidents = _chosen(sorted(found, key=lambda one: one.name, reverse=True), args)
     faults = {folder: read_faults(folder) for folder in {incident.path.parent for incident in incidents}}
     if args.json:
         print(json.dumps([_as_json(incident, faults) for incident in incidents], indent=2))
         return ExitCode.DONE if incidents else ExitCode.NOTHING
     if not incidents:
+        of_these = " that is asked for" if found else ""
         raise NothingToDoError(
-            f"no incident below {args.folder}",
-            next_step="name the folder given as --crash-dump-folder",
+            f"no incident{of_these} below {where}",
+            next_step="ask for others" if found else "name the folder given as --crash-dump-folder",
         )
-    told: set[str] = set()
-    for incident in incidents:
-        print(_as_text(incident, _fault_of(incident, faults), told))
+    for line in _as_text(incidents, faults):
+        print(line)
     return ExitCode.DONE
+
+
+def _chosen(incidents: Sequence[StoredIncident], args: argparse.Namespace) -> list[StoredIncident]:
+    """Return those that are asked for, newest first as they came."""
+    since = time.time() - args.since if args.since is not None else None
+    chosen = []
+    for one in incidents:
+        name = parse_name(one.path.absolute().name)
+        if name is None or (since is not None and name.seconds < since) or args.kind not in (None, name.kind):
+            continue
+        if args.host in (None, *_hosts_of(one)):
+            chosen.append(one)
+    return chosen[: args.last]
+
+
+def _hosts_of(incident: StoredIncident) -> list[str]:
+    host = mapping_of((incident.document or {}).get("server")).get("hostname")
+    return [str(host), incident.path.absolute().parent.parent.name]
 
 
 def _fault_of(incident: StoredIncident, faults: Faults) -> dict[str, Any] | None:
@@ -73,18 +115,18 @@ def _as_json(incident: StoredIncident, faults: Faults) -> dict[str, Any]:
     }
 
 
-def _as_text(incident: StoredIncident, fault: dict[str, Any] | None, told: set[str]) -> str:
-    """Return an incident in lines; of each fault the newest one, its key then in `told`, says how often it was seen."""
-    mark = "" if incident.finished else " (not finished)"
-    if incident.document is None:
-        return f"{incident.path}{mark}\n    {incident.problem}"
-    verdict = incident.document.get("verdict")
-    verdict = verdict if isinstance(verdict, dict) else {}
-    text = verdict.get("text") or headline(incident.document)
-    lines = [f"{incident.path}{mark}", f"{text} [{verdict.get('level', 'unknown')}]"]
-    if fault and fault["total"] != 1 and str(fault.get("key")) not in told:
-        told.add(str(fault.get("key")))
-        lines.append(f"the same fault {fault['total']} times, first {fault.get('first')}, last {fault['last']}")
-    if fault and fault.get("repeats"):
-        lines.append(f"in short: incident {fault['repeats']} has the stacks of all processes")
-    return "\n    ".join(lines)
+def _as_text(incidents: Sequence[StoredIncident], faults: Faults) -> list[str]:
+    """Return the table, where the newest one lies, and how to look at it."""
+    from sglang_crashkit.cli.reporters.incident_table import table_lines
+    from sglang_crashkit.cli.reporters.style import columns
+
+    totals = {}
+    for one in incidents:
+        fault = _fault_of(one, faults)
+        if fault is not None and isinstance(fault.get("total"), int):
+            totals[one.name] = fault["total"]
+    newest = incidents[0]
+    lines = [*table_lines(incidents, totals, columns()), f"newest: {newest.path}"]
+    if newest.document is not None:
+        lines.append(f"next: sglang-crashkit show {newest.path}")
+    return lines

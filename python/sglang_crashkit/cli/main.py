@@ -21,6 +21,8 @@ COMMANDS = {
     "status": "say whether the SGLang that a python imports is patched",
     "wheel": "build a patched SGLang wheel and put the kit's own beside it",
     "incidents": "list the incidents below a crash folder, newest first",
+    "show": "print one incident on one screen, or one part of it in full",
+    "bundle": "pack an incident and a report of it into one file, for a bug report",
     "replay": "send the requests of an incident again, to a server that may break",
     "bisect": "find the smallest set of an incident's requests that brings its fault back",
     "quarantine": "list, add or remove the requests that are refused because they kill servers",
@@ -83,26 +85,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # Evidence may hold what a terminal's encoding cannot show.
             stream.reconfigure(errors="backslashreplace")
-    argv = sys.argv[1:] if argv is None else argv
-    args = build_parser(next((word for word in argv if word in COMMANDS), None)).parse_args(argv)
+    try:
+        status = _run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Who read the output has enough, as `head`; nor is anything to be written when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.DONE)
+
+
+def _run(argv: Sequence[str]) -> int:
+    """Run one command; what it raises that is not its own word of a failure ends it.
+
+    Raises:
+        BrokenPipeError: nobody reads the standard output any more.
+        SystemExit: the arguments make no sense, or help was asked for and is given.
+    """
+    try:
+        args = build_parser(next((word for word in argv if word in COMMANDS), None)).parse_args(argv)
+    except SystemExit:
+        sys.stdout.flush()
+        raise
     # Imported here, so that what is wrong with the arguments is told at once.
     from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
 
     guard_reads(GuardedReader())
     try:
-        status = int(load_command(args.command).run(args))
-        sys.stdout.flush()
-        return status
+        return int(load_command(args.command).run(args))
     except CrashkitError as error:
         if getattr(args, "json", False):
             failure = {"error": error.message, "next": error.next_step}
             print(json.dumps(failure | {"exit_code": int(error.exit_code)}))
         print(f"sglang-crashkit {args.command}: {error}", file=sys.stderr)
         return int(error.exit_code)
-    except BrokenPipeError:
-        # Who read the output has enough, as `head`; nor is anything to be written when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(ExitCode.DONE)
     except KeyboardInterrupt:
         print(f"sglang-crashkit {args.command}: interrupted", file=sys.stderr)
         return int(ExitCode.INTERRUPTED)

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
 
+from sglang_crashkit.cli.apply import outcome_json
 from sglang_crashkit.errors import ExitCode
+
+_EXAMPLES = """\
+examples:
+  sglang-crashkit revert
+  sglang-crashkit revert --python /opt/sglang/bin/python --json
+"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
     parser.add_argument("--python", metavar="PATH", help="interpreter or virtual environment; this one by default")
     parser.add_argument("--dry-run", action="store_true", help="check everything, change nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -22,6 +33,9 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     session = open_session(args.python)
     outcome = revert(session.environment, session.patches, session.lock, dry_run=args.dry_run)
+    if args.json:
+        print(json.dumps(outcome_json(session.environment, outcome, dry_run=args.dry_run), indent=1))
+        return ExitCode.DONE
     name = f"SGLang {session.environment.version} in {session.environment.package}"
     if not outcome.changed and outcome.before in (Overall.PRISTINE, Overall.UNSUPPORTED):
         print(f"{name} is not patched")

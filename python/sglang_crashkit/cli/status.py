@@ -19,10 +19,21 @@ from sglang_crashkit.settings import SOCKET
 _PROC = Path("/proc")
 _DELETED = " (deleted)"
 
+_EXAMPLES = """\
+examples:
+  sglang-crashkit status
+  sglang-crashkit status --python /opt/sglang/bin/python --check && start the server
+"""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
     parser.add_argument("--python", metavar="PATH", help="interpreter or virtual environment; this one by default")
+    parser.add_argument(
+        "--check", action="store_true", help="end with 1 unless SGLang is patched and each running server is watched"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -30,7 +41,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Print the status."""
     # Imported here, so that every command starts without what the others need.
     from sglang_crashkit.installer.environment import open_session
-    from sglang_crashkit.installer.status import read_status
+    from sglang_crashkit.installer.status import Overall, read_status
 
     session = open_session(args.python)
     status = read_status(session.environment, session.lock)
@@ -40,7 +51,9 @@ def run(args: argparse.Namespace) -> ExitCode:
     else:
         for line in [*status.lines(), *map(format_server, servers)]:
             print(line)
-    return ExitCode.DONE
+    is_patched = status.tree.overall is Overall.PATCHED and status.next_step is None
+    is_well = is_patched and not any(server.problem for server in servers)
+    return ExitCode.DONE if is_well or not args.check else ExitCode.FAILED
 
 
 @dataclass(frozen=True)

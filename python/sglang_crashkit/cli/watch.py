@@ -35,6 +35,20 @@ _HEALTH_TIMEOUT_SECS = 30.0
 #: The crash handler of a patched server has finished its incident by then, in seconds.
 _INCIDENT_SECS = 30.0
 _RANK = "sglang::scheduler_"
+#: Seconds between two lines that say what is waited for, where there is no terminal.
+_REPEAT_SECS = 60.0
+_AWAITED = {
+    "starting": "the server to get ready",
+    "serving": "a hang or a crash",
+    "suspect": "an answer, or more signs of a hang",
+    "hung": "progress, or the server's end",
+    "crashed": "the server's end",
+}
+_EXAMPLES = """\
+examples:
+  sglang-crashkit watch --pid 4711
+  sglang-crashkit watch --url http://127.0.0.1:30000 --once -o /var/crash/watch
+"""
 _OUTPUT_HINT = "next: name another folder with --output-dir"
 #: Incidents that are none of a crash.
 _NO_CRASH = ("hang", "peer_lost")
@@ -42,6 +56,8 @@ _NO_CRASH = ("hang", "peer_lost")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
     which = parser.add_argument_group("which server; at least one of them")
     which.add_argument("--pid", type=int, help="the server that this process belongs to")
     which.add_argument("--url", help="where it answers, as http://HOST:PORT; of another host there are no stacks")
@@ -66,6 +82,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     # Its name until 0.1; in the release after this one it goes.
     what.add_argument("--debugger", action="store_true", help=argparse.SUPPRESS)
     what.add_argument(
+        "-o",
         "--output-dir",
         metavar="DIR",
         type=Path,
@@ -132,7 +149,7 @@ class _Watch:
         self._told_problem = ""
         self._connected_at = -_CONNECT_SECS
         self._is_terminal = sys.stderr.isatty() and not args.json
-        self._began = time.time()
+        self._began, self._said_at = time.time(), time.monotonic()
         self._told_incidents: set[str] = set()
         self._folder: Path = args.output_dir
 
@@ -386,13 +403,18 @@ class _Watch:
             print(f"{now} {kind}: {text}{level}", flush=True)
 
     def _overview(self, seen: Observation) -> None:
-        if not self._is_terminal:
+        """Say what is waited for, and what is seen: on a terminal all the time, elsewhere every `_REPEAT_SECS`."""
+        if not self._is_terminal and time.monotonic() < self._said_at + _REPEAT_SECS:
             return
+        self._said_at = time.monotonic()
         titles = {one.title.removeprefix(_RANK): one.state for one in seen.samples if one.title.startswith(_RANK)}
         ranks = "".join(f", {title} {state}" for title, state in list(titles.items())[:8])
         silent = f" for {self._watching.silent_secs:.0f} s" if self._watching.silent_secs else ""
         line = f"{self._watching.phase}: health {seen.health}{silent}{ranks}"
-        print(f"\r\033[K{line[:100]}", end="", file=sys.stderr, flush=True)
+        if self._is_terminal:
+            print(f"\r\033[K{line[:100]}", end="", file=sys.stderr, flush=True)
+        else:
+            print(f"waiting for {_AWAITED[self._watching.phase]}; {line}", file=sys.stderr, flush=True)
 
     def _clear(self) -> None:
         if self._is_terminal:

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 
+_EXAMPLES = """\
+examples:
+  sglang-crashkit wheel 0.5.23 -o wheels --download
+  sglang-crashkit wheel sglang-0.5.23-cp311-cp311-manylinux_2_34_x86_64.whl -o wheels --json
+"""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
     parser.add_argument("source", metavar="RELEASE_OR_WHEEL", help="0.5.23, or the path of upstream's wheel")
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for both wheels")
+    parser.add_argument("-o", "--out", metavar="DIR", type=Path, required=True, help="folder for both wheels")
     parser.add_argument("--download", action="store_true", help="let pip download a wheel that is not in the cache")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -48,9 +58,14 @@ def run(args: argparse.Namespace) -> ExitCode:
     except OSError as error:
         raise CrashkitError(f"cannot build the wheel: {error}") from error
     release = WheelName.parse(wheel.name).version
-    if wheel.name not in lock.require(release).wheels:
+    is_locked, command = wheel.name in lock.require(release).wheels, install_command(args.out, release)
+    if args.json:
+        told = {"release": release, "wheel": str(patched), "kit": str(kit), "install": command, "locked": is_locked}
+        print(json.dumps(told, indent=1))
+        return ExitCode.DONE
+    if not is_locked:
         print(f"{wheel.name}: its own sha256 is not in the lock; RECORD and every patched file were checked")
     print(patched)
     print(kit)
-    print(f"install  {install_command(args.out, release)}")
+    print(f"install  {command}")
     return ExitCode.DONE

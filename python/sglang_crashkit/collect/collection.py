@@ -30,6 +30,7 @@ from sglang_crashkit.capture.debugger import (
 )
 from sglang_crashkit.capture.ladder import capture_all
 from sglang_crashkit.capture.server_arguments import rendezvous_of, side_of
+from sglang_crashkit.collect import account
 from sglang_crashkit.collect import text as collected_text
 from sglang_crashkit.collect.steps import read_steps
 from sglang_crashkit.kernel import procfs
@@ -137,6 +138,15 @@ class Collection:
             self._tell(f"snapshot {number} of {self._plan.snapshots}")
             self._take_snapshot()
         self._read_steps()
+        self._write_account()
+
+    def _write_account(self) -> None:
+        """Write what is known by now for whoever opens the folder first."""
+        explanation = explain(Sightings.of(self.rounds))
+        lines = account.format_summary(self.rounds, explanation, self.divergence)
+        write_json(self._plan.output / account.VERDICT, account.as_json(self.rounds, explanation, self.divergence))
+        text = "".join(f"{line}\n" for line in lines)
+        write_private(self._plan.output / account.SUMMARY, text.encode(errors="backslashreplace"))
 
     def _read_steps(self) -> None:
         """Compare the steps of the ranks, and write them to files."""
@@ -171,11 +181,13 @@ class Collection:
                 self._take_in(by_pid[pid], debugged)
 
             debug_all(self._debugger, processes, self._plan.tool_secs, take, limit)
+            self._write_account()
             return
         python = {pid: one.process.start_ticks for pid, one in by_pid.items() if _is_python(one.process)}
         found = substitute(python, min(self._plan.tool_secs, limit))
         for pid, one in by_pid.items():
             self._take_in(one, found.get(pid) or Debugged(SUBSTITUTE, problem="it is no Python process"))
+        self._write_account()
 
     def _without_those_spared(self) -> dict[int, Collected]:
         """Return those that the debugger is for, by pid; of each other one its file says why it is not."""

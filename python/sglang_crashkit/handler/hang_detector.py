@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sglang_crashkit.analysis.verdict import BUSY_TOO_LONG
+from sglang_crashkit.handler.collectors.server_log import log_lines
 from sglang_crashkit.handler.collectors.steps import modes_of
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
@@ -187,6 +188,8 @@ class HangDetector:
             elif self._hang.take_snapshot():
                 self._session.finish_observed()
                 if self._hang.run.finished:
+                    for line in log_lines(self._hang.run.incident):
+                        self._say(line)
                     self._say(self._hang.in_words())
 
     def _look(self, seen_secs: float) -> None:

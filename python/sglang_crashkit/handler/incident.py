@@ -335,6 +335,7 @@ class IncidentRun:
             content = _read_record(record)
             states.adopt_record(record, report, self.folder)
             report.doing = states.exception_frames(content) or report.doing
+            stacks.quote_anew(report, self.folder)
         if self.captured:
             self._checkpoint()
 

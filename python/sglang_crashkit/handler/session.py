@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from sglang_crashkit import policy
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.collectors.environment import Surroundings
 from sglang_crashkit.handler.collectors.gpu import GpuEvidence
 from sglang_crashkit.handler.collectors.logs import ProcessLogs
 from sglang_crashkit.handler.collectors.requests import RequestJournals
+from sglang_crashkit.handler.collectors.server_log import log_lines
 from sglang_crashkit.handler.collectors.steps import StepRecords
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.incident import IncidentRun
@@ -560,7 +562,11 @@ class Session:
         # That of a server which goes on says nothing of its end.
         status = None if self._is_observed else exit_status_of(run.incident)
         path = None if run.problem else str(run.path)
-        self._mailbox.acknowledge(message, ack="finished", path=path, problem=run.problem or None, exit_status=status)
+        ends = policy.decide(self.triage.shutdown.mode, Event.DIED).ends and not self._settings.keeps_exit_status
+        lines = log_lines(run.incident, status if ends else None)
+        self._mailbox.acknowledge(
+            message, ack="finished", path=path, problem=run.problem or None, exit_status=status, lines=lines
+        )
 
     def _write(self, run: IncidentRun) -> None:
         if run.finished:

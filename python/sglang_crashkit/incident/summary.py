@@ -9,12 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sglang_crashkit.incident import step_words
+from sglang_crashkit.incident.first_screen import consequence_in_words, counts_of, first_screen, sizes_in_words
+from sglang_crashkit.incident.names import stopped_state
 from sglang_crashkit.model.checked_json import mapping_of as mapping_of
 from sglang_crashkit.model.checked_json import mappings_of as mappings_of
 
 
 def format_summary(document: Mapping[str, Any]) -> str:
-    """Return ``summary.md``."""
+    """Return ``summary.md``: the first screen, and below it the whole of each text."""
     return "\n".join(_lines(document)) + "\n"
 
 
@@ -47,6 +49,11 @@ def format_termination_message(document: Mapping[str, Any], path: str) -> str:
 def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     server, trigger, verdict = (mapping_of(document.get(name)) for name in ("server", "trigger", "verdict"))
     yield f"# {headline(document)}"
+    yield ""
+    # A fence keeps the columns where it is rendered.
+    yield "```text"
+    yield from first_screen(document)
+    yield "```"
     yield ""
     if verdict:
         yield f"**{verdict.get('text', 'no verdict')}** ({verdict.get('level', 'unknown')})"
@@ -84,8 +91,7 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     yield "## Timeline"
     yield ""
     for entry in timeline_of(document):
-        details = ", ".join(f"{k} {v}" for k, v in entry.items() if k not in ("time", "event"))
-        yield f"- {entry.get('time')} {entry.get('event')}{': ' if details else ''}{details}"
+        yield f"- {event_in_words(entry)}"
 
 
 def _first_failure(document: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -174,13 +180,25 @@ def timeline_of(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return sorted(mappings_of(document.get("timeline")), key=lambda entry: str(entry.get("time")))
 
 
+def event_in_words(entry: Mapping[str, Any]) -> str:
+    """Say what happened when, in a line; the whole of a message stands in the verdict, or in the process's own record.
+
+    Args:
+        entry: of the timeline.
+    """
+    told = {name: value for name, value in entry.items() if name not in ("time", "event") and value is not None}
+    if "message" in told:
+        told["message"] = consequence_in_words(str(told["message"]))
+    details = ", ".join(f"{name} {value}" for name, value in told.items())
+    return f"{entry.get('time')} {entry.get('event')}{': ' if details else ''}{details}"
+
+
 def environment_in_words(environment: Mapping[str, Any]) -> Iterator[str]:
     """Say in a few lines what surrounded the server, of what is known."""
     versions, place = mapping_of(environment.get("versions")), mapping_of(environment.get("place"))
     sizes = mapping_of(environment.get("parallel"))
     served = [f"model {environment['model']}"] if environment.get("model") else []
-    # Only the first size tells where there is one rank.
-    served += [f"{name} {size}" for name, size in sizes.items() if name == "tp" or (name != "node_rank" and size != 1)]
+    served += sizes_in_words(sizes)
     named = ("torch", "transformers", "cuda", "hip", "driver", "python")
     built = [f"{name} {versions[name]}" for name in named if versions.get(name)]
     times = [f"started {environment['started']}"] if environment.get("started") else []
@@ -211,9 +229,12 @@ def environment_in_words(environment: Mapping[str, Any]) -> Iterator[str]:
 
 def requests_in_words(requests: Mapping[str, Any]) -> str:
     """Say what became of the requests."""
-    counts = f"{requests.get('finished')} finished and {requests.get('unfinished')} unfinished"
+    number = counts_of(requests)
+    finished, unfinished = (number.finished, number.unfinished) if number is not None else (None, None)
+    counts = f"{finished} finished and {unfinished} unfinished"
     if requests.get("path") is not None:
-        return f"{counts} in {requests['path']}"
+        others = f", with {number.others} health checks and the like" if number is not None and number.others else ""
+        return f"{counts} in {requests['path']}{others}"
     reason, journal = requests.get("reason", "unknown"), mapping_of(requests.get("journal"))
     if requests.get("source") != "journal" or not journal:
         return f"not saved: {reason}"
@@ -238,10 +259,10 @@ def piece_in_words(piece: Mapping[str, Any]) -> str:
 
 
 def state_in_words(process: Mapping[str, Any]) -> str:
-    """Say whether a process was alive, and how it ended otherwise."""
+    """Say whether a process was alive, or stopped, and how it ended otherwise."""
     end = mapping_of(process.get("exit"))
     if not end:
-        return "alive"
+        return stopped_state(process) or "alive"
     how = end.get("signal") or f"exit status {end.get('code')}"
     return f"dead, {how} ({end.get('cause')}: {end.get('detail')})"
 

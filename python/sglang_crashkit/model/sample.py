@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+#: Where modules are installed, the last of it: as packages, as Python's own, or SGLang in a checkout.
+_ROOT = re.compile(r"^.*/(?:(?:site|dist)-packages|lib/python3\.\d+|python(?=/sglang(?:_crashkit)?/))/")
 
 #: What took a stack: py-spy from outside; a thread of the process itself; faulthandler in a signal handler.
 Source = Literal["py-spy", "in-process", "faulthandler"]
@@ -24,7 +28,7 @@ class Frame:
 
     Attributes:
         function: name of the function.
-        file: path of the file, shortened as py-spy does where it can.
+        file: path of the file, as `short_path` has it: from the package on, whatever took the stack.
         line: line number, 0 where unknown.
     """
 
@@ -133,11 +137,17 @@ def parse_pyspy(text: str) -> tuple[Thread, ...]:
         raise ValueError(f"the JSON of the stacks lacks {error}") from error
 
 
+def short_path(path: str) -> str:
+    """Return the path of a module's file from its package on, such as ``sglang/srt/managers/scheduler.py``.
+
+    Where modules are installed is told by names of folders: a process that is looked at from outside does not tell its
+    ``sys.path``. SGLang itself may also lie in a checkout. Any other path is returned as it is.
+    """
+    return _ROOT.sub("", path)
+
+
 def _thread(entry: dict[str, Any]) -> Thread:
-    frames = (
-        Frame(_text(frame["name"]), _text(frame.get("short_filename") or frame["filename"]), int(frame["line"]))
-        for frame in entry["frames"]
-    )
+    frames = (Frame(_text(frame["name"]), _path_in(frame), int(frame["line"])) for frame in entry["frames"])
     native_id = entry.get("os_thread_id")
     return Thread(
         name=_text(entry.get("thread_name") or ""),
@@ -146,6 +156,13 @@ def _thread(entry: dict[str, Any]) -> Thread:
         owns_gil=bool(entry.get("owns_gil")),
         frames=tuple(frames),
     )
+
+
+def _path_in(frame: dict[str, Any]) -> str:
+    # py-spy's own short form leaves out a package's folder that has no __init__.py, as many of SGLang's.
+    whole = _text(frame["filename"])
+    short = short_path(whole)
+    return short if short != whole else _text(frame.get("short_filename") or whole)
 
 
 def _text(value: object) -> str:
@@ -164,10 +181,23 @@ def main_thread(threads: Iterable[Thread], pid: int) -> Thread | None:
     return found
 
 
-def format_threads(title: str, pid: int, threads: Iterable[Thread]) -> Iterator[str]:
-    """Yield the lines of a stack file: the process first, then thread by thread."""
+def format_threads(title: str, pid: int, threads: Iterable[Thread], doing: Iterable[str] = ()) -> Iterator[str]:
+    """Yield the lines of a stack file: the process, then thread by thread, the main thread first.
+
+    Args:
+        title: the process title.
+        pid: process id.
+        threads: its stacks.
+        doing: the frames that a summary shows of it, innermost first; they come before all else.
+    """
     yield f"Process {pid}: {title}"
-    for thread in threads:
+    if frames := list(doing):
+        yield ""
+        yield "What it was doing, innermost first:"
+        yield from (f"    {frame}" for frame in frames)
+    threads = list(threads)
+    main = main_thread(threads, pid)
+    for thread in sorted(threads, key=lambda one: one is not main):
         state = "active" if thread.active else "idle"
         gil = "+gil" if thread.owns_gil else ""
         yield ""

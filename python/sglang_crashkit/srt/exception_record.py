@@ -22,6 +22,8 @@ from sglang_crashkit.srt.redaction import redact
 
 _MAX_REQUESTS = 64
 _MAX_MESSAGE = 4000
+#: Of an exception as Python prints it, with those that led to it, the last of so many characters.
+_MAX_PRINTED = 16_000
 #: As many prompts as are compared with a message; see `redact.redact_prompts`.
 _MAX_PROMPTS = 64
 #: What a request calls its text.
@@ -44,7 +46,7 @@ def tell_exception(gpu: str | None = None) -> None:
     if raised is None or error is None:
         return
     message = _redacted("".join(traceback.format_exception_only(raised, error)).strip()[:_MAX_MESSAGE], trace)
-    record = _write_record(message, trace)
+    record = _write_record(message, trace, _printed(error, trace) or message)
     request(
         "exception",
         CAPTURE_WAIT_SECS,
@@ -54,7 +56,7 @@ def tell_exception(gpu: str | None = None) -> None:
     )
 
 
-def _write_record(message: str, trace: TracebackType | None) -> Path | None:
+def _write_record(message: str, trace: TracebackType | None, printed: str) -> Path | None:
     spool = os.environ.get(SPOOL_VARIABLE)
     if not spool:
         return None
@@ -68,6 +70,7 @@ def _write_record(message: str, trace: TracebackType | None) -> Path | None:
         "time": time.time(),
         "message": message,
         "traceback": _format_frames(traceback.extract_tb(trace)),
+        "printed": printed,
         "batch": _describe_batch(trace),
         "threads": _threads(),
     }
@@ -76,6 +79,12 @@ def _write_record(message: str, trace: TracebackType | None) -> Path | None:
     except OSError:
         return None
     return path
+
+
+@never_raises
+def _printed(error: BaseException, trace: TracebackType | None) -> str:
+    """Return the exception as Python prints it, with those that led to it."""
+    return _redacted("".join(traceback.format_exception(type(error), error, trace))[-_MAX_PRINTED:], trace)
 
 
 def _redacted(message: str, trace: TracebackType | None) -> str:
@@ -89,7 +98,8 @@ def _format_frames(frames: traceback.StackSummary) -> list[str]:
 
 def _threads() -> dict[str, list[str]]:
     frames: dict[int, FrameType] = sys._current_frames()
-    return {str(ident): _format_frames(traceback.extract_stack(frame)) for ident, frame in frames.items()}
+    # Innermost first, as every stack of the kit; the traceback alone is as Python prints it.
+    return {str(ident): _format_frames(traceback.extract_stack(frame))[::-1] for ident, frame in frames.items()}
 
 
 @never_raises

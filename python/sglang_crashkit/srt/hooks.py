@@ -100,7 +100,9 @@ def handler_pid() -> int | None:
 
 
 def log_incident(answer: dict[str, Any] | None) -> None:
-    """Say in the server's log where the incident is, or why it is nowhere, from what the crash handler answered."""
+    """Say in the server's log what happened, and where the incident is or why it is nowhere, as was answered."""
+    for line in (answer or {}).get("lines") or ():
+        logger.error("crash kit: %s", line)
     if answer and answer.get("path"):
         logger.error("crash kit: incident %s", answer["path"])
     elif answer and answer.get("problem"):

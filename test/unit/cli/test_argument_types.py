@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from sglang_crashkit.cli import main
-from sglang_crashkit.cli.argument_types import positive, seconds
+from sglang_crashkit.cli.argument_types import duration, positive, seconds
 
 
 def test_numbers_are_read() -> None:
@@ -36,3 +36,13 @@ def test_the_command_names_the_argument(arguments: list[str], why: str, capsys: 
     with pytest.raises(SystemExit, match="2"):
         main.main(["collect", *arguments])
     assert f"error: argument {why}" in capsys.readouterr().err
+
+
+def test_a_duration_has_a_unit() -> None:
+    assert [duration(text) for text in ("90", "30s", "90m", "12h", "2d")] == [90.0, 30.0, 5400.0, 43200.0, 172800.0]
+
+
+@pytest.mark.parametrize("text", ["", "d", "-1h", "2w", "soon"])
+def test_what_is_no_duration_is_told_in_words(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=rf"^'{text}' is no time such as 30s, 90m, 12h or 2d$"):
+        duration(text)

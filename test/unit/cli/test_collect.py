@@ -56,7 +56,8 @@ def test_every_process_has_its_two_files_and_every_moment_its_snapshot(
     host = os.uname().nodename
     python, native = output / f"pyspy_{host}_{process.pid}.txt", output / f"cudagdb_{host}_{process.pid}.txt"
     snapshots = sorted(output.glob(f"snapshot_{host}_*.json"))
-    assert sorted(output.iterdir()) == sorted([python, native, *snapshots])
+    account = [output / "summary.md", output / "verdict.json"]
+    assert sorted(output.iterdir()) == sorted([python, native, *snapshots, *account])
     assert python.read_text().startswith(f"# {TITLE} (pid {process.pid}) on {host}")
     assert python.read_text().count("    inner_function (") == 2
     assert native.read_text().startswith(f"# {TITLE} (pid {process.pid}) on {host}")
@@ -78,6 +79,19 @@ def test_every_process_has_its_two_files_and_every_moment_its_snapshot(
     assert printed[1].startswith("    1-2 S  inner_function (")
     assert printed[2].startswith("verdict (")
     assert printed[3:] == [f"{printed[0]}: cuda-gdb: cuda-gdb printed no stack", f"files: {output}"]
+
+
+def test_every_file_is_written_where_nobody_reads_the_output(tmp_path: Path, gdb: Path) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with child(SLEEPER, title=TITLE) as process:
+        settle_in_sleep(process.pid)
+        arguments = ["--pid", str(process.pid), "-o", str(tmp_path / "out"), *QUICK, "--native"]
+        done = subprocess.run(command(*arguments), stdout=writes, stderr=subprocess.PIPE, timeout=LONG, check=False)
+    os.close(writes)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+    names = {path.name.partition("_")[0] for path in (tmp_path / "out").iterdir()}
+    assert names == {"pyspy", "cudagdb", "snapshot", "summary.md", "verdict.json"}
 
 
 def test_no_debugger_runs_unless_it_is_asked_for(tmp_path: Path, gdb: Path) -> None:

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from sglang_crashkit.cli.main import main
 from sglang_crashkit.incident.fingerprint import Fault, count_fault, read_faults
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.model.incident import Incident, ServerInfo, Trigger, Verdict
+from unit import stored
 
 
 def make_incident(folder: Path, seconds: float, text: str, *, publish: bool = True) -> Path:
@@ -25,16 +28,20 @@ def make_incident(folder: Path, seconds: float, text: str, *, publish: bool = Tr
     return written.publish() if publish else written.path
 
 
-def test_incidents_are_listed_newest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incidents_are_listed_newest_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = make_incident(tmp_path, 1.0, "TP1 was killed.")
     torn = make_incident(tmp_path, 2.0, "", publish=False)
     (torn / "incident.json").unlink()
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["incidents", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"{torn} (not finished)",
-        "    has no incident.json",
-        f"{old}",
-        "    TP1 was killed. [established]",
+    rows = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()]
+    assert rows == [
+        ["id", "time (UTC)", "kind", "who", "cause", "requests", "seen"],
+        [torn.name[-8:], "1970-01-01 00:00:02", "killed (not finished)", "-", "has no incident.json", "-", "-"],
+        [old.name[-8:], "1970-01-01 00:00:01", "killed", "-", "TP1 was killed. [established]", "-", "-"],
+        [f"newest: {torn}"],
     ]
 
 
@@ -62,14 +69,11 @@ def test_how_often_a_fault_was_seen_is_told_once(tmp_path: Path, capsys: pytest.
         paths.append(path)
     other = make_incident(tmp_path, 9.0, "Another.")
     assert main(["incidents", str(tmp_path)]) == 0
-    verdict, entry = "    TP1 was killed. [established]", read_faults(incidents)[fault.key]
-    assert capsys.readouterr().out.splitlines() == [
-        *(f"{other}", "    Another. [established]"),
-        *(f"{paths[2]}", verdict, f"    the same fault 3 times, first {entry['first']}, last {entry['last']}"),
-        f"    in short: incident {paths[0].name[-8:]} has the stacks of all processes",
-        *(f"{paths[1]}", verdict),
-        *(f"{paths[0]}", verdict),
-    ]
+    entry = read_faults(incidents)[fault.key]
+    _head, *rows, newest, following = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == [path.name[-8:] for path in (other, *paths[::-1])]
+    assert [row.split()[-1] for row in rows] == ["-", "3", "3", "3"]
+    assert (newest, following) == (f"newest: {other}", f"next: sglang-crashkit show {other}")
     assert main(["incidents", str(tmp_path), "--json"]) == 0
     faults = [found["fault"] for found in json.loads(capsys.readouterr().out)]
     assert faults[0] is None
@@ -78,7 +82,7 @@ def test_how_often_a_fault_was_seen_is_told_once(tmp_path: Path, capsys: pytest.
     ]
     (incidents / "faults.json").unlink()
     assert main(["incidents", str(tmp_path)]) == 0
-    assert "the same fault 3 times, " in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[2].endswith(" 3")
 
 
 def test_without_an_incident_the_status_is_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +129,57 @@ def test_what_the_terminal_cannot_show_is_shown_escaped(tmp_path: Path, encoding
     done = run_command("incidents", str(tmp_path), env=os.environ | {"PYTHONIOENCODING": encoding})
     assert done.returncode == 0
     assert "\\udcff [established]" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--kind", "hang"], ["new"]),
+        (["--kind", "killed"], ["old"]),
+        (["--since", "2h"], ["new"]),
+        (["--last", "1"], ["new"]),
+        (["--host", "host"], ["new", "old"]),
+        (["--host", "another"], []),
+    ],
+)
+def test_some_of_them_may_be_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: list[str]
+) -> None:
+    incidents = tmp_path / "host" / "incidents"
+    now = time.time()
+    names = {
+        stored.make_incident(incidents, seconds=now - 86400): "old",
+        stored.make_incident(incidents, seconds=now - 60, kind="hang"): "new",
+    }
+    status = main(["incidents", str(tmp_path), "--json", *arguments])
+    assert [names[Path(one["path"])] for one in json.loads(capsys.readouterr().out)] == expected
+    assert status == (0 if expected else 3)
+    assert main(["incidents", str(tmp_path), *arguments]) == status
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_a_table_is_as_wide_as_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    make_incident(tmp_path, 1.0, "Words " * 30)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["incidents", str(tmp_path)]) == 0
+    head, row, *_rest = capsys.readouterr().out.splitlines()
+    assert max(len(head), len(row)) <= max(columns, 73)
+    assert row.endswith(" -")
+
+
+def test_what_reads_no_more_ends_it_quietly(tmp_path: Path) -> None:
+    for number in range(40):
+        make_incident(tmp_path, float(number), "Words " * 400)
+    command = [sys.executable, "-m", "sglang_crashkit", "incidents", str(tmp_path), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"[\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(30) == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -24,7 +25,9 @@ from sglang_crashkit.errors import (
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main.main([command, "--help"])
-    assert f"sglang-crashkit {command}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"usage: sglang-crashkit {command}" in out
+    assert f"\n  sglang-crashkit {command} " in out or f"\n  sglang-crashkit {command}\n" in out, "there is an example"
 
 
 def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +37,7 @@ def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
     assert [command for command in COMMANDS if not re.search(rf"\n    {command}\s", listed)] == []
 
 
-@pytest.mark.parametrize("arguments", [[], ["absent"], ["incidents"], ["incidents", "x", "--absent"]])
+@pytest.mark.parametrize("arguments", [[], ["absent"], ["core"], ["incidents", "x", "--absent"]])
 def test_arguments_that_make_no_sense_end_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main.main(arguments)
@@ -83,6 +86,17 @@ def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(incidents, "run", interrupt)
     assert main.main(["incidents", "x"]) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["incidents", "--help"], ["--help"], ["status"]])
+def test_a_closed_pipe_is_no_traceback(arguments: list[str]) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "sglang_crashkit", *arguments]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, timeout=30, check=False)
+    os.close(writes)
+    assert b"Traceback" not in done.stderr
+    assert b"Broken" not in done.stderr
 
 
 def test_the_module_is_the_command() -> None:

@@ -234,6 +234,9 @@ def test_of_very_many_lines_some_are_printed_and_all_are_in_a_file(
     assert len([line for line in text.splitlines() if line.startswith("n1  TP")]) == 300
     assert len([line for line in text.splitlines() if line.startswith("node n1: pid")]) == 500
     assert path.stat().st_mode & 0o777 == 0o600
+    verdict = json.loads((tmp_path / "out/verdict.json").read_text())["verdict"]
+    summary = (tmp_path / "out/summary.md").read_text()
+    assert summary.startswith(f"# {verdict['kind']} ({verdict['level']})\n\n**{verdict['statement']}**\n")
 
 
 @pytest.mark.parametrize(

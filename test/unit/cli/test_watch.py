@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit.cli import watch as watch_command
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.model.snapshot import parse
 from sglang_crashkit.settings import fallback_folder
+from sglang_crashkit.watch.watching import Observation
 from unit.http_server import answering
 from unit.served import RANKS, Served, served
 from unit.stored import make_incident
@@ -298,3 +301,33 @@ def test_a_process_that_is_no_server_is_refused(capsys: pytest.CaptureFixture[st
     assert f"process {process.pid} is no SGLang server" in capsys.readouterr().err
     assert main(["watch", "--pid", str(process.pid)]) == 3
     assert f"there is no process {process.pid}" in capsys.readouterr().err
+
+
+class FakeTime:
+    """A clock that nobody waits for."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+def test_what_it_waits_for_is_said_every_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = FakeTime()
+    monkeypatch.setattr(watch_command, "time", clock)
+    parser = argparse.ArgumentParser()
+    watch_command.configure(parser)
+    watch = watch_command._Watch(parser.parse_args(["--url", f"http://{ELSEWHERE}:1"]), 60.0)
+    said = []
+    for _ in range(13):
+        watch._overview(Observation(clock.now, "refused"))
+        said += [(clock.now - 1000.0, line) for line in capsys.readouterr().err.splitlines()]
+        clock.now += 10.0
+    line = "waiting for the server to get ready; starting: health refused"
+    assert said == [(60.0, line), (120.0, line)]

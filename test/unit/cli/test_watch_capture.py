@@ -75,7 +75,8 @@ def test_the_verdict_is_told_before_the_debugger_runs(tmp_path: Path, told: Told
     # It printed no stack; its file says so.
     assert native_text == f"native stacks of 0 processes in {folder}; none of {TITLE}"
     assert native["files"] == [f"cudagdb_{os.uname().nodename}_{process.pid}.txt"]
-    assert {one.name for one in folder.iterdir()} == {*snapshots["files"], *native["files"]}
+    account = {"summary.md", "verdict.json"}
+    assert {one.name for one in folder.iterdir()} == {*snapshots["files"], *native["files"], *account}
 
 
 def test_a_verdict_that_native_stacks_change_is_told_again(tmp_path: Path, told: Told, debugger: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from incident_schema import assert_fits
 from unit.handler.driver import HOST, Server
 from unit.handler.launching import Case, watched
 
@@ -40,6 +42,8 @@ def start_server(tmp_path: Path, short_folder: Path) -> Iterator[Callable[..., S
     yield start
     for server in servers:
         server.close()
+    for path in tmp_path.glob("crash/*/incidents/*/incident.json"):
+        assert_fits(json.loads(path.read_text()))
 
 
 @pytest.fixture

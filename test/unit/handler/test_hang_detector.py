@@ -40,7 +40,9 @@ class Run:
     problem, path = "", "/incidents/one"
 
     def __init__(self) -> None:
-        self.incident = SimpleNamespace(id="one", verdict=SimpleNamespace(kind="hang", text="TP1 hangs."))
+        verdict = SimpleNamespace(kind="hang", text="TP1 hangs.")
+        document = {"kind": "hang", "verdict": {"kind": "hang", "basis": [verdict.text]}}
+        self.incident = SimpleNamespace(id="one", verdict=verdict, environment=None, to_json=lambda: document)
         self.last_signs: dict[int, str] = {}
         self.is_removed = False
         self.finished = False
@@ -314,7 +316,9 @@ def test_a_silent_server_is_one_hang_with_three_snapshots(world: World) -> None:
     world.pass_time(10_000)
     assert len(world.hangs) == 1
     assert run.captures == 3
-    assert world.said == ["TP1 hangs. Incident: /incidents/one"]
+    assert world.said[0] == "TP1 hangs"
+    assert world.said[-1] == "TP1 hangs. Incident: /incidents/one"
+    assert len(world.said) <= 6
 
 
 def test_the_one_that_was_silent_first_is_the_trigger(world: World) -> None:

@@ -74,7 +74,7 @@ def test_a_lost_peer_is_an_incident_that_names_it(start_server: Start) -> None:
     assert "- waits for it: b (room 1)" in summary
     command = [sys.executable, "-m", "sglang_crashkit", "incidents", str(server.crash_folder)]
     listed = subprocess.run(command, capture_output=True, text=True, timeout=LONG, check=True).stdout
-    assert f"{text} [established]" in listed
+    assert "prefill 10.0.0.1:8998  peer_lost" in listed
     listed = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=LONG, check=True).stdout
     assert json.loads(listed)[0]["peers"] == document["peers"]
     assert server.process.poll() is None, "nothing was told to end"

@@ -11,6 +11,7 @@ from sglang_crashkit.model.incident import (
     Exit,
     Failure,
     Incident,
+    JournaledRequests,
     ProcessReport,
     Requests,
     ServerInfo,
@@ -50,6 +51,15 @@ def test_a_summary_says_everything_once() -> None:
         == """\
 # killed: who failed first is not known (sglang::scheduler_TP1 told of it)
 
+```text
+It was killed; 1 request lost
+when    2023-11-14 22:13:20 UTC on host
+run     SGLang 0.5.23, main process 7
+ranks   TP0: wait (x.py:1)
+next    sglang-crashkit show 0123abcd --stacks
+next    sglang-crashkit bundle 0123abcd --no-prompts   # for a bug report
+```
+
 **It was killed.** (established)
 
 - incident 0123abcd on host, 2023-11-14T22:13:20.000000Z
@@ -74,6 +84,25 @@ def test_a_summary_says_everything_once() -> None:
 - 1970-01-01T00:00:02.000000Z second: pid 8, seconds 1
 """
     )
+
+
+def test_a_stopped_process_is_not_called_alive() -> None:
+    document = make_incident().to_json()
+    document["processes"][1]["state"] = {"State": "T (stopped)"}
+    assert "### sglang::scheduler_TP0 (pid 9): stopped (T)\n" in format_summary(document)
+    # What it was when it was looked at last counts.
+    document["processes"][1]["looks"] = [{"state": "T"}, {"state": "S"}]
+    assert "### sglang::scheduler_TP0 (pid 9): alive\n" in format_summary(document)
+
+
+def test_requests_are_counted_once_and_health_checks_apart() -> None:
+    requests = Requests(2, 5, "/crash/x.pkl", None, "pickle")
+    requests.journal = JournaledRequests("requests/requests.jsonl", 1, 3)
+    incident = make_incident()
+    incident.requests = requests
+    text = format_summary(incident.to_json())
+    assert "- requests: 1 finished and 3 unfinished in /crash/x.pkl, with 3 health checks and the like\n" in text
+    assert "3 requests lost" in text
 
 
 def test_a_summary_names_lost_servers_and_those_who_wait_for_them() -> None:
@@ -104,7 +133,7 @@ def test_the_headline_names_who_failed_first_and_not_who_told_of_it() -> None:
 def test_an_incident_without_a_verdict_and_requests_has_a_summary() -> None:
     text = format_summary(make_incident().to_json())
     assert "requests: not saved: the server did not report its requests" in text
-    assert "**" not in text
+    assert "\n**" not in text
     assert "- not complete: what is missing" in text
 
 

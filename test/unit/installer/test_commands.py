@@ -12,6 +12,7 @@ import pytest
 
 import sglang_crashkit
 from sglang_crashkit.cli import main as cli
+from sglang_crashkit.cli.status import RunningServer
 from sglang_crashkit.installer import environment as environment_module
 from sglang_crashkit.installer.apply import apply
 from sglang_crashkit.installer.environment import Kit
@@ -57,6 +58,29 @@ def test_apply_status_and_revert_say_what_they_did(site, run):
     assert run("revert")[1].splitlines()[0].endswith("has upstream's bytes again:")
     assert run("revert")[:2] == (0, f"SGLang 0.5.9 in {site.resolve()}/sglang is not patched\n")
     assert snapshot(site) == pristine
+
+
+def test_a_program_reads_what_was_done_and_checks_it(site, run, monkeypatch):
+    monkeypatch.setattr("sglang_crashkit.cli.status.find_running_servers", list)
+    assert run("status", "--check")[0] == 1
+    told = {"release": "0.5.9", "package": f"{site.resolve()}/sglang"}
+    files = ["srt/deep/second.py", "srt/first.py", "srt/new/third.py"]
+    for command, dry_run, before, changed in (
+        ("apply", True, "pristine", files),
+        ("apply", False, "pristine", files),
+        ("apply", False, "patched", []),
+        ("revert", False, "patched", files),
+        ("revert", False, "pristine", []),
+    ):
+        code, out, _err = run(command, "--json", *(["--dry-run"] if dry_run else []))
+        assert code == 0
+        assert json.loads(out) == told | {"before": before, "changed": changed, "dry_run": dry_run}
+        assert run("status", "--check")[0] == (0 if (command, dry_run) == ("apply", False) else 1)
+    run("apply")
+    unwatched = RunningServer(7, "sglang::scheduler", "/run", None, "its crash handler has ended")
+    monkeypatch.setattr("sglang_crashkit.cli.status.find_running_servers", lambda: [unwatched])
+    assert run("status", "--check")[0] == 1
+    assert run("status")[0] == 0
 
 
 def test_the_exit_codes(site, run, tmp_path):
@@ -146,6 +170,12 @@ def test_wheel_builds_both_wheels_and_says_how_to_install_them(tmp_path, capsys,
     assert names == [f"sglang-0.5.9+crashkit.{version}-py3-none-any.whl", f"sglang_crashkit-{version}-py3-none-any.whl"]
     command = f"pip install --find-links {out} sglang==0.5.9+crashkit.{version} && sglang-crashkit status"
     assert f"install  {command}\n" in capsys.readouterr().out
+    assert cli.main(["wheel", str(made), "-o", str(out), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"release": "0.5.9", "install": command, "locked": told["locked"]} | {
+        "wheel": str(out / names[0]),
+        "kit": str(out / names[1]),
+    }
     assert cli.main(["wheel", str(tmp_path / "no.whl"), "--out", str(out)]) == 2
     assert "neither a release of SGLang nor a wheel" in capsys.readouterr().err
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))

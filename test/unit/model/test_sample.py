@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.model.sample import Frame, Thread, format_threads, main_thread, parse_pyspy
+from sglang_crashkit.model.sample import Frame, Thread, format_threads, main_thread, parse_pyspy, short_path
 
 FRAME = {"name": "forward", "filename": "/site/sglang/model.py", "short_filename": "sglang/model.py", "line": 7}
 THREAD: dict[str, Any] = {
@@ -88,3 +88,39 @@ def test_a_stack_as_text() -> None:
         "    forward (sglang/model.py:7)",
     ]
     assert 'Thread ? (idle+gil): "unnamed"' in lines
+
+
+def test_a_stack_file_begins_with_what_a_summary_quotes_and_the_main_thread() -> None:
+    threads = [thread("worker", 11), thread("MainThread", 10)]
+    lines = list(format_threads("sglang::scheduler_TP0", 10, threads, ["forward (sglang/model.py:7)"]))
+    assert lines == [
+        "Process 10: sglang::scheduler_TP0",
+        "",
+        "What it was doing, innermost first:",
+        "    forward (sglang/model.py:7)",
+        "",
+        'Thread 10 (idle): "MainThread"',
+        "",
+        'Thread 11 (idle): "worker"',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "short"),
+    [
+        ("/opt/v/lib/python3.11/site-packages/sglang/srt/managers/io_struct.py", "sglang/srt/managers/io_struct.py"),
+        ("/usr/lib/python3/dist-packages/zmq/sugar/socket.py", "zmq/sugar/socket.py"),
+        ("/usr/lib/python3.12/threading.py", "threading.py"),
+        ("/sgl-workspace/sglang/python/sglang/srt/server.py", "sglang/srt/server.py"),
+        ("/src/kit/python/sglang_crashkit/protocol.py", "sglang_crashkit/protocol.py"),
+        ("/home/a/python/mine.py", "/home/a/python/mine.py"),
+        ("sglang/srt/x.py", "sglang/srt/x.py"),
+        ("<frozen runpy>", "<frozen runpy>"),
+    ],
+)
+def test_paths_have_one_form_whoever_took_the_stack(path: str, short: str) -> None:
+    assert short_path(path) == short
+    # py-spy leaves folders out that have no __init__.py, as many of SGLang's.
+    frame = {**FRAME, "filename": path, "short_filename": short.rpartition("/")[2] if short != path else None}
+    (parsed,) = parse_pyspy(json.dumps([{**THREAD, "frames": [frame]}]))
+    assert parsed.frames[0].file == short

@@ -103,6 +103,25 @@ class UnprintableError(Exception):
         raise RuntimeError
 
 
+def test_the_exception_stands_there_as_python_prints_it(listener: Listener, short_folder: Path) -> None:
+    try:
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            Scheduler().run_batch(ValueError("odd " + "x" * 20_000))
+            raise AssertionError("it raises") from error
+    except ValueError:
+        tell_exception()
+    printed = read_record(short_folder)["printed"]
+    assert len(printed) == 16_000
+    hit(ValueError("odd"))
+    lines = read_record(short_folder)["printed"].splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == "ValueError: odd"
+    assert f'  File "{__file__}", line {Scheduler.run_batch.__code__.co_firstlineno + 1}, in run_batch' in lines
+    assert "    raise error" in lines
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [

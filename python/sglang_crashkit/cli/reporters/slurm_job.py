@@ -8,9 +8,10 @@ from typing import Any
 
 from sglang_crashkit.analysis.explain import Explanation, format_explanation
 from sglang_crashkit.analysis.sightings import Seen
+from sglang_crashkit.collect.account import SUMMARY, VERDICT
 from sglang_crashkit.collect.slurm_gather import JobResult, describe
 from sglang_crashkit.errors import ExitCode
-from sglang_crashkit.kernel.private_files import make_private_folder, write_private
+from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 
 #: The file with all that is told, and the merged stacks of all ranks.
 EXPLANATION = "explanation.txt"
@@ -27,8 +28,12 @@ def write_explanation(result: JobResult, explanation: Explanation, output: Path)
     """
     lines = [*_process_lines(result), *_problem_lines(result), ""]
     lines += format_explanation(explanation, result.sightings.tree)
+    head = [f"# {explanation.kind} ({explanation.level})", "", f"**{explanation.statement}**", ""]
+    where = f"- job {result.job.name} on {len(result.nodes)} nodes; more: {EXPLANATION}, {VERDICT}, a folder each node"
     make_private_folder(output)
-    write_private(output / EXPLANATION, "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"))
+    for name, text in ((EXPLANATION, lines), (SUMMARY, [*head, where])):
+        write_private(output / name, "".join(f"{line}\n" for line in text).encode(errors="backslashreplace"))
+    write_json(output / VERDICT, {"schema_version": 1, "job": result.job.name, "verdict": explanation.to_json()})
 
 
 def as_text(result: JobResult, explanation: Explanation, output: Path) -> Iterator[str]:

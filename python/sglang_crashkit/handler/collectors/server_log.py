@@ -7,12 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.handler.processes import TrackedProcess
+from sglang_crashkit.incident.exit_status import while_starting
+from sglang_crashkit.incident.first_screen import LOG_LINES, first_screen, is_of_start
 from sglang_crashkit.kernel.stack_hooks import FAULT, ArmedFiles
+from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.protocol import HandlerUnreachableError, notify
 
 logger = logging.getLogger(__name__)
 
 _MAX_CHARACTERS = 3000
+
+
+def log_lines(incident: Incident, ends_with: int | None = None) -> list[str]:
+    """Return what the server's own log says of a finished incident, before it says where that lies.
+
+    Args:
+        incident: see above.
+        ends_with: the exit status that the incident stands for; None where the kit does not end the server with it.
+    """
+    document = incident.to_json()
+    if ends_with is not None and is_of_start(document):
+        ends_with = while_starting(ends_with)
+    return first_screen(document, ends_with=ends_with, wraps=False)[:LOG_LINES]
 
 
 class ServerLog:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -62,13 +64,13 @@ def capture_stacks(
     start_ticks = {pid: process.handle.start_ticks for pid, process in wanted.items()}
     for sample in capture_all(start_ticks, runtime, deadline_secs, may_signal=may_signal):
         process, report = wanted[sample.pid], reports[sample.pid]
-        _keep("stack", sample, process, report, folder, snapshot)
         doing = innermost(sample.threads, report.pid)
+        raised = any(piece.kind == "exception" and piece.status == "captured" for piece in report.evidence)
+        _keep("stack", sample, process, report, folder, snapshot, report.doing if raised else doing)
         if snapshot is not None:
             report.samples[-1] = _with_stack(report.samples[-1], sample, doing)
         if not sample.threads:
             continue
-        raised = any(piece.kind == "exception" and piece.status == "captured" for piece in report.evidence)
         if (_is_first(snapshot) or not report.doing) and not raised:
             # One that raised has left what it was doing; its own record says what that was. What was seen is told even
             # where there was no room to write all of it. A round that gave nothing does not count as the first one.
@@ -105,9 +107,11 @@ def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentF
             report.evidence.append(Evidence("fault_stack", "failed", reason=reason))
         return
     output = parse_faulthandler(text, process.pid, armed.main_thread, armed.roots)
+    faulty = next((thread for thread in output.threads if thread.active), None)
+    doing = _of_interest(faulty.frames) if faulty else innermost(output.threads, report.pid)
     name = f"stacks/{titles.label_of(report.title, report.pid)}.fault"
     try:
-        _write(name, output.threads, report, folder)
+        _write(name, output.threads, report, folder, doing)
         # Its own words say more than its threads: which error it was, and which modules were loaded.
         path = folder.write_text(f"{name}.txt", text)
     except (OSError, CrashkitError) as error:
@@ -115,9 +119,23 @@ def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentF
         return
     cut_off = None if output.is_whole else "what it wrote is not whole"
     report.evidence.append(Evidence("fault_stack", "captured", path=path, reason=cut_off, source="faulthandler"))
-    faulty = next((thread for thread in output.threads if thread.active), None)
     # It was captured alive, if at all; what the fault interrupted is what it did last.
-    report.doing = _of_interest(faulty.frames) if faulty else innermost(output.threads, report.pid)
+    report.doing = doing
+
+
+def quote_anew(report: ProcessReport, folder: IncidentFolder) -> None:
+    """Let the stack file begin with what the process has said of itself since: it raised while it was captured."""
+    for piece in report.evidence:
+        if piece.kind == "stack" and piece.status == "captured" and piece.path is not None:
+            # What it holds already is right, if not told first.
+            with contextlib.suppress(OSError, CrashkitError, ValueError, KeyError, TypeError):
+                name = str(Path(piece.path).with_suffix(""))
+                document = json.loads((folder.path / f"{name}.json").read_text())
+                threads = [
+                    Thread(**{**thread, "frames": tuple(Frame(**frame) for frame in thread["frames"])})
+                    for thread in document["threads"]
+                ]
+                _write(name, threads, report, folder, report.doing)
 
 
 def innermost(threads: Sequence[Thread], pid: int) -> list[str]:
@@ -155,8 +173,9 @@ def _keep(
     report: ProcessReport,
     folder: IncidentFolder,
     snapshot: int | None = None,
+    doing: Sequence[str] = (),
 ) -> None:
-    """Write the stacks of a process, or why there are none."""
+    """Write the stacks of a process, or why there are none; the file begins with what it was doing."""
     seconds, source = sample.seconds, sample.source
     if not sample.threads:
         reason = sample.problem
@@ -167,17 +186,20 @@ def _keep(
     suffix = ".native" if kind == "native_stack" else "" if _is_first(snapshot) else f".{snapshot}"
     name = f"stacks/{titles.label_of(report.title, report.pid)}{suffix}"
     try:
-        path = _write(name, [thread for thread in sample.threads if not _is_responder(thread)], report, folder)
+        path = _write(name, [thread for thread in sample.threads if not _is_responder(thread)], report, folder, doing)
     except (OSError, CrashkitError) as error:
         report.evidence.append(Evidence(kind, status_of(error), reason=f"{name}: {error}", seconds=seconds))
     else:
         report.evidence.append(Evidence(kind, "captured", path, sample.problem or None, seconds, source))
 
 
-def _write(name: str, threads: Sequence[Thread], report: ProcessReport, folder: IncidentFolder) -> str:
+def _write(
+    name: str, threads: Sequence[Thread], report: ProcessReport, folder: IncidentFolder, doing: Sequence[str]
+) -> str:
     document = {"pid": report.pid, "title": report.title, "threads": [asdict(thread) for thread in threads]}
     folder.write_json(f"{name}.json", document)
-    return folder.write_text(f"{name}.txt", "\n".join(format_threads(report.title, report.pid, threads)) + "\n")
+    lines = format_threads(report.title, report.pid, threads, doing)
+    return folder.write_text(f"{name}.txt", "\n".join(lines) + "\n")
 
 
 def _is_first(snapshot: int | None) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,12 +91,19 @@ def exception_frames(record: dict[str, Any], most: int = 4) -> list[str]:
 
 
 def adopt_record(source: Path, report: ProcessReport, folder: IncidentFolder) -> None:
-    """Move the record that a failing rank wrote of itself into the incident."""
-    name = f"ranks/{titles.label_of(report.title, report.pid)}.exception.json"
+    """Move the record that a failing rank wrote of itself into the incident, and beside it what Python prints."""
+    name = f"ranks/{titles.label_of(report.title, report.pid)}.exception"
     try:
-        report.evidence.append(Evidence("exception", "captured", path=folder.adopt(source, name)))
+        path = folder.adopt(source, f"{name}.json")
+        report.evidence.append(Evidence("exception", "captured", path=path))
     except (OSError, CrashkitError) as error:
         report.evidence.append(Evidence("exception", status_of(error), reason=f"{source}: {error}"))
+        return
+    # The record says the same, for whom there is no room for another file.
+    with contextlib.suppress(OSError, CrashkitError, ValueError, AttributeError):
+        printed = json.loads((folder.path / path).read_text()).get("printed")
+        if isinstance(printed, str):
+            folder.write_text(f"{name}.txt", printed)
 
 
 def _read_state(pid: int) -> dict[str, Any] | None:

@@ -1,0 +1,142 @@
+"""``sglang-crashkit bundle``: an incident and a report of it in one file, to be attached to a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from sglang_crashkit.errors import CrashkitError, ExitCode, RefusedError, UsageError
+
+if TYPE_CHECKING:
+    from sglang_crashkit.incident.store import StoredIncident
+
+REPORT = "report.md"
+#: What holds prompts, of an incident's folder.
+_WITH_PROMPTS = ("requests",)
+_ZSTD, _GZIP = ".tar.zst", ".tar.gz"
+_LEVEL = 10
+_EXAMPLES = """\
+examples:
+  sglang-crashkit bundle 0123abcd --no-prompts
+  sglang-crashkit bundle latest --folder /var/crash/sglang -o report.tar.zst
+  sglang-crashkit bundle latest --report
+
+The file holds the incident's folder and report.md, which can be pasted as it is. Logs, exceptions and the environment
+were searched for secrets and prompts as they were written. Look at what you hand on all the same: host names, paths and
+the server's arguments are in it.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
+    parser.add_argument(
+        "incident",
+        nargs="?",
+        default="latest",
+        help="id of an incident, latest (the default), or the path of its folder or of a crash folder",
+    )
+    parser.add_argument(
+        "--folder", metavar="DIR", type=Path, help="crash folder in which an id and latest are looked up"
+    )
+    parser.add_argument("--no-prompts", action="store_true", help="without the requests' file, which holds prompts")
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", type=Path, help="a new *.tar.zst or *.tar.gz (sglang-ID.tar.zst)"
+    )
+    parser.add_argument("--report", action="store_true", help="print the report, and write nothing")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Write it.
+
+    Raises:
+        NothingToDoError: there is no such incident.
+        UsageError: the file's name does not say how it is to be packed.
+        RefusedError: there is such a file.
+        CrashkitError: the incident cannot be read, or the file not be written.
+    """
+    # Imported here, so that every command starts without what the others need.
+    from sglang_crashkit.cli.crash_folder import find_meant
+    from sglang_crashkit.cli.reporters.incident_report import report_of
+
+    incident = find_meant(args.incident, args.folder)
+    report = report_of(incident.path, incident.document or {})
+    if args.report:
+        print(report, end="")
+        return ExitCode.DONE
+    path = args.out or Path(f"sglang-{incident.name[-8:]}{_ZSTD}")
+    if not path.name.endswith((_ZSTD, _GZIP)):
+        raise UsageError(f"{path} ends neither with {_ZSTD} nor with {_GZIP}", next_step=f"-o {path.stem}{_ZSTD}")
+    if path.exists():
+        raise RefusedError(f"{path} is there already", next_step="name another with -o FILE, or remove it")
+    try:
+        count = _write(path, incident, report.encode(errors="backslashreplace"), prompts=not args.no_prompts)
+    except OSError as error:
+        raise CrashkitError(f"{path} cannot be written: {error}", next_step="name another with -o FILE") from error
+    without = ", without prompts" if args.no_prompts else ", with the prompts of its requests"
+    print(f"{path}: {count} files of incident {incident.name[-8:]}{without}, {path.stat().st_size / 1e3:,.0f} kB")
+    print(f"next: paste {REPORT} of it into the report: sglang-crashkit bundle {incident.path} --report")
+    return ExitCode.DONE
+
+
+def _write(path: Path, incident: StoredIncident, report: bytes, *, prompts: bool) -> int:
+    """Write the file in one step, and return how many files it holds."""
+    from sglang_crashkit.kernel.private_files import create_private
+
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with (
+            create_private(temporary) as raw,
+            _packer(path, raw) as packed,
+            tarfile.open(fileobj=packed, mode="w|") as tar,
+        ):
+            count = _add(tar, incident, report, prompts=prompts)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return count
+
+
+@contextlib.contextmanager
+def _packer(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
+    if path.name.endswith(_GZIP):
+        import gzip
+
+        with gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as packed:
+            yield packed  # type: ignore[misc]
+        return
+    try:
+        import zstandard
+    except ImportError as error:
+        raise CrashkitError(
+            f"this Python has no zstandard: {error}", next_step=f"pip install zstandard, or -o FILE{_GZIP}"
+        ) from error
+    with zstandard.ZstdCompressor(level=_LEVEL).stream_writer(raw, closefd=False) as packed:
+        yield packed
+
+
+def _add(tar: tarfile.TarFile, incident: StoredIncident, report: bytes, *, prompts: bool) -> int:
+    top = f"sglang-{incident.name}"
+    info = tarfile.TarInfo(f"{top}/{REPORT}")
+    info.size, info.mode = len(report), 0o600
+    tar.addfile(info, io.BytesIO(report))
+    count = 1
+    for path in sorted(incident.path.rglob("*")):
+        inner = path.relative_to(incident.path)
+        # A link may lead anywhere.
+        if path.is_symlink() or not path.is_file() or (not prompts and inner.parts[0] in _WITH_PROMPTS):
+            continue
+        with path.open("rb") as file:
+            info = tar.gettarinfo(arcname=f"{top}/{inner}", fileobj=file)
+            info.uid = info.gid = 0
+            info.uname = info.gname = ""
+            tar.addfile(info, file)
+        count += 1
+    return count

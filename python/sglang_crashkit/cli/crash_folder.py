@@ -1,0 +1,70 @@
+"""Which crash folders are meant where none is named: those of the servers that run here, and that of those without."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from sglang_crashkit import settings
+from sglang_crashkit.errors import NothingToDoError
+from sglang_crashkit.incident.store import StoredIncident, find_one
+
+_HANDLER_LOG = "crash_handler.log"
+
+
+def known_folders() -> list[Path]:
+    """Return the crash folders of this user's running servers, and that of servers that were given none.
+
+    A crash handler holds its log open, which lies in its server's crash folder.
+    """
+    from sglang_crashkit.cli.status import find_running_servers
+
+    found = [folder for server in find_running_servers() if (folder := _folder_of(server.handler)) is not None]
+    return [folder for folder in dict.fromkeys([*found, settings.fallback_folder()]) if folder.is_dir()]
+
+
+def require_folders(folder: Path | None) -> list[Path]:
+    """Return the folder that was named, or those that are known.
+
+    Raises:
+        NothingToDoError: none is.
+    """
+    folders = [folder] if folder is not None else known_folders()
+    if not folders:
+        raise NothingToDoError(
+            "no server runs here whose crash folder would be known",
+            next_step="sglang-crashkit incidents DIR, with what the server was given as --crash-dump-folder",
+        )
+    return folders
+
+
+def find_meant(text: str, folder: Path | None) -> StoredIncident:
+    """Return the incident that is meant by an id, ``latest`` or a path; see `find_one`.
+
+    Raises:
+        NothingToDoError: there is none.
+        CrashkitError: it cannot be read.
+    """
+    if folder is not None or Path(text).exists() or "/" in text:
+        return find_one(text, folder)
+    found = []
+    for one in require_folders(None):
+        with contextlib.suppress(NothingToDoError):
+            found.append(find_one(text, one))
+    if not found:
+        raise NothingToDoError(
+            f"no incident {text} where servers of this host leave theirs",
+            next_step="name its folder, or its crash folder with --folder DIR",
+        )
+    return max(found, key=lambda one: one.name)
+
+
+def _folder_of(handler: int | None) -> Path | None:
+    with contextlib.suppress(OSError):
+        for entry in Path("/proc", str(handler), "fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = entry.readlink()
+                if target.name == _HANDLER_LOG:
+                    # As the handler sees it: another root has another tree.
+                    return target.parent.parent
+    return None

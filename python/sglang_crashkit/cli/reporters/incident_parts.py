@@ -1,0 +1,146 @@
+"""The parts of an incident in full, for a person: stacks, requests, timeline, environment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit.incident.first_screen import consequence_in_words, cut
+from sglang_crashkit.incident.names import Names, join_names
+from sglang_crashkit.incident.summary import environment_in_words, mapping_of, mappings_of, state_in_words, timeline_of
+
+_ENVIRONMENT = "environment.json"
+_REQUESTS = Path("requests", "requests.jsonl")
+#: So many requests are told; the file has them all.
+_MAX_REQUESTS = 1000
+#: A line of the timeline is no longer than this; incident.json has the whole.
+_MAX_EVENT = 200
+#: What of a request says how much it asks for, beside its prompt.
+_PARAMETERS = ("max_new_tokens", "temperature", "n", "json_schema", "regex")
+
+
+def stack_lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the exception of the first failure, and the main threads, those that agree once; innermost frame first."""
+    names = Names(document)
+    pid = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("pid")
+    for path in sorted(folder.glob(f"ranks/*-{pid}.exception.txt")):
+        yield f"{names.short({'pid': pid})} raised:"
+        yield from (f"    {line}" for line in _read(path).splitlines())
+        yield ""
+    groups: dict[tuple[bool, str, tuple[str, ...]], list[str]] = {}
+    for process in mappings_of(document.get("processes")):
+        if process.get("role") != "helper":
+            key = (process.get("role") != "scheduler", state_in_words(process), _main_thread(folder, process))
+            groups.setdefault(key, []).append(names.short(process))
+    # The ranks first, and of them those of which there are most.
+    for (_is_other, state, frames), members in sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1]))):
+        yield f"{join_names(members)}: {state}"
+        yield from (f"    {frame}" for frame in frames)
+    if groups:
+        yield f"other threads, and further samples: {folder / 'stacks'}"
+
+
+def _main_thread(folder: Path, process: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the frames of a process's main thread; what the incident itself has of it where there is no file.
+
+    One that raised was in the kit's own hook by then; the incident has where it raised.
+    """
+    pieces = mappings_of(process.get("evidence"))
+    has_raised = any(piece.get("kind") == "exception" for piece in pieces)
+    for piece in pieces if not has_raised else ():
+        if piece.get("kind") == "stack" and isinstance(path := piece.get("path"), str):
+            threads = mappings_of(_load(folder / Path(path).with_suffix(".json")).get("threads"))
+            for thread in threads:
+                if thread.get("native_id") == process.get("pid") or thread.get("name") == "MainThread":
+                    frames = mappings_of(thread.get("frames"))
+                    return tuple(f"{one.get('function')} ({one.get('file')}:{one.get('line')})" for one in frames)
+    doing = process.get("doing")
+    return tuple(map(str, doing)) if isinstance(doing, list) else ()
+
+
+def request_lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each request, those in flight first, the suspects marked; no prompt."""
+    levels = {str(one.get("rid")): str(one.get("level")) for one in mappings_of(document.get("suspects"))}
+    try:
+        with (folder / _REQUESTS).open("rb") as file:
+            told = [line for line in (_request_line(one, levels) for one in islice(file, _MAX_REQUESTS)) if line]
+    except OSError:
+        return
+    if told:
+        yield "  state       arrived (UTC)  request                           prompt, parameters"
+        yield from told
+        yield f"* suspect; the whole of each, with its prompt: {folder / _REQUESTS}"
+
+
+def _request_line(line: bytes, levels: Mapping[str, str]) -> str:
+    try:
+        fields = mapping_of(json.loads(line))
+    except (ValueError, RecursionError):
+        return ""
+    rid, parameters = str(fields.get("rid")), mapping_of(fields.get("sampling_params"))
+    text, ids = fields.get("text"), fields.get("input_ids")
+    prompt = (
+        f"{len(text)} characters" if isinstance(text, str) else f"{len(ids)} tokens" if isinstance(ids, list) else ""
+    )
+    asked = [f"{name} {parameters[name]}" for name in _PARAMETERS if parameters.get(name) not in (None, "")]
+    mark = "*" if rid in levels else " "
+    words = ", ".join(filter(None, [prompt, *asked]))
+    return f"{mark} {fields.get('state')!s:<11} {str(fields.get('arrived'))[11:23]:<14} {rid:<33} {cut(words, 100)}"
+
+
+def timeline_lines(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the events, with their seconds since the incident began."""
+    names, began = Names(document), _seconds(mapping_of(document.get("trigger")).get("time"))
+    for entry in timeline_of(document):
+        since = _seconds(entry.get("time")) - began
+        who = f" {names.short(entry)}:" if "pid" in entry else ""
+        told = {name: value for name, value in entry.items() if name not in ("time", "event", "pid", "title")}
+        if "message" in told:
+            told["message"] = consequence_in_words(str(told["message"]))
+        words = ", ".join(f"{name} {value}" for name, value in told.items() if value is not None)
+        yield cut(f"{since:+9.3f} s  {entry.get('event')}{who} {words}".rstrip(" :"), _MAX_EVENT)
+
+
+def environment_lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what surrounded the server: in short, then every value with its name."""
+    whole = _load(folder / _ENVIRONMENT)
+    if short := mapping_of(document.get("environment")):
+        yield from environment_in_words(short)
+        yield ""
+    yield from _flat(whole)
+
+
+def _flat(value: object, name: str = "") -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        for number, inner in enumerate(value):
+            yield from _flat(inner, f"{name}[{number}]")
+    else:
+        yield f"{name}  {value if isinstance(value, str) else json.dumps(value)}"
+
+
+def _seconds(time: object) -> float:
+    try:
+        return datetime.fromisoformat(str(time).replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    try:
+        return mapping_of(json.loads(path.read_text()))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,110 @@
+"""``sglang-crashkit show``: one incident on one screen, or one part of it in full."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from sglang_crashkit.errors import ExitCode, NothingToDoError
+from sglang_crashkit.incident.store import StoredIncident
+from sglang_crashkit.model.incident import SCHEMA_VERSION
+
+_EXAMPLES = """\
+examples:
+  sglang-crashkit show
+  sglang-crashkit show 0123abcd --stacks
+  sglang-crashkit show latest --folder /var/crash/sglang --requests
+  sglang-crashkit show /var/crash/sglang/node7/incidents/20260102T030405.678Z-hang-0123abcd --json
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
+    parser.add_argument(
+        "incident",
+        nargs="?",
+        default="latest",
+        help="id of an incident, latest (the default), or the path of its folder or of a crash folder",
+    )
+    parser.add_argument(
+        "--folder", metavar="DIR", type=Path, help="crash folder in which an id and latest are looked up"
+    )
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--stacks", action="store_true", help="where the processes were, those that agree once")
+    part.add_argument("--requests", action="store_true", help="the requests in flight, without prompts")
+    part.add_argument("--steps", action="store_true", help="the last steps of the ranks side by side")
+    part.add_argument("--timeline", action="store_true", help="what happened when")
+    part.add_argument("--env", action="store_true", help="what surrounded the server")
+    part.add_argument("--json", action="store_true", help="print incident.json")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Print it.
+
+    Raises:
+        NothingToDoError: there is no such incident, or it has no such part.
+        CrashkitError: it cannot be read.
+    """
+    # Imported here, so that every command starts without what the others need.
+    from sglang_crashkit.cli.crash_folder import find_meant
+
+    incident = find_meant(args.incident, args.folder)
+    document = incident.document or {}
+    if isinstance(version := document.get("schema_version"), int) and version > SCHEMA_VERSION:
+        known = f"this kit reads up to {SCHEMA_VERSION}"
+        print(f"a newer kit wrote it (schema_version {version}, {known}); next: update this one", file=sys.stderr)
+    if args.json:
+        print(json.dumps(document, indent=2))
+        return ExitCode.DONE
+    if args.steps:
+        return _steps(incident)
+    lines = list(_part(incident, args))
+    if not lines:
+        raise NothingToDoError(
+            f"{incident.path} has none of that", next_step=f"see in its summary.md why: {incident.path}/summary.md"
+        )
+    for line in lines:
+        print(line)
+    return ExitCode.DONE
+
+
+def _part(incident: StoredIncident, args: argparse.Namespace) -> Iterator[str]:
+    from sglang_crashkit.cli.reporters import incident_parts as parts
+
+    document = incident.document or {}
+    if args.stacks:
+        return parts.stack_lines(incident.path, document)
+    if args.requests:
+        return parts.request_lines(incident.path, document)
+    if args.timeline:
+        return parts.timeline_lines(document)
+    if args.env:
+        return parts.environment_lines(incident.path, document)
+    return _screen(incident, args)
+
+
+def _screen(incident: StoredIncident, args: argparse.Namespace) -> Iterator[str]:
+    from sglang_crashkit.cli.reporters.style import bold
+    from sglang_crashkit.incident.first_screen import first_screen
+
+    # What finds it again from here: an id alone does where it was looked up by that.
+    path = Path(args.incident)
+    is_named = path.exists() or "/" in args.incident
+    where = str(path) if is_named else f"{incident.name[-8:]} --folder {args.folder}" if args.folder else ""
+    head, *rest = first_screen(incident.document or {}, where=where)
+    yield bold(head)
+    yield from rest
+    yield f"files   {incident.path}"
+
+
+def _steps(incident: StoredIncident) -> ExitCode:
+    from sglang_crashkit.cli import steps
+
+    parser = argparse.ArgumentParser()
+    steps.configure(parser)
+    return steps.run(parser.parse_args([str(incident.path)]))

@@ -1,0 +1,388 @@
+"""The first screen of an incident, from what its ``incident.json`` holds: what happened, and what to do now.
+
+``summary.md``, ``sglang-crashkit show`` and the server's own log begin with it. As in `incident.summary`, what is
+missing or has another form is passed over.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_crashkit.incident.names import Names, join_names, stopped_state
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of
+
+#: Columns of a line; with the heading of ``summary.md``, its blank line and its fence there are at most 20 lines.
+WIDTH, MAX_LINES = 80, 17
+#: So much of it stands in the server's own log.
+LOG_LINES = 5
+#: A message of a consequence is no longer than this.
+MAX_MESSAGE = 100
+_LABEL = 8
+_MAX_GROUPS, _MAX_CONSEQUENCES, _MAX_STEPS = 2, 2, 2
+#: Where a C++ library says that its own source raised an exception; a path on the machine that built it.
+_BUILD_PATH = re.compile(r"\[?/[^\s\]]+\.(?:cc|cpp|cu|cuh|h|hpp):\d+\]?:? ?")
+_SECONDS = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(\.\d{3})?")
+_OWN_COMMAND, _COMMENT = "sglang-crashkit ", "   # "
+#: A command with its arguments; a word alone may be anything.
+_COMMAND = re.compile(r"`([^` ]+ [^`]+)`")
+_LIBRARY = re.compile(r"\((?:torch|zmq|multiprocessing|concurrent|asyncio)/|\(<|\((?:threading|queue)\.py:")
+_DIGITS = re.compile(r"\d+")
+#: Verdicts whose first sentence says more behind its colon than the headline has room for.
+_BY_DEATH = frozenset({"signal", "oom_kill", "exit_status", "parent_ended"})
+#: Events by which a server tells of its ranks that it had not served yet.
+_FAILED_STARTS = ("launch_failed", "startup_timeout")
+_LEVELS = frozenset({"established", "supported"})
+#: Why there are no requests of an incident that was only observed.
+SERVER_WENT_ON = "the server went on"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many requests an incident has: the one count of all its words.
+
+    Attributes:
+        finished: those that were answered within the last five minutes.
+        unfinished: those in flight.
+        others: how many more the saved file has: health checks, and what takes no metrics.
+    """
+
+    finished: int
+    unfinished: int
+    others: int = 0
+
+
+def counts_of(requests: Mapping[str, Any]) -> Counts | None:
+    """Return how many requests there were; None where nobody counted.
+
+    The journal leaves health checks out, which the server saves like any other request. So it counts where it is whole.
+
+    Args:
+        requests: what an ``incident.json`` has of them.
+    """
+    saved, journal = _pair(requests), mapping_of(requests.get("journal"))
+    told = _pair(journal)
+    is_whole = bool(journal.get("path")) and not (journal.get("left_out") or journal.get("lost"))
+    if requests.get("source") == "pickle" and saved is not None and told is not None and is_whole:
+        others = sum(saved) - sum(told)
+        if others >= 0 and told[1] <= saved[1]:
+            return Counts(*told, others)
+    return Counts(*saved) if saved is not None else None
+
+
+def _pair(counts: Mapping[str, Any]) -> tuple[int, int] | None:
+    finished, unfinished = counts.get("finished"), counts.get("unfinished")
+    return (finished, unfinished) if type(finished) is int and type(unfinished) is int else None
+
+
+def first_screen(
+    document: Mapping[str, Any], *, ends_with: int | None = None, where: str = "", wraps: bool = True
+) -> list[str]:
+    """Return at most `MAX_LINES` lines of `WIDTH` columns.
+
+    Args:
+        document: an incident.
+        ends_with: the exit status that the server is about to end with; None where it is not, or has ended.
+        where: what the commands of the last lines name the incident by; its id by default.
+        wraps: a text may take a second line.
+    """
+    screen = _Screen(document, ends_with, where or str(document.get("id") or "latest"))
+    head, rows = screen.headline(), list(screen.rows())
+    told = [list(_lines(label, text, most if wraps else 1)) for label, text, most in rows]
+    # Where there is no room, what stands last gives up its second line first.
+    for place in reversed(range(len(rows))):
+        if len(head) + sum(map(len, told)) > MAX_LINES:
+            told[place] = list(_lines(*rows[place][:2], 1))
+    return [*head, *(line for lines in told for line in lines)][:MAX_LINES]
+
+
+def is_of_start(document: Mapping[str, Any]) -> bool:
+    """Say whether the server of an incident had not served yet."""
+    told = any(one.get("event") in _FAILED_STARTS for one in mappings_of(document.get("timeline")))
+    return told or document.get("kind") == "failed_start"
+
+
+def consequence_in_words(message: str) -> str:
+    """Return a message in one line of at most `MAX_MESSAGE` characters, without the path of who built a library."""
+    return cut(_one_line(_BUILD_PATH.sub("", message)), MAX_MESSAGE)
+
+
+def cut(text: str, most: int) -> str:
+    """Return `text`, with an ellipsis at its end where it is longer than `most` characters."""
+    return text if len(text) <= most else text[: max(0, most - 3)].rstrip() + "..."
+
+
+def _one_line(text: str) -> str:
+    # What a terminal would take for a command is of no use here either.
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
+
+
+class _Screen:
+    def __init__(self, document: Mapping[str, Any], ends_with: int | None, where: str) -> None:
+        self._document, self._ends_with, self._where = document, ends_with, where
+        self._names = Names(document)
+        self._verdict = mapping_of(document.get("verdict"))
+        self._environment = mapping_of(document.get("environment"))
+        self._events = mappings_of(document.get("timeline"))
+        self._processes = mappings_of(document.get("processes"))
+        pid = mapping_of(self._verdict.get("first_failure")).get("pid")
+        self._first = next((one for one in self._processes if one.get("pid") == pid is not None), {})
+
+    def headline(self) -> list[str]:
+        """Return who failed of what, what became of the server, and how many requests it cost, in one line or two."""
+        what, behind = self._what(), "; ".join([*self._end(), *self._lost()])
+        if str(self._verdict.get("kind")) in _BY_DEATH and len(what) + len(behind) + 2 > WIDTH:
+            what = what.partition(":")[0]
+        if not behind or len(what) + len(behind) + 2 <= WIDTH:
+            return [cut("; ".join(filter(None, (what, behind))), WIDTH)]
+        return [cut(what, WIDTH), cut(behind, WIDTH)]
+
+    def rows(self) -> Iterator[tuple[str, str, int]]:
+        """Yield the rest: a label, a text, and how many lines that may take."""
+        yield "when", self._when(), 2
+        yield "run", self._run(), 1
+        yield "host", self._host(), 1
+        yield "first", self._first_failure(), 2
+        yield from (("then", words, 1) for words in self._consequences())
+        yield from (("ranks", words, 1) for words in self._ranks())
+        yield from self._cause()
+        yield "suspect", self._suspect(), 1
+        yield from self._next_steps()
+
+    # -- the headline
+
+    def _what(self) -> str:
+        basis = self._verdict.get("basis")
+        text = str(basis[0]) if isinstance(basis, list) and basis else str(self._verdict.get("text") or "")
+        if not text:
+            trigger = mapping_of(self._document.get("trigger"))
+            told = f" ({self._names.short(trigger)} told of it)" if trigger.get("title") else ""
+            return f"{self._document.get('kind', 'incident')}: who failed first is not known{told}"
+        words = _one_line(_BUILD_PATH.sub("", self._names.in_words(text))).rstrip(".")
+        return words[:1].upper() + words[1:]
+
+    def _end(self) -> Iterator[str]:
+        end = next((one for one in self._events if one.get("event") == "server_exited"), None)
+        requests = mapping_of(self._document.get("requests"))
+        back = next((one for one in self._events if one.get("event") == "progress_returned"), None)
+        if back is not None:
+            yield f"it went on after {back.get('hung_secs')} s"
+        if end is not None:
+            signal, code = end.get("signal"), end.get("code")
+            if signal or code is not None:
+                yield f"server killed by {signal}" if signal else f"exit status {code}"
+        elif self._ends_with is not None:
+            yield f"exit status {self._ends_with}"
+        elif requests.get("reason") == SERVER_WENT_ON:
+            yield "the server was left running"
+
+    def _lost(self) -> Iterator[str]:
+        counts = counts_of(mapping_of(self._document.get("requests")))
+        if is_of_start(self._document):
+            yield "it was not ready yet"
+        elif counts is not None:
+            went_on = mapping_of(self._document.get("requests")).get("reason") == SERVER_WENT_ON
+            many = "" if counts.unfinished == 1 else "s"
+            yield f"{counts.unfinished} request{many} {'in flight' if went_on else 'lost'}"
+
+    # -- where
+
+    def _when(self) -> str:
+        server, fault = (mapping_of(self._document.get(name)) for name in ("server", "fault"))
+        time = mapping_of(self._document.get("trigger")).get("time")
+        words = [f"{_moment(time)} UTC on {server.get('hostname')}"] if time else []
+        if isinstance(secs := self._environment.get("uptime_secs"), (int, float)):
+            words.append("never ready" if is_of_start(self._document) else f"up {_duration(secs)}")
+        if isinstance(count := fault.get("count"), int):
+            words.append(f"seen {count} times since {_moment(fault.get('first'))[:10]}" if count > 1 else "first time")
+        place = mapping_of(self._environment.get("place"))
+        kubernetes, slurm = mapping_of(place.get("kubernetes")), mapping_of(place.get("slurm"))
+        if kubernetes.get("pod_name"):
+            words.append(f"pod {kubernetes['pod_name']}")
+        if slurm.get("job_id"):
+            words.append(f"Slurm job {slurm['job_id']}")
+        return ", ".join(words)
+
+    def _run(self) -> str:
+        server, sizes = mapping_of(self._document.get("server")), mapping_of(self._environment.get("parallel"))
+        words = [f"SGLang {server['sglang_version']}"] if server.get("sglang_version") else []
+        if self._environment.get("model"):
+            words.append(str(self._environment["model"]).rstrip("/").rpartition("/")[2])
+        main = [f"main process {server['pid']}"] if server.get("pid") else []
+        return ", ".join([*words, *sizes_in_words(sizes), *main])
+
+    def _host(self) -> str:
+        gpus, memory = mapping_of(self._document.get("gpus")), mapping_of(self._environment.get("memory"))
+        devices = mappings_of(gpus.get("devices"))
+        words = []
+        names = {str(device.get("name")) for device in devices}
+        if devices:
+            words.append(f"{len(devices)} x {', '.join(sorted(names))}")
+        elif self._environment:
+            words.append("no GPU seen")
+        if driver := mapping_of(self._environment.get("versions")).get("driver"):
+            words.append(f"driver {driver}")
+        if xids := list(dict.fromkeys(str(one.get("xid")) for one in mappings_of(gpus.get("xids")))):
+            words.append(f"Xid {', '.join(xids[:3])}")
+        elif devices:
+            words.append("no Xid")
+        if isinstance(used := memory.get("used_bytes"), int):
+            limit = memory.get("limit_bytes")
+            of = f" of {limit / (1 << 30):.1f}" if isinstance(limit, int) else ""
+            words.append(f"cgroup memory {used / (1 << 30):.1f}{of} GiB")
+            kills = mapping_of(memory.get("events")).get("oom_kill")
+            words.append(f"{kills} OOM kills" if kills else "no OOM kill")
+        return ", ".join(words)
+
+    # -- what happened
+
+    def _first_failure(self) -> str:
+        if not self._first:
+            return ""
+        end, step = mapping_of(self._first.get("exit")), mapping_of(mapping_of(self._first.get("steps")).get("in_step"))
+        raised = [one for one in self._events if one.get("event") == "exception"]
+        raised = [one for one in raised if one.get("pid") == self._first.get("pid")]
+        if raised:
+            frames = self._first.get("doing")
+            where = f" in {short_frame(frames)}" if isinstance(frames, list) and frames else ""
+            time, how = raised[0].get("time"), f"exception{where}"
+        elif end:
+            time, how = end.get("time"), str(end.get("signal") or f"exit status {end.get('code')}")
+            how += f" ({end['detail']})" if end.get("detail") else ""
+        else:
+            time, how = None, ", ".join(self._doing_of(self._first))
+        in_step = ""
+        if step:
+            size = step.get("size")
+            in_step = f", in step {step.get('number')} ({step.get('mode')} of {size})"
+        at = f" at {_moment(time)[11:]}" if time else ""
+        return f"{self._names.short(self._first)} (pid {self._first.get('pid')}){at}: {how}{in_step}"
+
+    def _consequences(self) -> Iterator[str]:
+        """Yield a line for those that made no progress, and one for those that then raised in the same way."""
+        silent: dict[str, list[str]] = {}
+        for event in self._events:
+            if event.get("event") in ("no_progress", "watchdog_timeout"):
+                silent.setdefault(str(event.get("silent_secs")), []).append(self._names.short(event))
+        for secs, names in list(silent.items())[:1]:
+            yield f"{join_names(names)} made no progress for {secs} s"
+        groups: dict[str, tuple[str, list[str]]] = {}
+        since = self._first_place()
+        for event in self._events[since:]:
+            if event.get("event") != "exception" or event.get("pid") == self._first.get("pid"):
+                continue
+            message = str(event.get("message"))
+            _words, names = groups.setdefault(_DIGITS.sub("#", message), (consequence_in_words(message), []))
+            names.append(self._names.short(event))
+        for message, names in list(groups.values())[:_MAX_CONSEQUENCES]:
+            yield f"{join_names(names)} raised {message}"
+
+    def _first_place(self) -> int:
+        """Return the place in the timeline behind the first failure's own event; 0 where nobody is known to have."""
+        pid = self._first.get("pid")
+        for place, event in enumerate(self._events):
+            if event.get("event") in ("exception", "process_exited") and event.get("pid") == pid is not None:
+                return place + 1
+        return 0
+
+    def _ranks(self) -> Iterator[str]:
+        """Yield what the other ranks did, those that agree in one line."""
+        groups: dict[str, list[str]] = {}
+        for process in self._processes:
+            # In the end all are dead; what they did before is what tells.
+            if process.get("role") != "scheduler" or process is self._first:
+                continue
+            groups.setdefault(", ".join(self._doing_of(process)), []).append(self._names.short(process))
+        told = sorted(((join_names(names), doing) for doing, names in groups.items() if doing), key=lambda one: one[0])
+        yield from (f"{names}: {doing}" for names, doing in told[:_MAX_GROUPS])
+
+    def _doing_of(self, process: Mapping[str, Any]) -> list[str]:
+        frames = process.get("doing")
+        words = [stopped] if (stopped := stopped_state(process)) else []
+        return words + ([short_frame(frames)] if isinstance(frames, list) and frames else [])
+
+    # -- why, and what now
+
+    def _cause(self) -> Iterator[tuple[str, str, int]]:
+        cause = mapping_of(self._document.get("cause"))
+        if not cause:
+            return
+        words, level = str(cause.get("words") or cause.get("class")), cause.get("level")
+        yield "cause", f"{words} ({cause.get('class')}, {level})", 2
+        for issue in mappings_of(cause.get("known_issues"))[:1]:
+            fixed = f"fixed in {issue['fixed_in']}" if issue.get("fixed_in") else "no fix known"
+            yield "known", f"sgl-project/sglang #{issue.get('issue')} ({fixed}): {issue.get('title')}", 2
+
+    def _suspect(self) -> str:
+        suspects = mappings_of(self._document.get("suspects"))
+        if not suspects:
+            return ""
+        if str(suspects[0].get("level")) not in _LEVELS and len(suspects) > 1:
+            return f"none of the {len(suspects)} requests in that step stands out"
+        reasons = suspects[0].get("reasons")
+        words = "; ".join(map(str, reasons if isinstance(reasons, list) else ()))
+        return f"request {suspects[0].get('rid')} ({suspects[0].get('level')}): {words}"
+
+    def _next_steps(self) -> Iterator[tuple[str, str, int]]:
+        """Yield what the cause asks for, commands as such, and the commands that show more and hand it on."""
+        steps = mapping_of(self._document.get("cause")).get("next_steps")
+        pid = str(self._first.get("pid"))
+        for step in list(steps if isinstance(steps, list) else ())[:_MAX_STEPS]:
+            text = self._names.in_words(str(step))
+            text = text.replace("kill -CONT PID", f"kill -CONT {pid}") if self._first else text
+            found = _COMMAND.search(text)
+            if found and found.start() < _LABEL:
+                # The command first, so that it can be copied.
+                rest = (text[: found.start()] + text[found.end() :]).strip(" :,;")
+                text = f"{found[1]}{_COMMENT}{rest}" if rest else found[1]
+            yield "next", text, 2
+        yield "next", f"{_OWN_COMMAND}show {self._where} --{self._section()}", 1
+        yield "next", f"{_OWN_COMMAND}bundle {self._where} --no-prompts{_COMMENT}for a bug report", 1
+
+    def _section(self) -> str:
+        return "steps" if mapping_of(self._document.get("cause")).get("class") == "rank_divergence" else "stacks"
+
+
+def _lines(label: str, text: str, most: int) -> Iterator[str]:
+    """Yield a row in at most so many lines; nothing where there is no text."""
+    if text.startswith(_OWN_COMMAND):
+        # A path may be longer than the line, and half a command is none.
+        yield f"{label:<{_LABEL}}{text}"
+        return
+    words = text if _COMMENT in text else _one_line(text)
+    lines = textwrap.wrap(words, WIDTH - _LABEL, max_lines=most, placeholder="...") if words else []
+    for number, line in enumerate(lines):
+        yield f"{'' if number else label:<{_LABEL}}{line}"
+
+
+def _moment(value: object) -> str:
+    """Return a time of the incident to the second, or the millisecond where it has one, as a person writes it."""
+    found = _SECONDS.match(str(value))
+    return f"{found[1]} {found[2]}" if found else str(value)
+
+
+def _duration(secs: float) -> str:
+    if secs < 120:
+        return f"{secs:.0f} s"
+    minutes = int(secs // 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 2880 else f"{minutes // 1440} days"
+
+
+def sizes_in_words(sizes: Mapping[str, Any]) -> list[str]:
+    """Return the parallel sizes that tell something; only the first one does where there is one rank."""
+    return [f"{name} {size}" for name, size in sizes.items() if name == "tp" or (name != "node_rank" and size != 1)]
+
+
+def short_frame(frames: Sequence[object]) -> str:
+    """Return the innermost frame that is SGLang's own, with the last part of its path; any where none is."""
+    texts = [str(frame) for frame in frames]
+    own = next((text for text in texts if "(sglang/" in text), None)
+    # Older kits wrote paths of some of SGLang's own modules without its name.
+    told = own or next((text for text in texts if not _LIBRARY.search(text)), texts[0])
+    function, _, place = told.rpartition(" (")
+    return f"{function} ({place.rpartition('/')[2]}" if function else told

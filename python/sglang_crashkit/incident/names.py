@@ -1,0 +1,81 @@
+"""What processes are called in a line that has little room: ``TP1`` for ``sglang::scheduler_TP1 (pid 4711)``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of
+
+_TITLE = re.compile(r"\bsglang::(?:scheduler_(?=\w))?")
+_NUMBERED = re.compile(r"(.*?)(\d+)")
+
+
+def short_name(title: object, role: object = "") -> str:
+    """Return the name of a process without what goes without saying."""
+    text = str(title)
+    if role == "server":
+        return "the main process"
+    rank = text.removeprefix("sglang::").removeprefix("scheduler_")
+    return rank or text
+
+
+def join_names(names: Iterable[str]) -> str:
+    """Return names in order, those that differ in consecutive last numbers as one: ``TP0, TP2-7``."""
+    runs: list[tuple[str, int, int] | str] = []
+    for name in sorted(dict.fromkeys(names), key=_in_order):
+        found = _NUMBERED.fullmatch(name)
+        last = runs[-1] if runs else ""
+        if found is None:
+            runs.append(name)
+        elif isinstance(last, tuple) and (last[0], last[2] + 1) == (found[1], int(found[2])):
+            runs[-1] = (last[0], last[1], last[2] + 1)
+        else:
+            runs.append((found[1], int(found[2]), int(found[2])))
+    texts = (run if isinstance(run, str) else f"{run[0]}{run[1]}" + (f"-{run[2]}" * (run[2] > run[1])) for run in runs)
+    return ", ".join(texts)
+
+
+def _in_order(name: str) -> tuple[str, int]:
+    found = _NUMBERED.fullmatch(name)
+    return (found[1], int(found[2])) if found else (name, -1)
+
+
+def stopped_state(process: Mapping[str, Any]) -> str:
+    """Return ``stopped (T)`` of a process that was stopped when it was last looked at; empty of any other."""
+    looks = [look.get("state") for look in mappings_of(process.get("looks")) if look.get("state")]
+    letter = looks[-1] if looks else str(mapping_of(process.get("state")).get("State") or "")[:1]
+    return f"stopped ({letter})" if letter in ("T", "t") else ""
+
+
+class Names:
+    """The short names of the processes of one incident.
+
+    Args:
+        document: what its ``incident.json`` holds.
+    """
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self._by_pid: dict[object, str] = {}
+        self._long: dict[str, str] = {}
+        for process in mappings_of(document.get("processes")):
+            name = short_name(process.get("title"), process.get("role"))
+            self._long[f"{process.get('title')} (pid {process.get('pid')})"] = name
+            if isinstance(pid := process.get("pid"), int):
+                self._by_pid[pid] = name
+        server = mapping_of(document.get("server")).get("pid")
+        if isinstance(server, int):
+            self._by_pid.setdefault(server, "the main process")
+
+    def short(self, process: Mapping[str, Any]) -> str:
+        """Return the name of whoever has ``pid`` and ``title``: a process, or an event of one."""
+        pid = process.get("pid")
+        known = self._by_pid.get(pid) if isinstance(pid, int) else None
+        return known or short_name(process.get("title"))
+
+    def in_words(self, text: str) -> str:
+        """Return a sentence with short names for the long ones."""
+        for long in sorted(self._long, key=len, reverse=True):
+            text = text.replace(long, self._long[long])
+        return _TITLE.sub("", text)

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit import settings
+from sglang_crashkit.cli import crash_folder, status
+from sglang_crashkit.cli.status import RunningServer
+from sglang_crashkit.errors import NothingToDoError
+from unit.stored import NOON, make_incident
+
+
+@pytest.fixture
+def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where servers without a crash folder would leave incidents, of which there is none; and no server runs."""
+    folder = tmp_path / "fallback"
+    monkeypatch.setattr(settings, "fallback_folder", lambda: folder)
+    monkeypatch.setattr(status, "find_running_servers", list)
+    return folder
+
+
+def test_the_folder_of_a_running_server_is_known_by_its_handlers_log(
+    nothing_known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = tmp_path / "crash" / "node7"
+    host.mkdir(parents=True)
+    server = RunningServer(1, "sglang::scheduler", "/run", os.getpid(), "")
+    gone = RunningServer(2, "sglang::scheduler", "/run2", None, "its crash handler has ended")
+    monkeypatch.setattr(status, "find_running_servers", lambda: [gone, server])
+    assert crash_folder.known_folders() == []
+    with (host / "crash_handler.log").open("w"):
+        assert crash_folder.known_folders() == [tmp_path / "crash"]
+        nothing_known.mkdir()
+        assert crash_folder.known_folders() == [tmp_path / "crash", nothing_known]
+
+
+def test_the_newest_incident_of_all_known_folders_is_the_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    old = make_incident(folders[0] / "host" / "incidents", seconds=NOON - 60)
+    new = make_incident(folders[1] / "host" / "incidents")
+    folders[2].mkdir()
+    monkeypatch.setattr(crash_folder, "known_folders", lambda: folders)
+    assert crash_folder.find_meant("latest", None).path == new
+    assert crash_folder.find_meant(old.name[-8:], None).path == old
+    assert crash_folder.find_meant(str(old), None).path == old
+    assert crash_folder.find_meant("latest", folders[0]).path == old
+    with pytest.raises(NothingToDoError, match="no incident 00000000"):
+        crash_folder.find_meant("00000000", None)
+
+
+def test_where_nothing_is_known_the_next_command_is_named(nothing_known: Path) -> None:
+    with pytest.raises(NothingToDoError) as raised:
+        crash_folder.require_folders(None)
+    assert str(raised.value.next_step).startswith("sglang-crashkit incidents DIR")
+    assert crash_folder.require_folders(Path("/x")) == [Path("/x")]

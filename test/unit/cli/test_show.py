@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit import settings
+from sglang_crashkit.cli import crash_folder
+from sglang_crashkit.cli.main import main
+from sglang_crashkit.incident.first_screen import first_screen
+from unit.stored import NOON, make_incident
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "incident" / "data" / "killed.json").read_text())
+SECRET = "a prompt that nobody else may read"
+REQUESTS = [
+    {"rid": GOLDEN["suspects"][0]["rid"], "state": "unfinished", "arrived": "2026-11-23T04:57:27.805000Z"}
+    | {"text": SECRET, "sampling_params": {"max_new_tokens": 2000}},
+    {"rid": "done", "state": "finished", "arrived": "2026-11-23T04:57:27.000000Z", "input_ids": [1, 2, 3]},
+]
+
+
+def stack(pid: int, *functions: str) -> str:
+    frames = [{"function": function, "file": "sglang/x.py", "line": 3} for function in functions]
+    other = {"name": "Thread-1", "native_id": 1, "frames": [{"function": "sleeps", "file": "t.py", "line": 1}]}
+    return json.dumps({"threads": [other, {"name": "MainThread", "native_id": pid, "frames": frames}]})
+
+
+@pytest.fixture
+def crash_dir(tmp_path: Path) -> Path:
+    """A crash folder with a real incident, and an older one."""
+    incidents = tmp_path / "node7" / "incidents"
+    make_incident(incidents, seconds=NOON - 60)
+    paths = {
+        piece["path"]: process["pid"]
+        for process in GOLDEN["processes"]
+        for piece in process["evidence"]
+        if piece["kind"] == "stack" and piece["path"]
+    }
+    pieces = {str(Path(path).with_suffix(".json")): stack(pid, "waits", "runs") for path, pid in paths.items()}
+    pieces["requests/requests.jsonl"] = "".join(json.dumps(one) + "\n" for one in REQUESTS) + "{torn"
+    pieces["environment.json"] = json.dumps({"command_line": "python", "cgroup": {"memory": {"used_bytes": 7}}})
+    dead = GOLDEN["verdict"]["first_failure"]["pid"]
+    pieces[f"ranks/scheduler_TP1-{dead}.exception.txt"] = "Traceback (most recent call last):\nRuntimeError: x\n"
+    fields = {name: value for name, value in GOLDEN.items() if name not in ("id", "kind")}
+    make_incident(incidents, pieces=pieces, **fields)
+    return tmp_path
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["show", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_newest_incident_is_shown_on_one_screen(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, "--folder", str(crash_dir)).splitlines()
+    assert lines[0] == first_screen(GOLDEN)[0]
+    assert len(lines) <= 20
+    path = Path(lines[-1].split()[1])
+    assert path.is_dir()
+    assert any(line.endswith(f"show {path.name[-8:]} --folder {crash_dir} --stacks") for line in lines)
+    # By its path, the commands name that.
+    assert f"sglang-crashkit show {path} --stacks" in shown(capsys, str(path))
+
+
+def test_ranks_that_agree_have_one_stack(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, str(crash_dir), "--stacks")
+    assert text.startswith("TP1 raised:\n    Traceback (most recent call last):\n    RuntimeError: x\n")
+    assert "detokenizer, the main process: alive\n    waits (sglang/x.py:3)\n    runs (sglang/x.py:3)\n" in text
+    # Of one that raised it is where it raised, and not the kit's own hook.
+    assert "TP0: alive\n    all_" in text
+
+
+def test_requests_are_shown_without_prompts(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, str(crash_dir), "--requests")
+    first, second = [line for line in text.splitlines() if "04:57:27" in line]
+    assert first.startswith("* unfinished")
+    assert first.endswith(f"{len(SECRET)} characters, max_new_tokens 2000")
+    assert second.startswith("  finished")
+    assert second.endswith("3 tokens")
+    assert SECRET not in text
+
+
+def test_the_timeline_counts_from_the_incident(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, *rest = shown(capsys, str(crash_dir), "--timeline").splitlines()
+    assert first == "   +0.000 s  process_exited TP1: signal SIGKILL"
+    assert any("exception TP0: message RuntimeError: Connection closed by peer" in line for line in rest)
+
+
+def test_the_surroundings_are_shown_value_by_value(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, str(crash_dir), "--env")
+    assert text.startswith("model /models/tiny-model, tp 2\n")
+    assert "\ncgroup.memory.used_bytes  7\n" in text
+
+
+def test_a_program_gets_the_document(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert json.loads(shown(capsys, str(crash_dir), "--json"))["verdict"] == GOLDEN["verdict"]
+
+
+@pytest.mark.parametrize("part", ["--steps", "--requests"])
+def test_a_part_that_is_not_there_is_said_to_be_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
+) -> None:
+    path = make_incident(tmp_path)
+    assert main(["show", str(path), part]) == 3
+    assert "summary.md" in capsys.readouterr().err
+
+
+def test_an_id_is_looked_up_where_running_servers_leave_incidents(
+    crash_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crash_folder, "known_folders", lambda: [crash_dir, tmp_path / "empty"])
+    (tmp_path / "empty").mkdir()
+    assert "TP1 was killed by SIGKILL" in shown(capsys)
+    assert main(["show", "00000000"]) == 3
+    assert "--folder DIR" in capsys.readouterr().err
+
+
+def test_without_any_known_folder_the_next_command_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_crashkit.cli.status.find_running_servers", list)
+    monkeypatch.setattr(settings, "fallback_folder", lambda: tmp_path / "absent")
+    for command in (["show"], ["incidents"], ["bundle"]):
+        assert main(command) == 3
+        assert "next: sglang-crashkit incidents DIR" in capsys.readouterr().err
+
+
+def test_what_a_newer_kit_wrote_is_shown_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields: dict[str, Any] = {"schema_version": 99}
+    assert main(["show", str(make_incident(tmp_path, **fields))]) == 0
+    assert "schema_version 99" in capsys.readouterr().err

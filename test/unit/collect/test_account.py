@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from sglang_crashkit.analysis.explain import explain
+from sglang_crashkit.analysis.sightings import Sightings
+from sglang_crashkit.collect.account import as_json, format_summary
+from sglang_crashkit.model.sample import Frame, Sample, Thread
+from sglang_crashkit.model.snapshot import NodeSnapshot
+
+WAITS = (
+    Frame("all_reduce", "torch/distributed/distributed_c10d.py", 3913),
+    Frame("event_loop_normal", "sglang/srt/managers/scheduler.py", 2000),
+)
+RUNS = (Frame("sleeps", "sglang/x.py", 1), *WAITS[1:])
+
+
+def sample(number: int, time: float, frames: tuple[Frame, ...], state: str = "S") -> Sample:
+    thread = Thread("MainThread", 100 + number, False, False, frames)
+    title = f"sglang::scheduler_TP{number}"
+    ranks = {"tp": number}
+    return Sample("node7", 100 + number, 1, title, "scheduler", ranks, time, server=1, state=state, threads=(thread,))
+
+
+OTHER = Sample("node7", 9, 1, "sglang::detokenizer", "detokenizer", server=1, state="S", problem="no")
+
+
+def rounds() -> list[NodeSnapshot]:
+    """Two looks at four ranks, of which one is stopped and the others wait for it."""
+    return [
+        NodeSnapshot(
+            "node7",
+            time,
+            (
+                *(sample(number, time, WAITS) for number in (0, 1, 3)),
+                sample(2, time, RUNS, "T"),
+                replace(OTHER, time=time),
+            ),
+        )
+        for time in (1_700_000_000.0, 1_700_000_005.0)
+    ]
+
+
+def test_the_verdict_comes_first_and_ranks_that_agree_are_one() -> None:
+    seen = rounds()
+    lines = list(format_summary(seen, explain(Sightings.of(seen)), None))
+    assert lines[0] == "# outlier (established)"
+    assert "sglang::scheduler_TP2 (pid 102)" in lines[2]
+    assert lines[4] == "- 2 snapshots on node7, 2023-11-14T22:13:20.000000Z to 2023-11-14T22:13:25.000000Z"
+    text = "\n".join(lines)
+    assert "### TP0-1,3: sleeping (S)\n- all_reduce (torch/distributed/distributed_c10d.py:3913)\n" in text
+    assert "### TP2: stopped (T)\n- sleeps (sglang/x.py:1)\n" in text
+    assert "### sglang::detokenizer (pid 9): sleeping (S)\n- no" in text
+
+
+def test_a_program_gets_the_same() -> None:
+    seen = rounds()[:1]
+    document = json.loads(json.dumps(as_json(seen, explain(Sightings.of(seen)), None)))
+    assert (document["schema_version"], document["host"], document["divergence"]) == (1, "node7", None)
+    assert document["verdict"]["kind"] == "outlier"
+    assert document["times"] == ["2023-11-14T22:13:20.000000Z"]

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.incident.first_screen import (
+    MAX_LINES,
+    MAX_MESSAGE,
+    WIDTH,
+    Counts,
+    consequence_in_words,
+    counts_of,
+    first_screen,
+    short_frame,
+)
+from sglang_crashkit.incident.summary import format_summary
+
+DATA = Path(__file__).parent / "data"
+#: Incidents of real servers, with other names of hosts and folders.
+GOLDEN = sorted(path.stem for path in DATA.glob("*.json"))
+
+
+def load(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((DATA / f"{name}.json").read_text())
+    return document
+
+
+@pytest.fixture
+def killed() -> dict[str, Any]:
+    return load("killed")
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_screen_of_a_real_incident_reads_as_written_down(name: str) -> None:
+    assert "\n".join(first_screen(load(name))) + "\n" == (DATA / f"{name}.txt").read_text()
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_screen_has_no_more_lines_and_columns_than_promised(name: str) -> None:
+    lines = first_screen(load(name))
+    assert len(lines) <= MAX_LINES
+    assert [line for line in lines if len(line) > WIDTH] == []
+    summary = format_summary(load(name)).splitlines()
+    assert summary[3 : 3 + len(lines)] == lines
+    assert 3 + len(lines) <= 20
+
+
+def test_the_first_line_names_rank_cause_status_and_requests(killed: dict[str, Any]) -> None:
+    assert first_screen(killed)[0] == "TP1 was killed by SIGKILL; exit status 82; 3 requests lost"
+
+
+def test_a_status_that_is_about_to_be_is_told_until_there_is_one(killed: dict[str, Any]) -> None:
+    killed["timeline"] = [entry for entry in killed["timeline"] if entry["event"] != "server_exited"]
+    assert first_screen(killed)[0] == (
+        "TP1 was killed by SIGKILL: its memory cgroup counts no OOM kill; 3 requests lost"
+    )
+    assert first_screen(killed, ends_with=82)[0] == "TP1 was killed by SIGKILL; exit status 82; 3 requests lost"
+
+
+def rank(number: int, frame: str, state: str = "S (sleeping)") -> dict[str, Any]:
+    frames = ["all_reduce (torch/distributed/distributed_c10d.py:3913)", frame]
+    title = f"sglang::scheduler_TP{number}"
+    return {
+        "pid": 100 + number,
+        "title": title,
+        "role": "scheduler",
+        "rank": {"tp": number},
+        "state": {"State": state},
+        "doing": frames,
+    }
+
+
+def test_ranks_that_agree_are_one_line(killed: dict[str, Any]) -> None:
+    same = "all_reduce (sglang/srt/distributed/parallel_state.py:699)"
+    killed["processes"] = [rank(number, same) for number in (0, *range(2, 8))]
+    lines = first_screen(killed)
+    assert "ranks   TP0, TP2-7: all_reduce (parallel_state.py:699)" in lines
+    killed["processes"].append(rank(8, "run_batch (sglang/srt/managers/scheduler.py:7)", "T (stopped)"))
+    assert "ranks   TP8: stopped (T), run_batch (scheduler.py:7)" in first_screen(killed)
+
+
+def test_of_many_consequences_that_are_alike_there_is_one(killed: dict[str, Any]) -> None:
+    (told,) = [entry for entry in killed["timeline"] if entry["event"] == "exception"]
+    for number in range(2, 6):
+        # Another port each.
+        event = {"pid": 1000 + number, "title": f"sglang::scheduler_TP{number}"}
+        killed["timeline"].append(told | event | {"message": told["message"].replace("]:", f"]:{number}")})
+    killed["timeline"].sort(key=lambda entry: str(entry["time"]))
+    (line,) = [line for line in first_screen(killed) if "TP2-5" in line]
+    assert line.startswith("then    TP0, TP2-5 raised RuntimeError: Connection closed by peer")
+    assert len(line) <= WIDTH
+
+
+def test_a_message_of_a_consequence_is_short_and_without_the_builders_path() -> None:
+    told = consequence_in_words("RuntimeError: [/__w/p/gloo/pair.cc:545] Read\nerror \033[31m" + "x" * 500)
+    assert told.startswith("RuntimeError: Read error [31mxxx")
+    assert told.endswith("...")
+    assert len(told) == MAX_MESSAGE
+
+
+def test_health_checks_do_not_count() -> None:
+    journal = {"path": "requests/requests.jsonl", "finished": 1, "unfinished": 3, "lost": 0, "left_out": 0}
+    saved = {"finished": 2, "unfinished": 5, "path": "/x.pkl", "source": "pickle"}
+    assert counts_of(saved | {"journal": journal}) == Counts(1, 3, 3)
+    # A journal that is not whole counts too few.
+    assert counts_of(saved | {"journal": journal | {"lost": 2}}) == Counts(2, 5)
+    assert counts_of(saved) == Counts(2, 5)
+    assert counts_of({"finished": 1, "unfinished": 3, "source": "journal", "journal": journal}) == Counts(1, 3)
+    assert counts_of({}) is None
+
+
+@pytest.mark.parametrize(
+    ("frames", "shown"),
+    [
+        (["wait (torch/x.py:1)", "run (sglang/srt/managers/scheduler.py:2)"], "run (scheduler.py:2)"),
+        (["wait (torch/x.py:1)", "get (zmq/y.py:1)", "run (scheduler.py:2)"], "run (scheduler.py:2)"),
+        (["wait (torch/x.py:1)"], "wait (x.py:1)"),
+        (["native_call"], "native_call"),
+    ],
+)
+def test_the_frame_that_is_shown_is_sglangs_own(frames: list[str], shown: str) -> None:
+    assert short_frame(frames) == shown
+
+
+def test_what_seen_before_and_known_upstream_is_said(killed: dict[str, Any]) -> None:
+    killed["fault"] = {"count": 3, "first": "2026-11-20T04:00:00.000000Z"}
+    issue = {"issue": 12345, "title": "a KV page is freed twice", "fixed_in": "0.5.24"}
+    killed["cause"]["known_issues"] = [issue]
+    killed["suspects"] = [{"rid": "ab12", "level": "supported", "reasons": ["it was new in the step"]}]
+    killed["gpus"] = {"devices": [{"name": "NVIDIA H200"}] * 8, "xids": [{"xid": 79}]}
+    text = " ".join(line.strip() for line in first_screen(killed))
+    assert "up 113 s, seen 3 times since 2026-11-20" in text
+    assert "known   sgl-project/sglang #12345 (fixed in 0.5.24): a KV page is freed twice" in text
+    assert "suspect request ab12 (supported): it was new in the step" in text
+    assert "host    8 x NVIDIA H200, Xid 79, cgroup memory" in text
+
+
+def test_a_crowded_screen_gives_up_second_lines_and_no_command(killed: dict[str, Any]) -> None:
+    killed["cause"]["known_issues"] = [{"issue": 1, "title": "words " * 40}]
+    killed["cause"]["words"] = "words " * 40
+    killed["cause"]["next_steps"] = ["words " * 40, "more words " * 40]
+    lines = first_screen(killed, where="/var/crash/" + "x" * 100)
+    assert len(lines) <= MAX_LINES
+    assert lines[-2] == f"next    sglang-crashkit show /var/crash/{'x' * 100} --stacks"
+
+
+def mangled(value: object, wrong: object) -> list[Any]:
+    """Each form of a document in which one value is of another type."""
+    if isinstance(value, list):
+        return [[form, *value[1:]] for one in value[:1] for form in mangled(one, wrong)]
+    if not isinstance(value, dict):
+        return []
+    forms = []
+    for key in value:
+        forms.append(value | {key: wrong})
+        forms += [value | {key: inner} for inner in mangled(value[key], wrong)]
+    return forms
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "text", [], [None], {}, [{}]])
+def test_a_document_of_another_shape_has_a_screen(killed: dict[str, Any], wrong: object) -> None:
+    for document in [{}, *mangled(deepcopy(killed), wrong)]:
+        assert first_screen(document)
