@@ -58,5 +58,5 @@ def write_site(folder: Path, victim: str = "TP1") -> dict[str, str]:
         folder: see above.
         victim: the rank, as the title of its process has it.
     """
-    environ = import_hook.write_site(folder, "sglang.srt.managers.scheduler", _SITECUSTOMIZE)
+    environ = import_hook.write_site(folder, _SITECUSTOMIZE, "sglang.srt.managers.scheduler")
     return environ | {"CRASHKIT_TEST_ASTRAY": f"sglang::scheduler_{victim}"}

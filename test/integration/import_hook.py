@@ -1,4 +1,4 @@
-"""Change one module of a real server, in each of its Python processes, once that imports it."""
+"""Change modules of a real server, in each of its Python processes, as that imports them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _HOOK = """
 
 class _Finder:
     def find_spec(self, name, path=None, target=None):
-        if name != {module!r}:
+        if name not in {modules!r} or name in self.found:
             return None
         import importlib.machinery
 
-        sys.meta_path.remove(self)
+        self.found.add(name)
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         load = spec.loader.exec_module
 
@@ -23,6 +23,8 @@ class _Finder:
         spec.loader.exec_module = exec_module
         return spec
 
+    found = set()
+
 
 import sys
 
@@ -30,13 +32,13 @@ sys.meta_path.insert(0, _Finder())
 """
 
 
-def write_site(folder: Path, module: str, code: str) -> dict[str, str]:
+def write_site(folder: Path, code: str, *modules: str) -> dict[str, str]:
     """Write a ``sitecustomize.py`` into a folder, and return the environment that brings it into a server.
 
     Args:
         folder: has none yet.
-        module: the full name of the module that is to be changed.
-        code: runs as each Python process begins; its function ``change`` takes the module as it has just been loaded.
+        code: runs as each Python process begins; its function ``change`` takes a module that has just been loaded.
+        modules: full names of those that are to be changed.
     """
-    (folder / "sitecustomize.py").write_text(code + _HOOK.format(module=module))
+    (folder / "sitecustomize.py").write_text(code + _HOOK.format(modules=modules))
     return {"PYTHONPATH": str(folder)}

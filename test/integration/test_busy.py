@@ -41,7 +41,7 @@ def ways(crash: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
     """What keeps a server busy, by name."""
     lane = ensure_lane("0.5.23")
     hook, model = tmp_path_factory.mktemp("hook"), tmp_path_factory.mktemp("model")
-    site = write_site(hook, CHANGED, SITECUSTOMIZE)
+    site = write_site(hook, SITECUSTOMIZE, CHANGED)
     (hook / "crashkit_kernel.py").write_text(KERNEL)
     weights = _weights(lane, model)
     tokens = str(busy_story.PROMPT_TOKENS + 4096)

@@ -118,12 +118,14 @@ def go_astray(server: Server, way: str) -> tuple[str, str]:
     return steady, odd
 
 
-def tell(way: str, factory: pytest.TempPathFactory, *, load_secs: float = 0.0) -> Story:
+def tell(
+    way: str, factory: pytest.TempPathFactory, *, tp: int = 2, victim: str = "TP1", load_secs: float = 0.0
+) -> Story:
     told, crash = Story(), factory.mktemp("crash")
     environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}
-    environ |= astray_rank.write_site(factory.mktemp("site"))
+    environ |= astray_rank.write_site(factory.mktemp("site"), victim)
     arguments = ["--crash-dump-folder", str(crash)]
-    with Server.start(ensure_lane("0.5.23"), tp=2, extra_args=arguments, env=environ) as server:
+    with Server.start(ensure_lane("0.5.23"), tp=tp, extra_args=arguments, env=environ) as server:
         server.wait_ready()
         if load_secs:
             told.well = load(server, load_secs, factory.mktemp("collected"))
@@ -140,10 +142,10 @@ def dropped(tmp_path_factory: pytest.TempPathFactory) -> Story:
     return tell("drop", tmp_path_factory, load_secs=LOAD_SECS)
 
 
-def check(told: Story, kind: str, statement: str) -> None:
+def check(told: Story, kind: str, statement: str, victim: str = "TP1") -> None:
     """Check that the incident says so wherever a person looks."""
     found = told.document["divergence"]
-    assert (found["kind"], found["ranks"]) == (kind, "TP1"), found
+    assert (found["kind"], found["ranks"]) == (kind, victim), found
     assert statement.format(step=f"{found['step']:,}") in found["statement"]
     assert found["statement"] in told.document["verdict"]["text"]
     assert found["statement"] in (told.folder / "summary.md").read_text()
@@ -178,4 +180,22 @@ def test_a_rank_that_decided_alone_is_named_with_the_step_and_the_request(
     told = tell(way, tmp_path_factory)
     check(told, kind, statement)
     assert told.document["divergence"]["decision"] == decision
+    assert told.document["divergence"]["request"] in told.rids
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("way", "kind", "statement"),
+    [
+        ("drop", "mode", "TP2 ran decode of request steady-1 (1 token) in step {step} where TP0-1,3 ran extend"),
+        ("abort", "requests", "(request abort-1 is TP0-1,3's only)"),
+        ("retract", "decision", "TP2 decided retract on the way to step {step} where TP0-1,3 did not"),
+    ],
+)
+def test_one_of_four_ranks_is_told_from_the_three_others(
+    tmp_path_factory: pytest.TempPathFactory, way: str, kind: str, statement: str
+) -> None:
+    told = tell(way, tmp_path_factory, tp=4, victim="TP2")
+    check(told, kind, statement, "TP2")
+    assert told.document["divergence"]["level"] == "established"
     assert told.document["divergence"]["request"] in told.rids

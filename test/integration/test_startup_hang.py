@@ -95,7 +95,7 @@ def verdict_on(server: Server, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder, output = tmp_path_factory.mktemp("hook"), tmp_path_factory.mktemp("collected")
-    environ = write_site(folder, CHANGED, SITECUSTOMIZE)
+    environ = write_site(folder, SITECUSTOMIZE, CHANGED)
     lane = ensure_lane("0.5.23", pristine=True)
     with Server.start(lane, tp=2, env=environ) as server:
         first, second = (wait_until(lambda rank=rank: pid_of(server, rank), rank, START_S) for rank in RANKS)

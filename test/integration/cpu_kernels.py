@@ -1,0 +1,71 @@
+"""What releases for GPUs lack to run DP attention and speculative decoding on a CPU: their kernels, in Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from integration import import_hook
+
+_MODULES = (
+    "sglang.srt.layers.attention.torch_native_backend",
+    "sglang.kernels.ops.kvcache.cache_move",
+    "sglang.kernels.ops.speculative.cache_locs",
+    "sglang.kernels.ops.speculative.reconstruct_tree",
+    "sglang.kernels.ops.speculative.spec_tree",
+)
+#: Good enough for random weights: of what was drafted only the root is accepted, so that nothing is to be moved.
+_SITECUSTOMIZE = """
+def fill_value(self):
+    return 1
+
+
+def move_nothing(*tensors):
+    return None
+
+
+def find_places(indices, req_to_token, starts, ends, out, width):
+    at = 0
+    for index, start, end in zip(indices.tolist(), starts.tolist(), ends.tolist()):
+        out[at : at + end - start] = req_to_token[index, start:end].to(out.dtype)
+        at += end - start
+
+
+def build_chain(mask, seq_lens, positions, index, next_token, next_sibling, size, drafts):
+    import torch
+
+    for place in range(size):
+        row = slice(place * drafts, (place + 1) * drafts)
+        positions[row] = seq_lens[place] + torch.arange(drafts)
+        index.view(-1)[row] = torch.arange(place * drafts, (place + 1) * drafts)
+    following = torch.arange(1, drafts + 1)
+    following[-1] = -1
+    next_token.view(size, drafts)[:] = following
+    next_sibling.fill_(-1)
+
+
+def accept_roots(predicts, accept_index, accept_token_num, candidates, retrive_index, target_predict, **_links):
+    accept_index.fill_(-1)
+    accept_index[:, 0] = retrive_index[:, 0]
+    accept_token_num.fill_(0)
+    predicts.copy_(target_predict.reshape(-1)[: predicts.numel()])
+
+
+STAND_INS = {
+    "torch_native_backend": ("get_cpu_graph_seq_len_fill_value", fill_value),
+    "cache_move": ("copy_all_layer_kv_cache_cpu", move_nothing),
+    "cache_locs": ("assign_extend_cache_locs_cpu", find_places),
+    "reconstruct_tree": ("reconstruct_indices_from_tree_mask_func", build_chain),
+    "spec_tree": ("sgl_verify_tree_greedy_cpu", accept_roots),
+}
+
+
+def change(module):
+    last = module.__name__.rpartition(".")[2]
+    name, stand_in = STAND_INS[last]
+    setattr(module.TorchNativeAttnBackend if last == "torch_native_backend" else module, name, stand_in)
+"""
+
+
+def write_site(folder: Path) -> dict[str, str]:
+    """Write it into an empty folder, and return the environment that brings it into a server."""
+    return import_hook.write_site(folder, _SITECUSTOMIZE, *_MODULES)
