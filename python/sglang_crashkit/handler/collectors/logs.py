@@ -78,7 +78,7 @@ class ProcessLogs(HeldRings):
 
 
 def format_log(records: Sequence[LogRecord], prompts: Sequence[str], deadline: float) -> list[str]:
-    """Return one text for each record, without secrets, and without prompts in what is no mere information.
+    """Return one text for each record, without secrets and without prompts.
 
     Args:
         records: what was logged.
@@ -90,11 +90,7 @@ def format_log(records: Sequence[LogRecord], prompts: Sequence[str], deadline: f
     newest = records[::-1]
     said = [redact_text(one.text, secrets) if time.monotonic() < deadline else _WITHHELD for one in newest]
     if prompts:
-        # SGLang tells of the state of the server at that level, and of what went wrong with a request above it.
-        doubtful = [number for number, one in enumerate(newest) if one.level > logging.INFO]
-        searched = _without_prompts([said[number] for number in doubtful], prompts, deadline)
-        for number, text in zip(doubtful, searched, strict=True):
-            said[number] = text
+        said = _without_prompts(said, prompts, deadline)
     lines = (
         f"{iso_time(one.seconds)} {logging.getLevelName(one.level)} {one.logger}: {text}\n"
         for one, text in zip(newest, said, strict=True)
