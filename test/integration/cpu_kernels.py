@@ -8,6 +8,8 @@ from integration import import_hook
 
 _MODULES = (
     "sglang.srt.layers.attention.torch_native_backend",
+    "sglang.srt.layers.rotary_embedding.base",
+    "sglang.srt.mem_cache.allocation",
     "sglang.kernels.ops.kvcache.cache_move",
     "sglang.kernels.ops.speculative.cache_locs",
     "sglang.kernels.ops.speculative.reconstruct_tree",
@@ -17,6 +19,13 @@ _MODULES = (
 _SITECUSTOMIZE = """
 def fill_value(self):
     return 1
+
+
+def put_places(indices, req_to_token, starts, ends, places, width):
+    at = 0
+    for index, start, end in zip(indices.tolist(), starts.tolist(), ends.tolist()):
+        req_to_token[index, start:end] = places[at : at + end - start].to(req_to_token.dtype)
+        at += end - start
 
 
 def move_nothing(*tensors):
@@ -50,8 +59,18 @@ def accept_roots(predicts, accept_index, accept_token_num, candidates, retrive_i
     predicts.copy_(target_predict.reshape(-1)[: predicts.numel()])
 
 
+def leave_nothing_alone(embedding):
+    rotate = embedding.forward_native
+
+    def forward_native(self, positions, query, key, *more, **options):
+        # A rank that has nothing to do runs along.
+        return rotate(self, positions, query, key, *more, **options) if positions.numel() else (query, key)
+
+    embedding.forward_native = forward_native
+
+
 STAND_INS = {
-    "torch_native_backend": ("get_cpu_graph_seq_len_fill_value", fill_value),
+    "allocation": ("assign_req_to_token_pool_cpu", put_places),
     "cache_move": ("copy_all_layer_kv_cache_cpu", move_nothing),
     "cache_locs": ("assign_extend_cache_locs_cpu", find_places),
     "reconstruct_tree": ("reconstruct_indices_from_tree_mask_func", build_chain),
@@ -61,8 +80,12 @@ STAND_INS = {
 
 def change(module):
     last = module.__name__.rpartition(".")[2]
-    name, stand_in = STAND_INS[last]
-    setattr(module.TorchNativeAttnBackend if last == "torch_native_backend" else module, name, stand_in)
+    if last == "torch_native_backend":
+        module.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = fill_value
+    elif last == "base":
+        leave_nothing_alone(module.RotaryEmbedding)
+    else:
+        setattr(module, *STAND_INS[last])
 """
 
 

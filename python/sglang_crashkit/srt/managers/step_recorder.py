@@ -67,7 +67,9 @@ class StepRecorder:
         self._cache = [
             (name, attribute)
             for name, attribute in _CACHE.items()
-            if hasattr(getattr(scheduler, "tree_cache", None), attribute)
+            # The cache of newer releases has them in any case.
+            if getattr(scheduler, "enable_hierarchical_cache", True)
+            and hasattr(getattr(scheduler, "tree_cache", None), attribute)
         ]
         self._began = monotonic()
         #: Steps whose results were not processed yet, and whether the batch that it holds is a step of its own.
