@@ -1,4 +1,8 @@
-"""What releases for GPUs lack to run DP attention and speculative decoding on a CPU: their kernels, in Python."""
+"""What releases for GPUs lack to run all that they can on a CPU: a few kernels, in Python.
+
+With these there are DP attention, speculative decoding, and a hierarchical cache. What they compute is good enough for
+random weights: of what was drafted only the root is accepted, and nothing is copied to or from the host.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,30 @@ _MODULES = (
     "sglang.srt.layers.attention.torch_native_backend",
     "sglang.srt.layers.rotary_embedding.base",
     "sglang.srt.mem_cache.allocation",
+    "sglang.srt.mem_cache.pool_host.common",
+    "sglang.srt.mem_cache.pool_host.mha",
+    "torch.cpu",
     "sglang.kernels.ops.kvcache.cache_move",
     "sglang.kernels.ops.speculative.cache_locs",
     "sglang.kernels.ops.speculative.reconstruct_tree",
     "sglang.kernels.ops.speculative.spec_tree",
 )
-#: Good enough for random weights: of what was drafted only the root is accepted, so that nothing is to be moved.
 _SITECUSTOMIZE = """
-def fill_value(self):
-    return 1
+def complete_attention(backend):
+    attend = backend._run_sdpa_forward_extend
+
+    def run(self, query, output, keys, values, req_to_token, indices, lengths, prefixes, extended, *more, **options):
+        if prefixes is None:
+            # A pass that verifies what was drafted: as many tokens of each request, behind what it has.
+            drafts = query.shape[0] // len(lengths)
+            prefixes, extended = lengths, lengths.new_full(lengths.shape, drafts)
+            lengths = lengths + drafts
+        return attend(
+            self, query, output, keys, values, req_to_token, indices, lengths, prefixes, extended, *more, **options
+        )
+
+    backend._run_sdpa_forward_extend = run
+    backend.get_cpu_graph_seq_len_fill_value = lambda self: 1
 
 
 def put_places(indices, req_to_token, starts, ends, places, width):
@@ -28,7 +47,7 @@ def put_places(indices, req_to_token, starts, ends, places, width):
         at += end - start
 
 
-def move_nothing(*tensors):
+def do_nothing(*_arguments, **_options):
     return None
 
 
@@ -71,7 +90,8 @@ def leave_nothing_alone(embedding):
 
 STAND_INS = {
     "allocation": ("assign_req_to_token_pool_cpu", put_places),
-    "cache_move": ("copy_all_layer_kv_cache_cpu", move_nothing),
+    "common": ("_cuda_host_register", do_nothing),
+    "cache_move": ("copy_all_layer_kv_cache_cpu", do_nothing),
     "cache_locs": ("assign_extend_cache_locs_cpu", find_places),
     "reconstruct_tree": ("reconstruct_indices_from_tree_mask_func", build_chain),
     "spec_tree": ("sgl_verify_tree_greedy_cpu", accept_roots),
@@ -81,7 +101,12 @@ STAND_INS = {
 def change(module):
     last = module.__name__.rpartition(".")[2]
     if last == "torch_native_backend":
-        module.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = fill_value
+        complete_attention(module.TorchNativeAttnBackend)
+    elif last == "cpu":
+        module.Stream.synchronize = do_nothing
+    elif last == "mha":
+        for name in ("transfer_kv_all_layer_direct_lf_pf", "transfer_kv_per_layer_direct_pf_lf", "transfer_kv_direct"):
+            setattr(module, name, do_nothing)
     elif last == "base":
         leave_nothing_alone(module.RotaryEmbedding)
     else:

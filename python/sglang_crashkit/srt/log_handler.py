@@ -3,9 +3,10 @@
 It hangs behind a logger that has a handler already: one without prints its warnings by itself, and lets a program set
 up logging, both of which end with the first handler. In a program of a user's that is SGLang's own logger.
 
-Records of requests are passed over, and where another record shows a request, its body is left out. What is written to the ring is without the secrets that this process knows by their
-values; the crash handler takes out the rest. An exception may quote a prompt: the crash handler looks for those that
-the request journal has, and where there is none the exception's own words are left out here.
+Records of requests are passed over, and where another record shows a request, its body is left out. What is written to
+the ring is without the secrets that this process knows by their values; the crash handler takes out the rest. An
+exception may quote a prompt: the crash handler looks for those that the request journal has, and where there is none
+the exception's own words are left out here.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ logger = logging.getLogger(__name__)
 #: Where ``RequestLogger`` of ``srt/utils/request_logger.py`` writes to, and how each of its records begins.
 _REQUESTS = "sglang.srt.utils.request_logger"
 _OF_REQUESTS = ("Receive: obj=", "Receive OpenAI: obj=", "Finish: obj=")
-#: As Python or JSON writes a field of a request or an answer that holds what a user, or the model, said; how far its value
-#: goes cannot be told, so the rest of the line goes with it.
+#: As Python or JSON writes a field of a request or an answer that holds what was said in it. How far its value goes
+#: cannot be told, so the rest of the line goes with it.
 _BODY = re.compile(
     r"""\b(text|prompt|messages|content|input_ids|output_ids|input_embeds|\w+_data)(["']?\s?[=:]\s?)["'\[{(].*"""
 )

@@ -94,7 +94,10 @@ def test_what_a_request_holds_is_not_kept(handler: RingHandler, name: str, messa
             "Prefetch failed: TokenizedGenerateReqInput(rid='ab12', input_text=None, input_ids=[1, 2], lora_path=None)",
             "Prefetch failed: TokenizedGenerateReqInput(rid='ab12', input_text=None, input_ids=<left out>",
         ),
-        ("400: {'model': 'm', 'messages': [{'role': 'user'}]}\nnext", "400: {'model': 'm', 'messages': <left out>\nnext"),
+        (
+            "400: {'model': 'm', 'messages': [{'role': 'user'}]}\nnext",
+            "400: {'model': 'm', 'messages': <left out>\nnext",
+        ),
         ('{"rid": "ab12", "text": "a prompt"}', '{"rid": "ab12", "text": <left out>'),
         ("image_data=['http://x'] was not loaded", "image_data=<left out>"),
         # What SGLang says of itself.
