@@ -281,6 +281,12 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     # -- who makes no progress
     ("stopped", hung(TP1, state={TP1: "T (stopped)"}), "stopped_process", EST),
     ("both stopped", hung(state={TP0: "T (stopped)", TP1: "T (stopped)"}), "stopped_process", EST),
+    (
+        "stopped, until another one gave up",
+        incident("lost_peer", TP1, level=SUP, state={TP1: "T (stopped)"}),
+        "stopped_process",
+        EST,
+    ),
     ("traced", hung(TP1, state={TP1: "t (tracing stop)"}), "stopped_process", EST),
     ("a helper stopped", hung(TP1, state={"ninja": "T (stopped)"}), "no_progress", UNK),
     ("ended, another stopped", incident("unknown", TP1, end=REAPED, state={TP0: "T (stopped)"}), "unknown", UNK),

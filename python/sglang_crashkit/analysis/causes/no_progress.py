@@ -23,8 +23,8 @@ _COLLECTIVES = re.compile(
 
 
 def stopped(case: Case) -> Finding | None:
-    """A process of the server is stopped, says the kernel."""
-    if not case.is_hang:
+    """A process of the server is stopped, says the kernel, and others made no progress or waited for a peer in vain."""
+    if not (case.is_hang or case.verdict.get("kind") == "lost_peer"):
         return None
     found = [one for one in case.processes if one.get("role") != "helper" and _state(one) in ("T", "t")]
     if not found:
