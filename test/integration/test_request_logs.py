@@ -48,9 +48,7 @@ print(json.dumps([record.text for record in read_log(ring.fd, 200)]))
 def test_no_request_is_kept_that_a_release_logs(release: str) -> None:
     lane = ensure_lane(release)
     argv = [lane.python, "-c", LOG, PROMPT]
-    done = subprocess.run(
-        argv, env=lane.serve_env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=200, check=True
-    )
+    done = subprocess.run(argv, env=lane.serve_env(), capture_output=True, text=True, timeout=200, check=True)
     assert f"{done.stdout}{done.stderr}".count(PROMPT) > 6
     kept = json.loads(done.stdout.splitlines()[-1])
     assert (len(kept), kept[-1]) == (3, "last")

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 PATH = "environment.json"
 #: SGLang's names of how the model is spread, as far as they are numbers.
-_SIZES = ("tp", "pp", "dp", "ep", "attn_cp", "moe_dp", "nnodes", "node_rank")
+_SIZES = ("tp", "pp", "dp", "attn_dp", "ep", "attn_cp", "moe_dp", "nnodes", "node_rank")
 
 
 class Surroundings:
