@@ -16,6 +16,7 @@ _MODULES = (
     "sglang.srt.mem_cache.allocation",
     "sglang.srt.mem_cache.pool_host.common",
     "sglang.srt.mem_cache.pool_host.mha",
+    "sglang.srt.speculative.spec_utils",
     "torch.cpu",
     "sglang.kernels.ops.kvcache.cache_move",
     "sglang.kernels.ops.speculative.cache_locs",
@@ -94,6 +95,7 @@ STAND_INS = {
     "cache_move": ("copy_all_layer_kv_cache_cpu", do_nothing),
     "cache_locs": ("assign_extend_cache_locs_cpu", find_places),
     "reconstruct_tree": ("reconstruct_indices_from_tree_mask_func", build_chain),
+    "spec_utils": ("move_accept_tokens_to_target_kvcache", do_nothing),
     "spec_tree": ("sgl_verify_tree_greedy_cpu", accept_roots),
 }
 
