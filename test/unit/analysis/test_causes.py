@@ -82,17 +82,6 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("killed for memory", incident("oom_kill", TP1, end=OOM), "host_oom", EST),
     ("killed for memory while it raised", incident("oom_kill", TP1, end=OOM, events=["draining"]), "host_oom", EST),
     ("another killed for memory", with_exit(incident("signal", TP0, end=killed()), TP1, OOM), "host_oom", SUP),
-    ("no memory, in Python", raised("MemoryError", *FORWARD), "host_oom", SUP),
-    ("no memory, said the kernel", raised("OSError: [Errno 12] Cannot allocate memory", *FORWARD), "host_oom", SUP),
-    (
-        "no memory, in torch",
-        raised(
-            "RuntimeError: [enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: 9",
-            *FORWARD,
-        ),
-        "host_oom",
-        SUP,
-    ),
     ("SIGKILL, no OOM kill", incident("signal", TP1, end=killed()), "killed", EST),
     (
         "SIGKILL, nobody counts",
@@ -155,49 +144,8 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         "cuda_fault",
         EST,
     ),
-    (
-        "illegal access, old",
-        raised("RuntimeError: CUDA error: an illegal memory access was encountered", *FORWARD),
-        "cuda_fault",
-        SUP,
-    ),
-    ("assert", raised("torch.AcceleratorError: CUDA error: device-side assert triggered", *FORWARD), "cuda_fault", EST),
-    ("HIP", raised("RuntimeError: HIP error: an illegal memory access was encountered", *FORWARD), "cuda_fault", SUP),
-    (
-        "GPU memory while serving",
-        raised("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", *FORWARD),
-        "gpu_oom_serving",
-        EST,
-    ),
-    (
-        "GPU memory, old class",
-        raised("torch.cuda.OutOfMemoryError: CUDA out of memory.", *FORWARD),
-        "gpu_oom_serving",
-        EST,
-    ),
-    ("GPU memory, words", raised("RuntimeError: CUDA out of memory. Tried", *FORWARD), "gpu_oom_serving", SUP),
-    (
-        "GPU memory while loading",
-        raised("torch.OutOfMemoryError: CUDA out of memory.", *LOADING),
-        "gpu_oom_at_start",
-        EST,
-    ),
-    (
-        "GPU memory in a capture",
-        raised("Exception: Capture cuda graph failed: CUDA out of memory. Tried", *LOADING),
-        "gpu_oom_at_start",
-        SUP,
-    ),
     ("GPU memory, failed start", raised("torch.OutOfMemoryError: x", opened="failed_start"), "gpu_oom_at_start", EST),
-    ("another's word for it", raised("ValueError: CUDA out of memory", *FORWARD), "exception_in_sglang", EST),
     # -- pools
-    ("a leak, checked", raised("ValueError: pool memory leak detected! [full] total=1", *CHECK), "kv_pool_leak", EST),
-    (
-        "a leak, words",
-        raised("ValueError: token_to_kv_pool_allocator memory leak detected! x", *FORWARD),
-        "kv_pool_leak",
-        SUP,
-    ),
     (
         "no room in the pool",
         raised(
@@ -208,30 +156,13 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         EST,
     ),
     # -- disks
-    ("/dev/shm", raised("OSError: [Errno 28] No space left on device: '/dev/shm/x'", *FORWARD), "shm_exhausted", SUP),
     (
         "/dev/shm, by its frames",
         raised("OSError: [Errno 28] No space left on device", "__init__ (multiprocessing/shared_memory.py:1)"),
         "shm_exhausted",
         EST,
     ),
-    ("a disk", raised("OSError: [Errno 28] No space left on device: '/data/x'", *FORWARD), "disk_full", SUP),
-    (
-        "NCCL's",
-        raised(
-            "torch.distributed.DistBackendError: NCCL error\nError while creating shared memory segment /dev/shm/nccl",
-            *FORWARD,
-        ),
-        "shm_exhausted",
-        SUP,
-    ),
     # -- the start
-    (
-        "a port",
-        raised("torch.distributed.DistNetworkError: The server socket has failed to listen. EADDRINUSE", *LOADING),
-        "startup_port",
-        EST,
-    ),
     (
         "a port, the kernel's word",
         raised("OSError: [Errno 98] Address already in use", opened="failed_start"),
@@ -239,39 +170,11 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         SUP,
     ),
     (
-        "a port, ZeroMQ",
-        raised("zmq.error.ZMQError: Address already in use (addr='tcp://x')", *LOADING),
-        "startup_port",
-        EST,
-    ),
-    ("no weights", raised("RuntimeError: Cannot find any model weights with `/m`", *LOADING), "startup_model", SUP),
-    (
-        "no model",
-        raised("OSError: /m does not appear to have a file named config.json.", *LOADING),
-        "startup_model",
-        SUP,
-    ),
-    (
-        "torn weights",
-        raised("safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge", *LOADING),
-        "startup_model",
-        EST,
-    ),
-    (
-        "too little memory",
-        raised("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", *LOADING),
-        "startup_memory",
-        SUP,
-    ),
-    ("a symbol", raised("ImportError: /x/common_ops.so: undefined symbol: _ZN3c10", *LOADING), "startup_version", SUP),
-    ("a module", raised("ModuleNotFoundError: No module named 'flashinfer'", *LOADING), "startup_version", SUP),
-    (
         "too slow",
         incident(events=[{"event": "startup_timeout", "message": "TP1 not ready"}], opened="failed_start"),
         "startup_timeout",
         EST,
     ),
-    ("anything else", raised("ValueError: tp 3 does not divide", *LOADING), "startup_failed", EST),
     (
         "a status",
         incident("exit_status", TP0, end=STATUS, opened="failed_start", events=STARTING),
@@ -343,43 +246,9 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         "poison_request",
         SUP,
     ),
-    (
-        "same words elsewhere",
-        raised("RuntimeError: selected index k out of range", *FORWARD),
-        "exception_in_sglang",
-        EST,
-    ),
     ("again", raised("ValueError: x", *FORWARD, **AGAIN), "poison_request", SUP),
     ("for the first time", raised("ValueError: x", *FORWARD, suspects=[{"rid": "r1"}]), "exception_in_sglang", EST),
     # -- words that must not fool it
-    (
-        "a prompt in the message",
-        raised("ValueError: bad prompt 'CUDA error: an illegal memory access'", *FORWARD),
-        "exception_in_sglang",
-        EST,
-    ),
-    (
-        "a request id",
-        raised("KeyError: 'torch.OutOfMemoryError: CUDA out of memory'", *FORWARD),
-        "exception_in_sglang",
-        EST,
-    ),
-    ("another class of that name", raised("x.OutOfMemoryError: CUDA", *FORWARD), "exception_in_sglang", EST),
-    (
-        "a user's disk",
-        raised("ValueError: the user wrote [Errno 28] No space left on device", *FORWARD),
-        "exception_in_sglang",
-        EST,
-    ),
-    (
-        "a leak in a prompt",
-        raised("RuntimeError: failed on 'pool memory leak detected!'", *FORWARD),
-        "exception_in_sglang",
-        EST,
-    ),
-    ("a port in a prompt", raised("ValueError: input 'Address already in use'", *FORWARD), "exception_in_sglang", EST),
-    ("no memory in a prompt", raised("KeyError: 'MemoryError'", *FORWARD), "exception_in_sglang", EST),
-    ("an import while serving", raised("ImportError: lazily", *FORWARD), "exception_in_sglang", EST),
     (
         "a missing file while serving",
         raised("FileNotFoundError: [Errno 2] 'x'", "f (transformers/x.py:1)", *FORWARD),
@@ -405,6 +274,65 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("nothing", incident(level=UNK), "unknown", UNK),
 ]
+#: What a process raised, and through which frames.
+RAISED = [
+    ("MemoryError", FORWARD, "host_oom", SUP),
+    ("OSError: [Errno 12] Cannot allocate memory", FORWARD, "host_oom", SUP),
+    (
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: 9",
+        FORWARD,
+        "host_oom",
+        SUP,
+    ),
+    ("RuntimeError: CUDA error: an illegal memory access was encountered", FORWARD, "cuda_fault", SUP),
+    ("torch.AcceleratorError: CUDA error: device-side assert triggered", FORWARD, "cuda_fault", EST),
+    ("RuntimeError: HIP error: an illegal memory access was encountered", FORWARD, "cuda_fault", SUP),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", FORWARD, "gpu_oom_serving", EST),
+    ("torch.cuda.OutOfMemoryError: CUDA out of memory.", FORWARD, "gpu_oom_serving", EST),
+    ("RuntimeError: CUDA out of memory. Tried", FORWARD, "gpu_oom_serving", SUP),
+    ("torch.OutOfMemoryError: CUDA out of memory.", LOADING, "gpu_oom_at_start", EST),
+    ("Exception: Capture cuda graph failed: CUDA out of memory. Tried", LOADING, "gpu_oom_at_start", SUP),
+    ("ValueError: CUDA out of memory", FORWARD, "exception_in_sglang", EST),
+    ("ValueError: pool memory leak detected! [full] total=1", CHECK, "kv_pool_leak", EST),
+    ("ValueError: token_to_kv_pool_allocator memory leak detected! x", FORWARD, "kv_pool_leak", SUP),
+    ("OSError: [Errno 28] No space left on device: '/dev/shm/x'", FORWARD, "shm_exhausted", SUP),
+    ("OSError: [Errno 28] No space left on device: '/data/x'", FORWARD, "disk_full", SUP),
+    (
+        "torch.distributed.DistBackendError: NCCL error\nError while creating shared memory segment /dev/shm/nccl",
+        FORWARD,
+        "shm_exhausted",
+        SUP,
+    ),
+    (
+        "torch.distributed.DistNetworkError: The server socket has failed to listen. EADDRINUSE",
+        LOADING,
+        "startup_port",
+        EST,
+    ),
+    ("zmq.error.ZMQError: Address already in use (addr='tcp://x')", LOADING, "startup_port", EST),
+    ("RuntimeError: Cannot find any model weights with `/m`", LOADING, "startup_model", SUP),
+    ("OSError: /m does not appear to have a file named config.json.", LOADING, "startup_model", SUP),
+    (
+        "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
+        LOADING,
+        "startup_model",
+        EST,
+    ),
+    ("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", LOADING, "startup_memory", SUP),
+    ("ImportError: /x/common_ops.so: undefined symbol: _ZN3c10", LOADING, "startup_version", SUP),
+    ("ModuleNotFoundError: No module named 'flashinfer'", LOADING, "startup_version", SUP),
+    ("ValueError: tp 3 does not divide", LOADING, "startup_failed", EST),
+    ("RuntimeError: selected index k out of range", FORWARD, "exception_in_sglang", EST),
+    ("ValueError: bad prompt 'CUDA error: an illegal memory access'", FORWARD, "exception_in_sglang", EST),
+    ("KeyError: 'torch.OutOfMemoryError: CUDA out of memory'", FORWARD, "exception_in_sglang", EST),
+    ("x.OutOfMemoryError: CUDA", FORWARD, "exception_in_sglang", EST),
+    ("ValueError: the user wrote [Errno 28] No space left on device", FORWARD, "exception_in_sglang", EST),
+    ("RuntimeError: failed on 'pool memory leak detected!'", FORWARD, "exception_in_sglang", EST),
+    ("ValueError: input 'Address already in use'", FORWARD, "exception_in_sglang", EST),
+    ("KeyError: 'MemoryError'", FORWARD, "exception_in_sglang", EST),
+    ("ImportError: lazily", FORWARD, "exception_in_sglang", EST),
+]
+TABLE += [(error, raised(error, *frames), name, level) for error, frames, name, level in RAISED]
 
 
 @pytest.mark.parametrize(("document", "name", "level"), [pytest.param(*row[1:], id=row[0]) for row in TABLE])
