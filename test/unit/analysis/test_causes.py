@@ -43,6 +43,14 @@ def finding(kind: str, level: str = "established", statement: str = "so they are
     return {"collectives": {"findings": [one], "missing": []}}
 
 
+def crossed(late: list[int], later: list[int]) -> dict[str, Any]:
+    """Return what recorders show of two groups, in each of which somebody is behind the other ranks."""
+    both = [finding("behind")["collectives"]["findings"][0] | {"pids": pids} for pids in (late, later)]
+    for one in both:
+        one["waiting_pids"] = [pid for pid in (10, 11) if pid not in one["pids"]]
+    return {"collectives": {"findings": both, "missing": []}}
+
+
 def xid(number: int, pid: int | None = None) -> dict[str, Any]:
     holders = [{"pid": pid, "title": "x", "level": "established"}] if pid else []
     return {"gpus": {"devices": [], "xids": [{"xid": number, "bus_id": "0000:3b:00", "processes": holders}]}}
@@ -200,6 +208,9 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("one elsewhere", hung(TP1, doing={TP0: [WAITS], TP1: [WORKS]}), "rank_stuck", SUP),
     ("all in one", hung(doing=BOTH_WAIT), "symmetric_stall", SUP),
     ("two collectives", hung(doing={TP0: [WAITS], TP1: [GATHERS]}), "collective_mismatch", SUP),
+    ("asked for in two places", hung(doing={TP0: [WAITS, WORKS], TP1: [WAITS, "f (y.py:1)"]}), "no_progress", UNK),
+    ("each behind the other", hung(**crossed([10], [11])), "collective_mismatch", SUP),
+    ("both behind a third", hung(**crossed([10], [10])), "no_progress", UNK),
     ("two collectives, recorded", hung(**finding("mismatch")), "collective_mismatch", EST),
     ("an unsure recorder", hung(**finding("mismatch", UNK)), "no_progress", UNK),
     ("recorded wait", hung(**finding("waiting")), "symmetric_stall", SUP),

@@ -17,6 +17,8 @@ _UPDATES = re.compile(
     r"(update_weights?_from_\w+|init_weights_update_group|post_process_weights|pause_generation"
     r"|(release|resume)_memory_occupation|load_lora_adapter|flush_cache) \("
 )
+#: Files through which any collective passes.
+_DISTRIBUTED = re.compile(r"\((distributed_c10d|c10d_logger|parallel_state|communication_op|pynccl\w*)\.py\)")
 _COLLECTIVES = re.compile(
     r"(all_reduce|_?all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|all_to_all\w*|gather|scatter) \("
 )
@@ -87,6 +89,9 @@ def mismatch(case: Case) -> Finding | None:
     for finding in [] if case.signal else case.findings:
         if finding.get("kind") == "mismatch" and finding.get("level") in ("established", "supported"):
             return Finding(finding["level"], (str(finding.get("statement")),))
+    crossed = [] if case.signal else _crossed(case)
+    if crossed:
+        return Finding("supported", tuple(str(finding.get("statement")) for finding in crossed))
     waiting = (
         {call: name_of(rank) for rank in case.schedulers if (call := _collective(case, rank))} if case.is_hang else {}
     )
@@ -97,8 +102,29 @@ def mismatch(case: Case) -> Finding | None:
     return Finding("supported", (f"Ranks wait in different collectives: {words}.",))
 
 
+def _crossed(case: Case) -> list[Mapping[str, Any]]:
+    """Return two findings by which ranks wait for each other, each in another process group; none where none do."""
+    behind = [one for one in case.findings if one.get("kind") == "behind"]
+    for place, one in enumerate(behind):
+        for other in behind[:place]:
+            if _waits_for(one, other) and _waits_for(other, one):
+                return [other, one]
+    return []
+
+
+def _waits_for(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Say whether who waits in one group is whom another one waits for."""
+    waiting, late = one.get("waiting_pids"), other.get("pids")
+    return isinstance(waiting, list) and isinstance(late, list) and not set(waiting).isdisjoint(late)
+
+
 def _collective(case: Case, rank: Mapping[str, Any]) -> str:
     return next((place for place in case.doing(rank)[:3] if _COLLECTIVES.match(place)), "")
+
+
+def _caller(case: Case, rank: Mapping[str, Any]) -> str:
+    """Return who asked for the collective that a rank is in."""
+    return next((place for place in case.doing(rank) if not _DISTRIBUTED.search(place)), "")
 
 
 def weight_update(case: Case) -> Finding | None:
@@ -120,7 +146,9 @@ def stall(case: Case) -> Finding | None:
         if finding.get("kind") == "waiting" and finding.get("level") in ("established", "supported"):
             return Finding("supported", (str(finding.get("statement")),))
     calls = [_collective(case, rank) for rank in case.schedulers]
-    if len(calls) > 1 and all(calls) and len(set(calls)) == 1:
+    # One that was asked for in two places is two.
+    callers = {_caller(case, rank) for rank in case.schedulers}
+    if len(calls) > 1 and all(calls) and len(set(calls)) == len(callers) == 1:
         return Finding("supported", (f"All {len(calls)} ranks wait in {calls[0]}.",))
     return None
 
