@@ -127,19 +127,11 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
     process = incident.process(first.pid)
     stopped = _stopped_peer(incident, first)
     if stopped is not None:
-        # An exception about a peer that did not answer tells of that one.
-        failure = Failure(stopped.pid, stopped.title)
-        statement, kind, level = (
-            f"{stopped.title} (pid {stopped.pid}) is stopped until somebody sends SIGCONT.",
-            "lost_peer",
-            "supported",
-        )
-        later = ordered
+        failure, later = Failure(stopped.pid, stopped.title), ordered
+        statement, kind, level = _statement_of_stopped(stopped)
     else:
-        title = process.title if process else incident.trigger.title
-        failure = Failure(first.pid, title)
-        statement, kind, level = _statement(first, process, title)
-        later = ordered[1:]
+        failure, later = Failure(first.pid, process.title if process else incident.trigger.title), ordered[1:]
+        statement, kind, level = _statement(first, process, failure.title)
     basis = [statement]
     for event in later:
         other = incident.process(event.pid)
@@ -159,6 +151,11 @@ def _stopped_peer(incident: Incident, first: FailureEvent) -> ProcessReport | No
         return None
     stopped = [one for one in incident.processes if one.role == "scheduler" and _is_stopped(one)]
     return stopped[0] if len(stopped) == 1 and stopped[0].pid != first.pid else None
+
+
+def _statement_of_stopped(process: ProcessReport) -> tuple[str, str, Level]:
+    # An exception about a peer that did not answer tells of that one.
+    return f"{process.title} (pid {process.pid}) is stopped until somebody sends SIGCONT.", "lost_peer", "supported"
 
 
 def _is_stopped(process: ProcessReport) -> bool:
