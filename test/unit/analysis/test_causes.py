@@ -301,6 +301,8 @@ RAISED = [
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", FORWARD, "gpu_oom_serving", EST),
     ("torch.cuda.OutOfMemoryError: CUDA out of memory.", FORWARD, "gpu_oom_serving", EST),
     ("RuntimeError: CUDA out of memory. Tried", FORWARD, "gpu_oom_serving", SUP),
+    ("RuntimeError: CUDA error: out of memory" + ASYNC, FORWARD, "gpu_oom_serving", SUP),
+    ("RuntimeError: CUDA out of memory, as a prompt says", FORWARD, "exception_in_sglang", EST),
     ("torch.OutOfMemoryError: CUDA out of memory.", LOADING, "gpu_oom_at_start", EST),
     ("Exception: Capture cuda graph failed: CUDA out of memory. Tried", LOADING, "gpu_oom_at_start", SUP),
     ("ValueError: CUDA out of memory", FORWARD, "exception_in_sglang", EST),
