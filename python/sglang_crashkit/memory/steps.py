@@ -210,14 +210,15 @@ class StepWriter:
             tokens = None if tokens is None else tokens[:MAX_REQUESTS]
         if self._id_head - self._known_since > _FRESH_IDS:
             self._known, self._known_since, self._rids = _Known(self._put_id), self._id_head, ()
-        if rids != self._rids:
-            self._list_ids(rids)
-        elif self._is_stale(self._ids_at):
-            self._ids_at = self._append(self._ids)
         raw = array("I", lengths).tobytes()
         if tokens is not None:
             raw += array("I", tokens).tobytes()
-        self._set_lengths(raw, len(rids))
+        if rids != self._rids:
+            self._list(rids, raw)
+        else:
+            if self._is_stale(self._ids_at):
+                self._ids_at = self._append(self._ids)
+            self._set_lengths(raw, len(rids))
         decided = _packed(decisions) if decisions else _NOTHING_DECIDED
         if phase == SCHEDULED:
             hashed = b"".join(
@@ -278,10 +279,14 @@ class StepWriter:
             self._lengths_at, self._grown = self._append(raw), 0
         self._lengths = lengths if len(raw) == 4 * count else None
 
-    def _list_ids(self, rids: Sequence[str]) -> None:
+    def _list(self, rids: Sequence[str], raw: bytes) -> None:
+        """Write other requests than the last time, and their lengths behind them."""
         ids = b"".join(map(self._known.__getitem__, rids))
-        self._rids, self._ids, self._lengths = rids, ids, None
-        self._ids_at = self._append(ids)
+        start, _sum, place = self._append(ids + raw)
+        self._rids, self._ids, self._grown = rids, ids, 0
+        self._ids_at = start, zlib.crc32(ids), place
+        self._lengths_at = start + len(ids), zlib.crc32(raw), place + len(ids)
+        self._lengths = int.from_bytes(raw, "little") if len(raw) == 4 * len(rids) else None
 
     def _put_id(self, rid: str) -> bytes:
         """Write a request's id; return its hash."""
