@@ -61,12 +61,14 @@ _ROUND, _OPEN, _AT, _IDLE = 8, 9, 10, 11
 _MODES = 512
 #: Of a slot: number, forward mode and phase in one word; when it ended; what does not change behind its checksum.
 _ENDED, _FIXED = 8, 16
-_BODY = struct.Struct("<Qd8s8I4iqqHB")
+_BODY = struct.Struct("<QdQ8I4iqqHB")
 _DECIDED = struct.Struct("<B5Q")
 _NOTHING_DECIDED = bytes(_DECIDED.size)
 _BODY_BYTES = _BODY.size + _DECIDED.size
 _HASHED = struct.Struct("<QHIii")
 _CHECKSUM = struct.Struct("<I")
+#: What spreads the checksum of a step over the rolling hash, a word.
+_SPREAD, _WORD = 0x9E37_79B9_7F4A_7C15, 0xFFFF_FFFF_FFFF_FFFF
 _LONGEST_ID = 1024
 #: So many requests are read at most, of the newest steps.
 _MAX_READ = 32_768
@@ -128,7 +130,7 @@ class StepWriter:
         self._whole = memoryview(self._map)
         self._words = self._whole[: SIZE // 8 * 8].cast("Q")
         self._times = self._whole[: SIZE // 8 * 8].cast("d")
-        self._agreed = bytes(8)
+        self._agreed = 0
         #: Hash of each id that was written since its slots were half as many, by the id.
         self._known = _Known(self._put_id)
         self._id_head = self._known_since = 0
@@ -221,12 +223,11 @@ class StepWriter:
             self._set_lengths(raw, len(rids))
         decided = _packed(decisions) if decisions else _NOTHING_DECIDED
         if phase == SCHEDULED:
-            hashed = b"".join(
-                (self._agreed, _HASHED.pack(number, mode, size, facts[0], facts[1]), decided, agreed, self._ids, raw)
-            )
-            told = self._agreed = blake2b(hashed, digest_size=8).digest()
+            hashed = b"".join((_HASHED.pack(number, mode, size, facts[0], facts[1]), decided, agreed, self._ids, raw))
+            # Once it differs it stays different. A hash that nobody can forge takes a tenth of the whole step.
+            told = self._agreed = (self._agreed * _SPREAD + zlib.crc32(hashed) + 1) & _WORD
         else:
-            told = bytes(8)
+            told = 0
         ids_at, ids_sum, _place = self._ids_at
         lengths_at, lengths_sum, _place = self._lengths_at
         where = ids_at, ids_sum, lengths_at, lengths_sum, self._grown, len(rids), size, total
@@ -429,7 +430,7 @@ class StepReader:
             size=size,
             tokens=total,
             decisions={name: values[at] for at, name in enumerate(DECISIONS) if mask & 1 << at},
-            agreed_hash=int.from_bytes(agreed, "little"),
+            agreed_hash=agreed,
             **{name: None if value == ABSENT else value for name, value in known._asdict().items()},
         )
 

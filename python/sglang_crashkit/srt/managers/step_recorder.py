@@ -19,7 +19,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from operator import attrgetter
+from operator import add, attrgetter
 from time import monotonic
 from typing import Any
 
@@ -135,7 +135,13 @@ class StepRecorder:
             tokens = batch.extend_lens
             lengths = [done + new for done, new in zip(batch.prefix_lens, tokens, strict=True)]
         else:
-            lengths = self._lengths_of(batch)
+            counted, algorithm = batch.seq_lens_cpu, batch.spec_algorithm
+            if counted is not None and (algorithm is None or algorithm.is_none()) and len(counted) == len(reqs):
+                lengths = counted.tolist()
+            else:
+                # With speculative decoding that arrives from the GPU at some time, so the requests are asked.
+                inputs, outputs = map(len, map(_input_of, reqs)), map(len, map(_output_of, reqs))
+                lengths = list(map(add, inputs, outputs))
         decisions = self._decisions
         queue = getattr(self._grammars, "grammar_queue", None)
         if queue:
@@ -165,20 +171,6 @@ class StepRecorder:
         self._inner_of = number if mode == self._prebuilt and batch.inner_idle_batch is not None else 0
         if self._received or decisions or self._retracted:
             self._forget_received()
-
-    def _lengths_of(self, batch: Any) -> Sequence[int]:
-        """Return how many tokens each request has: what the scheduler counts on the CPU, where it counts them itself.
-
-        With speculative decoding that arrives from the GPU at some time, so the requests are asked.
-        """
-        reqs, counted, algorithm = batch.reqs, batch.seq_lens_cpu, batch.spec_algorithm
-        if counted is not None and (algorithm is None or algorithm.is_none()) and len(counted) == len(reqs):
-            lengths: list[int] = counted.tolist()
-            return lengths
-        return [
-            inputs + outputs
-            for inputs, outputs in zip(map(len, map(_input_of, reqs)), map(len, map(_output_of, reqs)), strict=True)
-        ]
 
     def begin_pass(self, forward_batch: Any) -> None:
         """Note that a pass of the model begins, of the target or of a draft."""
