@@ -28,6 +28,10 @@ CHECK = ("raise_error_or_warn (sglang/srt/utils/common.py:4691)", *FORWARD[1:])
 GLOO = "RuntimeError: [/pytorch/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7200000ms for recv operation"
 WAITS, WORKS = "all_reduce (torch/distributed/distributed_c10d.py:3000)", "spin (x.py:1)"
 GATHERS = "all_gather_into_tensor (torch/distributed/distributed_c10d.py:4000)"
+RECEIVES = [
+    "broadcast (torch/distributed/distributed_c10d.py:3000)",
+    "recv_requests (sglang/srt/managers/scheduler.py:1)",
+]
 BOTH_WAIT = {TP0: [WAITS], TP1: [WAITS]}
 UPDATE = {
     "server": ["acquire (threading.py:1)", "update_weights_from_disk (sglang/srt/managers/tokenizer_manager.py:1)"]
@@ -41,6 +45,13 @@ AGAIN = {"suspects": [{"rid": "r1"}], "fault": {"count": 2, "seen": {"r1": 1}}}
 def finding(kind: str, level: str = "established", statement: str = "so they are") -> dict[str, Any]:
     one = {"group": "tp", "kind": kind, "level": level, "statement": statement, "evidence": [], "pids": [11]}
     return {"collectives": {"findings": [one], "missing": []}}
+
+
+def in_step(title: str, document: dict[str, Any]) -> dict[str, Any]:
+    """Return the document with a rank in the middle of a step."""
+    told = {"number": 7, "mode": "extend", "phase": "forward_begun"}
+    next(one for one in document["processes"] if one["title"] == title)["steps"] = {"last": [], "in_step": told}
+    return document
 
 
 def crossed(late: list[int], later: list[int]) -> dict[str, Any]:
@@ -216,6 +227,8 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("recorded wait", hung(**finding("waiting")), "symmetric_stall", SUP),
     ("diverged", hung(doing=BOTH_WAIT, divergence=DIVERGED), "rank_divergence", EST),
     ("ended earlier", hung(doing=BOTH_WAIT, divergence=DIVERGED | {"kind": "ended_earlier"}), "symmetric_stall", SUP),
+    ("left out", in_step(TP0, hung(doing={TP0: [WAITS], TP1: RECEIVES})), "rank_divergence", SUP),
+    ("in a step itself", in_step(TP1, hung(doing={TP0: [WAITS], TP1: RECEIVES})), "collective_mismatch", SUP),
     ("not diverged", hung(doing=BOTH_WAIT, divergence={"kind": "none"}), "symmetric_stall", SUP),
     (
         "killed and apart",

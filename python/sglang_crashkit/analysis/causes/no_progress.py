@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_crashkit.analysis.causes.case import Case, Finding, name_of
+from sglang_crashkit.model.checked_json import mapping_of
 from sglang_crashkit.model.incident import Level
 
 #: With less of a CPU than this, a process that wants to run is starved.
@@ -17,6 +18,8 @@ _UPDATES = re.compile(
     r"(update_weights?_from_\w+|init_weights_update_group|post_process_weights|pause_generation"
     r"|(release|resume)_memory_occupation|load_lora_adapter|flush_cache) \("
 )
+#: Where a scheduler begins a round of its event loop.
+_RECEIVES = re.compile(r"(recv_requests|ingest_requests) \(")
 #: Files through which any collective passes.
 _DISTRIBUTED = re.compile(r"\((distributed_c10d|c10d_logger|parallel_state|communication_op|pynccl\w*)\.py\)")
 _COLLECTIVES = re.compile(
@@ -78,10 +81,39 @@ def in_kernel(case: Case) -> Finding | None:
 def divergence(case: Case) -> Finding | None:
     """Ranks that must agree went different ways; what a fatal signal does to them is none."""
     found = case.divergence
-    if not found or case.signal:
+    if case.signal:
         return None
+    if not found:
+        return _left_out(case)
     level: Level = "established" if found.get("level") == "established" else "supported"
     return Finding(level, (str(found.get("statement")),))
+
+
+def _left_out(case: Case) -> Finding | None:
+    """A rank waits for the next requests while one that must agree with it is in a step: it took it there was none."""
+    if not case.is_hang:
+        return None
+    for late in case.schedulers:
+        if _in_step(late) or not any(map(_RECEIVES.match, case.doing(late))):
+            continue
+        for ahead in case.schedulers:
+            step = _in_step(ahead)
+            if step.get("phase") == "forward_begun" and _replica(ahead) == _replica(late):
+                number, mode = step.get("number"), step.get("mode")
+                words = f"{name_of(late)} waits for requests while {name_of(ahead)} is in step {number} ({mode})."
+                told = str(mapping_of(case.document.get("divergence")).get("statement") or "")
+                return Finding("supported", (words, told) if told else (words,))
+    return None
+
+
+def _in_step(process: Mapping[str, Any]) -> Mapping[str, Any]:
+    return mapping_of(mapping_of(process.get("steps")).get("in_step"))
+
+
+def _replica(process: Mapping[str, Any]) -> tuple[object, object]:
+    """Return what ranks have in common that run the same steps."""
+    rank = mapping_of(process.get("rank"))
+    return rank.get("pp"), rank.get("dp")
 
 
 def mismatch(case: Case) -> Finding | None:
