@@ -30,8 +30,10 @@ WAITS, WORKS = "all_reduce (torch/distributed/distributed_c10d.py:3000)", "spin 
 GATHERS = "all_gather_into_tensor (torch/distributed/distributed_c10d.py:4000)"
 RECEIVES = [
     "broadcast (torch/distributed/distributed_c10d.py:3000)",
-    "recv_requests (sglang/srt/managers/scheduler.py:1)",
+    "broadcast_pyobj (sglang/srt/utils/common.py:1)",
+    "SchedulerRequestReceiver.recv_requests (sglang/srt/managers/scheduler_components/request_receiver.py:1)",
 ]
+CALLED = ["barrier (torch/distributed/distributed_c10d.py:1)", "act (x.py:1)", *RECEIVES[1:]]
 BOTH_WAIT = {TP0: [WAITS], TP1: [WAITS]}
 UPDATE = {
     "server": ["acquire (threading.py:1)", "update_weights_from_disk (sglang/srt/managers/tokenizer_manager.py:1)"]
@@ -228,6 +230,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("diverged", hung(doing=BOTH_WAIT, divergence=DIVERGED), "rank_divergence", EST),
     ("ended earlier", hung(doing=BOTH_WAIT, divergence=DIVERGED | {"kind": "ended_earlier"}), "symmetric_stall", SUP),
     ("left out", in_step(TP0, hung(doing={TP0: [WAITS], TP1: RECEIVES})), "rank_divergence", SUP),
+    ("called meanwhile", in_step(TP0, hung(doing={TP0: [WAITS], TP1: CALLED})), "collective_mismatch", SUP),
     ("in a step itself", in_step(TP1, hung(doing={TP0: [WAITS], TP1: RECEIVES})), "collective_mismatch", SUP),
     ("not diverged", hung(doing=BOTH_WAIT, divergence={"kind": "none"}), "symmetric_stall", SUP),
     (

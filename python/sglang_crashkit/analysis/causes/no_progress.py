@@ -19,7 +19,9 @@ _UPDATES = re.compile(
     r"|(release|resume)_memory_occupation|load_lora_adapter|flush_cache) \("
 )
 #: Where a scheduler begins a round of its event loop.
-_RECEIVES = re.compile(r"(recv_requests|ingest_requests) \(")
+_RECEIVES = re.compile(r"(?:\w+\.)*(recv_requests|ingest_requests) \(")
+#: What it goes through there.
+_RECEIVING = re.compile(r"(?:\w+\.)*(_broadcast_reqs_across_ranks|\w*broadcast_pyobj) \(")
 #: Files through which any collective passes.
 _DISTRIBUTED = re.compile(r"\((distributed_c10d|c10d_logger|parallel_state|communication_op|pynccl\w*)\.py\)")
 _COLLECTIVES = re.compile(
@@ -94,7 +96,7 @@ def _left_out(case: Case) -> Finding | None:
     if not case.is_hang:
         return None
     for late in case.schedulers:
-        if _in_step(late) or not any(map(_RECEIVES.match, case.doing(late))):
+        if _in_step(late) or not _receives(case, late):
             continue
         for ahead in case.schedulers:
             step = _in_step(ahead)
@@ -104,6 +106,12 @@ def _left_out(case: Case) -> Finding | None:
                 told = str(mapping_of(case.document.get("divergence")).get("statement") or "")
                 return Finding("supported", (words, told) if told else (words,))
     return None
+
+
+def _receives(case: Case, rank: Mapping[str, Any]) -> bool:
+    """Say whether a rank waits for the next requests, and for nothing else that was called meanwhile."""
+    places = (one for one in case.doing(rank) if not (_DISTRIBUTED.search(one) or _RECEIVING.match(one)))
+    return bool(_RECEIVES.match(next(places, "")))
 
 
 def _in_step(process: Mapping[str, Any]) -> Mapping[str, Any]:
