@@ -1,16 +1,16 @@
-"""Let the second rank of a real server go another way than the first, in ways that SGLang's own code never asks for."""
+"""Let one rank of a real server go another way than the first, in ways that SGLang's own code never asks for."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from integration import import_hook
+
 #: Runs in every Python process of the server. A request is to go astray where its id begins with the way in which.
 _SITECUSTOMIZE = """
-import importlib.machinery
-import sys
+import os
 
-NAME = "sglang.srt.managers.scheduler"
-VICTIM = "sglang::scheduler_TP1"
+VICTIM = os.environ["CRASHKIT_TEST_ASTRAY"]
 #: A request is at work once it has given so many tokens.
 AT_WORK = 10
 done = set()
@@ -24,6 +24,9 @@ def change(module):
     def process_input_requests(self, recv_reqs):
         if not setproctitle.getproctitle().startswith(VICTIM):
             return handle(self, recv_reqs)
+        if "prefetch" not in done:
+            done.add("prefetch")
+            refuse_some(self.tree_cache)
         kept = [one for one in recv_reqs if not str(getattr(one, "rid", "")).startswith("drop")]
         given = handle(self, kept)
         batch = self.running_batch
@@ -40,6 +43,17 @@ def change(module):
     module.Scheduler.process_input_requests = process_input_requests
 
 
+def refuse_some(cache):
+    fetch = getattr(cache, "prefetch_from_storage", None)
+
+    def prefetch_from_storage(request, *arguments, **options):
+        # As one whose own count of what is under way is at its limit.
+        if not str(getattr(request, "rid", request)).startswith("prefetch"):
+            return fetch(request, *arguments, **options)
+
+    cache.prefetch_from_storage = prefetch_from_storage
+
+
 def retract_once(batches):
     check = batches.check_decode_mem
 
@@ -48,29 +62,15 @@ def retract_once(batches):
         return False
 
     batches.check_decode_mem = check_decode_mem
-
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name != NAME:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        load = spec.loader.exec_module
-
-        def exec_module(module):
-            load(module)
-            change(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, Finder())
 """
 
 
-def write_site(folder: Path) -> dict[str, str]:
-    """Write it into an empty folder, and return the environment that brings it into a server."""
-    (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
-    return {"PYTHONPATH": str(folder)}
+def write_site(folder: Path, victim: str = "TP1") -> dict[str, str]:
+    """Write it into an empty folder, and return the environment that brings it into a server.
+
+    Args:
+        folder: see above.
+        victim: the rank, as the title of its process has it.
+    """
+    environ = import_hook.write_site(folder, _SITECUSTOMIZE, "sglang.srt.managers.scheduler")
+    return environ | {"CRASHKIT_TEST_ASTRAY": f"sglang::scheduler_{victim}"}

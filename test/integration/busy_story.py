@@ -24,13 +24,13 @@ PROFILED_STEPS = 200
 #: Each way takes at least so long, in seconds: otherwise a hang would not have been noticed either.
 BUSY_SECS = 6.0
 
+#: What it changes in the server.
+CHANGED = "sglang.srt.model_loader.weight_utils"
 #: Runs in every Python process of the server. On SIGUSR1 the main thread compiles Triton kernels, as a batch does that
 #: meets a new shape; reading weights takes as long as it does of a real model.
 SITECUSTOMIZE = f"""
-import importlib.machinery
 import os
 import signal
-import sys
 import time
 
 BUSY_SECS = {BUSY_SECS}
@@ -61,7 +61,6 @@ def compile_kernels(_signal, _frame):
 
 
 signal.signal(signal.SIGUSR1, compile_kernels)
-NAME = "sglang.srt.model_loader.weight_utils"
 
 
 def change(module):
@@ -79,25 +78,6 @@ def slowed(iterate):
             yield name, weight
 
     return safetensors_weights_iterator
-
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name != NAME:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        load = spec.loader.exec_module
-
-        def exec_module(module):
-            load(module)
-            change(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, Finder())
 """
 KERNEL = """
 import triton

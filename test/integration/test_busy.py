@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from integration import busy_story
-from integration.busy_story import BUSY_SECS, HANG_SECS, KERNEL, SITECUSTOMIZE
+from integration.busy_story import BUSY_SECS, CHANGED, HANG_SECS, KERNEL, SITECUSTOMIZE
+from integration.import_hook import write_site
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
 
@@ -40,7 +41,7 @@ def ways(crash: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
     """What keeps a server busy, by name."""
     lane = ensure_lane("0.5.23")
     hook, model = tmp_path_factory.mktemp("hook"), tmp_path_factory.mktemp("model")
-    (hook / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    site = write_site(hook, SITECUSTOMIZE, CHANGED)
     (hook / "crashkit_kernel.py").write_text(KERNEL)
     weights = _weights(lane, model)
     tokens = str(busy_story.PROMPT_TOKENS + 4096)
@@ -51,9 +52,8 @@ def ways(crash: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
         "SGLANG_CRASHKIT_CAPTURE_SECS": "10",
         "SGLANG_CRASHKIT_BUDGET_SECS": "60",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-        "PYTHONPATH": str(hook),
         "TRITON_CACHE_DIR": str(hook / "triton"),
-    }
+    } | site
     with Server.start(lane, extra_args=arguments, env=environ) as server:
         server.wait_ready()
         # Later batches have less patience than the first ones.

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from integration import astray_rank
+from integration import astray_rank, cpu_kernels
 from integration.hang_story import LONG, post
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
@@ -27,6 +28,11 @@ HANG_SECS = 5.0
 #: A server is under mixed load for so long, in seconds.
 LOAD_SECS = float(os.environ.get("SGLANG_CRASHKIT_TEST_LOAD_SECS", "40"))
 CLIENTS = 4
+#: A hierarchical cache, and one request at a time.
+HICACHE = (
+    *("--enable-hierarchical-cache", "--hicache-size", "1", "--hicache-storage-backend", "file"),
+    *("--hicache-io-backend", "direct", "--max-running-requests", "1"),
+)
 
 
 @dataclass
@@ -109,25 +115,48 @@ def load(server: Server, seconds: float, folder: Path) -> list[dict[str, Any]]:
     return [*looks, collect(server, folder)]
 
 
-def go_astray(server: Server, way: str) -> tuple[str, str]:
-    """Let the second rank go astray at a request, which is beside another one; return the ids of both."""
+def go_astray(server: Server, way: str, tokens: int, prompt: str) -> tuple[str, str]:
+    """Let a rank go astray at a request of that prompt, which is beside another one; return the ids of both."""
     steady, odd = "steady-1", f"{way}-1"
-    ask(server, steady, 4000)
+    ask(server, steady, tokens)
     time.sleep(1.0)
-    ask(server, odd, 4000, "1 2 3")
+    ask(server, odd, 4000, prompt)
     return steady, odd
 
 
-def tell(way: str, factory: pytest.TempPathFactory, *, load_secs: float = 0.0) -> Story:
+def tell(
+    way: str,
+    factory: pytest.TempPathFactory,
+    *,
+    tp: int = 2,
+    victim: str = "TP1",
+    load_secs: float = 0.0,
+    more: Sequence[str] = (),
+    tokens: int = 4000,
+    prompt: str = "1 2 3",
+) -> Story:
+    """Have a server go astray, and return what became of it.
+
+    Args:
+        way: in which; see `astray_rank`.
+        factory: of folders.
+        tp: ranks.
+        victim: the one that goes astray.
+        load_secs: so long it is under mixed load before, in seconds.
+        more: arguments of the server.
+        tokens: of the answer beside the odd one.
+        prompt: of the odd one.
+    """
     told, crash = Story(), factory.mktemp("crash")
     environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}
-    environ |= astray_rank.write_site(factory.mktemp("site"))
-    arguments = ["--crash-dump-folder", str(crash)]
-    with Server.start(ensure_lane("0.5.23"), tp=2, extra_args=arguments, env=environ) as server:
+    site = factory.mktemp("site")
+    environ |= cpu_kernels.write_site(site) | astray_rank.write_site(site, victim)
+    arguments = ["--crash-dump-folder", str(crash), *more]
+    with Server.start(ensure_lane("0.5.23"), tp=tp, extra_args=arguments, env=environ) as server:
         server.wait_ready()
         if load_secs:
             told.well = load(server, load_secs, factory.mktemp("collected"))
-        told.rids = go_astray(server, way)
+        told.rids = go_astray(server, way, tokens, prompt)
         stored = wait_for_incident(crash, LONG)
         assert stored is not None
         told.document, told.folder = stored.document or {}, stored.path
@@ -140,10 +169,10 @@ def dropped(tmp_path_factory: pytest.TempPathFactory) -> Story:
     return tell("drop", tmp_path_factory, load_secs=LOAD_SECS)
 
 
-def check(told: Story, kind: str, statement: str) -> None:
+def check(told: Story, kind: str, statement: str, victim: str = "TP1") -> None:
     """Check that the incident says so wherever a person looks."""
     found = told.document["divergence"]
-    assert (found["kind"], found["ranks"]) == (kind, "TP1"), found
+    assert (found["kind"], found["ranks"]) == (kind, victim), found
     assert statement.format(step=f"{found['step']:,}") in found["statement"]
     assert found["statement"] in told.document["verdict"]["text"]
     assert found["statement"] in (told.folder / "summary.md").read_text()
@@ -178,4 +207,30 @@ def test_a_rank_that_decided_alone_is_named_with_the_step_and_the_request(
     told = tell(way, tmp_path_factory)
     check(told, kind, statement)
     assert told.document["divergence"]["decision"] == decision
+    assert told.document["divergence"]["request"] in told.rids
+
+
+@pytest.mark.matrix
+def test_a_rank_that_alone_did_not_prefetch_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
+    # The cache's events hold the ranks together once it is the odd one's turn; until then the steady one runs alone.
+    told = tell("prefetch", tmp_path_factory, more=HICACHE, tokens=150, prompt="1 " * 400)
+    check(told, "decision", "TP0 decided prefetch on the way to step {step} where TP1 did not")
+    assert told.document["divergence"]["decision"] == "prefetch"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("way", "kind", "statement"),
+    [
+        ("drop", "mode", "TP2 ran decode of request steady-1 (1 token) in step {step} where TP0-1,3 ran extend"),
+        ("abort", "requests", "(request abort-1 is TP0-1,3's only)"),
+        ("retract", "decision", "TP2 decided retract on the way to step {step} where TP0-1,3 did not"),
+    ],
+)
+def test_one_of_four_ranks_is_told_from_the_three_others(
+    tmp_path_factory: pytest.TempPathFactory, way: str, kind: str, statement: str
+) -> None:
+    told = tell(way, tmp_path_factory, tp=4, victim="TP2")
+    check(told, kind, statement, "TP2")
+    assert told.document["divergence"]["level"] == "established"
     assert told.document["divergence"]["request"] in told.rids

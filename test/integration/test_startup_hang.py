@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from integration.import_hook import write_site
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.capture.pyspy import sample_all
@@ -24,14 +25,11 @@ RANKS = ("sglang::scheduler_TP0", "sglang::scheduler_TP1")
 #: Until the ranks are where they stay, on a busy machine.
 START_S = 300.0
 COLLECT_S = 120.0
-#: Runs in every Python process of the server and changes what the second rank does with torch's groups.
+#: Runs in every Python process of the server and changes, in `CHANGED`, what the second rank does with torch's groups.
+CHANGED = "torch.distributed.distributed_c10d"
 SITECUSTOMIZE = """
-import importlib.machinery
 import os
-import sys
 import time
-
-NAME = "torch.distributed.distributed_c10d"
 
 
 def hold():
@@ -54,25 +52,6 @@ def change(c10d):
             c10d._world.group_count += 1
 
     c10d.init_process_group = init_process_group
-
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name != NAME:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        load = spec.loader.exec_module
-
-        def exec_module(module):
-            load(module)
-            change(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, Finder())
 """
 
 
@@ -116,9 +95,9 @@ def verdict_on(server: Server, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder, output = tmp_path_factory.mktemp("hook"), tmp_path_factory.mktemp("collected")
-    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    environ = write_site(folder, SITECUSTOMIZE, CHANGED)
     lane = ensure_lane("0.5.23", pristine=True)
-    with Server.start(lane, tp=2, env={"PYTHONPATH": str(folder)}) as server:
+    with Server.start(lane, tp=2, env=environ) as server:
         first, second = (wait_until(lambda rank=rank: pid_of(server, rank), rank, START_S) for rank in RANKS)
         wait_until((folder / "held").exists, "the second rank is held", START_S)
         wait_until(lambda: is_in(first, "_create_c10d_store"), "the first one waits in the store", START_S)

@@ -125,19 +125,41 @@ def judge(incident: Incident, events: Sequence[FailureEvent]) -> Verdict:
     if first.kind == "hang":
         return _judge_hang(incident, ordered, lost)
     process = incident.process(first.pid)
-    title = process.title if process else incident.trigger.title
-    statement, kind, level = _statement(first, process, title)
+    stopped = _stopped_peer(incident, first)
+    if stopped is not None:
+        failure, later = Failure(stopped.pid, stopped.title), ordered
+        statement, kind, level = _statement_of_stopped(stopped)
+    else:
+        failure, later = Failure(first.pid, process.title if process else incident.trigger.title), ordered[1:]
+        statement, kind, level = _statement(first, process, failure.title)
     basis = [statement]
-    for event in ordered[1:]:
+    for event in later:
         other = incident.process(event.pid)
         if other is not None:
             basis.append(_consequence(event, other))
-    basis += [*_doings(incident, without=first.pid), *_divergence(incident), *_collectives(incident)]
+    basis += [*_doings(incident, without=failure.pid), *_divergence(incident), *_collectives(incident)]
     basis += _on_gpus(incident)
     basis += lost
     if len(ordered) > 1 and level == "established" and not _clearly_first(ordered):
         level = "supported"
-    return Verdict(kind, Failure(first.pid, title), level, " ".join(basis), basis)
+    return Verdict(kind, failure, level, " ".join(basis), basis)
+
+
+def _stopped_peer(incident: Incident, first: FailureEvent) -> ProcessReport | None:
+    """Return the one rank that is stopped where the first failure is that a rank lost a peer; None otherwise."""
+    if first.kind != "exception" or not _LOST_PEER.search(first.message):
+        return None
+    stopped = [one for one in incident.processes if one.role == "scheduler" and _is_stopped(one)]
+    return stopped[0] if len(stopped) == 1 and stopped[0].pid != first.pid else None
+
+
+def _statement_of_stopped(process: ProcessReport) -> tuple[str, str, Level]:
+    # An exception about a peer that did not answer tells of that one.
+    return f"{process.title} (pid {process.pid}) is stopped until somebody sends SIGCONT.", "lost_peer", "supported"
+
+
+def _is_stopped(process: ProcessReport) -> bool:
+    return str((process.state or {}).get("State", "")).startswith(("T", "t"))
 
 
 def _judge_hang(incident: Incident, ordered: Sequence[FailureEvent], lost: Sequence[str]) -> Verdict:

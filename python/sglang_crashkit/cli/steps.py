@@ -157,5 +157,6 @@ def _cell(step: Step | None) -> str:
         return "-"
     took = f"{(step.ended - step.began) * 1000:.1f} ms" if step.ended is not None else step.phase.replace("_", " ")
     batch = [step.mode, f"{step.size} req", f"{step.tokens:,} tok"] if step.mode else []
-    decided = [f"{name} {number}" for name, number in sorted(step.decisions.items()) if number]
+    # What they were about is a hash or a count, which only another rank's says something beside.
+    decided = sorted(name for name, number in step.decisions.items() if number)
     return ", ".join([*batch, *decided, took])

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from sglang_crashkit.capture.responder import ask_exit
 from sglang_crashkit.handler import folders
+from sglang_crashkit.handler.collectors.deadline import secs_before
 from sglang_crashkit.handler.collectors.server_log import ServerLog
 from sglang_crashkit.handler.folders import KeptFolder, Place
 from sglang_crashkit.handler.hang_detector import HangDetector
@@ -65,7 +66,7 @@ class CrashHandler:
 
     def __init__(self, server_pid: int, mailbox: Mailbox, place: Place, settings: Settings) -> None:
         self.tree = ProcessTree(server_pid)
-        self.triage = Triage(server_pid, settings.budget_secs)
+        self.triage = Triage(server_pid, secs_before(settings.budget_secs))
         self.session = Session(self.tree, mailbox, place, settings, self.triage, self)
         self._mailbox = mailbox
         self._place = place

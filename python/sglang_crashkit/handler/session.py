@@ -13,6 +13,7 @@ from typing import Protocol
 
 from sglang_crashkit import policy
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.collectors.deadline import gathering_deadline, share_of
 from sglang_crashkit.handler.collectors.environment import Surroundings
 from sglang_crashkit.handler.collectors.gpu import GpuEvidence
 from sglang_crashkit.handler.collectors.logs import ProcessLogs
@@ -586,14 +587,15 @@ class Session:
             self.logs.remove_taken()
 
     def _gather(self, run: IncidentRun) -> None:
+        deadline = gathering_deadline(run.opened, self._settings.budget_secs, time.monotonic())
         for part in (
             functools.partial(self.steps.add_to, run, self._tree),
-            functools.partial(self.journals.add_to if not run.problem else bool, run),
+            functools.partial(self.journals.add_to, run) if not run.problem else bool,
             functools.partial(self.logs.add_to, run, self._tree, self._settings.log_records),
             functools.partial(self.surroundings.add_to, run, self._tree),
         ):
             try:
-                part()
+                part(share_of(deadline, time.monotonic()))
             except Exception as error:  # noqa: BLE001 - as above
                 # One of them must not cost the others, nor the incident.
                 self.note_error("what was kept in memory", error)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of
+
 #: Of so many requests the ids are told.
 _MAX_RIDS = 8
 
@@ -19,8 +21,8 @@ def lines_of(process: Mapping[str, Any], divergence: Mapping[str, Any]) -> Itera
         process: a process in an ``incident.json``; an empty object where nobody is known to have failed.
         divergence: where the ranks went different ways, in an ``incident.json``.
     """
-    steps = _object(process.get("steps"))
-    last = _objects(steps.get("last"))
+    steps = mapping_of(process.get("steps"))
+    last = mappings_of(steps.get("last"))
     if not last and not divergence:
         return
     yield "## Steps"
@@ -28,7 +30,7 @@ def lines_of(process: Mapping[str, Any], divergence: Mapping[str, Any]) -> Itera
     if divergence:
         yield f"- {divergence.get('statement')} ({divergence.get('level')})"
     if last:
-        in_step, name = _object(steps.get("in_step")), f"{process.get('title')} (pid {process.get('pid')})"
+        in_step, name = mapping_of(steps.get("in_step")), f"{process.get('title')} (pid {process.get('pid')})"
         if in_step:
             yield f"- {name} {'died' if process.get('exit') else 'was'} in {current_in_words(in_step)}"
             if isinstance(rids := in_step.get("rids"), list) and rids:
@@ -53,7 +55,7 @@ def _step(step: Mapping[str, Any]) -> str:
         how_far = f"{(ended - began) * 1000:.1f} ms"
     else:
         how_far = str(step.get("phase")).replace("_", " ")
-    rids = [request.get("rid") for request in _objects(step.get("requests"))]
+    rids = [request.get("rid") for request in mappings_of(step.get("requests"))]
     of = f" ({_rids(rids, step.get('size'))})" if rids else ""
     return f"step {_number(step.get('number'))}: {_batch(step)}{of}, {how_far}"
 
@@ -74,11 +76,3 @@ def _rids(rids: Sequence[object], size: object) -> str:
 
 def _number(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _object(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _objects(value: object) -> list[Mapping[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

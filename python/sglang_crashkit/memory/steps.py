@@ -27,7 +27,7 @@ import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
@@ -38,15 +38,17 @@ NAME = "sglang-crashkit-steps"
 STEPS = 1000
 RECEIVED, SCHEDULED, FORWARD_BEGUN, FORWARD_DONE, PROCESSED = range(len(PHASES))
 #: What is decided on the way to a step, by its place in the record.
-DECISIONS = ("abort", "retract", "grammar", "prefetch", "write_back", "load_back")
+DECISIONS = ("abort", "retract", "grammar", "prefetch", "write_back")
 #: More requests of one step than these are counted, and not recorded.
 MAX_REQUESTS = 2048
 ABSENT = -1
 
-_VERSION = 1
+_VERSION = 2
 _MAGIC = (0x5347_4B53_5450_0000 | _VERSION).to_bytes(8, sys.byteorder)
 _PAGE = 4096
 _SLOT, _ID_SLOT = 160, 64
+#: Where the slots begin, and how long each is, in words of 64 bits.
+_FIRST_WORD, _WORDS = _PAGE // 8, _SLOT // 8
 _ID_SLOTS, _DATA_BYTES = 4096, 1_000_000
 _IDS = _PAGE + STEPS * _SLOT
 _DATA = _IDS + _ID_SLOTS * _ID_SLOT
@@ -59,12 +61,14 @@ _ROUND, _OPEN, _AT, _IDLE = 8, 9, 10, 11
 _MODES = 512
 #: Of a slot: number, forward mode and phase in one word; when it ended; what does not change behind its checksum.
 _ENDED, _FIXED = 8, 16
-_BODY = struct.Struct("<Qd8s8I4iqqHB")
-_DECIDED = struct.Struct("<B6Q")
+_BODY = struct.Struct("<QdQ8I4iqqHB")
+_DECIDED = struct.Struct("<B5Q")
 _NOTHING_DECIDED = bytes(_DECIDED.size)
 _BODY_BYTES = _BODY.size + _DECIDED.size
 _HASHED = struct.Struct("<QHIii")
 _CHECKSUM = struct.Struct("<I")
+#: What spreads the checksum of a step over the rolling hash, a word.
+_SPREAD, _WORD = 0x9E37_79B9_7F4A_7C15, 0xFFFF_FFFF_FFFF_FFFF
 _LONGEST_ID = 1024
 #: So many requests are read at most, of the newest steps.
 _MAX_READ = 32_768
@@ -126,9 +130,9 @@ class StepWriter:
         self._whole = memoryview(self._map)
         self._words = self._whole[: SIZE // 8 * 8].cast("Q")
         self._times = self._whole[: SIZE // 8 * 8].cast("d")
-        self._agreed = bytes(8)
+        self._agreed = 0
         #: Hash of each id that was written since its slots were half as many, by the id.
-        self._known: dict[str, bytes] = {}
+        self._known = _Known(self._put_id)
         self._id_head = self._known_since = 0
         self._data_head = self._data_wrapped = 0
         self._rids: Sequence[str] = ()
@@ -207,36 +211,33 @@ class StepWriter:
             rids, lengths = rids[:MAX_REQUESTS], lengths[:MAX_REQUESTS]
             tokens = None if tokens is None else tokens[:MAX_REQUESTS]
         if self._id_head - self._known_since > _FRESH_IDS:
-            self._known, self._known_since, self._rids = {}, self._id_head, ()
-        if rids != self._rids:
-            self._list_ids(rids)
-        elif self._is_stale(self._ids_at):
-            self._ids_at = self._append(self._ids)
+            self._known, self._known_since, self._rids = _Known(self._put_id), self._id_head, ()
         raw = array("I", lengths).tobytes()
         if tokens is not None:
             raw += array("I", tokens).tobytes()
-        self._set_lengths(raw, len(rids))
+        if rids != self._rids:
+            self._list(rids, raw)
+        else:
+            if self._is_stale(self._ids_at):
+                self._ids_at = self._append(self._ids)
+            self._set_lengths(raw, len(rids))
         decided = _packed(decisions) if decisions else _NOTHING_DECIDED
         if phase == SCHEDULED:
-            hashed = b"".join(
-                (self._agreed, _HASHED.pack(number, mode, size, facts[0], facts[1]), decided, agreed, self._ids, raw)
-            )
-            self._agreed = blake2b(hashed, digest_size=8).digest()
+            hashed = b"".join((_HASHED.pack(number, mode, size, facts[0], facts[1]), decided, agreed, self._ids, raw))
+            # Once it differs it stays different. A hash that nobody can forge takes a tenth of the whole step.
+            told = self._agreed = (self._agreed * _SPREAD + zlib.crc32(hashed) + 1) & _WORD
+        else:
+            told = 0
         ids_at, ids_sum, _place = self._ids_at
         lengths_at, lengths_sum, _place = self._lengths_at
-        body = (
-            _BODY.pack(
-                *(number, began, self._agreed if phase == SCHEDULED else bytes(8)),
-                *(ids_at, ids_sum, lengths_at, lengths_sum, self._grown, len(rids), size, total),
-                *(*facts, mode, tokens is not None),
-            )
-            + decided
-        )
-        start = _PAGE + number % STEPS * _SLOT
+        where = ids_at, ids_sum, lengths_at, lengths_sum, self._grown, len(rids), size, total
+        body = _BODY.pack(number, began, told, *where, *facts, mode, tokens is not None) + decided
+        slot = number % STEPS
+        start, word = _PAGE + slot * _SLOT + _FIXED, _FIRST_WORD + slot * _WORDS
         words = self._words
-        words[start // 8] = 0
-        self._map[start + _FIXED : start + _FIXED + 4 + _BODY_BYTES] = _CHECKSUM.pack(zlib.crc32(body)) + body
-        words[start // 8] = number << 16 | phase
+        words[word] = 0
+        self._map[start : start + 4 + _BODY_BYTES] = _CHECKSUM.pack(zlib.crc32(body)) + body
+        words[word] = number << 16 | phase
         if phase == SCHEDULED:
             words[_AT] = number
             words[_IDLE] = words[_OPEN] = 0
@@ -249,10 +250,10 @@ class StepWriter:
             phase: index in `PHASES`.
             mode: forward mode of the model's pass that begins, 0 where it is none.
         """
-        place = self._word_of(number)
-        word = self._words[place]
+        place, words = _FIRST_WORD + number % STEPS * _WORDS, self._words
+        word = words[place]
         if word >> 16 == number:
-            self._words[place] = number << 16 | (mode << 8 if mode else word & 0xFF00) | phase
+            words[place] = number << 16 | (mode << 8 if mode else word & 0xFF00) | phase
 
     def turn_to(self, number: int) -> None:
         """Note which step the scheduler is at now, 0 for none."""
@@ -260,12 +261,11 @@ class StepWriter:
 
     def end(self, number: int, now: float) -> None:
         """Note that a step's results were processed, at `now` in seconds of the monotonic clock."""
-        self._times[self._word_of(number) + _ENDED // 8] = now
-        self.mark(number, PROCESSED)
-
-    @staticmethod
-    def _word_of(number: int) -> int:
-        return (_PAGE + number % STEPS * _SLOT) // 8
+        place, words = _FIRST_WORD + number % STEPS * _WORDS, self._words
+        self._times[place + _ENDED // 8] = now
+        word = words[place]
+        if word >> 16 == number:
+            words[place] = number << 16 | word & 0xFF00 | PROCESSED
 
     def _set_lengths(self, raw: bytes, count: int) -> None:
         """Write the lengths, unless each of them is one more than the last time."""
@@ -280,28 +280,27 @@ class StepWriter:
             self._lengths_at, self._grown = self._append(raw), 0
         self._lengths = lengths if len(raw) == 4 * count else None
 
-    def _list_ids(self, rids: Sequence[str]) -> None:
-        known = self._known
-        try:
-            ids = b"".join(map(known.__getitem__, rids))
-        except KeyError:
-            for rid in rids:
-                if rid not in known:
-                    self._put_id(rid)
-            ids = b"".join(map(known.__getitem__, rids))
-        self._rids, self._ids, self._lengths = rids, ids, None
-        self._ids_at = self._append(ids)
+    def _list(self, rids: Sequence[str], raw: bytes) -> None:
+        """Write other requests than the last time, and their lengths behind them."""
+        ids = b"".join(map(self._known.__getitem__, rids))
+        start, _sum, place = self._append(ids + raw)
+        self._rids, self._ids, self._grown = rids, ids, 0
+        self._ids_at = start, zlib.crc32(ids), place
+        self._lengths_at = start + len(ids), zlib.crc32(raw), place + len(ids)
+        self._lengths = int.from_bytes(raw, "little") if len(raw) == 4 * len(rids) else None
 
-    def _put_id(self, rid: str) -> None:
+    def _put_id(self, rid: str) -> bytes:
+        """Write a request's id; return its hash."""
         text = rid.encode(errors="surrogatepass")
-        self._known[rid] = digest = blake2b(text, digest_size=8).digest()
-        record = b"".join((digest, min(len(text), 0xFFFF).to_bytes(2, "little"), text[:_LONGEST_ID]))
+        digest = blake2b(text, digest_size=8).digest()
+        record = digest + min(len(text), 0xFFFF).to_bytes(2, "little") + text[:_LONGEST_ID]
         slots = (len(record) + _ID_SLOT - 1) // _ID_SLOT
         place = self._id_head % _ID_SLOTS
         if place + slots > _ID_SLOTS:
             self._id_head, place = self._id_head + _ID_SLOTS - place, 0
         start, self._id_head = _IDS + place * _ID_SLOT, self._id_head + slots
         self._map[start : start + len(record)] = record
+        return digest
 
     def _append(self, data: bytes) -> tuple[int, int, int]:
         """Write to the data; return where it lies, its checksum, and its place counted on over the end."""
@@ -313,6 +312,17 @@ class StepWriter:
 
     def _is_stale(self, place: tuple[int, int, int]) -> bool:
         return self._data_wrapped + self._data_head - place[2] > _FRESH_DATA
+
+
+class _Known(dict[str, bytes]):
+    """Hashes by id; one that is not there is put there."""
+
+    def __init__(self, put: Callable[[str], bytes]) -> None:
+        self._put = put
+
+    def __missing__(self, rid: str) -> bytes:
+        self[rid] = digest = self._put(rid)
+        return digest
 
 
 def _packed(decisions: Mapping[str, int]) -> bytes:
@@ -420,7 +430,7 @@ class StepReader:
             size=size,
             tokens=total,
             decisions={name: values[at] for at, name in enumerate(DECISIONS) if mask & 1 << at},
-            agreed_hash=int.from_bytes(agreed, "little"),
+            agreed_hash=agreed,
             **{name: None if value == ABSENT else value for name, value in known._asdict().items()},
         )
 

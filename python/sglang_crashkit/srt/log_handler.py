@@ -3,9 +3,10 @@
 It hangs behind a logger that has a handler already: one without prints its warnings by itself, and lets a program set
 up logging, both of which end with the first handler. In a program of a user's that is SGLang's own logger.
 
-Records of requests are passed over. What is written to the ring is without the secrets that this process knows by their
-values; the crash handler takes out the rest. An exception may quote a prompt: the crash handler looks for those that
-the request journal has, and where there is none the exception's own words are left out here.
+Records of requests are passed over, and where another record shows a request, its body is left out. What is written to
+the ring is without the secrets that this process knows by their values; the crash handler takes out the rest. An
+exception may quote a prompt: the crash handler looks for those that the request journal has, and where there is none
+the exception's own words are left out here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -31,6 +33,14 @@ logger = logging.getLogger(__name__)
 #: Where ``RequestLogger`` of ``srt/utils/request_logger.py`` writes to, and how each of its records begins.
 _REQUESTS = "sglang.srt.utils.request_logger"
 _OF_REQUESTS = ("Receive: obj=", "Receive OpenAI: obj=", "Finish: obj=")
+#: As Python or JSON writes a field of a request or an answer that holds what was said in it. How far its value goes
+#: cannot be told, so the rest of the line goes with it.
+_BODY = re.compile(
+    r"""\b(text|prompt|messages|content|input_ids|output_ids|input_embeds|\w+_data)(["']?\s?[=:]\s?)["'\[{(].*"""
+)
+_LEFT_OUT = r"\1\2<left out>"
+#: Without one of these it matches nothing, and they are found ten times as quickly.
+_OF_BODIES = ("text", "prompt", "messages", "content", "put_ids", "input_embeds", "_data")
 #: What is kept of a record, in characters, beside the name of its logger.
 _ROOM = MAX_BYTES - 128
 #: So much of its head and of its end is searched for secrets; more than is kept, so that none is cut in two.
@@ -80,6 +90,8 @@ class RingHandler(logging.Handler):
             text = str(record.msg)
         if text.startswith(_OF_REQUESTS):
             return None
+        if any(part in text for part in _OF_BODIES):
+            text = _BODY.sub(_LEFT_OUT, text)
         raised = record.exc_info[1] if record.exc_info else None
         if raised is not None:
             # Nothing is read here to format it, where no other handler did.

@@ -28,6 +28,12 @@ CHECK = ("raise_error_or_warn (sglang/srt/utils/common.py:4691)", *FORWARD[1:])
 GLOO = "RuntimeError: [/pytorch/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7200000ms for recv operation"
 WAITS, WORKS = "all_reduce (torch/distributed/distributed_c10d.py:3000)", "spin (x.py:1)"
 GATHERS = "all_gather_into_tensor (torch/distributed/distributed_c10d.py:4000)"
+RECEIVES = [
+    "broadcast (torch/distributed/distributed_c10d.py:3000)",
+    "broadcast_pyobj (sglang/srt/utils/common.py:1)",
+    "SchedulerRequestReceiver.recv_requests (sglang/srt/managers/scheduler_components/request_receiver.py:1)",
+]
+CALLED = ["barrier (torch/distributed/distributed_c10d.py:1)", "act (x.py:1)", *RECEIVES[1:]]
 BOTH_WAIT = {TP0: [WAITS], TP1: [WAITS]}
 UPDATE = {
     "server": ["acquire (threading.py:1)", "update_weights_from_disk (sglang/srt/managers/tokenizer_manager.py:1)"]
@@ -41,6 +47,21 @@ AGAIN = {"suspects": [{"rid": "r1"}], "fault": {"count": 2, "seen": {"r1": 1}}}
 def finding(kind: str, level: str = "established", statement: str = "so they are") -> dict[str, Any]:
     one = {"group": "tp", "kind": kind, "level": level, "statement": statement, "evidence": [], "pids": [11]}
     return {"collectives": {"findings": [one], "missing": []}}
+
+
+def in_step(title: str, document: dict[str, Any]) -> dict[str, Any]:
+    """Return the document with a rank in the middle of a step."""
+    told = {"number": 7, "mode": "extend", "phase": "forward_begun"}
+    next(one for one in document["processes"] if one["title"] == title)["steps"] = {"last": [], "in_step": told}
+    return document
+
+
+def crossed(late: list[int], later: list[int]) -> dict[str, Any]:
+    """Return what recorders show of two groups, in each of which somebody is behind the other ranks."""
+    both = [finding("behind")["collectives"]["findings"][0] | {"pids": pids} for pids in (late, later)]
+    for one in both:
+        one["waiting_pids"] = [pid for pid in (10, 11) if pid not in one["pids"]]
+    return {"collectives": {"findings": both, "missing": []}}
 
 
 def xid(number: int, pid: int | None = None) -> dict[str, Any]:
@@ -82,17 +103,6 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("killed for memory", incident("oom_kill", TP1, end=OOM), "host_oom", EST),
     ("killed for memory while it raised", incident("oom_kill", TP1, end=OOM, events=["draining"]), "host_oom", EST),
     ("another killed for memory", with_exit(incident("signal", TP0, end=killed()), TP1, OOM), "host_oom", SUP),
-    ("no memory, in Python", raised("MemoryError", *FORWARD), "host_oom", SUP),
-    ("no memory, said the kernel", raised("OSError: [Errno 12] Cannot allocate memory", *FORWARD), "host_oom", SUP),
-    (
-        "no memory, in torch",
-        raised(
-            "RuntimeError: [enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: 9",
-            *FORWARD,
-        ),
-        "host_oom",
-        SUP,
-    ),
     ("SIGKILL, no OOM kill", incident("signal", TP1, end=killed()), "killed", EST),
     (
         "SIGKILL, nobody counts",
@@ -155,49 +165,8 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         "cuda_fault",
         EST,
     ),
-    (
-        "illegal access, old",
-        raised("RuntimeError: CUDA error: an illegal memory access was encountered", *FORWARD),
-        "cuda_fault",
-        SUP,
-    ),
-    ("assert", raised("torch.AcceleratorError: CUDA error: device-side assert triggered", *FORWARD), "cuda_fault", EST),
-    ("HIP", raised("RuntimeError: HIP error: an illegal memory access was encountered", *FORWARD), "cuda_fault", SUP),
-    (
-        "GPU memory while serving",
-        raised("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", *FORWARD),
-        "gpu_oom_serving",
-        EST,
-    ),
-    (
-        "GPU memory, old class",
-        raised("torch.cuda.OutOfMemoryError: CUDA out of memory.", *FORWARD),
-        "gpu_oom_serving",
-        EST,
-    ),
-    ("GPU memory, words", raised("RuntimeError: CUDA out of memory. Tried", *FORWARD), "gpu_oom_serving", SUP),
-    (
-        "GPU memory while loading",
-        raised("torch.OutOfMemoryError: CUDA out of memory.", *LOADING),
-        "gpu_oom_at_start",
-        EST,
-    ),
-    (
-        "GPU memory in a capture",
-        raised("Exception: Capture cuda graph failed: CUDA out of memory. Tried", *LOADING),
-        "gpu_oom_at_start",
-        SUP,
-    ),
     ("GPU memory, failed start", raised("torch.OutOfMemoryError: x", opened="failed_start"), "gpu_oom_at_start", EST),
-    ("another's word for it", raised("ValueError: CUDA out of memory", *FORWARD), "exception_in_sglang", EST),
     # -- pools
-    ("a leak, checked", raised("ValueError: pool memory leak detected! [full] total=1", *CHECK), "kv_pool_leak", EST),
-    (
-        "a leak, words",
-        raised("ValueError: token_to_kv_pool_allocator memory leak detected! x", *FORWARD),
-        "kv_pool_leak",
-        SUP,
-    ),
     (
         "no room in the pool",
         raised(
@@ -208,30 +177,13 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         EST,
     ),
     # -- disks
-    ("/dev/shm", raised("OSError: [Errno 28] No space left on device: '/dev/shm/x'", *FORWARD), "shm_exhausted", SUP),
     (
         "/dev/shm, by its frames",
         raised("OSError: [Errno 28] No space left on device", "__init__ (multiprocessing/shared_memory.py:1)"),
         "shm_exhausted",
         EST,
     ),
-    ("a disk", raised("OSError: [Errno 28] No space left on device: '/data/x'", *FORWARD), "disk_full", SUP),
-    (
-        "NCCL's",
-        raised(
-            "torch.distributed.DistBackendError: NCCL error\nError while creating shared memory segment /dev/shm/nccl",
-            *FORWARD,
-        ),
-        "shm_exhausted",
-        SUP,
-    ),
     # -- the start
-    (
-        "a port",
-        raised("torch.distributed.DistNetworkError: The server socket has failed to listen. EADDRINUSE", *LOADING),
-        "startup_port",
-        EST,
-    ),
     (
         "a port, the kernel's word",
         raised("OSError: [Errno 98] Address already in use", opened="failed_start"),
@@ -239,39 +191,11 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         SUP,
     ),
     (
-        "a port, ZeroMQ",
-        raised("zmq.error.ZMQError: Address already in use (addr='tcp://x')", *LOADING),
-        "startup_port",
-        EST,
-    ),
-    ("no weights", raised("RuntimeError: Cannot find any model weights with `/m`", *LOADING), "startup_model", SUP),
-    (
-        "no model",
-        raised("OSError: /m does not appear to have a file named config.json.", *LOADING),
-        "startup_model",
-        SUP,
-    ),
-    (
-        "torn weights",
-        raised("safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge", *LOADING),
-        "startup_model",
-        EST,
-    ),
-    (
-        "too little memory",
-        raised("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", *LOADING),
-        "startup_memory",
-        SUP,
-    ),
-    ("a symbol", raised("ImportError: /x/common_ops.so: undefined symbol: _ZN3c10", *LOADING), "startup_version", SUP),
-    ("a module", raised("ModuleNotFoundError: No module named 'flashinfer'", *LOADING), "startup_version", SUP),
-    (
         "too slow",
         incident(events=[{"event": "startup_timeout", "message": "TP1 not ready"}], opened="failed_start"),
         "startup_timeout",
         EST,
     ),
-    ("anything else", raised("ValueError: tp 3 does not divide", *LOADING), "startup_failed", EST),
     (
         "a status",
         incident("exit_status", TP0, end=STATUS, opened="failed_start", events=STARTING),
@@ -281,6 +205,12 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     # -- who makes no progress
     ("stopped", hung(TP1, state={TP1: "T (stopped)"}), "stopped_process", EST),
     ("both stopped", hung(state={TP0: "T (stopped)", TP1: "T (stopped)"}), "stopped_process", EST),
+    (
+        "stopped, until another one gave up",
+        incident("lost_peer", TP1, level=SUP, state={TP1: "T (stopped)"}),
+        "stopped_process",
+        EST,
+    ),
     ("traced", hung(TP1, state={TP1: "t (tracing stop)"}), "stopped_process", EST),
     ("a helper stopped", hung(TP1, state={"ninja": "T (stopped)"}), "no_progress", UNK),
     ("ended, another stopped", incident("unknown", TP1, end=REAPED, state={TP0: "T (stopped)"}), "unknown", UNK),
@@ -291,11 +221,17 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("one elsewhere", hung(TP1, doing={TP0: [WAITS], TP1: [WORKS]}), "rank_stuck", SUP),
     ("all in one", hung(doing=BOTH_WAIT), "symmetric_stall", SUP),
     ("two collectives", hung(doing={TP0: [WAITS], TP1: [GATHERS]}), "collective_mismatch", SUP),
+    ("asked for in two places", hung(doing={TP0: [WAITS, WORKS], TP1: [WAITS, "f (y.py:1)"]}), "no_progress", UNK),
+    ("each behind the other", hung(**crossed([10], [11])), "collective_mismatch", SUP),
+    ("both behind a third", hung(**crossed([10], [10])), "no_progress", UNK),
     ("two collectives, recorded", hung(**finding("mismatch")), "collective_mismatch", EST),
     ("an unsure recorder", hung(**finding("mismatch", UNK)), "no_progress", UNK),
     ("recorded wait", hung(**finding("waiting")), "symmetric_stall", SUP),
     ("diverged", hung(doing=BOTH_WAIT, divergence=DIVERGED), "rank_divergence", EST),
     ("ended earlier", hung(doing=BOTH_WAIT, divergence=DIVERGED | {"kind": "ended_earlier"}), "symmetric_stall", SUP),
+    ("left out", in_step(TP0, hung(doing={TP0: [WAITS], TP1: RECEIVES})), "rank_divergence", SUP),
+    ("called meanwhile", in_step(TP0, hung(doing={TP0: [WAITS], TP1: CALLED})), "collective_mismatch", SUP),
+    ("in a step itself", in_step(TP1, hung(doing={TP0: [WAITS], TP1: RECEIVES})), "collective_mismatch", SUP),
     ("not diverged", hung(doing=BOTH_WAIT, divergence={"kind": "none"}), "symmetric_stall", SUP),
     (
         "killed and apart",
@@ -337,43 +273,9 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         "poison_request",
         SUP,
     ),
-    (
-        "same words elsewhere",
-        raised("RuntimeError: selected index k out of range", *FORWARD),
-        "exception_in_sglang",
-        EST,
-    ),
     ("again", raised("ValueError: x", *FORWARD, **AGAIN), "poison_request", SUP),
     ("for the first time", raised("ValueError: x", *FORWARD, suspects=[{"rid": "r1"}]), "exception_in_sglang", EST),
     # -- words that must not fool it
-    (
-        "a prompt in the message",
-        raised("ValueError: bad prompt 'CUDA error: an illegal memory access'", *FORWARD),
-        "exception_in_sglang",
-        EST,
-    ),
-    (
-        "a request id",
-        raised("KeyError: 'torch.OutOfMemoryError: CUDA out of memory'", *FORWARD),
-        "exception_in_sglang",
-        EST,
-    ),
-    ("another class of that name", raised("x.OutOfMemoryError: CUDA", *FORWARD), "exception_in_sglang", EST),
-    (
-        "a user's disk",
-        raised("ValueError: the user wrote [Errno 28] No space left on device", *FORWARD),
-        "exception_in_sglang",
-        EST,
-    ),
-    (
-        "a leak in a prompt",
-        raised("RuntimeError: failed on 'pool memory leak detected!'", *FORWARD),
-        "exception_in_sglang",
-        EST,
-    ),
-    ("a port in a prompt", raised("ValueError: input 'Address already in use'", *FORWARD), "exception_in_sglang", EST),
-    ("no memory in a prompt", raised("KeyError: 'MemoryError'", *FORWARD), "exception_in_sglang", EST),
-    ("an import while serving", raised("ImportError: lazily", *FORWARD), "exception_in_sglang", EST),
     (
         "a missing file while serving",
         raised("FileNotFoundError: [Errno 2] 'x'", "f (transformers/x.py:1)", *FORWARD),
@@ -399,6 +301,67 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("nothing", incident(level=UNK), "unknown", UNK),
 ]
+#: What a process raised, and through which frames.
+RAISED = [
+    ("MemoryError", FORWARD, "host_oom", SUP),
+    ("OSError: [Errno 12] Cannot allocate memory", FORWARD, "host_oom", SUP),
+    (
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: 9",
+        FORWARD,
+        "host_oom",
+        SUP,
+    ),
+    ("RuntimeError: CUDA error: an illegal memory access was encountered", FORWARD, "cuda_fault", SUP),
+    ("torch.AcceleratorError: CUDA error: device-side assert triggered", FORWARD, "cuda_fault", EST),
+    ("RuntimeError: HIP error: an illegal memory access was encountered", FORWARD, "cuda_fault", SUP),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", FORWARD, "gpu_oom_serving", EST),
+    ("torch.cuda.OutOfMemoryError: CUDA out of memory.", FORWARD, "gpu_oom_serving", EST),
+    ("RuntimeError: CUDA out of memory. Tried", FORWARD, "gpu_oom_serving", SUP),
+    ("RuntimeError: CUDA error: out of memory" + ASYNC, FORWARD, "gpu_oom_serving", SUP),
+    ("RuntimeError: CUDA out of memory, as a prompt says", FORWARD, "exception_in_sglang", EST),
+    ("torch.OutOfMemoryError: CUDA out of memory.", LOADING, "gpu_oom_at_start", EST),
+    ("Exception: Capture cuda graph failed: CUDA out of memory. Tried", LOADING, "gpu_oom_at_start", SUP),
+    ("ValueError: CUDA out of memory", FORWARD, "exception_in_sglang", EST),
+    ("ValueError: pool memory leak detected! [full] total=1", CHECK, "kv_pool_leak", EST),
+    ("ValueError: token_to_kv_pool_allocator memory leak detected! x", FORWARD, "kv_pool_leak", SUP),
+    ("OSError: [Errno 28] No space left on device: '/dev/shm/x'", FORWARD, "shm_exhausted", SUP),
+    ("OSError: [Errno 28] No space left on device: '/data/x'", FORWARD, "disk_full", SUP),
+    (
+        "torch.distributed.DistBackendError: NCCL error\nError while creating shared memory segment /dev/shm/nccl",
+        FORWARD,
+        "shm_exhausted",
+        SUP,
+    ),
+    (
+        "torch.distributed.DistNetworkError: The server socket has failed to listen. EADDRINUSE",
+        LOADING,
+        "startup_port",
+        EST,
+    ),
+    ("zmq.error.ZMQError: Address already in use (addr='tcp://x')", LOADING, "startup_port", EST),
+    ("RuntimeError: Cannot find any model weights with `/m`", LOADING, "startup_model", SUP),
+    ("OSError: /m does not appear to have a file named config.json.", LOADING, "startup_model", SUP),
+    (
+        "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
+        LOADING,
+        "startup_model",
+        EST,
+    ),
+    ("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", LOADING, "startup_memory", SUP),
+    ("ImportError: /x/common_ops.so: undefined symbol: _ZN3c10", LOADING, "startup_version", SUP),
+    ("ModuleNotFoundError: No module named 'flashinfer'", LOADING, "startup_version", SUP),
+    ("ValueError: tp 3 does not divide", LOADING, "startup_failed", EST),
+    ("RuntimeError: selected index k out of range", FORWARD, "exception_in_sglang", EST),
+    ("ValueError: bad prompt 'CUDA error: an illegal memory access'", FORWARD, "exception_in_sglang", EST),
+    ("KeyError: 'torch.OutOfMemoryError: CUDA out of memory'", FORWARD, "exception_in_sglang", EST),
+    ("x.OutOfMemoryError: CUDA", FORWARD, "exception_in_sglang", EST),
+    ("ValueError: the user wrote [Errno 28] No space left on device", FORWARD, "exception_in_sglang", EST),
+    ("RuntimeError: failed on 'pool memory leak detected!'", FORWARD, "exception_in_sglang", EST),
+    ("ValueError: input 'Address already in use'", FORWARD, "exception_in_sglang", EST),
+    ("KeyError: 'MemoryError'", FORWARD, "exception_in_sglang", EST),
+    ("ImportError: lazily", FORWARD, "exception_in_sglang", EST),
+]
+TABLE += [(error, raised(error, *frames), name, level) for error, frames, name, level in RAISED]
 
 
 @pytest.mark.parametrize(("document", "name", "level"), [pytest.param(*row[1:], id=row[0]) for row in TABLE])

@@ -153,6 +153,26 @@ def test_a_lost_connection_is_a_consequence(message: str, is_lost: bool) -> None
     assert order_failures([raised(10, 1.0, message), death(11, 1.1)])[0].pid == (11 if is_lost else 10)
 
 
+@pytest.mark.parametrize(
+    ("message", "states", "named"),
+    [
+        ("RuntimeError: Timed out waiting 10000ms for recv operation", ("S", "T (stopped)"), 11),
+        ("RuntimeError: Timed out waiting 10000ms for recv operation", ("S", "S (sleeping)"), 10),
+        (SHAPE, ("S", "T (stopped)"), 10),
+    ],
+)
+def test_a_stopped_rank_is_the_peer_that_another_one_waited_for_in_vain(
+    message: str, states: tuple[str, str], named: int
+) -> None:
+    incident = ended(None, None)
+    for report, state in zip(incident.processes, states, strict=True):
+        report.state = {"State": state}
+    verdict = judge(incident, [raised(10, 1.0, message)])
+    assert first(verdict) == named
+    assert f"raised {message}." in verdict.text
+    assert ("(pid 11) is stopped until" in verdict.text) == (named == 11)
+
+
 def test_a_lost_peer_is_the_verdict_where_no_process_failed() -> None:
     incident = ended("killed")
     incident.peers = [LostPeer.of("h:1", "prefill", "refused", "t")]

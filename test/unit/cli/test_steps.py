@@ -55,7 +55,7 @@ def test_the_ranks_stand_side_by_side_and_the_diverging_step_is_marked(
         "\n"
         "step     TP0                                   TP1\n"
         "  1,099  decode, 1 req, 1 tok, 12.5 ms         decode, 1 req, 1 tok, 12.5 ms\n"
-        "> 1,100  decode, 1 req, 1 tok, 12.5 ms         extend, 1 req, 37 tok, retract 3, 12.5 ms\n"
+        "> 1,100  decode, 1 req, 1 tok, 12.5 ms         extend, 1 req, 37 tok, retract, 12.5 ms\n"
         "  1,101  decode, 2 req, 38 tok, forward begun  -\n"
         "step 1,100 of TP0: request cd34: 1 of 20 tokens\n"
         "step 1,100 of TP1: request ab12: 37 of 37 tokens\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -122,11 +123,11 @@ def test_a_dead_workers_requests_are_told_once(tmp_path: Path) -> None:
         passed_on(journals, sender).close()
     dead.exited_at = 1.0
     first, failed, second = (Run(tmp_path / name) for name in ("first", "failed", "second"))
-    journals.add_to(failed)  # type: ignore[arg-type]
+    journals.add_to(failed, math.inf)  # type: ignore[arg-type]
     journals.keep()
-    journals.add_to(first)  # type: ignore[arg-type]
+    journals.add_to(first, math.inf)  # type: ignore[arg-type]
     journals.remove_taken()
-    journals.add_to(second)  # type: ignore[arg-type]
+    journals.add_to(second, math.inf)  # type: ignore[arg-type]
     assert (failed.rids(), first.rids(), second.rids()) == ({"7", "8"}, {"7", "8"}, {"8"})
     journals.close()
 
@@ -139,7 +140,7 @@ def test_workers_that_come_and_go_do_not_make_it_grow(tmp_path: Path) -> None:
         passed_on(journals, process(pid, exited_at=1.0)).close()
         assert descriptors() <= before + 3 + 4
     run = Run(tmp_path)
-    journals.add_to(run)  # type: ignore[arg-type]
+    journals.add_to(run, math.inf)  # type: ignore[arg-type]
     assert run.rids() == {"1", "56", "57", "58", "59"}
     assert run.told.reason == "the journals of 46 processes that had ended before were dropped"
     for _ in range(20):

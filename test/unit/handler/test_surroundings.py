@@ -67,6 +67,7 @@ def record(text: str, level: int = logging.ERROR) -> LogRecord:
         ("Authorization: Bearer abcdef123456", logging.INFO, "Authorization: <redacted>"),
         ("the token is canary-of-the-environment", logging.INFO, "the token is <redacted>"),
         (f"ValueError: no {PROMPT}!", logging.ERROR, "ValueError: no <redacted>!"),
+        (f"got {PROMPT}", logging.INFO, "got <redacted>"),
         ("Decode batch, #running-req: 3", logging.INFO, "Decode batch, #running-req: 3"),
     ],
 )

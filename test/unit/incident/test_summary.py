@@ -156,7 +156,8 @@ def test_collectives_are_told_with_what_they_rest_on_and_who_is_missing() -> Non
     incident = make_incident()
     told = {"group": "process group 0", "kind": "behind", "level": "established", "named": [1], "pids": [9]}
     lines = {"statement": "One had not begun it.", "evidence": ["One had begun 3.", "Two had begun 4."]}
-    incident.collectives = Collectives([told | lines], ["sglang::scheduler_TP1 (pid 8): it was dead."])
+    quiet = [{"group": f"process group {name}", "kind": "in_step", "level": "supported"} for name in ("tp", "pp")]
+    incident.collectives = Collectives([told | lines, *quiet], ["sglang::scheduler_TP1 (pid 8): it was dead."])
     text = format_summary(incident.to_json())
     expected = """\
 ## Collectives
@@ -165,6 +166,8 @@ def test_collectives_are_told_with_what_they_rest_on_and_who_is_missing() -> Non
 - One had not begun it.
 - One had begun 3.
 - Two had begun 4.
+
+Nobody waits in process group tp; process group pp.
 
 No flight recorder:
 - sglang::scheduler_TP1 (pid 8): it was dead.

@@ -87,6 +87,30 @@ def test_what_a_request_holds_is_not_kept(handler: RingHandler, name: str, messa
     assert [one.text for one in told(handler)] == ["Receiver is ready"]
 
 
+@pytest.mark.parametrize(
+    ("message", "kept"),
+    [
+        (
+            "Prefetch failed: TokenizedGenerateReqInput(rid='ab12', input_text=None, input_ids=[1, 2], lora_path=None)",
+            "Prefetch failed: TokenizedGenerateReqInput(rid='ab12', input_text=None, input_ids=<left out>",
+        ),
+        (
+            "400: {'model': 'm', 'messages': [{'role': 'user'}]}\nnext",
+            "400: {'model': 'm', 'messages': <left out>\nnext",
+        ),
+        ('{"rid": "ab12", "text": "a prompt"}', '{"rid": "ab12", "text": <left out>'),
+        ("image_data=['http://x'] was not loaded", "image_data=<left out>"),
+        # What SGLang says of itself.
+        ("context_length=4096, input_ids: torch.int64", "context_length=4096, input_ids: torch.int64"),
+        ("  File 'x.py', line 3\n    return self.text", "  File 'x.py', line 3\n    return self.text"),
+    ],
+)
+def test_where_a_record_shows_a_request_its_body_is_left_out(handler: RingHandler, message: str, kept: str) -> None:
+    handler.quotes = False
+    log(handler, message)
+    assert [one.text for one in told(handler)] == [kept]
+
+
 def test_of_a_long_record_the_ends_are_kept_and_no_part_of_a_secret(handler: RingHandler) -> None:
     # At each place of the record once, so that every cut would go through one.
     for shift in range(0, 9000, 7):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_crashkit.analysis.causes.case import Case, Finding, name_of
+from sglang_crashkit.model.checked_json import mapping_of
 from sglang_crashkit.model.incident import Level
 
 #: With less of a CPU than this, a process that wants to run is starved.
@@ -17,14 +18,20 @@ _UPDATES = re.compile(
     r"(update_weights?_from_\w+|init_weights_update_group|post_process_weights|pause_generation"
     r"|(release|resume)_memory_occupation|load_lora_adapter|flush_cache) \("
 )
+#: Where a scheduler begins a round of its event loop.
+_RECEIVES = re.compile(r"(?:\w+\.)*(recv_requests|ingest_requests) \(")
+#: What it goes through there.
+_RECEIVING = re.compile(r"(?:\w+\.)*(_broadcast_reqs_across_ranks|\w*broadcast_pyobj) \(")
+#: Files through which any collective passes.
+_DISTRIBUTED = re.compile(r"\((distributed_c10d|c10d_logger|parallel_state|communication_op|pynccl\w*)\.py\)")
 _COLLECTIVES = re.compile(
     r"(all_reduce|_?all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|all_to_all\w*|gather|scatter) \("
 )
 
 
 def stopped(case: Case) -> Finding | None:
-    """A process of the server is stopped, says the kernel."""
-    if not case.is_hang:
+    """A process of the server is stopped, says the kernel, and others made no progress or waited for a peer in vain."""
+    if not (case.is_hang or case.verdict.get("kind") == "lost_peer"):
         return None
     found = [one for one in case.processes if one.get("role") != "helper" and _state(one) in ("T", "t")]
     if not found:
@@ -76,10 +83,45 @@ def in_kernel(case: Case) -> Finding | None:
 def divergence(case: Case) -> Finding | None:
     """Ranks that must agree went different ways; what a fatal signal does to them is none."""
     found = case.divergence
-    if not found or case.signal:
+    if case.signal:
         return None
+    if not found:
+        return _left_out(case)
     level: Level = "established" if found.get("level") == "established" else "supported"
     return Finding(level, (str(found.get("statement")),))
+
+
+def _left_out(case: Case) -> Finding | None:
+    """A rank waits for the next requests while one that must agree with it is in a step: it took it there was none."""
+    if not case.is_hang:
+        return None
+    for late in case.schedulers:
+        if _in_step(late) or not _receives(case, late):
+            continue
+        for ahead in case.schedulers:
+            step = _in_step(ahead)
+            if step.get("phase") == "forward_begun" and _replica(ahead) == _replica(late):
+                number, mode = step.get("number"), step.get("mode")
+                words = f"{name_of(late)} waits for requests while {name_of(ahead)} is in step {number} ({mode})."
+                told = str(mapping_of(case.document.get("divergence")).get("statement") or "")
+                return Finding("supported", (words, told) if told else (words,))
+    return None
+
+
+def _receives(case: Case, rank: Mapping[str, Any]) -> bool:
+    """Say whether a rank waits for the next requests, and for nothing else that was called meanwhile."""
+    places = (one for one in case.doing(rank) if not (_DISTRIBUTED.search(one) or _RECEIVING.match(one)))
+    return bool(_RECEIVES.match(next(places, "")))
+
+
+def _in_step(process: Mapping[str, Any]) -> Mapping[str, Any]:
+    return mapping_of(mapping_of(process.get("steps")).get("in_step"))
+
+
+def _replica(process: Mapping[str, Any]) -> tuple[object, object]:
+    """Return what ranks have in common that run the same steps."""
+    rank = mapping_of(process.get("rank"))
+    return rank.get("pp"), rank.get("dp")
 
 
 def mismatch(case: Case) -> Finding | None:
@@ -87,6 +129,9 @@ def mismatch(case: Case) -> Finding | None:
     for finding in [] if case.signal else case.findings:
         if finding.get("kind") == "mismatch" and finding.get("level") in ("established", "supported"):
             return Finding(finding["level"], (str(finding.get("statement")),))
+    crossed = [] if case.signal else _crossed(case)
+    if crossed:
+        return Finding("supported", tuple(str(finding.get("statement")) for finding in crossed))
     waiting = (
         {call: name_of(rank) for rank in case.schedulers if (call := _collective(case, rank))} if case.is_hang else {}
     )
@@ -97,8 +142,29 @@ def mismatch(case: Case) -> Finding | None:
     return Finding("supported", (f"Ranks wait in different collectives: {words}.",))
 
 
+def _crossed(case: Case) -> list[Mapping[str, Any]]:
+    """Return two findings by which ranks wait for each other, each in another process group; none where none do."""
+    behind = [one for one in case.findings if one.get("kind") == "behind"]
+    for place, one in enumerate(behind):
+        for other in behind[:place]:
+            if _waits_for(one, other) and _waits_for(other, one):
+                return [other, one]
+    return []
+
+
+def _waits_for(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Say whether who waits in one group is whom another one waits for."""
+    waiting, late = one.get("waiting_pids"), other.get("pids")
+    return isinstance(waiting, list) and isinstance(late, list) and not set(waiting).isdisjoint(late)
+
+
 def _collective(case: Case, rank: Mapping[str, Any]) -> str:
     return next((place for place in case.doing(rank)[:3] if _COLLECTIVES.match(place)), "")
+
+
+def _caller(case: Case, rank: Mapping[str, Any]) -> str:
+    """Return who asked for the collective that a rank is in."""
+    return next((place for place in case.doing(rank) if not _DISTRIBUTED.search(place)), "")
 
 
 def weight_update(case: Case) -> Finding | None:
@@ -120,7 +186,9 @@ def stall(case: Case) -> Finding | None:
         if finding.get("kind") == "waiting" and finding.get("level") in ("established", "supported"):
             return Finding("supported", (str(finding.get("statement")),))
     calls = [_collective(case, rank) for rank in case.schedulers]
-    if len(calls) > 1 and all(calls) and len(set(calls)) == 1:
+    # One that was asked for in two places is two.
+    callers = {_caller(case, rank) for rank in case.schedulers}
+    if len(calls) > 1 and all(calls) and len(set(calls)) == len(callers) == 1:
         return Finding("supported", (f"All {len(calls)} ranks wait in {calls[0]}.",))
     return None
 

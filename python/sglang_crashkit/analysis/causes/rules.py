@@ -278,7 +278,10 @@ def _exited(case: Case) -> Finding | None:
 
 
 _OOM_CLASS = r"torch\.(cuda\.)?OutOfMemoryError"
-_OOM_WORDS = r"(Capture (cuda|device) graph failed: )?(CUDA|HIP|XPU)( error:)? out of memory"
+#: A sentence of its own, as torch writes it.
+_OOM_WORDS = (
+    r"(Capture (cuda|device) graph failed: )?(CUDA|HIP|XPU)( (driver )?error:)? out of memory(\.?(\s*$|\n)|\. )"
+)
 _CUDA_WORDS = (
     r"(Capture (cuda|device) graph failed: )?(CUDA|HIP) error: (an illegal memory access|device-side assert"
     r"|misaligned address|unspecified launch failure|an illegal instruction|invalid program counter)"

@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PATH = "environment.json"
-#: What is not read of the processes within this time is left out, in seconds; ten of them take about 0.05.
-_READ_SECS = 2.0
 #: SGLang's names of how the model is spread, as far as they are numbers.
-_SIZES = ("tp", "pp", "dp", "ep", "attn_cp", "moe_dp", "nnodes", "node_rank")
+_SIZES = ("tp", "pp", "dp", "attn_dp", "ep", "attn_cp", "moe_dp", "nnodes", "node_rank")
 
 
 class Surroundings:
@@ -51,11 +49,17 @@ class Surroundings:
         self._descriptor = os.dup(descriptor) if descriptor is not None else None
         self._ready_at = seconds if ready else None
 
-    def add_to(self, run: IncidentRun, tree: ProcessTree) -> None:
-        """Put ``environment.json`` into an incident that is about to be finished."""
+    def add_to(self, run: IncidentRun, tree: ProcessTree, deadline: float) -> None:
+        """Put ``environment.json`` into an incident that is about to be finished.
+
+        Args:
+            run: the incident.
+            tree: the server's processes.
+            deadline: what is not read by then, by the monotonic clock, is left out; ten processes take about 0.05 s.
+        """
         report = run.report(tree.root)
         report.evidence = [piece for piece in report.evidence if piece.kind != "environment"]
-        document = self._gather(tree)
+        document = self._gather(tree, deadline)
         run.incident.environment = in_short(document)
         try:
             path = run.folder.write_json(PATH, document)
@@ -69,7 +73,7 @@ class Surroundings:
             os.close(self._descriptor)
         self._descriptor = self._ready_at = None
 
-    def _gather(self, tree: ProcessTree) -> dict[str, Any]:
+    def _gather(self, tree: ProcessTree, deadline: float) -> dict[str, Any]:
         # Here alone: it is needed for an incident only.
         from sglang_crashkit.capture import environment
 
@@ -88,11 +92,16 @@ class Surroundings:
             "place": lambda: environment.read_place(pid, os.environ),
             "cgroup": lambda: environment.read_cgroups(pid),
             "host": environment.read_host,
-            "shared_memory": lambda: environment.read_shared_memory([one.pid for one in living], _READ_SECS),
-            "processes": lambda: [
-                {"pid": one.pid, "title": one.title} | environment.read_process(one.pid) for one in living
-            ],
             "arguments": lambda: arguments,
+            "processes": lambda: [
+                {"pid": one.pid, "title": one.title} | environment.read_process(one.pid)
+                for one in living
+                if time.monotonic() < deadline
+            ],
+            # Last, as it may take longest.
+            "shared_memory": lambda: environment.read_shared_memory(
+                [one.pid for one in living], max(0.0, deadline - time.monotonic())
+            ),
         }
         document: dict[str, Any] = {"schema_version": 1, "time": iso_time(now), "started": iso_time(started)}
         document["uptime_secs"] = round(max(0.0, (root.exited_at or now) - started), 1)

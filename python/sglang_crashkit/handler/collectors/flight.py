@@ -12,6 +12,7 @@ from sglang_crashkit.analysis.collectives import RankRecord, Recorder, judge_col
 from sglang_crashkit.capture.flight_request import FlightPlace, FlightRequest, Received
 from sglang_crashkit.capture.gloo_request import GlooRequest, NoRecorderError
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.collectors.deadline import secs_before
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.retention import status_of
@@ -30,8 +31,6 @@ _KINDS: dict[Recorder, EvidenceKind] = {"nccl": "flight_recorder", "gloo": "gloo
 _LOOK_SECS = 0.1
 #: Of dumps that come together, so many seconds are spent on reading before the handler looks at what else is due.
 _READING_SECS = 0.25
-#: Of the incident's budget, so much is left for what comes after them, in seconds.
-_AFTER_SECS = 1.0
 #: Incidents of a server whose own collectives are none of the matter.
 _WITHOUT = frozenset({"peer_lost", "snapshot"})
 
@@ -50,7 +49,7 @@ def ask_flight_recorders(
     """
     wanted = run.incident.kind not in _WITHOUT
     schedulers = [process for process in tree if process.role == "scheduler" and wanted]
-    left_secs = run.opened + budget_secs - _AFTER_SECS - time.monotonic()
+    left_secs = run.opened + secs_before(budget_secs) - time.monotonic()
     return FlightRecorders(run, schedulers, runtime, max(0.0, left_secs), late)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from sglang_crashkit.analysis.gpus import Holder, XidSources, account
 from sglang_crashkit.capture.gpu_facts import GpuFacts, GpuFactsReader, XidWatch, find_library
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.collectors.deadline import secs_before
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.incident.retention import status_of
@@ -22,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 #: Eight GPUs take less than a second; a driver that takes longer than this hangs. Seconds.
 _DEADLINE_SECS = 5.0
-#: Of the incident's budget, so much is left for what comes after, in seconds.
-_AFTER_SECS = 1.0
 #: How often an answer is looked for, in seconds.
 _LOOK_SECS = 0.1
 #: Incidents of a server whose own GPUs are none of the matter.
@@ -77,7 +76,7 @@ class DriverFacts:
         """Ask the driver for an incident, where it is one in which the GPUs matter."""
         # The devices may be made when the first process uses them.
         self._run, library = run, self._library or find_library({})
-        left_secs = run.opened + self._settings.budget_secs - _AFTER_SECS - time.monotonic()
+        left_secs = run.opened + secs_before(self._settings.budget_secs) - time.monotonic()
         if run.incident.kind in _WITHOUT:
             return
         if not self._settings.gpu_facts:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from sglang_crashkit.handler.processes import ProcessTree
 
 OFF = "switched off by SGLANG_CRASHKIT_LOG_RECORDS"
-#: The longest that all logs together are searched for secrets and prompts, in seconds; a full one takes about 0.1.
-_SEARCH_SECS = 3.0
 _WITHHELD = "<withheld: it could not be searched for secrets in time>"
 #: As many prompts as are compared, and so much of the file with them is read for each, in bytes.
 _MAX_PROMPTS, _MAX_LINE = 256, 4 << 20
@@ -43,15 +41,16 @@ class ProcessLogs(HeldRings):
     most_of_dead = 16
     most_of_one = 1
 
-    def add_to(self, run: IncidentRun, tree: ProcessTree, most: int) -> None:
+    def add_to(self, run: IncidentRun, tree: ProcessTree, most: int, deadline: float) -> None:
         """Put the logs into an incident that is about to be finished, its requests being there already.
 
         Args:
             run: the incident.
             tree: the server's processes; of each of its own a log is expected.
             most: how many records of each; 0 where they are not wanted.
+            deadline: what is not searched by then for secrets and prompts, by the monotonic clock, is withheld; a full
+                one takes about 0.1 s.
         """
-        began = time.monotonic()
         prompts = _prompts_in(run.path / REQUESTS)
         rings = {held.process: held.descriptor for held in self.held}
         for process in tree:
@@ -67,7 +66,7 @@ class ProcessLogs(HeldRings):
                 continue
             name = f"logs/{titles.label_of(report.title, report.pid)}.log"
             try:
-                lines = format_log(read_log(descriptor, most), prompts, began + _SEARCH_SECS)
+                lines = format_log(read_log(descriptor, most), prompts, deadline)
                 if lines:
                     path = run.folder.write_text(name, "".join(lines))
                     report.evidence.append(Evidence("log", "captured", path=path))
@@ -79,7 +78,7 @@ class ProcessLogs(HeldRings):
 
 
 def format_log(records: Sequence[LogRecord], prompts: Sequence[str], deadline: float) -> list[str]:
-    """Return one text for each record, without secrets, and without prompts in what is no mere information.
+    """Return one text for each record, without secrets and without prompts.
 
     Args:
         records: what was logged.
@@ -91,11 +90,7 @@ def format_log(records: Sequence[LogRecord], prompts: Sequence[str], deadline: f
     newest = records[::-1]
     said = [redact_text(one.text, secrets) if time.monotonic() < deadline else _WITHHELD for one in newest]
     if prompts:
-        # SGLang tells of the state of the server at that level, and of what went wrong with a request above it.
-        doubtful = [number for number, one in enumerate(newest) if one.level > logging.INFO]
-        searched = _without_prompts([said[number] for number in doubtful], prompts, deadline)
-        for number, text in zip(doubtful, searched, strict=True):
-            said[number] = text
+        said = _without_prompts(said, prompts, deadline)
     lines = (
         f"{iso_time(one.seconds)} {logging.getLevelName(one.level)} {one.logger}: {text}\n"
         for one, text in zip(newest, said, strict=True)

@@ -29,24 +29,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-#: The longest that an incident waits for its journals, in seconds: a full one of 32 MiB takes about one.
-_EXPORT_SECS = 3.0
-
-
 class RequestJournals(HeldRings):
     """The journals of the server at hand, which outlive every process of it."""
 
     what = "request journal"
 
-    def add_to(self, run: IncidentRun) -> None:
-        """Put what the journals hold now into an incident that is about to be finished."""
+    def add_to(self, run: IncidentRun, deadline: float) -> None:
+        """Put what the journals hold now into an incident that is about to be finished.
+
+        Args:
+            run: the incident.
+            deadline: when the rest is left out, by the monotonic clock; a full one of 32 MiB takes about a second.
+        """
         if not self.held:
             return
         # Before they are read: whoever ends meanwhile may have written more.
         dead = [held for held in self.held if held.is_of_dead]
         began = time.time() - (time.monotonic() - run.opened)
         journals = [(held.process.pid, held.descriptor) for held in self.held]
-        told = export_requests(journals, run.path, _EXPORT_SECS, run.folder.charge, seconds=began)
+        secs = max(0.0, deadline - time.monotonic())
+        told = export_requests(journals, run.path, secs, run.folder.charge, seconds=began)
         if self.dropped:
             words = f"the journals of {self.dropped} processes that had ended before were dropped"
             told.reason = f"{told.reason}; {words}" if told.reason else words

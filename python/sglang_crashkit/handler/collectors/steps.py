@@ -29,8 +29,6 @@ _LAST, _REQUESTS_OF_LAST = 5, 8
 _MAX_MODES = 64
 #: So many records of dead schedulers are held, of 1.5 MB each.
 _MAX_OF_DEAD = 32
-#: The longest that an incident waits for the steps of all ranks, in seconds: one takes about 0.1.
-_EXPORT_SECS = 5.0
 
 
 @dataclass
@@ -68,9 +66,14 @@ class StepRecords:
         for oldest in dead[: max(0, len(dead) - _MAX_OF_DEAD)]:
             os.close(self._held.pop(oldest).descriptor)
 
-    def add_to(self, run: IncidentRun, processes: Iterable[TrackedProcess]) -> None:
-        """Put what the schedulers noted of their steps into an incident that is about to be finished."""
-        deadline = time.monotonic() + _EXPORT_SECS
+    def add_to(self, run: IncidentRun, processes: Iterable[TrackedProcess], deadline: float) -> None:
+        """Put what the schedulers noted of their steps into an incident that is about to be finished.
+
+        Args:
+            run: the incident.
+            processes: those of the server.
+            deadline: when no other rank is begun with, by the monotonic clock; one takes about 0.1 s.
+        """
         for process in processes:
             if process in self._held or process.role == "scheduler":
                 self._add(run, process, deadline)
@@ -89,7 +92,7 @@ class StepRecords:
             report.evidence.append(Evidence("steps", "skipped", reason=reason))
             return
         if time.monotonic() > deadline:
-            reason = f"those of other ranks took {_EXPORT_SECS:g} s"
+            reason = "those of other ranks took all the time that there was"
             report.evidence.append(Evidence("steps", "failed", reason=reason))
             return
         began, name = time.monotonic(), f"ranks/{titles.label_of(process.title, process.pid)}.steps.jsonl"

@@ -19,7 +19,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from operator import attrgetter
+from operator import add, attrgetter
 from time import monotonic
 from typing import Any
 
@@ -67,7 +67,9 @@ class StepRecorder:
         self._cache = [
             (name, attribute)
             for name, attribute in _CACHE.items()
-            if hasattr(getattr(scheduler, "tree_cache", None), attribute)
+            # The cache of newer releases has them in any case.
+            if getattr(scheduler, "enable_hierarchical_cache", True)
+            and hasattr(getattr(scheduler, "tree_cache", None), attribute)
         ]
         self._began = monotonic()
         #: Steps whose results were not processed yet, and whether the batch that it holds is a step of its own.
@@ -117,7 +119,7 @@ class StepRecorder:
         self._decisions[name] = zlib.crc32(f"{rid} ".encode(errors="surrogatepass"), self._decisions.get(name, 0))
 
     def retract(self, requests: Sequence[Any]) -> None:
-        """Note that requests are put back into the queue, as there is no room for them."""
+        """Note that requests are put back into the queue, as there is no room for them; before they are."""
         self._retracted += len(requests)
         for request in requests:
             self._decide("retract", request.rid)
@@ -133,7 +135,13 @@ class StepRecorder:
             tokens = batch.extend_lens
             lengths = [done + new for done, new in zip(batch.prefix_lens, tokens, strict=True)]
         else:
-            lengths = self._lengths_of(batch)
+            counted, algorithm = batch.seq_lens_cpu, batch.spec_algorithm
+            if counted is not None and (algorithm is None or algorithm.is_none()) and len(counted) == len(reqs):
+                lengths = counted.tolist()
+            else:
+                # With speculative decoding that arrives from the GPU at some time, so the requests are asked.
+                inputs, outputs = map(len, map(_input_of, reqs)), map(len, map(_output_of, reqs))
+                lengths = list(map(add, inputs, outputs))
         decisions = self._decisions
         queue = getattr(self._grammars, "grammar_queue", None)
         if queue:
@@ -164,23 +172,9 @@ class StepRecorder:
         if self._received or decisions or self._retracted:
             self._forget_received()
 
-    def _lengths_of(self, batch: Any) -> Sequence[int]:
-        """Return how many tokens each request has: what the scheduler counts on the CPU, where it counts them itself.
-
-        With speculative decoding that arrives from the GPU at some time, so the requests are asked.
-        """
-        reqs, counted, algorithm = batch.reqs, batch.seq_lens_cpu, batch.spec_algorithm
-        if counted is not None and (algorithm is None or algorithm.is_none()) and len(counted) == len(reqs):
-            lengths: list[int] = counted.tolist()
-            return lengths
-        return [
-            inputs + outputs
-            for inputs, outputs in zip(map(len, map(_input_of, reqs)), map(len, map(_output_of, reqs)), strict=True)
-        ]
-
-    def begin_pass(self, mode: Any) -> None:
-        """Note that a pass of the model begins, in the forward mode `mode`."""
-        self.writer.mark(self._at, FORWARD_BEGUN, int(mode or 0))
+    def begin_pass(self, forward_batch: Any) -> None:
+        """Note that a pass of the model begins, of the target or of a draft."""
+        self.writer.mark(self._at, FORWARD_BEGUN, int(forward_batch.forward_mode or 0))
 
     def take_results(self, batch: Any, result: Any) -> None:
         """Note that the scheduler turns to the results of a batch, the oldest that it did not process yet."""
@@ -205,20 +199,20 @@ class StepRecorder:
         self.writer.turn_to(self._pending[-1] if self._pending else 0)
 
 
-def _guarded(hook: Callable[..., None]) -> Callable[..., None]:
-    """Have a hook do nothing where no steps are noted, and end that where it fails."""
+def _guarded(note: Callable[..., None]) -> Callable[..., None]:
+    """Return the hook that has the recorder, where there is one, note something, and no more where that fails."""
 
-    @functools.wraps(hook)
-    def guarded(*args: Any) -> None:
+    @functools.wraps(note)
+    def hook(*args: Any) -> None:
         recorder = _recorder
         if recorder is not None:
             try:
-                hook(recorder, *args)
+                note(recorder, *args)
             except Exception:
                 logger.warning(_OFF_WARNING, exc_info=True)
                 _switch_off()
 
-    return guarded
+    return hook
 
 
 def on_received(scheduler: Any, requests: Sequence[Any]) -> None:
@@ -234,34 +228,11 @@ def on_received(scheduler: Any, requests: Sequence[Any]) -> None:
         _switch_off()
 
 
-@_guarded
-def on_retraction(recorder: StepRecorder, requests: Sequence[Any]) -> None:
-    """Note that the scheduler retracts requests, before they are queued again."""
-    recorder.retract(requests)
-
-
-@_guarded
-def on_scheduled(recorder: StepRecorder, scheduler: Any, batch: Any) -> None:
-    """Note that the scheduler begins a batch; to be called once ``Scheduler.forward_ct`` counts it."""
-    recorder.schedule(scheduler, batch)
-
-
-@_guarded
-def on_forward(recorder: StepRecorder, forward_batch: Any) -> None:
-    """Note that a pass of the model begins, of the target or of a draft."""
-    recorder.begin_pass(forward_batch.forward_mode)
-
-
-@_guarded
-def on_results(recorder: StepRecorder, batch: Any, result: Any) -> None:
-    """Note that the scheduler turns to the results of a batch."""
-    recorder.take_results(batch, result)
-
-
-@_guarded
-def on_processed(recorder: StepRecorder) -> None:
-    """Note that the results of the batch at hand were processed."""
-    recorder.end()
+on_retraction = _guarded(StepRecorder.retract)
+on_scheduled = _guarded(StepRecorder.schedule)
+on_forward = _guarded(StepRecorder.begin_pass)
+on_results = _guarded(StepRecorder.take_results)
+on_processed = _guarded(StepRecorder.end)
 
 
 def _begin(scheduler: Any) -> StepRecorder | None:

@@ -277,6 +277,13 @@ def test_what_a_release_does_not_have_is_absent(listener: Listener) -> None:
     assert last().kv_free == 1000
 
 
+def test_a_cache_that_is_not_hierarchical_decides_nothing(listener: Listener) -> None:
+    # As that of newer releases, which has the fields in any case.
+    cache = SimpleNamespace(evictable_size=lambda: 0, ongoing_prefetch={}, ongoing_write_through={})
+    Scheduler(tree_cache=cache, enable_hierarchical_cache=False).step(batch_of(DECODE, [A]))
+    assert last().decisions == {}
+
+
 def test_nothing_that_is_noted_grows(scheduler: Scheduler) -> None:
     for number in range(3000):
         requests = [TokenizedGenerateReqInput(f"{number}-{place}") for place in range(10)]

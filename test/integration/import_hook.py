@@ -1,0 +1,48 @@
+"""Change modules of a real server, in each of its Python processes, as that imports them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_HOOK = """
+
+import sys
+
+
+class _Finder:
+    def __init__(self, change, modules):
+        self.change, self.modules = change, set(modules)
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in self.modules:
+            return None
+        import importlib.machinery
+
+        self.modules.discard(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            self.change(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, _Finder(change, {modules!r}))
+
+"""
+
+
+def write_site(folder: Path, code: str, *modules: str) -> dict[str, str]:
+    """Write a ``sitecustomize.py`` into a folder, and return the environment that brings it into a server.
+
+    Args:
+        folder: has none yet, or one that this wrote for other modules.
+        code: runs as each Python process begins; its function ``change`` takes a module that has just been loaded.
+        modules: full names of those that are to be changed.
+    """
+    with (folder / "sitecustomize.py").open("a") as file:
+        file.write(code + _HOOK.replace("{modules!r}", repr(modules)))
+    return {"PYTHONPATH": str(folder)}

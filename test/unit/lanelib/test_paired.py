@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lanelib.errors import LaneError
+from lanelib.paired import Load, Run, Switch, run_pairs, spread
+
+CODE = "def switch(is_on):\n    return True\n"
+OTHER = "def switch(is_on):\n    return False\n"
+PROGRAM = "print('ready', flush=True); import sys; sys.stdin.read()"
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers every request, unless its prompt is too long."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200 if len(body["input_ids"]) < 100 else 400)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_args: object) -> None:
+        return
+
+
+class Served:
+    """Stands for a server: this process, and the one that is switched."""
+
+    log_path = Path("log")
+
+    def __init__(self, port: int, pid: int) -> None:
+        self.url, self.pid = f"http://127.0.0.1:{port}", pid
+
+    def processes(self) -> list[tuple[int, str]]:
+        return [(os.getpid(), "main"), (self.pid, "sglang::scheduler")]
+
+
+def started(switch: Switch) -> subprocess.Popen[str]:
+    """Return a process that the switch reaches."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | switch.env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.fixture
+def switch(tmp_path: Path) -> Switch:
+    return Switch(tmp_path, CODE)
+
+
+@pytest.fixture
+def server(switch: Switch) -> Iterator[Any]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as answers, started(switch) as process:
+        threading.Thread(target=answers.serve_forever, daemon=True).start()
+        yield Served(answers.server_address[1], process.pid)
+        answers.shutdown()
+        process.kill()
+
+
+def test_a_pair_is_of_runs_with_and_without_after_one_that_does_not_count(
+    server: Any, switch: Switch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switched = []
+    real = switch.set
+    monkeypatch.setattr(switch, "set", lambda pid, *, on: (switched.append(on), real(pid, on=on)))
+    pairs = list(run_pairs(server, switch, server.pid, Load(2, 3, 4, 5), 2))
+    assert switched == [False, True, True, False]
+    assert all(
+        isinstance(run, Run) and run.wall_s > 0 and run.all_s >= run.own_s >= 0 for pair in pairs for run in pair
+    )
+
+
+def test_a_request_that_is_refused_ends_it(server: Any, switch: Switch) -> None:
+    with pytest.raises(LaneError, match="answers 400"):
+        list(run_pairs(server, switch, server.pid, Load(1, 1, 100, 1), 1))
+
+
+def test_a_process_without_the_part_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lanelib.paired.TIMEOUT_S", 0.2)
+    other = Switch(tmp_path, OTHER)
+    with started(other) as process:
+        with pytest.raises(LaneError, match="did not switch"):
+            other.set(process.pid, on=True)
+        process.kill()
+
+
+def test_a_median_is_told_with_its_spread() -> None:
+    assert spread([5.0, 1.0, 3.0, 2.0, 4.0], ".1f").strip() == "3.0 (5 pairs; 95 %: 1.0 to 5.0)"
