@@ -1,19 +1,18 @@
-"""The processes of one server, each held by pidfd from when it is first seen, and what it leaves in shared memory."""
+"""The processes of one server, each held by pidfd from when it is first seen."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
+import select
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from sglang_crashkit.kernel import cgroup, procfs, shared_memory, titles
+from sglang_crashkit.kernel import cgroup, procfs, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle
-from sglang_crashkit.kernel.shared_memory import LeftSegment, Segment
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +26,6 @@ _UNEXPLAINED_SECS = 60.0
 #: Where the server says that a child failed, it may have been that one; a start may take so long, in seconds.
 _KEPT_SECS = 3600.0
 _MAX_UNEXPLAINED = 64
-#: Segments come while the server starts and with large requests; the mappings of all processes take tens of ms to read.
-_MAPS_SECS, _MAPS_AFTER_A_CHANGE_SECS = 60.0, 10.0
 _PID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
 #: More than one machine's server ever waits for, and more than an exit status or a signal.
 _MAX_RANKS, _MAX_CODE = 1024, 256
@@ -68,7 +65,7 @@ class TrackedProcess:
     is_own: bool = False
     hosts_server: bool = False
     gpu: str | None = None
-    exited_at: float | None = field(default=None)
+    exited_at: float | None = None
 
     @property
     def pid(self) -> int:
@@ -145,16 +142,23 @@ class TrackedProcess:
 class ProcessTree:
     """All processes of the server, dead ones included; not those of another server that one of them started.
 
+    Its descriptor has something to read when `ended` has something to return.
+
     Raises:
         ProcessLookupError: there is no process `root_pid`.
     """
 
     def __init__(self, root_pid: int) -> None:
         self._scanner = procfs.TreeScanner(root_pid, without=os.getpid())
+        self._epoll = select.epoll()
         self._processes: dict[int, TrackedProcess] = {}
         self._forgotten: dict[int, int] = {}  # start times by pid, while they are zombies
         self.root = self._add(root_pid, is_root=True)
         self._changed_at = self._aged_at = time.monotonic()
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for."""
+        return self._epoll.fileno()
 
     def __iter__(self) -> Iterator[TrackedProcess]:
         return iter([process for process in self._processes.values() if not process.is_foreign])
@@ -170,6 +174,18 @@ class ProcessTree:
         """Return the processes whose exit was not noticed yet, schedulers first."""
         living = [process for process in self if process.exited_at is None]
         return sorted(living, key=lambda process: (process.role != "scheduler", process.pid))
+
+    def ended(self) -> list[TrackedProcess]:
+        """Return the processes whose exit the kernel has reported since the last call, in its order."""
+        by_descriptor = {process.handle.fd: process for process in self._processes.values()}
+        found = (by_descriptor.get(descriptor) for descriptor, _events in self._epoll.poll(0))
+        return [process for process in found if process is not None]
+
+    def close(self) -> None:
+        """Close all pidfds."""
+        for process in self._processes.values():
+            process.handle.close()
+        self._epoll.close()
 
     @property
     def settled(self) -> bool:
@@ -224,14 +240,9 @@ class ProcessTree:
             self._changed_at = time.monotonic()
 
     def register(self, pid: int, start_ticks: int) -> TrackedProcess | None:
-        """Take a process for the server's own, which the launch says that it started.
+        """Take a process for the server's own, which the launch says that it started; None where there is none.
 
-        Args:
-            pid: its process id.
-            start_ticks: its start time, 0 where whoever says so is the process itself; see `procfs.ProcStat`.
-
-        Returns:
-            None where there is no such process below the main one.
+        Its start time is 0 where whoever says so is the process itself; see `procfs.ProcStat`.
         """
         process = self._processes.get(pid)
         if process is None or process.is_root or start_ticks not in (0, process.handle.start_ticks):
@@ -258,14 +269,7 @@ class ProcessTree:
         return False
 
     def add_reaped(self, pid: int, title: str, status: ExitStatus, seconds: float) -> TrackedProcess:
-        """Add a rank that was reaped before it could be seen.
-
-        Args:
-            pid: what its pid was.
-            title: what the server called it.
-            status: how it ended.
-            seconds: when that was noticed, since the epoch.
-        """
+        """Add a rank that was reaped before it could be seen, as was noticed at `seconds` since the epoch."""
         process = TrackedProcess(
             handle=ProcessHandle.of_reaped(pid, status),
             title=title,
@@ -303,7 +307,8 @@ class ProcessTree:
     def recent_unexplained(self) -> list[TrackedProcess]:
         """Return the children that died lately before they said what they are; forget those that died long ago.
 
-        Those of which nothing is known are among them once the server named them as its own.
+        Those of which nothing is known are among them once the server named them as its own. None is a rank where there
+        are tokenizer workers: the ranks are ready by then, and it is a tokenizer, which the HTTP server starts anew.
         """
         now, recent = time.time(), []
         for process in self:
@@ -314,7 +319,7 @@ class ProcessTree:
                 self.forget(process)
             elif age < _UNEXPLAINED_SECS and (process.is_starting or process.is_awaited):
                 recent.append(process)
-        return recent
+        return [] if any(process.role == "tokenizer_worker" for process in self) else recent
 
     def _forget_earlier(self, pid: int) -> None:
         """Drop a process that died unknown, and that no incident tells of, where another one has its pid by now."""
@@ -338,9 +343,7 @@ class ProcessTree:
             process.newer_oom_counter = cgroup.find_counter(process.pid)
 
     def _is_forgotten(self, pid: int) -> bool:
-        if pid not in self._forgotten:
-            return False
-        stat = procfs.read_stat(pid)
+        stat = procfs.read_stat(pid) if pid in self._forgotten else None
         return stat is not None and stat.start_ticks == self._forgotten[pid]
 
     def _add(self, pid: int, *, is_root: bool) -> TrackedProcess:
@@ -353,58 +356,13 @@ class ProcessTree:
             oom_counter=cgroup.find_counter(pid),
         )
         self._processes[pid] = process
+        # Once: an exit may also be noticed before the kernel reports it.
+        self._epoll.register(process.handle, select.EPOLLIN | select.EPOLLONESHOT)
         return process
 
     def _parent_of(self, process: TrackedProcess) -> TrackedProcess | None:
         stat = procfs.read_stat(process.pid)
         return self._processes.get(stat.ppid) if stat is not None else None
-
-
-class SharedMemory:
-    """What a killed server leaves in shared memory: noted while it lives, cleared or reported when it is gone."""
-
-    def __init__(self, tree: ProcessTree) -> None:
-        self._tree = tree
-        self._segments: set[Segment] = set()
-        self._own: dict[int, int] = {}  # start times by pid
-        self._noted_at = time.monotonic()
-
-    def act_on_time(self) -> None:
-        """Look at what the processes map, where that is due."""
-        interval = _MAPS_SECS if self._tree.settled else _MAPS_AFTER_A_CHANGE_SECS
-        if time.monotonic() >= self._noted_at + interval:
-            self.note()
-
-    def note(self) -> None:
-        """Look at what the living processes map now."""
-        self._noted_at = time.monotonic()
-        for process in self._tree.alive():
-            if not process.matters:
-                # What a program runs beside its server is its own affair.
-                continue
-            self._own[process.pid] = process.handle.start_ticks
-            with contextlib.suppress(OSError):
-                self._segments |= shared_memory.mapped_by(process.pid)
-        if any(process.role == "tokenizer_worker" for process in self._tree):
-            # By its name alone it may be another container's, whose processes have the same pids.
-            self._segments |= shared_memory.of_server(self._tree.root.pid)
-
-    def clear(self) -> tuple[list[str], list[LeftSegment]]:
-        """Remove what was the server's alone, unless one of its processes lives; see `shared_memory.clear`."""
-        lives = any(process.exited_at is None and process.matters for process in self._tree)
-        lives = lives or any(_is_alive(pid, ticks) for pid, ticks in self._own.items())
-        removed, left = shared_memory.clear(self._segments, {} if lives else self._own)
-        if removed:
-            logger.info("removed from %s what the server left: %s", shared_memory.FOLDER, " ".join(removed))
-        if left:
-            named = ", ".join(f"{one.name} ({one.why})" for one in left)
-            logger.info("the server left in %s: %s", shared_memory.FOLDER, named)
-        return removed, left
-
-
-def _is_alive(pid: int, start_ticks: int) -> bool:
-    stat = procfs.read_stat(pid)
-    return stat is not None and stat.start_ticks == start_ticks and stat.state not in "ZX"
 
 
 def learn_ranks(
@@ -417,16 +375,15 @@ def learn_ranks(
 
     Args:
         tree: the server's processes.
-        fields: ``titles`` and ``exit_codes`` by pid, the latter as `multiprocessing` writes them; may be anything.
+        fields: ``titles`` and ``exit_codes`` by pid, the latter as `multiprocessing` writes them.
         seconds: when it was said, since the epoch.
         expected: processes whose end was announced.
 
     Returns:
         The ranks that turn out to have failed, and of each whether its exit is not known by now.
     """
-    names, codes = (value if isinstance(value := fields.get(key), dict) else {} for key in ("titles", "exit_codes"))
-    found = []
-    for key, title in list(names.items())[:_MAX_RANKS]:
+    codes, found = fields.get("exit_codes", {}), []
+    for key, title in list(fields.get("titles", {}).items())[:_MAX_RANKS]:
         if not (isinstance(title, str) and title and _PID.fullmatch(key)):
             continue
         pid, code = int(key), codes.get(key)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.capture.responder import ask_exit
-from sglang_crashkit.handler import server
+from sglang_crashkit.handler import exits
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
@@ -52,7 +52,8 @@ def test_an_exit_that_fails_does_not_end_the_handler(
     assert f"the exit of process {launching.starting} could not be taken in" in caplog.text
     (noted,) = [entry for entry in handler.session.run.incident.timeline if entry["event"] == "handler_error"]
     assert noted["message"] == "ZeroDivisionError: division by zero"
-    # The selector does not wake for it any more, and the next one is taken in.
+    # The loop does not wake for it any more, and the next one is taken in.
+    handler.tree.ended()
     assert not handler._selector.select(0)
     launching.kill(launching.titled)
     assert handler.session.run.incident.kind == "killed"
@@ -73,11 +74,11 @@ def test_a_capture_that_fails_changes_nothing_for_the_server(
     launching: Case, monkeypatch: pytest.MonkeyPatch, mode: Mode, is_observed: bool
 ) -> None:
     session, asked = launching.handler.session, []
-    launching.handler.triage.shutdown.mode = mode
+    launching.handler.session.triage.shutdown.mode = mode
     monkeypatch.setattr(IncidentRun, "capture", lambda _run: 1 / 0)
     monkeypatch.setattr(session.gpus, "are_cores_done", lambda _run, **of: asked.append(of) or True)
     launching.kill(launching.titled)
-    stage = launching.handler.triage.stage
+    stage = launching.handler.session.triage.stage
     assert (stage.observed, stage.tell_at is not None) == (is_observed, not is_observed)
     session.finish()
     assert asked == [{"of_living": not is_observed, "of_dead": not is_observed}]
@@ -94,7 +95,7 @@ def test_an_incident_that_cannot_be_finished_is_left(
     for is_over in (False, False, True):
         session.finish()
         assert run.finished is is_over
-    assert not launching.handler.triage.is_open
+    assert not launching.handler.session.triage.is_open
     (stored,) = find_incidents(tmp_path)
     assert not stored.finished
     assert [entry["what"] for entry in run.incident.timeline if entry["event"] == "handler_error"] == ["finish"] * 3
@@ -156,7 +157,7 @@ def test_a_death_as_an_observed_incident_opens_ends_the_server(
                 os.kill(rank.pid, signal.SIGKILL)
                 wait_until(rank.handle.has_exited, "the rank is dead")
 
-        monkeypatch.setattr(handler, "look", look_and_kill)
+        monkeypatch.setattr(handler.tree, "refresh", look_and_kill)
         handler.take(Message(event, fields, process.pid, os.getuid(), None), handler.tree.root)
         found = {stored.document["kind"]: stored.document for stored in find_incidents(tmp_path) if stored.document}
         assert set(found) == {kind, "killed"}
@@ -209,7 +210,7 @@ def test_a_server_reaped_meanwhile_has_ended_before_its_rank(
             return original(pid)
 
         monkeypatch.setattr(procfs, "read_stat", read_stat)
-        handler.take_exit(rank)
+        handler.session.take_exit(rank)
         assert handler.session.run is None
         assert handler.tree.root.exited_at is not None
         assert not list(tmp_path.rglob("incident.json"))
@@ -269,7 +270,7 @@ def test_a_parent_says_how_one_ended_that_is_closed(
     tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     asked = []
-    monkeypatch.setattr(server, "ask_exit", lambda *arguments: asked.append(arguments[2]) or ask_exit(*arguments))
+    monkeypatch.setattr(exits, "ask_exit", lambda *arguments: asked.append(arguments[2]) or ask_exit(*arguments))
     folder, title = str(short_folder), "sglang::server"
     with handling(ARMED_SERVER, tmp_path, short_folder, folder, title=title) as (handler, process):
         handler.look()
@@ -284,7 +285,7 @@ def test_a_parent_says_how_one_ended_that_is_closed(
         monkeypatch.setattr(procfs, "may_inspect", lambda _pid: False)
         without = lambda pid: (stat := read_stat(pid)) and dataclasses.replace(stat, wait_status=0)  # noqa: E731
         monkeypatch.setattr(procfs, "read_stat", without)
-        handler.collect_exits()
+        handler.session.collect_exits()
         incident = handler.session.run.incident
         ends = [incident.process(rank.pid).exit for rank in ranks]
         if answers:

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.handler import hang_detector
+from sglang_crashkit.handler import hang_detector, heartbeats
 from sglang_crashkit.handler.hang_detector import HangDetector, has_compiler
-from sglang_crashkit.handler.state import Shutdown
+from sglang_crashkit.handler.heartbeats import Heartbeats
+from sglang_crashkit.handler.state import Seen, Shutdown
 from sglang_crashkit.memory.heartbeat import Beat, NotABeatError
 from sglang_crashkit.settings import Settings
 from unit.waiting import child
@@ -81,22 +82,21 @@ class Current:
         self.triggers: list[int] = []
         self.is_free = True
         self.expected = "no_progress"
-        self.silences: Any = None
+        self.received = SimpleNamespace(heartbeats=None)
+        self.begin_hang_at_end: Any = None
         self.discarded: list[Run] = []
         self.gpus = SimpleNamespace(writing_cores=frozenset())
         self.pardonable = False
         self.triage = SimpleNamespace(shutdown=Shutdown())
         self.dies = False
 
-    def open_observed(
-        self, kind: str, trigger: str, process: Any, secs: float, *, pardonable: bool = False
-    ) -> Run | None:
-        assert (kind, trigger) == ("hang", self.expected)
+    def open_observed(self, seen: Seen, process: Any) -> Run | None:
+        assert (seen.kind, seen.trigger, seen.pid) == ("hang", self.expected, process.pid)
         self.triggers.append(process.pid)
         if not self.is_free:
             return None
         self.run = Run()
-        self.pardonable = pardonable
+        self.pardonable = seen.pardonable
         self.runs.append(self.run)
         return self.run
 
@@ -147,6 +147,8 @@ class World:
         )
         current: Any = self.current
         self.said: list[str] = []
+        self.heartbeats = Heartbeats(tree, is_on=hang_secs > 0, clock=lambda: self.now)
+        current.received.heartbeats = self.heartbeats
         self.watch = HangDetector(tree, current, settings, self.said.append, lambda: self.now)
         self.titled: Callable[[Process], None] = lambda _process: None
         for process in self.processes:
@@ -155,7 +157,7 @@ class World:
     def follow(self, *pids: int) -> World:
         for process in self.processes:
             if not pids or process.pid in pids:
-                self.watch.follow(process, process.pid)  # type: ignore[arg-type]
+                self.heartbeats.follow(process, process.pid)  # type: ignore[arg-type]
         return self
 
     def beat(self, *pids: int, **fields: Any) -> None:
@@ -205,7 +207,7 @@ class Reader:
 
 @pytest.fixture(autouse=True)
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_detector, "BeatReader", Reader)
+    monkeypatch.setattr(heartbeats, "BeatReader", Reader)
     monkeypatch.setattr(hang_detector, "has_compiler", lambda pid: pid in World.last.compiling)
     monkeypatch.setattr(hang_detector, "_state_of", lambda process: World.last.states[process.pid])
 
@@ -282,17 +284,17 @@ def test_the_silent_ones_are_told_by_their_last_signs() -> None:
     world.now += 0.5
     world.beat(10)
     world.now += 2.0
-    assert [(pulse.process.pid, pulse.silent_secs) for pulse in world.watch.silent(2.0)] == [(11, 2.5), (10, 2.0)]
-    assert [pulse.process.pid for pulse in world.watch.silent(2.1)] == [11]
+    assert [(pulse.process.pid, pulse.silent_secs) for pulse in world.heartbeats.silent(2.0)] == [(11, 2.5), (10, 2.0)]
+    assert [pulse.process.pid for pulse in world.heartbeats.silent(2.1)] == [11]
     world.beat(11, is_off=True)
     world.now += 10
-    assert [pulse.process.pid for pulse in world.watch.silent(2.1)] == [10]
+    assert [pulse.process.pid for pulse in world.heartbeats.silent(2.1)] == [10]
 
 
 def test_nobody_is_silent_where_nobody_is_followed() -> None:
     world = World(60.0)
     world.pass_time(10)
-    assert world.watch.silent(0.0) == []
+    assert world.heartbeats.silent(0.0) == []
     world.watch.begin_at_end()
     assert world.hangs == []
 
@@ -506,7 +508,7 @@ def test_who_hangs(
     for process in world.processes:
         if process.pid in followed or -process.pid in followed:
             descriptor = process.pid if process.pid in followed else -1
-            world.watch.follow(process, descriptor)  # type: ignore[arg-type]
+            world.heartbeats.follow(process, descriptor)  # type: ignore[arg-type]
     for pid in off:
         world.beat(pid, is_off=True)
     world.pass_time(6.5, (lambda: world.beat(*beating)) if beating else None)
@@ -603,12 +605,12 @@ def test_a_long_prompt_that_advances_in_chunks_is_no_hang(world: World) -> None:
 def test_only_schedulers_with_a_heartbeat_are_followed(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     helper: Any = Process(12, "helper")
-    world.watch.follow(helper, 12)
+    world.heartbeats.follow(helper, 12)
     scheduler: Any = world.processes[0]
-    world.watch.follow(scheduler, None)
+    world.heartbeats.follow(scheduler, None)
     assert world.watch.next_due() == float("inf")
     assert caplog.records == []
-    world.watch.follow(scheduler, -1)
+    world.heartbeats.follow(scheduler, -1)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert world.watch.next_due() == float("inf")
 
@@ -659,18 +661,18 @@ def test_what_is_busy_for_too_long_is_another_incident() -> None:
 
 def test_what_a_heartbeat_said_last_outlives_its_process(world: World) -> None:
     world.batch(10, number=7)
-    assert {pid: beat.batches for pid, beat in world.current.silences.last_signs().items()} == {10: 7, 11: 100}
+    assert {pid: beat.batches for pid, beat in world.heartbeats.last_signs().items()} == {10: 7, 11: 100}
     world.batch(10, number=8)
     for process in world.processes:
         process.exited_at = 1.0
     world.pass_time(3)
-    assert {pid: beat.batches for pid, beat in world.current.silences.last_signs().items()} == {10: 8, 11: 100}
+    assert {pid: beat.batches for pid, beat in world.heartbeats.last_signs().items()} == {10: 8, 11: 100}
 
 
 @pytest.mark.parametrize("modes", [None, 7, ["extend"], {"x": "a", "": "b", "-1": "c"}, {1: "extend"}])
 def test_names_of_modes_that_are_none_are_passed_over(modes: Any) -> None:
     world = World()
-    world.watch.follow(world.processes[0], 10, modes)  # type: ignore[arg-type]
+    world.heartbeats.follow(world.processes[0], 10, modes)  # type: ignore[arg-type]
     assert world.watch.next_due() < float("inf")
 
 

@@ -38,11 +38,8 @@ while True:
 
 def turn(link: Link, until: float) -> None:
     """Let a link go on until that time, or until something happened on it."""
-    poller = select.poll()
-    if link.fileno() >= 0:
-        poller.register(link.fileno(), link.events)
-    happened = poller.poll(max(0.0, min(until, link.due) - time.monotonic()) * 1000 + 1)
-    link.step(time.monotonic(), happened[0][1] if happened else 0)
+    events = dict(link._epoll.poll(max(0.0, min(until, link.due) - time.monotonic()) + 0.001))
+    link.step(time.monotonic(), events.get(link.fileno(), 0))
 
 
 def run(link: Link, seconds: float) -> None:
@@ -71,7 +68,7 @@ def listening(how: str, port: int = 0):
 
 
 def connect(made: list[Link], port: str | int) -> Link:
-    made.append(Link("127.0.0.1", int(port)))
+    made.append(Link(select.epoll(), "127.0.0.1", int(port)))
     return made[-1]
 
 
@@ -156,7 +153,7 @@ def test_one_whose_connections_are_taken_and_reset_is_lost(made: list[Link]) -> 
 
 def test_a_host_name_is_not_looked_up() -> None:
     with pytest.raises(ValueError, match="localhost is no IP address"):
-        Link("localhost", 1)
+        Link(select.epoll(), "localhost", 1)
 
 
 def test_one_that_stays_away_is_tried_ever_more_rarely(made: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +194,7 @@ def test_no_descriptor_is_left(made: list[Link], monkeypatch: pytest.MonkeyPatch
         run(link, 1.0)
         link.close()
         link.close()
+        link._epoll.close()
         assert descriptors().items() <= before.items()
 
 
@@ -226,13 +224,13 @@ try:
     other.stdin.write("\\n")
     other.stdin.flush()
     assert other.stdout.readline() == "ready\\n"
-    import socket
+    import select, socket
     link_module._KEEPALIVE = (
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2))
     link_module._CONNECT_SECS = 1.0
     link_module._RETRY_LATER_SECS = 0.1
-    link = Link("10.9.9.2", 7)
+    link = Link(select.epoll(), "10.9.9.2", 7)
     test_link.run_until(link, "is_up")
     test_link.run(link, 4.0)
     assert link.lost is None and link.is_up, "keepalives are answered"

@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import select
 import shutil
 import signal
 import socket
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.handler import peers
-from sglang_crashkit.handler.peers import PeerLosses, PeerProber
+from sglang_crashkit.handler.peer_losses import PeerLosses
+from sglang_crashkit.handler.peers import PeerProber
 from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.model.peer_report import UNCHANGED, KnownPeers, read_question, waiting_answers
@@ -91,10 +93,7 @@ NETWORK = Network()
 class FakeLink:
     """What the prober uses of a connection."""
 
-    polled = (0, -1, 0)
-    opened = events = 0
-
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, _epoll: select.epoll, host: str, port: int) -> None:
         if not host[0].isdigit():
             raise ValueError(f"{host} is no IP address")
         self.address = (host, port)
@@ -460,7 +459,7 @@ def test_a_rank_that_talks_nonsense_is_asked_no_more(watch: Watch, packet: bytes
     rank = watch.rank()
     rank._own.send(packet)
     watch.run(20.0)
-    assert watch.prober._ranks == {}
+    assert len(watch.prober._ranks) == 0
 
 
 def test_what_is_no_pair_of_sockets_is_not_taken(watch: Watch) -> None:
@@ -468,7 +467,7 @@ def test_what_is_no_pair_of_sockets_is_not_taken(watch: Watch) -> None:
         watch.prober.take_rank(1, other.fileno(), {"role": "decode", "lead": True})
         watch.prober.take_rank(1, other.fileno(), {"role": "router", "lead": True})
         watch.prober.take_rank(1, None, {"role": "decode", "lead": True})
-    assert watch.prober._ranks == {}
+    assert len(watch.prober._ranks) == 0
 
 
 def test_a_rank_with_a_new_role_replaces_what_it_was(watch: Watch) -> None:
@@ -478,7 +477,7 @@ def test_a_rank_with_a_new_role_replaces_what_it_was(watch: Watch) -> None:
         watch.prober.take_rank(100, handlers.fileno(), {"role": "decode", "lead": True})
         watch.ranks.pop().close()
         watch.run(20.0)
-        assert [rank.role for rank in watch.prober._ranks.values()] == ["decode"]
+        assert [rank.role for rank in watch.prober._ranks._ranks.values()] == ["decode"]
 
 
 def test_a_prober_that_fails_ends_with_a_word(
@@ -529,7 +528,7 @@ class Case:
 
     def lose(self, *numbers: int, waiting: tuple[str, ...] = ()) -> None:
         requests = [WaitingRequest(rid) for rid in waiting]
-        self.losses.tell([LostPeer.of(f"10.0.0.{n}:8998", "prefill", "refused", SINCE, requests) for n in numbers])
+        self.losses.report([LostPeer.of(f"10.0.0.{n}:8998", "prefill", "refused", SINCE, requests) for n in numbers])
 
     def finish(self) -> None:
         self.handler.session.finish_observed()
@@ -616,9 +615,9 @@ def test_a_death_found_as_the_incident_opens_is_it(case: Case) -> None:
 
 @pytest.mark.parametrize("waiting", [(), ("a",)])
 def test_losses_count_in_a_drain_where_requests_wait(case: Case, waiting: tuple[str, ...]) -> None:
-    case.handler.triage.shutdown.draining = True
+    case.handler.session.triage.shutdown.draining = True
     case.lose(1, waiting=waiting)
     assert bool(case.documents()) == bool(waiting)
-    case.handler.triage.shutdown.expected.add(case.handler.tree.root.pid)
+    case.handler.session.triage.shutdown.expected.add(case.handler.tree.root.pid)
     case.lose(2, waiting=waiting)
     assert len(case.said) == bool(waiting)

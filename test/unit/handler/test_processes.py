@@ -16,14 +16,12 @@ from unittest.mock import Mock
 import pytest
 
 from sglang_crashkit.handler import processes as processes_module
-from sglang_crashkit.handler.processes import ProcessTree, SharedMemory
+from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.kernel import cgroup, procfs
 from sglang_crashkit.kernel.guarded_read import BlockedReadError, GuardedReader, guard_reads
 from sglang_crashkit.kernel.pidfd import ProcessHandle
-from sglang_crashkit.kernel.shared_memory import FOLDER
 from unit.handler.launching import Case, watched
 from unit.locked_memory import locked_process
-from unit.strangers import nothing_where_forbidden
 from unit.waiting import LONG, child, descriptors, wait_until
 
 RANKS = """
@@ -417,7 +415,7 @@ def case(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
         found = {one.pid: one for one in case.handler.tree}
         assert (found[case.titled].title, found[case.starting].role) == ("sglang::scheduler_TP0", "starting")
         wait_until(found[case.starting].handle.has_exited, "the rank is dead")
-        case.handler.collect_exits()
+        case.handler.session.collect_exits()
         yield case
 
 
@@ -437,7 +435,7 @@ def early_case(request: pytest.FixtureRequest, tmp_path: Path, short_folder: Pat
         if request.param != "not seen":
             case.handler.look()
             wait_until({one.pid: one for one in case.handler.tree}[case.starting].handle.has_exited, "it has ended")
-            case.handler.collect_exits()
+            case.handler.session.collect_exits()
         yield case
 
 
@@ -488,7 +486,7 @@ def kill_as(case: Case, title: str, **facts: Any) -> None:
         setattr(starting, name, value)
     os.kill(case.starting, signal.SIGKILL)
     wait_until(starting.handle.has_exited, "the child is dead")
-    case.handler.take_exit(starting)
+    case.handler.session.take_exit(starting)
 
 
 @pytest.mark.parametrize("is_named", [False, True])
@@ -515,7 +513,7 @@ def test_that_it_is_said_twice_makes_no_second_failure(launching: Case) -> None:
 
 
 def test_one_whose_end_was_announced_did_not_fail(launching: Case) -> None:
-    launching.handler.triage.shutdown.expected.add(REAPED)
+    launching.handler.session.triage.shutdown.expected.add(REAPED)
     launching.fail({str(REAPED): "Rank 1 scheduler"}, exit_codes={str(REAPED): 3})
     assert launching.verdict().first_failure is None
 
@@ -597,82 +595,3 @@ def test_what_is_no_title_is_passed_over(case: Case, names: Callable[[int], Any]
 
 def test_a_title_is_cut_and_can_be_written(case: Case) -> None:
     assert case.fail({str(case.starting): "\udcff" + "x" * 500})[str(case.starting)] == "\\udcff" + "x" * 119
-
-
-#: A server and its rank, each with a segment; the rank outlives the server for as long as its input is open.
-SHARING = """
-import mmap
-def make():
-    name = f"torch_{os.getpid()}_77_1"
-    with open(f"/dev/shm/{name}", "w+b") as file:
-        file.truncate(4096)
-        return name, mmap.mmap(file.fileno(), 0)
-reading, writing = os.pipe()
-rank = os.fork()
-name, view = make()
-if rank == 0:
-    os.write(writing, name.encode())
-    pause()
-ready(f"{name} {os.read(reading, 100).decode()} {rank}")
-pause()
-"""
-
-
-def test_nothing_is_removed_before_the_last_process_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(procfs, "read_maps", nothing_where_forbidden(procfs.read_maps))
-    with child(SHARING) as process:
-        *names, rank = process.first_line.split()  # type: ignore[attr-defined]
-        paths = [FOLDER / name for name in names]
-        tree = ProcessTree(process.pid)
-        tree.refresh()
-        tree.register(int(rank), 0)
-        leftovers = SharedMemory(tree)
-        leftovers.note()
-        try:
-            # WHEN all live
-            removed, left = leftovers.clear()
-            assert removed == []
-            assert {one.name: one.why for one in left} == dict.fromkeys(names, "a process of the server lives")
-            # WHEN the main process is dead, and a rank lives
-            process.kill()
-            process.wait(LONG)
-            tree.root.exited_at = 1.0
-            assert leftovers.clear()[0] == []
-            # WHEN the handler let go of the rank, which lives nonetheless
-            found = tree.get(int(rank))
-            assert found is not None
-            tree.forget(found)
-            assert leftovers.clear()[0] == []
-            assert all(path.exists() for path in paths)
-        finally:
-            handle = tree.root.handle
-            handle.close()
-            end_orphan(int(rank))
-        # WHEN nobody is left
-        try:
-            removed, left = leftovers.clear()
-            assert sorted(removed) == sorted(names)
-            assert left == []
-        finally:
-            for path in paths:
-                path.unlink(missing_ok=True)
-
-
-def end_orphan(pid: int) -> None:
-    """Kill a process that is not this one's child, and wait for it."""
-    handle = ProcessHandle(pid)
-    handle.send_signal(signal.SIGKILL)
-    assert handle.has_exited(LONG)
-    handle.close()
-
-
-def test_what_is_mapped_is_noted_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    with child("ready()\npause()") as process:
-        leftovers = SharedMemory(ProcessTree(process.pid))
-        notes: list[None] = []
-        monkeypatch.setattr(leftovers, "note", lambda: notes.append(None))
-        leftovers.act_on_time()
-        assert notes == []
-        monkeypatch.setattr(processes_module, "_MAPS_AFTER_A_CHANGE_SECS", 0.0)
-        leftovers.act_on_time()
-        assert notes == [None]

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from sglang_crashkit.handler.triage import Triage
 
 from sglang_crashkit.handler.state import Action, Do, Seen
-from sglang_crashkit.handler.triage import Triage
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.policy import Event, Mode
 
@@ -19,7 +19,7 @@ Step = tuple[float, Seen, str]
 
 
 def seen(what: str, pid: int, **facts: Any) -> Seen:
-    return Seen(what, pid, ROLES[pid], is_root=pid == ROOT, **facts)
+    return Seen(what, pid, ROLES[pid], **facts)
 
 
 def ended(pid: int, how: int | str, **facts: Any) -> Seen:
