@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from sglang_crashkit.handler.triage import Triage
 
 from sglang_crashkit.handler.state import Action, Do, Seen
+from sglang_crashkit.handler.triage import Triage
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.policy import Event, Mode
 

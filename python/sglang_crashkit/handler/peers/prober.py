@@ -18,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from sglang_crashkit.handler.peer_link import ENOUGH, Link
-from sglang_crashkit.handler.peer_ranks import Key, PeerRanks
+from sglang_crashkit.handler.peers.link import ENOUGH, Link
+from sglang_crashkit.handler.peers.ranks import Key, PeerRanks
 from sglang_crashkit.model.incident import iso_time
 from sglang_crashkit.model.peer_report import Waits
 from sglang_crashkit.model.peers import LostPeer, PeerProcess, Role, Sign

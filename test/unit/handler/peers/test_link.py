@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.handler import peer_link as link_module
-from sglang_crashkit.handler.peer_link import Link
+from sglang_crashkit.handler.peers import link as link_module
+from sglang_crashkit.handler.peers.link import Link
 from unit.waiting import LONG, child, descriptors
 
 #: Listens, and does with each connection what it is told to: keep, turn away at once, or close after a while.
@@ -202,9 +202,9 @@ def test_no_descriptor_is_left(made: list[Link], monkeypatch: pytest.MonkeyPatch
 SILENT_HOST = """
 import subprocess, sys, time
 sys.path[:0] = sys.argv[1:]
-from sglang_crashkit.handler import peer_link as link_module
-from sglang_crashkit.handler.peer_link import Link
-import unit.handler.test_peer_link as test_link
+from sglang_crashkit.handler.peers import link as link_module
+from sglang_crashkit.handler.peers.link import Link
+import unit.handler.peers.test_link as test_link
 
 def ip(*words, inside=()):
     subprocess.run([*inside, "ip", *words], check=True, timeout=10)
@@ -253,7 +253,7 @@ def can_have_networks() -> bool:
 @pytest.mark.wide
 @pytest.mark.skipif(not can_have_networks(), reason="needs root, iproute2 and network namespaces")
 def test_a_host_that_is_silent_is_lost_although_nothing_refuses() -> None:
-    roots = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3] / "python")]
+    roots = [str(Path(__file__).parents[3]), str(Path(__file__).parents[4] / "python")]
     done = subprocess.run(
         ["unshare", "-n", sys.executable, "-c", SILENT_HOST, *roots],
         capture_output=True,
