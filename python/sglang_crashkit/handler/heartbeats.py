@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 
@@ -103,7 +102,7 @@ class Heartbeats:
             if process.role != "scheduler":
                 return
         try:
-            reader = BeatReader(os.getpid(), descriptor, modes_of(modes))
+            reader = BeatReader(descriptor, modes_of(modes))
         except (OSError, NotABeatError) as error:
             self.unfollowed.add(process.pid)
             words = "%s (pid %d) cannot be followed, so that it hangs is seen only by others that wait for it: %s"

@@ -55,18 +55,12 @@ class NotABeatError(Exception):
 
 @dataclass(frozen=True)
 class Beat:
-    """What a heartbeat says.
+    """What a heartbeat says; see the layout.
 
     Attributes:
-        loop_at: when the last round of the event loop began, in seconds of the monotonic clock.
-        batch_at: when the last batch began, in seconds of the monotonic clock; 0 before the first one.
-        batches: how many batches began.
-        requests: how many requests the last batch holds.
-        paused: the engine was paused by a request.
-        is_busy: the round handles a request that may take any time, such as an update of the weights.
+        loop_at, batch_at: in seconds of the monotonic clock.
         is_off: the scheduler beats no more, which says nothing of how it is.
-        mode: forward mode of the last batch, such as ``extend`` or ``decode``; empty where it is not known.
-        tokens: how many tokens the last batch takes in, 0 where it is no extend.
+        mode: such as ``extend`` or ``decode``; empty where it is not known.
     """
 
     loop_at: float
@@ -133,29 +127,21 @@ class BeatWriter:
 
 
 class BeatReader:
-    """The crash handler's end.
+    """The crash handler's end: memory that a scheduler passed on as `descriptor`, which stays open.
 
-    Args:
-        pid: who holds the heartbeat: this process, which it was passed to, or another one that may be looked into.
-        fd: its descriptor of the heartbeat.
-        modes: names of the forward modes by their number.
+    `modes` has the names of the forward modes by their number.
 
     Raises:
-        NotABeatError: there is something else, or a heartbeat of another layout.
-        OSError: there is nothing, or it may not be opened.
+        NotABeatError: it is something else, or a heartbeat of another layout.
+        OSError: it is a file, a pipe, a device.
     """
 
-    def __init__(self, pid: int, fd: int, modes: Mapping[int, str] | None = None) -> None:
+    def __init__(self, descriptor: int, modes: Mapping[int, str] | None = None) -> None:
         self._modes = modes or {}
-        path = f"/proc/{pid}/fd/{fd}"
-        # What else may be there must not be opened: a terminal, a pipe, a device.
-        if not os.readlink(path).startswith(f"/memfd:{NAME}"):  # noqa: PTH115 - the link leads to no path
-            raise NotABeatError(f"{path} is no heartbeat")
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            self._map = _map_of(opened, path)
-        finally:
-            os.close(opened)
+        is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        if not is_sealed or os.fstat(descriptor).st_size != _BYTES or os.pread(descriptor, 8, 0) != _MAGIC:
+            raise NotABeatError("it is no heartbeat, or one of another layout")
+        self._map = mmap.mmap(descriptor, _BYTES, prot=mmap.PROT_READ)
         self._words = memoryview(self._map).cast("d")
 
     def read(self) -> Beat:
@@ -180,13 +166,6 @@ class BeatReader:
         """Give the memory back."""
         self._words.release()
         self._map.close()
-
-
-def _map_of(descriptor: int, path: str) -> mmap.mmap:
-    is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-    if not is_sealed or os.fstat(descriptor).st_size != _BYTES or os.pread(descriptor, 8, 0) != _MAGIC:
-        raise NotABeatError(f"{path} is a heartbeat of another layout")
-    return mmap.mmap(descriptor, _BYTES, prot=mmap.PROT_READ)
 
 
 def _whole(number: float) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -192,8 +191,8 @@ class World:
 class Reader:
     """Reads the beats of the last world made."""
 
-    def __init__(self, pid: int, fd: int, modes: Any) -> None:
-        assert (pid, modes) == (os.getpid(), {})
+    def __init__(self, fd: int, modes: Any) -> None:
+        assert modes == {}
         if fd < 0:
             raise NotABeatError("no heartbeat")
         self.pid = fd

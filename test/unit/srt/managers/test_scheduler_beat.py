@@ -52,7 +52,7 @@ def heard_beat(listener: Listener) -> BeatReader:
     message = listener.heard()
     assert (message["event"], message["pid"], message["has_descriptor"]) == ("beat", os.getpid(), True)
     assert scheduler_beat._writer is not None
-    return BeatReader(os.getpid(), scheduler_beat._writer.fd)
+    return BeatReader(scheduler_beat._writer.fd)
 
 
 def beating(listener: Listener, scheduler: Scheduler) -> BeatReader:
@@ -144,7 +144,7 @@ class Mode(IntEnum):
 def test_the_forward_mode_and_the_tokens_of_an_extend_are_told(listener: Listener, scheduler: Scheduler) -> None:
     beating(listener, scheduler).close()
     assert scheduler_beat._writer is not None
-    reader = BeatReader(os.getpid(), scheduler_beat._writer.fd, {1: "extend", 2: "decode"})
+    reader = BeatReader(scheduler_beat._writer.fd, {1: "extend", 2: "decode"})
     batch = SimpleNamespace(reqs=["a"], forward_mode=Mode.EXTEND, extend_num_tokens=40_000)
     scheduler.run_batch(batch)
     found = reader.read()
