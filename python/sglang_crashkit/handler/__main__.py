@@ -97,7 +97,8 @@ def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
     lock = lock_spool(folders.spool)
     undo.callback(lock.release)
     place = Place(folders.host_folder, folders.spool, args.runtime)
-    undo.callback(_remove_empty, folders.spool)
+    undo.push(contextlib.suppress(OSError))
+    undo.callback(folders.spool.rmdir)
     mailbox = Mailbox(socket.socket(fileno=args.socket_fd))
     guard_reads(GuardedReader())
     handler = CrashHandler(args.server_pid, mailbox, place, Settings.from_environ())
@@ -120,11 +121,6 @@ def _remove_if_own(runtime: Path) -> None:
     """Remove the runtime folder, unless the server gave this handler up and started another one at the same place."""
     if read_handler_pid(runtime) == os.getpid():
         shutil.rmtree(runtime, ignore_errors=True)
-
-
-def _remove_empty(spool: Path) -> None:
-    with contextlib.suppress(OSError):
-        spool.rmdir()
 
 
 def _say_ready(folders: WorkFolders) -> bool:

@@ -20,12 +20,7 @@ _ASK_SECS = 0.3
 
 
 class Exits:
-    """The exits of one server's processes.
-
-    Args:
-        tree: the server's processes.
-        runtime: where they say how they are asked.
-    """
+    """The exits of one server's processes, which say in its runtime folder how they are asked."""
 
     def __init__(self, tree: ProcessTree, runtime: Path) -> None:
         self._tree = tree

@@ -57,14 +57,11 @@ _held_up: set[int] = set()
 
 @dataclass
 class WorkFolders:
-    """Where the handler works, and what could not be made.
+    """Where the handler works, and what the server's log is to say of what could not be made; see `Place`.
 
     Attributes:
-        host_folder: the host's folder in the crash folder, or in the fallback folder.
-        spool: where failing ranks leave their records.
         core_file: the template of the names of GPU cores; empty where there is none.
         flight_folder: where PyTorch's flight recorder writes; None where it cannot.
-        warnings: what the server's log is to say.
     """
 
     host_folder: Path
@@ -238,12 +235,7 @@ def lock_spool(spool: Path) -> FolderLock:
 
 
 class KeptFolder:
-    """The runtime folder of one server, in use.
-
-    Args:
-        runtime: locked for this process alone; the two above it, which are the kit's own, together with the handlers of
-            other servers.
-    """
+    """The runtime folder of one server, locked; the kit's own two above it together with handlers of other servers."""
 
     def __init__(self, runtime: Path) -> None:
         self._runtime = runtime
@@ -330,7 +322,7 @@ class Place:
     """Where the handler works.
 
     Attributes:
-        host_folder: the host's folder in the crash folder; incidents go below it.
+        host_folder: the host's folder in the crash folder, or in the fallback folder; incidents go below it.
         spool: where failing ranks leave their records.
         runtime: the folder of the socket, removed at the end.
     """

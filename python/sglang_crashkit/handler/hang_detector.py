@@ -64,14 +64,7 @@ _SIGNS_OF_PROGRESS = 2
 
 
 class HangDetector:
-    """Decides by the heartbeats of one server whether it hangs.
-
-    Args:
-        session: the incident at hand.
-        settings: how long a silence is a hang.
-        say: writes a line to the server's own log.
-        clock: that of the heartbeats, in seconds.
-    """
+    """Decides by the heartbeats of one server, and by their clock, whether it hangs; says so in the server's log."""
 
     def __init__(
         self,
@@ -231,11 +224,7 @@ class HangDetector:
 
 
 class Hang:
-    """Schedulers that make no progress.
-
-    Args:
-        run: the incident, of which the first snapshot is taken at once.
-        silent_secs: for how long the first of them was silent by now, in seconds.
+    """Schedulers that make no progress, the first of them for so many seconds; its first snapshot is taken at once.
 
     Attributes:
         next_snapshot: when the next snapshot is due, by the clock.

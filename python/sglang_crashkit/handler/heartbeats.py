@@ -63,12 +63,7 @@ class Heartbeat:
 
 
 class Heartbeats:
-    """Follows the heartbeats of one server.
-
-    Args:
-        tree: the server's processes.
-        is_on: whether any is followed.
-        clock: that of the heartbeats, in seconds.
+    """Follows the heartbeats of one server, unless that is switched off.
 
     Attributes:
         followed: by pid.

@@ -65,7 +65,6 @@ class IncidentRun:
         runtime: where the server's processes say which stack hooks they have.
 
     Attributes:
-        incident: the document.
         steps: the last steps of the schedulers without their requests, by pid, in order of their numbers; until it is
             finished.
         opened: since when it is gathered, by the monotonic clock.
@@ -163,7 +162,10 @@ class IncidentRun:
     def discard(self) -> None:
         """Remove what was written: the event was no incident after all."""
         self._discarded = True
-        self.folder.discard()
+        try:
+            self.folder.discard()
+        except OSError as error:
+            logger.error("incident %s could not be removed: %s", self.path, error)
 
     def _judge(self) -> Verdict:
         verdict = judge(self.incident, self._failures)

@@ -38,17 +38,15 @@ class TrackedProcess:
     """One process of the server.
 
     Attributes:
-        handle: its pidfd.
-        title: its title when it was last read; the last known one after its death.
+        title: when it was last read; the last known one after its death.
         is_root: it is the process that launched the server.
         is_python: it runs a Python interpreter, so it has a stack to capture.
+        oom_counter: of its memory cgroup, as it stood a while ago; `newer_oom_counter`: lately, to take its place.
         is_nameless: it was dead when it was first seen, so that nothing is known of it but its executable.
         is_awaited: the server named it as one that it waits for; until it has a title of its own, that name is it.
         parent: the process of the server that started it; None for the root, and where that was gone already.
         is_own: the launch registered it as a process of this server.
         hosts_server: it started processes with workers' titles that are not this server's, so it is another server.
-        oom_counter: the OOM counter of its memory cgroup as it stood a while ago.
-        newer_oom_counter: the same as it stood lately; it takes the other's place in time.
         gpu: the UUID of its GPU by its own word; None where it said none.
         exited_at: when its exit was noticed, in seconds since the epoch; None while it lives.
     """
@@ -208,9 +206,13 @@ class ProcessTree:
                     logger.warning("process %d cannot be watched: %s", pid, error)
         for process in new:
             # Only now, because a child may have been found before its parent.
-            process.parent = self._parent_of(process)
+            stat = procfs.read_stat(process.pid)
+            process.parent = self._processes.get(stat.ppid) if stat is not None else None
         for process in self.alive():
-            if self._may_get_a_title(process):
+            # SGLang sets its titles once. A process that has none yet, or after a fork its parent's, is about to do so.
+            # One that did not let itself be read is known by the first letters of its title.
+            is_titled = process.title.startswith("sglang::") and len(process.title) != procfs.COMM_BYTES
+            if process.has_parents_title or not is_titled:
                 self.reread_title(process)
             above = process.parent
             if process.title.startswith("sglang::") and above is not None and not (above.is_root or above.is_own):
@@ -220,21 +222,10 @@ class ProcessTree:
             self._changed_at = time.monotonic()
         return new
 
-    @staticmethod
-    def _may_get_a_title(process: TrackedProcess) -> bool:
-        # SGLang sets its titles once. A process that has none yet, or after a fork its parent's, is about to set it.
-        # One that did not let itself be read is known by the first letters of its title.
-        is_cut = len(process.title) == procfs.COMM_BYTES
-        is_titled = process.title.startswith("sglang::") and not is_cut
-        return process.has_parents_title or not is_titled
-
     def reread_title(self, process: TrackedProcess) -> None:
         """Take in the title that a process has now: between two scans it may have become what it is."""
-        cmdline = procfs.read_cmdline(process.pid)
-        title = procfs.title_of(cmdline, process.title)
-        if process.is_awaited and not title.startswith("sglang::"):
-            return
-        if title != process.title:
+        title = procfs.title_of(procfs.read_cmdline(process.pid), process.title)
+        if title != process.title and (title.startswith("sglang::") or not process.is_awaited):
             process.title = title
             process.is_python = procfs.is_python(process.pid)
             self._changed_at = time.monotonic()
@@ -301,7 +292,7 @@ class ProcessTree:
     def forget_unknown(self) -> None:
         """Of the children that died before they said what they are keep the latest."""
         kept = [process for process in self if process.exited_at is not None and process.is_unknown]
-        for process in kept[: max(0, len(kept) - _MAX_UNEXPLAINED)]:
+        for process in kept[:-_MAX_UNEXPLAINED]:
             self.forget(process)
 
     def recent_unexplained(self) -> list[TrackedProcess]:
@@ -359,10 +350,6 @@ class ProcessTree:
         # Once: an exit may also be noticed before the kernel reports it.
         self._epoll.register(process.handle, select.EPOLLIN | select.EPOLLONESHOT)
         return process
-
-    def _parent_of(self, process: TrackedProcess) -> TrackedProcess | None:
-        stat = procfs.read_stat(process.pid)
-        return self._processes.get(stat.ppid) if stat is not None else None
 
 
 def learn_ranks(

@@ -57,11 +57,9 @@ class Session:
         report_fault: does what the server's own log is to have of a fatal signal.
 
     Attributes:
-        triage: what decides.
         run: what the incident gathered; None where nothing happened yet.
         hang: the incident of a hang that is not over; other incidents meanwhile say so.
         begin_hang_at_end: looks for a hang, as the server is asked to end.
-        received: what the server's processes passed on.
         gpus: what `run` asks of the GPUs.
     """
 
@@ -245,11 +243,7 @@ class Session:
     # -- the incident
 
     def open_observed(self, seen: Seen, process: TrackedProcess) -> IncidentRun | None:
-        """Begin an incident of a server that goes on; whoever begins it captures and finishes it.
-
-        Returns:
-            None where another one is at hand.
-        """
+        """Begin an incident, None where another one is at hand; whoever begins it captures and finishes it."""
         self.collect_exits()
         before = self.triage.stage
         self.take(seen, Subject(process, time.time()))
@@ -337,8 +331,7 @@ class Session:
 
     def is_pardonable(self, run: IncidentRun) -> bool:
         """Say whether an incident is none where the server goes on."""
-        stage = self.triage.stage
-        return self.run is run and stage is not None and stage.pardonable
+        return self.run is run and self.triage.stage is not None and self.triage.stage.pardonable
 
     def withdraw(self, run: IncidentRun) -> None:
         """Remove an incident, the one at hand or an earlier one: it was none."""
@@ -346,7 +339,7 @@ class Session:
             self.triage.stage = None
             self._discard()
         else:
-            _remove(run)
+            run.discard()
 
     def close(self, removed: Sequence[str] = (), left: Sequence[LeftSegment] = ()) -> None:
         """Add the server's own end, and what it left in shared memory, to an incident that is finished."""
@@ -493,7 +486,7 @@ class Session:
     def _discard(self) -> None:
         logger.info("it was no incident")
         if self.run is not None:
-            _remove(self.run)
+            self.run.discard()
         self._forget()
         self._answers.give(self._answer)
 
@@ -501,10 +494,3 @@ class Session:
         self.run, self._failed_finishes = None, 0
         self.gpus.forget()
         self._tree.forget_dead()
-
-
-def _remove(run: IncidentRun) -> None:
-    try:
-        run.discard()
-    except OSError as error:
-        logger.error("incident %s could not be removed: %s", run.path, error)

@@ -53,12 +53,7 @@ class Do(str, Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """Something to be done.
-
-    Attributes:
-        kind: of the incident that is opened; see `IncidentRun`.
-        words: its trigger, the event that is noted, or why no requests were saved.
-    """
+    """Something to be done; the words are a trigger, the event that is noted, or why no requests were saved."""
 
     do: Do
     kind: str = ""
@@ -73,19 +68,17 @@ class Seen:
     Attributes:
         what: a message's event, or ``exited``, ``observed`` (the handler itself saw a hang or a loss), ``captured``,
             ``told`` (SIGQUIT was sent), ``finished`` or ``tick``.
-        pid: whom it concerns, or who says so; `role`: see `titles.role_of`.
+        pid: whom it concerns, or who says so.
         matters: it is the server's own, so that its end concerns it.
         is_unknown: it ended before it said what it is.
         is_foreign: it is of another server that this one started.
         others_serve: processes of the server are there whose end was not announced.
         soft: the watchdog ends nothing.
-        unhealthy: the health check had failed.
         silent: a scheduler gave no sign for a while.
         names_ranks: the message names ranks that failed.
         tree_of: the process whose tree is ended.
         members: processes whose end is announced, or, of a launch, those that are there.
-        kind, trigger, event: of the incident that is to be opened for what was observed.
-        secs: how long more is waited for.
+        kind, trigger, event: of the incident that is to be opened for what was observed, whole after `secs`.
         pardonable: it is no incident where the server goes on or ends in good order.
         workers_left: its own processes live; `any_left`: any does.
     """
@@ -119,12 +112,11 @@ class Shutdown:
     """What is known of the server's end.
 
     Attributes:
-        mode: what the program is that launched it; until it says so, the one in which nothing is ended.
+        mode: until the program that launched it says so, the one in which nothing is ended.
         expected: the processes whose end was announced.
-        draining: the server was asked to end and finishes its requests.
-        has_left: a process of it ended because it was asked to, too.
-        ended_well: the server's own process ended with status 0.
-        gone_at: when the end of the server's own process was noticed; None while it lives.
+        draining: it was asked to end and finishes its requests; `has_left`: a process of it ended for that, too.
+        ended_well: its main process ended with status 0.
+        gone_at: when the end of its main process was noticed; None while it lives.
     """
 
     mode: Mode = Mode.LIBRARY
@@ -143,8 +135,7 @@ class Stage:
         first: what opened it.
         captured_at: when what the living did was captured.
         finished: it is written; what is added still is written anew.
-        observed: the server goes on, so that what comes next is another incident.
-        observed_until: when it is whole then.
+        observed: the server goes on, so that what comes next is another incident; whole at `observed_until`.
         may_end: upstream may end it for what happened, which would then belong to the same incident.
         pardonable: the server was asked to end before, and it is no incident where it goes on or ends in good order.
         soft_until: nothing but exits was seen that an announcement would explain, which may come until then.

@@ -39,12 +39,7 @@ _WORKER = "tokenizer_worker"
 class Triage:
     """Decides for one server.
 
-    Args:
-        root_pid: its main process.
-        budget_secs: the longest that an incident may take.
-
     Attributes:
-        shutdown: what is known of the server's end.
         stage: how far the incident at hand is; None where nothing happened yet. It stays when it is finished, until
             another may come.
     """

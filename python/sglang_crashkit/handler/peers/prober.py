@@ -49,7 +49,7 @@ _MAX_LINKS = 512
 
 @dataclass
 class _Loss:
-    """A peer that was lost a moment ago: by which sign, since when (UTC, ISO 8601), and when it is reported."""
+    """A peer that was lost a moment ago: by which sign, since when (UTC, ISO 8601), and when that is reported."""
 
     sign: Sign
     since: str
@@ -61,10 +61,8 @@ class _Peer:
     """A peer server, or a rank of one where SGLang knows no more.
 
     Attributes:
-        role: what it does.
-        name: its name in SGLang's tables.
-        processes: its processes as the ranks know them; `known_to`: pids of these ranks.
-        links: the connections to its processes.
+        name: in SGLang's tables.
+        processes: as the ranks know them; `known_to`: pids of these ranks.
         waits: what the ranks said of who waits for it, by pid, from the first sign on.
         failed_since: since when SGLang has given it up.
         lost_at: when it was lost; None while it is there. `loss`: until that is reported.
@@ -110,13 +108,9 @@ class _Peer:
 
 
 class PeerProber:
-    """Watches the peers of one server.
+    """Watches the peers of one server, and reports those that were lost at about the same time.
 
     Its descriptor has something to read when `act_on_time` has something to do, which also has when `next_due` says so.
-
-    Args:
-        report: called with peers that were lost at about the same time.
-        clock: the monotonic clock.
     """
 
     def __init__(self, report: Callable[[list[LostPeer]], None], clock: Callable[[], float] = time.monotonic) -> None:

@@ -48,13 +48,7 @@ class _Rank:
 
 
 class PeerRanks:
-    """The schedulers of one server that answer.
-
-    Args:
-        epoll: by which it is noticed that one has answered.
-        on_change: called when what they know is different.
-        on_waits: called with who says so, and what it says of the requests that wait for a peer.
-    """
+    """The schedulers of one server that answer: what they know, and what they say of requests that wait for a peer."""
 
     def __init__(
         self, epoll: select.epoll, on_change: Callable[[], None], on_waits: Callable[[int, Role, Waits], None]
