@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from sglang_crashkit.analysis.verdict import BUSY_TOO_LONG
-from sglang_crashkit.handler.heartbeats import Heartbeat, by_last_sign
+from sglang_crashkit.handler.heartbeats import FollowedHeartbeat, by_last_sign
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import Session
@@ -196,7 +196,7 @@ class HangDetector:
         longest = max((beat.tokens for beat in working), default=0)
         return max(first, min(longest // _USUAL_TOKENS, _COMPILING_FACTOR))
 
-    def _is_compiling(self, silent: list[Heartbeat], longest: float, limit: float) -> bool:
+    def _is_compiling(self, silent: list[FollowedHeartbeat], longest: float, limit: float) -> bool:
         """Say whether a compiler ran lately for a silent scheduler, as long as that may take."""
         if longest < _LOOK_FOR_COMPILERS * limit or longest >= _COMPILING_FACTOR * self._hang_secs:
             return False
@@ -204,7 +204,7 @@ class HangDetector:
             self._compiled_at = self._looked_at
         return self._looked_at - self._compiled_at < limit
 
-    def _begin(self, silent: list[Heartbeat], trigger: str, *, pardonable: bool = False) -> None:
+    def _begin(self, silent: list[FollowedHeartbeat], trigger: str, *, pardonable: bool = False) -> None:
         longest = max(heartbeat.silent_secs for heartbeat in silent)
         process, secs = silent[0].process, self._budget_secs
         its = Seen(
@@ -235,12 +235,12 @@ class Hang:
         self.run = run
         self._clock = clock
         self._since = clock() - silent_secs
-        self._heartbeats: list[Heartbeat] = []
+        self._heartbeats: list[FollowedHeartbeat] = []
         self._snapshots = 1
         self.ended = ""
         self.next_snapshot = clock() + SNAPSHOT_INTERVAL_SECS
 
-    def spread(self, silent: Iterable[Heartbeat]) -> None:
+    def spread(self, silent: Iterable[FollowedHeartbeat]) -> None:
         """Take in the schedulers that are silent, those that are not in it yet."""
         for heartbeat in silent:
             if heartbeat not in self._heartbeats:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 
 from sglang_crashkit.handler.collectors.steps import modes_of
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
-from sglang_crashkit.memory.heartbeat import Beat, BeatReader, NotABeatError
+from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader, NotAHeartbeatError
 
 logger = logging.getLogger(__name__)
 
 
-class Heartbeat:
+class FollowedHeartbeat:
     """Counts for how long a scheduler was seen to be silent.
 
     What counts is time that the handler saw pass, look by look: of a suspended machine, or of a handler that got no
@@ -25,10 +25,10 @@ class Heartbeat:
         signs: at how many looks it had moved on since `signs` was last set to 0.
     """
 
-    def __init__(self, process: TrackedProcess, reader: BeatReader) -> None:
+    def __init__(self, process: TrackedProcess, reader: HeartbeatReader) -> None:
         self.process = process
         self._reader = reader
-        self.beat: Beat = reader.read()
+        self.beat: Heartbeat = reader.read()
         self.silent_secs = 0.0
         self.signs = 0
 
@@ -53,7 +53,7 @@ class Heartbeat:
         """Do not count the time since the last look."""
         self.silent_secs = max(0.0, self.silent_secs - seen_secs)
 
-    def last(self) -> Beat:
+    def last(self) -> Heartbeat:
         """Return what it says now, or said last, without taking it for a sign."""
         return self._reader.read()
 
@@ -72,14 +72,14 @@ class Heartbeats:
     """
 
     def __init__(self, tree: ProcessTree, *, is_on: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
-        self.followed: dict[int, Heartbeat] = {}
+        self.followed: dict[int, FollowedHeartbeat] = {}
         self.began_at = 0.0
         self.unfollowed: set[int] = set()
         self._tree = tree
         self._is_on = is_on
         self._clock = clock
         #: What those that are not followed any more said last, by pid.
-        self._last: dict[int, Beat] = {}
+        self._last: dict[int, Heartbeat] = {}
 
     def follow(self, process: TrackedProcess, descriptor: int | None, modes: object = None) -> None:
         """Follow the heartbeat that a process passed on, if it is a scheduler.
@@ -97,8 +97,8 @@ class Heartbeats:
             if process.role != "scheduler":
                 return
         try:
-            reader = BeatReader(descriptor, modes_of(modes))
-        except (OSError, NotABeatError) as error:
+            reader = HeartbeatReader(descriptor, modes_of(modes))
+        except (OSError, NotAHeartbeatError) as error:
             self.unfollowed.add(process.pid)
             words = "%s (pid %d) cannot be followed, so that it hangs is seen only by others that wait for it: %s"
             logger.warning(words, process.title, process.pid, error)
@@ -107,10 +107,10 @@ class Heartbeats:
             self.began_at = self._clock()
         elif process.pid in self.followed:
             self.followed[process.pid].close()
-        self.followed[process.pid] = Heartbeat(process, reader)
+        self.followed[process.pid] = FollowedHeartbeat(process, reader)
 
     def look(self, seen_secs: float) -> None:
-        """Take in what all say now, and let go of those that say no more; see `Heartbeat.look`."""
+        """Take in what all say now, and let go of those that say no more; see `FollowedHeartbeat.look`."""
         for pid, heartbeat in list(self.followed.items()):
             is_dead = heartbeat.process.exited_at is not None
             if not is_dead:
@@ -122,11 +122,11 @@ class Heartbeats:
                     self._last[pid] = heartbeat.last()
                 self.followed.pop(pid).close()
 
-    def living(self) -> list[Heartbeat]:
+    def living(self) -> list[FollowedHeartbeat]:
         """Return those of processes whose exit was not noticed."""
         return [heartbeat for heartbeat in self.followed.values() if heartbeat.process.exited_at is None]
 
-    def silent(self, secs: float) -> list[Heartbeat]:
+    def silent(self, secs: float) -> list[FollowedHeartbeat]:
         """Return those that gave no sign in the last `secs` seconds, that first which fell silent first.
 
         That one is silent does not mean that it hangs.
@@ -136,11 +136,11 @@ class Heartbeats:
             heartbeat.catch_up(now)
         return by_last_sign(one for one in living if one.silent_secs >= secs and not one.beat.is_off)
 
-    def last_signs(self) -> dict[int, Beat]:
+    def last_signs(self) -> dict[int, Heartbeat]:
         """Return what the heartbeat of each scheduler says, or said last, by pid; it outlives the process."""
         return self._last | {pid: heartbeat.last() for pid, heartbeat in self.followed.items()}
 
 
-def by_last_sign(heartbeats: Iterable[Heartbeat]) -> list[Heartbeat]:
+def by_last_sign(heartbeats: Iterable[FollowedHeartbeat]) -> list[FollowedHeartbeat]:
     """Return heartbeats in the order in which they gave their last signs."""
     return sorted(heartbeats, key=lambda heartbeat: (heartbeat.beat.at, heartbeat.process.pid))

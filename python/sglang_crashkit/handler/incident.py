@@ -26,7 +26,7 @@ from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.identity_key import own_namespace
-from sglang_crashkit.memory.heartbeat import Beat
+from sglang_crashkit.memory.heartbeat import Heartbeat
 from sglang_crashkit.model.incident import (
     Collectives,
     Evidence,
@@ -380,7 +380,7 @@ class IncidentRun:
         self.incident.collectives = told
         self._checkpoint()
 
-    def add_silence(self, process: TrackedProcess, beat: Beat, secs: float) -> None:
+    def add_silence(self, process: TrackedProcess, beat: Heartbeat, secs: float) -> None:
         """Take in that a scheduler gave no sign for so many seconds, the last of which was `beat`."""
         now = time.time()
         details = {"silent_secs": round(secs, 3), "doing": beat.doing, "batches": beat.batches}
@@ -392,7 +392,7 @@ class IncidentRun:
         else:
             self._failures.append(FailureEvent(process.pid, now - secs, "hang", message))
 
-    def add_last_signs(self, signs: Mapping[int, Beat]) -> None:
+    def add_last_signs(self, signs: Mapping[int, Heartbeat]) -> None:
         """Take in what the heartbeats of the schedulers that died said last, by pid, which needs no stack."""
         now, clock = time.time(), time.monotonic()
         for process in self._tree:
@@ -400,7 +400,7 @@ class IncidentRun:
                 # The beat is of the monotonic clock.
                 self._note_last_sign(process, beat, process.exited_at - now + clock - beat.at)
 
-    def _note_last_sign(self, process: TrackedProcess, beat: Beat, secs: float) -> None:
+    def _note_last_sign(self, process: TrackedProcess, beat: Heartbeat, secs: float) -> None:
         secs = round(max(0.0, secs), 3)
         sign = LastSign(beat.doing, beat.batches, beat.requests, beat.mode, beat.tokens, secs)
         self.report(process).last_sign = sign

@@ -49,12 +49,12 @@ _EXTENDS = frozenset({"extend", "mixed", "split_prefill"})
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class NotABeatError(Exception):
+class NotAHeartbeatError(Exception):
     """What was opened is no heartbeat of this layout, or may be cut off while it is read."""
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """What a heartbeat says; see the layout.
 
     Attributes:
@@ -94,7 +94,7 @@ class Beat:
         return "the event loop, paused" if self.paused else "the event loop, without a batch"
 
 
-class BeatWriter:
+class HeartbeatWriter:
     """The scheduler's end.
 
     Attributes:
@@ -126,13 +126,13 @@ class BeatWriter:
         os.close(self.fd)
 
 
-class BeatReader:
+class HeartbeatReader:
     """The crash handler's end: memory that a scheduler passed on as `descriptor`, which stays open.
 
     `modes` has the names of the forward modes by their number.
 
     Raises:
-        NotABeatError: it is something else, or a heartbeat of another layout.
+        NotAHeartbeatError: it is something else, or a heartbeat of another layout.
         OSError: it is a file, a pipe, a device.
     """
 
@@ -140,17 +140,17 @@ class BeatReader:
         self._modes = modes or {}
         is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
         if not is_sealed or os.fstat(descriptor).st_size != _BYTES or os.pread(descriptor, 8, 0) != _MAGIC:
-            raise NotABeatError("it is no heartbeat, or one of another layout")
+            raise NotAHeartbeatError("it is no heartbeat, or one of another layout")
         self._map = mmap.mmap(descriptor, _BYTES, prot=mmap.PROT_READ)
         self._words = memoryview(self._map).cast("d")
 
-    def read(self) -> Beat:
+    def read(self) -> Heartbeat:
         """Return what the heartbeat says now; whatever it holds, it says something."""
         words = self._words
         flags = _whole(words[FLAGS])
         batches = _whole(words[BATCHES])
         mode = self._modes.get(_whole(words[MODE]), "") if batches else ""
-        return Beat(
+        return Heartbeat(
             loop_at=words[LOOP_TIME],
             batch_at=words[BATCH_TIME],
             batches=batches,

@@ -17,7 +17,7 @@ from sglang_crashkit.handler import hang_detector, heartbeats
 from sglang_crashkit.handler.hang_detector import HangDetector, has_compiler
 from sglang_crashkit.handler.heartbeats import Heartbeats
 from sglang_crashkit.handler.state import Seen, Shutdown
-from sglang_crashkit.memory.heartbeat import Beat, NotABeatError
+from sglang_crashkit.memory.heartbeat import Heartbeat, NotAHeartbeatError
 from sglang_crashkit.settings import Settings
 from unit.waiting import child
 
@@ -56,7 +56,7 @@ class Run:
     def is_open(self) -> bool:
         return not self.finished
 
-    def add_silence(self, process: Any, beat: Beat, secs: float) -> None:
+    def add_silence(self, process: Any, beat: Heartbeat, secs: float) -> None:
         assert secs >= 0
         self.silent.append(process.pid)
         self.last_signs[process.pid] = beat.doing
@@ -131,7 +131,7 @@ class World:
     def __init__(self, hang_secs: float = 5.0, pids: tuple[int, ...] = (10, 11)) -> None:
         World.last = self
         self.now = 1000.0
-        self.beats: dict[int, Beat] = {}
+        self.beats: dict[int, Heartbeat] = {}
         self.states = dict.fromkeys((ROOT, *pids), "S")
         self.compiling: set[int] = set()
         self.root = Process(ROOT, "server")
@@ -164,7 +164,7 @@ class World:
         for pid in pids or [process.pid for process in self.processes]:
             made = {"loop_at": self.now, "batch_at": 0.0, "batches": 100, "requests": 0}
             flags = {"paused": False, "is_busy": False, "is_off": False}
-            self.beats[pid] = Beat(**(made | flags | fields))  # type: ignore[arg-type]
+            self.beats[pid] = Heartbeat(**(made | flags | fields))  # type: ignore[arg-type]
 
     def batch(self, *pids: int, number: int = 100, **fields: Any) -> None:
         self.beat(*pids, batch_at=self.now + 0.001, batches=number, requests=3, **fields)
@@ -194,10 +194,10 @@ class Reader:
     def __init__(self, fd: int, modes: Any) -> None:
         assert modes == {}
         if fd < 0:
-            raise NotABeatError("no heartbeat")
+            raise NotAHeartbeatError("no heartbeat")
         self.pid = fd
 
-    def read(self) -> Beat:
+    def read(self) -> Heartbeat:
         return World.last.beats[self.pid]
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class Reader:
 
 @pytest.fixture(autouse=True)
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeats, "BeatReader", Reader)
+    monkeypatch.setattr(heartbeats, "HeartbeatReader", Reader)
     monkeypatch.setattr(hang_detector, "has_compiler", lambda pid: pid in World.last.compiling)
     monkeypatch.setattr(hang_detector, "_state_of", lambda process: World.last.states[process.pid])
 

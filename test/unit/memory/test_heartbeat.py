@@ -15,40 +15,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_crashkit.memory import heartbeat as beat
-from sglang_crashkit.memory.heartbeat import Beat, BeatReader, BeatWriter, NotABeatError
+from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader, HeartbeatWriter, NotAHeartbeatError
 from unit.waiting import LONG, child, descriptors
 
 WRITE = """
-from sglang_crashkit.memory.heartbeat import BeatWriter
-writer = BeatWriter()
+from sglang_crashkit.memory.heartbeat import HeartbeatWriter
+writer = HeartbeatWriter()
 ready(writer.fd)
 """
 
 
 @pytest.fixture
-def writer() -> Iterator[BeatWriter]:
-    made = BeatWriter()
+def writer() -> Iterator[HeartbeatWriter]:
+    made = HeartbeatWriter()
     yield made
     made.close()
 
 
-def read(writer: BeatWriter) -> Beat:
-    reader = BeatReader(writer.fd)
+def read(writer: HeartbeatWriter) -> Heartbeat:
+    reader = HeartbeatReader(writer.fd)
     try:
         return reader.read()
     finally:
         reader.close()
 
 
-def reader_of(process: Any) -> BeatReader:
+def reader_of(process: Any) -> HeartbeatReader:
     descriptor = os.open(f"/proc/{process.pid}/fd/{process.first_line}", os.O_RDONLY)
     try:
-        return BeatReader(descriptor)
+        return HeartbeatReader(descriptor)
     finally:
         os.close(descriptor)
 
 
-def test_a_new_heartbeat_has_given_a_sign_and_begun_no_batch(writer: BeatWriter) -> None:
+def test_a_new_heartbeat_has_given_a_sign_and_begun_no_batch(writer: HeartbeatWriter) -> None:
     found = read(writer)
     assert abs(found.at - time.monotonic()) < LONG
     assert (found.batch_at, found.batches, found.requests) == (0.0, 0, 0)
@@ -79,14 +79,14 @@ def test_another_process_reads_what_was_stored() -> None:
     ("flags", "doing"),
     [(0, "the event loop, without a batch"), (1, "the event loop, paused"), (2, "a control request"), (3, "a control")],
 )
-def test_the_flags_say_what_the_scheduler_was_about(writer: BeatWriter, flags: int, doing: str) -> None:
+def test_the_flags_say_what_the_scheduler_was_about(writer: HeartbeatWriter, flags: int, doing: str) -> None:
     writer.words[beat.FLAGS] = flags
     found = read(writer)
     assert (found.paused, found.is_busy) == (bool(flags & 1), bool(flags & 2))
     assert found.doing.startswith(doing)
 
 
-def test_only_its_user_may_open_it_and_nobody_may_cut_it_off(writer: BeatWriter) -> None:
+def test_only_its_user_may_open_it_and_nobody_may_cut_it_off(writer: HeartbeatWriter) -> None:
     assert os.fstat(writer.fd).st_mode & 0o777 == 0o600
     for size in (0, 10_000):
         with pytest.raises(PermissionError):
@@ -96,8 +96,8 @@ def test_only_its_user_may_open_it_and_nobody_may_cut_it_off(writer: BeatWriter)
 
 def test_neither_end_leaves_a_descriptor() -> None:
     before = descriptors()
-    made = BeatWriter()
-    BeatReader(made.fd).close()
+    made = HeartbeatWriter()
+    HeartbeatReader(made.fd).close()
     made.close()
     assert descriptors() == before
 
@@ -127,8 +127,8 @@ def test_what_is_no_heartbeat_of_this_layout_is_refused(content: bytes, seals: i
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     before = descriptors()
     try:
-        with pytest.raises(NotABeatError):
-            BeatReader(fd)
+        with pytest.raises(NotAHeartbeatError):
+            HeartbeatReader(fd)
         assert descriptors() == before
     finally:
         os.close(fd)
@@ -141,7 +141,7 @@ def test_a_pipe_or_a_file_is_not_read(tmp_path: Path) -> None:
     try:
         for fd in fds:
             with pytest.raises(OSError, match="Invalid argument"):
-                BeatReader(fd)
+                HeartbeatReader(fd)
     finally:
         for fd in fds:
             os.close(fd)
@@ -149,7 +149,7 @@ def test_a_pipe_or_a_file_is_not_read(tmp_path: Path) -> None:
 
 @given(st.binary(min_size=beat._BYTES - 8, max_size=beat._BYTES - 8))
 def test_whatever_the_words_hold_they_say_something(rest: bytes) -> None:
-    made = BeatWriter()
+    made = HeartbeatWriter()
     try:
         with mmap.mmap(made.fd, beat._BYTES) as view:
             view[8:] = rest
@@ -166,8 +166,8 @@ def test_whatever_the_words_hold_they_say_something(rest: bytes) -> None:
 # -- a reader never sees half of a value
 
 HAMMER = """
-from sglang_crashkit.memory.heartbeat import BeatWriter
-writer = BeatWriter()
+from sglang_crashkit.memory.heartbeat import HeartbeatWriter
+writer = HeartbeatWriter()
 {halves}
 writer.words[2] = 0.0
 ready(writer.fd)
