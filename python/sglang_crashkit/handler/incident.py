@@ -95,13 +95,12 @@ class IncidentRun:
         self._is_fatal_hang = False
         self._snapshots = 0
         self._captures = Capture.NONE
-        self.incident = Incident(
-            id=folder.id,
-            kind=kind,
-            trigger=trigger,
-            server=_server_info(tree.root),
-            handler=_handler_info(),
-        )
+        root, own = tree.root, procfs.read_stat(os.getpid())
+        assert own is not None
+        host, ticks = socket.gethostname(), root.handle.start_ticks
+        server = ServerInfo(root.pid, _sglang_version(), __version__, host, ticks, own_namespace())
+        handler = HandlerInfo(own.pid, own.start_ticks)
+        self.incident = Incident(id=folder.id, kind=kind, trigger=trigger, server=server, handler=handler)
         self._checkpoint()
 
     @property
@@ -423,7 +422,12 @@ class IncidentRun:
         self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.incident.complete = True
         name_suspects(self.incident)
-        spare = self._count_repeat()
+        spare: list[str] = []
+        try:
+            spare = count_repeat(self.incident, self.folder, self._settings.full_per_fault)
+        except Exception:
+            # It is kept in full.
+            logger.exception("whether the fault was seen before is not known")
         # It asks what all of the above found.
         self.incident.cause = explain(self.incident, self.folder.path)
         self.save(sync=True)
@@ -436,14 +440,6 @@ class IncidentRun:
         self.steps.clear()
         logger.info("incident %s: %s", path, verdict.text)
         return path
-
-    def _count_repeat(self) -> list[str]:
-        try:
-            return count_repeat(self.incident, self.folder, self._settings.full_per_fault)
-        except Exception:
-            # It is kept in full.
-            logger.exception("whether the fault was seen before is not known")
-            return []
 
     def incident_with_core(self) -> str | None:
         """Return the id of an earlier incident of the same fault that has GPU cores; None where there is none."""
@@ -482,15 +478,8 @@ def _read_record(path: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _handler_info() -> HandlerInfo:
-    stat = procfs.read_stat(os.getpid())
-    assert stat is not None
-    return HandlerInfo(stat.pid, stat.start_ticks)
-
-
-def _server_info(root: TrackedProcess) -> ServerInfo:
+def _sglang_version() -> str:
     try:
-        version = metadata.version("sglang")
+        return metadata.version("sglang")
     except metadata.PackageNotFoundError:
-        version = "unknown"
-    return ServerInfo(root.pid, version, __version__, socket.gethostname(), root.handle.start_ticks, own_namespace())
+        return "unknown"

@@ -259,10 +259,9 @@ class CrashHandler:
         return min(part.next_due() for part in (self.session, self._hangs, self._prober))
 
     def _done(self) -> bool:
-        triage = self.session.triage
-        if triage.shutdown.gone_at is None or triage.is_open:
-            return False
-        return not self.tree.alive() or time.monotonic() >= triage.shutdown.gone_at + _LINGER_SECS
+        gone_at = self.session.triage.shutdown.gone_at
+        is_over = gone_at is not None and not self.session.triage.is_open
+        return is_over and (not self.tree.alive() or time.monotonic() >= (gone_at or 0.0) + _LINGER_SECS)
 
 
 def _time_of(message: Message) -> float:

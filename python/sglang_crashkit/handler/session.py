@@ -392,7 +392,11 @@ class Session:
         if time.monotonic() >= self._second_sample:
             self._sample_again()
         while self._farewells and not self.triage.is_open:
-            self._say_farewell(self._farewells.pop())
+            with self._mailbox.line_to(self._farewells.pop()) as answer:
+                # From here on no other process of the server reaches this one; they are about to be killed.
+                self._place.remove_own()
+                answer(ack="clean")
+                logger.info("the server ends in good order")
 
     def _await_gpus(self) -> None:
         # Until then nobody is told to end: a process that is killed leaves half a core.
@@ -413,13 +417,6 @@ class Session:
         if self._finishes_after_it:
             self._finishes_after_it = False
             self.finish()
-
-    def _say_farewell(self, message: Message) -> None:
-        with self._mailbox.line_to(message) as answer:
-            # From here on no other process of the server reaches this one; they are about to be killed.
-            self._place.remove_own()
-            answer(ack="clean")
-            logger.info("the server ends in good order")
 
     # -- carried out
 
