@@ -24,7 +24,6 @@ import setproctitle
 from sglang_crashkit.handler.folders import (
     Place,
     WorkFolders,
-    lock_spool,
     make_work_folders,
     remove_empty_spools,
     remove_runtime_folders,
@@ -33,6 +32,7 @@ from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.incident.history import recent_crashes
 from sglang_crashkit.incident.recovery import finish_abandoned
 from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
 from sglang_crashkit.kernel.identity_key import key_of
 from sglang_crashkit.kernel.private_files import write_private
@@ -94,8 +94,11 @@ def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
     )
     if args.core_file:
         os.environ["CUDA_COREDUMP_FILE"] = folders.core_file
-    lock = lock_spool(folders.spool)
+    # By it others know that the spool is in use.
+    lock = FolderLock(folders.spool)
     undo.callback(lock.release)
+    with contextlib.suppress(OSError):
+        lock.acquire()
     place = Place(folders.host_folder, folders.spool, args.runtime)
     undo.push(contextlib.suppress(OSError))
     undo.callback(folders.spool.rmdir)

@@ -49,6 +49,7 @@ _LOCK_SECS = 0.5
 _AGE_SECS = 10.0
 
 _MAX_FOLDERS = 1000
+#: So much is written at once (PIPE_BUF).
 _MAX_BYTES = 4096
 _MAX_DESCRIPTORS = 1 << 16
 #: Children of `make_within` that a disk holds up.
@@ -92,7 +93,8 @@ def make_work_folders(
     warnings = []
     for host_folder in candidates:
         spool = host_folder / "incidents" / f"{SPOOL}{key}"
-        problem = make_within(secs, functools.partial(_make_host_folder, host_folder, spool))
+        # A folder that is there may still be full or read-only; the spool shows it.
+        problem = make_within(secs, functools.partial(_make_each, host_folder, spool.parent, spool))
         if not problem:
             break
         advice = "next: check the --crash-dump-folder" if crash_folder else "next: set TMPDIR"
@@ -122,23 +124,16 @@ def make_within(secs: float, make: Callable[[], object]) -> str:
     if pid == 0:
         _run_alone(theirs, make)
     os.close(theirs)
-    answer, deadline = b"", time.monotonic() + secs
-    try:
-        while True:
-            if not select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                _held_up.add(pid)
-                return f"it did not answer within {secs:g} s"
-            chunk = os.read(ours, _MAX_BYTES)
-            if not chunk:
-                break
-            answer += chunk
-    finally:
-        os.close(ours)
+    is_answered = select.select([ours], [], [], secs)[0]
+    answer = os.read(ours, _MAX_BYTES) if is_answered else b""
+    os.close(ours)
+    if not is_answered:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        _held_up.add(pid)
+        return f"it did not answer within {secs:g} s"
     os.waitpid(pid, 0)
-    words, _, end = answer.decode(errors="replace").rpartition("\n")
-    return words if end == "done" else "the process that tried died"
+    return answer[1:].decode(errors="replace") if answer else "the process that tried died"
 
 
 def reap() -> None:
@@ -164,14 +159,13 @@ def _run_alone(answer: int, make: Callable[[], object]) -> None:
         words = f"{type(error).__name__}: {error}"
     finally:
         with contextlib.suppress(OSError):
-            os.write(answer, words.encode(errors="backslashreplace")[: _MAX_BYTES // 2] + b"\ndone")
+            os.write(answer, b"\n" + words.encode(errors="backslashreplace")[: _MAX_BYTES - 1])
         os._exit(0)
 
 
-def _make_host_folder(host_folder: Path, spool: Path) -> None:
-    # One after the other: a link that somebody put in a shared crash folder is not followed. A folder that is there may
-    # still be full or read-only; the spool shows it.
-    for folder in (host_folder, host_folder / "incidents", spool):
+def _make_each(*folders: Path) -> None:
+    # One after the other: a link that somebody put in a shared crash folder is not followed.
+    for folder in folders:
         make_private_folder(folder)
 
 
@@ -214,24 +208,12 @@ def _make_folder_of(core_file: str, *, is_own: bool) -> None:
 
 
 def _make_flight_folder(folders: WorkFolders, wanted: str, secs: float, *, moved: bool) -> None:
-    def make(folder: Path) -> None:
-        make_private_folder(folder.parent)
-        make_private_folder(folder)
-
     other = folders.host_folder / Path(wanted).name
     for folder in [other] if moved else [Path(wanted), other]:
         # What is not there when it is asked for is never written.
-        if not make_within(secs, functools.partial(make, folder)):
+        if not make_within(secs, functools.partial(_make_each, folder.parent, folder)):
             folders.flight_folder = folder
             return
-
-
-def lock_spool(spool: Path) -> FolderLock:
-    """Lock the spool for as long as this process lives, by which others know that it is in use."""
-    lock = FolderLock(spool)
-    with contextlib.suppress(OSError):
-        lock.acquire()
-    return lock
 
 
 class KeptFolder:
