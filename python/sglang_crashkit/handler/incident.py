@@ -91,7 +91,6 @@ class IncidentRun:
         self._steps_at = 0.0
         self._failures: list[FailureEvent] = []
         self._afterwords: list[str] = []
-        self._raised: set[int] = set()
         self._is_fatal_hang = False
         self._snapshots = 0
         self._captures = Capture.NONE
@@ -294,7 +293,6 @@ class IncidentRun:
                 states.adopt_record(record, report, self.folder)
             self._try_to_save()
             return
-        self._raised.add(process.pid)
         self._failures.append(FailureEvent(process.pid, seconds, "exception", message))
         if record is None:
             report.evidence.append(Evidence("exception", "failed", reason="the process could not write its record"))
@@ -460,7 +458,8 @@ class IncidentRun:
 
     def _note_exit(self, process: TrackedProcess) -> None:
         report = self.report(process)
-        states.note_exit(report, process, raised=process.pid in self._raised)
+        raised = any(failure.pid == process.pid and failure.kind == "exception" for failure in self._failures)
+        states.note_exit(report, process, raised=raised)
         if self._settings.stacks:
             stacks.take_fault(process, report, self.folder, self._runtime)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -142,14 +141,12 @@ class World:
         tree: Any = SimpleNamespace(
             root=self.root,
             alive=lambda: [p for p in self.processes if p.exited_at is None],
-            reread_title=lambda process: self.titled(process),
         )
         current: Any = self.current
         self.said: list[str] = []
         self.heartbeats = Heartbeats(tree, is_on=hang_secs > 0, clock=lambda: self.now)
         current.received.heartbeats = self.heartbeats
         self.watch = HangDetector(tree, current, settings, self.said.append, lambda: self.now)
-        self.titled: Callable[[Process], None] = lambda _process: None
         for process in self.processes:
             self.beat(process.pid)
 
@@ -276,18 +273,6 @@ def test_one_held_by_a_debugger_at_sigterm_does_not_hang() -> None:
     world.pass_time(6)
     world.watch.begin_at_end()
     assert world.hangs == []
-
-
-def test_the_silent_ones_are_told_by_their_last_signs() -> None:
-    world = World(60.0).follow()
-    world.now += 0.5
-    world.beat(10)
-    world.now += 2.0
-    assert [(pulse.process.pid, pulse.silent_secs) for pulse in world.heartbeats.silent(2.0)] == [(11, 2.5), (10, 2.0)]
-    assert [pulse.process.pid for pulse in world.heartbeats.silent(2.1)] == [11]
-    world.beat(11, is_off=True)
-    world.now += 10
-    assert [pulse.process.pid for pulse in world.heartbeats.silent(2.1)] == [10]
 
 
 def test_nobody_is_silent_where_nobody_is_followed() -> None:
@@ -534,15 +519,6 @@ def test_a_paused_server_that_goes_round_does_not_hang(world: World, again: bool
     assert world.hangs == []
 
 
-def test_a_scheduler_with_a_new_title_is_followed() -> None:
-    world = World()
-    world.titled = lambda process: setattr(process, "role", "scheduler")
-    for process in world.processes:
-        process.role = "starting"
-    world.follow().pass_time(6.5)
-    assert len(world.hangs) == 1
-
-
 @given(st.lists(st.floats(0.001, 900.0), min_size=1, max_size=60), st.sampled_from([2.0, 5.0, 60.0]))
 def test_a_server_that_beats_between_looks_never_hangs(gaps: list[float], hang_secs: float) -> None:
     world = World(hang_secs).follow()
@@ -598,22 +574,6 @@ def test_a_long_prompt_that_advances_in_chunks_is_no_hang(world: World) -> None:
     assert world.hangs == []
 
 
-# -- whom it follows
-
-
-def test_only_schedulers_with_a_heartbeat_are_followed(caplog: pytest.LogCaptureFixture) -> None:
-    world = World()
-    helper: Any = Process(12, "helper")
-    world.heartbeats.follow(helper, 12)
-    scheduler: Any = world.processes[0]
-    world.heartbeats.follow(scheduler, None)
-    assert world.watch.next_due() == float("inf")
-    assert caplog.records == []
-    world.heartbeats.follow(scheduler, -1)
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert world.watch.next_due() == float("inf")
-
-
 # -- busy
 
 
@@ -653,26 +613,6 @@ def test_what_is_busy_for_too_long_is_another_incident() -> None:
     world.pass_time(200)
     world.pass_time(5, world.beat)
     assert (len(world.hangs), world.current.discarded) == (2, [run])
-
-
-# -- what the dead did last
-
-
-def test_what_a_heartbeat_said_last_outlives_its_process(world: World) -> None:
-    world.batch(10, number=7)
-    assert {pid: beat.batches for pid, beat in world.heartbeats.last_signs().items()} == {10: 7, 11: 100}
-    world.batch(10, number=8)
-    for process in world.processes:
-        process.exited_at = 1.0
-    world.pass_time(3)
-    assert {pid: beat.batches for pid, beat in world.heartbeats.last_signs().items()} == {10: 8, 11: 100}
-
-
-@pytest.mark.parametrize("modes", [None, 7, ["extend"], {"x": "a", "": "b", "-1": "c"}, {1: "extend"}])
-def test_names_of_modes_that_are_none_are_passed_over(modes: Any) -> None:
-    world = World()
-    world.heartbeats.follow(world.processes[0], 10, modes)  # type: ignore[arg-type]
-    assert world.watch.next_due() < float("inf")
 
 
 #: Starts a program below itself, which ends with it.

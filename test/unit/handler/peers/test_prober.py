@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import select
 import socket
@@ -442,34 +441,6 @@ def test_a_peer_known_by_name_is_not_looked_up(watch: Watch, caplog: pytest.LogC
     watch.run(20.0)
     assert caplog.text.count("prefill:8998 is not watched: nowhere.invalid is no IP address") == 1
     assert watch.told == []
-
-
-@pytest.mark.parametrize(
-    "packet", [b"", b"nonsense", b"[]", json.dumps({"answer": "known", "peers": [1]}).encode(), b'{"answer": "x"}']
-)
-def test_a_rank_that_talks_nonsense_is_asked_no_more(watch: Watch, packet: bytes) -> None:
-    rank = watch.rank()
-    rank._own.send(packet)
-    watch.run(20.0)
-    assert len(watch.prober._ranks) == 0
-
-
-def test_what_is_no_pair_of_sockets_is_not_taken(watch: Watch) -> None:
-    with socket.socket() as other:
-        watch.prober.take_rank(1, other.fileno(), {"role": "decode", "lead": True})
-        watch.prober.take_rank(1, other.fileno(), {"role": "router", "lead": True})
-        watch.prober.take_rank(1, None, {"role": "decode", "lead": True})
-    assert len(watch.prober._ranks) == 0
-
-
-def test_a_rank_with_a_new_role_replaces_what_it_was(watch: Watch) -> None:
-    watch.pair()
-    own, handlers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with own, handlers:
-        watch.prober.take_rank(100, handlers.fileno(), {"role": "decode", "lead": True})
-        watch.ranks.pop().close()
-        watch.run(20.0)
-        assert [rank.role for rank in watch.prober._ranks._ranks.values()] == ["decode"]
 
 
 def test_a_prober_that_fails_ends_with_a_word(
