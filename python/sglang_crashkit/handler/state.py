@@ -139,7 +139,7 @@ class Stage:
         may_end: upstream may end it for what happened, which would then belong to the same incident.
         pardonable: the server was asked to end before, and it is no incident where it goes on or ends in good order.
         soft_until: nothing but exits was seen that an announcement would explain, which may come until then.
-        tell_secs: so long after the capture the server is told of a death; None where it is not, or was.
+        tell_secs: so long after the capture the server is sent SIGQUIT; None where it is not, or was.
         answer_by: when the server, which was told, should have begun to save its requests.
         dumping: who saves its requests; `dump_begun`: somebody did.
         exits: how those ended that count.
@@ -168,5 +168,5 @@ class Stage:
 
     @property
     def tell_at(self) -> float | None:
-        """When the server is told of a death; None where it is not, or not before the capture."""
+        """When the server is sent SIGQUIT; None where it is not, or not before the capture."""
         return None if self.tell_secs is None or self.captured_at is None else self.captured_at + self.tell_secs

@@ -96,9 +96,7 @@ def test_an_incident_that_cannot_be_finished_is_left(
     assert [entry["what"] for entry in run.incident.timeline if entry["event"] == "handler_error"] == ["finish"] * 3
 
 
-def test_what_strangers_say_is_ignored_and_told_ever_more_rarely(
-    launching: Case, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_foreign_processes_say_is_ignored(launching: Case, caplog: pytest.LogCaptureFixture) -> None:
     message = Message("x" * 500, {}, os.getpid(), os.getuid(), None)
     for _ in range(1234):
         launching.handler.take(message, None)

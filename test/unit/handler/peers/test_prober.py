@@ -224,7 +224,7 @@ def watch() -> Iterator[Watch]:
     assert descriptors().keys() <= before.keys()
 
 
-def test_a_killed_peer_is_told_of_once(watch: Watch) -> None:
+def test_a_killed_peer_is_reported_once(watch: Watch) -> None:
     rank, peer = watch.pair("a", "b")
     rank.waits("c", for_whom=None)
     watch.lose(peer)
@@ -273,7 +273,7 @@ def test_ranks_of_a_server_on_several_hosts_are_watched(watch: Watch) -> None:
     assert watch.lose(second) == [ADDRESS]
 
 
-def test_a_lost_decode_server_is_told_of_once(watch: Watch) -> None:
+def test_a_lost_decode_server_is_reported_once(watch: Watch) -> None:
     peer = Peer(0, 0, 0)
     ranks = processes(peer, ranks=True)
     watch.rank("decode").knows(decode_peers(*ranks))
@@ -296,7 +296,7 @@ def test_decode_servers_of_one_host_are_watched_in_turn(watch: Watch) -> None:
     assert watch.lose(first, 2)[1:] == [processes(first)[0].address]
 
 
-def test_replicas_that_end_together_are_told_of_together(watch: Watch) -> None:
+def test_replicas_that_end_together_are_reported_together(watch: Watch) -> None:
     rank, peer = watch.decode(0, 0, 0, 0)
     for number, process in enumerate(processes(peer)):
         rank.waits(f"of {number}", for_whom=process.address)
@@ -348,7 +348,7 @@ def heartbeat(*names: str, role: Role = "prefill") -> LostPeer:
     return told
 
 
-def test_a_peer_that_flaps_is_told_of_once(watch: Watch) -> None:
+def test_a_peer_that_flaps_is_reported_once(watch: Watch) -> None:
     watch.pair()
     for _ in range(3):
         watch.prober.hear(heartbeat())
