@@ -40,8 +40,6 @@ class Run:
 
     def __init__(self) -> None:
         self.incident = SimpleNamespace(id="one", verdict=SimpleNamespace(kind="hang", text="TP1 hangs."))
-        self.last_signs: dict[int, str] = {}
-        self.is_removed = False
         self.finished = False
         self.silent: list[int] = []
         self.captures = 0
@@ -55,13 +53,9 @@ class Run:
     def is_open(self) -> bool:
         return not self.finished
 
-    def add_silence(self, process: Any, beat: Heartbeat, secs: float) -> None:
+    def add_silence(self, process: Any, _beat: Heartbeat, secs: float) -> None:
         assert secs >= 0
         self.silent.append(process.pid)
-        self.last_signs[process.pid] = beat.doing
-
-    def discard(self) -> None:
-        self.is_removed = True
 
     def capture(self) -> None:
         self.captures += 1
@@ -112,11 +106,8 @@ class Current:
         return self.run is run and self.pardonable
 
     def withdraw(self, run: Run) -> None:
-        if self.run is run:
-            self.discarded.append(run)
-            self.run = None
-        else:
-            run.discard()
+        self.discarded.append(run)
+        self.run = None
 
     def finish_observed(self) -> None:
         self.run.finished = True
@@ -319,7 +310,7 @@ def test_progress_is_noted_when_all_go_on(world: World) -> None:
     (hung_secs,) = first.progress
     assert 24 < hung_secs < 28
     # It stays an incident.
-    assert (world.current.hang, world.current.discarded, first.is_removed) == (None, [], False)
+    assert (world.current.hang, world.current.discarded) == (None, [])
     world.pass_time(20)
     assert [run.progress for run in world.hangs] == [first.progress, []]
     assert world.hangs[1].silent == [10, 11]
@@ -585,16 +576,12 @@ def busy(world: World) -> Run:
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
-@pytest.mark.parametrize("is_at_hand", [False, True])
-def test_a_busy_incident_is_withdrawn_when_the_server_goes_on(world: World, is_whole: bool, is_at_hand: bool) -> None:
+def test_a_busy_incident_is_withdrawn_when_the_server_goes_on(world: World, is_whole: bool) -> None:
     world.pass_time(6 if not is_whole else 15)
     run = busy(world)
     assert run.finished is is_whole
-    if not is_at_hand:
-        world.current.run = None
     world.pass_time(5, world.beat)
-    assert (world.current.discarded, run.is_removed) == (([run], False) if is_at_hand else ([], True))
-    assert world.current.hang is None
+    assert (world.current.discarded, world.current.hang) == ([run], None)
     assert world.said[-1].startswith("Progress returned after ")
     assert world.said[-1].endswith(" s: it was no hang, and incident one is withdrawn.")
 
