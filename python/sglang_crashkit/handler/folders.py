@@ -52,8 +52,8 @@ _MAX_FOLDERS = 1000
 #: So much is written at once (PIPE_BUF).
 _MAX_BYTES = 4096
 _MAX_DESCRIPTORS = 1 << 16
-#: Children of `make_within` that a disk holds up.
-_held_up: set[int] = set()
+#: Those of `make_within`, some of which a disk may hold up.
+_children: set[int] = set()
 
 
 @dataclass
@@ -123,26 +123,26 @@ def make_within(secs: float, make: Callable[[], object]) -> str:
     pid = os.fork()
     if pid == 0:
         _run_alone(theirs, make)
+    _children.add(pid)
     os.close(theirs)
     is_answered = select.select([ours], [], [], secs)[0]
     answer = os.read(ours, _MAX_BYTES) if is_answered else b""
     os.close(ours)
     if not is_answered:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        _held_up.add(pid)
+        os.kill(pid, signal.SIGKILL)
         return f"it did not answer within {secs:g} s"
-    os.waitpid(pid, 0)
+    # It has nothing more to do, but is not waited for: what it touched may hold up its end, too.
+    reap()
     return answer[1:].decode(errors="replace") if answer else "the process that tried died"
 
 
 def reap() -> None:
-    """Reap the children that a disk has let go of by now."""
-    for pid in list(_held_up):
+    """Reap the children that have ended by now."""
+    for pid in list(_children):
         with contextlib.suppress(ChildProcessError):
             if os.waitpid(pid, os.WNOHANG)[0] == 0:
                 continue
-        _held_up.discard(pid)
+        _children.discard(pid)
 
 
 def _run_alone(answer: int, make: Callable[[], object]) -> None:
