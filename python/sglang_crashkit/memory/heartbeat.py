@@ -23,13 +23,14 @@ stands still while the machine is suspended, as the scheduler does (``CLOCK_BOOT
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from sglang_crashkit.memory.ring import create_sealed, is_ring
 
 NAME = "sglang-crashkit-beat"
 
@@ -46,7 +47,6 @@ _MAGIC = (0x5347_4B49_5442_0000 | _VERSION).to_bytes(8, sys.byteorder)
 _BYTES = 64
 #: In these a batch takes in tokens; of others the number is that of a batch before.
 _EXTENDS = frozenset({"extend", "mixed", "split_prefill"})
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class NotAHeartbeatError(Exception):
@@ -102,16 +102,14 @@ class HeartbeatWriter:
         fd: the descriptor to be passed on to a reader.
 
     Raises:
-        OSError: the kernel gives no memory or no descriptor.
+        RingError: the kernel gives no memory or no descriptor; OSError where that shows only later.
     """
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = create_sealed(_BYTES, NAME)
         try:
-            os.fchmod(self.fd, 0o600)
             # Written, not only sized: memory that is not there is missed now and not at the first beat.
-            os.write(self.fd, _MAGIC.ljust(_BYTES, b"\0"))
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            os.pwrite(self.fd, _MAGIC.ljust(_BYTES, b"\0"), 0)
             self._map = mmap.mmap(self.fd, _BYTES)
         except BaseException:
             os.close(self.fd)
@@ -133,13 +131,11 @@ class HeartbeatReader:
 
     Raises:
         NotAHeartbeatError: it is something else, or a heartbeat of another layout.
-        OSError: it is a file, a pipe, a device.
     """
 
     def __init__(self, descriptor: int, modes: Mapping[int, str] | None = None) -> None:
         self._modes = modes or {}
-        is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-        if not is_sealed or os.fstat(descriptor).st_size != _BYTES or os.pread(descriptor, 8, 0) != _MAGIC:
+        if not is_ring(descriptor) or os.fstat(descriptor).st_size != _BYTES or os.pread(descriptor, 8, 0) != _MAGIC:
             raise NotAHeartbeatError("it is no heartbeat, or one of another layout")
         self._map = mmap.mmap(descriptor, _BYTES, prot=mmap.PROT_READ)
         self._words = memoryview(self._map).cast("d")
