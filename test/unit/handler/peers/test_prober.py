@@ -304,24 +304,6 @@ def test_replicas_that_end_together_are_reported_together(watch: Watch) -> None:
     assert sorted(name for lost in watch.lost for name in names(lost)) == [f"of {number}" for number in range(4)]
 
 
-def test_another_peer_that_is_there_is_told_from_none(watch: Watch) -> None:
-    peer, other = Peer(), Peer()
-    watch.rank().knows({ADDRESS: processes(peer), "other:1": processes(other)})
-    watch.connected(peer, other, to=2)
-    watch.lose(peer)
-    assert watch.lost[0].alone is False
-
-
-def test_peers_that_are_lost_together_are_told_together(watch: Watch) -> None:
-    lost = [Peer() for _ in range(4)]
-    watch.rank().knows({f"prefill:{number}": processes(peer) for number, peer in enumerate(lost)})
-    watch.connected(*lost, to=4)
-    for peer in lost:
-        peer.kill()
-    watch.run(until=lambda: len(watch.lost) == 4)
-    assert len(watch.told) <= 2
-
-
 def test_a_peer_that_came_back_may_be_lost_again(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     _rank, peer = watch.pair()
