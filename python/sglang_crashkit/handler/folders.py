@@ -114,10 +114,7 @@ def make_work_folders(
 def make_within(secs: float, make: Callable[[], object]) -> str:
     """Run `make` in a child process and return what went wrong; empty where nothing did.
 
-    Args:
-        secs: how long it may take, in seconds. A child that takes longer is left to itself, killed as soon as the
-            kernel lets go of it, and then reaped by `reap`.
-        make: raises OSError or CrashkitError.
+    A child that takes longer than `secs` is left to itself, killed as soon as the kernel lets go of it, and then reaped.
     """
     ours, theirs = os.pipe()
     pid = os.fork()
@@ -356,11 +353,10 @@ class Place:
             self.spool.rmdir()
 
     def clean_up(self, keys: Collection[str] = ()) -> None:
-        """Remove what is of no use without the server; a record that nobody took in stays.
+        """Remove what is of no use without the server's processes, whose keys these are (see `identity_key`).
 
-        Args:
-            keys: the server's processes, see `identity_key`; a request dump that one of them could not finish is torn,
-                and no pickle. The host's folder may be another server's, too, in which all pids may be the same.
+        A record that nobody took in stays. A request dump that one of them could not finish is torn, and no pickle. The
+        host's folder may be another server's, too, in which all pids may be the same.
         """
         self.remove_own()
         torn = (dump for dump in self.host_folder.glob(".crash_dump_*.partial") if dump.name.split(".")[-2] in keys)

@@ -165,11 +165,7 @@ class HangDetector:
         self._hang = self._session.hang = None
 
     def _is_excused(self, states: dict[int, str]) -> bool:
-        """Say whether there is a reason for silence that is none of the schedulers'.
-
-        Args:
-            states: state letter of each scheduler's main thread, by pid.
-        """
+        """Say whether there is a reason for silence that is none of the schedulers', with these states, by pid."""
         root, shutdown = self._tree.root, self._session.triage.shutdown
         if shutdown.gone_at is not None or shutdown.expected & {root.pid, *states} or self._is_starting():
             return True

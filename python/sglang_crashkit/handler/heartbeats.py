@@ -82,12 +82,9 @@ class Heartbeats:
         self._last: dict[int, Heartbeat] = {}
 
     def follow(self, process: TrackedProcess, descriptor: int | None, modes: object = None) -> None:
-        """Follow the heartbeat that a process passed on, if it is a scheduler.
+        """Follow the heartbeat that a process passed on, if it is a scheduler; its descriptor stays open.
 
-        Args:
-            process: whose it is.
-            descriptor: it stays open.
-            modes: names of the forward modes by their number, as they came; may be anything.
+        `modes` has names of the forward modes by their number, as they came, and may be anything.
         """
         if descriptor is None or not self._is_on:
             return

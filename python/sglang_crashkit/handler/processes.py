@@ -359,11 +359,8 @@ def learn_ranks(
     A worker has no title in its first moments: for the handler it may be any helper then. Where it dies before, and
     multiprocessing reaps it when it starts the next one, the handler may not have seen it at all.
 
-    Args:
-        tree: the server's processes.
-        fields: ``titles`` and ``exit_codes`` by pid, the latter as `multiprocessing` writes them.
-        seconds: when it was said, since the epoch.
-        expected: processes whose end was announced.
+    The fields are ``titles`` and ``exit_codes`` by pid, the latter as `multiprocessing` writes them, said at `seconds`
+    since the epoch; the end of those `expected` was announced.
 
     Returns:
         The ranks that turn out to have failed, and of each whether its exit is not known by now.

@@ -126,12 +126,7 @@ class CrashHandler:
             self.history = ""
 
     def take(self, message: Message, sender: TrackedProcess | None) -> None:
-        """Take in one message.
-
-        Args:
-            message: what was said.
-            sender: the process of the server that said it; None for any other, whose word counts for a teardown only.
-        """
+        """Take in what a process of the server said; None is any other, whose word counts for a teardown only."""
         event, fields = message.event, message.fields
         if sender is not None and "gpu" in fields:
             sender.gpu = fields["gpu"]

@@ -42,10 +42,7 @@ class Link:
     ZeroMQ's does after 30 s (ZMQ_HANDSHAKE_IVL); then it is made anew. A peer that is slow, busy or stopped keeps it,
     because it is the peer's kernel that holds the other end.
 
-    Args:
-        epoll: by which it is noticed that something happened on the connection.
-        host: an IP address; a name is not looked up, which might take any time.
-        port: where a process of the peer listens.
+    The host is an IP address; a name is not looked up, which might take any time.
 
     Attributes:
         since: the first sign that something is wrong, in seconds since the epoch; None while nothing is.
@@ -99,12 +96,7 @@ class Link:
         return -1 if self._socket is None else self._socket.fileno()
 
     def step(self, now: float, happened: int) -> None:
-        """Go on.
-
-        Args:
-            now: the time, by the monotonic clock.
-            happened: what epoll(7) said of the descriptor, 0 for nothing.
-        """
+        """Go on, by the monotonic clock; epoll(7) said of the descriptor what happened, 0 for nothing."""
         if self._socket is None:
             if now >= self._due:
                 self._connect(now)
