@@ -114,7 +114,7 @@ def make_work_folders(
 def make_within(secs: float, make: Callable[[], object]) -> str:
     """Run `make` in a child process and return what went wrong; empty where nothing did.
 
-    A child that takes longer than `secs` is left to itself, killed as soon as the kernel lets go of it, and then reaped.
+    A child that takes longer is left to itself, killed as soon as the kernel lets go of it, and then reaped.
     """
     ours, theirs = os.pipe()
     pid = os.fork()
