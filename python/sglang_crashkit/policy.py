@@ -99,22 +99,15 @@ _OF_ALL = {
 
 
 def decide(mode: Mode, event: Event) -> Action:
-    """Return what is done about an event.
-
-    Args:
-        mode: what the program is.
-        event: what happened.
-    """
+    """Return what is done about an event."""
     return (_OF_SERVER if mode is Mode.SERVER else {}).get(event) or _OF_ALL.get(event, _OBSERVED)
 
 
 def death(*, orderly: bool, draining: bool, replaced: bool = False) -> Event:
-    """Return which event the end of one of the server's processes is.
+    """Return which event the end of one of the server's processes, or of a tokenizer worker (`replaced`), is.
 
-    Args:
-        orderly: it ended with status 0, or by a signal that asks for an end.
-        draining: the server was asked to end. Whoever stops a service or a job signals all of its processes.
-        replaced: it is a tokenizer worker.
+    It is orderly with status 0, or by a signal that asks for an end. Whoever stops a service or a job, and so has the
+    server drain, signals all of its processes.
     """
     if orderly and draining:
         return Event.LEFT
@@ -122,12 +115,7 @@ def death(*, orderly: bool, draining: bool, replaced: bool = False) -> Event:
 
 
 def mode_of(server_args: Any, *, is_program: bool) -> Mode:
-    """Return what the program is that launches a server.
-
-    Args:
-        server_args: SGLang's ``ServerArgs``.
-        is_program: SGLang's own launcher runs it.
-    """
+    """Return what the program is that launches a server; `is_program` says that SGLang's own launcher runs it."""
     # On the command line "none" stands for none.
     if getattr(server_args, "elastic_ep_backend", None) not in (None, "", "none") or _is_fault_tolerant(server_args):
         return Mode.ELASTIC

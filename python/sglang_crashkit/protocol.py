@@ -79,13 +79,10 @@ class HandlerUnreachableError(Exception):
 
 @dataclass(frozen=True)
 class Message:
-    """A message as the handler received it.
+    """A message as the handler received it, from a process and user that the kernel names.
 
     Attributes:
-        event: what happened, such as ``watchdog_timeout``.
-        fields: the rest of the message; of what `EVENTS` lists, only what has the type that belongs there.
-        pid: the sender, by the kernel's word.
-        uid: the sender's user, by the kernel's word.
+        fields: all but the event; of what `EVENTS` lists, only what has the type that belongs there.
         address: where an acknowledgement goes, None when the sender does not wait.
         descriptor: what came with it, open until `close`; None where nothing did, or it was not wanted.
     """
@@ -106,16 +103,12 @@ class Message:
 def notify(socket_path: str, event: str, *, descriptor: int | None = None, **fields: Any) -> None:
     """Send a message and return, at once unless the handler is behind (then within a quarter of a second).
 
-    Args:
-        socket_path: the handler's socket.
-        event: what happened.
-        descriptor: passed on with it; the sender's stays open.
-        fields: the rest of the message, JSON values.
+    A `descriptor` is passed on with it, and stays open here. All fields are JSON values.
 
     Raises:
         HandlerUnreachableError: it could not be handed over.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+    with _datagrams() as sender:
         _send(sender, socket_path, event, fields, _QUEUE_FULL_SECS, descriptor)
 
 
@@ -133,9 +126,9 @@ def request(
     Args:
         socket_path: the handler's socket.
         event: what happened.
-        timeout_secs: the longest to wait, in seconds, as long as the handler does not ask for more.
-        on_wait: told for how many seconds from now the handler asks to wait at most.
-        most_secs: the longest to wait in all, in seconds, whatever the handler asks for.
+        timeout_secs: the longest to wait as long as the handler does not ask for more.
+        on_wait: called with for how many seconds from now the handler asks to wait at most.
+        most_secs: the longest to wait in all, whatever the handler asks for.
         fields: the rest of the message, JSON values.
 
     Returns:
@@ -145,61 +138,48 @@ def request(
     Raises:
         HandlerUnreachableError: the message could not be handed over, or the handler died before it answered.
     """
-    began = time.monotonic()
-    timeout_secs = min(timeout_secs, most_secs)
+    last = time.monotonic() + most_secs
+    deadline = min(time.monotonic() + timeout_secs, last)
     with _reply_socket(Path(socket_path).parent) as (sender, is_bound):
         # Before it is asked: it may be asked to remove that.
         handler_pid = read_handler_pid(Path(socket_path).parent)
-        _send(sender, socket_path, event, fields | ({"wait": True} if is_bound else {}), timeout_secs)
-        if not is_bound:
-            return {}
-        return _await_answer(sender, socket_path, handler_pid, began, timeout_secs, most_secs, on_wait)
-
-
-def _await_answer(
-    sender: socket.socket,
-    socket_path: str,
-    handler_pid: int | None,
-    began: float,
-    timeout_secs: float,
-    most_secs: float,
-    on_wait: Callable[[float], object] | None,
-) -> dict[str, Any]:
-    deadline = began + timeout_secs
-    # Not select(2), which ends at descriptor 1023: a server with many connections is beyond it.
-    poller = select.poll()
-    poller.register(sender, select.POLLIN)
-    reachable = True
-    while True:
-        remaining = deadline - time.monotonic()
-        # Short turns, so that a handler that died while it worked is noticed long before the deadline.
-        if poller.poll(max(0.0, min(remaining, 0.25)) * 1000):
-            answer = _receive_answer(sender, handler_pid)
-            if answer is None:
+        _send(sender, socket_path, event, fields | ({"wait": True} if is_bound else {}), min(timeout_secs, most_secs))
+        # Not select(2), which ends at descriptor 1023: a server with many connections is beyond it.
+        poller = select.poll()
+        poller.register(sender, select.POLLIN)
+        reachable = True
+        while is_bound:
+            remaining = deadline - time.monotonic()
+            # Short turns, so that a handler that died while it worked is noticed long before the deadline.
+            if poller.poll(max(0.0, min(remaining, 0.25)) * 1000):
                 # Somebody else's word moves no deadline.
-                if remaining <= 0:
-                    return {}
-                continue
-            more_secs = _asked_secs(answer)
-            if more_secs is None:
-                return answer
-            deadline = min(time.monotonic() + more_secs, began + most_secs)
-            if on_wait is not None:
-                on_wait(max(0.0, deadline - time.monotonic()))
-            continue
-        if not reachable:
-            raise HandlerUnreachableError(f"the crash handler behind {socket_path} died")
-        if remaining <= 0:
-            return {}
-        # It may have answered before it left, so its mailbox is looked into once more.
-        reachable = is_reachable(socket_path)
+                answer = _receive_answer(sender, handler_pid)
+                if answer is not None:
+                    if WAIT_FIELD not in answer:
+                        return answer
+                    deadline = min(time.monotonic() + _secs(answer[WAIT_FIELD]), last)
+                    if on_wait is not None:
+                        on_wait(max(0.0, deadline - time.monotonic()))
+                    continue
+            elif not reachable:
+                raise HandlerUnreachableError(f"the crash handler behind {socket_path} died")
+            elif remaining > 0:
+                # It may have answered before it left, so its mailbox is looked into once more.
+                reachable = is_reachable(socket_path)
+            if remaining <= 0:
+                break
+    return {}
+
+
+def _datagrams() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
 
 
 @contextlib.contextmanager
 def _reply_socket(folder: Path) -> Iterator[tuple[socket.socket, bool]]:
     """Yield a socket to send from, and whether an answer can reach it at a path in `folder`; that is removed."""
     path = folder / f"reply-{os.getpid()}-{next(_numbers)}.sock"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+    with _datagrams() as sender:
         sender.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         try:
             sender.bind(str(path))
@@ -223,23 +203,19 @@ def _receive_answer(sender: socket.socket, handler_pid: int | None) -> dict[str,
         answer = json.loads(data)
     except (OSError, ValueError, RecursionError):
         return None
-    credentials = _credentials_in(ancillary)
-    is_handlers = credentials is not None and handler_pid is not None and credentials[0] == handler_pid
-    return answer if is_handlers and isinstance(answer, dict) else None
+    pid, _uid = _sender_in(ancillary)
+    return answer if pid is not None and pid == handler_pid and isinstance(answer, dict) else None
 
 
-def _asked_secs(answer: dict[str, Any]) -> float | None:
-    """Return for how many seconds more the handler asks to be waited for; None where this is its last word."""
-    if WAIT_FIELD not in answer:
-        return None
-    seconds = answer[WAIT_FIELD]
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and math.isfinite(seconds)
-    return max(0.0, float(seconds)) if is_number else 0.0
+def _secs(value: object) -> float:
+    """Return the seconds that the handler asks for; 0 where it is no such number."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return max(0.0, float(value)) if is_number else 0.0  # type: ignore[arg-type]
 
 
 def is_reachable(socket_path: str) -> bool:
     """Say whether a process holds the socket at `socket_path` open."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
+    with _datagrams() as probe:
         try:
             probe.connect(socket_path)
         except OSError:
@@ -272,10 +248,9 @@ class Mailbox:
     """The handler's end: receives messages and acknowledges them."""
 
     def __init__(self, receiver: socket.socket) -> None:
-        receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         receiver.setblocking(False)
         self._receiver = receiver
-        self._folder = os.path.dirname(receiver.getsockname())  # noqa: PTH120 - as bytes or text, as the kernel has it
+        self._folder = _folder_of(receiver.getsockname())
 
     @staticmethod
     def bind(path: Path) -> socket.socket:
@@ -284,7 +259,7 @@ class Mailbox:
         Raises:
             OSError: the path is over 107 bytes, taken, or its folder is missing.
         """
-        receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        receiver = _datagrams()
         try:
             receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             receiver.bind(str(path))
@@ -298,11 +273,9 @@ class Mailbox:
         return self._receiver.fileno()
 
     def receive(self, limit: int = 64, *, descriptors: bool = False) -> list[Message]:
-        """Return the messages that are there now; rubbish is passed over.
+        """Return the messages that are there now, `limit` at most; rubbish is passed over.
 
-        Args:
-            limit: so many at most.
-            descriptors: keep the descriptor that came with a message, one at most; the caller closes each message.
+        With `descriptors`, the one that came with a message is kept; then the caller closes each message.
         """
         messages = []
         room = socket.CMSG_SPACE(_CREDENTIALS.size) + descriptors * socket.CMSG_SPACE(_DESCRIPTOR.size)
@@ -326,9 +299,9 @@ class Mailbox:
     @contextlib.contextmanager
     def line_to(self, message: Message) -> Iterator[Callable[..., None]]:
         """Yield what answers a sender that waits, also when the folder of its socket has been removed meanwhile."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as line:
+        with _datagrams() as line:
             reached = False
-            if message.address is not None and os.path.dirname(message.address) == os.fsencode(self._folder):  # noqa: PTH120
+            if message.address is not None and _folder_of(message.address) == self._folder:
                 with contextlib.suppress(OSError):
                     line.connect(message.address)
                     reached = True
@@ -350,21 +323,23 @@ def _passed(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     ]
 
 
-def _credentials_in(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, int, int] | None:
-    """Return pid, uid and gid of a sender by the kernel's word; None where it said nothing."""
+def _sender_in(ancillary: list[tuple[int, int, bytes]]) -> tuple[int | None, int]:
+    """Return pid and uid of a sender by the kernel's word; None for the pid where it said nothing."""
     for level, kind, value in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
-            pid, uid, gid = _CREDENTIALS.unpack(value[: _CREDENTIALS.size])
-            return pid, uid, gid
-    return None
+            pid, uid, _gid = _CREDENTIALS.unpack(value[: _CREDENTIALS.size])
+            return pid, uid
+    return None, 0
+
+
+def _folder_of(address: bytes | str) -> bytes:
+    # Abstract names are bytes, paths are text.
+    return os.path.dirname(os.fsencode(address))  # noqa: PTH120
 
 
 def _decode(data: bytes, ancillary: list[tuple[int, int, bytes]], address: bytes | str | None) -> Message | None:
-    credentials = _credentials_in(ancillary)
-    if credentials is None:
-        return None
-    pid, uid, _gid = credentials
-    if uid not in (os.geteuid(), 0):
+    pid, uid = _sender_in(ancillary)
+    if pid is None or uid not in (os.geteuid(), 0):
         return None
     try:
         fields = json.loads(data)
@@ -374,12 +349,6 @@ def _decode(data: bytes, ancillary: list[tuple[int, int, bytes]], address: bytes
         return None
     event, waits = fields.pop("event"), fields.pop("wait", False) is True
     types = {"time": _NUMBER, **EVENTS.get(event, {})}
-    reply_to = address.encode() if isinstance(address, str) else address
-    return Message(
-        event=event,
-        # The event counts, also where somebody else's version says something of it in another way.
-        fields={name: value for name, value in fields.items() if type(value) in types.get(name, (type(value),))},
-        pid=pid,
-        uid=uid,
-        address=(reply_to or None) if waits else None,
-    )
+    # The event counts, also where somebody else's version says something of it in another way.
+    known = {name: value for name, value in fields.items() if type(value) in types.get(name, (type(value),))}
+    return Message(event, known, pid, uid, os.fsencode(address) if waits and address else None)

@@ -65,27 +65,11 @@ def test_a_message_arrives_with_its_fields_and_the_senders_pid(path: str, mailbo
     assert message.fields == {"pid": 1, "text": "ü", "nothing": None, "path": "/x"}
 
 
-def test_the_sender_is_the_process_that_the_kernel_names(path: str, mailbox: Mailbox) -> None:
-    code = "from sglang_crashkit import protocol\nprotocol.notify(sys.argv[1], 'x', pid=1)\nready(); pause()"
-    with child(code, path) as process:
-        assert receive_one(mailbox).pid == process.pid
-
-
 def test_one_who_waits_gets_the_answer(path: str, mailbox: Mailbox) -> None:
     with answering(mailbox, ack="done") as got:
         assert protocol.request(path, "event", LONG, text="x") == {"ack": "done"}
     assert got[0].fields.keys() == {"time", "text"}
     assert got[0].address is not None
-
-
-def test_one_who_does_not_wait_is_not_answered(path: str, mailbox: Mailbox) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        sender.bind(f"{path}.reply")
-        sender.sendto(b'{"event": "x"}', path)
-        mailbox.acknowledge(receive_one(mailbox), ack="done")
-        sender.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            sender.recv(100)
 
 
 def test_a_handler_that_does_not_answer_ends_the_wait_at_its_time(path: str, mailbox: Mailbox) -> None:
@@ -131,30 +115,31 @@ def test_the_answer_of_a_handler_that_left_right_afterwards_is_not_lost(
     assert protocol.request(path, "event", LONG) == {"ack": "last"}
 
 
-def test_a_queue_that_is_full_is_waited_for(path: str, mailbox: Mailbox) -> None:
-    # GIVEN as many messages as the kernel queues
+@pytest.fixture
+def full(path: str, mailbox: Mailbox) -> Mailbox:
+    """A mailbox with as many messages as the kernel queues."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(BlockingIOError):
         while True:
             sender.sendto(b"rubbish", socket.MSG_DONTWAIT, path)
-    # WHEN the handler comes to reading only later
+    return mailbox
+
+
+def test_a_queue_that_is_full_is_waited_for(path: str, full: Mailbox) -> None:
     got: list[Message] = []
 
     def read_later() -> None:
         time.sleep(0.1)
-        wait_until(lambda: got or got.extend(mailbox.receive()), "the message is there")
-        mailbox.acknowledge(got[0], ack="done")
+        wait_until(lambda: got or got.extend(full.receive()), "the message is there")
+        full.acknowledge(got[0], ack="done")
 
     reader = threading.Thread(target=read_later)
     reader.start()
-    # THEN the message arrives nonetheless
     assert protocol.request(path, "event", LONG) == {"ack": "done"}
     reader.join(LONG)
 
 
-def test_a_handler_that_reads_nothing_does_not_hold_a_sender_for_ever(path: str, mailbox: Mailbox) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, contextlib.suppress(BlockingIOError):
-        while True:
-            sender.sendto(b"rubbish", socket.MSG_DONTWAIT, path)
+@pytest.mark.usefixtures("full")
+def test_a_handler_that_reads_nothing_does_not_hold_a_sender_for_ever(path: str) -> None:
     for attempt in (lambda: protocol.notify(path, "event"), lambda: protocol.request(path, "event", 0.2)):
         with pytest.raises(HandlerUnreachableError):
             attempt()
@@ -178,28 +163,20 @@ def test_rubbish_is_passed_over(path: str, mailbox: Mailbox, data: bytes) -> Non
     assert [message.event for message in mailbox.receive()] == ["good"]
 
 
-def test_descriptors_sent_along_are_not_kept(path: str, mailbox: Mailbox) -> None:
-    before = descriptors()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        rights = array.array("i", [0, 1, 2])
-        sender.sendmsg([b'{"event": "x"}'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], 0, path)
-    assert [message.event for message in mailbox.receive()] == ["x"]
-    assert descriptors().items() <= before.items()
-
-
-@pytest.mark.parametrize("sent", [1, 3])
-def test_a_descriptor_that_is_wanted_is_the_receivers_to_close(path: str, mailbox: Mailbox, sent: int) -> None:
+@pytest.mark.parametrize(("sent", "is_wanted"), [(3, False), (1, True), (3, True)])
+def test_one_descriptor_is_kept_where_it_is_wanted(path: str, mailbox: Mailbox, sent: int, is_wanted: bool) -> None:
     fd = os.memfd_create("passed")
     os.write(fd, b"content")
     before = descriptors()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         rights = array.array("i", [fd] * sent)
-        sender.sendmsg([b'{"event": "x"}'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], 0, path)
-        sender.sendmsg([b"rubbish"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], 0, path)
-    (message,) = mailbox.receive(descriptors=True)
-    assert message.descriptor is not None
-    assert os.pread(message.descriptor, 100, 0) == b"content"
-    assert not os.get_inheritable(message.descriptor)
+        for data in (b'{"event": "x"}', b"rubbish"):
+            sender.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], 0, path)
+    (message,) = mailbox.receive(descriptors=is_wanted)
+    assert (message.descriptor is not None) is is_wanted
+    if message.descriptor is not None:
+        assert os.pread(message.descriptor, 100, 0) == b"content"
+        assert not os.get_inheritable(message.descriptor)
     message.close()
     assert descriptors().items() <= before.items()
     os.close(fd)
@@ -211,7 +188,7 @@ def test_a_message_carries_a_descriptor(path: str, mailbox: Mailbox) -> None:
     with child(code, path) as process:
         process.kill()
         (message,) = mailbox.receive(descriptors=True)
-    assert (message.event, message.fields["more"]) == ("x", 1)
+    assert (message.event, message.pid, message.fields["more"]) == ("x", process.pid, 1)
     assert "descriptor" not in message.fields
     assert message.descriptor is not None
     # The sender may be gone.
@@ -280,15 +257,25 @@ def test_a_handler_that_did_not_say_who_it_is_is_not_believed(path: str, mailbox
         assert protocol.request(path, "event", 0.5) == {}
 
 
-def test_one_who_waits_elsewhere_is_not_answered(path: str, mailbox: Mailbox, tmp_path: Path) -> None:
-    for elsewhere in (tmp_path / "s", "\0crashkit-test"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.bind(str(elsewhere))
-            sender.sendto(b'{"event": "x", "wait": true}', path)
-            mailbox.acknowledge(receive_one(mailbox), ack="done")
-            sender.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                sender.recv(100)
+@pytest.mark.parametrize(
+    ("address", "data"),
+    [
+        ("{0}.reply", b'{"event": "x"}'),
+        ("{1}/s", b'{"event": "x", "wait": true}'),
+        ("\0crashkit-test", b'{"event": "x", "wait": true}'),
+    ],
+    ids=["does not wait", "elsewhere", "abstract"],
+)
+def test_one_who_does_not_wait_here_is_not_answered(
+    path: str, mailbox: Mailbox, tmp_path: Path, address: str, data: bytes
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.bind(address.format(path, tmp_path))
+        sender.sendto(data, path)
+        mailbox.acknowledge(receive_one(mailbox), ack="done")
+        sender.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            sender.recv(100)
 
 
 def test_a_message_arrives_where_there_is_no_room_for_a_reply(

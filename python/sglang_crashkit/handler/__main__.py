@@ -24,7 +24,6 @@ import setproctitle
 from sglang_crashkit.handler.folders import (
     Place,
     WorkFolders,
-    lock_spool,
     make_work_folders,
     remove_empty_spools,
     remove_runtime_folders,
@@ -33,6 +32,7 @@ from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.incident.history import recent_crashes
 from sglang_crashkit.incident.recovery import finish_abandoned
 from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
 from sglang_crashkit.kernel.identity_key import key_of
 from sglang_crashkit.kernel.private_files import write_private
@@ -94,10 +94,14 @@ def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
     )
     if args.core_file:
         os.environ["CUDA_COREDUMP_FILE"] = folders.core_file
-    lock = lock_spool(folders.spool)
+    # By it others know that the spool is in use.
+    lock = FolderLock(folders.spool)
     undo.callback(lock.release)
+    with contextlib.suppress(OSError):
+        lock.acquire()
     place = Place(folders.host_folder, folders.spool, args.runtime)
-    undo.callback(_remove_empty, folders.spool)
+    undo.push(contextlib.suppress(OSError))
+    undo.callback(folders.spool.rmdir)
     mailbox = Mailbox(socket.socket(fileno=args.socket_fd))
     guard_reads(GuardedReader())
     handler = CrashHandler(args.server_pid, mailbox, place, Settings.from_environ())
@@ -109,7 +113,7 @@ def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
             logger.info("incident %s of a killed crash handler is finished", path)
         remove_empty_spools(folder / "incidents")
     remove_runtime_folders(args.runtime.parent)
-    handler.tell(recent_crashes(place.host_folder / "incidents"))
+    handler.history = recent_crashes(place.host_folder / "incidents")
     # From here on the handler cleans up itself: while the server lives, its ranks use what is there.
     undo.pop_all()
     handler.run()
@@ -120,11 +124,6 @@ def _remove_if_own(runtime: Path) -> None:
     """Remove the runtime folder, unless the server gave this handler up and started another one at the same place."""
     if read_handler_pid(runtime) == os.getpid():
         shutil.rmtree(runtime, ignore_errors=True)
-
-
-def _remove_empty(spool: Path) -> None:
-    with contextlib.suppress(OSError):
-        spool.rmdir()
 
 
 def _say_ready(folders: WorkFolders) -> bool:

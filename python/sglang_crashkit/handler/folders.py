@@ -1,19 +1,14 @@
-"""Make the folders that a crash handler works in, on disks that may not answer.
+"""The folders that a crash handler works in: made on disks that may not answer, kept from cleaners, and removed.
 
 The crash folder may lie on a network disk whose server is gone; whoever touches it then stands still for as long as
 that lasts, and no signal ends it. So each is made in a child process, which is left to itself where it takes too long.
 Nothing is changed of what was there before: an operator's folder keeps its permissions.
 
-Keep cleaners of the temporary folder away from the runtime folder for as long as the server lives.
-
 ``systemd-tmpfiles`` removes what was not touched for ten days, sockets included, but leaves a folder alone, with all
 that is below it, which somebody has locked by flock(2); see tmpfiles.d(5). Others go by the time of the last change.
 
-Remove what servers left whose crash handler was ended with them, as with process 1 of a container: it tells nothing.
-
-Whoever may be at work holds a lock on its folder. A record that nobody took in is no empty folder, and stays.
-
-Where one crash handler works on disk.
+What servers left whose crash handler was ended with them, as with process 1 of a container, tells nothing. Whoever may
+be at work holds a lock on its folder. A record that nobody took in is no empty folder, and stays.
 """
 
 from __future__ import annotations
@@ -40,30 +35,34 @@ from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.kernel.identity_key import own_namespace
 from sglang_crashkit.kernel.private_files import make_private_folder
-from sglang_crashkit.protocol import Message
 from sglang_crashkit.settings import RUN, DiskLimits, fallback_folder
 
 logger = logging.getLogger(__name__)
 
 #: A disk that answers does it within this time, in seconds.
 ANSWER_SECS = 2.0
+#: The shortest age that a cleaner goes by is a day; seconds.
+_TOUCH_SECS = 6 * 3600.0
+#: A cleaner that looks at a folder just now has it locked for a moment, in seconds.
+_LOCK_SECS = 0.5
+#: A folder without an owner may be one that its owner is about to lock, for this long, in seconds.
+_AGE_SECS = 10.0
 
+_MAX_FOLDERS = 1000
+#: So much is written at once (PIPE_BUF).
 _MAX_BYTES = 4096
 _MAX_DESCRIPTORS = 1 << 16
-#: Children of `make_within` that a disk holds up.
-_held_up: set[int] = set()
+#: Those of `make_within`, some of which a disk may hold up.
+_children: set[int] = set()
 
 
 @dataclass
 class WorkFolders:
-    """Where the handler works, and what could not be made.
+    """Where the handler works, and what the server's log is to say of what could not be made; see `Place`.
 
     Attributes:
-        host_folder: the host's folder in the crash folder, or in the fallback folder.
-        spool: where failing ranks leave their records.
         core_file: the template of the names of GPU cores; empty where there is none.
         flight_folder: where PyTorch's flight recorder writes; None where it cannot.
-        warnings: what the server's log is to say.
     """
 
     host_folder: Path
@@ -79,7 +78,7 @@ def make_work_folders(
     """Make the folders; each of them that cannot be in the crash folder is below the fallback folder.
 
     Args:
-        crash_folder: what the server was given as ``--crash-dump-folder``, absolute; None where it was given none.
+        crash_folder: the server's ``--crash-dump-folder``, absolute; None where it was given none.
         key: the server's; see `identity_key`.
         core_file: the template of the names of GPU cores, as CUDA expands it; empty for none.
         flight_folder: where PyTorch's flight recorder is to write; empty where it is not used.
@@ -94,7 +93,8 @@ def make_work_folders(
     warnings = []
     for host_folder in candidates:
         spool = host_folder / "incidents" / f"{SPOOL}{key}"
-        problem = make_within(secs, functools.partial(_make_host_folder, host_folder, spool))
+        # A folder that is there may still be full or read-only; the spool shows it.
+        problem = make_within(secs, functools.partial(_make_each, host_folder, spool.parent, spool))
         if not problem:
             break
         advice = "next: check the --crash-dump-folder" if crash_folder else "next: set TMPDIR"
@@ -114,42 +114,32 @@ def make_work_folders(
 def make_within(secs: float, make: Callable[[], object]) -> str:
     """Run `make` in a child process and return what went wrong; empty where nothing did.
 
-    Args:
-        secs: how long it may take, in seconds. A child that takes longer is left to itself, killed as soon as the
-            kernel lets go of it, and then reaped by `reap`.
-        make: raises OSError or CrashkitError.
+    A child that takes longer is left to itself, killed as soon as the kernel lets go of it, and then reaped.
     """
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
         _run_alone(theirs, make)
+    _children.add(pid)
     os.close(theirs)
-    answer, deadline = b"", time.monotonic() + secs
-    try:
-        while True:
-            if not select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                _held_up.add(pid)
-                return f"it did not answer within {secs:g} s"
-            chunk = os.read(ours, _MAX_BYTES)
-            if not chunk:
-                break
-            answer += chunk
-    finally:
-        os.close(ours)
-    os.waitpid(pid, 0)
-    words, _, end = answer.decode(errors="replace").rpartition("\n")
-    return words if end == "done" else "the process that tried died"
+    is_answered = select.select([ours], [], [], secs)[0]
+    answer = os.read(ours, _MAX_BYTES) if is_answered else b""
+    os.close(ours)
+    if not is_answered:
+        os.kill(pid, signal.SIGKILL)
+        return f"it did not answer within {secs:g} s"
+    # It has nothing more to do, but is not waited for: what it touched may hold up its end, too.
+    reap()
+    return answer[1:].decode(errors="replace") if answer else "the process that tried died"
 
 
 def reap() -> None:
-    """Reap the children that a disk has let go of by now."""
-    for pid in list(_held_up):
+    """Reap the children that have ended by now."""
+    for pid in list(_children):
         with contextlib.suppress(ChildProcessError):
             if os.waitpid(pid, os.WNOHANG)[0] == 0:
                 continue
-        _held_up.discard(pid)
+        _children.discard(pid)
 
 
 def _run_alone(answer: int, make: Callable[[], object]) -> None:
@@ -166,16 +156,14 @@ def _run_alone(answer: int, make: Callable[[], object]) -> None:
         words = f"{type(error).__name__}: {error}"
     finally:
         with contextlib.suppress(OSError):
-            os.write(answer, words.encode(errors="backslashreplace")[: _MAX_BYTES // 2] + b"\ndone")
+            os.write(answer, b"\n" + words.encode(errors="backslashreplace")[: _MAX_BYTES - 1])
         os._exit(0)
 
 
-def _make_host_folder(host_folder: Path, spool: Path) -> None:
+def _make_each(*folders: Path) -> None:
     # One after the other: a link that somebody put in a shared crash folder is not followed.
-    make_private_folder(host_folder)
-    make_private_folder(host_folder / "incidents")
-    # A folder that is there may still be full or read-only; the spool shows it.
-    make_private_folder(spool)
+    for folder in folders:
+        make_private_folder(folder)
 
 
 def _make_core_folder(
@@ -220,42 +208,19 @@ def _make_flight_folder(folders: WorkFolders, wanted: str, secs: float, *, moved
     other = folders.host_folder / Path(wanted).name
     for folder in [other] if moved else [Path(wanted), other]:
         # What is not there when it is asked for is never written.
-        if not make_within(secs, functools.partial(_make_both, folder)):
+        if not make_within(secs, functools.partial(_make_each, folder.parent, folder)):
             folders.flight_folder = folder
             return
 
 
-def _make_both(folder: Path) -> None:
-    make_private_folder(folder.parent)
-    make_private_folder(folder)
-
-
-def lock_spool(spool: Path) -> FolderLock:
-    """Lock the spool for as long as this process lives, by which others know that it is in use."""
-    lock = FolderLock(spool)
-    with contextlib.suppress(OSError):
-        lock.acquire()
-    return lock
-
-
-#: The shortest age that a cleaner goes by is a day; seconds.
-_TOUCH_SECS = 6 * 3600.0
-#: A cleaner that looks at a folder just now has it locked for a moment, in seconds.
-_LOCK_SECS = 0.5
-
-
 class KeptFolder:
-    """The runtime folder of one server, in use.
-
-    Args:
-        runtime: locked for this process alone; the two above it, which are the kit's own, together with the handlers of
-            other servers.
-    """
+    """The runtime folder of one server, locked; the kit's own two above it together with handlers of other servers."""
 
     def __init__(self, runtime: Path) -> None:
         self._runtime = runtime
-        self._above = [runtime.parent.parent, runtime.parent] if runtime.parent.name == RUN else []
-        self._locks = [*(FolderLock(folder, shared=True) for folder in self._above), FolderLock(runtime)]
+        above = [runtime.parent.parent, runtime.parent] if runtime.parent.name == RUN else []
+        self._folders = [*above, runtime]
+        self._locks = [*(FolderLock(folder, shared=True) for folder in above), FolderLock(runtime)]
         for lock in self._locks:
             with contextlib.suppress(OSError):
                 lock.acquire(_LOCK_SECS)
@@ -266,9 +231,9 @@ class KeptFolder:
         if time.monotonic() < self._due:
             return
         self._due = time.monotonic() + _TOUCH_SECS
-        folders = [*self._above, self._runtime]
+        folders = [*self._folders]
         with contextlib.suppress(OSError):
-            folders += [Path(entry.path) for entry in os.scandir(self._runtime)]
+            folders += self._runtime.iterdir()
         for path in folders:
             with contextlib.suppress(OSError):
                 os.utime(path, follow_symlinks=False)
@@ -279,11 +244,6 @@ class KeptFolder:
         """Let go of it."""
         for lock in self._locks:
             lock.release()
-
-
-#: A folder without an owner may be one that its owner is about to lock, for this long, in seconds.
-_AGE_SECS = 10.0
-_MAX = 1000
 
 
 def remove_empty_spools(incidents: Path) -> None:
@@ -310,7 +270,7 @@ def _free_folders(parent: Path, prefix: str) -> Iterator[Path]:
         names = [entry.name for entry in os.scandir(parent) if entry.name.startswith(prefix)]
     except OSError:
         return
-    for name in names[:_MAX]:
+    for name in names[:_MAX_FOLDERS]:
         lock = FolderLock(parent / name)
         with contextlib.suppress(OSError):
             status = (parent / name).lstat()
@@ -341,7 +301,7 @@ class Place:
     """Where the handler works.
 
     Attributes:
-        host_folder: the host's folder in the crash folder; incidents go below it.
+        host_folder: the host's folder in the crash folder, or in the fallback folder; incidents go below it.
         spool: where failing ranks leave their records.
         runtime: the folder of the socket, removed at the end.
     """
@@ -351,31 +311,22 @@ class Place:
     runtime: Path
 
     def make_folder(self, kind: str, seconds: float, limits: DiskLimits) -> IncidentFolder:
-        """Make an incident's folder, in another place where the crash folder cannot be used.
-
-        Args:
-            kind: see `IncidentRun`.
-            seconds: when it happened, since the epoch.
-            limits: what it may take of the disk.
+        """Make the folder of an incident that happened at `seconds`, since the epoch.
 
         Returns:
-            One that keeps nothing, and says why, where there is no place at all.
+            One in another place where the crash folder cannot be used; where there is no place at all, one that keeps
+            nothing, and says why.
         """
-        problems = []
+        pid, problems = self.runtime.name.partition("-")[0], []
+        server = int(pid) if pid.isdecimal() else 0
         for folder in (self.host_folder, fallback_folder()):
             try:
                 elsewhere = [other / "incidents" for other in self.earlier() if other != folder]
-                return IncidentFolder(folder / "incidents", kind, new_id(), seconds, limits, elsewhere, self._server)
+                return IncidentFolder(folder / "incidents", kind, new_id(), seconds, limits, elsewhere, server)
             except (OSError, CrashkitError) as error:
                 problems.append(f"no incident can be written below {folder}: {error}")
                 logger.error("%s", problems[-1])
         return NullFolder("; ".join(problems))
-
-    @property
-    def _server(self) -> int:
-        """The server's pid, 0 where that is not known."""
-        pid = self.runtime.name.partition("-")[0]
-        return int(pid) if pid.isdecimal() else 0
 
     def earlier(self) -> list[Path]:
         """Return the folders in which an earlier server on this host may have left incidents.
@@ -386,12 +337,9 @@ class Place:
         fallback = fallback_folder()
         return list(dict.fromkeys([self.host_folder, fallback / self.host_folder.name, fallback]))
 
-    def record_of(self, message: Message) -> Path | None:
+    def record_of(self, record: str | None) -> Path | None:
         """Return the record that a failing rank says it left; None where it is none of the spool's."""
-        record = message.fields.get("record")
-        if not isinstance(record, str):
-            return None
-        path = Path(record)
+        path = Path(record or "")
         try:
             is_record = path.parent == self.spool and path.is_file() and not path.is_symlink()
         except OSError:
@@ -405,19 +353,16 @@ class Place:
             self.spool.rmdir()
 
     def clean_up(self, keys: Collection[str] = ()) -> None:
-        """Remove what is of no use without the server; a record that nobody took in stays.
+        """Remove what is of no use without the server's processes, whose keys these are (see `identity_key`).
 
-        Args:
-            keys: the server's processes, see `identity_key`; a request dump that one of them could not finish is torn,
-                and no pickle. The host's folder may be another server's, too, in which all pids may be the same.
+        A record that nobody took in stays. A request dump that one of them could not finish is torn, and no pickle. The
+        host's folder may be another server's, too, in which all pids may be the same.
         """
         self.remove_own()
-        for torn in self.host_folder.glob(".crash_dump_*.partial"):
-            if torn.name.split(".")[-2] in keys:
-                with contextlib.suppress(OSError):
-                    torn.unlink()
-        for dump in (self.host_folder / "flight_recorder").glob("*-*-*-rank*"):
-            # Nobody took it in, as one that came when the incident was finished.
-            if dump.name.partition("-rank")[0] in keys:
-                with contextlib.suppress(OSError):
-                    dump.unlink()
+        torn = (dump for dump in self.host_folder.glob(".crash_dump_*.partial") if dump.name.split(".")[-2] in keys)
+        # Nobody took it in, as one that came when the incident was finished.
+        flight = (self.host_folder / "flight_recorder").glob("*-*-*-rank*")
+        late = (dump for dump in flight if dump.name.partition("-rank")[0] in keys)
+        for dump in (*torn, *late):
+            with contextlib.suppress(OSError):
+                dump.unlink()

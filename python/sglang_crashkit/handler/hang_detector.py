@@ -23,18 +23,17 @@ taken for a hang after a long time.
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 
 from sglang_crashkit.analysis.verdict import BUSY_TOO_LONG
 from sglang_crashkit.handler.collectors.server_log import log_lines
-from sglang_crashkit.handler.collectors.steps import modes_of
+from sglang_crashkit.handler.heartbeats import FollowedHeartbeat, by_last_sign
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import Session
+from sglang_crashkit.handler.state import Seen
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.memory.heartbeat import Beat, BeatReader, NotABeatError
 from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -60,18 +59,13 @@ _AT_END_SECS = 5.0
 _RETRY_SECS = 10.0
 #: Whoever is silent for this share of the time that one was, hangs with it.
 _TOGETHER = 0.5
+SNAPSHOTS, SNAPSHOT_INTERVAL_SECS = 3, 2.0
+#: One sign is not yet a server that goes on: the batch that was stuck may end, and the next one not.
+_SIGNS_OF_PROGRESS = 2
 
 
 class HangDetector:
-    """Follows the heartbeats of one server.
-
-    Args:
-        tree: the server's processes.
-        session: the incident at hand.
-        settings: how long a silence is a hang.
-        say: writes a line to the server's own log.
-        clock: the time in seconds, from wherever.
-    """
+    """Decides by the heartbeats of one server, and by their clock, whether it hangs; says so in the server's log."""
 
     def __init__(
         self,
@@ -85,72 +79,14 @@ class HangDetector:
         self._say = say
         self._tree = tree
         self._session = session
+        self._heartbeats = session.received.heartbeats
         self._budget_secs = settings.budget_secs
-        self._hang_secs = max(settings.hang_secs, _SHORTEST_SECS) if settings.hang_secs else 0.0
+        self._hang_secs = max(settings.hang_secs, _SHORTEST_SECS)
         self._interval_secs = min(_LONGEST_INTERVAL_SECS, self._hang_secs / 10)
-        self._heartbeats: dict[int, Heartbeat] = {}
-        #: Pids of schedulers that have begun their loop and cannot be followed.
-        self._unfollowed: set[int] = set()
         self._hang: Hang | None = None
         self._looked_at = self._not_before = 0.0
         self._compiled_at = float("-inf")
-        #: What the heartbeats of those that are not followed any more said last, by pid.
-        self._last: dict[int, Beat] = {}
-        session.silences = self
-
-    def follow(self, process: TrackedProcess, descriptor: int | None, modes: object = None) -> None:
-        """Follow the heartbeat of a scheduler.
-
-        Args:
-            process: the scheduler.
-            descriptor: its heartbeat, passed on to this process; it stays open.
-            modes: names of the forward modes by their number, as they came; may be anything.
-        """
-        if descriptor is None or not self._hang_secs:
-            return
-        if process.role != "scheduler":
-            # The tree looks for titles every few seconds only, and this one may be newer.
-            self._tree.reread_title(process)
-            if process.role != "scheduler":
-                return
-        try:
-            reader = BeatReader(os.getpid(), descriptor, modes_of(modes))
-        except (OSError, NotABeatError) as error:
-            self._unfollowed.add(process.pid)
-            logger.warning(
-                "%s (pid %d) cannot be followed, so that it hangs is seen only by others that wait for it: %s",
-                process.title,
-                process.pid,
-                error,
-            )
-            return
-        if not self._heartbeats:
-            self._looked_at = self._clock()
-        if process.pid in self._heartbeats:
-            self._heartbeats[process.pid].close()
-        self._heartbeats[process.pid] = Heartbeat(process, reader)
-
-    def last_signs(self) -> dict[int, Beat]:
-        """Return what the heartbeat of each scheduler says, or said last, by pid; it outlives the process."""
-        return self._last | {pid: heartbeat.last() for pid, heartbeat in self._heartbeats.items()}
-
-    def silent(self, secs: float) -> list[Heartbeat]:
-        """Return the schedulers that gave no sign in the last `secs` seconds, that first which fell silent first.
-
-        That one is silent does not mean that it hangs; see `begin_at_end`.
-        """
-        now = self._clock()
-        for heartbeat in self._living():
-            heartbeat.catch_up(now)
-        return sorted(
-            (heartbeat for heartbeat in self._living() if heartbeat.silent_secs >= secs and not heartbeat.beat.is_off),
-            key=_by_last_sign,
-        )
-
-    def add_silence(self, run: IncidentRun, secs: float) -> None:
-        """Take into an incident which schedulers are silent; see `silent`."""
-        for heartbeat in self.silent(secs):
-            run.add_silence(heartbeat.process, heartbeat.beat, heartbeat.silent_secs)
+        session.begin_hang_at_end = self.begin_at_end
 
     def begin_at_end(self) -> None:
         """Take what is silent as the server is asked to end for a hang, unless one is at hand.
@@ -158,33 +94,33 @@ class HangDetector:
         Whoever asked it to end may kill it before a hang is noticed otherwise. It may be no more than a long batch, so
         the incident is removed where the schedulers go on, or the server ends in good order.
         """
-        silent = self.silent(min(_AT_END_SECS, self._hang_secs / 2)) if self._hang is None else []
-        if silent and not self._is_excused(
-            {heartbeat.process.pid: _state_of(heartbeat.process) for heartbeat in self._living()}
-        ):
+        if self._hang is not None:
+            return
+        silent = self._heartbeats.silent(min(_AT_END_SECS, self._hang_secs / 2))
+        states = {heartbeat.process.pid: _state_of(heartbeat.process) for heartbeat in self._heartbeats.living()}
+        if silent and not self._is_excused(states):
             self._begin(silent, "silent_at_sigterm", pardonable=True)
 
     def next_due(self) -> float:
         """Return when `act_on_time` has something to do, by the monotonic clock."""
-        if not self._heartbeats:
+        if not self._heartbeats.followed:
             return float("inf")
-        look = self._looked_at + self._interval_secs
+        look = self._last_look + self._interval_secs
         return look if self._hang is None else min(look, self._hang.next_snapshot)
 
     def act_on_time(self) -> None:
         """Do what is due by now."""
-        now = self._clock()
-        if self._heartbeats and now >= self._looked_at + self._interval_secs:
-            # A look that comes late saw nothing of what it missed.
-            seen_secs = min(now - self._looked_at, 2 * self._interval_secs)
+        now, last_look = self._clock(), self._last_look
+        if self._heartbeats.followed and now >= last_look + self._interval_secs:
             self._looked_at = now
-            self._look(seen_secs)
+            # A look that comes late saw nothing of what it missed.
+            self._look(min(now - last_look, 2 * self._interval_secs))
         if self._hang is not None and self._clock() >= self._hang.next_snapshot:
             if self._session.gpus.writing_cores:
                 # A snapshot may signal the processes.
                 self._hang.next_snapshot = self._clock() + self._interval_secs
             elif not self._hang.run.is_open:
-                self._hang.end_snapshots()
+                self._hang.next_snapshot = float("inf")
             elif self._hang.take_snapshot():
                 self._session.finish_observed()
                 if self._hang.run.finished:
@@ -192,74 +128,66 @@ class HangDetector:
                         self._say(line)
                     self._say(self._hang.in_words())
 
+    @property
+    def _last_look(self) -> float:
+        return max(self._looked_at, self._heartbeats.began_at)
+
     def _look(self, seen_secs: float) -> None:
-        for pid, heartbeat in list(self._heartbeats.items()):
-            if heartbeat.process.exited_at is None:
-                heartbeat.look(seen_secs)
-            if heartbeat.process.exited_at is not None or heartbeat.beat.is_off:
-                # One that lives beats no more, for a reason that it has logged.
-                self._unfollowed.add(pid)
-                if not heartbeat.beat.is_off:
-                    self._last[pid] = heartbeat.last()
-                del self._heartbeats[pid]
-                heartbeat.close()
-        longest = max((heartbeat.silent_secs for heartbeat in self._heartbeats.values()), default=0.0)
+        self._heartbeats.look(seen_secs)
+        heartbeats = self._heartbeats.living()
+        longest = max((heartbeat.silent_secs for heartbeat in heartbeats), default=0.0)
         if longest > 2 * self._interval_secs:
-            states = {pid: _state_of(heartbeat.process) for pid, heartbeat in self._heartbeats.items()}
+            states = {heartbeat.process.pid: _state_of(heartbeat.process) for heartbeat in heartbeats}
             if self._is_excused(states):
-                for heartbeat in self._heartbeats.values():
+                for heartbeat in heartbeats:
                     heartbeat.hold(seen_secs)
                 return
             limit = self._hang_secs * self._patience(states)
-            silent = [heartbeat for heartbeat in self._heartbeats.values() if heartbeat.silent_secs >= limit]
-            is_compiling = self._hang is None and self._is_compiling(longest, limit)
-            if silent and self._hang is None and not is_compiling and self._looked_at >= self._not_before:
-                together = [
-                    heartbeat for heartbeat in self._heartbeats.values() if heartbeat.silent_secs >= _TOGETHER * longest
-                ]
-                self._begin(sorted(together, key=_by_last_sign), "no_progress")
-            elif silent and self._hang is not None:
+            silent = by_last_sign(heartbeat for heartbeat in heartbeats if heartbeat.silent_secs >= limit)
+            together = by_last_sign(one for one in heartbeats if one.silent_secs >= _TOGETHER * longest)
+            if self._hang is None:
+                is_compiling = self._is_compiling(together, longest, limit)
+                if silent and not is_compiling and self._looked_at >= self._not_before:
+                    self._begin(together, "no_progress")
+            elif silent:
                 self._hang.spread(silent)
                 if self._hang.is_busy and longest >= _COMPILING_FACTOR * self._hang_secs:
                     self._session.withdraw(self._hang.run)
                     self._hang = self._session.hang = None
-                    self._begin(sorted(silent, key=_by_last_sign), BUSY_TOO_LONG)
+                    self._begin(silent, BUSY_TOO_LONG)
         if self._hang is not None and self._hang.is_over():
-            hang = self._hang
-            # Otherwise it is over because they are dead.
-            if self._heartbeats and (hang.is_busy or self._session.is_pardonable(hang.run)):
-                logger.info("the schedulers go on: it was no hang")
-                self._session.withdraw(hang.run)
-                if hang.is_busy:
-                    self._say(f"{hang.ended}: it was no hang, and incident {hang.run.incident.id} is withdrawn.")
-            self._hang = self._session.hang = None
+            self._end(self._hang)
 
-    def _is_excused(self, states: Mapping[int, str]) -> bool:
-        """Say whether there is a reason for silence that is none of the schedulers'.
+    def _end(self, hang: Hang) -> None:
+        # Otherwise it is over because they are dead.
+        if self._heartbeats.followed and (hang.is_busy or self._session.is_pardonable(hang.run)):
+            logger.info("the schedulers go on: it was no hang")
+            self._session.withdraw(hang.run)
+            if hang.is_busy:
+                self._say(f"{hang.ended}: it was no hang, and incident {hang.run.incident.id} is withdrawn.")
+        self._hang = self._session.hang = None
 
-        Args:
-            states: state letter of each scheduler's main thread.
-        """
+    def _is_excused(self, states: dict[int, str]) -> bool:
+        """Say whether there is a reason for silence that is none of the schedulers', with these states, by pid."""
         root, shutdown = self._tree.root, self._session.triage.shutdown
-        expected = shutdown.expected
-        if shutdown.gone_at is not None or root.pid in expected or expected & states.keys():
-            return True
-        if self._is_starting():
+        if shutdown.gone_at is not None or shutdown.expected & {root.pid, *states} or self._is_starting():
             return True
         stopped_as_a_whole = set(states.values()) <= {"T"} and _state_of(root) in "Tt"
         return stopped_as_a_whole or "t" in states.values()
 
     def _is_starting(self) -> bool:
         """Say whether a scheduler may not be ready yet; where one has begun a batch, all are."""
-        if any(heartbeat.beat.batches for heartbeat in self._heartbeats.values()):
+        heartbeats = self._heartbeats
+        if any(heartbeat.beat.batches for heartbeat in heartbeats.followed.values()):
             return False
-        known = self._heartbeats.keys() | self._unfollowed
+        known = heartbeats.followed.keys() | heartbeats.unfollowed
         return any(process.role == "scheduler" and process.pid not in known for process in self._tree.alive())
 
-    def _patience(self, states: Mapping[int, str]) -> int:
+    def _patience(self, states: dict[int, str]) -> int:
         """Return by what the time is multiplied after which a silence is a hang."""
         # Whatever one that is stopped has to do, it does not do it.
-        beats = [heartbeat.beat for pid, heartbeat in self._heartbeats.items() if states[pid] != "T"]
+        running = (pid for pid, state in states.items() if state != "T")
+        beats = [self._heartbeats.followed[pid].beat for pid in running]
         if any(beat.is_busy and not beat.in_batch for beat in beats):
             return _BUSY_FACTOR
         working = [beat for beat in beats if beat.in_batch]
@@ -267,26 +195,21 @@ class HangDetector:
         longest = max((beat.tokens for beat in working), default=0)
         return max(first, min(longest // _USUAL_TOKENS, _COMPILING_FACTOR))
 
-    def _is_compiling(self, longest: float, limit: float) -> bool:
+    def _is_compiling(self, silent: list[FollowedHeartbeat], longest: float, limit: float) -> bool:
         """Say whether a compiler ran lately for a silent scheduler, as long as that may take."""
         if longest < _LOOK_FOR_COMPILERS * limit or longest >= _COMPILING_FACTOR * self._hang_secs:
             return False
-        silent = [
-            heartbeat.process.pid
-            for heartbeat in self._heartbeats.values()
-            if heartbeat.silent_secs >= _TOGETHER * longest
-        ]
-        if any(has_compiler(pid) for pid in silent):
+        if any(has_compiler(heartbeat.process.pid) for heartbeat in silent):
             self._compiled_at = self._looked_at
         return self._looked_at - self._compiled_at < limit
 
-    def _living(self) -> list[Heartbeat]:
-        return [heartbeat for heartbeat in self._heartbeats.values() if heartbeat.process.exited_at is None]
-
-    def _begin(self, silent: Sequence[Heartbeat], trigger: str, *, pardonable: bool = False) -> None:
+    def _begin(self, silent: list[FollowedHeartbeat], trigger: str, *, pardonable: bool = False) -> None:
         longest = max(heartbeat.silent_secs for heartbeat in silent)
         process, secs = silent[0].process, self._budget_secs
-        run = self._session.open_observed("hang", trigger, process, secs, pardonable=pardonable)
+        its = Seen(
+            "observed", process.pid, process.role, kind="hang", trigger=trigger, secs=secs, pardonable=pardonable
+        )
+        run = self._session.open_observed(its, process)
         if run is None:
             # Something worse is under way, or there is no room for it.
             self._not_before = self._looked_at + _RETRY_SECS
@@ -299,30 +222,10 @@ class HangDetector:
         logger.info("%d scheduler(s) made no progress for %.1f s", len(silent), longest)
 
 
-def _by_last_sign(heartbeat: Heartbeat) -> tuple[float, int]:
-    return (heartbeat.beat.at, heartbeat.process.pid)
-
-
-def _state_of(process: TrackedProcess) -> str:
-    stat = procfs.read_stat(process.pid)
-    return stat.state if stat is not None else "X"
-
-
-SNAPSHOTS, SNAPSHOT_INTERVAL_SECS = 3, 2.0
-#: One sign is not yet a server that goes on: the batch that was stuck may end, and the next one not.
-_SIGNS_OF_PROGRESS = 2
-
-
 class Hang:
-    """Schedulers that make no progress.
-
-    Args:
-        run: the incident, of which the first snapshot is taken at once.
-        silent_secs: for how long the first of them was silent by now, in seconds.
-        clock: the monotonic clock.
+    """Schedulers that make no progress, the first of them for so many seconds; its first snapshot is taken at once.
 
     Attributes:
-        run: the incident.
         next_snapshot: when the next snapshot is due, by the clock.
         ended: that the server goes on and since when, in words; empty before.
     """
@@ -331,33 +234,26 @@ class Hang:
         self.run = run
         self._clock = clock
         self._since = clock() - silent_secs
-        self._heartbeats: list[Heartbeat] = []
+        self._heartbeats: list[FollowedHeartbeat] = []
         self._snapshots = 1
         self.ended = ""
         self.next_snapshot = clock() + SNAPSHOT_INTERVAL_SECS
 
-    def spread(self, silent: Iterable[Heartbeat]) -> None:
+    def spread(self, silent: Iterable[FollowedHeartbeat]) -> None:
         """Take in the schedulers that are silent, those that are not in it yet."""
         for heartbeat in silent:
-            if heartbeat in self._heartbeats:
-                continue
-            heartbeat.signs = 0
-            self._heartbeats.append(heartbeat)
-            self.run.add_silence(heartbeat.process, heartbeat.beat, heartbeat.silent_secs)
+            if heartbeat not in self._heartbeats:
+                heartbeat.signs = 0
+                self._heartbeats.append(heartbeat)
+                self.run.add_silence(heartbeat.process, heartbeat.beat, heartbeat.silent_secs)
 
     def take_snapshot(self) -> bool:
         """Take the snapshot that is due, and say whether it was the last one."""
         self.run.capture()
         self._snapshots += 1
-        self.next_snapshot = self._clock() + SNAPSHOT_INTERVAL_SECS
-        if self._snapshots < SNAPSHOTS:
-            return False
-        self.end_snapshots()
-        return True
-
-    def end_snapshots(self) -> None:
-        """Take no more snapshots."""
-        self.next_snapshot = float("inf")
+        is_last = self._snapshots >= SNAPSHOTS
+        self.next_snapshot = float("inf") if is_last else self._clock() + SNAPSHOT_INTERVAL_SECS
+        return is_last
 
     @property
     def is_busy(self) -> bool:
@@ -376,11 +272,7 @@ class Hang:
 
         Of one whose heartbeat was switched off nothing more is known.
         """
-        living = [
-            heartbeat
-            for heartbeat in self._heartbeats
-            if heartbeat.process.exited_at is None and not heartbeat.beat.is_off
-        ]
+        living = [one for one in self._heartbeats if one.process.exited_at is None and not one.beat.is_off]
         if any(heartbeat.signs < _SIGNS_OF_PROGRESS for heartbeat in living):
             return False
         if living:
@@ -392,65 +284,9 @@ class Hang:
         return True
 
 
-class Heartbeat:
-    """Counts for how long a scheduler was seen to be silent.
-
-    What counts is time that the handler saw pass, look by look: of a suspended machine, or of a handler that got no
-    CPU, it saw nothing.
-
-    Args:
-        process: the scheduler.
-        reader: its heartbeat.
-
-    Attributes:
-        beat: what the heartbeat said at the last look.
-        silent_secs: for how long it has said nothing else, in seconds.
-        signs: at how many looks it had moved on since `signs` was last set to 0.
-    """
-
-    def __init__(self, process: TrackedProcess, reader: BeatReader) -> None:
-        self.process = process
-        self._reader = reader
-        self.beat: Beat = reader.read()
-        self.silent_secs = 0.0
-        self.signs = 0
-
-    def look(self, seen_secs: float) -> None:
-        """Take in what the heartbeat says now.
-
-        Args:
-            seen_secs: what the handler saw pass since the last look, in seconds.
-        """
-        beat = self._reader.read()
-        if beat == self.beat:
-            self.silent_secs += seen_secs
-        else:
-            self.beat = beat
-            self.silent_secs = 0.0
-            self.signs += 1
-
-    def catch_up(self, now: float) -> None:
-        """Take in what the heartbeat says now, and count all of the time since its last sign, seen or not.
-
-        Args:
-            now: the time by the clock of the heartbeat, in seconds.
-        """
-        beat = self._reader.read()
-        self.signs += beat != self.beat
-        self.beat = beat
-        self.silent_secs = max(0.0, now - beat.at)
-
-    def hold(self, seen_secs: float) -> None:
-        """Do not count the time since the last look."""
-        self.silent_secs = max(0.0, self.silent_secs - seen_secs)
-
-    def last(self) -> Beat:
-        """Return what the heartbeat says now, or said last, without taking it for a sign."""
-        return self._reader.read()
-
-    def close(self) -> None:
-        """Give the heartbeat back."""
-        self._reader.close()
+def _state_of(process: TrackedProcess) -> str:
+    stat = procfs.read_stat(process.pid)
+    return stat.state if stat is not None else "X"
 
 
 #: As the kernel names them, in at most 15 bytes.

@@ -26,7 +26,7 @@ from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.summary import format_summary
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.identity_key import own_namespace
-from sglang_crashkit.memory.heartbeat import Beat
+from sglang_crashkit.memory.heartbeat import Heartbeat
 from sglang_crashkit.model.incident import (
     Collectives,
     Evidence,
@@ -39,7 +39,6 @@ from sglang_crashkit.model.incident import (
     ServerInfo,
     Trigger,
     Verdict,
-    iso_time,
 )
 from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.model.step import Step
@@ -63,17 +62,9 @@ class IncidentRun:
         kind: ``killed``, ``exited``, ``exception``, ``failed_start``, ``child_failure``, ``hang``, ``peer_lost`` or
             ``snapshot``. The first three are that of the event, and in the end that of the first failure, as is a
             ``child_failure``, which the main process reported, where the failure of a child was seen.
-        trigger: the event that opened it.
-        process: whom the event came from.
-        seconds: when, since the epoch.
-        tree: the server's processes.
-        folder: the incident's own folder.
         runtime: where the server's processes say which stack hooks they have.
-        settings: the deadlines.
 
     Attributes:
-        incident: the document.
-        folder: where it is written.
         steps: the last steps of the schedulers without their requests, by pid, in order of their numbers; until it is
             finished.
         opened: since when it is gathered, by the monotonic clock.
@@ -84,9 +75,7 @@ class IncidentRun:
     def __init__(
         self,
         kind: str,
-        trigger: str,
-        process: TrackedProcess,
-        seconds: float,
+        trigger: Trigger,
         tree: ProcessTree,
         folder: IncidentFolder,
         runtime: Path,
@@ -95,24 +84,22 @@ class IncidentRun:
         self.folder = folder
         self.opened = time.monotonic()
         self.captured = self.finished = self._discarded = False
+        self.steps: dict[int, Sequence[Step]] = {}
         self._tree = tree
         self._runtime = runtime
         self._settings = settings
-        self.steps: dict[int, Sequence[Step]] = {}
         self._steps_at = 0.0
         self._failures: list[FailureEvent] = []
         self._afterwords: list[str] = []
-        self._raised: set[int] = set()
         self._is_fatal_hang = False
         self._snapshots = 0
         self._captures = Capture.NONE
-        self.incident = Incident(
-            id=folder.id,
-            kind=kind,
-            trigger=Trigger(trigger, iso_time(seconds), process.pid, process.title),
-            server=server_info(tree.root.pid, tree.root.handle.start_ticks),
-            handler=handler_info(),
-        )
+        root, own = tree.root, procfs.read_stat(os.getpid())
+        assert own is not None
+        host, ticks = socket.gethostname(), root.handle.start_ticks
+        server = ServerInfo(root.pid, _sglang_version(), __version__, host, ticks, own_namespace())
+        handler = HandlerInfo(own.pid, own.start_ticks)
+        self.incident = Incident(id=folder.id, kind=kind, trigger=trigger, server=server, handler=handler)
         self._checkpoint()
 
     @property
@@ -139,14 +126,7 @@ class IncidentRun:
         self._afterwords.append(sentence)
         if self.finished:
             self._judge_again()
-            self._save_again()
-
-    def _save_again(self) -> None:
-        try:
-            self.save()
-        except OSError as error:
-            # It may have been removed by now.
-            logger.warning("incident %s could not be brought up to date: %s", self.path, error)
+            self._try_to_save()
 
     @property
     def stacks(self) -> int:
@@ -168,15 +148,22 @@ class IncidentRun:
     def _checkpoint(self) -> None:
         """Write what is known by now: whatever kills this process next, it is on disk."""
         self.incident.verdict = self._judge()
+        self._try_to_save()
+
+    def _try_to_save(self) -> None:
         try:
             self.save()
         except OSError as error:
+            # A finished one may have been removed by now.
             logger.warning("incident %s cannot be written for now: %s", self.path, error)
 
     def discard(self) -> None:
         """Remove what was written: the event was no incident after all."""
         self._discarded = True
-        self.folder.discard()
+        try:
+            self.folder.discard()
+        except OSError as error:
+            logger.error("incident %s could not be removed: %s", self.path, error)
 
     def _judge(self) -> Verdict:
         verdict = judge(self.incident, self._failures)
@@ -199,7 +186,7 @@ class IncidentRun:
         return report
 
     def permit(self, captures: Capture) -> None:
-        """Let the living processes be looked at by these means, beside those that were permitted before."""
+        """Let the living processes be looked at by these means, too."""
         self._captures = max(self._captures, captures, key=list(Capture).index)
 
     def capture(self) -> None:
@@ -220,30 +207,15 @@ class IncidentRun:
             states.capture_states(living, reports)
         self._snapshots += 1
         if self._captures is Capture.NONE:
-            for report in reports.values():
-                report.evidence.append(Evidence("stack", "skipped", reason="nothing of this server failed"))
+            _skip_stacks(reports, "nothing of this server failed")
         elif self._settings.stacks:
             number = self._snapshots if self.incident.kind == "hang" else None
-            stacks.capture_stacks(
-                living,
-                reports,
-                self.folder,
-                self._runtime,
-                self._settings.capture_secs,
-                number,
-                may_signal=self._captures is Capture.FULL,
-            )
+            secs, may_signal = self._settings.capture_secs, self._captures is Capture.FULL
+            stacks.capture_stacks(living, reports, self.folder, self._runtime, secs, number, may_signal=may_signal)
         elif self._snapshots == 1:
-            for report in reports.values():
-                reason = "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH"
-                report.evidence.append(Evidence("stack", "skipped", reason=reason))
+            _skip_stacks(reports, "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH")
         self.captured = True
-        self.incident.note(
-            time.time(),
-            "stacks_captured",
-            processes=len(living),
-            seconds=round(time.time() - started, 4),
-        )
+        self.note(time.time(), "stacks_captured", processes=len(living), seconds=round(time.time() - started, 4))
         self._checkpoint()
 
     def capture_native(self) -> None:
@@ -266,11 +238,9 @@ class IncidentRun:
 
     def add_exit(self, process: TrackedProcess) -> None:
         """Take in the exit of a process of the server; once the incident is finished it is noted only."""
-        seconds = process.exited_at or time.time()
-        status = process.exit_status()
-        self.note(
-            seconds, "process_exited", pid=process.pid, title=process.title, code=status.code, signal=status.signal
-        )
+        seconds, status = process.exited_at or time.time(), process.exit_status()
+        how = {"code": status.code, "signal": status.signal}
+        self.note(seconds, "process_exited", pid=process.pid, title=process.title, **how)
         if self.finished:
             return
         report = self.report(process)
@@ -309,13 +279,9 @@ class IncidentRun:
         )
 
     def add_exception(self, process: TrackedProcess, seconds: float, message: str, record: Path | None) -> None:
-        """Take in an exception that a process of the server reported; once the incident is finished it is noted only.
+        """Take in an exception that a process of the server reported, in one line; once finished, it is noted only.
 
-        Args:
-            process: who raised it.
-            seconds: when, since the epoch.
-            message: the exception in one line.
-            record: the file that the process wrote of itself, moved into the incident.
+        `record`, the file that the process wrote of itself, is moved into the incident.
         """
         report = self.report(process)
         # A file name that is not UTF-8 stands in a message as lone surrogates, which no file would take.
@@ -325,9 +291,8 @@ class IncidentRun:
             # The record would stay where it is, and be taken for a crash of its own.
             if record is not None:
                 states.adopt_record(record, report, self.folder)
-            self._save_again()
+            self._try_to_save()
             return
-        self._raised.add(process.pid)
         self._failures.append(FailureEvent(process.pid, seconds, "exception", message))
         if record is None:
             report.evidence.append(Evidence("exception", "failed", reason="the process could not write its record"))
@@ -340,28 +305,20 @@ class IncidentRun:
             self._checkpoint()
 
     def add_hang(self, process: TrackedProcess, seconds: float, fields: dict[str, Any]) -> None:
-        """Take in that a process's watchdog saw no progress.
-
-        Args:
-            process: whose watchdog it is.
-            seconds: when, since the epoch.
-            fields: what the watchdog says: ``name``, ``silent_secs`` and ``soft``.
-        """
-        self._is_fatal_hang = self._is_fatal_hang or fields.get("soft") is not True
-        silent = fields.get("silent_secs")
-        how_long = f" for {silent:g} s" if isinstance(silent, (int, float)) else ""
-        self._failures.append(
-            FailureEvent(process.pid, seconds, "hang", f"made no progress{how_long}: its watchdog timed out")
-        )
-        self.note(seconds, "watchdog_timeout", pid=process.pid, title=process.title, **_plain(fields))
+        """Take in that a process's watchdog, which says ``name``, ``silent_secs`` and ``soft``, saw no progress."""
+        said = {name: fields.get(name) for name in ("name", "silent_secs", "soft")}
+        self._is_fatal_hang = self._is_fatal_hang or said["soft"] is not True
+        how_long = f" for {said['silent_secs']:g} s" if said["silent_secs"] is not None else ""
+        message = f"made no progress{how_long}: its watchdog timed out"
+        self._failures.append(FailureEvent(process.pid, seconds, "hang", message))
+        self.note(seconds, "watchdog_timeout", pid=process.pid, title=process.title, **said)
 
     def list_processes(self) -> None:
         """Note who is there and in which state, without any stack: what happened, happened elsewhere."""
         living = [process for process in self._tree.alive() if not process.is_of_no_account]
         reports = {process.pid: self.report(process) for process in living}
         states.capture_states(living, reports)
-        for report in reports.values():
-            report.evidence.append(Evidence("stack", "skipped", reason="none are taken for what another server did"))
+        _skip_stacks(reports, "none are taken for what another server did")
         self._checkpoint()
 
     def add_peers(self, seconds: float, peers: Sequence[LostPeer]) -> None:
@@ -372,7 +329,8 @@ class IncidentRun:
         """
         named = sum(len(its.requests) + len(its.unassigned) for its in self.incident.peers)
         for peer in peers:
-            known = next((its for its in self.incident.peers if _are_same(its, peer)), None)
+            same = (its for its in self.incident.peers if (its.role, its.address) == (peer.role, peer.address))
+            known = next(same, None)
             if known is not None:
                 known.merge(peer)
             elif len(self.incident.peers) < _MAX_PEERS:
@@ -388,23 +346,16 @@ class IncidentRun:
     def add_requests(self, fields: dict[str, Any]) -> None:
         """Take in what one process says of the requests that it saved; with several tokenizers, each says so.
 
-        Args:
-            fields: as for `set_requests`; one that knows of no requests itself has ``workers``, how many others do.
+        One that knows of no requests itself has ``workers``, how many others do; see `requests.requests_of`.
         """
         before = self.incident.requests
-        if "workers" in fields:
-            if before.finished is None:
-                self.set_requests({"reason": f"none of {fields['workers']} tokenizer workers said that it saved any"})
-            return
-        self.set_requests(fields, before)
+        if "workers" not in fields:
+            self.set_requests(fields, before)
+        elif before.finished is None:
+            self.set_requests({"reason": f"none of {fields['workers']} tokenizer workers said that it saved any"})
 
     def set_requests(self, fields: dict[str, Any], before: Requests | None = None) -> None:
-        """Take in what the server says of the requests that it saved.
-
-        Args:
-            fields: see `requests.requests_of`.
-            before: what others have saved.
-        """
+        """Take in what the server says of the requests that it saved, beside what others have saved `before`."""
         told = requests_of(fields)
         self.incident.requests = told if before is None else add(before, told)
         event = "requests_saved" if told.path else "requests_not_saved"
@@ -427,30 +378,30 @@ class IncidentRun:
         self.incident.collectives = told
         self._checkpoint()
 
-    def add_silence(self, process: TrackedProcess, beat: Beat, secs: float) -> None:
+    def add_silence(self, process: TrackedProcess, beat: Heartbeat, secs: float) -> None:
         """Take in that a scheduler gave no sign for so many seconds, the last of which was `beat`."""
         now = time.time()
         details = {"silent_secs": round(secs, 3), "doing": beat.doing, "batches": beat.batches}
         self.note(now, "no_progress", pid=process.pid, title=process.title, **details)
-        self.report(process).last_sign = last_sign(beat, secs)
+        self._note_last_sign(process, beat, secs)
         message = f"made no progress for {secs:.1f} s; the last sign was of {beat.doing}"
         if self.finished:
-            self._save_again()
+            self._try_to_save()
         else:
             self._failures.append(FailureEvent(process.pid, now - secs, "hang", message))
 
-    def add_last_signs(self, signs: Mapping[int, Beat]) -> None:
-        """Take in what the heartbeats of the schedulers that died said last, which needs no stack.
-
-        Args:
-            signs: by pid.
-        """
+    def add_last_signs(self, signs: Mapping[int, Heartbeat]) -> None:
+        """Take in what the heartbeats of the schedulers that died said last, by pid, which needs no stack."""
         now, clock = time.time(), time.monotonic()
         for process in self._tree:
             if process.exited_at is not None and (beat := signs.get(process.pid)) is not None:
                 # The beat is of the monotonic clock.
-                secs = process.exited_at - now + clock - beat.at
-                self.report(process).last_sign = last_sign(beat, secs)
+                self._note_last_sign(process, beat, process.exited_at - now + clock - beat.at)
+
+    def _note_last_sign(self, process: TrackedProcess, beat: Heartbeat, secs: float) -> None:
+        secs = round(max(0.0, secs), 3)
+        sign = LastSign(beat.doing, beat.batches, beat.requests, beat.mode, beat.tokens, secs)
+        self.report(process).last_sign = sign
 
     def finish(self) -> Path:
         """Judge, write, and give the folder its final name, which is returned.
@@ -470,7 +421,12 @@ class IncidentRun:
         self.note(time.time(), "incident_finished", seconds=round(time.monotonic() - self.opened, 4))
         self.incident.complete = True
         name_suspects(self.incident)
-        spare = self._count_repeat()
+        spare: list[str] = []
+        try:
+            spare = count_repeat(self.incident, self.folder, self._settings.full_per_fault)
+        except Exception:
+            # It is kept in full.
+            logger.exception("whether the fault was seen before is not known")
         # It asks what all of the above found.
         self.incident.cause = explain(self.incident, self.folder.path)
         self.save(sync=True)
@@ -483,14 +439,6 @@ class IncidentRun:
         self.steps.clear()
         logger.info("incident %s: %s", path, verdict.text)
         return path
-
-    def _count_repeat(self) -> list[str]:
-        try:
-            return count_repeat(self.incident, self.folder, self._settings.full_per_fault)
-        except Exception:
-            # It is kept in full.
-            logger.exception("whether the fault was seen before is not known")
-            return []
 
     def incident_with_core(self) -> str | None:
         """Return the id of an earlier incident of the same fault that has GPU cores; None where there is none."""
@@ -511,18 +459,15 @@ class IncidentRun:
 
     def _note_exit(self, process: TrackedProcess) -> None:
         report = self.report(process)
-        states.note_exit(report, process, raised=process.pid in self._raised)
+        raised = any(failure.pid == process.pid and failure.kind == "exception" for failure in self._failures)
+        states.note_exit(report, process, raised=raised)
         if self._settings.stacks:
             stacks.take_fault(process, report, self.folder, self._runtime)
 
 
-def _are_same(some: LostPeer, other: LostPeer) -> bool:
-    return (some.role, some.address) == (other.role, other.address)
-
-
-def last_sign(beat: Beat, secs: float) -> LastSign:
-    """Return what an incident tells of a heartbeat that was last written to so many seconds before."""
-    return LastSign(beat.doing, beat.batches, beat.requests, beat.mode, beat.tokens, round(max(0.0, secs), 3))
+def _skip_stacks(reports: Mapping[int, ProcessReport], reason: str) -> None:
+    for report in reports.values():
+        report.evidence.append(Evidence("stack", "skipped", reason=reason))
 
 
 def _read_record(path: Path) -> dict[str, Any]:
@@ -533,21 +478,8 @@ def _read_record(path: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: fields.get(name) for name in ("name", "silent_secs", "soft")}
-
-
-def handler_info() -> HandlerInfo:
-    """Describe this process."""
-    stat = procfs.read_stat(os.getpid())
-    assert stat is not None
-    return HandlerInfo(stat.pid, stat.start_ticks)
-
-
-def server_info(pid: int, start_ticks: int) -> ServerInfo:
-    """Describe the server `pid` of this installation, which started at `start_ticks`."""
+def _sglang_version() -> str:
     try:
-        sglang_version = metadata.version("sglang")
+        return metadata.version("sglang")
     except metadata.PackageNotFoundError:
-        sglang_version = "unknown"
-    return ServerInfo(pid, sglang_version, __version__, socket.gethostname(), start_ticks, own_namespace())
+        return "unknown"

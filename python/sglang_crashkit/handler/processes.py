@@ -1,19 +1,18 @@
-"""The processes of one server, each held by pidfd from when it is first seen, and what it leaves in shared memory."""
+"""The processes of one server, each held by pidfd from when it is first seen."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
+import select
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from sglang_crashkit.kernel import cgroup, procfs, shared_memory, titles
+from sglang_crashkit.kernel import cgroup, procfs, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle
-from sglang_crashkit.kernel.shared_memory import LeftSegment, Segment
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +26,6 @@ _UNEXPLAINED_SECS = 60.0
 #: Where the server says that a child failed, it may have been that one; a start may take so long, in seconds.
 _KEPT_SECS = 3600.0
 _MAX_UNEXPLAINED = 64
-#: Segments come while the server starts and with large requests; the mappings of all processes take tens of ms to read.
-_MAPS_SECS, _MAPS_AFTER_A_CHANGE_SECS = 60.0, 10.0
 _PID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
 #: More than one machine's server ever waits for, and more than an exit status or a signal.
 _MAX_RANKS, _MAX_CODE = 1024, 256
@@ -41,17 +38,15 @@ class TrackedProcess:
     """One process of the server.
 
     Attributes:
-        handle: its pidfd.
-        title: its title when it was last read; the last known one after its death.
+        title: when it was last read; the last known one after its death.
         is_root: it is the process that launched the server.
         is_python: it runs a Python interpreter, so it has a stack to capture.
+        oom_counter: of its memory cgroup, as it stood a while ago; `newer_oom_counter`: lately, to take its place.
         is_nameless: it was dead when it was first seen, so that nothing is known of it but its executable.
         is_awaited: the server named it as one that it waits for; until it has a title of its own, that name is it.
         parent: the process of the server that started it; None for the root, and where that was gone already.
         is_own: the launch registered it as a process of this server.
         hosts_server: it started processes with workers' titles that are not this server's, so it is another server.
-        oom_counter: the OOM counter of its memory cgroup as it stood a while ago.
-        newer_oom_counter: the same as it stood lately; it takes the other's place in time.
         gpu: the UUID of its GPU by its own word; None where it said none.
         exited_at: when its exit was noticed, in seconds since the epoch; None while it lives.
     """
@@ -68,7 +63,7 @@ class TrackedProcess:
     is_own: bool = False
     hosts_server: bool = False
     gpu: str | None = None
-    exited_at: float | None = field(default=None)
+    exited_at: float | None = None
 
     @property
     def pid(self) -> int:
@@ -145,16 +140,23 @@ class TrackedProcess:
 class ProcessTree:
     """All processes of the server, dead ones included; not those of another server that one of them started.
 
+    Its descriptor has something to read when `ended` has something to return.
+
     Raises:
         ProcessLookupError: there is no process `root_pid`.
     """
 
     def __init__(self, root_pid: int) -> None:
         self._scanner = procfs.TreeScanner(root_pid, without=os.getpid())
+        self._epoll = select.epoll()
         self._processes: dict[int, TrackedProcess] = {}
         self._forgotten: dict[int, int] = {}  # start times by pid, while they are zombies
         self.root = self._add(root_pid, is_root=True)
         self._changed_at = self._aged_at = time.monotonic()
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait for."""
+        return self._epoll.fileno()
 
     def __iter__(self) -> Iterator[TrackedProcess]:
         return iter([process for process in self._processes.values() if not process.is_foreign])
@@ -170,6 +172,18 @@ class ProcessTree:
         """Return the processes whose exit was not noticed yet, schedulers first."""
         living = [process for process in self if process.exited_at is None]
         return sorted(living, key=lambda process: (process.role != "scheduler", process.pid))
+
+    def ended(self) -> list[TrackedProcess]:
+        """Return the processes whose exit the kernel has reported since the last call, in its order."""
+        by_descriptor = {process.handle.fd: process for process in self._processes.values()}
+        found = (by_descriptor.get(descriptor) for descriptor, _events in self._epoll.poll(0))
+        return [process for process in found if process is not None]
+
+    def close(self) -> None:
+        """Close all pidfds."""
+        for process in self._processes.values():
+            process.handle.close()
+        self._epoll.close()
 
     @property
     def settled(self) -> bool:
@@ -192,9 +206,13 @@ class ProcessTree:
                     logger.warning("process %d cannot be watched: %s", pid, error)
         for process in new:
             # Only now, because a child may have been found before its parent.
-            process.parent = self._parent_of(process)
+            stat = procfs.read_stat(process.pid)
+            process.parent = self._processes.get(stat.ppid) if stat is not None else None
         for process in self.alive():
-            if self._may_get_a_title(process):
+            # SGLang sets its titles once. A process that has none yet, or after a fork its parent's, is about to do so.
+            # One that did not let itself be read is known by the first letters of its title.
+            is_titled = process.title.startswith("sglang::") and len(process.title) != procfs.COMM_BYTES
+            if process.has_parents_title or not is_titled:
                 self.reread_title(process)
             above = process.parent
             if process.title.startswith("sglang::") and above is not None and not (above.is_root or above.is_own):
@@ -204,43 +222,26 @@ class ProcessTree:
             self._changed_at = time.monotonic()
         return new
 
-    @staticmethod
-    def _may_get_a_title(process: TrackedProcess) -> bool:
-        # SGLang sets its titles once. A process that has none yet, or after a fork its parent's, is about to set it.
-        # One that did not let itself be read is known by the first letters of its title.
-        is_cut = len(process.title) == procfs.COMM_BYTES
-        is_titled = process.title.startswith("sglang::") and not is_cut
-        return process.has_parents_title or not is_titled
-
     def reread_title(self, process: TrackedProcess) -> None:
         """Take in the title that a process has now: between two scans it may have become what it is."""
-        cmdline = procfs.read_cmdline(process.pid)
-        title = procfs.title_of(cmdline, process.title)
-        if process.is_awaited and not title.startswith("sglang::"):
-            return
-        if title != process.title:
+        title = procfs.title_of(procfs.read_cmdline(process.pid), process.title)
+        if title != process.title and (title.startswith("sglang::") or not process.is_awaited):
             process.title = title
             process.is_python = procfs.is_python(process.pid)
             self._changed_at = time.monotonic()
 
-    def register(self, pid: int, start_ticks: int) -> TrackedProcess | None:
-        """Take a process for the server's own, which the launch says that it started.
+    def register(self, pid: int, start_ticks: int) -> None:
+        """Take a process for the server's own, which the launch says that it started, if there is such a one.
 
-        Args:
-            pid: its process id.
-            start_ticks: its start time, 0 where whoever says so is the process itself; see `procfs.ProcStat`.
-
-        Returns:
-            None where there is no such process below the main one.
+        Its start time is 0 where whoever says so is the process itself; see `procfs.ProcStat`.
         """
         process = self._processes.get(pid)
         if process is None or process.is_root or start_ticks not in (0, process.handle.start_ticks):
-            return None
+            return
         if not process.is_own:
             process.is_own = True
             self._changed_at = time.monotonic()
         self.reread_title(process)
-        return process
 
     def started_by_own(self, process: TrackedProcess) -> bool:
         """Say whether the main process or one of the server's own started a process, and nobody else in between.
@@ -258,14 +259,7 @@ class ProcessTree:
         return False
 
     def add_reaped(self, pid: int, title: str, status: ExitStatus, seconds: float) -> TrackedProcess:
-        """Add a rank that was reaped before it could be seen.
-
-        Args:
-            pid: what its pid was.
-            title: what the server called it.
-            status: how it ended.
-            seconds: when that was noticed, since the epoch.
-        """
+        """Add a rank that was reaped before it could be seen, as was noticed at `seconds` since the epoch."""
         process = TrackedProcess(
             handle=ProcessHandle.of_reaped(pid, status),
             title=title,
@@ -297,13 +291,14 @@ class ProcessTree:
     def forget_unknown(self) -> None:
         """Of the children that died before they said what they are keep the latest."""
         kept = [process for process in self if process.exited_at is not None and process.is_unknown]
-        for process in kept[: max(0, len(kept) - _MAX_UNEXPLAINED)]:
+        for process in kept[:-_MAX_UNEXPLAINED]:
             self.forget(process)
 
     def recent_unexplained(self) -> list[TrackedProcess]:
         """Return the children that died lately before they said what they are; forget those that died long ago.
 
-        Those of which nothing is known are among them once the server named them as its own.
+        Those of which nothing is known are among them once the server named them as its own. None is a rank where there
+        are tokenizer workers: the ranks are ready by then, and it is a tokenizer, which the HTTP server starts anew.
         """
         now, recent = time.time(), []
         for process in self:
@@ -314,7 +309,7 @@ class ProcessTree:
                 self.forget(process)
             elif age < _UNEXPLAINED_SECS and (process.is_starting or process.is_awaited):
                 recent.append(process)
-        return recent
+        return [] if any(process.role == "tokenizer_worker" for process in self) else recent
 
     def _forget_earlier(self, pid: int) -> None:
         """Drop a process that died unknown, and that no incident tells of, where another one has its pid by now."""
@@ -338,9 +333,7 @@ class ProcessTree:
             process.newer_oom_counter = cgroup.find_counter(process.pid)
 
     def _is_forgotten(self, pid: int) -> bool:
-        if pid not in self._forgotten:
-            return False
-        stat = procfs.read_stat(pid)
+        stat = procfs.read_stat(pid) if pid in self._forgotten else None
         return stat is not None and stat.start_ticks == self._forgotten[pid]
 
     def _add(self, pid: int, *, is_root: bool) -> TrackedProcess:
@@ -353,58 +346,9 @@ class ProcessTree:
             oom_counter=cgroup.find_counter(pid),
         )
         self._processes[pid] = process
+        # Once: an exit may also be noticed before the kernel reports it.
+        self._epoll.register(process.handle, select.EPOLLIN | select.EPOLLONESHOT)
         return process
-
-    def _parent_of(self, process: TrackedProcess) -> TrackedProcess | None:
-        stat = procfs.read_stat(process.pid)
-        return self._processes.get(stat.ppid) if stat is not None else None
-
-
-class SharedMemory:
-    """What a killed server leaves in shared memory: noted while it lives, cleared or reported when it is gone."""
-
-    def __init__(self, tree: ProcessTree) -> None:
-        self._tree = tree
-        self._segments: set[Segment] = set()
-        self._own: dict[int, int] = {}  # start times by pid
-        self._noted_at = time.monotonic()
-
-    def act_on_time(self) -> None:
-        """Look at what the processes map, where that is due."""
-        interval = _MAPS_SECS if self._tree.settled else _MAPS_AFTER_A_CHANGE_SECS
-        if time.monotonic() >= self._noted_at + interval:
-            self.note()
-
-    def note(self) -> None:
-        """Look at what the living processes map now."""
-        self._noted_at = time.monotonic()
-        for process in self._tree.alive():
-            if not process.matters:
-                # What a program runs beside its server is its own affair.
-                continue
-            self._own[process.pid] = process.handle.start_ticks
-            with contextlib.suppress(OSError):
-                self._segments |= shared_memory.mapped_by(process.pid)
-        if any(process.role == "tokenizer_worker" for process in self._tree):
-            # By its name alone it may be another container's, whose processes have the same pids.
-            self._segments |= shared_memory.of_server(self._tree.root.pid)
-
-    def clear(self) -> tuple[list[str], list[LeftSegment]]:
-        """Remove what was the server's alone, unless one of its processes lives; see `shared_memory.clear`."""
-        lives = any(process.exited_at is None and process.matters for process in self._tree)
-        lives = lives or any(_is_alive(pid, ticks) for pid, ticks in self._own.items())
-        removed, left = shared_memory.clear(self._segments, {} if lives else self._own)
-        if removed:
-            logger.info("removed from %s what the server left: %s", shared_memory.FOLDER, " ".join(removed))
-        if left:
-            named = ", ".join(f"{one.name} ({one.why})" for one in left)
-            logger.info("the server left in %s: %s", shared_memory.FOLDER, named)
-        return removed, left
-
-
-def _is_alive(pid: int, start_ticks: int) -> bool:
-    stat = procfs.read_stat(pid)
-    return stat is not None and stat.start_ticks == start_ticks and stat.state not in "ZX"
 
 
 def learn_ranks(
@@ -415,18 +359,14 @@ def learn_ranks(
     A worker has no title in its first moments: for the handler it may be any helper then. Where it dies before, and
     multiprocessing reaps it when it starts the next one, the handler may not have seen it at all.
 
-    Args:
-        tree: the server's processes.
-        fields: ``titles`` and ``exit_codes`` by pid, the latter as `multiprocessing` writes them; may be anything.
-        seconds: when it was said, since the epoch.
-        expected: processes whose end was announced.
+    The fields are ``titles`` and ``exit_codes`` by pid, the latter as `multiprocessing` writes them, said at `seconds`
+    since the epoch; the end of those `expected` was announced.
 
     Returns:
         The ranks that turn out to have failed, and of each whether its exit is not known by now.
     """
-    names, codes = (value if isinstance(value := fields.get(key), dict) else {} for key in ("titles", "exit_codes"))
-    found = []
-    for key, title in list(names.items())[:_MAX_RANKS]:
+    codes, found = fields.get("exit_codes", {}), []
+    for key, title in list(fields.get("titles", {}).items())[:_MAX_RANKS]:
         if not (isinstance(title, str) and title and _PID.fullmatch(key)):
             continue
         pid, code = int(key), codes.get(key)

@@ -7,38 +7,34 @@ import functools
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 from sglang_crashkit import policy
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.collectors.deadline import gathering_deadline, share_of
-from sglang_crashkit.handler.collectors.environment import Surroundings
+from sglang_crashkit.handler.answers import Answers
+from sglang_crashkit.handler.collectors.deadline import gathering_deadline, secs_before
 from sglang_crashkit.handler.collectors.gpu import GpuEvidence
-from sglang_crashkit.handler.collectors.logs import ProcessLogs
-from sglang_crashkit.handler.collectors.requests import RequestJournals
 from sglang_crashkit.handler.collectors.server_log import log_lines
-from sglang_crashkit.handler.collectors.steps import StepRecords
+from sglang_crashkit.handler.exits import Exits
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, learn_ranks
+from sglang_crashkit.handler.received import Received
 from sglang_crashkit.handler.state import Action, Do, Seen
 from sglang_crashkit.handler.triage import LAST_EXITS_SECS, Triage
-from sglang_crashkit.incident.exit_status import exit_status_of, write_termination_message
+from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, exit_status_of, write_termination_message
 from sglang_crashkit.incident.summary import format_termination_message
 from sglang_crashkit.kernel import procfs, signals
 from sglang_crashkit.kernel.identity_key import is_host_namespace
 from sglang_crashkit.kernel.shared_memory import LeftSegment
-from sglang_crashkit.memory.heartbeat import Beat
+from sglang_crashkit.model.incident import Trigger, iso_time
 from sglang_crashkit.policy import Event
-from sglang_crashkit.protocol import WAIT_FIELD, Mailbox, Message
+from sglang_crashkit.protocol import Mailbox, Message
 from sglang_crashkit.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-#: What comes after the last GPU core, up to the answer, takes no longer than this, in seconds.
-_LAST_LOOK_SECS = 5.0
 #: A scheduler whose server's health check failed is silent when it gave no sign for so long, in seconds: an idle one
 #: gives one every second.
 SILENT_SECS = 2.0
@@ -47,127 +43,50 @@ SILENT_SECS = 2.0
 _SECOND_SAMPLE_SECS = 0.7
 #: An incident that could not be finished so many times is left as its last checkpoint has it.
 _MAX_FINISHES = 3
-_UNSAVED = "the server has no handler for SIGQUIT"
-
-
-class Watch(Protocol):
-    """What looks at the processes before they are captured and judged."""
-
-    def look(self) -> None:
-        """Find new processes."""
-
-    def collect_exits(self) -> None:
-        """Take in the exits that were not reported yet."""
-
-    def unexplained(self) -> Iterable[TrackedProcess]:
-        """Return the children that died lately before they said what they are."""
-
-
-class Silences(Protocol):
-    """What follows the schedulers' heartbeats."""
-
-    def last_signs(self) -> Mapping[int, Beat]:
-        """Return what they said last, by pid."""
-
-    def add_silence(self, run: IncidentRun, secs: float) -> None:
-        """Take into an incident who gave no sign for so many seconds."""
-
-    def begin_at_end(self) -> None:
-        """Look for a hang, as the server is asked to end."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What actions are about.
-
-    Attributes:
-        process: whom it concerns.
-        seconds: when it happened, since the epoch.
-        message: what was said, where something was.
-    """
+    """What actions are about: whom, when (since the epoch), and what was said, where something was."""
 
     process: TrackedProcess
     seconds: float
     message: Message | None = None
 
 
-class Answers:
-    """The messages that are answered when the incident is whole.
-
-    Args:
-        mailbox: how they are answered.
-        step_secs: who waits is told anew when the end of the wait has moved by so many seconds. More often it is not
-            done: of a sender that reads nothing, as it is stopped, the kernel keeps ten answers and loses the last.
-    """
-
-    def __init__(self, mailbox: Mailbox, step_secs: float) -> None:
-        self._mailbox = mailbox
-        self._step_secs = step_secs
-        self._waiting: list[Message] = []
-        self._told_until = 0.0
-
-    def add(self, message: Message, secs_left: float | None) -> None:
-        """Note that the sender of `message` waits.
-
-        Args:
-            message: see above.
-            secs_left: how long the cores may take from now on, in seconds; None where none is awaited.
-        """
-        self._waiting.append(message)
-        if secs_left is not None:
-            self._ask_to_wait(message, secs_left)
-
-    def tell(self, secs_left: float | None) -> None:
-        """Ask all of them to wait on, where they were not told of so late an end; see `add`."""
-        if secs_left is None or time.monotonic() + secs_left < self._told_until + self._step_secs:
-            return
-        self._told_until = time.monotonic() + secs_left
-        for message in self._waiting:
-            self._ask_to_wait(message, secs_left)
-
-    def give(self, answer: Callable[[Message], None]) -> None:
-        """Answer all of them."""
-        for message in self._waiting:
-            answer(message)
-        self._waiting.clear()
-        self._told_until = 0.0
-
-    def _ask_to_wait(self, message: Message, secs_left: float) -> None:
-        self._mailbox.acknowledge(message, ack="wait", **{WAIT_FIELD: secs_left + _LAST_LOOK_SECS})
-
-
 class Session:
     """The one incident that events of now belong to, if there is any.
 
+    Args:
+        report_fault: does what the server's own log is to have of a fatal signal.
+
     Attributes:
-        triage: what decides.
         run: what the incident gathered; None where nothing happened yet.
         hang: the incident of a hang that is not over; other incidents meanwhile say so.
-        silences: what follows the schedulers' heartbeats; None where nothing does.
-        journals: what the server's processes noted of their requests.
-        steps: what its schedulers noted of their last steps.
-        logs: what they logged last.
-        surroundings: what the server told of its launch.
+        begin_hang_at_end: looks for a hang, as the server is asked to end.
         gpus: what `run` asks of the GPUs.
     """
 
     def __init__(
-        self, tree: ProcessTree, mailbox: Mailbox, place: Place, settings: Settings, triage: Triage, watch: Watch
+        self,
+        tree: ProcessTree,
+        mailbox: Mailbox,
+        place: Place,
+        settings: Settings,
+        report_fault: Callable[[], None],
     ) -> None:
-        self.triage = triage
+        self.triage = Triage(tree.root.pid, secs_before(settings.budget_secs))
         self.run: IncidentRun | None = None
         self.hang: IncidentRun | None = None
-        self.silences: Silences | None = None
-        self.journals = RequestJournals()
-        self.steps = StepRecords()
-        self.logs = ProcessLogs()
-        self.surroundings = Surroundings()
+        self.begin_hang_at_end: Callable[[], None] = lambda: None
+        self.received = Received(tree, settings)
         self.gpus = GpuEvidence(tree, place, settings)
         self._tree = tree
         self._mailbox = mailbox
         self._place = place
         self._settings = settings
-        self._watch = watch
+        self._report_fault = report_fault
+        self._exits = Exits(tree, place.runtime)
         self._answers = Answers(mailbox, max(1.0, settings.core_wait_secs))
         self._farewells: list[Message] = []
         self._sampled_again: IncidentRun | None = None
@@ -175,15 +94,10 @@ class Session:
         self._finishes_after_it = False
         self._failed_finishes = 0
 
-    # -- what is decided
+    # -- what happens, and what is decided
 
     def take(self, seen: Seen, subject: Subject | None = None) -> None:
-        """Have `triage` judge what happened, and carry out what it decides.
-
-        Args:
-            seen: what happened.
-            subject: whom it concerns; by default the main process, now.
-        """
+        """Have `triage` judge what happened, by default to the main process and now; carry out what it decides."""
         subject = subject or Subject(self._tree.root, time.time())
         for action in self.triage.take(seen, time.monotonic()):
             try:
@@ -191,6 +105,44 @@ class Session:
             except Exception as error:  # noqa: BLE001 - told in the log and the incident
                 # One that fails must not cost what the others are for.
                 self.note_error(action.do.name.lower(), error)
+
+    def collect_exits(self) -> None:
+        """Take in the exits that the kernel has not reported yet."""
+        for process in self._tree.alive():
+            if process.handle.has_exited():
+                self.take_exit(process)
+
+    def take_exit(self, process: TrackedProcess) -> None:
+        """Take in an exit, once, after those that it follows from; what goes wrong with it ends no other exit."""
+        try:
+            for earlier in self._exits.before(process) if process.exited_at is None else ():
+                self.take_exit(earlier)
+            # The incident that one of those opened may have taken it in.
+            if process.exited_at is None:
+                self._take_exit(process)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.note_error(f"the exit of process {process.pid}", error, "could not be taken in")
+        finally:
+            process.exited_at = process.exited_at or time.time()
+
+    def _take_exit(self, process: TrackedProcess) -> None:
+        expected = self.triage.shutdown.expected
+        if process.matters and process.pid not in expected:
+            self._exits.learn_status(process)
+        status = process.exit_status()
+        if process.is_own and status.signal in FATAL_SIGNALS - {"SIGKILL"}:
+            self._report_fault()
+        seen = Seen(
+            "exited",
+            process.pid,
+            process.role,
+            status=status,
+            matters=process.matters,
+            is_unknown=process.is_unknown,
+            is_foreign=process.is_foreign,
+            others_serve=any(one.is_own and one.pid not in expected for one in self._tree),
+        )
+        self.take(seen, Subject(process, time.time()))
 
     def _carry_out(self, action: Action, subject: Subject) -> None:
         process, run, message = subject.process, self.run, subject.message
@@ -214,18 +166,16 @@ class Session:
             case Do.DISCARD:
                 self._discard()
             case Do.LEARN_RANKS if message is not None:
-                for rank, is_exit in learn_ranks(
-                    self._tree, message.fields, subject.seconds, self.triage.shutdown.expected
-                ):
+                expected = self.triage.shutdown.expected
+                for rank, is_exit in learn_ranks(self._tree, message.fields, subject.seconds, expected):
                     if run is not None and is_exit:
                         run.add_exit(rank)
                     elif run is not None and not run.finished:
                         run.count_exit(rank)
-            case Do.LOOK_FOR_SILENCE if self.silences is not None:
-                self.silences.begin_at_end()
+            case Do.LOOK_FOR_SILENCE:
+                self.begin_hang_at_end()
             case Do.CLOSE_JOURNALS:
-                self.journals.close()
-                self.steps.close()
+                self.received.forget_requests()
             case _:
                 if message is not None:
                     self._answer_by(action, message)
@@ -241,16 +191,17 @@ class Session:
             case Do.ADD_EXIT:
                 run.add_exit(process)
             case Do.ADD_EXCEPTION:
-                record = self._place.record_of(subject.message) if subject.message is not None else None
-                run.add_exception(process, seconds, str(fields.get("message", "")), record)
+                record = self._place.record_of(fields.get("record"))
+                run.add_exception(process, seconds, fields.get("message", ""), record)
             case Do.ADD_HANG:
                 run.add_hang(process, seconds, fields)
             case Do.ADD_REQUESTS:
                 run.add_requests(fields)
             case Do.SET_REQUESTS:
                 run.set_requests({"reason": action.words})
-            case Do.ADD_SILENCE if self.silences is not None:
-                self.silences.add_silence(run, SILENT_SECS)
+            case Do.ADD_SILENCE:
+                for heartbeat in self.received.heartbeats.silent(SILENT_SECS):
+                    run.add_silence(heartbeat.process, heartbeat.beat, heartbeat.silent_secs)
             case Do.NAME_UNKNOWN:
                 run.name_unknown()
             case Do.NOTE:
@@ -266,79 +217,47 @@ class Session:
         message = subject.message
         if message is None:
             run.note(time.time(), event, seconds=self._settings.budget_secs)
-        elif event == "teardown":
-            fields = {"tree_of": message.fields.get("pid"), "by_server": message.pid == self._tree.root.pid}
-            run.note(subject.seconds, event, pid=message.pid, **fields)
-        else:
-            words = message.fields.get("message") if event not in ("draining", "crash_dump_begun") else None
-            said = {"message": words.encode(errors="backslashreplace").decode()} if isinstance(words, str) else {}
-            run.note(subject.seconds, event, pid=message.pid, **said)
+            return
+        said = {}
+        if event == "teardown":
+            said = {"tree_of": message.fields.get("pid"), "by_server": message.pid == self._tree.root.pid}
+        elif "message" in message.fields:
+            said = {"message": message.fields["message"].encode(errors="backslashreplace").decode()}
+        run.note(subject.seconds, event, pid=message.pid, **said)
 
     def _answer_by(self, action: Action, message: Message) -> None:
-        run = self.run
+        run, answer = self.run, functools.partial(self._mailbox.acknowledge, message)
         match action.do:
             case Do.ANSWER:
                 self._answer(message)
             case Do.ANSWER_WHEN_FINISHED:
                 self._answers.add(message, self.gpus.cores_secs_left)
             case Do.ANSWER_CAPTURED:
-                self._mailbox.acknowledge(message, ack="stacks_captured", incident=run and run.incident.id)
+                answer(ack="stacks_captured", incident=run and run.incident.id)
             case Do.ANSWER_STACKS:
                 # Those of an incident that is over are not what the sender wants to know.
                 known = run if run is not None and not run.finished else None
-                stacks = known.stacks if known is not None else 0
-                self._mailbox.acknowledge(message, captured=stacks, incident=known and known.incident.id)
+                answer(captured=known.stacks if known else 0, incident=known and known.incident.id)
             case Do.ANSWER_SAVED:
-                self._mailbox.acknowledge(message, ack="saved")
+                answer(ack="saved")
             case Do.ANSWER_ORDERLY:
                 logger.info("process %d saved its requests because others were asked to end, too", message.pid)
-                self._mailbox.acknowledge(message, ack="finished", path=None, orderly=True)
+                answer(ack="finished", path=None, orderly=True)
 
     # -- the incident
 
-    def open_observed(
-        self,
-        kind: str,
-        trigger: str,
-        process: TrackedProcess,
-        secs: float,
-        event: Event = Event.HUNG,
-        *,
-        pardonable: bool = False,
-    ) -> IncidentRun | None:
-        """Begin an incident of a server that goes on, to be captured; whoever begins it finishes it.
-
-        Args:
-            kind: see `IncidentRun`.
-            trigger: by what it was noticed.
-            process: whom it concerns.
-            secs: when it is whole, in seconds.
-            event: what it is for `policy`.
-            pardonable: see `triage.Stage`.
-
-        Returns:
-            None where another one is at hand.
-        """
-        self._watch.collect_exits()
+    def open_observed(self, seen: Seen, process: TrackedProcess) -> IncidentRun | None:
+        """Begin an incident, None where another one is at hand; whoever begins it captures and finishes it."""
+        self.collect_exits()
         before = self.triage.stage
-        seen = Seen(
-            "observed",
-            process.pid,
-            process.role,
-            kind=kind,
-            trigger=trigger,
-            event=event,
-            secs=secs,
-            pardonable=pardonable,
-        )
         self.take(seen, Subject(process, time.time()))
         return self.run if self.triage.stage is not before else None
 
     def capture(self) -> None:
         """Capture, once an incident, what the living processes are doing, of those that are there now."""
-        self._watch.look()
+        self._tree.refresh()
         # An exit that was not reported yet would be captured in vain; with it this may be no incident, or another one.
-        self._watch.collect_exits()
+        self.collect_exits()
         run = self.run
         if run is None or run.captured:
             return
@@ -353,11 +272,7 @@ class Session:
         self.take(Seen("captured"))
 
     def finish(self, *, after_second_sample: bool = False) -> None:
-        """Write the incident and answer those that wait for it.
-
-        Args:
-            after_second_sample: wait for the second sample of a server that hangs, where one is to come.
-        """
+        """Write the incident and answer those that wait for it; where a second sample is to come, after that."""
         if after_second_sample and self._sampled_again is not None:
             self._finishes_after_it = True
             return
@@ -389,14 +304,14 @@ class Session:
             # Least perishable of all that is taken from the living: whoever waits for the end waits for it. It stops
             # them, so not while they write their cores.
             run.capture_native()
-        self._watch.collect_exits()
+        self.collect_exits()
         if not run.is_open:
             # One of the exits was an incident of its own.
             return False
         is_ending = not self._is_observed
         of_living = is_ending and self.triage.shutdown.gone_at is None
         if not self.gpus.are_cores_done(run, of_living=of_living, of_dead=is_ending):
-            self._answers.tell(self.gpus.cores_secs_left)
+            self._answers.ask_all_to_wait(self.gpus.cores_secs_left)
             return False
         self._write(run)
         self.take(Seen("finished"))
@@ -428,7 +343,7 @@ class Session:
             self.triage.stage = None
             self._discard()
         else:
-            _remove(run)
+            run.discard()
 
     def close(self, removed: Sequence[str] = (), left: Sequence[LeftSegment] = ()) -> None:
         """Add the server's own end, and what it left in shared memory, to an incident that is finished."""
@@ -442,10 +357,7 @@ class Session:
                 run.note(time.time(), "shared_memory_left", segments=[asdict(segment) for segment in left])
             with contextlib.suppress(OSError):
                 run.save()
-        self.journals.close()
-        self.steps.close()
-        self.logs.close()
-        self.surroundings.close()
+        self.received.close()
         self.gpus.close()
 
     def hear_farewell(self, message: Message) -> None:
@@ -462,8 +374,7 @@ class Session:
             self.finish()
         self._farewells.append(message)
         if self.triage.is_open:
-            secs = (self.gpus.cores_secs_left or 0.0) + _LAST_LOOK_SECS
-            self._mailbox.acknowledge(message, ack="wait", **{WAIT_FIELD: secs})
+            self._answers.ask_to_wait(message, self.gpus.cores_secs_left or 0.0)
 
     # -- time
 
@@ -485,7 +396,11 @@ class Session:
         if time.monotonic() >= self._second_sample:
             self._sample_again()
         while self._farewells and not self.triage.is_open:
-            self._say_farewell(self._farewells.pop())
+            with self._mailbox.line_to(self._farewells.pop()) as answer:
+                # From here on no other process of the server reaches this one; they are about to be killed.
+                self._place.remove_own()
+                answer(ack="clean")
+                logger.info("the server ends in good order")
 
     def _await_gpus(self) -> None:
         # Until then nobody is told to end: a process that is killed leaves half a core.
@@ -493,7 +408,7 @@ class Session:
         if gone_at is not None and time.monotonic() >= gone_at + LAST_EXITS_SECS:
             self.gpus.give_up_cores("the server ended")
         self.gpus.look()
-        self._answers.tell(self.gpus.cores_secs_left)
+        self._answers.ask_all_to_wait(self.gpus.cores_secs_left)
         if not self.gpus.are_awaited:
             self.finish()
 
@@ -507,19 +422,11 @@ class Session:
             self._finishes_after_it = False
             self.finish()
 
-    def _say_farewell(self, message: Message) -> None:
-        with self._mailbox.line_to(message) as answer:
-            # From here on no other process of the server reaches this one; they are about to be killed.
-            self._place.remove_own()
-            answer(ack="clean")
-            logger.info("the server ends in good order")
-
     # -- carried out
 
     @property
     def _is_observed(self) -> bool:
-        stage = self.triage.stage
-        return stage is not None and (stage.observed or stage.observes)
+        return self.triage.stage is not None and self.triage.stage.observed
 
     @property
     def _are_workers_left(self) -> bool:
@@ -528,13 +435,11 @@ class Session:
     def _open(self, kind: str, trigger: str, subject: Subject) -> None:
         """Begin an incident. It is gathered, too, where it cannot be written anywhere."""
         folder = self._place.make_folder(kind, subject.seconds, self._settings.disk)
-        process, runtime = subject.process, self._place.runtime
-        self.run = run = IncidentRun(
-            kind, trigger, process, subject.seconds, self._tree, folder, runtime, self._settings
-        )
-        for dead in self._watch.unexplained():
+        its = Trigger(trigger, iso_time(subject.seconds), subject.process.pid, subject.process.title)
+        self.run = run = IncidentRun(kind, its, self._tree, folder, self._place.runtime, self._settings)
+        for dead in self._tree.recent_unexplained():
             # Whoever begins an incident with an exit adds that one.
-            if dead is not process:
+            if dead is not subject.process:
                 run.add_exit(dead)
         if self.hang is not None:
             run.note(time.time(), "hang_not_over", incident=self.hang.incident.id)
@@ -546,7 +451,7 @@ class Session:
         if root.exited_at is not None:
             return
         if not procfs.catches_signal(root.pid, signal.SIGQUIT):
-            run.set_requests({"reason": _UNSAVED})
+            run.set_requests({"reason": "the server has no handler for SIGQUIT"})
             self.finish()
             return
         seconds = time.time()
@@ -573,37 +478,21 @@ class Session:
         if run.finished:
             return
         self.gpus.give_up_answers("the incident was finished before")
-        run.add_last_signs(self.silences.last_signs() if self.silences is not None else {})
-        self._gather(run)
+        deadline = gathering_deadline(run.opened, self._settings.budget_secs, time.monotonic())
+        self.received.add_to(run, deadline, self.note_error)
         try:
             run.finish()
         except (OSError, CrashkitError) as error:
             logger.error("incident %s could not be finished: %s", run.path, error)
             run.finished = True
-            self.journals.keep()
-            self.logs.keep()
+            self.received.release(is_written=False)
         else:
-            self.journals.remove_taken()
-            self.logs.remove_taken()
-
-    def _gather(self, run: IncidentRun) -> None:
-        deadline = gathering_deadline(run.opened, self._settings.budget_secs, time.monotonic())
-        for part in (
-            functools.partial(self.steps.add_to, run, self._tree),
-            functools.partial(self.journals.add_to, run) if not run.problem else bool,
-            functools.partial(self.logs.add_to, run, self._tree, self._settings.log_records),
-            functools.partial(self.surroundings.add_to, run, self._tree),
-        ):
-            try:
-                part(share_of(deadline, time.monotonic()))
-            except Exception as error:  # noqa: BLE001 - as above
-                # One of them must not cost the others, nor the incident.
-                self.note_error("what was kept in memory", error)
+            self.received.release(is_written=True)
 
     def _discard(self) -> None:
         logger.info("it was no incident")
         if self.run is not None:
-            _remove(self.run)
+            self.run.discard()
         self._forget()
         self._answers.give(self._answer)
 
@@ -611,10 +500,3 @@ class Session:
         self.run, self._failed_finishes = None, 0
         self.gpus.forget()
         self._tree.forget_dead()
-
-
-def _remove(run: IncidentRun) -> None:
-    try:
-        run.discard()
-    except OSError as error:
-        logger.error("incident %s could not be removed: %s", run.path, error)

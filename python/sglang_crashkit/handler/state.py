@@ -53,14 +53,7 @@ class Do(str, Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """Something to be done.
-
-    Attributes:
-        do: what.
-        kind: of the incident that is opened; see `IncidentRun`.
-        words: its trigger, the event that is noted, or why no requests were saved.
-        captures: by which means the living processes may be looked at.
-    """
+    """Something to be done; the words are a trigger, the event that is noted, or why no requests were saved."""
 
     do: Do
     kind: str = ""
@@ -76,23 +69,16 @@ class Seen:
         what: a message's event, or ``exited``, ``observed`` (the handler itself saw a hang or a loss), ``captured``,
             ``told`` (SIGQUIT was sent), ``finished`` or ``tick``.
         pid: whom it concerns, or who says so.
-        role: that process's role; see `titles.role_of`.
-        is_root: it is the main process.
-        status: how it ended.
         matters: it is the server's own, so that its end concerns it.
         is_unknown: it ended before it said what it is.
         is_foreign: it is of another server that this one started.
         others_serve: processes of the server are there whose end was not announced.
         soft: the watchdog ends nothing.
-        unhealthy: the health check had failed.
         silent: a scheduler gave no sign for a while.
         names_ranks: the message names ranks that failed.
         tree_of: the process whose tree is ended.
         members: processes whose end is announced, or, of a launch, those that are there.
-        mode: what the program is that launched the server.
-        kind: of the incident that is to be opened for what was observed; `trigger`: by what it was noticed.
-        event: what was observed.
-        secs: how long more is waited for.
+        kind, trigger, event: of the incident that is to be opened for what was observed, whole after `secs`.
         pardonable: it is no incident where the server goes on or ends in good order.
         workers_left: its own processes live; `any_left`: any does.
     """
@@ -100,7 +86,6 @@ class Seen:
     what: str
     pid: int = 0
     role: str = ""
-    is_root: bool = False
     status: ExitStatus = _UNKNOWN
     matters: bool = True
     is_unknown: bool = False
@@ -127,12 +112,11 @@ class Shutdown:
     """What is known of the server's end.
 
     Attributes:
-        mode: what the program is that launched it; until it says so, the one in which nothing is ended.
+        mode: until the program that launched it says so, the one in which nothing is ended.
         expected: the processes whose end was announced.
-        draining: the server was asked to end and finishes its requests.
-        has_left: a process of it ended because it was asked to, too.
-        ended_well: the server's own process ended with status 0.
-        gone_at: when the end of the server's own process was noticed; None while it lives.
+        draining: it was asked to end and finishes its requests; `has_left`: a process of it ended for that, too.
+        ended_well: its main process ended with status 0.
+        gone_at: when the end of its main process was noticed; None while it lives.
     """
 
     mode: Mode = Mode.LIBRARY
@@ -148,37 +132,31 @@ class Stage:
     """How far the incident at hand is.
 
     Attributes:
-        kind: of which kind it was opened.
-        trigger: whom its trigger came from; `trigger_role`: that process's role.
-        opened: when.
-        captured: what the living did was captured.
+        first: what opened it.
+        captured_at: when what the living did was captured.
         finished: it is written; what is added still is written anew.
-        observed: the server goes on, so that what comes next is another incident.
+        observed: the server goes on, so that what comes next is another incident; whole at `observed_until`.
         may_end: upstream may end it for what happened, which would then belong to the same incident.
         pardonable: the server was asked to end before, and it is no incident where it goes on or ends in good order.
         soft_until: nothing but exits was seen that an announcement would explain, which may come until then.
-        tell_at: when the server is told of a death; `tells_after`: so long after the capture.
+        tell_secs: so long after the capture the server is sent SIGQUIT; None where it is not, or was.
         answer_by: when the server, which was told, should have begun to save its requests.
-        observed_until: when that of a server which goes on is whole; `observes`: it is one from the capture on.
         dumping: who saves its requests; `dump_begun`: somebody did.
         exits: how those ended that count.
     """
 
     kind: str
-    trigger: int
-    trigger_role: str
+    first: Seen
     opened: float
-    captured: bool = False
+    captured_at: float | None = None
     finished: bool = False
     observed: bool = False
+    observed_until: float | None = None
     may_end: bool = False
     pardonable: bool = False
     soft_until: float | None = None
-    tell_at: float | None = None
-    tells_after: float | None = None
+    tell_secs: float | None = None
     answer_by: float | None = None
-    observed_until: float | None = None
-    observes: bool = False
     dump_begun: bool = False
     dumping: set[int] = field(default_factory=set)
     exits: list[Seen] = field(default_factory=list)
@@ -188,6 +166,7 @@ class Stage:
         """Whether nothing but exits that an announcement would explain was seen."""
         return self.soft_until is not None and not self.dump_begun
 
-    def observe(self, now: float, secs: float = OBSERVED_SECS) -> None:
-        """Note that the server goes on, unless more comes within so many seconds."""
-        self.observed, self.observed_until = True, now + secs
+    @property
+    def tell_at(self) -> float | None:
+        """When the server is sent SIGQUIT; None where it is not, or not before the capture."""
+        return None if self.tell_secs is None or self.captured_at is None else self.captured_at + self.tell_secs

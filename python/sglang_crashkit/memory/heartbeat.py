@@ -23,13 +23,14 @@ stands still while the machine is suspended, as the scheduler does (``CLOCK_BOOT
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from sglang_crashkit.memory.ring import create_sealed, is_ring
 
 NAME = "sglang-crashkit-beat"
 
@@ -46,27 +47,20 @@ _MAGIC = (0x5347_4B49_5442_0000 | _VERSION).to_bytes(8, sys.byteorder)
 _BYTES = 64
 #: In these a batch takes in tokens; of others the number is that of a batch before.
 _EXTENDS = frozenset({"extend", "mixed", "split_prefill"})
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class NotABeatError(Exception):
+class NotAHeartbeatError(Exception):
     """What was opened is no heartbeat of this layout, or may be cut off while it is read."""
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What a heartbeat says.
+class Heartbeat:
+    """What a heartbeat says; see the layout.
 
     Attributes:
-        loop_at: when the last round of the event loop began, in seconds of the monotonic clock.
-        batch_at: when the last batch began, in seconds of the monotonic clock; 0 before the first one.
-        batches: how many batches began.
-        requests: how many requests the last batch holds.
-        paused: the engine was paused by a request.
-        is_busy: the round handles a request that may take any time, such as an update of the weights.
+        loop_at, batch_at: in seconds of the monotonic clock.
         is_off: the scheduler beats no more, which says nothing of how it is.
-        mode: forward mode of the last batch, such as ``extend`` or ``decode``; empty where it is not known.
-        tokens: how many tokens the last batch takes in, 0 where it is no extend.
+        mode: such as ``extend`` or ``decode``; empty where it is not known.
     """
 
     loop_at: float
@@ -100,7 +94,7 @@ class Beat:
         return "the event loop, paused" if self.paused else "the event loop, without a batch"
 
 
-class BeatWriter:
+class HeartbeatWriter:
     """The scheduler's end.
 
     Attributes:
@@ -108,16 +102,14 @@ class BeatWriter:
         fd: the descriptor to be passed on to a reader.
 
     Raises:
-        OSError: the kernel gives no memory or no descriptor.
+        RingError: the kernel gives no memory or no descriptor; OSError where that shows only later.
     """
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = create_sealed(_BYTES, NAME)
         try:
-            os.fchmod(self.fd, 0o600)
             # Written, not only sized: memory that is not there is missed now and not at the first beat.
-            os.write(self.fd, _MAGIC.ljust(_BYTES, b"\0"))
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            os.pwrite(self.fd, _MAGIC.ljust(_BYTES, b"\0"), 0)
             self._map = mmap.mmap(self.fd, _BYTES)
         except BaseException:
             os.close(self.fd)
@@ -132,39 +124,29 @@ class BeatWriter:
         os.close(self.fd)
 
 
-class BeatReader:
-    """The crash handler's end.
+class HeartbeatReader:
+    """The crash handler's end: memory that a scheduler passed on as `descriptor`, which stays open.
 
-    Args:
-        pid: who holds the heartbeat: this process, which it was passed to, or another one that may be looked into.
-        fd: its descriptor of the heartbeat.
-        modes: names of the forward modes by their number.
+    `modes` has the names of the forward modes by their number.
 
     Raises:
-        NotABeatError: there is something else, or a heartbeat of another layout.
-        OSError: there is nothing, or it may not be opened.
+        NotAHeartbeatError: it is something else, or a heartbeat of another layout.
     """
 
-    def __init__(self, pid: int, fd: int, modes: Mapping[int, str] | None = None) -> None:
+    def __init__(self, descriptor: int, modes: Mapping[int, str] | None = None) -> None:
         self._modes = modes or {}
-        path = f"/proc/{pid}/fd/{fd}"
-        # What else may be there must not be opened: a terminal, a pipe, a device.
-        if not os.readlink(path).startswith(f"/memfd:{NAME}"):  # noqa: PTH115 - the link leads to no path
-            raise NotABeatError(f"{path} is no heartbeat")
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            self._map = _map_of(opened, path)
-        finally:
-            os.close(opened)
+        if not is_ring(descriptor) or os.fstat(descriptor).st_size != _BYTES or os.pread(descriptor, 8, 0) != _MAGIC:
+            raise NotAHeartbeatError("it is no heartbeat, or one of another layout")
+        self._map = mmap.mmap(descriptor, _BYTES, prot=mmap.PROT_READ)
         self._words = memoryview(self._map).cast("d")
 
-    def read(self) -> Beat:
+    def read(self) -> Heartbeat:
         """Return what the heartbeat says now; whatever it holds, it says something."""
         words = self._words
         flags = _whole(words[FLAGS])
         batches = _whole(words[BATCHES])
         mode = self._modes.get(_whole(words[MODE]), "") if batches else ""
-        return Beat(
+        return Heartbeat(
             loop_at=words[LOOP_TIME],
             batch_at=words[BATCH_TIME],
             batches=batches,
@@ -180,13 +162,6 @@ class BeatReader:
         """Give the memory back."""
         self._words.release()
         self._map.close()
-
-
-def _map_of(descriptor: int, path: str) -> mmap.mmap:
-    is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-    if not is_sealed or os.fstat(descriptor).st_size != _BYTES or os.pread(descriptor, 8, 0) != _MAGIC:
-        raise NotABeatError(f"{path} is a heartbeat of another layout")
-    return mmap.mmap(descriptor, _BYTES, prot=mmap.PROT_READ)
 
 
 def _whole(number: float) -> int:

@@ -19,10 +19,7 @@ KEPT_SECS = 300.0
 
 
 class JournalWriter:
-    """Notes the requests of this process; for one thread.
-
-    Args:
-        size: how long the journal may be, in bytes.
+    """Notes the requests of this process in so many bytes; for one thread.
 
     Raises:
         RingError: there is no memory for it.
@@ -58,11 +55,7 @@ class JournalWriter:
         return self._number
 
     def end(self, number: int, *, finished: bool) -> None:
-        """Note that a request ended.
-
-        Args:
-            number: what `begin` returned.
-            finished: whether it was answered, and not dropped.
+        """Note that the request that `begin` gave this number ended: it was answered, or dropped.
 
         Raises:
             ValueError: the journal is closed.
@@ -88,11 +81,9 @@ class JournaledRequest(NamedTuple):
     """A request that a journal tells of.
 
     Attributes:
-        arrived: when, since the epoch.
-        ended: when, since the epoch; None for one that was under way.
+        arrived, ended: since the epoch; None for the end of one that was under way.
         finished: it ended because it was answered, and was not dropped.
-        offset: where its record lies; see `Record`.
-        sequence: the number of its record.
+        offset, sequence: where its record lies; see `Record`.
     """
 
     arrived: float
@@ -103,10 +94,7 @@ class JournaledRequest(NamedTuple):
 
 
 class JournalReader:
-    """Reads the journal of one process, dead or alive, and little of it at a time.
-
-    Args:
-        descriptor: of the journal; it stays open, and must as long as this is used.
+    """Reads the journal of one process, dead or alive, and little of it at a time; its descriptor must stay open.
 
     Attributes:
         requests: the unfinished ones, oldest first; then those that ended within `KEPT_SECS`, latest first.

@@ -17,14 +17,7 @@ _HEAD = struct.Struct("<dH")  # seconds since the epoch, level
 
 
 class LogRecord(NamedTuple):
-    """What was logged.
-
-    Attributes:
-        seconds: when, since the epoch.
-        level: as `logging` numbers them.
-        logger: the name of the logger.
-        text: what it said.
-    """
+    """What was logged, at so many seconds since the epoch; `level` is as `logging` numbers them."""
 
     seconds: float
     level: int
@@ -33,10 +26,7 @@ class LogRecord(NamedTuple):
 
 
 class LogWriter:
-    """Notes the log records of this process; for one thread at a time.
-
-    Args:
-        records: how many are kept at least, each as long as it may be.
+    """Notes the log records of this process, at least so many, each as long as it may be; for one thread at a time.
 
     Raises:
         RingError: there is no memory for it.

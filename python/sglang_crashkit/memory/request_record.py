@@ -45,8 +45,7 @@ class Head(NamedTuple):
     Attributes:
         number: which request, counted by the process that wrote it.
         seconds: when, since the epoch.
-        begun: it tells of a beginning; of an end otherwise.
-        finished: the request was answered, and not dropped; False for a beginning.
+        begun: it tells of a beginning; of an end otherwise, in which the request was `finished` or dropped.
     """
 
     number: int
@@ -65,14 +64,8 @@ def encode_begin(
     how much there was (``of``). What else is too large, or no JSON value, is replaced by a description below
     ``omitted``.
 
-    Args:
-        number: which request.
-        seconds: when, since the epoch.
-        fields: what is known of it beside the prompt, not heavier than `MAX_WEIGHT`; ``omitted`` may hold
-            descriptions. Or that as JSON, of a kilobyte at most.
-        text: the prompt, None where there is none.
-        input_ids: the prompt's token ids, None where there are none.
-        most: how many bytes the record may have, 4096 or more.
+    The fields are what is known of it beside the prompt, not heavier than `MAX_WEIGHT`; ``omitted`` may hold
+    descriptions. Or that as JSON, of a kilobyte at most. The record has `most` bytes at most, 4096 or more.
     """
     if text is not None and not isinstance(text, str):
         fields = _as_mapping(fields)

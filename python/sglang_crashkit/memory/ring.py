@@ -66,8 +66,7 @@ class RingWriter:
 
     Attributes:
         fd: the descriptor to be passed on to a reader; it is closed with the ring.
-        capacity: how many bytes the records may take.
-        max_payload: how long the payload of a record may be, in bytes.
+        capacity, max_payload: how long all records, and the payload of one, may be, in bytes.
         lost: how many held records were lost.
 
     Raises:
@@ -105,11 +104,7 @@ class RingWriter:
         self._map[: len(head)] = head
 
     def append(self, payload: bytes, *, hold: int | None = None) -> None:
-        """Write a record.
-
-        Args:
-            payload: at most `max_payload` bytes.
-            hold: a number by which the record is held until it is released; one that is not held now.
+        """Write a record; `hold` is a number by which it is held until it is released, one that is not held now.
 
         Raises:
             ValueError: the payload is too long, or the ring is closed.
@@ -227,7 +222,6 @@ class Record(NamedTuple):
         sequence: its number; later ones have higher ones.
         lost: how many held records had been lost when it was written.
         offset: where it begins, in bytes from the beginning of the data.
-        payload: what it holds.
     """
 
     sequence: int
@@ -239,10 +233,7 @@ class Record(NamedTuple):
 class RingReader:
     """Reads a ring, also while it is written or after it was damaged, and little of it at a time.
 
-    It is read and not mapped: a page that was never written takes no memory then.
-
-    Args:
-        descriptor: of the ring; it stays open, and must as long as this is used.
+    It is read and not mapped: a page that was never written takes no memory then. Its descriptor must stay open.
 
     Attributes:
         torn: how many records began and were not whole when `records` went by.

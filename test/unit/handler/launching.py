@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.handler.folders import Place
+from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.policy import Mode
 from sglang_crashkit.protocol import Mailbox, Message
@@ -60,7 +61,7 @@ class Case:
         os.kill(pid, signal.SIGKILL)
         rank = self.handler.tree.get(pid)
         wait_until(rank.handle.has_exited, "the rank is dead")
-        self.handler.collect_exits()
+        self.handler.session.collect_exits()
 
     def failures(self) -> list[int]:
         """Return the processes that the incident takes for failed, in the order that it learned of them."""
@@ -75,15 +76,16 @@ class Case:
 
 def launch(handler: CrashHandler, *own: int) -> None:
     """Have the handler know that it is a server program's, and of its own processes as soon as it sees them."""
-    handler.triage.shutdown.mode = Mode.SERVER
-    look = handler.look
+    handler.session.triage.shutdown.mode = Mode.SERVER
+    refresh = handler.tree.refresh
 
-    def look_and_register() -> None:
-        look()
+    def refresh_and_register() -> list[TrackedProcess]:
+        new = refresh()
         for pid in own:
             handler.tree.register(pid, 0)
+        return new
 
-    handler.look = look_and_register  # type: ignore[method-assign]
+    handler.tree.refresh = refresh_and_register  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -108,10 +110,7 @@ def handling(
         try:
             yield handler, process
         finally:
-            for one in handler.tree:
-                one.handle.close()
-            handler._prober.close()
-            handler._selector.close()
+            handler.close()
 
 
 @contextlib.contextmanager

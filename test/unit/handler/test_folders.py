@@ -115,13 +115,13 @@ def test_where_no_disk_answers_it_is_an_error(tmp_path: Path, monkeypatch: pytes
         make(tmp_path, secs=0.2)
 
 
-def test_a_child_that_a_disk_held_up_is_reaped() -> None:
-    before = set(folders_module._held_up)
+def test_a_child_that_a_disk_children_is_reaped() -> None:
+    before = set(folders_module._children)
     assert make_within(0.05, lambda: time.sleep(600)) == "it did not answer within 0.05 s"
-    (held,) = folders_module._held_up - before
+    (held,) = folders_module._children - before
     os.waitid(os.P_PID, held, os.WEXITED | os.WNOWAIT)
     folders_module.reap()
-    assert held not in folders_module._held_up
+    assert held not in folders_module._children
     with pytest.raises(ChildProcessError):
         os.waitpid(held, os.WNOHANG)
 

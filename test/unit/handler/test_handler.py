@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -10,16 +9,12 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.capture.responder import ask_exit
-from sglang_crashkit.handler import server
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.incident.store import find_incidents
-from sglang_crashkit.kernel import procfs
 from sglang_crashkit.policy import Mode
 from sglang_crashkit.protocol import Message
 from unit.handler.launching import LAUNCHER, Case, handling
-from unit.targets import ARM
-from unit.waiting import LONG, wait_until
+from unit.waiting import wait_until
 
 
 def test_a_time_that_is_no_time_is_now(launching: Case) -> None:
@@ -52,7 +47,8 @@ def test_an_exit_that_fails_does_not_end_the_handler(
     assert f"the exit of process {launching.starting} could not be taken in" in caplog.text
     (noted,) = [entry for entry in handler.session.run.incident.timeline if entry["event"] == "handler_error"]
     assert noted["message"] == "ZeroDivisionError: division by zero"
-    # The selector does not wake for it any more, and the next one is taken in.
+    # The loop does not wake for it any more, and the next one is taken in.
+    handler.tree.ended()
     assert not handler._selector.select(0)
     launching.kill(launching.titled)
     assert handler.session.run.incident.kind == "killed"
@@ -73,11 +69,11 @@ def test_a_capture_that_fails_changes_nothing_for_the_server(
     launching: Case, monkeypatch: pytest.MonkeyPatch, mode: Mode, is_observed: bool
 ) -> None:
     session, asked = launching.handler.session, []
-    launching.handler.triage.shutdown.mode = mode
+    launching.handler.session.triage.shutdown.mode = mode
     monkeypatch.setattr(IncidentRun, "capture", lambda _run: 1 / 0)
     monkeypatch.setattr(session.gpus, "are_cores_done", lambda _run, **of: asked.append(of) or True)
     launching.kill(launching.titled)
-    stage = launching.handler.triage.stage
+    stage = launching.handler.session.triage.stage
     assert (stage.observed, stage.tell_at is not None) == (is_observed, not is_observed)
     session.finish()
     assert asked == [{"of_living": not is_observed, "of_dead": not is_observed}]
@@ -94,15 +90,13 @@ def test_an_incident_that_cannot_be_finished_is_left(
     for is_over in (False, False, True):
         session.finish()
         assert run.finished is is_over
-    assert not launching.handler.triage.is_open
+    assert not launching.handler.session.triage.is_open
     (stored,) = find_incidents(tmp_path)
     assert not stored.finished
     assert [entry["what"] for entry in run.incident.timeline if entry["event"] == "handler_error"] == ["finish"] * 3
 
 
-def test_what_strangers_say_is_ignored_and_told_ever_more_rarely(
-    launching: Case, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_foreign_processes_say_is_ignored(launching: Case, caplog: pytest.LogCaptureFixture) -> None:
     message = Message("x" * 500, {}, os.getpid(), os.getuid(), None)
     for _ in range(1234):
         launching.handler.take(message, None)
@@ -156,7 +150,7 @@ def test_a_death_as_an_observed_incident_opens_ends_the_server(
                 os.kill(rank.pid, signal.SIGKILL)
                 wait_until(rank.handle.has_exited, "the rank is dead")
 
-        monkeypatch.setattr(handler, "look", look_and_kill)
+        monkeypatch.setattr(handler.tree, "refresh", look_and_kill)
         handler.take(Message(event, fields, process.pid, os.getuid(), None), handler.tree.root)
         found = {stored.document["kind"]: stored.document for stored in find_incidents(tmp_path) if stored.document}
         assert set(found) == {kind, "killed"}
@@ -177,42 +171,6 @@ def test_the_record_of_a_late_exception_is_kept(launching: Case, tmp_path: Path)
     assert not record.exists()
     (kept,) = (stored.path / "ranks").iterdir()
     assert kept.read_text() == "{}"
-
-
-#: A main process with a rank that the kernel ends with it; it leaves with status 0 when it is told to.
-SERVER = """
-import ctypes, subprocess
-die_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-title = "import setproctitle; setproctitle.setproctitle('sglang::scheduler_TP0')"
-code = f"{title}; import signal; print(flush=True); signal.pause()"
-rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, preexec_fn=die_with_parent)
-rank.stdout.readline()
-ready(rank.pid)
-sys.stdin.readline()
-os._exit(0)
-"""
-
-
-def test_a_server_reaped_meanwhile_has_ended_before_its_rank(
-    tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with handling(SERVER, tmp_path, short_folder) as (handler, process):
-        handler.look()
-        rank = handler.tree.get(int(process.first_line))
-        original = procfs.read_stat
-
-        def read_stat(pid: int) -> procfs.ProcStat | None:
-            """Have the server leave between two looks of the handler."""
-            if pid == process.pid and process.returncode is None:
-                process.communicate(b"\n", timeout=LONG)
-                assert rank.handle.has_exited(LONG)
-            return original(pid)
-
-        monkeypatch.setattr(procfs, "read_stat", read_stat)
-        handler.take_exit(rank)
-        assert handler.session.run is None
-        assert handler.tree.root.exited_at is not None
-        assert not list(tmp_path.rglob("incident.json"))
 
 
 #: A main process with a data-parallel controller, and a rank below that.
@@ -243,55 +201,3 @@ def test_an_incident_is_of_the_kind_of_its_first_failure(tmp_path: Path, short_f
         assert stored.document["verdict"]["first_failure"]["pid"] == controller.pid
         # It outlives its controller.
         rank.handle.send_signal(signal.SIGKILL)
-
-
-#: An armed main process with two ranks that die with it, and that it never reaps.
-ARMED_SERVER = (
-    ARM
-    + """
-import ctypes, subprocess
-die_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-def start(rank):
-    code = f"import setproctitle; setproctitle.setproctitle('sglang::scheduler_TP{rank}'); "
-    code += "import signal; print(flush=True); signal.pause()"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, preexec_fn=die_with_parent)
-    process.stdout.readline()
-    return process
-ranks = [start(0), start(1)]
-ready(f"{ranks[0].pid} {ranks[1].pid}")
-pause()
-"""
-)
-
-
-@pytest.mark.parametrize("answers", [True, False])
-def test_a_parent_says_how_one_ended_that_is_closed(
-    tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
-) -> None:
-    asked = []
-    monkeypatch.setattr(server, "ask_exit", lambda *arguments: asked.append(arguments[2]) or ask_exit(*arguments))
-    folder, title = str(short_folder), "sglang::server"
-    with handling(ARMED_SERVER, tmp_path, short_folder, folder, title=title) as (handler, process):
-        handler.look()
-        ranks = [handler.tree.get(int(pid)) for pid in process.first_line.split()]
-        if not answers:
-            os.kill(process.pid, signal.SIGSTOP)
-        for rank in ranks:
-            os.kill(rank.pid, signal.SIGKILL)
-            wait_until(rank.handle.has_exited, "the rank has ended")
-        # As of a process of other credentials, or one that is not dumpable: proc_pid_stat(5) has 0 for its status.
-        read_stat = procfs.read_stat
-        monkeypatch.setattr(procfs, "may_inspect", lambda _pid: False)
-        without = lambda pid: (stat := read_stat(pid)) and dataclasses.replace(stat, wait_status=0)  # noqa: E731
-        monkeypatch.setattr(procfs, "read_stat", without)
-        handler.collect_exits()
-        incident = handler.session.run.incident
-        ends = [incident.process(rank.pid).exit for rank in ranks]
-        if answers:
-            assert incident.kind == "killed"
-            assert [end.signal for end in ends] == ["SIGKILL", "SIGKILL"]
-        else:
-            assert [end.cause for end in ends] == ["unknown", "unknown"]
-            assert "its parent did not answer" in str(ends[0])
-        # One that is stuck is waited for once.
-        assert len(asked) == (2 if answers else 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.handler import hang_detector
+from sglang_crashkit.handler import hang_detector, heartbeats
 from sglang_crashkit.handler.hang_detector import HangDetector, has_compiler
-from sglang_crashkit.handler.state import Shutdown
-from sglang_crashkit.memory.heartbeat import Beat, NotABeatError
+from sglang_crashkit.handler.heartbeats import Heartbeats
+from sglang_crashkit.handler.state import Seen, Shutdown
+from sglang_crashkit.memory.heartbeat import Heartbeat, NotAHeartbeatError
 from sglang_crashkit.settings import Settings
 from unit.waiting import child
 
@@ -43,8 +42,6 @@ class Run:
         verdict = SimpleNamespace(kind="hang", text="TP1 hangs.")
         document = {"kind": "hang", "verdict": {"kind": "hang", "basis": [verdict.text]}}
         self.incident = SimpleNamespace(id="one", verdict=verdict, environment=None, to_json=lambda: document)
-        self.last_signs: dict[int, str] = {}
-        self.is_removed = False
         self.finished = False
         self.silent: list[int] = []
         self.captures = 0
@@ -58,13 +55,9 @@ class Run:
     def is_open(self) -> bool:
         return not self.finished
 
-    def add_silence(self, process: Any, beat: Beat, secs: float) -> None:
+    def add_silence(self, process: Any, _beat: Heartbeat, secs: float) -> None:
         assert secs >= 0
         self.silent.append(process.pid)
-        self.last_signs[process.pid] = beat.doing
-
-    def discard(self) -> None:
-        self.is_removed = True
 
     def capture(self) -> None:
         self.captures += 1
@@ -83,22 +76,21 @@ class Current:
         self.triggers: list[int] = []
         self.is_free = True
         self.expected = "no_progress"
-        self.silences: Any = None
+        self.received = SimpleNamespace(heartbeats=None)
+        self.begin_hang_at_end: Any = None
         self.discarded: list[Run] = []
         self.gpus = SimpleNamespace(writing_cores=frozenset())
         self.pardonable = False
         self.triage = SimpleNamespace(shutdown=Shutdown())
         self.dies = False
 
-    def open_observed(
-        self, kind: str, trigger: str, process: Any, secs: float, *, pardonable: bool = False
-    ) -> Run | None:
-        assert (kind, trigger) == ("hang", self.expected)
+    def open_observed(self, seen: Seen, process: Any) -> Run | None:
+        assert (seen.kind, seen.trigger, seen.pid) == ("hang", self.expected, process.pid)
         self.triggers.append(process.pid)
         if not self.is_free:
             return None
         self.run = Run()
-        self.pardonable = pardonable
+        self.pardonable = seen.pardonable
         self.runs.append(self.run)
         return self.run
 
@@ -116,11 +108,8 @@ class Current:
         return self.run is run and self.pardonable
 
     def withdraw(self, run: Run) -> None:
-        if self.run is run:
-            self.discarded.append(run)
-            self.run = None
-        else:
-            run.discard()
+        self.discarded.append(run)
+        self.run = None
 
     def finish_observed(self) -> None:
         self.run.finished = True
@@ -134,7 +123,7 @@ class World:
     def __init__(self, hang_secs: float = 5.0, pids: tuple[int, ...] = (10, 11)) -> None:
         World.last = self
         self.now = 1000.0
-        self.beats: dict[int, Beat] = {}
+        self.beats: dict[int, Heartbeat] = {}
         self.states = dict.fromkeys((ROOT, *pids), "S")
         self.compiling: set[int] = set()
         self.root = Process(ROOT, "server")
@@ -145,19 +134,19 @@ class World:
         tree: Any = SimpleNamespace(
             root=self.root,
             alive=lambda: [p for p in self.processes if p.exited_at is None],
-            reread_title=lambda process: self.titled(process),
         )
         current: Any = self.current
         self.said: list[str] = []
+        self.heartbeats = Heartbeats(tree, is_on=hang_secs > 0, clock=lambda: self.now)
+        current.received.heartbeats = self.heartbeats
         self.watch = HangDetector(tree, current, settings, self.said.append, lambda: self.now)
-        self.titled: Callable[[Process], None] = lambda _process: None
         for process in self.processes:
             self.beat(process.pid)
 
     def follow(self, *pids: int) -> World:
         for process in self.processes:
             if not pids or process.pid in pids:
-                self.watch.follow(process, process.pid)  # type: ignore[arg-type]
+                self.heartbeats.follow(process, process.pid)  # type: ignore[arg-type]
         return self
 
     def beat(self, *pids: int, **fields: Any) -> None:
@@ -165,7 +154,7 @@ class World:
         for pid in pids or [process.pid for process in self.processes]:
             made = {"loop_at": self.now, "batch_at": 0.0, "batches": 100, "requests": 0}
             flags = {"paused": False, "is_busy": False, "is_off": False}
-            self.beats[pid] = Beat(**(made | flags | fields))  # type: ignore[arg-type]
+            self.beats[pid] = Heartbeat(**(made | flags | fields))  # type: ignore[arg-type]
 
     def batch(self, *pids: int, number: int = 100, **fields: Any) -> None:
         self.beat(*pids, batch_at=self.now + 0.001, batches=number, requests=3, **fields)
@@ -192,13 +181,13 @@ class World:
 class Reader:
     """Reads the beats of the last world made."""
 
-    def __init__(self, pid: int, fd: int, modes: Any) -> None:
-        assert (pid, modes) == (os.getpid(), {})
+    def __init__(self, fd: int, modes: Any) -> None:
+        assert modes == {}
         if fd < 0:
-            raise NotABeatError("no heartbeat")
+            raise NotAHeartbeatError("no heartbeat")
         self.pid = fd
 
-    def read(self) -> Beat:
+    def read(self) -> Heartbeat:
         return World.last.beats[self.pid]
 
     def close(self) -> None:
@@ -207,7 +196,7 @@ class Reader:
 
 @pytest.fixture(autouse=True)
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_detector, "BeatReader", Reader)
+    monkeypatch.setattr(heartbeats, "HeartbeatReader", Reader)
     monkeypatch.setattr(hang_detector, "has_compiler", lambda pid: pid in World.last.compiling)
     monkeypatch.setattr(hang_detector, "_state_of", lambda process: World.last.states[process.pid])
 
@@ -279,22 +268,10 @@ def test_one_held_by_a_debugger_at_sigterm_does_not_hang() -> None:
     assert world.hangs == []
 
 
-def test_the_silent_ones_are_told_by_their_last_signs() -> None:
-    world = World(60.0).follow()
-    world.now += 0.5
-    world.beat(10)
-    world.now += 2.0
-    assert [(pulse.process.pid, pulse.silent_secs) for pulse in world.watch.silent(2.0)] == [(11, 2.5), (10, 2.0)]
-    assert [pulse.process.pid for pulse in world.watch.silent(2.1)] == [11]
-    world.beat(11, is_off=True)
-    world.now += 10
-    assert [pulse.process.pid for pulse in world.watch.silent(2.1)] == [10]
-
-
 def test_nobody_is_silent_where_nobody_is_followed() -> None:
     world = World(60.0)
     world.pass_time(10)
-    assert world.watch.silent(0.0) == []
+    assert world.heartbeats.silent(0.0) == []
     world.watch.begin_at_end()
     assert world.hangs == []
 
@@ -337,7 +314,7 @@ def test_progress_is_noted_when_all_go_on(world: World) -> None:
     (hung_secs,) = first.progress
     assert 24 < hung_secs < 28
     # It stays an incident.
-    assert (world.current.hang, world.current.discarded, first.is_removed) == (None, [], False)
+    assert (world.current.hang, world.current.discarded) == (None, [])
     world.pass_time(20)
     assert [run.progress for run in world.hangs] == [first.progress, []]
     assert world.hangs[1].silent == [10, 11]
@@ -510,7 +487,7 @@ def test_who_hangs(
     for process in world.processes:
         if process.pid in followed or -process.pid in followed:
             descriptor = process.pid if process.pid in followed else -1
-            world.watch.follow(process, descriptor)  # type: ignore[arg-type]
+            world.heartbeats.follow(process, descriptor)  # type: ignore[arg-type]
     for pid in off:
         world.beat(pid, is_off=True)
     world.pass_time(6.5, (lambda: world.beat(*beating)) if beating else None)
@@ -535,15 +512,6 @@ def test_a_paused_server_that_goes_round_does_not_hang(world: World, again: bool
         world.follow()
     world.pass_time(600, lambda: world.beat(paused=True))
     assert world.hangs == []
-
-
-def test_a_scheduler_with_a_new_title_is_followed() -> None:
-    world = World()
-    world.titled = lambda process: setattr(process, "role", "scheduler")
-    for process in world.processes:
-        process.role = "starting"
-    world.follow().pass_time(6.5)
-    assert len(world.hangs) == 1
 
 
 @given(st.lists(st.floats(0.001, 900.0), min_size=1, max_size=60), st.sampled_from([2.0, 5.0, 60.0]))
@@ -601,22 +569,6 @@ def test_a_long_prompt_that_advances_in_chunks_is_no_hang(world: World) -> None:
     assert world.hangs == []
 
 
-# -- whom it follows
-
-
-def test_only_schedulers_with_a_heartbeat_are_followed(caplog: pytest.LogCaptureFixture) -> None:
-    world = World()
-    helper: Any = Process(12, "helper")
-    world.watch.follow(helper, 12)
-    scheduler: Any = world.processes[0]
-    world.watch.follow(scheduler, None)
-    assert world.watch.next_due() == float("inf")
-    assert caplog.records == []
-    world.watch.follow(scheduler, -1)
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert world.watch.next_due() == float("inf")
-
-
 # -- busy
 
 
@@ -628,16 +580,12 @@ def busy(world: World) -> Run:
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
-@pytest.mark.parametrize("is_at_hand", [False, True])
-def test_a_busy_incident_is_withdrawn_when_the_server_goes_on(world: World, is_whole: bool, is_at_hand: bool) -> None:
+def test_a_busy_incident_is_withdrawn_when_the_server_goes_on(world: World, is_whole: bool) -> None:
     world.pass_time(6 if not is_whole else 15)
     run = busy(world)
     assert run.finished is is_whole
-    if not is_at_hand:
-        world.current.run = None
     world.pass_time(5, world.beat)
-    assert (world.current.discarded, run.is_removed) == (([run], False) if is_at_hand else ([], True))
-    assert world.current.hang is None
+    assert (world.current.discarded, world.current.hang) == ([run], None)
     assert world.said[-1].startswith("Progress returned after ")
     assert world.said[-1].endswith(" s: it was no hang, and incident one is withdrawn.")
 
@@ -656,26 +604,6 @@ def test_what_is_busy_for_too_long_is_another_incident() -> None:
     world.pass_time(200)
     world.pass_time(5, world.beat)
     assert (len(world.hangs), world.current.discarded) == (2, [run])
-
-
-# -- what the dead did last
-
-
-def test_what_a_heartbeat_said_last_outlives_its_process(world: World) -> None:
-    world.batch(10, number=7)
-    assert {pid: beat.batches for pid, beat in world.current.silences.last_signs().items()} == {10: 7, 11: 100}
-    world.batch(10, number=8)
-    for process in world.processes:
-        process.exited_at = 1.0
-    world.pass_time(3)
-    assert {pid: beat.batches for pid, beat in world.current.silences.last_signs().items()} == {10: 8, 11: 100}
-
-
-@pytest.mark.parametrize("modes", [None, 7, ["extend"], {"x": "a", "": "b", "-1": "c"}, {1: "extend"}])
-def test_names_of_modes_that_are_none_are_passed_over(modes: Any) -> None:
-    world = World()
-    world.watch.follow(world.processes[0], 10, modes)  # type: ignore[arg-type]
-    assert world.watch.next_due() < float("inf")
 
 
 #: Starts a program below itself, which ends with it.

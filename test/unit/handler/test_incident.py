@@ -35,6 +35,7 @@ from sglang_crashkit.model.incident import (
     ServerInfo,
     Trigger,
     Verdict,
+    iso_time,
 )
 from sglang_crashkit.settings import MB, DiskLimits, Settings
 from unit.waiting import LONG, child, wait_until
@@ -152,7 +153,8 @@ def test_a_hundred_crashes_are_a_hundred_incidents_within_the_limits(tree: Proce
     for _ in range(100):
         with one_that_died(tree) as rank:
             folder = IncidentFolder(tmp_path, "killed", new_id(), time.time(), limits, server=tree.root.pid)
-            run = IncidentRun("killed", "process_exited", rank, time.time(), tree, folder, tmp_path, settings)
+            trigger = Trigger("process_exited", iso_time(time.time()), rank.pid, rank.title)
+            run = IncidentRun("killed", trigger, tree, folder, tmp_path, settings)
             run.capture()
             run.add_exit(rank)
             made.append(run.finish())

@@ -21,6 +21,7 @@ from sglang_crashkit.incident.recovery import REASON, finish_abandoned
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.identity_key import server_key
+from sglang_crashkit.model.incident import Trigger, iso_time
 from sglang_crashkit.policy import Capture
 from sglang_crashkit.settings import Settings
 from unit.handler.driver import Server
@@ -37,9 +38,8 @@ def gather(root_pid: int, incidents: Path, record: Path, reached: Callable[[str]
     tree = ProcessTree(root_pid)
     reached("before anything")
     folder = IncidentFolder(incidents, "exception", new_id(), time.time())
-    run = IncidentRun(
-        "exception", "exception", tree.root, time.time(), tree, folder, incidents, Settings.from_environ({})
-    )
+    trigger = Trigger("exception", iso_time(time.time()), root_pid, tree.root.title)
+    run = IncidentRun("exception", trigger, tree, folder, incidents, Settings.from_environ({}))
     reached("opened")
     run.permit(Capture.OBSERVE)
     run.capture()
@@ -151,7 +151,8 @@ def test_who_died_is_on_disk_before_the_others_are_captured(tmp_path: Path) -> N
         process.kill()
         wait_until(tree.root.handle.has_exited, "the process is dead")
         folder = IncidentFolder(tmp_path, "killed", new_id(), time.time())
-        run = IncidentRun("killed", "process_exited", tree.root, time.time(), tree, folder, tmp_path, settings)
+        trigger = Trigger("process_exited", iso_time(time.time()), process.pid, tree.root.title)
+        run = IncidentRun("killed", trigger, tree, folder, tmp_path, settings)
         run.add_exit(tree.root)
     (found,) = find_incidents(tmp_path)
     assert found.document["verdict"]["first_failure"]["pid"] == process.pid

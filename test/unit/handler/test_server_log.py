@@ -41,7 +41,7 @@ def test_a_line_of_the_start_waits_until_somebody_listens(short_folder: Path) ->
     place.runtime.mkdir()
     with Mailbox.bind(place.runtime / "handler.sock") as messages:
         handler = CrashHandler(os.getpid(), Mailbox(messages), place, Settings.from_environ({}))
-        handler.tell("3 crashes in the last hour")
+        handler.history = "3 crashes in the last hour"
         handler.look()
         with Mailbox.bind(ArmedFiles.of(place.runtime, os.getpid(), start_ticks(os.getpid())).say) as receiver:
             handler.look()

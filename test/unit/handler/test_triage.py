@@ -19,7 +19,7 @@ Step = tuple[float, Seen, str]
 
 
 def seen(what: str, pid: int, **facts: Any) -> Seen:
-    return Seen(what, pid, ROLES[pid], is_root=pid == ROOT, **facts)
+    return Seen(what, pid, ROLES[pid], **facts)
 
 
 def ended(pid: int, how: int | str, **facts: Any) -> Seen:
@@ -72,6 +72,10 @@ KILLED = "mark_exited open:killed permit:full add_exit capture"
 LEFT = "mark_exited open:exited permit:full add_exit capture"
 UNSAVED = "set_requests:the server did not begin to save them within 5 s"
 WENT_ON = "set_requests:the server went on"
+HUNG = "open:hang permit:observe add_hang capture answer_stacks"
+AT_END = "open:hang permit:full add_silence capture capture_again"
+UNSTARTED = "set_requests:the server had not started to serve answer_when_finished finish"
+OBSERVED_DEATH = "mark_exited open:killed permit:observe add_exit capture"
 RAISED = "open:exception permit:full add_exception capture answer_captured"
 ENDS_DUMP = "permit:full add_requests answer_when_finished finish"
 
@@ -195,7 +199,7 @@ STORIES: dict[str, list[Step]] = {
         (92.0, ended(OTHER, "SIGKILL"), KILLED),
     ],
     "a tokenizer worker that is killed is started anew, and observed": [
-        (1.0, ended(WORKER, "SIGKILL"), "mark_exited open:killed permit:observe add_exit capture"),
+        (1.0, ended(WORKER, "SIGKILL"), OBSERVED_DEATH),
         (5.9, TICK, ""),
         (6.0, TICK, f"{WENT_ON} finish"),
         (7.0, ended(RANK, "SIGKILL"), f"write forget {KILLED}"),
@@ -220,19 +224,13 @@ STORIES: dict[str, list[Step]] = {
     ],
     "a failed start": [
         (1.0, ended(RANK, 1), LEFT),
-        (
-            1.1,
-            told("launch_failed", names_ranks=True),
-            "learn_ranks permit:full note:launch_failed "
-            "set_requests:the server had not started to serve answer_when_finished finish",
-        ),
+        (1.1, told("launch_failed", names_ranks=True), f"learn_ranks permit:full note:launch_failed {UNSTARTED}"),
     ],
     "of which nobody else knows": [
         (
             1.0,
             told("startup_timeout"),
-            "learn_ranks open:failed_start permit:full capture note:startup_timeout name_unknown "
-            "set_requests:the server had not started to serve answer_when_finished finish",
+            f"learn_ranks open:failed_start permit:full capture note:startup_timeout name_unknown {UNSTARTED}",
         ),
     ],
     "a failed child of a main process without requests": [
@@ -251,23 +249,15 @@ STORIES: dict[str, list[Step]] = {
         (2.1, told("await_incident"), "answer_when_finished"),
     ],
     "a soft watchdog observes": [
-        (
-            1.0,
-            told("watchdog_timeout", RANK, soft=True),
-            "open:hang permit:observe add_hang capture answer_stacks",
-        ),
+        (1.0, told("watchdog_timeout", RANK, soft=True), HUNG),
         (2.0, told("watchdog_timeout", OTHER, soft=True), "permit:observe add_hang answer_stacks"),
         (3.0, told("stacks_wanted", RANK), "answer_stacks"),
         (6.0, TICK, f"{WENT_ON} finish"),
         (7.0, told("watchdog_timeout", RANK), "write forget open:hang permit:full add_hang capture answer_stacks"),
     ],
     "another process hangs by itself": [
-        (1.0, told("watchdog_timeout", RANK, soft=True), "open:hang permit:observe add_hang capture answer_stacks"),
-        (
-            2.0,
-            told("watchdog_timeout", WORKER, soft=True),
-            "write forget open:hang permit:observe add_hang capture answer_stacks",
-        ),
+        (1.0, told("watchdog_timeout", RANK, soft=True), HUNG),
+        (2.0, told("watchdog_timeout", WORKER, soft=True), f"write forget {HUNG}"),
     ],
     "a hard watchdog joins the crash that is gathered": [
         (1.0, told("exception", RANK), RAISED),
@@ -305,11 +295,7 @@ STORIES: dict[str, list[Step]] = {
         (2.1, torn_down(ROOT, RANK), "discard"),
     ],
     "a health check that failed at the end": [
-        (
-            1.0,
-            told("draining", unhealthy=True),
-            "open:hang permit:full add_silence capture capture_again note:draining",
-        ),
+        (1.0, told("draining", unhealthy=True), f"{AT_END} note:draining"),
         (1.1, told("crash_dump_begun"), "permit:full note:crash_dump_begun"),
     ],
     "one that fails while a crash is gathered": [
@@ -319,19 +305,11 @@ STORIES: dict[str, list[Step]] = {
     ],
     "or after a hang was noticed": [
         (1.0, observed(), "open:hang permit:observe"),
-        (
-            2.0,
-            told("draining", unhealthy=True),
-            "write forget open:hang permit:full add_silence capture capture_again note:draining",
-        ),
+        (2.0, told("draining", unhealthy=True), f"write forget {AT_END} note:draining"),
     ],
     "one that fails while it drains": [
         (0.5, told("draining"), "look_for_silence note:draining"),
-        (
-            1.0,
-            told("crash_dump_begun", silent=True),
-            "open:hang permit:full add_silence capture capture_again permit:full note:crash_dump_begun",
-        ),
+        (1.0, told("crash_dump_begun", silent=True), f"{AT_END} permit:full note:crash_dump_begun"),
     ],
     "a new server of the same program begins anew": [
         (1.0, torn_down(ROOT, RANK), ""),
@@ -341,16 +319,12 @@ STORIES: dict[str, list[Step]] = {
 }
 
 
-@pytest.mark.parametrize("steps", STORIES.values(), ids=[name.replace(" ", "-") for name in STORIES])
-def test_a_server_program(steps: list[Step]) -> None:
-    Story().tell(steps)
-
-
-OTHERS: dict[str, tuple[Mode, list[Step]]] = {
+OF_MODES: dict[str, tuple[Mode, list[Step]]] = {
+    **{name: (Mode.SERVER, steps) for name, steps in STORIES.items()},
     "a dead rank of a library is observed": (
         Mode.LIBRARY,
         [
-            (1.0, ended(RANK, "SIGKILL"), "mark_exited open:killed permit:observe add_exit capture"),
+            (1.0, ended(RANK, "SIGKILL"), OBSERVED_DEATH),
             (6.0, TICK, f"{WENT_ON} finish"),
         ],
     ),
@@ -365,7 +339,7 @@ OTHERS: dict[str, tuple[Mode, list[Step]]] = {
     "a program may end as it likes": (Mode.LIBRARY, [(1.0, ended(ROOT, 3), "mark_exited")]),
     "but is not to be killed with its server": (
         Mode.LIBRARY,
-        [(1.0, ended(ROOT, "SIGKILL"), "mark_exited open:killed permit:observe add_exit capture")],
+        [(1.0, ended(ROOT, "SIGKILL"), OBSERVED_DEATH)],
     ),
     "unless it has none": (Mode.LIBRARY, [(1.0, ended(ROOT, "SIGKILL", others_serve=False), "mark_exited")]),
     "a failed start of a library, which may go on": (
@@ -374,8 +348,7 @@ OTHERS: dict[str, tuple[Mode, list[Step]]] = {
             (
                 1.0,
                 told("launch_failed", names_ranks=True),
-                "learn_ranks open:failed_start permit:observe capture note:launch_failed "
-                "set_requests:the server had not started to serve answer_when_finished finish",
+                f"learn_ranks open:failed_start permit:observe capture note:launch_failed {UNSTARTED}",
             ),
             (2.0, Seen("launch", mode=Mode.LIBRARY), "forget"),
         ],
@@ -383,7 +356,7 @@ OTHERS: dict[str, tuple[Mode, list[Step]]] = {
     "an elastic server goes on without a rank": (
         Mode.ELASTIC,
         [
-            (1.0, ended(RANK, "SIGKILL"), "mark_exited open:killed permit:observe add_exit capture"),
+            (1.0, ended(RANK, "SIGKILL"), OBSERVED_DEATH),
             (2.0, ended(OTHER, "SIGKILL"), "mark_exited add_exit"),
             (6.0, TICK, f"{WENT_ON} finish"),
         ],
@@ -391,8 +364,8 @@ OTHERS: dict[str, tuple[Mode, list[Step]]] = {
 }
 
 
-@pytest.mark.parametrize(("mode", "steps"), OTHERS.values(), ids=[name.replace(" ", "-") for name in OTHERS])
-def test_another_mode(mode: Mode, steps: list[Step]) -> None:
+@pytest.mark.parametrize(("mode", "steps"), OF_MODES.values(), ids=[name.replace(" ", "-") for name in OF_MODES])
+def test_a_story(mode: Mode, steps: list[Step]) -> None:
     Story(mode).tell(steps)
 
 

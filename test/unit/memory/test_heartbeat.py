@@ -8,42 +8,48 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_crashkit.memory import heartbeat as beat
-from sglang_crashkit.memory.heartbeat import Beat, BeatReader, BeatWriter, NotABeatError
+from sglang_crashkit.memory import ring
+from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader, HeartbeatWriter, NotAHeartbeatError
 from unit.waiting import LONG, child, descriptors
 
 WRITE = """
-from sglang_crashkit.memory.heartbeat import BeatWriter
-writer = BeatWriter()
+from sglang_crashkit.memory.heartbeat import HeartbeatWriter
+writer = HeartbeatWriter()
 ready(writer.fd)
 """
 
 
 @pytest.fixture
-def writer() -> Iterator[BeatWriter]:
-    made = BeatWriter()
+def writer() -> Iterator[HeartbeatWriter]:
+    made = HeartbeatWriter()
     yield made
     made.close()
 
 
-def read(writer: BeatWriter) -> Beat:
-    reader = BeatReader(os.getpid(), writer.fd)
+def read(writer: HeartbeatWriter) -> Heartbeat:
+    reader = HeartbeatReader(writer.fd)
     try:
         return reader.read()
     finally:
         reader.close()
 
 
-def fd_of(process: object) -> int:
-    return int(process.first_line)  # type: ignore[attr-defined]
+def reader_of(process: Any) -> HeartbeatReader:
+    descriptor = os.open(f"/proc/{process.pid}/fd/{process.first_line}", os.O_RDONLY)
+    try:
+        return HeartbeatReader(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def test_a_new_heartbeat_has_given_a_sign_and_begun_no_batch(writer: BeatWriter) -> None:
+def test_a_new_heartbeat_has_given_a_sign_and_begun_no_batch(writer: HeartbeatWriter) -> None:
     found = read(writer)
     assert abs(found.at - time.monotonic()) < LONG
     assert (found.batch_at, found.batches, found.requests) == (0.0, 0, 0)
@@ -54,7 +60,7 @@ def test_a_new_heartbeat_has_given_a_sign_and_begun_no_batch(writer: BeatWriter)
 def test_another_process_reads_what_was_stored() -> None:
     code = WRITE + "writer.words[2], writer.words[3], writer.words[4], writer.words[5] = 7.0, 8.5, 12, 1\npause()"
     with child(code) as process:
-        reader = BeatReader(process.pid, fd_of(process))
+        reader = reader_of(process)
         deadline = time.monotonic() + LONG
         while reader.read().requests != 1 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -74,14 +80,14 @@ def test_another_process_reads_what_was_stored() -> None:
     ("flags", "doing"),
     [(0, "the event loop, without a batch"), (1, "the event loop, paused"), (2, "a control request"), (3, "a control")],
 )
-def test_the_flags_say_what_the_scheduler_was_about(writer: BeatWriter, flags: int, doing: str) -> None:
+def test_the_flags_say_what_the_scheduler_was_about(writer: HeartbeatWriter, flags: int, doing: str) -> None:
     writer.words[beat.FLAGS] = flags
     found = read(writer)
     assert (found.paused, found.is_busy) == (bool(flags & 1), bool(flags & 2))
     assert found.doing.startswith(doing)
 
 
-def test_only_its_user_may_open_it_and_nobody_may_cut_it_off(writer: BeatWriter) -> None:
+def test_only_its_user_may_open_it_and_nobody_may_cut_it_off(writer: HeartbeatWriter) -> None:
     assert os.fstat(writer.fd).st_mode & 0o777 == 0o600
     for size in (0, 10_000):
         with pytest.raises(PermissionError):
@@ -91,8 +97,8 @@ def test_only_its_user_may_open_it_and_nobody_may_cut_it_off(writer: BeatWriter)
 
 def test_neither_end_leaves_a_descriptor() -> None:
     before = descriptors()
-    made = BeatWriter()
-    BeatReader(os.getpid(), made.fd).close()
+    made = HeartbeatWriter()
+    HeartbeatReader(made.fd).close()
     made.close()
     assert descriptors() == before
 
@@ -100,49 +106,43 @@ def test_neither_end_leaves_a_descriptor() -> None:
 # -- what is no heartbeat
 
 
-def memory(name: str, content: bytes, seals: int = beat._SEALS) -> int:
-    fd = os.memfd_create(name, os.MFD_ALLOW_SEALING)
-    os.write(fd, content)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    return fd
-
-
 GOOD = beat._MAGIC.ljust(beat._BYTES, b"\0")
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "seals"),
+    ("content", "seals"),
     [
-        ("other", GOOD, beat._SEALS),
-        (beat.NAME, GOOD, 0),
-        (beat.NAME, GOOD, fcntl.F_SEAL_GROW),
-        (beat.NAME, b"", beat._SEALS),
-        (beat.NAME, GOOD[:-8], beat._SEALS),
-        (beat.NAME, GOOD + b"\0" * 8, beat._SEALS),
-        (beat.NAME, GOOD[::-1], beat._SEALS),
-        (beat.NAME, struct.pack("=Q", struct.unpack("=Q", beat._MAGIC)[0] + 1) + GOOD[8:], beat._SEALS),
+        (GOOD, 0),
+        (GOOD, fcntl.F_SEAL_GROW),
+        (b"", ring._SEALS),
+        (GOOD[:-8], ring._SEALS),
+        (GOOD + b"\0" * 8, ring._SEALS),
+        (GOOD[::-1], ring._SEALS),
+        (struct.pack("=Q", struct.unpack("=Q", beat._MAGIC)[0] + 1) + GOOD[8:], ring._SEALS),
     ],
-    ids=["name", "unsealed", "may shrink", "empty", "short", "long", "magic", "version"],
+    ids=["unsealed", "may shrink", "empty", "short", "long", "magic", "version"],
 )
-def test_what_is_no_heartbeat_of_this_layout_is_refused(name: str, content: bytes, seals: int) -> None:
-    fd = memory(name, content, seals)
+def test_what_is_no_heartbeat_of_this_layout_is_refused(content: bytes, seals: int) -> None:
+    fd = os.memfd_create(beat.NAME, os.MFD_ALLOW_SEALING)
+    os.write(fd, content)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     before = descriptors()
     try:
-        with pytest.raises(NotABeatError):
-            BeatReader(os.getpid(), fd)
+        with pytest.raises(NotAHeartbeatError):
+            HeartbeatReader(fd)
         assert descriptors() == before
     finally:
         os.close(fd)
 
 
-def test_a_pipe_or_a_file_is_not_opened(tmp_path: Path) -> None:
+def test_a_pipe_or_a_file_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / beat.NAME
     path.write_bytes(GOOD)
     fds = [*os.pipe(), os.open(path, os.O_RDONLY)]
     try:
         for fd in fds:
-            with pytest.raises(NotABeatError):
-                BeatReader(os.getpid(), fd)
+            with pytest.raises(NotAHeartbeatError):
+                HeartbeatReader(fd)
     finally:
         for fd in fds:
             os.close(fd)
@@ -150,7 +150,7 @@ def test_a_pipe_or_a_file_is_not_opened(tmp_path: Path) -> None:
 
 @given(st.binary(min_size=beat._BYTES - 8, max_size=beat._BYTES - 8))
 def test_whatever_the_words_hold_they_say_something(rest: bytes) -> None:
-    made = BeatWriter()
+    made = HeartbeatWriter()
     try:
         with mmap.mmap(made.fd, beat._BYTES) as view:
             view[8:] = rest
@@ -167,40 +167,25 @@ def test_whatever_the_words_hold_they_say_something(rest: bytes) -> None:
 # -- a reader never sees half of a value
 
 HAMMER = """
-from sglang_crashkit.memory.heartbeat import BeatWriter
-writer = BeatWriter()
-{halves}
+from sglang_crashkit.memory.heartbeat import HeartbeatWriter
+writer = HeartbeatWriter()
 writer.words[2] = 0.0
 ready(writer.fd)
 while True:
     for word in range(1, 6):
-        {store}
+        writer.words[word] = {first!r}; writer.words[word] = {second!r}
 """
 #: Every byte of the one differs from the same byte of the other.
 FIRST, SECOND = struct.unpack("=dd", bytes.fromhex("3f11223344556677") + bytes.fromhex("c0eeddccbbaa9988"))
-WHOLE = f"writer.words[word] = {FIRST!r}; writer.words[word] = {SECOND!r}"
-HALF = "; ".join(
-    f"halves[2 * word + {half}] = {value}"
-    for number in (FIRST, SECOND)
-    for half, value in enumerate(struct.unpack("=II", struct.pack("=d", number)))
-)
-
-
-def values_seen(code: str, secs: float) -> set[float]:
-    """Return what a reader sees in words that another process stores to without a pause."""
-    seen: set[float] = set()
-    with child(code) as process:
-        reader = BeatReader(process.pid, fd_of(process))
-        words = reader._words
-        end = time.monotonic() + secs
-        while time.monotonic() < end:
-            for _ in range(2000):
-                seen.update(words[1:6].tolist())
-            if len(seen) > 3:
-                break
-        reader.close()
-    return seen - {0.0}
 
 
 def test_a_reader_never_sees_half_of_a_value() -> None:
-    assert values_seen(HAMMER.format(halves="", store=WHOLE), 1.5) <= {FIRST, SECOND}
+    seen: set[float] = set()
+    with child(HAMMER.format(first=FIRST, second=SECOND)) as process:
+        reader = reader_of(process)
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            for _ in range(2000):
+                seen.update(reader._words[1:6].tolist())
+        reader.close()
+    assert seen - {0.0} == {FIRST, SECOND}

@@ -25,7 +25,7 @@ from sglang_crashkit.memory.heartbeat import (
     PAUSED,
     REQUESTS,
     TOKENS,
-    BeatWriter,
+    HeartbeatWriter,
 )
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 
@@ -37,7 +37,7 @@ _QUICK = ("Tokenized", "BatchTokenized", "Abort", "Get", "OpenSession", "CloseSe
 
 _OFF_WARNING = "crash kit: hangs of this scheduler are not noticed any more"
 
-_writer: BeatWriter | None = None
+_writer: HeartbeatWriter | None = None
 _words: memoryview[float] | None = None
 _is_off = False
 #: See `own_gpu`, as it was when the scheduler began to beat.
@@ -131,7 +131,7 @@ def _begin() -> memoryview[float] | None:
     settings, socket_path = Settings.from_environ(), os.environ.get(SOCKET_VARIABLE)
     if not settings.enabled or not settings.hang_secs or not socket_path:
         return None
-    writer = BeatWriter()
+    writer = HeartbeatWriter()
     try:
         _gpu = own_gpu()
         protocol.notify(socket_path, "beat", descriptor=writer.fd, modes=forward_modes(), gpu=_gpu)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.memory.heartbeat import Beat, BeatReader
+from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt.managers import scheduler_beat
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
@@ -48,19 +48,19 @@ def scheduler() -> Scheduler:
     return Scheduler()
 
 
-def heard_beat(listener: Listener) -> BeatReader:
+def heard_beat(listener: Listener) -> HeartbeatReader:
     message = listener.heard()
     assert (message["event"], message["pid"], message["has_descriptor"]) == ("beat", os.getpid(), True)
     assert scheduler_beat._writer is not None
-    return BeatReader(os.getpid(), scheduler_beat._writer.fd)
+    return HeartbeatReader(scheduler_beat._writer.fd)
 
 
-def beating(listener: Listener, scheduler: Scheduler) -> BeatReader:
+def beating(listener: Listener, scheduler: Scheduler) -> HeartbeatReader:
     scheduler.process_input_requests([])
     return heard_beat(listener)
 
 
-def read(reader: BeatReader) -> Beat:
+def read(reader: HeartbeatReader) -> Heartbeat:
     found = reader.read()
     reader.close()
     return found
@@ -144,7 +144,7 @@ class Mode(IntEnum):
 def test_the_forward_mode_and_the_tokens_of_an_extend_are_told(listener: Listener, scheduler: Scheduler) -> None:
     beating(listener, scheduler).close()
     assert scheduler_beat._writer is not None
-    reader = BeatReader(os.getpid(), scheduler_beat._writer.fd, {1: "extend", 2: "decode"})
+    reader = HeartbeatReader(scheduler_beat._writer.fd, {1: "extend", 2: "decode"})
     batch = SimpleNamespace(reqs=["a"], forward_mode=Mode.EXTEND, extend_num_tokens=40_000)
     scheduler.run_batch(batch)
     found = reader.read()

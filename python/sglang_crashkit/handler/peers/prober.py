@@ -12,40 +12,23 @@ several servers, they are taken in turn, and all at once as soon as something is
 from __future__ import annotations
 
 import logging
-import os
 import select
-import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from sglang_crashkit.handler.incident import IncidentRun
-from sglang_crashkit.handler.peer_link import ENOUGH, Link
-from sglang_crashkit.handler.processes import ProcessTree
-from sglang_crashkit.handler.session import Session
+from sglang_crashkit.handler.peers.link import ENOUGH, Link
+from sglang_crashkit.handler.peers.ranks import Key, PeerRanks
 from sglang_crashkit.model.incident import iso_time
-from sglang_crashkit.model.peer_report import (
-    MAX_ASKED,
-    MAX_BYTES,
-    AnswerReader,
-    KnownPeers,
-    Waits,
-    known_question,
-    waiting_question,
-)
-from sglang_crashkit.model.peers import LostPeer, PeerProcess, Role, Sign, describe
-from sglang_crashkit.policy import Event
+from sglang_crashkit.model.peer_report import Waits
+from sglang_crashkit.model.peers import LostPeer, PeerProcess, Role, Sign
 
 logger = logging.getLogger(__name__)
 
 # All times are in seconds.
 #: How often something is looked at that nobody reports.
 _CHECK_SECS = 1.0
-#: How often a rank is asked for its peers; one that only knows of failed transfers less often.
-_ASK_SECS, _ASK_OTHERS_SECS = 5.0, 15.0
-#: A rank that has not answered for this long is asked again.
-_ANSWER_SECS = 60.0
 #: Ranks are not asked for waiting requests more often than this: each time they go through their queues.
 _ASK_WAITING_SECS = 0.25
 #: How long a connection is held to one of several processes of a host.
@@ -62,43 +45,11 @@ _FORGET_SECS = 600.0
 _PATIENCE_SECS = 2.0
 #: No more connections are held than this: the process may have 1024 descriptors.
 _MAX_LINKS = 512
-#: An incident of losses is whole after this time.
-_OBSERVED_SECS = 2.0
-#: Losses that come within this time of the last one belong to it, as in a restart of one after the other; however they
-#: go on, an incident takes in no more after the longer time.
-_SAME_SECS, _LONGEST_SECS = 600.0, 3600.0
-
-_Key = tuple[Role, str]
-
-
-@dataclass(eq=False)
-class _Rank:
-    """A scheduler that answers.
-
-    Attributes:
-        pid: who it is.
-        connection: how it is asked.
-        role: what its peers do.
-        is_lead: it knows its group's peers; another one knows of failed transfers only.
-        reader: puts its answers together.
-        next_ask: when it is asked for its peers again.
-        asked_at: since when it has not answered; None where it has.
-        known: what it answered last.
-    """
-
-    pid: int
-    connection: socket.socket
-    role: Role
-    is_lead: bool
-    reader: AnswerReader
-    next_ask: float = 0.0
-    asked_at: float | None = None
-    known: KnownPeers = field(default_factory=KnownPeers)
 
 
 @dataclass
 class _Loss:
-    """A peer that was lost a moment ago: by which sign, since when (UTC, ISO 8601), and when it is reported."""
+    """A peer that was lost a moment ago: by which sign, since when (UTC, ISO 8601), and when that is reported."""
 
     sign: Sign
     since: str
@@ -110,10 +61,8 @@ class _Peer:
     """A peer server, or a rank of one where SGLang knows no more.
 
     Attributes:
-        role: what it does.
-        name: its name in SGLang's tables.
-        processes: its processes as the ranks know them; `known_to`: pids of these ranks.
-        links: the connections to its processes.
+        name: in SGLang's tables.
+        processes: as the ranks know them; `known_to`: pids of these ranks.
         waits: what the ranks said of who waits for it, by pid, from the first sign on.
         failed_since: since when SGLang has given it up.
         lost_at: when it was lost; None while it is there. `loss`: until that is reported.
@@ -159,26 +108,21 @@ class _Peer:
 
 
 class PeerProber:
-    """Watches the peers of one server.
+    """Watches the peers of one server, and reports those that were lost at about the same time.
 
     Its descriptor has something to read when `act_on_time` has something to do, which also has when `next_due` says so.
-
-    Args:
-        report: told of peers that were lost at about the same time.
-        clock: the monotonic clock.
     """
 
     def __init__(self, report: Callable[[list[LostPeer]], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._report = report
         self._clock = clock
         self._epoll = select.epoll()
-        self._by_descriptor: dict[int, Link | _Rank] = {}
-        self._ranks: dict[int, _Rank] = {}
-        self._peers: dict[_Key, _Peer] = {}
+        self._ranks = PeerRanks(self._epoll, self._merge, self._hear_waits)
+        self._peers: dict[Key, _Peer] = {}
         #: By host, the decode rank that is connected to.
         self._held: dict[str, str] = {}
         self._alarmed_until: dict[str, float] = {}
-        self._to_ask: set[_Key] = set()
+        self._to_ask: set[Key] = set()
         self._next_turn = self._next_waiting = self._next_check = 0.0
         self._is_stale = self._has_said_so = False
         self._unnamed: set[str] = set()
@@ -189,27 +133,10 @@ class PeerProber:
         return self._epoll.fileno()
 
     def take_rank(self, pid: int, descriptor: int | None, fields: dict[str, object]) -> None:
-        """Ask a scheduler from now on.
-
-        Args:
-            pid: who it is.
-            descriptor: one end of its pair of sockets, which stays open; None where none came.
-            fields: the rest of its message: ``role``, that of its peers, and ``lead``.
-        """
+        """Ask a scheduler from now on, over one end of its pair of sockets, which stays open."""
         role = fields.get("role")
-        if descriptor is None or (role != "prefill" and role != "decode") or self._failures >= ENOUGH:
-            return
-        self._drop_rank(pid)
-        connection = socket.socket(fileno=os.dup(descriptor))
-        connection.setblocking(False)
-        if connection.family != socket.AF_UNIX or connection.type != socket.SOCK_SEQPACKET:
-            connection.close()
-            return
-        rank = _Rank(pid, connection, role, fields.get("lead") is True, AnswerReader(pid))
-        self._ranks[pid] = rank
-        self._by_descriptor[connection.fileno()] = rank
-        self._epoll.register(connection, select.EPOLLIN)
-        self._ask(rank, self._clock())
+        if descriptor is not None and (role == "prefill" or role == "decode") and self._failures < ENOUGH:
+            self._ranks.add(pid, descriptor, role, self._clock(), is_lead=fields.get("lead") is True)
 
     def hear(self, said: LostPeer) -> None:
         """Take in that a rank says itself that SGLang gave a peer up."""
@@ -256,12 +183,10 @@ class PeerProber:
     def _act(self) -> None:
         # Before what is overdue: this process may have been at work for seconds.
         for descriptor, events in self._epoll.poll(0):
-            its = self._by_descriptor.get(descriptor)
-            if isinstance(its, _Rank):
-                self._read(its)
-            elif its is not None:
-                owner = next(peer for peer in self._peers.values() if its in peer.links.values())
-                self._step(owner, its, self._clock(), events)
+            if not self._ranks.read(descriptor):
+                links = ((peer, link) for peer in self._peers.values() for link in peer.links.values())
+                for peer, link in [pair for pair in links if pair[1].fileno() == descriptor]:
+                    self._step(peer, link, self._clock(), events)
         now = self._clock()
         for peer in list(self._peers.values()):
             for link in [link for link in peer.links.values() if link.due <= now]:
@@ -273,7 +198,9 @@ class PeerProber:
             self._is_stale = False
             self._choose(now)
         if self._to_ask and now >= self._next_waiting:
-            self._ask_waiting(now)
+            self._next_waiting = now + _ASK_WAITING_SECS
+            self._ranks.ask_waiting(self._to_ask)
+            self._to_ask.clear()
         if now >= self._report_due():
             lost = [peer for peer in self._peers.values() if peer.loss is not None]
             self._report([self._describe(peer, peer.loss) for peer in lost if peer.loss is not None])
@@ -283,8 +210,7 @@ class PeerProber:
 
     def _give_up(self) -> None:
         self._failures = ENOUGH
-        for pid in list(self._ranks):
-            self._drop_rank(pid)
+        self._ranks.drop_all()
         for peer in self._peers.values():
             self._close_links(peer, list(peer.links))
         self._peers.clear()
@@ -293,74 +219,14 @@ class PeerProber:
 
     # -- what the ranks say
 
-    def _ask(self, rank: _Rank, now: float) -> None:
-        rank.next_ask = now + (_ASK_SECS if rank.is_lead else _ASK_OTHERS_SECS)
-        # One that is stuck does not find a heap of questions when it goes on.
-        is_waited_for = rank.asked_at is not None and now < rank.asked_at + _ANSWER_SECS
-        if not is_waited_for and self._send(rank, known_question()):
-            rank.asked_at = now
-
-    def _ask_waiting(self, now: float) -> None:
-        self._next_waiting = now + _ASK_WAITING_SECS
-        for rank in list(self._ranks.values()):
-            names = [name for role, name in sorted(self._to_ask) if role == rank.role and rank.is_lead]
-            for begin in range(0, len(names), MAX_ASKED):
-                self._send(rank, waiting_question(names[begin : begin + MAX_ASKED]))
-        self._to_ask.clear()
-
-    def _send(self, rank: _Rank, question: bytes) -> bool:
-        try:
-            rank.connection.send(question)
-        except BlockingIOError:
-            return False
-        except OSError:
-            self._drop_rank(rank.pid)
-            return False
-        return True
-
-    def _read(self, rank: _Rank) -> None:
-        while self._ranks.get(rank.pid) is rank:
-            try:
-                packet = rank.connection.recv(MAX_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                packet = b""
-            if not packet:
-                self._drop_rank(rank.pid)
-                return
-            try:
-                self._take(rank, rank.reader.take(packet))
-            except (ValueError, RecursionError) as error:
-                logger.warning("rank %d says nothing of its peers: %s", rank.pid, error)
-                self._drop_rank(rank.pid)
-
-    def _take(self, rank: _Rank, answer: KnownPeers | Waits | bool) -> None:
-        if isinstance(answer, Waits):
-            peer = self._peers.get((rank.role, answer.name))
-            if peer is not None:
-                peer.hear(rank.pid, answer.told)
-        elif answer is not False:
-            rank.asked_at = None
-            if isinstance(answer, KnownPeers) and answer != rank.known:
-                rank.known = answer
-                self._merge()
-
-    def _drop_rank(self, pid: int) -> None:
-        rank = self._ranks.pop(pid, None)
-        if rank is not None:
-            self._by_descriptor.pop(rank.connection.fileno(), None)
-            rank.connection.close()
-            self._merge()
+    def _hear_waits(self, pid: int, role: Role, waits: Waits) -> None:
+        peer = self._peers.get((role, waits.name))
+        if peer is not None:
+            peer.hear(pid, waits.told)
 
     def _merge(self) -> None:
-        """Put together what all ranks know."""
-        processes: dict[_Key, set[PeerProcess]] = defaultdict(set)
-        known_to: dict[_Key, set[int]] = defaultdict(set)
-        for rank in self._ranks.values():
-            for name, its in rank.known.peers.items():
-                processes[rank.role, name] |= its
-                known_to[rank.role, name].add(rank.pid)
+        """Take in what all ranks know."""
+        processes, known_to = self._ranks.known()
         for key in processes.keys() - self._peers.keys():
             self._peers[key] = _Peer(*key)
         for key, peer in self._peers.items():
@@ -425,7 +291,7 @@ class PeerProber:
 
     def _open_link(self, peer: _Peer, process: PeerProcess, now: float) -> None:
         try:
-            peer.links[process] = Link(process.host, process.port)
+            peer.links[process] = Link(self._epoll, process.host, process.port)
         except ValueError as error:
             if process.host not in self._unnamed:
                 self._unnamed.add(process.host)
@@ -435,31 +301,15 @@ class PeerProber:
 
     def _close_links(self, peer: _Peer, processes: Iterable[PeerProcess]) -> None:
         for process in list(processes):
-            link = peer.links.pop(process)
-            link.close()
-            self._poll(link)
+            peer.links.pop(process).close()
 
     def _step(self, peer: _Peer, link: Link, now: float, happened: int) -> None:
         failed_before = link.failures
         link.step(now, happened)
-        self._poll(link)
         if link.failures and not failed_before:
             self._alarm(peer, now)
         if link.lost is not None:
             self._lose(peer, link.lost, iso_time(link.since or time.time()), now)
-
-    def _poll(self, link: Link) -> None:
-        """Have the link's descriptor polled for what it waits for now."""
-        before, link.polled = link.polled, (link.opened, link.fileno(), link.events)
-        if link.polled == before:
-            return
-        is_same = link.polled[:2] == before[:2]
-        if not is_same and self._by_descriptor.get(before[1]) is link:
-            # It was closed, which the kernel takes for the end of its registration.
-            del self._by_descriptor[before[1]]
-        if link.fileno() >= 0:
-            (self._epoll.modify if is_same else self._epoll.register)(link.fileno(), link.events)
-            self._by_descriptor[link.fileno()] = link
 
     # -- what it means
 
@@ -497,10 +347,8 @@ class PeerProber:
         return lost
 
     def _check(self, now: float) -> None:
-        for rank in list(self._ranks.values()):
-            if now >= rank.next_ask:
-                self._ask(rank, now)
-        failed = {(rank.role, name) for rank in self._ranks.values() for name in rank.known.failed}
+        self._ranks.ask_on_time(now)
+        failed = self._ranks.failed()
         self._check_failed(failed, now)
         for key, peer in list(self._peers.items()):
             if peer.lost_at is not None and peer.loss is None:
@@ -514,7 +362,7 @@ class PeerProber:
             self._is_stale = True
         self._is_stale = self._is_stale or now >= self._next_turn
 
-    def _check_failed(self, failed: set[_Key], now: float) -> None:
+    def _check_failed(self, failed: set[Key], now: float) -> None:
         for key in failed:
             self._peers.setdefault(key, _Peer(*key))
         for key, peer in self._peers.items():
@@ -542,82 +390,3 @@ class PeerProber:
             return
         if now >= lost_at + _FORGET_SECS and not peer.is_forgotten and peer.steady_since is None:
             peer.is_forgotten = self._is_stale = True
-
-
-class PeerLosses:
-    """Makes an incident, of a server that goes on and without stacks, of peers that were lost.
-
-    Args:
-        tree: the server's processes.
-        session: the incident at hand.
-        say: writes a line to the server's own log.
-        clock: the monotonic clock.
-    """
-
-    def __init__(
-        self,
-        tree: ProcessTree,
-        session: Session,
-        say: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._tree = tree
-        self._session = session
-        self._say = say
-        self._clock = clock
-        self._run: IncidentRun | None = None
-        self._began = self._last = 0.0
-
-    def tell(self, peers: Sequence[LostPeer]) -> None:
-        """Make an incident of losses at about the same time, or add them to the one that is there."""
-        counting = [peer for peer in peers if self._counts(peer)]
-        if not counting:
-            return
-        now, text = self._clock(), " ".join(describe(counting))
-        # The exits that are looked for as one is opened may be an incident that is at hand from then on.
-        run = self._run_at_hand(now) or self._open(counting[0], now) or self._run_at_hand(now)
-        if run is None:
-            logger.info("the server ends; of its peers: %s", text)
-            return
-        if not self._add(run, counting):
-            # The oldest incidents make room for newer ones, this one too.
-            run = self._open(counting[0], now)
-            if run is None or not self._add(run, counting):
-                logger.error("no incident names it: %s", text)
-        logger.error("%s", text)
-        self._say(text)
-        self._last = now
-
-    def _counts(self, peer: LostPeer) -> bool:
-        """Say whether a loss is reported: while the server itself ends, only where requests wait."""
-        shutdown = self._session.triage.shutdown
-        waiting = peer.count + peer.unassigned_count
-        if self._tree.root.pid in shutdown.expected or (shutdown.draining and not waiting):
-            logger.info("%s server %s ended while this one ends", peer.role, peer.address)
-            return False
-        return True
-
-    def _run_at_hand(self, now: float) -> IncidentRun | None:
-        """Return the incident that a loss of now belongs to."""
-        run = self._session.run
-        if run is not None and not run.finished:
-            return run
-        is_same = now < self._last + _SAME_SECS and now < self._began + _LONGEST_SECS
-        return self._run if is_same else None
-
-    def _open(self, peer: LostPeer, now: float) -> IncidentRun | None:
-        known = (self._tree.get(pid) for pid in peer.reported_by)
-        witness = next((process for process in known if process is not None), self._tree.root)
-        run = self._session.open_observed("peer_lost", "peer_lost", witness, _OBSERVED_SECS, Event.PEER_LOST)
-        if run is not None:
-            run.list_processes()
-            self._run, self._began = run, now
-        return run
-
-    def _add(self, run: IncidentRun, peers: Sequence[LostPeer]) -> bool:
-        try:
-            run.add_peers(time.time(), peers)
-        except OSError as error:
-            logger.warning("incident %s could not be written anew: %s", run.path, error)
-            return False
-        return True

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit import protocol
-from sglang_crashkit.handler.session import Answers
+from sglang_crashkit.handler.answers import Answers
 from sglang_crashkit.kernel.stack_hooks import HANDLER_PID
 from sglang_crashkit.protocol import Mailbox, Message
 from unit.waiting import LONG, wait_until
@@ -60,11 +60,11 @@ def heard(sender: Sender, count: int) -> list[float]:
 def test_who_waits_is_told_anew_when_the_end_has_moved(path: str, mailbox: Mailbox) -> None:
     answers, sender = Answers(mailbox, STEP), Sender(path)
     answers.add(received(mailbox), None)
-    answers.tell(10.0)
+    answers.ask_all_to_wait(10.0)
     assert len(heard(sender, 1)) == 1
     # Little was written meanwhile.
-    answers.tell(10.0 + STEP / 2)
-    answers.tell(10.0 + STEP + 1.0)
+    answers.ask_all_to_wait(10.0 + STEP / 2)
+    answers.ask_all_to_wait(10.0 + STEP + 1.0)
     first, second = heard(sender, 2)
     assert (first, second) == (pytest.approx(15.0, abs=0.5), pytest.approx(15.0 + STEP + 1.0, abs=0.5))
     answers.give(lambda message: mailbox.acknowledge(message, ack="finished"))
@@ -74,7 +74,7 @@ def test_who_waits_is_told_anew_when_the_end_has_moved(path: str, mailbox: Mailb
 
 def test_who_comes_later_is_told_at_once(path: str, mailbox: Mailbox) -> None:
     answers, sender = Answers(mailbox, STEP), Sender(path)
-    answers.tell(60.0)
+    answers.ask_all_to_wait(60.0)
     answers.add(received(mailbox), 30.0)
     assert heard(sender, 1) == [pytest.approx(35.0, abs=0.5)]
     answers.give(lambda message: mailbox.acknowledge(message, ack="finished"))
@@ -84,7 +84,7 @@ def test_who_comes_later_is_told_at_once(path: str, mailbox: Mailbox) -> None:
 def test_without_a_core_nobody_is_told_to_wait(path: str, mailbox: Mailbox) -> None:
     answers, sender = Answers(mailbox, STEP), Sender(path)
     answers.add(received(mailbox), None)
-    answers.tell(None)
+    answers.ask_all_to_wait(None)
     answers.give(lambda message: mailbox.acknowledge(message, ack="finished"))
     sender.join()
     assert (sender.answer, sender.asked) == ({"ack": "finished"}, [])
@@ -104,7 +104,7 @@ def test_a_sender_that_reads_late_gets_its_answer(path: str, mailbox: Mailbox) -
     answers.add(received(mailbox), None)
     # A core that grows for ten times the wait, looked at ten times a second.
     for look in range(100):
-        answers.tell(STEP + look * STEP / 11)
+        answers.ask_all_to_wait(STEP + look * STEP / 11)
     answers.give(lambda message: mailbox.acknowledge(message, ack="finished"))
     began = time.monotonic()
     gate.set()

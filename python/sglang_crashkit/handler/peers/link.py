@@ -32,7 +32,7 @@ _KEEPALIVE = (
 )
 _REFUSED = frozenset({errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED})
 _SILENT = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
-_HANG_UP = select.POLLHUP | select.POLLERR | select.POLLRDHUP
+_HANG_UP = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 
 
 class Link:
@@ -42,33 +42,28 @@ class Link:
     ZeroMQ's does after 30 s (ZMQ_HANDSHAKE_IVL); then it is made anew. A peer that is slow, busy or stopped keeps it,
     because it is the peer's kernel that holds the other end.
 
-    Args:
-        host: an IP address; a name is not looked up, which might take any time.
-        port: where a process of the peer listens.
+    The host is an IP address; a name is not looked up, which might take any time.
 
     Attributes:
         since: the first sign that something is wrong, in seconds since the epoch; None while nothing is.
-        opened: how many sockets it has had; a descriptor of an earlier one may be anybody's by now.
-        polled: for which socket, descriptor and events it is registered.
 
     Raises:
         ValueError: `host` is no IP address.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, epoll: select.epoll, host: str, port: int) -> None:
         flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
         except OSError as error:
             raise ValueError(f"{host} is no IP address") from error
         self._family, self._address = found[0][0], found[0][4]
+        self._epoll = epoll
         self._socket: socket.socket | None = None
         self._connecting = self._was_silent = False
         self._changed = self._due = 0.0
         self._refusals = self._silences = self._tries = 0
         self.since: float | None = None
-        self.opened = 0
-        self.polled = (0, -1, 0)
 
     @property
     def lost(self) -> Sign | None:
@@ -97,21 +92,11 @@ class Link:
         return self._changed + _TURNED_AWAY_SECS if self.since is not None else float("inf")
 
     def fileno(self) -> int:
-        """Return the descriptor to poll, -1 where there is none now."""
+        """Return the descriptor of the connection, -1 where there is none now."""
         return -1 if self._socket is None else self._socket.fileno()
 
-    @property
-    def events(self) -> int:
-        """What to poll it for."""
-        return select.POLLOUT if self._connecting else select.POLLIN | select.POLLRDHUP
-
     def step(self, now: float, happened: int) -> None:
-        """Go on.
-
-        Args:
-            now: the time, by the monotonic clock.
-            happened: what poll(2) said of the descriptor, 0 for nothing.
-        """
+        """Go on, by the monotonic clock; epoll(7) said of the descriptor what happened, 0 for nothing."""
         if self._socket is None:
             if now >= self._due:
                 self._connect(now)
@@ -122,6 +107,7 @@ class Link:
                     self._fail(outcome, now)
                 else:
                     self._changed, self._connecting = now, False
+                    self._epoll.modify(self._socket, select.EPOLLIN | select.EPOLLRDHUP)
             elif now >= self._changed + _CONNECT_SECS:
                 self._fail(errno.ETIMEDOUT, now)
         elif happened:
@@ -141,10 +127,10 @@ class Link:
         self._changed, self._connecting = now, True
         try:
             self._socket = socket.socket(self._family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-            self.opened += 1
             for option in _KEEPALIVE:
                 self._socket.setsockopt(*option)
             outcome = self._socket.connect_ex(self._address)
+            self._epoll.register(self._socket, select.EPOLLOUT)
         except OSError as error:
             outcome = error.errno or errno.EIO
         if outcome not in (0, errno.EINPROGRESS):

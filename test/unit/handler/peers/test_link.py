@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.handler import peer_link as link_module
-from sglang_crashkit.handler.peer_link import Link
+from sglang_crashkit.handler.peers import link as link_module
+from sglang_crashkit.handler.peers.link import Link
 from unit.waiting import LONG, child, descriptors
 
 #: Listens, and does with each connection what it is told to: keep, turn away at once, or close after a while.
@@ -38,11 +38,8 @@ while True:
 
 def turn(link: Link, until: float) -> None:
     """Let a link go on until that time, or until something happened on it."""
-    poller = select.poll()
-    if link.fileno() >= 0:
-        poller.register(link.fileno(), link.events)
-    happened = poller.poll(max(0.0, min(until, link.due) - time.monotonic()) * 1000 + 1)
-    link.step(time.monotonic(), happened[0][1] if happened else 0)
+    events = dict(link._epoll.poll(max(0.0, min(until, link.due) - time.monotonic()) + 0.001))
+    link.step(time.monotonic(), events.get(link.fileno(), 0))
 
 
 def run(link: Link, seconds: float) -> None:
@@ -71,7 +68,7 @@ def listening(how: str, port: int = 0):
 
 
 def connect(made: list[Link], port: str | int) -> Link:
-    made.append(Link("127.0.0.1", int(port)))
+    made.append(Link(select.epoll(), "127.0.0.1", int(port)))
     return made[-1]
 
 
@@ -156,7 +153,7 @@ def test_one_whose_connections_are_taken_and_reset_is_lost(made: list[Link]) -> 
 
 def test_a_host_name_is_not_looked_up() -> None:
     with pytest.raises(ValueError, match="localhost is no IP address"):
-        Link("localhost", 1)
+        Link(select.epoll(), "localhost", 1)
 
 
 def test_one_that_stays_away_is_tried_ever_more_rarely(made: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +194,7 @@ def test_no_descriptor_is_left(made: list[Link], monkeypatch: pytest.MonkeyPatch
         run(link, 1.0)
         link.close()
         link.close()
+        link._epoll.close()
         assert descriptors().items() <= before.items()
 
 
@@ -204,9 +202,9 @@ def test_no_descriptor_is_left(made: list[Link], monkeypatch: pytest.MonkeyPatch
 SILENT_HOST = """
 import subprocess, sys, time
 sys.path[:0] = sys.argv[1:]
-from sglang_crashkit.handler import peer_link as link_module
-from sglang_crashkit.handler.peer_link import Link
-import unit.handler.test_peer_link as test_link
+from sglang_crashkit.handler.peers import link as link_module
+from sglang_crashkit.handler.peers.link import Link
+import unit.handler.peers.test_link as test_link
 
 def ip(*words, inside=()):
     subprocess.run([*inside, "ip", *words], check=True, timeout=10)
@@ -226,13 +224,13 @@ try:
     other.stdin.write("\\n")
     other.stdin.flush()
     assert other.stdout.readline() == "ready\\n"
-    import socket
+    import select, socket
     link_module._KEEPALIVE = (
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2))
     link_module._CONNECT_SECS = 1.0
     link_module._RETRY_LATER_SECS = 0.1
-    link = Link("10.9.9.2", 7)
+    link = Link(select.epoll(), "10.9.9.2", 7)
     test_link.run_until(link, "is_up")
     test_link.run(link, 4.0)
     assert link.lost is None and link.is_up, "keepalives are answered"
@@ -255,7 +253,7 @@ def can_have_networks() -> bool:
 @pytest.mark.wide
 @pytest.mark.skipif(not can_have_networks(), reason="needs root, iproute2 and network namespaces")
 def test_a_host_that_is_silent_is_lost_although_nothing_refuses() -> None:
-    roots = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3] / "python")]
+    roots = [str(Path(__file__).parents[3]), str(Path(__file__).parents[4] / "python")]
     done = subprocess.run(
         ["unshare", "-n", sys.executable, "-c", SILENT_HOST, *roots],
         capture_output=True,

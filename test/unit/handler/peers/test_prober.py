@@ -2,26 +2,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
-import os
-import shutil
-import signal
+import select
 import socket
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler import peers
-from sglang_crashkit.handler.peers import PeerLosses, PeerProber
-from sglang_crashkit.handler.server import CrashHandler
-from sglang_crashkit.incident.store import find_incidents
+from sglang_crashkit.handler.peers import prober
+from sglang_crashkit.handler.peers.prober import PeerProber
 from sglang_crashkit.model.peer_report import UNCHANGED, KnownPeers, read_question, waiting_answers
 from sglang_crashkit.model.peers import LostPeer, PeerProcess, Role, WaitingRequest
-from unit.handler.launching import handling
-from unit.waiting import descriptors, wait_until
+from unit.waiting import descriptors
 
 SINCE = "2026-09-01T00:00:00.000000Z"
 ADDRESS = "prefill:8998"
@@ -91,10 +84,7 @@ NETWORK = Network()
 class FakeLink:
     """What the prober uses of a connection."""
 
-    polled = (0, -1, 0)
-    opened = events = 0
-
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, _epoll: select.epoll, host: str, port: int) -> None:
         if not host[0].isdigit():
             raise ValueError(f"{host} is no IP address")
         self.address = (host, port)
@@ -222,7 +212,7 @@ def decode_peers(*found: PeerProcess) -> dict[str, list[PeerProcess]]:
 @pytest.fixture(autouse=True)
 def network(monkeypatch: pytest.MonkeyPatch) -> None:
     NETWORK.__init__()  # type: ignore[misc]
-    monkeypatch.setattr(peers, "Link", FakeLink)
+    monkeypatch.setattr(prober, "Link", FakeLink)
 
 
 @pytest.fixture
@@ -234,7 +224,7 @@ def watch() -> Iterator[Watch]:
     assert descriptors().keys() <= before.keys()
 
 
-def test_a_killed_peer_is_told_of_once(watch: Watch) -> None:
+def test_a_killed_peer_is_reported_once(watch: Watch) -> None:
     rank, peer = watch.pair("a", "b")
     rank.waits("c", for_whom=None)
     watch.lose(peer)
@@ -283,7 +273,7 @@ def test_ranks_of_a_server_on_several_hosts_are_watched(watch: Watch) -> None:
     assert watch.lose(second) == [ADDRESS]
 
 
-def test_a_lost_decode_server_is_told_of_once(watch: Watch) -> None:
+def test_a_lost_decode_server_is_reported_once(watch: Watch) -> None:
     peer = Peer(0, 0, 0)
     ranks = processes(peer, ranks=True)
     watch.rank("decode").knows(decode_peers(*ranks))
@@ -306,30 +296,12 @@ def test_decode_servers_of_one_host_are_watched_in_turn(watch: Watch) -> None:
     assert watch.lose(first, 2)[1:] == [processes(first)[0].address]
 
 
-def test_replicas_that_end_together_are_told_of_together(watch: Watch) -> None:
+def test_replicas_that_end_together_are_reported_together(watch: Watch) -> None:
     rank, peer = watch.decode(0, 0, 0, 0)
     for number, process in enumerate(processes(peer)):
         rank.waits(f"of {number}", for_whom=process.address)
     assert set(watch.lose(peer, 4)) == {process.address for process in processes(peer)}
     assert sorted(name for lost in watch.lost for name in names(lost)) == [f"of {number}" for number in range(4)]
-
-
-def test_another_peer_that_is_there_is_told_from_none(watch: Watch) -> None:
-    peer, other = Peer(), Peer()
-    watch.rank().knows({ADDRESS: processes(peer), "other:1": processes(other)})
-    watch.connected(peer, other, to=2)
-    watch.lose(peer)
-    assert watch.lost[0].alone is False
-
-
-def test_peers_that_are_lost_together_are_told_together(watch: Watch) -> None:
-    lost = [Peer() for _ in range(4)]
-    watch.rank().knows({f"prefill:{number}": processes(peer) for number, peer in enumerate(lost)})
-    watch.connected(*lost, to=4)
-    for peer in lost:
-        peer.kill()
-    watch.run(until=lambda: len(watch.lost) == 4)
-    assert len(watch.told) <= 2
 
 
 def test_a_peer_that_came_back_may_be_lost_again(watch: Watch, caplog: pytest.LogCaptureFixture) -> None:
@@ -358,7 +330,7 @@ def heartbeat(*names: str, role: Role = "prefill") -> LostPeer:
     return told
 
 
-def test_a_peer_that_flaps_is_told_of_once(watch: Watch) -> None:
+def test_a_peer_that_flaps_is_reported_once(watch: Watch) -> None:
     watch.pair()
     for _ in range(3):
         watch.prober.hear(heartbeat())
@@ -436,7 +408,7 @@ def test_a_lost_peer_is_looked_for_no_longer_than_so(watch: Watch) -> None:
 def test_no_more_connections_are_made_than_there_may_be(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "_MAX_LINKS", 1)
+    monkeypatch.setattr(prober, "_MAX_LINKS", 1)
     first, second, rank = Peer(), Peer(), watch.rank()
     known = {ADDRESS: processes(first), "other:1": processes(second)}
     for more in ({}, {"third:1": processes(second)}):
@@ -451,34 +423,6 @@ def test_a_peer_known_by_name_is_not_looked_up(watch: Watch, caplog: pytest.LogC
     watch.run(20.0)
     assert caplog.text.count("prefill:8998 is not watched: nowhere.invalid is no IP address") == 1
     assert watch.told == []
-
-
-@pytest.mark.parametrize(
-    "packet", [b"", b"nonsense", b"[]", json.dumps({"answer": "known", "peers": [1]}).encode(), b'{"answer": "x"}']
-)
-def test_a_rank_that_talks_nonsense_is_asked_no_more(watch: Watch, packet: bytes) -> None:
-    rank = watch.rank()
-    rank._own.send(packet)
-    watch.run(20.0)
-    assert watch.prober._ranks == {}
-
-
-def test_what_is_no_pair_of_sockets_is_not_taken(watch: Watch) -> None:
-    with socket.socket() as other:
-        watch.prober.take_rank(1, other.fileno(), {"role": "decode", "lead": True})
-        watch.prober.take_rank(1, other.fileno(), {"role": "router", "lead": True})
-        watch.prober.take_rank(1, None, {"role": "decode", "lead": True})
-    assert watch.prober._ranks == {}
-
-
-def test_a_rank_with_a_new_role_replaces_what_it_was(watch: Watch) -> None:
-    watch.pair()
-    own, handlers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with own, handlers:
-        watch.prober.take_rank(100, handlers.fileno(), {"role": "decode", "lead": True})
-        watch.ranks.pop().close()
-        watch.run(20.0)
-        assert [rank.role for rank in watch.prober._ranks.values()] == ["decode"]
 
 
 def test_a_prober_that_fails_ends_with_a_word(
@@ -504,121 +448,3 @@ def test_a_hundred_peers_cost_one_connection_each(watch: Watch) -> None:
     watch.run(until=lambda: len(watch.lost) == 30)
     assert {lost.host for lost in watch.lost} == {peer.addresses[0][0] for peer in hosts[:30]}
     assert len(NETWORK.links) <= 100
-
-
-SERVER = """
-rank = os.fork()
-if not rank:
-    import ctypes, setproctitle; setproctitle.setproctitle("sglang::scheduler_TP0")
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    ready(os.getpid())
-pause()
-"""
-
-
-class Case:
-    """A handler in this process, with a clock that stands still."""
-
-    def __init__(self, handler: CrashHandler, folder: Path) -> None:
-        self.handler = handler
-        self.folder = folder
-        self.now = 1000.0
-        self.said: list[str] = []
-        current = handler.session
-        self.losses = PeerLosses(handler.tree, current, self.said.append, lambda: self.now)
-
-    def lose(self, *numbers: int, waiting: tuple[str, ...] = ()) -> None:
-        requests = [WaitingRequest(rid) for rid in waiting]
-        self.losses.tell([LostPeer.of(f"10.0.0.{n}:8998", "prefill", "refused", SINCE, requests) for n in numbers])
-
-    def finish(self) -> None:
-        self.handler.session.finish_observed()
-
-    def documents(self) -> list[dict[str, Any]]:
-        """Return the incidents, oldest first."""
-        return [found.document for found in reversed(find_incidents(self.folder)) if found.document]
-
-    def addresses(self) -> list[list[str]]:
-        return [[peer["address"] for peer in document["peers"]] for document in self.documents()]
-
-
-@pytest.fixture
-def case(tmp_path: Path, short_folder: Path) -> Iterator[Case]:
-    with handling(SERVER, tmp_path, short_folder) as (handler, _server):
-        handler.look()
-        yield Case(handler, tmp_path)
-
-
-@pytest.mark.parametrize(("count", "apart", "incidents"), [(2, 599.0, [2]), (2, 601.0, [1, 1]), (10, 500.0, [8, 2])])
-def test_losses_soon_after_each_other_are_one_incident(
-    case: Case, count: int, apart: float, incidents: list[int]
-) -> None:
-    for number in range(1, count + 1):
-        case.lose(number)
-        case.finish()
-        case.now += apart
-    assert [len(found) for found in case.addresses()] == incidents
-
-
-def test_a_rolling_restart_is_one_incident_without_stacks(case: Case) -> None:
-    for number in range(1, 51):
-        case.lose(number, waiting=("a", "b"))
-        case.finish()
-        case.now += 60.0
-    (document,) = case.documents()
-    assert (document["kind"], document["complete"], len(document["peers"])) == ("peer_lost", True, 50)
-    assert document["verdict"]["text"].startswith(
-        "prefill server 10.0.0.1:8998, 10.0.0.2:8998, 10.0.0.3:8998, 10.0.0.4:8998, 10.0.0.5:8998, 10.0.0.6:8998, "
-        "10.0.0.7:8998, 10.0.0.8:8998 and 42 more are gone; 100 requests wait for them: a, b and 98 more."
-    )
-    pieces = {piece["kind"]: piece["status"] for process in document["processes"] for piece in process["evidence"]}
-    assert (pieces["proc_state"], pieces["stack"]) == ("captured", "skipped")
-    assert not list(case.folder.rglob("stacks"))
-    assert len(case.said) == 50
-
-
-def test_peers_lost_at_once_are_told_in_one_line(case: Case) -> None:
-    case.lose(1, 2)
-    assert case.said == [
-        "prefill server 10.0.0.1:8998 is gone; no request waits for it. Its port refuses connections. "
-        "prefill server 10.0.0.2:8998 is gone; no request waits for it. Its port refuses connections."
-    ]
-    case.finish()
-    assert case.addresses() == [["10.0.0.1:8998", "10.0.0.2:8998"]]
-
-
-def test_an_incident_that_was_removed_gives_way_to_another(case: Case) -> None:
-    case.lose(1)
-    case.finish()
-    for found in find_incidents(case.folder):
-        shutil.rmtree(found.path)
-    case.lose(2)
-    case.finish()
-    assert case.addresses() == [["10.0.0.2:8998"]]
-
-
-def test_so_much_is_named_that_the_incident_stays_readable(case: Case) -> None:
-    case.lose(*range(1, 101), waiting=tuple(f"request-{number}" for number in range(64)))
-    case.finish()
-    (document,) = case.documents()
-    assert sum(len(peer["requests"]) for peer in document["peers"]) == 1024
-    assert [peer["count"] for peer in document["peers"]] == [64] * 64
-
-
-def test_a_death_found_as_the_incident_opens_is_it(case: Case) -> None:
-    (rank,) = (one for one in case.handler.tree if one.title == "sglang::scheduler_TP0")
-    os.kill(rank.pid, signal.SIGKILL)
-    wait_until(rank.handle.has_exited, "the rank is dead")
-    case.lose(1)
-    run = case.handler.session.run
-    assert (run.incident.kind, [peer.address for peer in run.incident.peers]) == ("killed", ["10.0.0.1:8998"])
-
-
-@pytest.mark.parametrize("waiting", [(), ("a",)])
-def test_losses_count_in_a_drain_where_requests_wait(case: Case, waiting: tuple[str, ...]) -> None:
-    case.handler.triage.shutdown.draining = True
-    case.lose(1, waiting=waiting)
-    assert bool(case.documents()) == bool(waiting)
-    case.handler.triage.shutdown.expected.add(case.handler.tree.root.pid)
-    case.lose(2, waiting=waiting)
-    assert len(case.said) == bool(waiting)

@@ -1,0 +1,143 @@
+"""The heartbeats of a server's schedulers, as the handler follows them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from sglang_crashkit.handler.collectors.steps import modes_of
+from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
+from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader, NotAHeartbeatError
+
+logger = logging.getLogger(__name__)
+
+
+class FollowedHeartbeat:
+    """Counts for how long a scheduler was seen to be silent.
+
+    What counts is time that the handler saw pass, look by look: of a suspended machine, or of a handler that got no
+    CPU, it saw nothing.
+
+    Attributes:
+        beat: what the heartbeat said at the last look.
+        silent_secs: for how long it has said nothing else, in seconds.
+        signs: at how many looks it had moved on since `signs` was last set to 0.
+    """
+
+    def __init__(self, process: TrackedProcess, reader: HeartbeatReader) -> None:
+        self.process = process
+        self._reader = reader
+        self.beat: Heartbeat = reader.read()
+        self.silent_secs = 0.0
+        self.signs = 0
+
+    def look(self, seen_secs: float) -> None:
+        """Take in what it says now, so many seconds that the handler saw pass after the last look."""
+        beat = self._reader.read()
+        if beat == self.beat:
+            self.silent_secs += seen_secs
+        else:
+            self.beat = beat
+            self.silent_secs = 0.0
+            self.signs += 1
+
+    def catch_up(self, now: float) -> None:
+        """Take in what it says now, and count all of the time since its last sign, seen or not."""
+        beat = self._reader.read()
+        self.signs += beat != self.beat
+        self.beat = beat
+        self.silent_secs = max(0.0, now - beat.at)
+
+    def hold(self, seen_secs: float) -> None:
+        """Do not count the time since the last look."""
+        self.silent_secs = max(0.0, self.silent_secs - seen_secs)
+
+    def last(self) -> Heartbeat:
+        """Return what it says now, or said last, without taking it for a sign."""
+        return self._reader.read()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._reader.close()
+
+
+class Heartbeats:
+    """Follows the heartbeats of one server, unless that is switched off.
+
+    Attributes:
+        followed: by pid.
+        began_at: since when any is followed, by the clock.
+        unfollowed: pids of schedulers that have begun their loop and cannot be followed, or are not any more.
+    """
+
+    def __init__(self, tree: ProcessTree, *, is_on: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self.followed: dict[int, FollowedHeartbeat] = {}
+        self.began_at = 0.0
+        self.unfollowed: set[int] = set()
+        self._tree = tree
+        self._is_on = is_on
+        self._clock = clock
+        #: What those that are not followed any more said last, by pid.
+        self._last: dict[int, Heartbeat] = {}
+
+    def follow(self, process: TrackedProcess, descriptor: int | None, modes: object = None) -> None:
+        """Follow the heartbeat that a process passed on, if it is a scheduler; its descriptor stays open.
+
+        `modes` has names of the forward modes by their number, as they came, and may be anything.
+        """
+        if descriptor is None or not self._is_on:
+            return
+        if process.role != "scheduler":
+            # The tree looks for titles every few seconds only, and this one may be newer.
+            self._tree.reread_title(process)
+            if process.role != "scheduler":
+                return
+        try:
+            reader = HeartbeatReader(descriptor, modes_of(modes))
+        except (OSError, NotAHeartbeatError) as error:
+            self.unfollowed.add(process.pid)
+            words = "%s (pid %d) cannot be followed, so that it hangs is seen only by others that wait for it: %s"
+            logger.warning(words, process.title, process.pid, error)
+            return
+        if not self.followed:
+            self.began_at = self._clock()
+        elif process.pid in self.followed:
+            self.followed[process.pid].close()
+        self.followed[process.pid] = FollowedHeartbeat(process, reader)
+
+    def look(self, seen_secs: float) -> None:
+        """Take in what all say now, and let go of those that say no more; see `FollowedHeartbeat.look`."""
+        for pid, heartbeat in list(self.followed.items()):
+            is_dead = heartbeat.process.exited_at is not None
+            if not is_dead:
+                heartbeat.look(seen_secs)
+            if is_dead or heartbeat.beat.is_off:
+                # One that lives beats no more, for a reason that it has logged.
+                self.unfollowed.add(pid)
+                if not heartbeat.beat.is_off:
+                    self._last[pid] = heartbeat.last()
+                self.followed.pop(pid).close()
+
+    def living(self) -> list[FollowedHeartbeat]:
+        """Return those of processes whose exit was not noticed."""
+        return [heartbeat for heartbeat in self.followed.values() if heartbeat.process.exited_at is None]
+
+    def silent(self, secs: float) -> list[FollowedHeartbeat]:
+        """Return those that gave no sign in the last `secs` seconds, that first which fell silent first.
+
+        That one is silent does not mean that it hangs.
+        """
+        living, now = self.living(), self._clock()
+        for heartbeat in living:
+            heartbeat.catch_up(now)
+        return by_last_sign(one for one in living if one.silent_secs >= secs and not one.beat.is_off)
+
+    def last_signs(self) -> dict[int, Heartbeat]:
+        """Return what the heartbeat of each scheduler says, or said last, by pid; it outlives the process."""
+        return self._last | {pid: heartbeat.last() for pid, heartbeat in self.followed.items()}
+
+
+def by_last_sign(heartbeats: Iterable[FollowedHeartbeat]) -> list[FollowedHeartbeat]:
+    """Return heartbeats in the order in which they gave their last signs."""
+    return sorted(heartbeats, key=lambda heartbeat: (heartbeat.beat.at, heartbeat.process.pid))
