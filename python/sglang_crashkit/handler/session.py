@@ -18,6 +18,7 @@ from sglang_crashkit.handler.collectors.logs import ProcessLogs
 from sglang_crashkit.handler.collectors.requests import RequestJournals
 from sglang_crashkit.handler.collectors.steps import StepRecords
 from sglang_crashkit.handler.folders import Place
+from sglang_crashkit.handler.html_page import HtmlPage
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, learn_ranks
 from sglang_crashkit.handler.state import Action, Do, Seen
@@ -146,6 +147,7 @@ class Session:
         logs: what they logged last.
         surroundings: what the server told of its launch.
         gpus: what `run` asks of the GPUs.
+        page: what makes a page of an incident that is whole.
     """
 
     def __init__(
@@ -160,6 +162,7 @@ class Session:
         self.logs = ProcessLogs()
         self.surroundings = Surroundings()
         self.gpus = GpuEvidence(tree, place, settings)
+        self.page = HtmlPage(settings.html)
         self._tree = tree
         self._mailbox = mailbox
         self._place = place
@@ -376,6 +379,8 @@ class Session:
                 run.finished = True
                 self.take(Seen("finished"))
         self._answers.give(self._answer)
+        if run is not None:
+            self.page.begin(run)
 
     def _gather_the_rest(self, run: IncidentRun) -> bool:
         """Take what is taken last, and write the incident; say whether it is written, or no more is to come."""
@@ -421,6 +426,7 @@ class Session:
 
     def withdraw(self, run: IncidentRun) -> None:
         """Remove an incident, the one at hand or an earlier one: it was none."""
+        self.page.cancel()
         if self.run is run:
             self.triage.stage = None
             self._discard()
@@ -439,6 +445,7 @@ class Session:
                 run.note(time.time(), "shared_memory_left", segments=[asdict(segment) for segment in left])
             with contextlib.suppress(OSError):
                 run.save()
+            self.page.begin(run, again=True)
         self.journals.close()
         self.steps.close()
         self.logs.close()

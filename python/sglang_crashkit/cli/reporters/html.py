@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import functools
 import hashlib
 import os
 import resource
@@ -44,8 +45,8 @@ _MAX_FILE, _MAX_FILES = 64 << 10, 3 << 19
 _MAX_LINE, _MAX_MARKDOWN = 2000, 200_000
 #: Of more files the names are folded, too.
 _MAX_OPEN = 60
-#: The script and the style are below 100 kB, and what is shown of an incident is bounded.
-MAX_BYTES = 32 << 20
+#: As long as a crash handler makes room for.
+_MAX_BYTES = 8 << 20
 #: A child of a crash handler that takes more memory has gone astray.
 _MAX_MEMORY = 1 << 30
 #: What a part of an incident raises that has another form than any kit version wrote.
@@ -140,6 +141,7 @@ def render(folder: Path, *, prompts: bool = False) -> str:
     )
 
 
+@functools.cache
 def _environment() -> jinja2.Environment:
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE / "templates"),
@@ -288,13 +290,12 @@ def _size(size: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the page of one incident, as the last of all processes to get anything of this machine."""
+    """Write the page of one incident."""
     parser = argparse.ArgumentParser(prog="sglang_crashkit.cli.reporters.html", description=__doc__)
     parser.add_argument("folder", type=Path, help="an incident's folder")
     parser.add_argument("file", type=Path, help="where the page goes")
     parser.add_argument("--prompts", action="store_true", help="show what users of the server wrote")
     args = parser.parse_args(argv)
-    _step_back()
     write_html(args.folder, args.file, prompts=args.prompts)
     return 0
 
@@ -305,10 +306,11 @@ def _step_back() -> None:
         os.nice(19)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    for which, most in ((resource.RLIMIT_AS, _MAX_MEMORY), (resource.RLIMIT_FSIZE, MAX_BYTES)):
+    for which, most in ((resource.RLIMIT_AS, _MAX_MEMORY), (resource.RLIMIT_FSIZE, _MAX_BYTES)):
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(which, (most, most))
 
 
 if __name__ == "__main__":
+    _step_back()
     sys.exit(main())

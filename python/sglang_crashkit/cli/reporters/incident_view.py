@@ -66,6 +66,7 @@ def processes_of(document: Mapping[str, Any]) -> dict[str, Any]:
             "words": words,
             "doing": [str(frame) for frame in _list(process.get("doing"))],
             "step": _step_in_words(step) if step else "",
+            "rank": process.get("role") == "scheduler",
             "sign": str(sign.get("doing")) if sign else "",
         }
         key = json.dumps(shown)
@@ -80,7 +81,7 @@ def processes_of(document: Mapping[str, Any]) -> dict[str, Any]:
         many = len(group["members"])
         group["names"] = names if len(names) < _MAX_NAMES else f"{cut_names(names)} ({many:,} processes)"
     order = {"first": 0, "stopped": 1, "raised": 2, "dead": 3, "unseen": 4, "alive": 5}
-    listed = sorted(groups.values(), key=lambda one: (order[one["state"]], one["number"]))
+    listed = sorted(groups.values(), key=lambda one: (order[one["state"]], not one["rank"], one["number"]))
     return {
         "ranks": [tile for is_rank, rank, tile in sorted(tiles, key=_by_rank) if is_rank],
         "others": [tile for is_rank, _rank, tile in tiles if not is_rank],
@@ -201,7 +202,6 @@ def _merged(timed: Sequence[tuple[float, Mapping[str, Any]]], document: Mapping[
         alike = (event, words, rank is not None)
         if before == alike and rank is not None:
             events[-1]["ranks"].add(rank)
-            events[-1]["who"] = cut_names(RankSet(events[-1]["ranks"]).format())
             continue
         before = alike
         events.append(
@@ -209,12 +209,15 @@ def _merged(timed: Sequence[tuple[float, Mapping[str, Any]]], document: Mapping[
                 "seconds": seconds,
                 "pid": pid,
                 "ranks": {rank} if rank is not None else set(),
-                "who": RankSet([rank]).format() if rank is not None else str(one.get("title") or "crash handler"),
+                "who": str(one.get("title") or "crash handler"),
                 "tone": "bad" if event in _BAD else "own" if event in _OWN else "other",
                 "event": event.replace("_", " "),
                 "words": cut(words, 400),
             }
         )
+    for told in events:
+        if told["ranks"]:
+            told["who"] = cut_names(RankSet(told["ranks"]).format())
     return events
 
 

@@ -94,8 +94,8 @@ def merge(stacks: Iterable[Stack], first: Rank | None) -> dict[str, Any]:
     Returns:
         ``trees``: each with its ``name``, the ``root``, its ``text`` and the numbers of its ``sets``, the root's first
         and the others in order of their size. A node is a list: function, place, number of its set, how
-        many stacks are in it, children. ``sets``: each with ``words``, its ``size`` and ``colour``, a number; 1 is the
-        first failure alone.
+        many stacks are in it, children. ``sets``: each with ``words``, its ``size``, and whether it is the ``first``
+        failure alone.
     """
     known = list(stacks)
     sets = _Sets(first)
@@ -134,14 +134,13 @@ class _Sets:
     def number(self, one: RankSet) -> int:
         words = one.format()
         if words not in self._numbers:
-            number = self._numbers[words] = len(self._numbers)
-            colour = 1 if words == self._first else 2 + number % 7
-            self.listed.append({"words": cut(words, 120), "size": len(one), "colour": colour})
+            self._numbers[words] = len(self._numbers)
+            self.listed.append({"words": cut(words, 120), "size": len(one), "first": words == self._first})
         return self._numbers[words]
 
     def place(self, number: int) -> tuple[bool, int, int]:
         one = self.listed[number]
-        return one["colour"] != 1, one["size"], number
+        return not one["first"], one["size"], number
 
 
 def _as_lists(tree: PrefixTree, sets: Mapping[int, RankSet], number: Callable[[RankSet], int]) -> list[Any]:

@@ -16,7 +16,7 @@
   const ROW = 20, THINNEST = 0.0012, MOST_BOXES = 4000;
   const icicle = { tree: 0, path: [], folds: true, query: "" };
 
-  // A run of calls that nothing branches from is told by its first and its last two.
+  // A run of calls that nothing branches from is told by its first and its last two, or five where it ends.
   const nodeOf = ([name, place, set, value, children], folds) => {
     const node = { name, place, set, value };
     const chain = [];
@@ -25,18 +25,16 @@
       chain.push(end[0]);
       end = end[0][4];
     }
-    if (chain.length < 5) {
+    const kept = end.length ? 2 : 5;
+    if (chain.length < kept + 3) {
       node.children = children.map((child) => nodeOf(child, folds));
       return node;
     }
-    const hidden = chain.slice(0, -2);
-    const last = chain.slice(-2).map(([name, place]) => ({ name, place, set, value }));
-    last[1].children = end.map((child) => nodeOf(child, folds));
-    last[0].children = [last[1]];
-    const names = hidden.map((one) => one[0]);
-    const folded = { name: `${hidden.length} calls: ${names.join(" > ")}`, place: "", set, value, folded: true };
-    folded.children = [last[0]];
-    node.children = [folded];
+    const hidden = chain.slice(0, -kept).map((one) => one[0]);
+    const folded = { name: `${hidden.length} calls: ${hidden.join(" > ")}`, place: "", set, value, folded: true };
+    const last = chain.slice(-kept).map(([name, place]) => ({ name, place, set, value }));
+    [node, folded, ...last].reduce((above, below) => { above.children = [below]; return below; });
+    last.at(-1).children = end.map((child) => nodeOf(child, folds));
     return node;
   };
 
@@ -46,7 +44,11 @@
     $("icicle-told").textContent = `${node.name || "all stacks"}  ${node.place}\n${many} of ${set.words}`;
   };
 
-  const colourOf = (set) => `c${set === data.stacks.trees[icicle.tree].sets[0] ? 0 : data.stacks.sets[set].colour}`;
+  // Everyone is grey, the first failure alone is red, and those of the fewest ranks have the other colours first.
+  const colourOf = (set) => {
+    const at = data.stacks.trees[icicle.tree].sets.indexOf(set);
+    return at === 0 ? "c0" : data.stacks.sets[set].first ? "c1" : `c${2 + (at < 0 ? set : at - 1) % 7}`;
+  };
 
   const drawIcicle = () => {
     const place = $("icicle");
@@ -105,6 +107,7 @@
     data.stacks.trees.forEach((tree, at) => { make($("icicle-bar"), "button", tree.name).onclick = () => plant(at, icicle.folds); });
     make($("icicle-bar"), "button", "every call").onclick = () => plant(icicle.tree, !icicle.folds);
     plant(0, true);
+    $("icicle-told").textContent = "Click a call to see it alone.";
   }
 
   // -- the timeline
