@@ -256,8 +256,8 @@ def _inlined(files: IncidentFiles, first: object, *, prompts: bool) -> list[dict
             shown["why"] = "not shown: it may hold prompts"
         elif file.name.endswith(".html") or file.name == "incident.json":
             shown["why"] = "not shown: it is what this page was made of or makes"
-        elif (twin := f"{file.name.removesuffix('.json')}.txt") in files.listed and twin != file.name:
-            shown["why"] = f"not shown: {twin} is the same as text"
+        elif file.name.endswith(".json") and f"{file.name.removesuffix('.json')}.txt" in files.listed:
+            shown["why"] = "see its .txt"
         elif min(file.size, _MAX_FILE) > left:
             shown["why"] = "not shown: the page would be too long"
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,6 @@ _MAX_NODES, _MAX_DEPTH = 4000, 200
 _MAX_FRAMES, _MAX_THREADS, _MAX_LINE = 400, 2000, 1000
 #: So many sets of ranks of a tree are told.
 _MAX_SETS = 24
-_FRAME = re.compile(r"(?P<function>.*) \((?P<file>.*?)(?::(?P<line>\d+))?\)", re.DOTALL)
 #: Evidence with stacks, the one that tells most of a process that failed first.
 _KINDS = ("fault_stack", "stack")
 _KIT = "sglang_crashkit/"
@@ -193,10 +191,11 @@ def _without_kit(frames: list[Frame]) -> list[Frame]:
 
 
 def _frame_of(text: str) -> Frame:
-    found = _FRAME.fullmatch(text)
-    if found is None:
+    function, between, place = text.rpartition(" (")
+    file, _, line = place.removesuffix(")").rpartition(":")
+    if not between or not (line.isascii() and line.isdigit() and len(line) < 10):
         return Frame(text, "", 0)
-    return Frame(found["function"], found["file"], int((found["line"] or "0")[:9]))
+    return Frame(function, file, int(line))
 
 
 def _list(value: object) -> list[Any]:
