@@ -16,7 +16,7 @@ from typing import Any
 from sglang_crashkit.analysis.divergence import DIVERGED, group_in_step
 from sglang_crashkit.analysis.ranks import Rank, RankSet, rank_at
 from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut
-from sglang_crashkit.cli.reporters.merged_stacks import ranks_by_pid
+from sglang_crashkit.cli.reporters.merged_stacks import MAX_NAMES, cut_names, ranks_by_pid
 from sglang_crashkit.cli.steps import columns_of, in_words
 from sglang_crashkit.incident.steps import SUFFIX, StoredSteps
 from sglang_crashkit.incident.summary import last_sign_in_words, piece_in_words, state_in_words, timeline_of
@@ -26,8 +26,6 @@ from sglang_crashkit.model.step import Step
 
 _MAX_GROUPS, _MAX_EVENTS, _MAX_LANES, _MAX_REQUESTS, _MAX_COLUMNS = 100, 1000, 24, 500, 40
 _LAST_STEPS = 20
-#: Characters of an enumeration of ranks.
-_MAX_NAMES = 60
 _MAX_LINE = 4 << 20
 _MAX_STEP_BYTES = 64 << 20
 _MAX_REQUEST_BYTES = 64 << 20
@@ -79,7 +77,7 @@ def processes_of(document: Mapping[str, Any]) -> dict[str, Any]:
     for key, group in groups.items():
         names = RankSet(ranks_in.get(key, ())).format(most=6)
         many = len(group["members"])
-        group["names"] = names if len(names) < _MAX_NAMES else f"{cut_names(names)} ({many:,} processes)"
+        group["names"] = names if len(names) < MAX_NAMES else f"{cut_names(names)} ({many:,} processes)"
     order = {"first": 0, "stopped": 1, "raised": 2, "dead": 3, "unseen": 4, "alive": 5}
     listed = sorted(groups.values(), key=lambda one: (order[one["state"]], not one["rank"], one["number"]))
     return {
@@ -89,11 +87,6 @@ def processes_of(document: Mapping[str, Any]) -> dict[str, Any]:
         "left_out": max(0, len(listed) - _MAX_GROUPS),
         "states": sorted({tile["state"] for _is_rank, _rank, tile in tiles}, key=order.__getitem__),
     }
-
-
-def cut_names(names: str) -> str:
-    """Return the beginning of a long enumeration of ranks."""
-    return names if len(names) < _MAX_NAMES else f"{names[:_MAX_NAMES].rpartition(',')[0] or names[:_MAX_NAMES]},..."
 
 
 def _by_rank(tile: tuple[bool, Rank | None, Any]) -> tuple[str, int]:

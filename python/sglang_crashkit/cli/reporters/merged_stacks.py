@@ -15,6 +15,8 @@ from sglang_crashkit.model.sample import Frame
 #: A tree of more nodes is cut at those of the deepest calls.
 _MAX_NODES, _MAX_DEPTH = 4000, 200
 _MAX_FRAMES, _MAX_THREADS, _MAX_LINE = 400, 2000, 1000
+#: Characters of an enumeration of ranks.
+MAX_NAMES = 60
 #: So many sets of ranks of a tree are told.
 _MAX_SETS = 24
 #: Evidence with stacks, the one that tells most of a process that failed first.
@@ -133,12 +135,17 @@ class _Sets:
         words = one.format()
         if words not in self._numbers:
             self._numbers[words] = len(self._numbers)
-            self.listed.append({"words": cut(words, 120), "size": len(one), "first": words == self._first})
+            self.listed.append({"words": cut_names(words), "size": len(one), "first": words == self._first})
         return self._numbers[words]
 
     def place(self, number: int) -> tuple[bool, int, int]:
         one = self.listed[number]
         return not one["first"], one["size"], number
+
+
+def cut_names(names: str) -> str:
+    """Return the beginning of a long enumeration of ranks."""
+    return names if len(names) < MAX_NAMES else f"{names[:MAX_NAMES].rpartition(',')[0] or names[:MAX_NAMES]},..."
 
 
 def _as_lists(tree: PrefixTree, sets: Mapping[int, RankSet], number: Callable[[RankSet], int]) -> list[Any]:

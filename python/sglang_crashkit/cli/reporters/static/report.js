@@ -118,7 +118,11 @@
   const drawTimeline = () => {
     const begin = Number(lanes.dataset.begin), seconds = Number(lanes.dataset.seconds);
     const at = (place) => ((place - range.from) / (range.to - range.from)) * 100;
-    for (const circle of all("circle", lanes)) circle.setAttribute("cx", `${at(Number(circle.dataset.place))}%`);
+    for (const circle of all("circle", lanes)) {
+      const place = at(Number(circle.dataset.place));
+      circle.setAttribute("cx", `${place}%`);
+      circle.classList.toggle("outside", place < 0 || place > 100);
+    }
     const axis = $("axis"), shown = (seconds * (range.to - range.from)) / 1000;
     axis.replaceChildren();
     if (!shown) return;
@@ -191,14 +195,15 @@
     opened = [];
     found = query ? items.filter((item) => textOf(item).includes(query)) : [];
     const kept = new Set(found);
-    items.forEach((item) => { item.hidden = Boolean(query) && !kept.has(item); });
+    // The first screen stays as it is.
+    items.forEach((item) => { item.hidden = Boolean(query) && !kept.has(item) && !item.closest("#what"); });
     next = 0;
     for (const item of found) {
       for (let one = item; one && opened.length < MOST_OPENED; one = one.parentElement.closest("details")) {
         if (one.tagName === "DETAILS" && !one.open) { one.open = true; opened.push(one); }
       }
     }
-    all("main > section").forEach((section) => { section.hidden = Boolean(query) && !found.some((item) => section.contains(item)) && section.id !== "stacks"; });
+    all("main > section").forEach((section) => { section.hidden = Boolean(query) && !found.some((item) => section.contains(item)) && !["what", "stacks"].includes(section.id); });
     $("hits").textContent = query ? `${found.length}` : "";
     icicle.query = query;
     drawIcicle();
