@@ -26,6 +26,7 @@ from sglang_crashkit.model.step import Step
 
 _MAX_GROUPS, _MAX_EVENTS, _MAX_LANES, _MAX_REQUESTS, _MAX_COLUMNS = 100, 1000, 24, 500, 40
 _LAST_STEPS = 20
+_AT_ONCE_SECS = 1.0
 _MAX_LINE = 4 << 20
 _MAX_STEP_BYTES = 64 << 20
 _MAX_REQUEST_BYTES = 64 << 20
@@ -183,8 +184,9 @@ def timeline(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(timed: Sequence[tuple[float, Mapping[str, Any]]], document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the events, those of several ranks that follow one another and are alike as one."""
+    """Return the events; of many ranks those that are alike and follow one another at once as one."""
     places = ranks_by_pid(document)
+    many = len(places) > _MAX_LANES
     events: list[dict[str, Any]] = []
     before: tuple[str, str, bool] | None = None
     for seconds, one in timed:
@@ -193,7 +195,8 @@ def _merged(timed: Sequence[tuple[float, Mapping[str, Any]]], document: Mapping[
         details = {key: value for key, value in one.items() if key not in ("time", "event", "pid", "title")}
         words = ", ".join(f"{key} {_plain(value)}" for key, value in details.items() if value is not None)
         alike = (event, words, rank is not None)
-        if before == alike and rank is not None:
+        at_once = many and rank is not None and before == alike
+        if at_once and seconds - events[-1]["seconds"] <= _AT_ONCE_SECS:
             events[-1]["ranks"].add(rank)
             continue
         before = alike
