@@ -106,7 +106,7 @@ def test_the_stacks_are_merged_by_the_ranks_in_them(ranks: Path) -> None:
     assert tree["root"][3] == 8
 
 
-def test_prompts_are_on_the_page_only_where_they_are_asked_for(ranks: Path, tmp_path: Path) -> None:
+def test_prompts_are_there_only_where_they_are_asked_for(ranks: Path, tmp_path: Path) -> None:
     assert PROMPT not in render(ranks)
     asked = render(ranks, prompts=True)
     assert PROMPT in asked
@@ -158,7 +158,7 @@ def test_the_library_is_the_published_one_with_its_licence() -> None:
     assert "Permission to use, copy, modify" in notice
 
 
-def test_a_link_or_a_pipe_in_the_folder_is_never_opened(ranks: Path, tmp_path: Path) -> None:
+def test_a_link_or_a_pipe_is_never_opened(ranks: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("it is secret")
     path = make_incident(
@@ -190,7 +190,7 @@ def test_a_link_or_a_pipe_in_the_folder_is_never_opened(ranks: Path, tmp_path: P
     ],
     ids=["missing", "empty", "cut off", "no object", "deep", "odd"],
 )
-def test_of_a_folder_that_is_not_whole_the_rest_is_shown(tmp_path: Path, content: str | None, words: str) -> None:
+def test_of_a_broken_folder_the_rest_is_shown(tmp_path: Path, content: str | None, words: str) -> None:
     path = make_incident(tmp_path, pieces={"logs/x.log": "the last words"})
     (path / "incident.json").unlink()
     if content is not None:
@@ -253,7 +253,7 @@ def test_no_document_whatever_its_form_is_too_odd(scratch: Path, data: st.DataOb
     assert Page(render(folder)).text
 
 
-def test_the_file_is_for_its_owner_alone_and_written_in_one_step(ranks: Path, tmp_path: Path) -> None:
+def test_the_file_is_for_its_owner_alone(ranks: Path, tmp_path: Path) -> None:
     output = tmp_path / "page.html"
     output.write_text("old")
     write_html(ranks, output)

@@ -104,7 +104,7 @@ def test_without_room_there_is_none(run: Any, caplog: pytest.LogCaptureFixture) 
     assert not (run.path / NAME).exists()
 
 
-def test_a_crash_leaves_a_page_with_the_end_of_the_server(start_server: Callable[..., Server]) -> None:
+def test_a_crash_leaves_a_page_with_its_end(start_server: Callable[..., Server]) -> None:
     server = start_server(environ={"SGLANG_CRASHKIT_HTML": "1"})
     server.kill("scheduler_TP1")
     incident = server.wait_for_the_end()
