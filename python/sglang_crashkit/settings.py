@@ -174,6 +174,7 @@ class Settings:
             exit status.
         prompts: ``SGLANG_CRASHKIT_PROMPTS``; what the journal keeps of prompts.
         gpu_facts: ``SGLANG_CRASHKIT_GPU_FACTS``; the GPUs' driver is not asked when false.
+        html: ``SGLANG_CRASHKIT_HTML``; each incident has a page of HTML, too, when true.
     """
 
     enabled: bool
@@ -198,6 +199,7 @@ class Settings:
     keeps_exit_status: bool = False
     prompts: Prompts = "full"
     gpu_facts: bool = True
+    html: bool = False
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -229,6 +231,7 @@ class Settings:
             keeps_exit_status=environ.get("SGLANG_CRASHKIT_EXIT_STATUS", "").strip().lower() == "upstream",
             prompts=read_prompts(environ),
             gpu_facts=read_bool(environ, "SGLANG_CRASHKIT_GPU_FACTS", True),
+            html=read_bool(environ, "SGLANG_CRASHKIT_HTML", False),
         )
 
 

@@ -66,12 +66,14 @@ def test_every_setting_has_its_variable() -> None:
         "SGLANG_CRASHKIT_HANG_SECS": "8.5",
         "SGLANG_CRASHKIT_EXIT_SECS": "9",
         "SGLANG_CRASHKIT_GPU_FACTS": "0",
+        "SGLANG_CRASHKIT_HTML": "1",
     }
     read = Settings.from_environ(environ)
     assert (read.hang_secs, Settings.from_environ({}).hang_secs) == (8.5, 60.0)
     assert (read.peer_watch, Settings.from_environ({}).peer_watch) == (False, True)
     assert (read.enabled, read.budget_secs, read.capture_secs, read.core_wait_secs) == (False, 3.0, 0.5, 7.0)
     assert (read.gpu_facts, Settings.from_environ({}).gpu_facts) == (False, True)
+    assert (read.html, Settings.from_environ({}).html) == (True, False)
     assert (read.exit_secs, Settings.from_environ({}).exit_secs) == (9.0, 60.0)
 
 

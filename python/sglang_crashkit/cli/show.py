@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_crashkit.errors import ExitCode, NothingToDoError
+from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.model.incident import SCHEMA_VERSION
 
@@ -17,6 +17,7 @@ examples:
   sglang-crashkit show
   sglang-crashkit show 0123abcd --stacks
   sglang-crashkit show latest --folder /var/crash/sglang --requests
+  sglang-crashkit show latest --html incident.html
   sglang-crashkit show /var/crash/sglang/node7/incidents/20260102T030405.678Z-hang-0123abcd --json
 """
 
@@ -41,6 +42,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     part.add_argument("--timeline", action="store_true", help="what happened when")
     part.add_argument("--env", action="store_true", help="what surrounded the server")
     part.add_argument("--json", action="store_true", help="print incident.json")
+    part.add_argument("--html", metavar="FILE", type=Path, help="write it as one page, to look at in a browser")
+    parser.add_argument("--prompts", action="store_true", help="with --html: with what users of the server wrote")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -63,6 +66,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         return ExitCode.DONE
     if args.steps:
         return _steps(incident)
+    if args.html is not None:
+        return _page(incident, args)
     lines = list(_part(incident, args))
     if not lines:
         raise NothingToDoError(
@@ -100,6 +105,17 @@ def _screen(incident: StoredIncident, args: argparse.Namespace) -> Iterator[str]
     yield bold(head)
     yield from rest
     yield f"files   {incident.path}"
+
+
+def _page(incident: StoredIncident, args: argparse.Namespace) -> ExitCode:
+    from sglang_crashkit.cli.reporters.html import write_html
+
+    try:
+        write_html(incident.path, args.html, prompts=args.prompts)
+    except OSError as error:
+        raise CrashkitError(f"{args.html} cannot be written: {error}", next_step="name another file") from error
+    print(args.html)
+    return ExitCode.DONE
 
 
 def _steps(incident: StoredIncident) -> ExitCode:

@@ -121,11 +121,11 @@ def _as_text(shown: Sequence[StoredSteps], marked: object, last: int) -> Iterato
         # With those around it, where they are older than what was asked for.
         chosen = [number for number in numbers if isinstance(marked, int) and abs(number - marked) < 2]
         chosen = sorted({*chosen, *numbers[-last:]})
-        columns = list(_columns(group, by_number, chosen))
+        columns = list(columns_of(group, by_number, chosen))
         rows = [["step", *(name for name, _steps in columns)]]
         for number in chosen:
             mark = "> " if number == marked else "  "
-            rows.append([f"{mark}{number:,}", *(_cell(steps.get(number)) for _name, steps in columns)])
+            rows.append([f"{mark}{number:,}", *(in_words(steps.get(number)) for _name, steps in columns)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -137,7 +137,7 @@ def _as_text(shown: Sequence[StoredSteps], marked: object, last: int) -> Iterato
                 yield f"step {about:,} of {name}: {told}"
 
 
-def _columns(
+def columns_of(
     group: Sequence[StoredSteps], by_number: Sequence[Mapping[int, Step]], chosen: Sequence[int]
 ) -> Iterator[tuple[str, Mapping[int, Step]]]:
     """Yield each column with its name; of many ranks those that did the same are one, with the times of the first."""
@@ -152,7 +152,8 @@ def _columns(
         yield RankSet(_rank(group[position]) for position in positions).format(), by_number[positions[0]]
 
 
-def _cell(step: Step | None) -> str:
+def in_words(step: Step | None) -> str:
+    """Return what a rank did in a step; a dash where it is not known."""
     if step is None:
         return "-"
     took = f"{(step.ended - step.began) * 1000:.1f} ms" if step.ended is not None else step.phase.replace("_", " ")

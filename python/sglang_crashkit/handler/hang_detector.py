@@ -165,6 +165,8 @@ class HangDetector:
             self._session.withdraw(hang.run)
             if hang.is_busy:
                 self._say(f"{hang.ended}: it was no hang, and incident {hang.run.incident.id} is withdrawn.")
+        else:
+            self._session.page.begin(hang.run, again=True)
         self._hang = self._session.hang = None
 
     def _is_excused(self, states: dict[int, str]) -> bool:

@@ -106,6 +106,7 @@ class CrashHandler:
                 # While the server lives, its ranks may still make pipes in there, without which PyTorch ends them.
                 self._place.clean_up([server_key(each.pid, each.handle.start_ticks) for each in self.tree])
             self._kept.release()
+            self.session.page.wait()
             logger.info("server %d is gone, so is its crash handler %d", self.tree.root.pid, os.getpid())
 
     def close(self) -> None:

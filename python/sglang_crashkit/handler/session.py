@@ -18,6 +18,7 @@ from sglang_crashkit.handler.collectors.gpu import GpuEvidence
 from sglang_crashkit.handler.collectors.server_log import log_lines
 from sglang_crashkit.handler.exits import Exits
 from sglang_crashkit.handler.folders import Place
+from sglang_crashkit.handler.html_page import HtmlPage
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, learn_ranks
 from sglang_crashkit.handler.received import Received
@@ -65,6 +66,7 @@ class Session:
         hang: the incident of a hang that is not over; other incidents meanwhile say so.
         begin_hang_at_end: looks for a hang, as the server is asked to end.
         gpus: what `run` asks of the GPUs.
+        page: what makes a page of an incident that is whole.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Session:
         self.begin_hang_at_end: Callable[[], None] = lambda: None
         self.received = Received(tree, settings)
         self.gpus = GpuEvidence(tree, place, settings)
+        self.page = HtmlPage(settings.html)
         self._tree = tree
         self._mailbox = mailbox
         self._place = place
@@ -294,6 +297,8 @@ class Session:
                 run.finished = True
                 self.take(Seen("finished"))
         self._answers.give(self._answer)
+        if run is not None:
+            self.page.begin(run)
 
     def _gather_the_rest(self, run: IncidentRun) -> bool:
         """Take what is taken last, and write the incident; say whether it is written, or no more is to come."""
@@ -339,6 +344,7 @@ class Session:
 
     def withdraw(self, run: IncidentRun) -> None:
         """Remove an incident, the one at hand or an earlier one: it was none."""
+        self.page.cancel()
         if self.run is run:
             self.triage.stage = None
             self._discard()
@@ -357,6 +363,7 @@ class Session:
                 run.note(time.time(), "shared_memory_left", segments=[asdict(segment) for segment in left])
             with contextlib.suppress(OSError):
                 run.save()
+            self.page.begin(run, again=True)
         self.received.close()
         self.gpus.close()
 

@@ -80,6 +80,8 @@ class Current:
         self.begin_hang_at_end: Any = None
         self.discarded: list[Run] = []
         self.gpus = SimpleNamespace(writing_cores=frozenset())
+        self.pages: list[Run] = []
+        self.page = SimpleNamespace(begin=lambda run, again: self.pages.append(run))
         self.pardonable = False
         self.triage = SimpleNamespace(shutdown=Shutdown())
         self.dies = False
@@ -313,8 +315,9 @@ def test_progress_is_noted_when_all_go_on(world: World) -> None:
     world.pass_time(2, world.beat)
     (hung_secs,) = first.progress
     assert 24 < hung_secs < 28
-    # It stays an incident.
+    # It stays an incident, and its page tells of the progress.
     assert (world.current.hang, world.current.discarded) == (None, [])
+    assert world.current.pages == [first]
     world.pass_time(20)
     assert [run.progress for run in world.hangs] == [first.progress, []]
     assert world.hangs[1].silent == [10, 11]

@@ -31,7 +31,10 @@ from unit.installer.fake_sglang import FILES, RELEASE, install, write_wheel
 VERSION = f"0.5.9+crashkit.{__version__}"
 INFO = f"sglang-{VERSION}.dist-info"
 #: What the small SGLang and the kit require; `status` imports the last two.
-REQUIRED = ("torch", "nvidia-ml-py", "psutil", "py-spy", "pyelftools", "PyYAML", "setproctitle", "packaging", "unidiff")
+REQUIRED = (
+    *("torch", "Jinja2", "nvidia-ml-py", "psutil", "py-spy", "pyelftools", "PyYAML", "setproctitle"),
+    *("packaging", "unidiff"),
+)
 
 
 @pytest.fixture

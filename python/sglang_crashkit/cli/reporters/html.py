@@ -1,0 +1,316 @@
+"""One incident as a page of HTML: one file, which loads nothing and in which nothing runs but its own script.
+
+Texts of stacks, logs and requests are not trusted. Each is escaped by the template engine, and shown with what is not
+seen, or turns text around, spelled out. The page allows its own script and its own style by their hashes; a script that
+got in nevertheless would not run, and nothing may be fetched or sent.
+
+``python -m sglang_crashkit.cli.reporters.html FOLDER FILE`` writes it by itself, as a crash handler has it do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import functools
+import hashlib
+import os
+import resource
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from sglang_crashkit import __version__
+from sglang_crashkit.analysis.ranks import RankSet
+from sglang_crashkit.cli.reporters import incident_view as view
+from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, ListedFile, cut, visible
+from sglang_crashkit.cli.reporters.merged_stacks import merge, ranks_by_pid, read_stacks
+from sglang_crashkit.incident.steps import SUFFIX
+from sglang_crashkit.incident.summary import (
+    environment_in_words,
+    format_summary,
+    headline,
+    occurrence_in_words,
+    requests_in_words,
+)
+from sglang_crashkit.kernel.private_files import write_private
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of
+
+#: What a file may be to be shown in the page, and what all of them may be together, in bytes.
+_MAX_FILE, _MAX_FILES = 64 << 10, 3 << 19
+_MAX_LINE, _MAX_MARKDOWN = 2000, 200_000
+#: Of more files the names are folded, too.
+_MAX_OPEN = 60
+#: As long as a crash handler makes room for.
+_MAX_BYTES = 8 << 20
+#: A child of a crash handler that takes more memory has gone astray.
+_MAX_MEMORY = 1 << 30
+#: What a part of an incident raises that has another form than any kit version wrote.
+_ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_STATES = {
+    "first": "failed first",
+    "stopped": "stopped",
+    "raised": "raised an exception",
+    "dead": "dead",
+    "unseen": "alive, nothing seen",
+    "alive": "alive",
+}
+_HERE = Path(__file__).parent
+
+
+def write_html(folder: Path, output: Path, *, prompts: bool = False) -> None:
+    """Write the page of an incident, readable by its owner alone.
+
+    Args:
+        folder: the incident's.
+        output: the file; replaced when it is there.
+        prompts: show what users of the server wrote.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_private(output, render(folder, prompts=prompts).encode(errors="backslashreplace"))
+
+
+def render(folder: Path, *, prompts: bool = False) -> str:
+    """Return the page of the incident in a folder; see `write_html`. It does not raise for what lies in there."""
+    files = IncidentFiles(folder)
+    problem, document = "", {}
+    try:
+        found = files.read_json("incident.json")
+        document = found if isinstance(found, dict) else {}
+        problem = "" if document else "incident.json is no object"
+    except ValueError as error:
+        problem = str(error)
+    css, script = _static("report.css"), _static("report.js")
+    library = _static("d3-hierarchy.min.js")
+    stacks = _part(lambda: _stacks(document, files))
+    data = {
+        "stacks": {key: stacks.get(key, []) for key in ("trees", "sets")},
+        "markdown": cut(_markdown(document), _MAX_MARKDOWN),
+    }
+    first = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("pid")
+    parts = {
+        "ranks": _part(lambda: view.processes_of(document)),
+        "timeline": _part(lambda: view.timeline(document)),
+        "steps": _part(lambda: view.steps_of(document, files)),
+        "stacks": stacks,
+        "requests": _part(lambda: view.requests_of(document, files, prompts=prompts)),
+        "findings": _part(lambda: view.findings_of(document), list),
+        "environment": _part(lambda: view.environment_of(files, document), list),
+    }
+    sections = {
+        "ranks": "groups",
+        "timeline": "events",
+        "steps": "tables",
+        "stacks": "trees",
+        "requests": "rows",
+        "environment": "",
+    }
+    there = [name for name, key in sections.items() if (parts[name].get(key) if key else parts[name])]
+    return (
+        _environment()
+        .get_template("incident.html.j2")
+        .render(
+            **parts,
+            csp=_policy([css], [library, script]),
+            # The kit's own files, to the byte that the policy names.
+            css=Markup(css),  # noqa: S704
+            d3=Markup(library),  # noqa: S704
+            js=Markup(script),  # noqa: S704
+            document=document,
+            folder=str(folder),
+            headline=_part(lambda: cut(headline(document), 300), str),
+            verdict=mapping_of(document.get("verdict")),
+            basis=_part(lambda: _basis(document), list),
+            cause=_part(lambda: _cause(document), dict),
+            facts=_part(lambda: _facts(document), list),
+            problem=problem,
+            nav=[(name, name) for name in [*there, "files"]],
+            state_words=_STATES,
+            files=_by_folder(_inlined(files, first, prompts=prompts)),
+            count=len(files.listed),
+            files_left_out=files.left_out,
+            kit=__version__,
+            data=_visible_json(data),
+        )
+    )
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE / "templates"),
+        autoescape=True,
+        undefined=jinja2.ChainableUndefined,
+        trim_blocks=True,
+        finalize=_finalize,
+    )
+
+
+def _finalize(value: object) -> object:
+    """Make what the template shows harmless to look at; it is escaped after that."""
+    if isinstance(value, Markup):
+        return value
+    return "" if value is None else visible(str(value))
+
+
+def _visible_json(value: Any) -> Any:
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, list):
+        return [_visible_json(one) for one in value]
+    return {key: _visible_json(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def _policy(styles: list[str], scripts: list[str]) -> str:
+    """Return the content security policy: nothing but these."""
+
+    def hashes(texts: list[str]) -> str:
+        digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    return (
+        f"default-src 'none'; script-src {hashes(scripts)}; style-src {hashes(styles)}; base-uri 'none'; "
+        "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+
+
+def _static(name: str) -> str:
+    return (_HERE / "static" / name).read_text()
+
+
+def _part(make: Callable[[], Any], otherwise: Callable[[], Any] | None = None) -> Any:
+    """Return what a part of the page is made of; in its place why it cannot be shown, or what stands for nothing."""
+    try:
+        return make()
+    except _ODD as error:
+        return otherwise() if otherwise is not None else {"problem": cut(f"{type(error).__name__}: {error}", 300)}
+
+
+# -- the first screen
+
+
+def _markdown(document: Mapping[str, Any]) -> str:
+    return str(_part(lambda: format_summary(document), str)) or "The incident cannot be read.\n"
+
+
+def _basis(document: Mapping[str, Any]) -> list[str]:
+    verdict = mapping_of(document.get("verdict"))
+    basis = verdict.get("basis")
+    sentences = [str(one) for one in basis] if isinstance(basis, list) else []
+    return sentences or ([str(verdict["text"])] if verdict.get("text") else [])
+
+
+def _cause(document: Mapping[str, Any]) -> dict[str, Any]:
+    cause = dict(mapping_of(document.get("cause")))
+    for name in ("reasons", "next_steps"):
+        cause[name] = cause[name] if isinstance(cause.get(name), list) else []
+    issues = [dict(issue) for issue in mappings_of(cause.get("known_issues"))]
+    for issue in issues:
+        # It becomes part of a link.
+        number = issue.get("issue")
+        issue["number"] = number if type(number) is int and 0 < number < 1 << 31 else None
+    return cause | {"known_issues": issues} if document.get("cause") else {}
+
+
+def _facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    server, trigger = mapping_of(document.get("server")), mapping_of(document.get("trigger"))
+    facts = [
+        ("when", trigger.get("time")),
+        ("where", server.get("hostname")),
+        ("SGLang", f"{server.get('sglang_version')}, main process {server.get('pid')}"),
+        *(("run", line) for line in environment_in_words(mapping_of(document.get("environment")))),
+        ("requests", requests_in_words(mapping_of(document.get("requests")))),
+        ("told by", f"{trigger.get('event')} of {trigger.get('title')}"),
+    ]
+    if fault := mapping_of(document.get("fault")):
+        facts.append(("seen", "for the first time" if fault.get("count") == 1 else occurrence_in_words(fault)))
+    return [(name, str(value)) for name, value in facts if value]
+
+
+# -- stacks and files
+
+
+def _stacks(document: Mapping[str, Any], files: IncidentFiles) -> dict[str, Any]:
+    first = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("pid")
+    ranks, stacks = ranks_by_pid(document), list(read_stacks(document, files))
+    unseen = RankSet({*ranks.values()} - {one.rank for one in stacks})
+    return merge(stacks, ranks.get(first) if isinstance(first, int) else None) | {"unseen": unseen and unseen.format()}
+
+
+def _inlined(files: IncidentFiles, first: object, *, prompts: bool) -> list[dict[str, Any]]:
+    """Return the files with the text of those that are small, those of the first failure before others."""
+    own = f"-{first}."
+    left, texts = _MAX_FILES, {}
+    for file in sorted(
+        files.listed.values(), key=lambda file: (own not in file.name, file.name.endswith(SUFFIX), file.size)
+    ):
+        shown = {"name": file.name, "size": _size(file.size), "text": None, "why": ""}
+        texts[file.name] = shown
+        if file.name.startswith("requests/") and not prompts:
+            shown["why"] = "not shown: it may hold prompts"
+        elif file.name.endswith(".html") or file.name == "incident.json":
+            shown["why"] = "not shown: it is what this page was made of or makes"
+        elif file.name.endswith(".json") and f"{file.name.removesuffix('.json')}.txt" in files.listed:
+            shown["why"] = "see its .txt"
+        elif min(file.size, _MAX_FILE) > left:
+            shown["why"] = "not shown: the page would be too long"
+        else:
+            shown["text"], shown["why"] = _text_of(files, file)
+            left -= len(shown["text"] or "")
+    return [texts[name] for name in files.listed]
+
+
+def _by_folder(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    folders: dict[str, list[dict[str, Any]]] = {}
+    for file in files:
+        folders.setdefault(file["name"].rpartition("/")[0], []).append(file)
+    return [{"name": name, "files": folders[name], "open": len(files) <= _MAX_OPEN} for name in sorted(folders)]
+
+
+def _text_of(files: IncidentFiles, file: ListedFile) -> tuple[str | None, str]:
+    from_end = file.name.startswith("logs/")
+    data = files.read(file.name, _MAX_FILE, from_end=from_end)
+    if b"\0" in data[:8192]:
+        return None, "not shown: it is binary"
+    text = "\n".join(cut(line, _MAX_LINE) for line in data.decode(errors="replace").split("\n"))
+    which = "its end" if from_end else "its beginning"
+    return text, f"{which} only" if file.size > len(data) else ""
+
+
+def _size(size: int) -> str:
+    return (
+        f"{size:,} bytes" if size < 10_000 else f"{size / 1024:,.0f} KiB" if size < 10 << 20 else f"{size >> 20:,} MiB"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the page of one incident."""
+    parser = argparse.ArgumentParser(prog="sglang_crashkit.cli.reporters.html", description=__doc__)
+    parser.add_argument("folder", type=Path, help="an incident's folder")
+    parser.add_argument("file", type=Path, help="where the page goes")
+    parser.add_argument("--prompts", action="store_true", help="show what users of the server wrote")
+    args = parser.parse_args(argv)
+    write_html(args.folder, args.file, prompts=args.prompts)
+    return 0
+
+
+def _step_back() -> None:
+    """Give way to a server that may live on: in processor time, in memory, and where the kernel has to end somebody."""
+    with contextlib.suppress(OSError):
+        os.nice(19)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    for which, most in ((resource.RLIMIT_AS, _MAX_MEMORY), (resource.RLIMIT_FSIZE, _MAX_BYTES)):
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(which, (most, most))
+
+
+if __name__ == "__main__":
+    _step_back()
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""The files of an incident as a page shows them: listed, read within bounds, and made harmless to look at.
+
+Whoever wrote them is not trusted: a link may lead out of the folder, a pipe may never end, a line may be as long as the
+file, and a character may turn around the text beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: Longer files are neither listed nor read further.
+MAX_FILES = 5000
+_MAX_DEPTH = 6
+_MAX_JSON = 32 << 20
+#: Text of a longer string, and entries of a longer list, are left out.
+_MAX_TEXT, _MAX_ENTRIES, _MAX_LEVELS = 4000, 2000, 12
+#: Colours of a terminal.
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+#: Control characters; what is not seen, or turns the direction of the text; and what is no character.
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+    "\ufff9-\ufffb\ufffe\uffff\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
+
+@dataclass(frozen=True)
+class ListedFile:
+    """A file in an incident's folder.
+
+    Attributes:
+        name: relative to the folder.
+        size: in bytes.
+    """
+
+    name: str
+    size: int
+
+
+class IncidentFiles:
+    """The regular files below a folder; no other is ever opened, whatever names one.
+
+    Args:
+        folder: the incident's.
+
+    Attributes:
+        listed: by name, in order of their names.
+        left_out: how many entries there were beyond `MAX_FILES`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        found = list(_walk(folder, "", 0))
+        self.left_out = max(0, len(found) - MAX_FILES)
+        self.listed = {file.name: file for file in sorted(found, key=lambda file: file.name)[:MAX_FILES]}
+
+    def read(self, name: object, most: int, *, from_end: bool = False) -> bytes:
+        """Return at most so many bytes of a file; none where it is not among the listed, or cannot be read.
+
+        Args:
+            name: relative to the folder.
+            most: how many bytes.
+            from_end: the last of them.
+        """
+        file = self.listed.get(name) if isinstance(name, str) else None
+        if file is None:
+            return b""
+        try:
+            # What was a file as it was listed may be something else by now.
+            descriptor = os.open(self._folder / file.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(descriptor, "rb") as opened:
+                if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+                    return b""
+                if from_end and file.size > most:
+                    opened.seek(file.size - most)
+                return opened.read(most)
+        except OSError:
+            return b""
+
+    def read_json(self, name: object) -> Any:
+        """Return what a file holds, within bounds; see `bounded`.
+
+        Raises:
+            ValueError: it is missing, too long, or no JSON.
+        """
+        data = self.read(name, _MAX_JSON + 1)
+        if not data:
+            raise ValueError(f"{name} cannot be read")
+        if len(data) > _MAX_JSON:
+            raise ValueError(f"{name} is longer than {_MAX_JSON >> 20} MiB")
+        try:
+            return bounded(json.loads(data))
+        except RecursionError:
+            raise ValueError(f"{name} is nested too deeply") from None
+
+    def read_object(self, name: object) -> Mapping[str, Any]:
+        """Return the JSON object that a file holds; an empty one where it holds none."""
+        try:
+            value = self.read_json(name)
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+
+def _walk(folder: Path, lead: str, depth: int) -> Iterator[ListedFile]:
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in entries:
+        name = f"{lead}{entry.name}"
+        try:
+            if entry.is_file(follow_symlinks=False):
+                yield ListedFile(name, entry.stat(follow_symlinks=False).st_size)
+            elif depth < _MAX_DEPTH and entry.is_dir(follow_symlinks=False):
+                yield from _walk(folder / entry.name, f"{name}/", depth + 1)
+        except OSError:
+            continue
+
+
+def bounded(value: Any, levels: int = _MAX_LEVELS) -> Any:
+    """Return a JSON value in which nothing is longer than a page can show; it says what was left out."""
+    if isinstance(value, str):
+        return cut(value)
+    if isinstance(value, (list, dict)) and levels == 0:
+        return "... nested too deeply"
+    if isinstance(value, list):
+        kept = [bounded(one, levels - 1) for one in value[:_MAX_ENTRIES]]
+        return kept + [f"{len(value) - _MAX_ENTRIES:,} more left out"] * (len(value) > _MAX_ENTRIES)
+    if isinstance(value, dict):
+        names = list(value)[:_MAX_ENTRIES]
+        return {cut(name, 200): bounded(value[name], levels - 1) for name in names}
+    # A number of a million digits is a line as well.
+    return value if not isinstance(value, int) or abs(value) < 1 << 128 else "a number too long to show"
+
+
+def cut(text: str, most: int = _MAX_TEXT) -> str:
+    """Return `text`, or what it begins with and how much more there is."""
+    return text if len(text) <= most else f"{text[:most]} ... {len(text) - most:,} more characters left out"
+
+
+def visible(text: str) -> str:
+    """Return `text` with an escape for each character that is not seen, or that changes how others are seen."""
+    text = _COLOURS.sub("", text.replace("\r\n", "\n"))
+    return _HIDDEN.sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    number = ord(match[0])
+    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
