@@ -30,10 +30,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from sglang_crashkit.capture.responder import COLLECTIVES, EXIT, STACKS, peer_of
 from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.pidfd import wait_status_of
 from sglang_crashkit.kernel.stack_hooks import (
     DEFAULT_SIGNAL,
     FAULT,
@@ -47,12 +48,10 @@ from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, read_number, runtime_folder
 from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.flight_recorder import describe_collectives, prepare_flight_recorder
-from sglang_crashkit.srt.hooks import never_raises, notify, say, say_line, shorten
+from sglang_crashkit.srt.hooks import Function, after_construction, never_raises, notify, say, say_line, shorten
 from sglang_crashkit.srt.log_handler import keep_log_records
 
 logger = logging.getLogger(__name__)
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 SIGNAL_VARIABLE = "SGLANG_CRASHKIT_STACK_SIGNAL"
 
@@ -91,7 +90,7 @@ def on_configure_logger(configure: Function) -> Function:
         arm_worker(args[0] if args else kwargs.get("server_args"))
         return result
 
-    return wrapper  # type: ignore[return-value]
+    return wrapper
 
 
 def on_tokenizer_worker(worker: type) -> type:
@@ -99,15 +98,12 @@ def on_tokenizer_worker(worker: type) -> type:
 
     It is started when the ranks are ready, so that no crash is a failed start of its own.
     """
-    construct = worker.__init__  # type: ignore[misc]
 
-    @functools.wraps(construct)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
+    def arm(constructed: Any) -> None:
         crash_exit.note_started()
-        arm_worker(getattr(self, "server_args", None))
+        arm_worker(getattr(constructed, "server_args", None))
 
-    worker.__init__ = wrapper  # type: ignore[misc]
+    after_construction(worker, arm)
     return worker
 
 
@@ -172,7 +168,6 @@ def _arm(*, takes_over: bool) -> None:
         _state.listener = None
     _disarm()
     state = _state = _State(files, 0, [], None, None, faulthandler.is_enabled(), enabled_faulthandler=False)
-    _care_for_children()
     if takes_over or not state.had_faulthandler:
         faulthandler.enable(file=_open(state, files.fault))
         state.enabled_faulthandler = True
@@ -238,15 +233,13 @@ def _allow_tracing(folder: Path) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
-@functools.cache
-def _care_for_children() -> None:
-    os.register_at_fork(after_in_child=_leave_to_parent)
-
-
 def _leave_to_parent() -> None:
     """In a forked child: what the parent armed is the parent's, and its files are not written to from here."""
     with contextlib.suppress(Exception):
         _disarm()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _disarm() -> None:
@@ -362,21 +355,6 @@ def _answer(connection: socket.socket) -> None:
             elif question == COLLECTIVES:
                 connection.sendall(describe_collectives())
             elif question == EXIT:
-                connection.sendall(b"%d" % _wait_status_of(int(argument)))
+                connection.sendall(b"%d" % wait_status_of(int(argument)))
     except Exception:  # noqa: BLE001, S110 - whatever goes wrong, the next one is answered, and the log is the server's
         pass
-
-
-def _wait_status_of(child: int) -> int:
-    """Return how a child ended, which stays to be reaped by whoever started it.
-
-    Raises:
-        ChildProcessError: it is none, or was reaped.
-        ValueError: it lives.
-    """
-    result = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if result is None:
-        raise ValueError(child)
-    if result.si_code == os.CLD_EXITED:
-        return result.si_status << 8
-    return result.si_status | (0x80 if result.si_code == os.CLD_DUMPED else 0)

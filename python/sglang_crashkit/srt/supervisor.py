@@ -29,7 +29,7 @@ from typing import Any
 from sglang_crashkit import protocol
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, OUT_OF_MEMORY, is_orderly, status_of_exit
 from sglang_crashkit.kernel import cgroup, procfs, signals, titles
-from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle, signal_name
+from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle, wait_status_of
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.hooks import handler_pid, never_raises, notify, say_line
@@ -150,18 +150,17 @@ class Child:
         """Return how it ended, as far as that is known, without reaping it: the crash handler reads the zombie."""
         if not self.exit.known and self.pid is not None:
             try:
-                result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+                self.exit = ExitStatus.from_wait_status(wait_status_of(self.pid))
             except ChildProcessError:
                 # Another's child, or reaped already by whoever asked `multiprocessing` for its exit code.
                 code = self.process.exitcode if self.process is not None else None
-                remembered = ExitStatus.from_exit_code(code) if code is not None else None
-                self.exit = remembered or (self._handle.exit_status() if self._handle is not None else ExitStatus())
-            else:
-                if result is not None and result.si_code == os.CLD_EXITED:
-                    self.exit = ExitStatus(code=result.si_status)
-                elif result is not None:
-                    dumped = result.si_code == os.CLD_DUMPED
-                    self.exit = ExitStatus(signal=signal_name(result.si_status), core_dumped=dumped)
+                if code is not None:
+                    self.exit = ExitStatus.from_exit_code(code)
+                elif self._handle is not None:
+                    self.exit = self._handle.exit_status()
+            except ValueError:
+                # It lives: its end is noticed a moment before the kernel tells how it ended.
+                pass
         return self.exit
 
     @property
@@ -412,7 +411,7 @@ class Serving(Supervisor):
                 self.children = [*self.children, child]
         self.wait(0.0)
         pause = _LOOK_SECS
-        for child in self.ended() if crash_exit.is_serving() else ():
+        for child in self.ended() if crash_exit.state.serves else ():
             left = self._judge(child, child.learn_exit())
             pause = min(pause, left or pause)
             if left is None:
@@ -425,7 +424,7 @@ class Serving(Supervisor):
     def _judge(self, child: Child, status: ExitStatus) -> float | None:
         """End the server where a worker's end is the end of it; return in how many seconds to look at it again."""
         is_excused = child.pid is not None and self.excused.get(child.pid) == child.start_ticks
-        is_asked = (status.code == 0 and self._follows) or (crash_exit.is_draining() and is_orderly(status))
+        is_asked = (status.code == 0 and self._follows) or (crash_exit.state.draining and is_orderly(status))
         if is_excused or is_asked:
             return None
         left = child.ended_at + _hold_secs(status) - self.clock.now()

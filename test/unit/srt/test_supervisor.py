@@ -54,7 +54,7 @@ def clock() -> FakeClock:
 def ends(monkeypatch: pytest.MonkeyPatch, clock: FakeClock) -> list[tuple[int, float]]:
     """What this server program, which serves, would end with, and when."""
     told: list[tuple[int, float]] = []
-    monkeypatch.setattr(crash_exit, "is_serving", lambda: True)
+    crash_exit.note_started()
     monkeypatch.setattr(crash_exit, "has_begun", lambda: bool(told))
     monkeypatch.setattr(crash_exit, "begin", lambda status, _secs: told.append((int(status), clock.time - 1000.0)))
     monkeypatch.setattr(signal, "pthread_kill", lambda *_: None)
@@ -120,7 +120,7 @@ def test_an_end_that_was_asked_for_is_no_crash(
 ) -> None:
     serving.begin(None, follows=follows)
     if draining:
-        crash_exit.note_draining()
+        crash_exit.state.draining = True
     watch(serving, clock, script)
     assert bool(ends) is is_crash
 
@@ -131,7 +131,7 @@ def test_none_that_is_left_to_upstream_ends_anything(
 ) -> None:
     monkeypatch.setenv(settings.MODE_VARIABLE, mode)
     # Deaths while ranks are waited for are told to whoever waits.
-    monkeypatch.setattr(crash_exit, "is_serving", lambda: mode != "server")
+    crash_exit.state.launching = mode == "server"
     watch(serving, clock, (5.0, -signal.SIGKILL))
     assert ends == []
 
@@ -354,14 +354,12 @@ def test_a_following_node_ends_with_any_of_its_schedulers(
 
 @pytest.mark.parametrize("is_program", [True, False])
 def test_a_library_that_follows_is_left_to_upstream(monkeypatch: pytest.MonkeyPatch, is_program: bool) -> None:
-    asked: list[Any] = []
     ended = threading.Event()
     monkeypatch.setattr(crash_exit, "ends_with_the_server", lambda: is_program)
-    monkeypatch.setattr(crash_exit, "ask_before_the_end", asked.append)
     monkeypatch.setattr(crash_exit, "has_begun", lambda: True)
     monkeypatch.setattr(engine, "end_after_crash", ended.set)
     before = set(threading.enumerate())
     engine._follow([])
     for thread in set(threading.enumerate()) - before:
         thread.join(LONG)
-    assert (len(asked), ended.is_set()) == (is_program, is_program)
+    assert (crash_exit.state.has_failed is not None, ended.is_set()) == (is_program, is_program)

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import psutil
 
@@ -26,11 +26,9 @@ from sglang_crashkit import protocol, settings
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.srt import crash_exit, handler_process, supervisor
 from sglang_crashkit.srt.arming import tell_of_faults
-from sglang_crashkit.srt.hooks import never_raises, notify
+from sglang_crashkit.srt.hooks import Function, never_raises, notify
 
 logger = logging.getLogger(__name__)
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 _MODULE = "sglang.srt.utils.common"
 #: The argument that releases before 0.5.11 lack.
@@ -90,7 +88,7 @@ def on_kill_process_tree(kill: Function) -> Function:
         return kill(*bound.args, **bound.kwargs)
 
     kill_process_tree.__signature__ = signature  # type: ignore[attr-defined]
-    return kill_process_tree  # type: ignore[return-value]
+    return kill_process_tree
 
 
 def end_after_crash(skip_pid: int | None = None) -> NoReturn:
@@ -116,7 +114,7 @@ def on_wait_for_reap(wait: Function) -> Function:
         else:
             wait(procs, wait_timeout)
 
-    return wrapper  # type: ignore[return-value]
+    return wrapper
 
 
 def still_holding_resources(procs: Iterable[Any]) -> list[Any]:
