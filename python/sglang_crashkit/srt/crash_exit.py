@@ -27,7 +27,7 @@ from sglang_crashkit.incident.exit_status import ServerExit, while_starting
 from sglang_crashkit.kernel import signals
 from sglang_crashkit.policy import Event, Mode
 from sglang_crashkit.settings import MODE_VARIABLE, Settings
-from sglang_crashkit.srt.hooks import handler_pid, never_raises, request
+from sglang_crashkit.srt.hooks import handler_pid, log_incident, never_raises, request
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +142,19 @@ def allow(seconds: float) -> None:
 
 
 def await_evidence(seconds: float) -> None:
-    """Let the crash handler have `seconds` more; to be given to `request` as ``on_wait``."""
+    """Let the crash handler have `seconds` more, which it asked for."""
     allow(seconds + Settings.from_environ().end_secs)
+
+
+def report(event: str, **fields: Any) -> None:
+    """Tell the crash handler of a crash, wait until its incident is whole, and take the status from it.
+
+    Waits at most ``SGLANG_CRASHKIT_BUDGET_SECS``, and as much longer as the handler asks for. Nothing happens where
+    there is none.
+    """
+    answer = request(event, Settings.from_environ().budget_secs, on_wait=await_evidence, **fields)
+    learn(answer)
+    log_incident(answer)
 
 
 def learn(answer: dict[str, Any] | None) -> None:

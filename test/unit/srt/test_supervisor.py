@@ -17,12 +17,11 @@ import pytest
 from sglang_crashkit import settings
 from sglang_crashkit.incident.exit_status import OUT_OF_MEMORY, ServerExit
 from sglang_crashkit.kernel import cgroup
-from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.entrypoints import engine
 from sglang_crashkit.srt.entrypoints.engine import Following
-from sglang_crashkit.srt.supervisor import MEMBERS_VARIABLE, Child, Serving
+from sglang_crashkit.srt.supervisor import MEMBERS_VARIABLE, Serving
 from unit.srt.conftest import Listener
 from unit.srt.fake_ranks import FakeClock, FakeRank, WaitsForEverError
 from unit.waiting import LONG, child, descriptors, wait_until
@@ -296,30 +295,6 @@ def test_a_fork_does_not_take_it_for_its_own(serving: Serving, monkeypatch: pyte
     assert os.waitpid(pid, 0)[1] == 0
 
 
-@pytest.mark.parametrize("with_pidfd", [True, False])
-@pytest.mark.parametrize(
-    ("code", "status"), [("os._exit(3)", ExitStatus(code=3)), (None, ExitStatus(signal="SIGKILL"))]
-)
-def test_how_a_zombie_ended_is_known(
-    monkeypatch: pytest.MonkeyPatch, with_pidfd: bool, code: str | None, status: ExitStatus
-) -> None:
-    with child(f"ready(); sys.stdin.read(1); {code or 'pause()'}") as process:
-        if not with_pidfd:
-            monkeypatch.setattr(os, "pidfd_open", lambda *_: os.open("/nonexistent", os.O_RDONLY))
-        found = Child("", process.pid)
-        watched = supervisor.Supervisor([found])
-        assert bool(found.signs()) is with_pidfd
-        process.stdin.close()
-        if code is None:
-            process.kill()
-        watched.wait_for_all(LONG)
-        watched.learn_exits([found], LONG)
-        watched.let_go()
-        assert found.exit == status
-        assert process.wait(LONG) in (3, -signal.SIGKILL)
-        assert Child("", process.pid).hold() is False
-
-
 # -- a node of a rank above 0
 
 
@@ -344,7 +319,7 @@ def test_a_following_node_ends_with_any_of_its_schedulers(
 ) -> None:
     told: list[tuple[str, str]] = []
     monkeypatch.setattr(engine, "notify", lambda event: told.append((event, "")))
-    monkeypatch.setattr(engine, "request", lambda event, _secs, on_wait, message: told.append((event, message)))
+    monkeypatch.setattr(crash_exit, "report", lambda event, message: told.append((event, message)))
     Following([FakeRank(number, clock, script).child() for number, script in enumerate(scripts)], clock).run()
     assert clock.time == pytest.approx(1000.0 + seconds)
     assert [event for event, _message in told] == events

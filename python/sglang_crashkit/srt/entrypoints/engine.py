@@ -12,12 +12,12 @@ from sglang_crashkit.incident.exit_status import ServerExit, status_of_exit
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import crash_exit, handler_process, startup, supervisor
 from sglang_crashkit.srt.arming import arm_server
+from sglang_crashkit.srt.children import STATUS_SECS, Child, Clock, Supervisor
 from sglang_crashkit.srt.entrypoints.surroundings import tell_ready, tell_surroundings
-from sglang_crashkit.srt.hooks import Function, before, log_incident, never_raises, notify, request
+from sglang_crashkit.srt.hooks import Function, before, never_raises, notify
 from sglang_crashkit.srt.log_handler import keep_log_records
 from sglang_crashkit.srt.server_args import set_crash_dump_env, withdraw_crash_dump_env
 from sglang_crashkit.srt.startup import Startup, StartupError
-from sglang_crashkit.srt.supervisor import STATUS_SECS, Child, Clock, Supervisor
 from sglang_crashkit.srt.utils.common import end_after_crash
 
 logger = logging.getLogger(__name__)
@@ -115,10 +115,7 @@ def _report_failed_child(*_args: Any, **_kwargs: Any) -> None:
     if not settings.enabled:
         return
     crash_exit.begin(ServerExit.CRASHED, settings.budget_secs + settings.end_secs)
-    event = "child_failed" if crash_exit.state.started else "launch_failed"
-    answer = request(event, settings.budget_secs, on_wait=crash_exit.await_evidence)
-    crash_exit.learn(answer)
-    log_incident(answer)
+    crash_exit.report("child_failed" if crash_exit.state.started else "launch_failed")
 
 
 class Following(Supervisor):
@@ -182,8 +179,7 @@ class Following(Supervisor):
         message = f"{child.label()} {child.how_it_ended()}{rest}"
         logger.error("crash kit: %s; this node ends", message)
         crash_exit.begin(status_of_exit(child.exit), self._settings.budget_secs + self._settings.end_secs)
-        wait = crash_exit.await_evidence
-        crash_exit.learn(request("child_failed", self._settings.budget_secs, on_wait=wait, message=message))
+        crash_exit.report("child_failed", message=message)
 
 
 @never_raises

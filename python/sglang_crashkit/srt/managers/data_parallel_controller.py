@@ -19,10 +19,10 @@ from typing import Any
 from sglang_crashkit.kernel.fifo import open_files
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import startup, supervisor
+from sglang_crashkit.srt.children import Child
 from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import Function
 from sglang_crashkit.srt.startup import Startup, StartupError
-from sglang_crashkit.srt.supervisor import Child
 
 logger = logging.getLogger(__name__)
 

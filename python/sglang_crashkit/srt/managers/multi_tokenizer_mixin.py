@@ -19,7 +19,7 @@ from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.exception_record import tell_exception
-from sglang_crashkit.srt.hooks import after_construction, log_incident, never_raises, notify, request
+from sglang_crashkit.srt.hooks import after_construction, never_raises, notify
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +64,7 @@ def _end_workers(settings: Settings) -> None:
     is_told = notify("crash_dump_begun")
     workers = supervisor.end_tokenizer_workers(settings.budget_secs) or 0
     if is_told:
-        wait = crash_exit.await_evidence
-        answer = request("crash_dump_ended", settings.budget_secs, on_wait=wait, workers=workers)
-        crash_exit.learn(answer)
-        log_incident(answer)
+        crash_exit.report("crash_dump_ended", workers=workers)
 
 
 def _watch_sigquit(router: Any) -> None:

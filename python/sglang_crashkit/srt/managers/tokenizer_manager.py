@@ -23,7 +23,7 @@ from sglang_crashkit.kernel.private_files import create_private, make_private_fo
 from sglang_crashkit.settings import Settings, fallback_folder
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.exception_record import prompts_of, tell_exception
-from sglang_crashkit.srt.hooks import Function, before, log_incident, never_raises, notify, request
+from sglang_crashkit.srt.hooks import Function, before, never_raises, notify
 from sglang_crashkit.srt.managers.quarantine import guard_requests
 from sglang_crashkit.srt.redaction import redact, redact_dump
 from sglang_crashkit.srt.request_journal import JournaledStates, open_journal
@@ -275,10 +275,7 @@ def _await_incident(manager: Any, outcome: dict[str, Any]) -> None:
     outcome["path"] = getattr(manager, _SAVED, None)
     if outcome["path"] is None and not getattr(manager, "crash_dump_folder", None):
         outcome["reason"] = "the server was started without --crash-dump-folder"
-    budget_secs = Settings.from_environ().budget_secs
-    answer = request("crash_dump_ended", budget_secs, on_wait=crash_exit.await_evidence, **outcome)
-    crash_exit.learn(answer)
-    log_incident(answer)
+    crash_exit.report("crash_dump_ended", **outcome)
 
 
 def safe_folder(folder: Path) -> Path:
