@@ -62,6 +62,21 @@ def signal_name(number: int) -> str:
         return f"SIG{number}"
 
 
+def wait_status_of(child: int) -> int:
+    """Return how a child of this process ended, as waitpid(2) does; it stays to be reaped by whoever started it.
+
+    Raises:
+        ChildProcessError: it is none, or was reaped.
+        ValueError: it lives.
+    """
+    result = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if result is None:
+        raise ValueError(child)
+    if result.si_code == os.CLD_EXITED:
+        return result.si_status << 8
+    return result.si_status | (0x80 if result.si_code == os.CLD_DUMPED else 0)
+
+
 class ProcessHandle:
     """A process identified by pidfd, pid and start time, so that a recycled pid is never mistaken for it.
 

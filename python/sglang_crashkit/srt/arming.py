@@ -26,14 +26,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from sglang_crashkit.capture.responder import COLLECTIVES, EXIT, STACKS, peer_of
 from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.pidfd import wait_status_of
 from sglang_crashkit.kernel.stack_hooks import (
     DEFAULT_SIGNAL,
     FAULT,
@@ -47,12 +47,10 @@ from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, read_number, runtime_folder
 from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.flight_recorder import describe_collectives, prepare_flight_recorder
-from sglang_crashkit.srt.hooks import never_raises, notify, say, say_line, shorten
+from sglang_crashkit.srt.hooks import Function, after_construction, never_raises, notify, say, say_line, shorten
 from sglang_crashkit.srt.log_handler import keep_log_records
 
 logger = logging.getLogger(__name__)
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 SIGNAL_VARIABLE = "SGLANG_CRASHKIT_STACK_SIGNAL"
 
@@ -91,7 +89,7 @@ def on_configure_logger(configure: Function) -> Function:
         arm_worker(args[0] if args else kwargs.get("server_args"))
         return result
 
-    return wrapper  # type: ignore[return-value]
+    return wrapper
 
 
 def on_tokenizer_worker(worker: type) -> type:
@@ -99,15 +97,12 @@ def on_tokenizer_worker(worker: type) -> type:
 
     It is started when the ranks are ready, so that no crash is a failed start of its own.
     """
-    construct = worker.__init__  # type: ignore[misc]
 
-    @functools.wraps(construct)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
+    def arm(constructed: Any) -> None:
         crash_exit.note_started()
-        arm_worker(getattr(self, "server_args", None))
+        arm_worker(getattr(constructed, "server_args", None))
 
-    worker.__init__ = wrapper  # type: ignore[misc]
+    after_construction(worker, arm)
     return worker
 
 
@@ -172,15 +167,11 @@ def _arm(*, takes_over: bool) -> None:
         _state.listener = None
     _disarm()
     state = _state = _State(files, 0, [], None, None, faulthandler.is_enabled(), enabled_faulthandler=False)
-    _care_for_children()
     if takes_over or not state.had_faulthandler:
         faulthandler.enable(file=_open(state, files.fault))
         state.enabled_faulthandler = True
-    if takes_over:
-        state.listener = start_answering(files.socket)
-    else:
-        state.listener = start_answering(files.socket, _own_mailbox(state))
-    state.signal = _signal_of(SIGNAL_VARIABLE, DEFAULT_SIGNAL)
+    state.listener = start_answering(files.socket, None if takes_over else _own_mailbox(state))
+    state.signal = _stack_signal()
     if state.signal:
         faulthandler.register(state.signal, file=_open(state, files.stack), all_threads=True, chain=False)
     main_thread = threading.main_thread().ident or 0
@@ -188,36 +179,35 @@ def _arm(*, takes_over: bool) -> None:
     describe(folder, armed)
 
 
-def _own_mailbox(state: _State) -> dict[int, Callable[[], bool]]:
-    """Return the socket at which the main process takes what belongs in its log, with what takes it."""
+def _own_mailbox(state: _State) -> Mailbox | None:
+    """Return where the main process takes what belongs in its log."""
     try:
         state.mailbox = Mailbox.bind(state.files.say)
     except OSError as error:
-        logger.warning("crash kit: hangs are not told of in this log: %s", error)
-        return {}
-    return {state.mailbox.fileno(): functools.partial(_say_all, Mailbox(state.mailbox))}
+        logger.warning("crash kit: hangs are not reported in this log: %s", error)
+        return None
+    return Mailbox(state.mailbox)
 
 
-def _say_all(mailbox: Mailbox) -> bool:
+def _say_all(mailbox: Mailbox) -> None:
     for message in mailbox.receive():
         if message.event == FAULT:
             tell_of_faults()
         text = message.fields.get("text")
         if isinstance(text, str):
             say_line(text)
-    return True
 
 
-def _signal_of(variable: str, default: int) -> int:
-    """Return the signal that `variable` names, 0 where it names none or one that is in use."""
-    signum = read_number(os.environ, variable, default)
+def _stack_signal() -> int:
+    """Return the signal on which stacks are written, 0 where the user wants none or it is in use."""
+    signum = read_number(os.environ, SIGNAL_VARIABLE, DEFAULT_SIGNAL)
     if signum == 0:
         return 0
     if not is_usable(signum):
-        logger.warning("crash kit: %s=%d is not a real-time signal; next: unset it", variable, signum)
+        logger.warning("crash kit: %s=%d is not a real-time signal; next: unset it", SIGNAL_VARIABLE, signum)
         return 0
     if procfs.catches_signal(os.getpid(), signum) or signal.getsignal(signum) != signal.SIG_DFL:
-        logger.warning("crash kit: signal %d is in use here; next: name another in %s", signum, variable)
+        logger.warning("crash kit: signal %d is in use here; next: name another in %s", signum, SIGNAL_VARIABLE)
         return 0
     return signum
 
@@ -238,15 +228,13 @@ def _allow_tracing(folder: Path) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
-@functools.cache
-def _care_for_children() -> None:
-    os.register_at_fork(after_in_child=_leave_to_parent)
-
-
 def _leave_to_parent() -> None:
     """In a forked child: what the parent armed is the parent's, and its files are not written to from here."""
     with contextlib.suppress(Exception):
         _disarm()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _disarm() -> None:
@@ -269,16 +257,12 @@ def _disarm() -> None:
             os.close(descriptor)
 
 
-def start_answering(
-    path: Path,
-    watched: Mapping[int, Callable[[], bool]] | None = None,
-) -> socket.socket:
+def start_answering(path: Path, mailbox: Mailbox | None = None) -> socket.socket:
     """Listen at `path` and answer in a thread of its own, until `stop_answering`; return the thread's socket.
 
     Args:
         path: where to listen.
-        watched: more descriptors, open until then, and what is called in the thread, which lives on, when one has
-            something to read; one for which that returns False is watched no longer.
+        mailbox: open until then; what comes there is written to the log.
 
     Raises:
         OSError: the path is taken or too long.
@@ -288,7 +272,7 @@ def start_answering(
     try:
         listener.bind(str(path))
         listener.listen(_BACKLOG)
-        threading.Thread(target=_answer_all, args=(listener, dict(watched or {})), name=_THREAD, daemon=True).start()
+        threading.Thread(target=_answer_all, args=(listener, mailbox), name=_THREAD, daemon=True).start()
     except BaseException:
         listener.close()
         raise
@@ -321,16 +305,16 @@ def describe_threads() -> list[dict[str, Any]]:
     return threads
 
 
-def _answer_all(listener: socket.socket, watched: Mapping[int, Callable[[], bool]]) -> None:
+def _answer_all(listener: socket.socket, mailbox: Mailbox | None) -> None:
     poller, own = select.poll(), listener.fileno()
-    for descriptor in (own, *watched):
-        poller.register(descriptor, select.POLLIN)
+    poller.register(own, select.POLLIN)
+    if mailbox is not None:
+        poller.register(mailbox, select.POLLIN)
     with listener:
         while True:
             ready = {descriptor for descriptor, _events in poller.poll()}
-            for descriptor in ready - {own}:
-                if not watched[descriptor]():
-                    poller.unregister(descriptor)
+            if mailbox is not None and ready - {own}:
+                _say_all(mailbox)
             if own in ready and not _answer_one(listener):
                 return
 
@@ -362,21 +346,6 @@ def _answer(connection: socket.socket) -> None:
             elif question == COLLECTIVES:
                 connection.sendall(describe_collectives())
             elif question == EXIT:
-                connection.sendall(b"%d" % _wait_status_of(int(argument)))
+                connection.sendall(b"%d" % wait_status_of(int(argument)))
     except Exception:  # noqa: BLE001, S110 - whatever goes wrong, the next one is answered, and the log is the server's
         pass
-
-
-def _wait_status_of(child: int) -> int:
-    """Return how a child ended, which stays to be reaped by whoever started it.
-
-    Raises:
-        ChildProcessError: it is none, or was reaped.
-        ValueError: it lives.
-    """
-    result = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if result is None:
-        raise ValueError(child)
-    if result.si_code == os.CLD_EXITED:
-        return result.si_status << 8
-    return result.si_status | (0x80 if result.si_code == os.CLD_DUMPED else 0)

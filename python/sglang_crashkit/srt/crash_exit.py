@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import os
 import sys
 import time
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -25,50 +27,52 @@ from sglang_crashkit.incident.exit_status import ServerExit, while_starting
 from sglang_crashkit.kernel import signals
 from sglang_crashkit.policy import Event, Mode
 from sglang_crashkit.settings import MODE_VARIABLE, Settings
-from sglang_crashkit.srt.hooks import handler_pid, never_raises, request
+from sglang_crashkit.srt.hooks import handler_pid, log_incident, never_raises, request
 
 logger = logging.getLogger(__name__)
 
-#: Python's last words are given this long after the deadline, in seconds.
-_LAST_RESORT_SECS = 10.0
+#: The timer of `faulthandler` ends the process this long after the deadline, in seconds.
+_TIMER_SECS = 10.0
 #: A process that ends by an uncaught exception is given this long to finish, in seconds.
 _FINISH_SECS = 30.0
 
 
-class _Crash:
-    """What is known of the crash of this process's server.
+@dataclass
+class State:
+    """What is known of this process's server, and of its crash.
 
     Attributes:
         mode: what this process is, where it launched a server; None where it did not.
         is_program: SGLang's own launcher of servers runs in this process, and not a library's user.
-        started: the ranks were ready at some time.
-        launching: it waits for the ranks of a server, the first one or another.
-        draining: the server was asked to end.
-        has_failed: looks whether there was a crash that nobody noted yet.
+        started: the ranks were ready at some time: from then on no crash is a failed start.
+        launching: it waits for the ranks of a server, the first one or another; deaths are told to whoever waits.
+        draining: the server was asked to end, and may do so without a crash.
+        has_failed: looks whether there was a crash that nobody noted yet, and notes it; asked before this process ends
+            its children or itself.
         status: what this process ends with; None while there was no crash.
         deadline: when it ends at the latest, by the monotonic clock.
         latest: beyond this the deadline does not move.
-        nowhere: a descriptor that takes all that is written; -1 before it is needed.
+        null: a descriptor of the null device; -1 before it is needed.
     """
 
-    def __init__(self) -> None:
-        self.mode: Mode | None = None
-        self.is_program = False
-        self.started = False
-        self.launching = False
-        self.draining = False
-        self.has_failed: Callable[[], bool] | None = None
-        self.status: int | None = None
-        self.deadline = self.latest = float("inf")
-        self.nowhere = -1
+    mode: Mode | None = None
+    is_program: bool = False
+    started: bool = False
+    launching: bool = False
+    draining: bool = False
+    has_failed: Callable[[], bool] | None = None
+    status: int | None = None
+    deadline: float = math.inf
+    latest: float = math.inf
+    null: int = -1
+
+    @property
+    def serves(self) -> bool:
+        """Whether the ranks are ready, and no others are waited for."""
+        return self.started and not self.launching
 
 
-_crash = _Crash()
-
-
-def note_server_program() -> None:
-    """Note that SGLang's own launcher of servers runs in this process, and not a library's user."""
-    _crash.is_program = True
+state = State()
 
 
 def note_launch(server_args: Any) -> Mode:
@@ -80,51 +84,21 @@ def note_launch(server_args: Any) -> Mode:
     Returns:
         What this process is.
     """
-    _crash.launching, _crash.draining = True, False
-    _crash.mode = policy.mode_of(server_args, is_program=_crash.is_program)
-    os.environ[MODE_VARIABLE] = _crash.mode.value
-    return _crash.mode
+    state.launching, state.draining = True, False
+    state.mode = policy.mode_of(server_args, is_program=state.is_program)
+    os.environ[MODE_VARIABLE] = state.mode.value
+    return state.mode
 
 
 def ends_with_the_server() -> bool:
     """Say whether a crash of the server that this process is of ends this process; see `policy`."""
-    mode = _crash.mode.value if _crash.mode is not None else os.environ.get(MODE_VARIABLE)
+    mode = state.mode.value if state.mode is not None else os.environ.get(MODE_VARIABLE)
     return mode in tuple(Mode) and policy.decide(Mode(mode), Event.DIED).ends
 
 
-def is_server_program() -> bool:
-    """Say whether SGLang's own launcher of servers runs in this process, and not a library's user."""
-    return _crash.is_program
-
-
 def note_started() -> None:
-    """Note that the ranks are ready: from now on no crash is a failed start."""
-    _crash.started, _crash.launching = True, False
-
-
-def has_started() -> bool:
-    """Say whether the ranks were ready at some time."""
-    return _crash.started
-
-
-def is_serving() -> bool:
-    """Say whether the ranks are ready, and no others are waited for, whose deaths are told to whoever waits."""
-    return _crash.started and not _crash.launching
-
-
-def note_draining() -> None:
-    """Note that the server was asked to end: from now on it may end without a crash."""
-    _crash.draining = True
-
-
-def is_draining() -> bool:
-    """Say whether the server was asked to end."""
-    return _crash.draining
-
-
-def ask_before_the_end(has_failed: Callable[[], bool]) -> None:
-    """Have `has_failed` asked before this process ends its children or itself; it notes the crash that it finds."""
-    _crash.has_failed = has_failed
+    """Note that the ranks are ready."""
+    state.started, state.launching = True, False
 
 
 def begin(status: int, within_secs: float) -> None:
@@ -138,10 +112,10 @@ def begin(status: int, within_secs: float) -> None:
     """
     if not ends_with_the_server():
         return
-    is_first = _crash.status is None
-    if _crash.status is None:
-        _crash.latest = time.monotonic() + Settings.from_environ().exit_secs
-        _crash.status = status if _crash.started else while_starting(status)
+    is_first = state.status is None
+    if is_first:
+        state.latest = time.monotonic() + Settings.from_environ().exit_secs
+        state.status = status if state.started else while_starting(status)
     allow(within_secs)
     if is_first:
         # Not threading.Thread: its start waits for a lock that the code which a signal interrupted may hold.
@@ -150,26 +124,37 @@ def begin(status: int, within_secs: float) -> None:
 
 def withdraw() -> None:
     """Note that it was no crash: what was asked to end has ended, and upstream goes on to end this process."""
-    if _crash.status is not None:
-        _crash.status = None
+    if state.status is not None:
+        state.status = None
         faulthandler.cancel_dump_traceback_later()
 
 
 def has_begun() -> bool:
     """Say whether there was a crash that ends this process."""
-    return _crash.status is not None
+    return state.status is not None
 
 
 def allow(seconds: float) -> None:
     """Move the deadline to `seconds` from now, within the cap of all waits; nothing without a crash."""
-    if _crash.status is not None:
-        _crash.deadline = min(time.monotonic() + seconds, _crash.latest)
-        _arm_last_resort(_crash.deadline - time.monotonic() + _LAST_RESORT_SECS)
+    if state.status is not None:
+        state.deadline = min(time.monotonic() + seconds, state.latest)
+        _start_timer(state.deadline - time.monotonic() + _TIMER_SECS)
 
 
 def await_evidence(seconds: float) -> None:
-    """Let the crash handler have `seconds` more; to be given to `request` as ``on_wait``."""
+    """Let the crash handler have `seconds` more, which it asked for."""
     allow(seconds + Settings.from_environ().end_secs)
+
+
+def report(event: str, **fields: Any) -> None:
+    """Tell the crash handler of a crash, wait until its incident is whole, and take the status from it.
+
+    Waits at most ``SGLANG_CRASHKIT_BUDGET_SECS``, and as much longer as the handler asks for. Nothing happens where
+    there is none.
+    """
+    answer = request(event, Settings.from_environ().budget_secs, on_wait=await_evidence, **fields)
+    learn(answer)
+    log_incident(answer)
 
 
 def learn(answer: dict[str, Any] | None) -> None:
@@ -178,8 +163,8 @@ def learn(answer: dict[str, Any] | None) -> None:
         withdraw()
         return
     status = _status_in(answer)
-    if _crash.status is not None and status is not None:
-        _crash.status = status if _crash.started else while_starting(status)
+    if state.status is not None and status is not None:
+        state.status = status if state.started else while_starting(status)
 
 
 def is_due(*, whole: bool) -> bool:
@@ -195,11 +180,11 @@ def is_due(*, whole: bool) -> bool:
     if not settings.enabled:
         return False
     # Asked of a known crash too: the thread that noted it may wait for its incident still.
-    if _crash.has_failed is not None and never_raises(_crash.has_failed)():
+    if state.has_failed is not None and never_raises(state.has_failed)():
         return True
-    if _crash.status is not None:
+    if state.status is not None:
         return True
-    if not whole or _crash.draining:
+    if not whole or state.draining:
         return False
     answer = request("await_incident", settings.budget_secs, on_wait=await_evidence)
     if not ends_with_the_server():
@@ -209,7 +194,7 @@ def is_due(*, whole: bool) -> bool:
     # Process 1 is deaf to its own SIGKILL, and would end with 0.
     if status is not None or os.getpid() == 1:
         begin(ServerExit.CRASHED if status is None else status, _FINISH_SECS)
-    return _crash.status is not None
+    return state.status is not None
 
 
 def end(kill_children: Callable[[], object]) -> NoReturn:
@@ -218,15 +203,14 @@ def end(kill_children: Callable[[], object]) -> NoReturn:
     Args:
         kill_children: ends them; what it raises is in the log, and how long it takes is bounded by the deadline.
     """
-    status = ServerExit.CRASHED if _crash.status is None else _crash.status
     try:
         if not Settings.from_environ().keeps_exit_status:
-            logger.error("crash kit: the server ends with exit status %d", status)
+            logger.error("crash kit: the server ends with exit status %d", _status())
         kill_children()
     except Exception:
         logger.exception("crash kit: the server's processes could not be ended")
     finally:
-        _leave(status)
+        _leave()
 
 
 def end_by_status(error: BaseException, answer: dict[str, Any] | None) -> None:
@@ -264,27 +248,32 @@ def _status_in(answer: dict[str, Any] | None) -> int | None:
 
 
 @never_raises
-def _arm_last_resort(seconds: float) -> None:
-    if _crash.nowhere < 0:
+def _start_timer(seconds: float) -> None:
+    if state.null < 0:
         # Not the standard error: a pipe that nobody reads would hold it up for ever.
-        _crash.nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    faulthandler.dump_traceback_later(seconds, exit=True, file=_crash.nowhere)
+        state.null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    faulthandler.dump_traceback_later(seconds, exit=True, file=state.null)
 
 
 def _watch_the_time() -> None:
     # No logging, no lock: whoever holds them may be what hangs.
-    while (left := _crash.deadline - time.monotonic()) > 0:
+    while (left := state.deadline - time.monotonic()) > 0:
         time.sleep(min(left, 1.0))
-        if _crash.status is None:
+        if state.status is None:
             return
     try:
         # As process 1 of a container this is above the crash handler, too.
         signals.kill_below(os.getpid(), {handler_pid() or 0})
     finally:
-        _leave(ServerExit.CRASHED if _crash.status is None else _crash.status)
+        _leave()
 
 
-def _leave(status: int) -> NoReturn:
+def _status() -> int:
+    return ServerExit.CRASHED if state.status is None else state.status
+
+
+def _leave() -> NoReturn:
+    status = _status()
     if Settings.from_environ().keeps_exit_status:
         # As upstream does; process 1 of a container is deaf to it, and ends with 0 there.
         signals.kill_itself()

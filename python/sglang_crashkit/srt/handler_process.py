@@ -83,7 +83,9 @@ def say_farewell() -> None:
     A container may end with this process, and the handler with it. Does nothing in a process that has no handler of its
     own, such as a worker.
     """
-    if _own_socket() is not None:
+    stat = procfs.read_stat(os.getpid())
+    path = settings.socket_path(stat.pid, stat.start_ticks) if stat is not None else None
+    if path is not None and os.environ.get(settings.SOCKET_VARIABLE) == str(path) and path.exists():
         request("farewell", _FAREWELL_SECS)
 
 
@@ -92,14 +94,6 @@ def pid_below() -> int | None:
     pid = handler_pid()
     stat = procfs.read_stat(pid) if pid is not None else None
     return pid if stat is not None and stat.ppid == os.getpid() else None
-
-
-def _own_socket() -> Path | None:
-    stat = procfs.read_stat(os.getpid())
-    if stat is None:
-        return None
-    path = settings.socket_path(stat.pid, stat.start_ticks)
-    return path if os.environ.get(settings.SOCKET_VARIABLE) == str(path) and path.exists() else None
 
 
 def _start(crash_folder: str | None, socket_path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from sglang_crashkit import protocol
 from sglang_crashkit.kernel.stack_hooks import read_handler_pid
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+#: One of SGLang's, of whose types the kit knows nothing.
+Function: TypeAlias = Callable[..., Any]
 
 #: The longest that a process waits for the crash handler to capture the stacks of the others, in seconds.
 CAPTURE_WAIT_SECS = 2.0
@@ -41,6 +43,30 @@ def never_raises(hook: Callable[Parameters, Result]) -> Callable[Parameters, Res
             return None
 
     return guarded
+
+
+def before(function: Function, action: Callable[..., object]) -> Function:
+    """Wrap `function`: `action` is called first, with the same arguments, and never raises."""
+    guarded = never_raises(action)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        guarded(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def after_construction(kind: type, action: Callable[[Any], object]) -> None:
+    """Extend a class in place: `action` is called with each instance once it is constructed, and never raises."""
+    construct, guarded = kind.__init__, never_raises(action)  # type: ignore[misc]
+
+    @functools.wraps(construct)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        guarded(self)
+
+    kind.__init__ = wrapper  # type: ignore[misc]
 
 
 @never_raises

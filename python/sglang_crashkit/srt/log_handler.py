@@ -12,7 +12,6 @@ the exception's own words are left out here.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import re
@@ -152,7 +151,6 @@ def keep_log_records(server_args: Any = None, *, of_all: bool) -> None:
             ring.close()
             return
         _handler = RingHandler(ring, held_by, set(), quotes=journaled and settings.prompts == "full")
-        _care_for_children()
     # A set of its own: another thread may be looking through the earlier one.
     _handler.secrets = _handler.secrets | known_secrets(server_args)
     for each in loggers:
@@ -183,13 +181,11 @@ def _forget() -> None:
             ring.close()
 
 
-@functools.cache
-def _care_for_children() -> None:
-    os.register_at_fork(after_in_child=_leave_to_parent)
-
-
 def _leave_to_parent() -> None:
     """In a forked child: the ring is the parent's."""
     with contextlib.suppress(Exception):
         if _handler is not None:
             _handler.ring = None
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

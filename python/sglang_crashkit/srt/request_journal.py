@@ -13,7 +13,7 @@ import marshal
 import operator
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from itertools import compress
 from typing import Any
 
@@ -130,25 +130,14 @@ class JournaledStates(dict[str, Any]):
         self._note(self._end, rid, state)
         return rid, state
 
-    def setdefault(self, rid: str, default: Any = None) -> Any:
-        """Add a request as `dict.setdefault` does."""
-        if rid not in self:
-            self[rid] = default
-        return self[rid]
-
-    def update(self, *others: Any, **named: Any) -> None:
-        """Add requests as `dict.update` does."""
-        for rid, state in dict(*others, **named).items():
-            self[rid] = state
-
     def __ior__(self, other: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> JournaledStates:  # type: ignore[override,misc]
         self.update(other)
         return self
 
-    def clear(self) -> None:
-        """Remove all requests."""
-        for rid in list(self):
-            del self[rid]
+    # Of `dict` these would pass the methods above by.
+    setdefault = MutableMapping.setdefault
+    update = MutableMapping.update
+    clear = MutableMapping.clear
 
     def _note(self, change: Callable[..., None], *arguments: Any) -> None:
         journal = self._journal

@@ -14,17 +14,15 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from sglang_crashkit.capture.flight_request import BUFFER_SIZE, OLD_BUFFER_SIZE
 from sglang_crashkit.settings import FLIGHT_VARIABLE, Settings
-from sglang_crashkit.srt.hooks import never_raises
+from sglang_crashkit.srt.hooks import Function, never_raises
 
 logger = logging.getLogger(__name__)
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: What was set here in this process, and not by the user: what SGLang's own processes are to inherit.
 _set_here: dict[str, str] = {}
@@ -71,7 +69,7 @@ def in_place_of_crash_dump_env(handle: Function) -> Function:
                 return None
         return handle(server_args)
 
-    return wrapper  # type: ignore[return-value]
+    return wrapper
 
 
 @never_raises

@@ -17,9 +17,9 @@ from typing import Any, Literal
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.settings import LAUNCH_VARIABLE, Settings
+from sglang_crashkit.srt.children import STATUS_SECS, TITLE_SECS, Child, Clock, Supervisor, read_title
 from sglang_crashkit.srt.hooks import log_incident, never_raises, request
 from sglang_crashkit.srt.redaction import redact
-from sglang_crashkit.srt.supervisor import STATUS_SECS, TITLE_SECS, Child, Clock, Supervisor, read_title
 
 logger = logging.getLogger(__name__)
 

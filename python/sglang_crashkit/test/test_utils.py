@@ -6,15 +6,13 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.test.fail_fast import NamedProcesses, Watcher, abort_on_death
 from sglang_crashkit.test.runner import get_runner
 
 logger = logging.getLogger(__name__)
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def start_subprocess_fail_fast_watcher(named_procs: NamedProcesses) -> threading.Event:
@@ -45,7 +43,7 @@ def provide_fail_fast_watcher() -> Callable[[NamedProcesses], threading.Event]:
     return start_subprocess_fail_fast_watcher
 
 
-def on_start_fail_fast_watcher(start: Function) -> Function:
+def on_start_fail_fast_watcher(start: Callable[..., Any]) -> Callable[..., Any]:
     """Take over from upstream's ``start_subprocess_fail_fast_watcher``, which still runs where the kit is off."""
 
     @functools.wraps(start)
@@ -58,4 +56,4 @@ def on_start_fail_fast_watcher(start: Function) -> Function:
             logger.warning("crash kit: its watcher could not start; upstream's does", exc_info=True)
             return start(named_procs)
 
-    return wrapper  # type: ignore[return-value]
+    return wrapper

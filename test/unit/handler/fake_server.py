@@ -373,7 +373,7 @@ def main(options: dict[str, Any]) -> None:
     if options.get("catches_sigterm", True):
         signal.signal(signal.SIGTERM, sigterm)
     if options.get("mode", "server") != "library":
-        crash_exit.note_server_program()
+        crash_exit.state.is_program = True
     on_engine_launch(
         SimpleNamespace(
             crash_dump_folder=options["crash_folder"],

@@ -46,36 +46,60 @@ def family(*titles: str, title: str | None = None) -> Iterator[tuple[int, dict[s
             process.wait(LONG)
 
 
+#: Spawns one process by multiprocessing.
+SPAWNS = """
+import multiprocessing, time
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(120,), daemon=True)
+    process.start()
+    print(flush=True)
+    try:
+        input()
+    finally:
+        process.kill()
+"""
+#: Runs one Python process more, with its own arguments, and prints its pid.
+RUNS = """
+import subprocess, sys
+process = subprocess.Popen([sys.executable, *sys.argv[1:]])
+print(process.pid, flush=True)
+process.wait()
+"""
+
+
 @contextlib.contextmanager
-def server_module(folder: Path, *arguments: str, module: str = "sglang.launch_server") -> Iterator[int]:
-    """Run a module of that name, which spawns one process by multiprocessing; gives its pid."""
-    package = folder / "modules" / module.split(".")[0]
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    code = (
-        "import multiprocessing, time\n"
-        "if __name__ == '__main__':\n"
-        "    process = multiprocessing.get_context('spawn').Process(target=time.sleep, args=(120,), daemon=True)\n"
-        "    process.start()\n"
-        "    print(flush=True)\n"
-        "    try:\n        input()\n    finally:\n        process.kill()\n"
-    )
-    (package / f"{module.split('.')[-1]}.py").write_text(code)
+def module_at_work(folder: Path, module: str, source: str, *arguments: str) -> Iterator[tuple[int, bytes]]:
+    """Run a module of that name, until its standard input is closed; gives its pid and the line that it prints."""
+    path = folder / "modules" / Path(*module.split(".")).with_suffix(".py")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (path.parent / "__init__.py").touch()
+    path.write_text(source)
+    environ = os.environ | {"PYTHONPATH": str(folder / "modules")}
+    argv = [sys.executable, "-m", module, *arguments]
     with subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": str(folder / "modules")},
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ
     ) as process:
         try:
             assert process.stdout is not None
-            process.stdout.readline()
-            yield process.pid
+            yield process.pid, process.stdout.readline()
         finally:
             assert process.stdin is not None
             process.stdin.close()
             process.wait(LONG)
+
+
+@contextlib.contextmanager
+def server_module(folder: Path, *arguments: str, module: str = "sglang.launch_server") -> Iterator[int]:
+    """Run a module of that name, which spawns one process by multiprocessing; gives its pid."""
+    with module_at_work(folder, module, SPAWNS, *arguments) as (pid, _line):
+        yield pid
+
+
+@contextlib.contextmanager
+def launcher(folder: Path, module: str, *arguments: str) -> Iterator[tuple[int, int]]:
+    """Run a module of that name, which runs one Python process more; gives the pids of both."""
+    with module_at_work(folder, module, RUNS, *arguments) as (pid, line):
+        yield pid, int(line)
 
 
 def titles_of(pid: int, **options) -> list[str]:
@@ -177,27 +201,6 @@ def test_a_server_whose_ranks_run_as_another_user_is_known_by_their_titles(tmp_p
     with launcher(tmp_path, "sglang.launch_server", "-c", rank) as (_server, pid):
         wait_until(lambda: read_title(pid).startswith("sglang::"), "it has its title")
         assert [process.pid for process in find_processes(pid=os.getpid()).processes] == [pid]
-
-
-@contextlib.contextmanager
-def launcher(folder: Path, module: str, *arguments: str) -> Iterator[tuple[int, int]]:
-    """Run a module of that name, which runs one Python process more; gives the pids of both."""
-    package = folder / "launchers" / Path(*module.split("."))
-    package.mkdir(parents=True)
-    package.parent.joinpath("__init__.py").touch()
-    source = "import subprocess, sys\nprocess = subprocess.Popen([sys.executable, *sys.argv[1:]])\n"
-    package.joinpath("__main__.py").write_text(source + "print(process.pid, flush=True)\nprocess.wait()\n")
-    environ = os.environ | {"PYTHONPATH": f"{folder / 'launchers'}:{folder / 'modules'}"}
-    argv = [sys.executable, "-m", module, *arguments]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as process:
-        try:
-            assert process.stdout is not None
-            below = int(process.stdout.readline())
-            yield process.pid, below
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(LONG)
 
 
 def test_a_program_that_is_only_called_so_is_found_where_nothing_is_titled(tmp_path: Path) -> None:

@@ -88,8 +88,8 @@ def without_handler(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no crash that a test makes up end this process; nothing of it is left for the next test."""
-    monkeypatch.setattr(crash_exit, "_crash", crash_exit._Crash())
-    monkeypatch.setattr(crash_exit, "_arm_last_resort", lambda _seconds: None)
+    monkeypatch.setattr(crash_exit, "state", crash_exit.State())
+    monkeypatch.setattr(crash_exit, "_start_timer", lambda _seconds: None)
     monkeypatch.setattr(crash_exit, "start_new_thread", lambda *_arguments: None)
 
 

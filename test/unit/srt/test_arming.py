@@ -20,7 +20,6 @@ from sglang_crashkit.protocol import notify
 from sglang_crashkit.settings import SOCKET_VARIABLE, runtime_folder
 from sglang_crashkit.srt import arming
 from sglang_crashkit.srt.arming import start_answering, stop_answering
-from sglang_crashkit.srt.hooks import shorten
 from unit.targets import ARM, SLEEPER, TITLE, armed, start_ticks
 from unit.targets import runtime as runtime
 from unit.waiting import LONG, child, descriptors, wait_until
@@ -414,29 +413,3 @@ def test_its_thread_ends_with_its_socket(short_folder: Path) -> None:
     thread.join(LONG)
     assert not thread.is_alive()
     assert listener.fileno() < 0
-
-
-def test_it_says_once_that_the_handler_is_gone_and_answers_on(short_folder: Path) -> None:
-    told: list[str] = []
-    with child("ready(); pause()") as handler:
-        pidfd = os.pidfd_open(handler.pid)
-        watched = {pidfd: lambda: told.append(threading.current_thread().name) is not None}
-        listener = start_answering(short_folder / "watching", watched)
-        try:
-            assert parse_pyspy(ask(short_folder / "watching").decode())
-            assert told == []
-            handler.kill()
-            wait_until(lambda: told, "it notices")
-            assert parse_pyspy(ask(short_folder / "watching").decode())
-        finally:
-            stop_answering(listener)
-            os.close(pidfd)
-    assert told == ["crashkit-stacks"]
-
-
-def test_paths_are_those_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.path", ["", "/a", "/a/b/", "/c"])
-    assert shorten("/a/b/sglang/x.py") == "sglang/x.py"
-    assert shorten("/a/other.py") == "other.py"
-    assert shorten("/elsewhere/y.py") == "/elsewhere/y.py"
-    assert shorten("<string>") == "<string>"

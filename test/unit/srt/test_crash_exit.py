@@ -45,8 +45,8 @@ while True:
     time.sleep(60)
 """
 #: It keeps the interpreter's lock.
-STANDS_STILL = "crash_exit._LAST_RESORT_SECS = 0.2; crash_exit.begin(82, 0.2); ctypes.PyDLL(None).pause()"
-NOT_STARTED = "crash_exit._crash.started = False; "
+STANDS_STILL = "crash_exit._TIMER_SECS = 0.2; crash_exit.begin(82, 0.2); ctypes.PyDLL(None).pause()"
+NOT_STARTED = "crash_exit.state.started = False; "
 PRELUDE = """
 import ctypes, os, signal, subprocess, sys, threading, time
 import psutil
@@ -70,7 +70,7 @@ def start_child():
     print(child.pid, flush=True)
     return child.pid
 
-crash_exit.note_server_program()
+crash_exit.state.is_program = True
 crash_exit.note_launch(None)
 crash_exit.note_started()
 """
@@ -135,7 +135,7 @@ def test_a_process_ends_with_a_status(code: str, environ: dict[str, str], status
 
 
 @pytest.mark.parametrize(
-    ("code", "status"), [("", 81), ("crash_exit.begin(83, 60)", 83), ("crash_exit.note_draining()", 0)]
+    ("code", "status"), [("", 81), ("crash_exit.begin(83, 60)", 83), ("crash_exit.state.draining = True", 0)]
 )
 def test_process_1_ends_with_success_only_where_asked_to(code: str, status: int) -> None:
     done = run(f"assert os.getpid() == 1; {code}\n{KILL}", prefix=CONTAINER)
@@ -147,7 +147,7 @@ def test_a_crash_ends_nobody_but_a_server_program(mode: str) -> None:
     arguments = "types.SimpleNamespace(elastic_ep_backend='mooncake')" if mode == "elastic" else "None"
     code = f"""
         import types
-        crash_exit._crash.is_program = {mode == "elastic"}
+        crash_exit.state.is_program = {mode == "elastic"}
         crash_exit.note_launch({arguments})
         crash_exit.begin(82, 0.1)
         time.sleep(0.5)
@@ -162,7 +162,7 @@ def test_the_end_waits_for_the_thread_that_noted_it() -> None:
 def has_failed():
     print("the incident is whole", flush=True)
     return True
-crash_exit.ask_before_the_end(has_failed)
+crash_exit.state.has_failed = has_failed
 crash_exit.begin(82, 60)
 kill_process_tree(os.getpid())
 """
@@ -172,7 +172,7 @@ kill_process_tree(os.getpid())
 
 def test_a_process_of_no_server_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     # This one, for example, in which a test may call a hooked function.
-    monkeypatch.setattr(crash_exit, "_crash", crash_exit._Crash())
+    monkeypatch.setattr(crash_exit, "state", crash_exit.State())
     crash_exit.begin(ServerExit.KILLED, 0.0)
     crash_exit.allow(0.0)
     assert not crash_exit.has_begun()
@@ -184,7 +184,7 @@ def test_one_that_ends_itself_asks_the_handler_why(listener: Listener) -> None:
     assert run("kill_process_tree(os.getpid())", **environ).returncode == ServerExit.HUNG
     assert [listener.heard()["event"] for _ in range(2)] == ["await_incident", "teardown"]
     # A shutdown needs no reason, and what a program does to its own children is its own affair.
-    assert run("crash_exit.note_draining(); kill_process_tree(os.getpid())", **environ).returncode < 0
+    assert run("crash_exit.state.draining = True; kill_process_tree(os.getpid())", **environ).returncode < 0
     assert run("kill_process_tree(os.getpid(), include_parent=False)", **environ).returncode == 0
     assert [listener.heard()["event"] for _ in range(2)] == ["teardown"] * 2
 
@@ -193,7 +193,7 @@ FAILED_START = """
 try:
     try:
         error = RuntimeError("Rank 0 scheduler died")
-        crash_exit._crash.started = False
+        crash_exit.state.started = False
         crash_exit.end_by_status(error, ANSWER)
         raise error
     finally:
@@ -226,11 +226,11 @@ def test_an_uncaught_error_ends_it_with_a_status(answer: str, clean_up: str, sta
 
 def test_a_server_serves_when_its_ranks_are_ready() -> None:
     code = """
-        print(crash_exit.is_serving(), crash_exit.is_draining())
+        print(crash_exit.state.serves, crash_exit.state.draining)
         crash_exit.note_launch(None)
-        print(crash_exit.is_serving(), crash_exit.has_started())
+        print(crash_exit.state.serves, crash_exit.state.started)
         crash_exit.note_started()
-        crash_exit.note_draining()
-        print(crash_exit.is_serving(), crash_exit.is_draining())
+        crash_exit.state.draining = True
+        print(crash_exit.state.serves, crash_exit.state.draining)
         """
     assert run(code).stdout.split() == ["True", "False", "False", "True", "True", "True"]

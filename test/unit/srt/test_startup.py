@@ -15,12 +15,11 @@ import pytest
 
 from sglang_crashkit.kernel import cgroup
 from sglang_crashkit.settings import LAUNCH_VARIABLE
-from sglang_crashkit.srt import startup, supervisor
+from sglang_crashkit.srt import startup
+from sglang_crashkit.srt.children import Child
 from sglang_crashkit.srt.entrypoints.engine import on_wait_for_scheduler_ready
 from sglang_crashkit.srt.managers import data_parallel_controller as hooks
 from sglang_crashkit.srt.startup import Startup, StartupError
-from sglang_crashkit.srt.supervisor import Child
-from unit.locked_memory import locked_process
 from unit.srt.conftest import Listener
 from unit.srt.fake_ranks import READY, FakeClock, FakeRank
 from unit.srt.fake_scheduler import scheduler
@@ -214,25 +213,6 @@ def test_without_descriptors_left_the_sentinels_do(started, tmp_path, monkeypatc
         wait_for_scheduler_ready(*launch(started, "silent", "dies"))
 
 
-def test_a_title_that_comes_too_late_is_given_up(tmp_path):
-    with locked_process(tmp_path, title="sglang::scheduler_TP0") as target:
-        found = Child("Rank 0 scheduler", target.pid)
-        found.look_up_title()
-        assert (found.has_title, found.label()) == (True, f"Rank 0 scheduler (pid {target.pid})")
-
-
-@pytest.mark.parametrize(("title", "known"), [("sglang::scheduler_TP0", True), ("python", False), (None, False)])
-def test_a_title_is_taken_of_sglangs_living_processes(title: str | None, known: bool):
-    with child("ready(); pause()", title=title or "sglang::scheduler_TP0") as process:
-        if title is None:
-            process.kill()
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        found = Child("Rank 0 scheduler", process.pid)
-        found.look_up_title()
-        words = f"{title}, " if known else ""
-        assert (found.has_title, found.label()) == (known, f"Rank 0 scheduler ({words}pid {process.pid})")
-
-
 @pytest.mark.parametrize("stand_ins", [False, True])
 def test_what_is_left_to_upstream(started, monkeypatch, stand_ins: bool):
     if not stand_ins:
@@ -342,7 +322,7 @@ def test_a_controller_speaks_before_the_launching_process_which_knows_less(start
 
 
 def test_what_is_below_a_silent_controller_is_told(monkeypatch):
-    monkeypatch.setattr(supervisor.procfs, "read_status", lambda _pid: {"State": "S (sleeping)"})
+    monkeypatch.setattr(startup.procfs, "read_status", lambda _pid: {"State": "S (sleeping)"})
     with child("ready(); pause()", title="sglang::scheduler_DP0") as below:
         found = startup._state(Child("", os.getpid(), title="sglang::data_parallel_controller"))
         assert ", below it sglang::" in found

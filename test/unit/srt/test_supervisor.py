@@ -17,12 +17,11 @@ import pytest
 from sglang_crashkit import settings
 from sglang_crashkit.incident.exit_status import OUT_OF_MEMORY, ServerExit
 from sglang_crashkit.kernel import cgroup
-from sglang_crashkit.kernel.pidfd import ExitStatus
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.entrypoints import engine
 from sglang_crashkit.srt.entrypoints.engine import Following
-from sglang_crashkit.srt.supervisor import MEMBERS_VARIABLE, Child, Serving
+from sglang_crashkit.srt.supervisor import MEMBERS_VARIABLE, Serving
 from unit.srt.conftest import Listener
 from unit.srt.fake_ranks import FakeClock, FakeRank, WaitsForEverError
 from unit.waiting import LONG, child, descriptors, wait_until
@@ -54,7 +53,7 @@ def clock() -> FakeClock:
 def ends(monkeypatch: pytest.MonkeyPatch, clock: FakeClock) -> list[tuple[int, float]]:
     """What this server program, which serves, would end with, and when."""
     told: list[tuple[int, float]] = []
-    monkeypatch.setattr(crash_exit, "is_serving", lambda: True)
+    crash_exit.note_started()
     monkeypatch.setattr(crash_exit, "has_begun", lambda: bool(told))
     monkeypatch.setattr(crash_exit, "begin", lambda status, _secs: told.append((int(status), clock.time - 1000.0)))
     monkeypatch.setattr(signal, "pthread_kill", lambda *_: None)
@@ -120,7 +119,7 @@ def test_an_end_that_was_asked_for_is_no_crash(
 ) -> None:
     serving.begin(None, follows=follows)
     if draining:
-        crash_exit.note_draining()
+        crash_exit.state.draining = True
     watch(serving, clock, script)
     assert bool(ends) is is_crash
 
@@ -131,7 +130,7 @@ def test_none_that_is_left_to_upstream_ends_anything(
 ) -> None:
     monkeypatch.setenv(settings.MODE_VARIABLE, mode)
     # Deaths while ranks are waited for are told to whoever waits.
-    monkeypatch.setattr(crash_exit, "is_serving", lambda: mode != "server")
+    crash_exit.state.launching = mode == "server"
     watch(serving, clock, (5.0, -signal.SIGKILL))
     assert ends == []
 
@@ -296,30 +295,6 @@ def test_a_fork_does_not_take_it_for_its_own(serving: Serving, monkeypatch: pyte
     assert os.waitpid(pid, 0)[1] == 0
 
 
-@pytest.mark.parametrize("with_pidfd", [True, False])
-@pytest.mark.parametrize(
-    ("code", "status"), [("os._exit(3)", ExitStatus(code=3)), (None, ExitStatus(signal="SIGKILL"))]
-)
-def test_how_a_zombie_ended_is_known(
-    monkeypatch: pytest.MonkeyPatch, with_pidfd: bool, code: str | None, status: ExitStatus
-) -> None:
-    with child(f"ready(); sys.stdin.read(1); {code or 'pause()'}") as process:
-        if not with_pidfd:
-            monkeypatch.setattr(os, "pidfd_open", lambda *_: os.open("/nonexistent", os.O_RDONLY))
-        found = Child("", process.pid)
-        watched = supervisor.Supervisor([found])
-        assert bool(found.signs()) is with_pidfd
-        process.stdin.close()
-        if code is None:
-            process.kill()
-        watched.wait_for_all(LONG)
-        watched.learn_exits([found], LONG)
-        watched.let_go()
-        assert found.exit == status
-        assert process.wait(LONG) in (3, -signal.SIGKILL)
-        assert Child("", process.pid).hold() is False
-
-
 # -- a node of a rank above 0
 
 
@@ -344,7 +319,7 @@ def test_a_following_node_ends_with_any_of_its_schedulers(
 ) -> None:
     told: list[tuple[str, str]] = []
     monkeypatch.setattr(engine, "notify", lambda event: told.append((event, "")))
-    monkeypatch.setattr(engine, "request", lambda event, _secs, on_wait, message: told.append((event, message)))
+    monkeypatch.setattr(crash_exit, "report", lambda event, message: told.append((event, message)))
     Following([FakeRank(number, clock, script).child() for number, script in enumerate(scripts)], clock).run()
     assert clock.time == pytest.approx(1000.0 + seconds)
     assert [event for event, _message in told] == events
@@ -354,14 +329,12 @@ def test_a_following_node_ends_with_any_of_its_schedulers(
 
 @pytest.mark.parametrize("is_program", [True, False])
 def test_a_library_that_follows_is_left_to_upstream(monkeypatch: pytest.MonkeyPatch, is_program: bool) -> None:
-    asked: list[Any] = []
     ended = threading.Event()
     monkeypatch.setattr(crash_exit, "ends_with_the_server", lambda: is_program)
-    monkeypatch.setattr(crash_exit, "ask_before_the_end", asked.append)
     monkeypatch.setattr(crash_exit, "has_begun", lambda: True)
     monkeypatch.setattr(engine, "end_after_crash", ended.set)
     before = set(threading.enumerate())
     engine._follow([])
     for thread in set(threading.enumerate()) - before:
         thread.join(LONG)
-    assert (len(asked), ended.is_set()) == (is_program, is_program)
+    assert (crash_exit.state.has_failed is not None, ended.is_set()) == (is_program, is_program)

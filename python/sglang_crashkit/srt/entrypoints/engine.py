@@ -5,27 +5,25 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from sglang_crashkit.incident.exit_status import ServerExit, status_of_exit
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import crash_exit, handler_process, startup, supervisor
 from sglang_crashkit.srt.arming import arm_server
+from sglang_crashkit.srt.children import STATUS_SECS, Child, Clock, Supervisor
 from sglang_crashkit.srt.entrypoints.surroundings import tell_ready, tell_surroundings
-from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, request
+from sglang_crashkit.srt.hooks import Function, before, never_raises, notify
 from sglang_crashkit.srt.log_handler import keep_log_records
 from sglang_crashkit.srt.server_args import set_crash_dump_env, withdraw_crash_dump_env
 from sglang_crashkit.srt.startup import Startup, StartupError
-from sglang_crashkit.srt.supervisor import STATUS_SECS, Child, Clock, Supervisor
 from sglang_crashkit.srt.utils.common import end_after_crash
 
 logger = logging.getLogger(__name__)
 
 #: Whether this process launches a node of a rank above 0.
 _follows = False
-
-Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 
 @never_raises
@@ -49,29 +47,23 @@ def on_engine_launch(server_args: Any) -> None:
             handler_process.start(crash_folder)
             notify("launch", mode=mode.value)
             arm_server()
-            keep_log_records(server_args, of_all=crash_exit.is_server_program())
+            keep_log_records(server_args, of_all=crash_exit.state.is_program)
             tell_surroundings(server_args)
         finally:
             # Where the handler did not start it is needed at once.
             supervisor.begin(follows=_follows)
 
 
-def on_launch_phase_sigquit(handler: Handler) -> Handler:
+def on_launch_phase_sigquit(handler: Function) -> Function:
     """Wrap the SIGQUIT handler of the launch phase: the evidence is whole before the process tree is killed.
 
     A child sends SIGQUIT when it fails. Waits for the crash handler at most ``SGLANG_CRASHKIT_BUDGET_SECS``. The
     wrapped function is in place until the server serves; on nodes of a rank above 0 for as long as they run.
     """
-
-    @functools.wraps(handler)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        _report_failed_child()
-        return handler(*args, **kwargs)
-
-    return wrapper  # type: ignore[return-value]
+    return before(handler, _report_failed_child)
 
 
-def on_wait_for_scheduler_ready(wait: Handler) -> Handler:
+def on_wait_for_scheduler_ready(wait: Function) -> Function:
     """Take over from ``_wait_for_scheduler_ready``: any rank's death ends the wait at once.
 
     Returns what upstream's function returns: what each rank sent, in order. RuntimeError says which rank died, and of
@@ -86,32 +78,23 @@ def on_wait_for_scheduler_ready(wait: Handler) -> Handler:
             return wait(scheduler_pipe_readers, scheduler_procs)
         supervisor.register(scheduler_procs)
         can_watch = startup.can_watch(scheduler_pipe_readers, scheduler_procs)
-        if not can_watch:
-            infos = wait(scheduler_pipe_readers, scheduler_procs)
-        else:
-            try:
+        try:
+            if can_watch:
                 infos = Startup(_children(scheduler_pipe_readers, scheduler_procs)).run()
-            except StartupError as error:
-                crash_exit.end_by_status(error, startup.report(error))
-                raise
+            else:
+                infos = wait(scheduler_pipe_readers, scheduler_procs)
+        except StartupError as error:
+            crash_exit.end_by_status(error, startup.report(error))
+            raise
+        finally:
+            # The ranks have been started, whatever became of them.
+            if not crash_exit.state.is_program:
+                withdraw_crash_dump_env()
         crash_exit.note_started()
         tell_ready()
         if _follows and can_watch:
             _follow(scheduler_procs)
         return infos
-
-    return _then_withdraw_crash_dump_env(wrapper)  # type: ignore[return-value]
-
-
-def _then_withdraw_crash_dump_env(wait: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(wait)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return wait(*args, **kwargs)
-        finally:
-            # The ranks have been started, whatever became of them.
-            if not crash_exit.is_server_program():
-                withdraw_crash_dump_env()
 
     return wrapper
 
@@ -127,16 +110,12 @@ def _children(readers: Sequence[Any], processes: Sequence[Any]) -> list[Child]:
     return children
 
 
-@never_raises
-def _report_failed_child() -> None:
+def _report_failed_child(*_args: Any, **_kwargs: Any) -> None:
     settings = Settings.from_environ()
     if not settings.enabled:
         return
     crash_exit.begin(ServerExit.CRASHED, settings.budget_secs + settings.end_secs)
-    event = "child_failed" if crash_exit.has_started() else "launch_failed"
-    answer = request(event, settings.budget_secs, on_wait=crash_exit.await_evidence)
-    crash_exit.learn(answer)
-    log_incident(answer)
+    crash_exit.report("child_failed" if crash_exit.state.started else "launch_failed")
 
 
 class Following(Supervisor):
@@ -200,8 +179,7 @@ class Following(Supervisor):
         message = f"{child.label()} {child.how_it_ended()}{rest}"
         logger.error("crash kit: %s; this node ends", message)
         crash_exit.begin(status_of_exit(child.exit), self._settings.budget_secs + self._settings.end_secs)
-        wait = crash_exit.await_evidence
-        crash_exit.learn(request("child_failed", self._settings.budget_secs, on_wait=wait, message=message))
+        crash_exit.report("child_failed", message=message)
 
 
 @never_raises
@@ -210,7 +188,7 @@ def _follow(processes: Iterable[Any]) -> None:
     if not crash_exit.ends_with_the_server():
         return
     following = Following([Child("", process) for process in processes])
-    crash_exit.ask_before_the_end(following.have_failed)
+    crash_exit.state.has_failed = following.have_failed
 
     def run() -> None:
         following.run()

@@ -6,27 +6,25 @@ with it. So the main thread waits for the ranks of all threads, and an error rea
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
-import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from sglang_crashkit.kernel.fifo import open_files
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import startup, supervisor
+from sglang_crashkit.srt.children import Child
 from sglang_crashkit.srt.exception_record import tell_exception
+from sglang_crashkit.srt.hooks import Function
 from sglang_crashkit.srt.startup import Startup, StartupError
-from sglang_crashkit.srt.supervisor import Child
 
 logger = logging.getLogger(__name__)
-
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 _GROUPS = "_crashkit_groups"
 #: The launching process waits for this one, which knows more of who is not ready, and so speaks this much earlier.
@@ -58,7 +56,7 @@ def on_scheduler_groups(controller: Any, ready_events: list[threading.Event]) ->
     return [_GroupEvent(groups, event) for event in ready_events]
 
 
-def on_scheduler_group_launch(launch: Method) -> Method:
+def on_scheduler_group_launch(launch: Function) -> Function:
     """Wrap ``launch_tensor_parallel_group``: an error in a group's thread is raised in the main thread instead."""
 
     @functools.wraps(launch)
@@ -74,7 +72,7 @@ def on_scheduler_group_launch(launch: Method) -> Method:
             groups.fail(error)
             return _stay()
 
-    return wrapper  # type: ignore[return-value]
+    return wrapper
 
 
 def on_scheduler_group_started(controller: Any, readers: list[Any]) -> list[Any]:
@@ -225,22 +223,7 @@ def _matching(processes: Sequence[Any], readers: Sequence[Any]) -> list[Any]:
 
     Threads start their groups side by side, so that the order of the processes says nothing.
     """
-    found: list[Any] = []
-    files = {id(process): _open_files(process.pid) for process in processes}
-    for reader in readers:
-        pipe = _identity(os.fstat(reader.fileno()))
-        found.append(next((process for process in processes if pipe in files[id(process)]), None))
-    return found
-
-
-def _open_files(pid: int) -> set[tuple[int, int]]:
-    files = set()
-    with contextlib.suppress(OSError):
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                files.add(_identity(entry.stat()))
-    return files
-
-
-def _identity(stat: os.stat_result) -> tuple[int, int]:
-    return stat.st_dev, stat.st_ino
+    # The kernel's name of a pipe has its inode.
+    files = [(process, {path for _link, path in open_files(process.pid)}) for process in processes]
+    pipes = [Path(f"/proc/self/fd/{reader.fileno()}").readlink() for reader in readers]
+    return [next((process for process, opened in files if pipe in opened), None) for pipe in pipes]

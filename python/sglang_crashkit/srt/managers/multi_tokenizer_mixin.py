@@ -7,42 +7,32 @@ is what SGLang itself runs in that process.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.exception_record import tell_exception
-from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, request
+from sglang_crashkit.srt.hooks import after_construction, never_raises, notify
 
 logger = logging.getLogger(__name__)
-
-Router = TypeVar("Router", bound=type)
 
 _claim, _done = threading.Lock(), threading.Event()
 
 
-def on_tokenizer_router(router: Router) -> Router:
+def on_tokenizer_router(router: type) -> type:
     """Extend ``MultiTokenizerRouter``, in place.
 
     It gets ``dump_requests_before_crash``, which upstream calls on it after an exception but which it lacks; and from
     its construction on, a SIGQUIT that somebody else took over ends the server as it does with one tokenizer.
     """
-    construct = router.__init__  # type: ignore[misc]
-
-    @functools.wraps(construct)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        _watch_sigquit(self)
-
-    router.__init__ = wrapper  # type: ignore[misc]
+    after_construction(router, _watch_sigquit)
     if not hasattr(router, "dump_requests_before_crash"):
         router.dump_requests_before_crash = dump_requests_of_workers  # type: ignore[attr-defined]
     return router
@@ -74,13 +64,9 @@ def _end_workers(settings: Settings) -> None:
     is_told = notify("crash_dump_begun")
     workers = supervisor.end_tokenizer_workers(settings.budget_secs) or 0
     if is_told:
-        wait = crash_exit.await_evidence
-        answer = request("crash_dump_ended", settings.budget_secs, on_wait=wait, workers=workers)
-        crash_exit.learn(answer)
-        log_incident(answer)
+        crash_exit.report("crash_dump_ended", workers=workers)
 
 
-@never_raises
 def _watch_sigquit(router: Any) -> None:
     """Start a thread that hears of SIGQUIT whoever handles it.
 

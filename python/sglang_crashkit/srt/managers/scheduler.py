@@ -9,10 +9,10 @@ import os
 from sglang_crashkit.kernel import procfs, signals
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.settings import Settings, read_bool
+from sglang_crashkit.srt.children import read_title
 from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import never_raises, request
 from sglang_crashkit.srt.managers.scheduler_beat import known_gpu
-from sglang_crashkit.srt.supervisor import read_title
 
 logger = logging.getLogger(__name__)
 

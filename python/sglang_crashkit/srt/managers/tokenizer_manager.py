@@ -11,9 +11,9 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.exit_status import ServerExit
@@ -23,7 +23,7 @@ from sglang_crashkit.kernel.private_files import create_private, make_private_fo
 from sglang_crashkit.settings import Settings, fallback_folder
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.exception_record import prompts_of, tell_exception
-from sglang_crashkit.srt.hooks import log_incident, never_raises, notify, request
+from sglang_crashkit.srt.hooks import Function, before, never_raises, notify
 from sglang_crashkit.srt.managers.quarantine import guard_requests
 from sglang_crashkit.srt.redaction import redact, redact_dump
 from sglang_crashkit.srt.request_journal import JournaledStates, open_journal
@@ -31,8 +31,6 @@ from sglang_crashkit.srt.utils.common import end_after_crash
 from sglang_crashkit.srt.utils.cudacore_pyspy_dump_utils import diagnose_schedulers
 
 logger = logging.getLogger(__name__)
-
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 #: Upstream's own diagnostics, which the kit takes over.
 _UPSTREAM_DIAGNOSTICS = ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH")
@@ -52,7 +50,7 @@ class _Dump:
         self.done = threading.Event()
 
 
-def on_crash_dump(dump: Method) -> Method:
+def on_crash_dump(dump: Function) -> Function:
     """Wrap ``TokenizerManager.dump_requests_before_crash``.
 
     Upstream's method writes the requests, as before. The diagnostics that follow them there, from 0.5.13 on, are the
@@ -89,7 +87,7 @@ def on_crash_dump(dump: Method) -> Method:
             dump_under_way.done.set()
             crash_exit.allow(settings.end_secs)
 
-    return wrapper  # type: ignore[return-value]
+    return wrapper
 
 
 @never_raises
@@ -132,10 +130,14 @@ def on_forced_exit() -> None:
 
 @never_raises
 def _begin_crash(manager: Any, settings: Settings) -> None:
-    is_unhealthy = getattr(getattr(manager, "server_status", None), "name", None) == "UnHealthy"
     # Without a crash handler the wait for GPU cores is this process's.
     seconds = _evidence_secs(settings) + settings.core_wait_secs
-    crash_exit.begin(ServerExit.HUNG if is_unhealthy else ServerExit.CRASHED, seconds)
+    crash_exit.begin(ServerExit.HUNG if _is_unhealthy(manager) else ServerExit.CRASHED, seconds)
+
+
+def _is_unhealthy(manager: Any) -> bool:
+    """Say whether the last health check of the server failed."""
+    return getattr(getattr(manager, "server_status", None), "name", None) == "UnHealthy"
 
 
 def _evidence_secs(settings: Settings) -> float:
@@ -150,37 +152,22 @@ def _dump_once(manager: Any, save: Callable[[], Any]) -> Any:
     if sys.exc_info()[0] is not None:
         # Called where the tokenizer manager's own exception is handled: nobody else tells of it.
         tell_exception()
-    return _dump_beside_handler(manager, save) if notify("crash_dump_begun") else _dump_alone(save)
-
-
-def _dump_beside_handler(manager: Any, save: Callable[[], Any]) -> Any:
-    crash_exit.allow(_evidence_secs(Settings.from_environ()))
-    _ignore_further_sigquit()
-    outcome = _count_requests(manager) or {}
-    result = None
+    has_handler = notify("crash_dump_begun")
+    if has_handler:
+        crash_exit.allow(_evidence_secs(Settings.from_environ()))
+        _ignore_further_sigquit()
+    outcome, result = _count_requests(manager) or {}, None
     try:
         with _without_upstream_diagnostics():
             result = save()
     except Exception as error:
-        logger.exception("crash kit: the requests could not be saved")
-        words = f"{type(error).__name__}: {error}"
-        outcome["error"] = redact(words, getattr(manager, "server_args", None), prompts=prompts_of(manager))
-    path = getattr(manager, _SAVED, None)
-    if path is None and not getattr(manager, "crash_dump_folder", None):
-        outcome["reason"] = "the server was started without --crash-dump-folder"
-    _await_incident(outcome | {"path": path})
-    return result
-
-
-def _dump_alone(save: Callable[[], Any]) -> Any:
-    result = None
-    try:
-        with _without_upstream_diagnostics():
-            result = save()
-    except Exception:
         # What comes after the dump ends the server, and must be reached.
         logger.exception("crash kit: the requests could not be saved")
-    never_raises(diagnose_schedulers)()
+        outcome["error"] = f"{type(error).__name__}: {error}"
+    if has_handler:
+        _await_incident(manager, outcome)
+    else:
+        never_raises(diagnose_schedulers)()
     return result
 
 
@@ -218,26 +205,18 @@ def open_crash_dump(manager: Any, filename: str, data: dict[str, Any]) -> Iterat
     setattr(manager, _SAVED, str(final))
 
 
-def on_sigterm(handler: Method) -> Method:
+def on_sigterm(handler: Function) -> Function:
     """Wrap ``SignalHandler.sigterm_handler``: from now on an exit with status 0 is no crash.
 
     Of a server whose health check failed, which upstream ends up to 5 s later without waiting for its requests, the
     crash handler takes the evidence at once: whoever sent SIGTERM sends SIGKILL some time after.
     """
-
-    @functools.wraps(handler)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        crash_exit.note_draining()
-        notify("draining", unhealthy=_is_unhealthy(args))
-        return handler(*args, **kwargs)
-
-    return wrapper  # type: ignore[return-value]
+    return before(handler, _note_sigterm)
 
 
-def _is_unhealthy(arguments: Sequence[Any]) -> bool:
-    """Say whether the last health check of the signal handler's server failed."""
-    manager = getattr(arguments[0], "tokenizer_manager", None) if arguments else None
-    return getattr(getattr(manager, "server_status", None), "name", "") == "UnHealthy"
+def _note_sigterm(signal_handler: Any = None, *_args: Any, **_kwargs: Any) -> None:
+    crash_exit.state.draining = True
+    notify("draining", unhealthy=_is_unhealthy(getattr(signal_handler, "tokenizer_manager", None)))
 
 
 @never_raises
@@ -289,11 +268,14 @@ def _without_upstream_diagnostics() -> Iterator[None]:
 
 
 @never_raises
-def _await_incident(outcome: dict[str, Any]) -> None:
-    budget_secs = Settings.from_environ().budget_secs
-    answer = request("crash_dump_ended", budget_secs, on_wait=crash_exit.await_evidence, **outcome)
-    crash_exit.learn(answer)
-    log_incident(answer)
+def _await_incident(manager: Any, outcome: dict[str, Any]) -> None:
+    if "error" in outcome:
+        configuration = getattr(manager, "server_args", None)
+        outcome["error"] = redact(outcome["error"], configuration, prompts=prompts_of(manager))
+    outcome["path"] = getattr(manager, _SAVED, None)
+    if outcome["path"] is None and not getattr(manager, "crash_dump_folder", None):
+        outcome["reason"] = "the server was started without --crash-dump-folder"
+    crash_exit.report("crash_dump_ended", **outcome)
 
 
 def safe_folder(folder: Path) -> Path:

@@ -17,8 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import psutil
 
@@ -26,11 +25,9 @@ from sglang_crashkit import protocol, settings
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.srt import crash_exit, handler_process, supervisor
 from sglang_crashkit.srt.arming import tell_of_faults
-from sglang_crashkit.srt.hooks import never_raises, notify
+from sglang_crashkit.srt.hooks import Function, never_raises, notify
 
 logger = logging.getLogger(__name__)
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 _MODULE = "sglang.srt.utils.common"
 #: The argument that releases before 0.5.11 lack.
@@ -90,7 +87,7 @@ def on_kill_process_tree(kill: Function) -> Function:
         return kill(*bound.args, **bound.kwargs)
 
     kill_process_tree.__signature__ = signature  # type: ignore[attr-defined]
-    return kill_process_tree  # type: ignore[return-value]
+    return kill_process_tree
 
 
 def end_after_crash(skip_pid: int | None = None) -> NoReturn:
@@ -116,7 +113,7 @@ def on_wait_for_reap(wait: Function) -> Function:
         else:
             wait(procs, wait_timeout)
 
-    return wrapper  # type: ignore[return-value]
+    return wrapper
 
 
 def still_holding_resources(procs: Iterable[Any]) -> list[Any]:
@@ -256,23 +253,16 @@ class DeathAlarm:
     """Ends a sleep when one of some processes ends; to be used as a context manager, which closes the pidfds."""
 
     def __init__(self) -> None:
-        self._pidfds: dict[int, int | None] = {}  # by id of the process object; None where there is none to be had
-        self._processes: list[Any] = []  # keeps the ids valid
+        self._poller = select.poll()
+        self._pidfds: set[int] = set()
+        self._known: dict[int, Any] = {}  # the process objects by their ids, which are theirs as long as these live
 
     def __enter__(self) -> DeathAlarm:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for descriptor in self._pidfds.values():
-            if descriptor is not None:
-                os.close(descriptor)
-        self._pidfds.clear()
-        self._processes.clear()
+    def __exit__(self, *_error: object) -> None:
+        while self._pidfds:
+            os.close(self._pidfds.pop())
 
     def sleep(self, processes: Iterable[Any], seconds: float, nap: Callable[[float], None]) -> None:
         """Sleep, but not beyond the end of one of `processes`.
@@ -282,26 +272,25 @@ class DeathAlarm:
             seconds: the longest to sleep.
             nap: sleeps where no pidfd can be watched, such as `time.sleep`.
         """
-        poller = select.poll()
-        watched: dict[int, int] = {}  # key in _pidfds by descriptor
         for process in processes:
-            if id(process) not in self._pidfds:
-                self._processes.append(process)
-                descriptor = self._pidfds[id(process)] = _open_pidfd(process)
-                if descriptor is None and _is_real(process):
-                    # It may just have gone: the caller looks again before it sleeps.
-                    return
-            descriptor = self._pidfds[id(process)]
-            if descriptor is not None:
-                poller.register(descriptor, select.POLLIN)
-                watched[descriptor] = id(process)
-        if not watched:
+            if id(process) in self._known:
+                continue
+            self._known[id(process)] = process
+            pidfd = _open_pidfd(process)
+            if pidfd is not None:
+                self._pidfds.add(pidfd)
+                self._poller.register(pidfd, select.POLLIN)
+            elif _is_real(process):
+                # It may just have gone: the caller looks again before it sleeps.
+                return
+        if not self._pidfds:
             nap(seconds)
             return
-        for descriptor, _events in poller.poll(max(0.0, seconds) * 1000):
+        for pidfd, _events in self._poller.poll(seconds * 1000):
             # It stays readable; were the caller to hold the process for alive still, no sleep would last.
-            self._pidfds[watched[descriptor]] = None
-            os.close(descriptor)
+            self._poller.unregister(pidfd)
+            self._pidfds.remove(pidfd)
+            os.close(pidfd)
 
 
 def _is_real(process: Any) -> bool:

@@ -9,7 +9,6 @@ this module at each call.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import logging
@@ -19,20 +18,18 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
 from sglang_crashkit.capture.cuda_core.trigger import TRIGGER
 from sglang_crashkit.capture.pyspy import find_pyspy
 from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.fifo import open_files
 from sglang_crashkit.settings import Settings
-from sglang_crashkit.srt.hooks import CAPTURE_WAIT_SECS, never_raises, request
+from sglang_crashkit.srt.hooks import CAPTURE_WAIT_SECS, Function, never_raises, request
 from sglang_crashkit.srt.server_args import crash_dump_environ
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 _NAME = "sglang.srt.utils.cudacore_pyspy_dump_utils"
 # Whoever filters SGLang's log by module finds the messages where they are in later releases.
@@ -69,7 +66,7 @@ def on_pyspy_dump(dump: Function) -> Function:
             return dump(*args, **kwargs)
         return None
 
-    return wrapper  # type: ignore[return-value]
+    return wrapper
 
 
 def in_place_of_pyspy_dump(dump: Function) -> Function:
@@ -84,7 +81,7 @@ def in_place_of_pyspy_dump(dump: Function) -> Function:
             return dump()
         return pyspy_dump_schedulers(scheduler_only=scheduler_only)
 
-    return wrapper  # type: ignore[return-value]
+    return wrapper
 
 
 def collect_scheduler_processes() -> list[psutil.Process]:
@@ -169,13 +166,7 @@ def _resolve_cuda_coredump_pipe_path(proc: psutil.Process) -> Path:
 
 def _open_pipe(pid: int, template: str) -> Path | None:
     name = re.compile(re.escape(Path(template).name).replace("%t", r"\d+"))
-    with contextlib.suppress(OSError):
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            # Between the two it may be closed.
-            with contextlib.suppress(OSError):
-                if name.fullmatch(entry.readlink().name):
-                    return entry.readlink()
-    return None
+    return next((path for _link, path in open_files(pid) if name.fullmatch(path.name)), None)
 
 
 def _targets(scheduler_only: bool, if_none: str) -> list[psutil.Process]:

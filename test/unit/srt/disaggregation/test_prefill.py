@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import gc
 from types import SimpleNamespace
 
 import pytest
 
 from sglang_crashkit.model.peers import PeerProcess, WaitingRequest
-from sglang_crashkit.srt.disaggregation import peer_answers
-from sglang_crashkit.srt.disaggregation.peer_answers import MAX_REQUESTS
-from sglang_crashkit.srt.disaggregation.prefill import DecodeServers, watch_decode_servers
-from unit.srt.conftest import Listener
+from sglang_crashkit.srt.disaggregation.prefill import DecodeServers
 from unit.srt.disaggregation.tables import known_to, prefill_queue, rank, request, sending, waiting_in
 
 
@@ -47,42 +43,6 @@ def test_prefill_knows_whom_each_request_waits_for_at_each_stage() -> None:
 def test_prefill_knows_whom_sglang_gave_up() -> None:
     queue = prefill_queue(failed_sessions={"s2", "never registered"})
     assert known_to(DecodeServers(queue)).failed == {"[fd00::2]:42"}
-
-
-def test_a_look_stays_short_with_very_many_requests() -> None:
-    queue = prefill_queue()
-    queue.queue = [sending(str(number), number + 100) for number in range(MAX_REQUESTS * 3)]
-    assert len(waiting_in(DecodeServers(queue))[None]) == MAX_REQUESTS
-
-
-def test_a_queue_is_not_kept_alive() -> None:
-    queue = prefill_queue()
-    view = DecodeServers(queue)
-    del queue
-    gc.collect()
-    assert (view.known(), view.waiting()) == (None, None)
-
-
-def test_a_backend_without_peers_has_none() -> None:
-    queue = prefill_queue()
-    queue.kv_manager = SimpleNamespace()
-    assert known_to(DecodeServers(queue)).peers == {}
-
-
-def test_a_queue_is_watched_from_its_creation(listener: Listener) -> None:
-    queue = prefill_queue()
-    watch_decode_servers(queue)
-    heard = listener.heard()
-    assert (heard["event"], heard["role"], heard["lead"], heard["has_descriptor"]) == ("pair", "decode", True, True)
-    answers = peer_answers.current()
-    answers.stop()
-
-
-def test_a_hook_that_cannot_watch_does_not_stop_the_server(
-    listener: Listener, caplog: pytest.LogCaptureFixture
-) -> None:
-    watch_decode_servers(None)
-    assert "watch_decode_servers failed" in caplog.text
 
 
 def test_ranks_that_move_or_fail_are_seen() -> None:

@@ -153,7 +153,7 @@ def test_a_program_has_the_variables_while_ranks_start(
         return "infos"
 
     monkeypatch.setattr(handler_process, "start", lambda _folder: None)
-    monkeypatch.setattr(crash_exit, "is_server_program", lambda: is_program)
+    crash_exit.state.is_program = is_program
     on_engine_launch(SimpleNamespace(crash_dump_folder=str(tmp_path)))
     with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
         # Stand-ins for pipes and processes, as Ray's actors are.

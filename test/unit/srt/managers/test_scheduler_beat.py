@@ -123,17 +123,6 @@ def test_a_request_that_may_take_any_time_is_told(
     assert not read(reader).is_busy
 
 
-@pytest.mark.parametrize("place", [0, 2, 50, 97, 99])
-def test_it_is_found_among_many(listener: Listener, scheduler: Scheduler, place: int) -> None:
-    reader = beating(listener, scheduler)
-    requests = [request_of("TokenizedGenerateReqInput") for _ in range(100)]
-    scheduler.process_input_requests(requests)
-    assert not reader.read().is_busy
-    requests[place] = request_of("UpdateWeightFromDiskReqInput")
-    scheduler.process_input_requests(requests)
-    assert read(reader).is_busy
-
-
 class Mode(IntEnum):
     """Stands for ``ForwardMode``."""
 
@@ -158,15 +147,6 @@ def test_the_forward_mode_and_the_tokens_of_an_extend_are_told(listener: Listene
     scheduler.run_batch(batch)
     found = read(reader)
     assert (found.mode, found.tokens, found.doing) == ("decode", 0, "batch 2, of 1 request (decode)")
-
-
-def test_the_requests_stay_as_they_are(listener: Listener, scheduler: Scheduler) -> None:
-    reader = beating(listener, scheduler)
-    requests = [request_of("TokenizedGenerateReqInput") for _ in range(100)]
-    before = list(requests)
-    scheduler.process_input_requests(requests)
-    assert requests == before
-    reader.close()
 
 
 def test_without_a_handler_nothing_beats_and_it_is_asked_for_once(

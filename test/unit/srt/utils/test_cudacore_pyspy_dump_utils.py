@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from sglang_crashkit.srt import server_args
 from sglang_crashkit.srt.utils import cudacore_pyspy_dump_utils as dump_utils
 from unit.srt.conftest import Listener
 from unit.waiting import child, wait_until
@@ -46,6 +47,8 @@ class Process:
 @pytest.fixture(autouse=True)
 def no_core_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_COREDUMP_PIPE", raising=False)
+    # What a launch in another test of this process set.
+    monkeypatch.setattr(server_args, "_set_here", {})
     monkeypatch.setenv("CUDA_ENABLE_USER_TRIGGERED_COREDUMP", "1")
 
 

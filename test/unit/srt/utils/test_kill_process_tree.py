@@ -114,14 +114,6 @@ def test_without_a_pid_the_callers_own_children_are_killed(old_release):
         assert not holds(process.pid)
 
 
-@pytest.mark.parametrize("code", ["EINVAL", "ESRCH", "ENOSYS", "EPERM", "EMFILE"])
-def test_it_works_where_the_kernel_gives_no_pidfd(kill, family, code):
-    process, pids = family
-    with mock.patch.object(os, "pidfd_open", side_effect=OSError(getattr(errno, code), code)):
-        kill(process.pid, wait_timeout=LONG)
-    assert [pid for pid in (process.pid, *pids) if holds(pid)] == []
-
-
 def test_a_zombie_counts_as_gone():
     with child("ready(); pause()") as process:
         process.send_signal(signal.SIGKILL)
