@@ -71,36 +71,22 @@ MAX_NAME = 200
 
 @dataclass(frozen=True)
 class Debugger:
-    """A debugger that is installed.
-
-    Attributes:
-        name: which.
-        path: its executable.
-    """
+    """A debugger that is installed."""
 
     name: Name
-    path: str
+    path: str  # its executable
 
 
 @dataclass(frozen=True)
 class Debugged:
-    """What came of taking the native stacks of one process.
+    """What came of taking the native stacks of one process."""
 
-    Attributes:
-        tool: what took them, or would have; see `Debugger`, or py-spy in its place.
-        text: what it printed.
-        problem: why that is not all, or nothing; empty where it is all.
-        seconds: how long it took; 0 where it was not run.
-        threads: the stacks in it, innermost frame first.
-        kernels: the names of the CUDA kernels in it.
-    """
-
-    tool: str
-    text: str = ""
-    problem: str = ""
-    seconds: float = 0.0
-    threads: tuple[Thread, ...] = ()
-    kernels: tuple[str, ...] = ()
+    tool: str  # what took them, or would have; see `Debugger`, or py-spy in its place
+    text: str = ""  # what it printed
+    problem: str = ""  # why that is not all, or nothing; empty where it is all
+    seconds: float = 0.0  # how long it took; 0 where it was not run
+    threads: tuple[Thread, ...] = ()  # the stacks in it, innermost frame first
+    kernels: tuple[str, ...] = ()  # the names of the CUDA kernels in it
 
 
 def find_debugger(environ: Mapping[str, str] = os.environ) -> tuple[Debugger | None, str]:

@@ -22,17 +22,12 @@ _CUT_OFF = "..."
 
 @dataclass(frozen=True)
 class FaulthandlerOutput:
-    """What faulthandler wrote.
+    """What faulthandler wrote."""
 
-    Attributes:
-        error: the fatal error in its words, such as ``Segmentation fault``; empty where there was none.
-        threads: the threads, the current one first; `Thread.active` is true of the one that hit the error.
-        is_whole: the main thread is among them, to its outermost frame.
-    """
-
-    error: str
+    error: str  # the fatal error in its words, such as ``Segmentation fault``; empty where there was none
+    #: The threads, the current one first; `Thread.active` is true of the one that hit the error.
     threads: tuple[Thread, ...]
-    is_whole: bool
+    is_whole: bool  # the main thread is among them, to its outermost frame
 
 
 @dataclass

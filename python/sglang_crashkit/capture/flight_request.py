@@ -35,17 +35,11 @@ _MAX_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class FlightPlace:
-    """Where the flight recorder of one process is asked and where it writes, as the process itself was told.
+    """Where the flight recorder of one process is asked and where it writes, as the process itself was told."""
 
-    Attributes:
-        pipe_stem: what the name of its pipe begins with; empty where it makes none.
-        dump_stem: what the name of its dump begins with.
-        is_own: no other process writes there.
-    """
-
-    pipe_stem: str
-    dump_stem: str
-    is_own: bool
+    pipe_stem: str  # what the name of its pipe begins with; empty where it makes none
+    dump_stem: str  # what the name of its dump begins with
+    is_own: bool  # no other process writes there
 
     @staticmethod
     def file_of(runtime: Path, pid: int, start_ticks: int) -> Path:

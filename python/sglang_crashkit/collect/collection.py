@@ -48,38 +48,23 @@ _TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be collected.
+    """What is to be collected."""
 
-    Attributes:
-        output: the folder for the files.
-        snapshots: number of rounds, 1 or more.
-        interval_secs: from the start of a round to the start of the next, in seconds.
-        native: whether a debugger is run at the end on each process of which the rounds leave a question.
-        tool_secs: the longest that one tool may take for one process, in seconds.
-    """
-
-    output: Path
-    snapshots: int = 3
-    interval_secs: float = 5.0
-    native: bool = False
-    tool_secs: float = TOOL_SECS
+    output: Path  # the folder for the files
+    snapshots: int = 3  # number of rounds, 1 or more
+    interval_secs: float = 5.0  # from the start of a round to the start of the next, in seconds
+    native: bool = False  # whether a debugger is run at the end on each process of which the rounds leave a question
+    tool_secs: float = TOOL_SECS  # the longest that one tool may take for one process, in seconds
 
 
 @dataclass
 class Collected:
-    """What was collected of one process.
-
-    Attributes:
-        process: which.
-        moments: what each round saw.
-        debugged: what came of the debugger, None where it has not run.
-        files: names of its files in the output folder.
-    """
+    """What was collected of one process."""
 
     process: FoundProcess
-    moments: list[Sample] = field(default_factory=list)
-    debugged: Debugged | None = None
-    files: list[str] = field(default_factory=list)
+    moments: list[Sample] = field(default_factory=list)  # what each round saw
+    debugged: Debugged | None = None  # what came of the debugger, None where it has not run
+    files: list[str] = field(default_factory=list)  # names of its files in the output folder
 
     @property
     def gave_something(self) -> bool:

@@ -40,17 +40,11 @@ _FOREIGN = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCO
 
 @dataclass(frozen=True)
 class Job:
-    """A job that runs.
+    """A job that runs."""
 
-    Attributes:
-        job_id: the number that srun takes.
-        name: the job's id as it was asked for, such as ``12_3``.
-        nodes: the names of its nodes, in Slurm's order.
-    """
-
-    job_id: str
-    name: str
-    nodes: tuple[str, ...]
+    job_id: str  # the number that srun takes
+    name: str  # the job's id as it was asked for, such as ``12_3``
+    nodes: tuple[str, ...]  # the names of its nodes, in Slurm's order
 
 
 @dataclass(frozen=True)
@@ -64,25 +58,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class NodeRun:
-    """What became of the command for one node.
-
-    Attributes:
-        node: the node's name.
-        status: srun's exit status, None where it did not end by itself or was not started.
-        output: what the command printed on the node, to standard output.
-        errors: what it and Slurm printed to standard error.
-        problem: why there is no status; empty where there is one.
-        secs: how long it took, in seconds.
-        late: it was killed at its deadline, or at that of all nodes.
-    """
+    """What became of the command for one node."""
 
     node: str
-    status: int | None
-    output: str = ""
-    errors: str = ""
-    problem: str = ""
-    secs: float = 0.0
-    late: bool = False
+    status: int | None  # srun's exit status, None where it did not end by itself or was not started
+    output: str = ""  # what the command printed on the node, to standard output
+    errors: str = ""  # what it and Slurm printed to standard error
+    problem: str = ""  # why there is no status; empty where there is one
+    secs: float = 0.0  # how long it took, in seconds
+    late: bool = False  # it was killed at its deadline, or at that of all nodes
 
 
 def find_job(name: str) -> Job:

@@ -17,15 +17,10 @@ from sglang_crashkit.model.step import Step
 
 @dataclass(frozen=True)
 class LiveSteps:
-    """The last steps of the schedulers.
+    """The last steps of the schedulers."""
 
-    Attributes:
-        by_pid: of each whose memory has any, in order of their numbers.
-        read_at: when the first of them was read, in seconds of the monotonic clock.
-    """
-
-    by_pid: Mapping[int, Sequence[Step]]
-    read_at: float
+    by_pid: Mapping[int, Sequence[Step]]  # of each whose memory has any, in order of their numbers
+    read_at: float  # when the first of them was read, in seconds of the monotonic clock
 
     def divergence(self, seen: Sequence[Sample]) -> Divergence | None:
         """Return where the ranks went different ways; None where none noted its steps, or none has another one.

@@ -40,19 +40,12 @@ _SCHEMES = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server answers HTTP.
+    """Where a server answers HTTP."""
 
-    Attributes:
-        scheme: ``http`` or ``https``.
-        host: name or number, without brackets.
-        port: its port.
-        prefix: what stands before the paths, empty where it is not behind a proxy.
-    """
-
-    scheme: str
-    host: str
+    scheme: str  # ``http`` or ``https``
+    host: str  # name or number, without brackets
     port: int
-    prefix: str = ""
+    prefix: str = ""  # what stands before the paths, empty where it is not behind a proxy
 
     @classmethod
     def parse(cls, url: str) -> Address:

@@ -40,21 +40,13 @@ _ALL_KILLED_SECS = 0.05
 
 @dataclass(frozen=True)
 class Death:
-    """The end of one process.
-
-    Attributes:
-        pid: its process id.
-        title: its title.
-        at: when it was noticed, in seconds of the monotonic clock.
-        end: how it ended, as far as the kernel tells.
-        alone: the others were not about to end.
-    """
+    """The end of one process."""
 
     pid: int
     title: str
-    at: float
-    end: ExitStatus
-    alone: bool = True
+    at: float  # when it was noticed, in seconds of the monotonic clock
+    end: ExitStatus  # how it ended, as far as the kernel tells
+    alone: bool = True  # the others were not about to end
 
     def __str__(self) -> str:
         who = f"{self.title} (pid {self.pid})"

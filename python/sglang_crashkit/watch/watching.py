@@ -48,28 +48,19 @@ _SERVES_ON_SECS = 15.0
 
 @dataclass(frozen=True)
 class Observation:
-    """What was seen of a server at one moment.
+    """What was seen of a server at one moment."""
 
-    Attributes:
-        at: when, in seconds of the monotonic clock.
-        health: its health check.
-        samples: of its processes on this host, with stacks where these were wanted; empty where none is known.
-        server_state: state letter of its main process, empty where it is not known.
-        answers: whether its schedulers answered something else than a health check since `Watching.wants_answer`; None
-            where that is not known.
-        asking: the schedulers were asked and have not answered yet.
-        gone: its main process has ended.
-        deaths: which of its processes have ended, the main one included, the first one first.
-    """
-
-    at: float
-    health: Health
+    at: float  # when, in seconds of the monotonic clock
+    health: Health  # its health check
+    #: Of its processes on this host, with stacks where these were wanted; empty where none is known.
     samples: tuple[Sample, ...] = ()
-    server_state: str = ""
+    server_state: str = ""  # state letter of its main process, empty where it is not known
+    #: Whether its schedulers answered something else than a health check since `Watching.wants_answer`; None where that
+    #: is not known.
     answers: bool | None = None
-    asking: bool = False
-    gone: bool = False
-    deaths: tuple[Death, ...] = ()
+    asking: bool = False  # the schedulers were asked and have not answered yet
+    gone: bool = False  # its main process has ended
+    deaths: tuple[Death, ...] = ()  # which of its processes have ended, the main one included, the first one first
 
     @property
     def is_unreachable(self) -> bool:
@@ -79,23 +70,15 @@ class Observation:
 
 @dataclass(frozen=True)
 class Event:
-    """What there is to tell.
-
-    Attributes:
-        kind: in one word.
-        text: in one sentence.
-        secs: of a hang, for how long there was no answer; of progress, for how long the hang lasted; in seconds.
-        level: of a hang or a crash, how well it is supported.
-        ranks: of a hang, what was seen of each rank.
-        first: of a crash, who ended first, where that was seen.
-    """
+    """What there is to tell."""
 
     kind: Kind
     text: str
+    #: Of a hang, for how long there was no answer; of progress, for how long the hang lasted; in seconds.
     secs: float = 0.0
-    level: Level = "supported"
-    ranks: tuple[Member, ...] = ()
-    first: Death | None = None
+    level: Level = "supported"  # of a hang or a crash, how well it is supported
+    ranks: tuple[Member, ...] = ()  # of a hang, what was seen of each rank
+    first: Death | None = None  # of a crash, who ended first, where that was seen
 
 
 class Watching:
