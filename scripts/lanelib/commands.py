@@ -47,16 +47,9 @@ def clean_environment(*, without: Sequence[str] = (), kept: Sequence[str] = ()) 
 def run_command(
     argv: Sequence[object], *, timeout_s: float, env: Mapping[str, str] | None = None, quiet: bool = True
 ) -> str:
-    """Run `argv` and return what it printed.
+    """Run `argv`, kill it with its children after `timeout_s` seconds, and return what it printed.
 
-    Args:
-        argv: the program and its arguments.
-        timeout_s: seconds until the program and its children are killed.
-        env: its environment; `clean_environment` by default.
-        quiet: keep its output for the return value or the error; otherwise a person sees it on stderr.
-
-    Raises:
-        LaneError: it is not there, failed, or ran out of time.
+    Where it is not `quiet`, a person sees its output on stderr.
     """
     words = [str(word) for word in argv]
     try:

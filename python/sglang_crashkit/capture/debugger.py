@@ -109,15 +109,9 @@ def debug(
     stop: threading.Event | None = None,
     guard: ToolGuard | None = None,
 ) -> Debugged:
-    """Debug a process, where nothing speaks against stopping it.
+    """Debug process `pid` for at most `deadline_secs` seconds, where nothing speaks against stopping it.
 
-    Args:
-        debugger: see `find_debugger`.
-        pid: the process.
-        start_ticks: its start time; see `procfs.ProcStat`.
-        deadline_secs: the longest that it may take, in seconds.
-        stop: calls it off when it is set.
-        guard: ends it where this process is killed.
+    `stop` calls it off when it is set, and `guard` ends the debugger where this process is killed.
     """
     if stop is not None and stop.is_set():
         return Debugged(debugger.name, problem=_NO_TURN)
@@ -146,7 +140,7 @@ def debug_all(
     take: Callable[[int, Debugged], None],
     within_secs: float = threading.TIMEOUT_MAX,
 ) -> None:
-    """Debug processes, as many at a time as this host has room for.
+    """Debug processes, given with their start times, as many at a time as this host has room for.
 
     Args:
         debugger: see `find_debugger`.
@@ -158,23 +152,18 @@ def debug_all(
     """
     stop = threading.Event()
     until = time.monotonic() + within_secs
-    pool = ThreadPoolExecutor(most_at_once())
-    guard = ToolGuard()
     left: dict[Future[Debugged], int] = {}
-    try:
-        for pid, start_ticks in processes.items():
-            left[pool.submit(debug, debugger, pid, start_ticks, deadline_secs, stop, guard)] = pid
-        while left and (secs := until - time.monotonic()) > 0:
-            for future in wait(left, secs, FIRST_COMPLETED).done:
-                take(left.pop(future), future.result())
-    finally:
-        stop.set()
+    with contextlib.closing(ToolGuard()) as guard, ThreadPoolExecutor(most_at_once()) as pool:
         try:
+            for pid, start_ticks in processes.items():
+                left[pool.submit(debug, debugger, pid, start_ticks, deadline_secs, stop, guard)] = pid
+            while left and (secs := until - time.monotonic()) > 0:
+                for future in wait(left, secs, FIRST_COMPLETED).done:
+                    take(left.pop(future), future.result())
+        finally:
+            stop.set()
             for future, pid in left.items():
                 take(pid, future.result())
-        finally:
-            pool.shutdown(cancel_futures=True)
-            guard.close()
 
 
 def most_at_once() -> int:
@@ -185,17 +174,9 @@ def most_at_once() -> int:
 
 
 def substitute(processes: Mapping[int, int], deadline_secs: float) -> dict[int, Debugged]:
-    """Take native stacks without a debugger, with py-spy, of those processes that may be stopped for it.
-
-    Args:
-        processes: start time of each process by its pid; see `procfs.ProcStat`.
-        deadline_secs: the longest that it may take, in seconds.
-    """
-    guard = ToolGuard()
-    try:
+    """Take native stacks with py-spy within `deadline_secs`, of those processes that may be stopped for it."""
+    with contextlib.closing(ToolGuard()) as guard:
         samples, obstacles = capture_native(processes, deadline_secs, guard)
-    finally:
-        guard.close()
     found = {pid: Debugged(SUBSTITUTE, problem=f"not run: {obstacle}") for pid, obstacle in obstacles.items()}
     for one in samples:
         threads = one.threads
@@ -207,10 +188,7 @@ def substitute(processes: Mapping[int, int], deadline_secs: float) -> dict[int, 
 def command_of(debugger: Debugger, pid: int, libraries: Sequence[str] = ()) -> list[str]:
     """Return the debugger's command line for process `pid`.
 
-    Args:
-        debugger: which, and where.
-        pid: the process.
-        libraries: names of the libraries that symbols are read of, up to ``.so``; of all where there are none.
+    Symbols are read of the `libraries` with these names, up to ``.so``; of all where there are none.
     """
     command = [debugger.path, "-nx", "-batch"]
     for setting in (*_BEFORE, *(_NO_SYMBOLS if libraries else ())):

@@ -40,13 +40,9 @@ class _Section:
 
 
 def parse_faulthandler(text: str, pid: int, main_thread: int, roots: Sequence[str] = ()) -> FaulthandlerOutput:
-    """Read faulthandler's output.
+    """Read faulthandler's output, or as much of it as there is.
 
-    Args:
-        text: the output, or as much of it as there is.
-        pid: the process.
-        main_thread: Python's identifier of its main thread.
-        roots: folders of modules, by which the paths are shortened.
+    `main_thread` is Python's identifier of process `pid`'s main thread. Paths are shortened by the folders `roots`.
     """
     error = ""
     sections: list[_Section] = []

@@ -36,16 +36,13 @@ def capture_all(
     *,
     may_signal: bool = False,
 ) -> list[Sample]:
-    """Take the stacks of all processes side by side.
+    """Take the stacks of all processes side by side; return a result for each, in the order given.
 
     Args:
         processes: start time of each process by its pid; see `procfs.ProcStat`.
         folder: the runtime folder, where processes say what they armed; by pid where they are of several servers.
         deadline_secs: the longest that it may take, in seconds; a third more on a machine that stood still meanwhile.
         may_signal: the third way is open: the processes are about to be ended.
-
-    Returns:
-        A result for each process, in the order given.
     """
     folders = dict.fromkeys(processes, folder) if isinstance(folder, Path) else folder
     return _Ascent(processes, folders, deadline_secs, may_signal=may_signal).climb()

@@ -52,8 +52,7 @@ def obstacle_of(pid: int, start_ticks: int) -> str:
 def release(processes: Mapping[int, int]) -> set[int]:
     """Let go on what a tracer that failed left stopped, or about to stop; SIGCONT does nothing to what is neither.
 
-    Args:
-        processes: start time of each process by its pid; none was stopped before it was traced.
+    None of the processes, given with their start times, was stopped before it was traced.
 
     Returns:
         The pids of those that were found stopped, or asked to stop.
@@ -104,11 +103,7 @@ class ToolGuard:
 
     @contextlib.contextmanager
     def over(self, target: int, target_ticks: int) -> Iterator[Callable[[int], None]]:
-        """Guard what a tool does to a process, to the end of the block.
-
-        Args:
-            target: the process that it traces, which was not stopped before.
-            target_ticks: start time of that; see `procfs.ProcStat`.
+        """Guard what a tool does to process `target`, which was not stopped before, to the end of the block.
 
         Returns:
             What is to be called with the pid of the tool, which leads a process group, once it runs.

@@ -100,10 +100,10 @@ def gather(
     options: Sequence[str] = (),
     limits: Limits,
 ) -> JobResult:
-    """Collect on all nodes of `job`.
+    """Collect on all nodes of a running job.
 
     Args:
-        job: a running job.
+        job: which.
         command: the collector's command and arguments, to which each node's own folder is added.
         output: the folder for the files, with a folder for each node in it.
         tell: called with a line for a person as each node ends.
@@ -146,12 +146,7 @@ def gather(
 
 
 def describe(status: int | None, processes: int) -> str:
-    """Return in a few words what came of a node.
-
-    Args:
-        status: the collector's exit status there, None where it gave no answer.
-        processes: how many were seen there.
-    """
+    """Return in a few words what came of a node, by its collector's exit status, and of how many processes."""
     if status is None:
         return "no answer"
     if not processes:

@@ -23,11 +23,7 @@ class LiveSteps:
     read_at: float  # when the first of them was read, in seconds of the monotonic clock
 
     def divergence(self, seen: Sequence[Sample]) -> Divergence | None:
-        """Return where the ranks went different ways; None where none noted its steps, or none has another one.
-
-        Args:
-            seen: the processes of the last round.
-        """
+        """Return where the ranks went different ways; None where none noted its steps, or none has another one."""
         ranks = [
             RankSteps(rank_of(one), self.by_pid.get(one.pid, ()), one.pid) for one in seen if one.role == "scheduler"
         ]
@@ -38,11 +34,7 @@ class LiveSteps:
 
 
 def read_steps(processes: Mapping[int, int]) -> LiveSteps:
-    """Read the steps of processes.
-
-    Args:
-        processes: start times by pid, in clock ticks since boot.
-    """
+    """Read the steps of processes, given with their start times."""
     read_at = time.monotonic()
     found = {pid: steps for pid, start_ticks in processes.items() if (steps := _steps_of(pid, start_ticks))}
     return LiveSteps(found, read_at)

@@ -272,13 +272,7 @@ class Incident:
         return next((process for process in self.processes if process.pid == pid), None)
 
     def note(self, seconds: float, event: str, /, **fields: Any) -> None:
-        """Add an event to the timeline.
-
-        Args:
-            seconds: when it happened, since the epoch.
-            event: what happened.
-            fields: what belongs to it, JSON values.
-        """
+        """Add an event to the timeline, at `seconds` since the epoch, with the JSON values that belong to it."""
         self.timeline.append({"time": iso_time(seconds), "event": event, **fields})
 
     def to_json(self) -> dict[str, Any]:

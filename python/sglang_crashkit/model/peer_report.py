@@ -79,10 +79,7 @@ def waiting_answers(
 ) -> Iterator[bytes]:
     """Yield the answer to ``waiting``, a packet for each name.
 
-    Args:
-        names: the peers that are asked for.
-        role: what they do.
-        waiting: the requests that wait, by the name of the peer; None stands for one that is not known.
+    In `waiting`, None stands for a peer that is not known.
     """
     for name in names:
         # By the same rules as a report: named as far as there is room, and counted.
@@ -99,11 +96,7 @@ class Waits:
 
 
 class AnswerReader:
-    """Puts the packets of one scheduler's answers together.
-
-    Args:
-        pid: the scheduler.
-    """
+    """Puts the packets of one scheduler's answers together."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

@@ -85,18 +85,20 @@ def parse_pyspy(text: str) -> tuple[Thread, ...]:
     """Parse the output of ``py-spy dump --json``, which is also the form in which a process speaks of itself.
 
     Raises:
-        ValueError: it is not such an output.
+        ValueError: it is not such an output, or has no frame.
     """
     try:
         document = json.loads(text)
+        if not isinstance(document, list):
+            raise ValueError("the JSON of the stacks is not a list of threads")
+        threads = tuple(_thread(entry) for entry in document)
     except RecursionError:
         raise ValueError("the JSON of the stacks is nested too deeply") from None
-    if not isinstance(document, list):
-        raise ValueError("the JSON of the stacks is not a list of threads")
-    try:
-        return tuple(_thread(entry) for entry in document)
     except (AttributeError, KeyError, OverflowError, TypeError) as error:
         raise ValueError(f"the JSON of the stacks lacks {error}") from error
+    if not any(thread.frames for thread in threads):
+        raise ValueError("there is no Python frame")
+    return threads
 
 
 def _thread(entry: dict[str, Any]) -> Thread:

@@ -84,12 +84,7 @@ class Event:
 class Watching:
     """The watch over one server.
 
-    Args:
-        hang_secs: how long a server may go without an answer, in seconds.
-        start_secs: how long it may take to get ready, in seconds; 0 for any time.
-
-    Attributes:
-        silent_secs: for how long its health check was not answered, as far as was seen, in seconds.
+    It hangs after `hang_secs` without an answer. To get ready it may take `start_secs`, 0 for any time.
     """
 
     def __init__(self, hang_secs: float, start_secs: float = 0.0) -> None:
@@ -98,7 +93,8 @@ class Watching:
         self._at: float | None = None
         # It may take health checks in without having answered one.
         self._has_served = self._has_answered = self._is_late = self._is_ending = False
-        self._starting_secs = self.silent_secs = 0.0
+        self._starting_secs = 0.0
+        self.silent_secs = 0.0  # for how long its health check was not answered, as far as was seen
         self._rounds: deque[NodeSnapshot] = deque(maxlen=_MAX_SAMPLES)
         self._sampled_at: float | None = None
         self._hung_at: float | None = None

@@ -59,7 +59,7 @@ def capture(pid: int, output: Path, told: Told, *, native: bool = True) -> ExitC
     command = watch._Watch(parser.parse_args(["--url", "http://127.0.0.1:1", *told.options]), 2.0)
     command._server = SimpleNamespace(pid=pid)  # type: ignore[assignment]
     command._tell = told  # type: ignore[method-assign]
-    return command._capture()
+    return command._capture_hang()
 
 
 def test_the_verdict_is_told_before_the_debugger_runs(tmp_path: Path, told: Told) -> None:
