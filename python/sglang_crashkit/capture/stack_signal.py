@@ -70,8 +70,8 @@ def _ask(question: _Question) -> str:
     except OSError as error:
         return error.strerror or str(error)
     try:
-        stat = procfs.read_stat(armed.pid)
-        if stat is None or stat.start_ticks != armed.start_ticks or stat.state in "ZX":
+        stat = procfs.read_stat(armed.pid, armed.start_ticks)
+        if stat is None or stat.state in "ZX":
             return "it has ended"
         if stat.state in "Tt":
             return "it is stopped, and would take the signal when it goes on"

@@ -38,8 +38,8 @@ _END_SECS = 5.0
 
 def obstacle_of(pid: int, start_ticks: int) -> str:
     """Return why a process must not be stopped by a tracer, empty where nothing speaks against it."""
-    stat = procfs.read_stat(pid)
-    if stat is None or stat.start_ticks != start_ticks or stat.state in "ZX":
+    stat = procfs.read_stat(pid, start_ticks)
+    if stat is None or stat.state in "ZX":
         return "it has ended"
     if stat.state in "Tt":
         return "it is stopped, and must stay as it was found"
@@ -62,8 +62,8 @@ def release(processes: Mapping[int, int]) -> set[int]:
     while left:
         is_last = time.monotonic() >= deadline
         for pid, start_ticks in list(left.items()):
-            stat = procfs.read_stat(pid)
-            if stat is None or stat.start_ticks != start_ticks or stat.state in "ZX":
+            stat = procfs.read_stat(pid, start_ticks)
+            if stat is None or stat.state in "ZX":
                 del left[pid]
             elif is_last or not any(procfs.read_tracer(pid, thread) for thread in procfs.thread_states(pid)):
                 if is_stopped(pid):
@@ -145,8 +145,7 @@ def guard(lines: Iterable[str]) -> None:
             target_ticks, tool, tool_ticks = rest
             left[target] = (target_ticks, tool, tool_ticks)
     for _target_ticks, tool, tool_ticks in left.values():
-        stat = procfs.read_stat(tool)
-        if stat is not None and stat.start_ticks == tool_ticks:
+        if procfs.read_stat(tool, tool_ticks) is not None:
             with contextlib.suppress(OSError):
                 os.killpg(tool, signal.SIGKILL)
     release({target: target_ticks for target, (target_ticks, _tool, _tool_ticks) in left.items()})

@@ -33,11 +33,11 @@ def observe(processes: Sequence[FoundProcess], host: str, stacks_secs: float) ->
 
 def is_python(process: FoundProcess) -> bool:
     """Say whether it is there, and runs Python."""
-    return _stat_of(process) is not None and procfs.is_python(process.pid)
+    return procfs.read_stat(process.pid, process.start_ticks) is not None and procfs.is_python(process.pid)
 
 
 def _sample_of(process: FoundProcess, host: str, taken: Sample | None) -> Sample:
-    stat = _stat_of(process)
+    stat = procfs.read_stat(process.pid, process.start_ticks)
     if taken is not None:
         problem = "" if taken.threads else taken.problem
     else:
@@ -60,11 +60,6 @@ def _sample_of(process: FoundProcess, host: str, taken: Sample | None) -> Sample
         threads=taken.threads if taken is not None else (),
         problem=problem,
     )
-
-
-def _stat_of(process: FoundProcess) -> procfs.ProcStat | None:
-    stat = procfs.read_stat(process.pid)
-    return stat if stat is not None and stat.start_ticks == process.start_ticks else None
 
 
 def _runtime_of(process: FoundProcess) -> Path:

@@ -47,7 +47,7 @@ def _steps_of(pid: int, start_ticks: int) -> Sequence[Step]:
             path = f"/proc/{pid}/fd/{name}"
             # What else there is must not be opened: a terminal, a pipe, a device.
             if os.readlink(path).startswith(f"/memfd:{NAME}"):  # noqa: PTH115 - the link leads to no path
-                return _read(path) if _is_it(pid, start_ticks) else ()
+                return _read(path) if procfs.read_stat(pid, start_ticks) is not None else ()
     except (OSError, NotStepsError):
         # It ended, or is another user's.
         return ()
@@ -60,8 +60,3 @@ def _read(path: str) -> Sequence[Step]:
         return StepReader(descriptor).read().steps
     finally:
         os.close(descriptor)
-
-
-def _is_it(pid: int, start_ticks: int) -> bool:
-    stat = procfs.read_stat(pid)
-    return stat is not None and stat.start_ticks == start_ticks
