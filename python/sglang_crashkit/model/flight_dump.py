@@ -56,11 +56,11 @@ class FlightDumpError(Exception):
 class Entry:
     """One collective, or one message between two ranks, that the rank began."""
 
-    record: int  # the how-manieth entry it is of all that the process recorded, from 0
+    record: int  # its number among all that the process recorded, from 0
     group: str  # name of the process group, the same on all ranks of it
     operation: str  # what it is, such as ``all_reduce`` or ``send 0->1``, with the numbers of the ranks in the group
     backend: str  # who carries it out, such as ``nccl``
-    #: The how-manieth collective of the group it is, the same on all ranks; several that are carried out as one have
+    #: Its number among the collectives of the group, the same on all ranks; several that are carried out as one have
     #: one. Of a message, that of the last collective before it.
     sequence: int
     is_message: bool  # it goes from one rank to another, and the others of the group have no part in it

@@ -216,7 +216,7 @@ class Suspect:
 
 @dataclass
 class Collectives:
-    """What PyTorch's flight recorders of the ranks told of their collectives."""
+    """What PyTorch's flight recorders of the ranks reported of their collectives."""
 
     #: What is seen of each process group, what tells most first; see `analysis.collectives`. With ``pids``, those of
     #: the processes to be looked at, and ``waiting_pids``, those of the ones that wait for them.
@@ -229,7 +229,7 @@ class Occurrence:
     """One more time that a fault was seen on this host; see `incident.fingerprint`."""
 
     key: str  # names the fault
-    count: int  # the how-manieth time it is, from 1
+    count: int  # how many times it was seen, this one included
     first: str  # when it was seen for the first time
     #: The id of an earlier incident of the same fault, which is kept in full while this one is kept in short; None
     #: where this one is kept in full, too.

@@ -137,7 +137,7 @@ class LostPeer:
 def describe(peers: Iterable[LostPeer]) -> list[str]:
     """Return in words which peers are lost, which requests wait for them, and how it was noticed.
 
-    The ranks of a decode server are told of together; what they have in common is their host. Of many hosts, as in a
+    The ranks of a decode server are described together; what they have in common is their host. Of many hosts, as in a
     rolling restart, all with the same sign are.
     """
     known = list(peers)

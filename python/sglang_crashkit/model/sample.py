@@ -37,7 +37,7 @@ class Thread:
     name: str  # Python's name of the thread, empty where it could not be read
     native_id: int | None  # the kernel's thread id; equals the pid for the main thread
     active: bool  # it was running on a CPU, as far as py-spy can tell
-    owns_gil: bool  # it held the global interpreter lock
+    owns_gil: bool  # it held the GIL
     frames: tuple[Frame, ...]
 
 

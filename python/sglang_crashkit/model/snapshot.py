@@ -2,7 +2,7 @@
 
 As JSON each frame (function, file, line) and each stack (numbers of frames, innermost first) stands once, in a table:
 the stacks of a server's ranks are mostly the same, and read back they are the same objects. A thread is a list as well:
-name, native id, whether active, whether it owns the interpreter lock, number of its stack. `SCHEMA_VERSION` grows when
+name, native id, whether active, whether it owns the GIL, number of its stack. `SCHEMA_VERSION` grows when
 a reader of the older form would misread it.
 """
 

@@ -67,7 +67,7 @@ class Step:
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> Step:
-        """Return the step that `to_json` told of.
+        """Return the step that `to_json` wrote.
 
         Raises:
             ValueError: it is none.

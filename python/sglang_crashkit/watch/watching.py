@@ -34,7 +34,7 @@ Phase = Literal["starting", "serving", "suspect", "hung", "crashed"]
 #: and no more than this share of the time to a hang.
 _TOO_LATE_SECS, _MAX_SECS, _MAX_SHARE = 15.0, 5.0, 0.25
 #: Where all ranks go on it may be a long batch, and where none is left the server may end: so many times as long each
-#: may take. With the default it is told of after 240 s; upstream's watchdog ends the server after 300 s of a batch.
+#: may take. With the default it is reported after 240 s; upstream's watchdog ends the server after 300 s of a batch.
 _PATIENCE = 4
 #: The schedulers are given so much time to answer something else, in seconds.
 _ANSWER_SECS = 5.0
