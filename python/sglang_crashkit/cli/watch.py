@@ -166,7 +166,7 @@ class _Watch:
             if self._watching.phase == "crashed":
                 self._tell_incident(is_crash=True)
             if self._server is not None:
-                self._server.wait(self._tick_secs)
+                self._server.ends.wait(self._tick_secs)
             else:
                 time.sleep(self._tick_secs)
 
@@ -217,8 +217,8 @@ class _Watch:
         if self._server is None:
             return Observation(time.monotonic(), health, answers=answers, asking=asking)
         samples = self._server.sample(stacks=self._watching.wants_stacks(time.monotonic()))
-        state, gone = self._server.state, self._server.is_gone
-        return Observation(time.monotonic(), health, samples, state, answers, asking, gone, self._server.deaths)
+        state, gone, deaths = self._server.state, self._server.is_gone, tuple(self._server.ends.deaths)
+        return Observation(time.monotonic(), health, samples, state, answers, asking, gone, deaths)
 
     def _health(self) -> Health:
         if self._probe is None:
@@ -249,7 +249,7 @@ class _Watch:
         There is no verdict on them: who failed first is known by then, and they stand still because of it.
         """
         # Those that were known before: they may be gone by the time that it takes to look for them anew.
-        known, deaths = (self._server.processes, self._server.deaths) if self._server is not None else ((), ())
+        known, deaths = (self._server.processes, self._server.ends.deaths) if self._server is not None else ((), ())
         ended = {death.pid for death in deaths}
         left = [one for one in known if one.pid not in ended]
         what = f"the stacks of {len(left)} processes that were left"

@@ -142,10 +142,10 @@ class WatchedServer:
         self._searched_at = -_SEARCH_SELDOM_SECS
         self._settles_at: float | None = None
         self.processes = found
-        self.start_ticks = self._handle.start_ticks
         self.is_known = bool(found)
-        self._ends = DeathWatch(self.pid)
-        self._ends.follow({self.pid: procfs.read_title(self.pid)} | _unreaped(self.pid))
+        #: Of its processes, also of those that had ended before and are not reaped.
+        self.ends = DeathWatch(self.pid)
+        self.ends.follow({self.pid: procfs.read_title(self.pid)} | _unreaped(self.pid))
 
     @property
     def is_gone(self) -> bool:
@@ -169,15 +169,6 @@ class WatchedServer:
         found = observe([*self._needed.values()], "", _STACKS_SECS if stacks else 0.0)
         return tuple(one if one.state else replace(one, state="X") for one in found)
 
-    @property
-    def deaths(self) -> tuple[Death, ...]:
-        """Which of its processes have ended while they were followed, or had before and are not reaped; first first."""
-        return tuple(self._ends.deaths)
-
-    def wait(self, secs: float) -> None:
-        """Wait for `secs` seconds, or until one of its processes has ended."""
-        self._ends.wait(secs)
-
     def address(self) -> Address | None:
         """Return where it answers HTTP, None where it does not listen (yet)."""
         ports = sorted(port for port, pid in _listening() if pid == self.pid)
@@ -192,7 +183,7 @@ class WatchedServer:
     def close(self) -> None:
         """Let go of it."""
         self._handle.close()
-        self._ends.close()
+        self.ends.close()
 
     def _search(self) -> None:
         now = time.monotonic()
@@ -207,7 +198,7 @@ class WatchedServer:
         self._needed = {**self._needed, **needed}
         if self._settles_at is None and any(one.role == "scheduler" for one in needed.values()):
             self._settles_at = now + _SETTLED_SECS
-        self._ends.follow({one.pid: one.title for one in found if one.title.startswith(_TITLE)})
+        self.ends.follow({one.pid: one.title for one in found if one.title.startswith(_TITLE)})
 
 
 def _unreaped(server: int) -> dict[int, str]:

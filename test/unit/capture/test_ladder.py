@@ -180,17 +180,3 @@ def test_one_that_is_gone_is_asked_for_nothing_more(runtime: Path, use_tool) -> 
         pass
     (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
     assert sample == dataclasses.replace(sample, threads=(), problem="no such process", source="py-spy")
-
-
-def test_a_process_that_goes_on_is_not_signalled(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(ladder, "ask_faulthandler", lambda *arguments: asked.append(arguments) or [])
-    monkeypatch.setattr(ladder, "ask_responders", lambda files, _secs: [no_stack(pid, "in-process") for pid in files])
-    monkeypatch.setattr(ladder, "sample_all", lambda pids, _secs: [no_stack(pid, "py-spy") for pid in pids])
-    with armed(runtime, SLEEPER) as target:
-        (result,) = capture_all({target.pid: target.start_ticks}, runtime, LONG)
-    assert (result.threads, asked) == ((), [])
-
-
-def no_stack(pid: int, source: str) -> Sample:
-    return Sample(pid=pid, problem="none", source=source)
