@@ -80,10 +80,10 @@ def run_command(
 
 
 def run_in_terminal(argv: Sequence[object], *, timeout_s: float, env: Mapping[str, str]) -> int:
-    """Run a check or pytest in the checkout with its output on this terminal.
+    """Run a check or pytest in the checkout with its output on this terminal, where Ctrl-C reaches it.
 
-    A session of its own would keep Ctrl-C from pytest, which has servers to stop. After `timeout_s` seconds it gets
-    SIGINT for the same reason, `END_S` seconds later SIGKILL, and `NO_END` is returned in place of its exit status.
+    After `timeout_s` seconds it gets SIGINT, so that it can stop its servers, and `END_S` seconds later SIGKILL;
+    `NO_END` is returned in place of its exit status.
     """
     process = subprocess.Popen([str(word) for word in argv], cwd=ROOT, env=dict(env))
     try:

@@ -65,8 +65,7 @@ def find_device() -> Device | None:
 
 def require_device(without: str) -> Device:
     """Return the first GPU; where there is none, the command `without` does what can be done without one."""
-    device = find_device()
-    if device is None:
+    if (device := find_device()) is None:
         raise LaneError(f"there is {NO_DEVICE} on this machine", next_step=without)
     return device
 

@@ -25,7 +25,6 @@ MODEL_WRITER = Path(model.__file__)
 INSTALL_TIMEOUT_S = 3600
 #: An SGLang release with torch and CUDA's libraries, unpacked.
 LANE_BYTES = 10 * 10**9
-NO_PROXY = "127.0.0.1,localhost"
 STAMPS = "crashkit-lane.json"
 #: Each process of a server makes millions of objects as it imports, and none is garbage: a sixth of a start's CPU time
 #: went into looking for some.
@@ -86,8 +85,7 @@ class Lane:
             # To compile takes a fifth of a start's CPU time, and leaves hundreds of megabytes in the temporary folder.
             "TORCHDYNAMO_DISABLE": "1",
             # A server and its router talk to each other on this machine only.
-            "NO_PROXY": NO_PROXY,
-            "no_proxy": NO_PROXY,
+            **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
         }
         if self.stub_dir is not None:
             outer = env.get("LD_LIBRARY_PATH")
@@ -97,12 +95,9 @@ class Lane:
     def write_model(self) -> None:
         """Write the tiny model with its own transformers."""
         say(f"{self.root.name}: writing the tiny model")
-        fresh = self.model_dir.with_suffix(".new")
-        shutil.rmtree(fresh, ignore_errors=True)
-        # -P: the modules beside the writer must not shadow those of the lane.
-        run_command([self.python, "-P", MODEL_WRITER, fresh], timeout_s=300, env=self.serve_env())
         shutil.rmtree(self.model_dir, ignore_errors=True)
-        fresh.rename(self.model_dir)
+        # -P: the modules beside the writer must not shadow those of the lane.
+        run_command([self.python, "-P", MODEL_WRITER, self.model_dir], timeout_s=300, env=self.serve_env())
 
     def patch(self) -> None:
         """Let the kit patch its SGLang."""
@@ -142,11 +137,9 @@ class Lane:
                     next_step="free some space there, for example a lane that is not needed, and repeat",
                 )
         say(f"{root.name}: installing SGLang {self.release} (minutes when nothing is cached)")
-        venv = [uv, "venv", "--quiet", "--no-python-downloads", "--python", LANE_PYTHON, root]
-        run_command(venv, timeout_s=120)
+        run_command([uv, "venv", "--quiet", "--no-python-downloads", "--python", LANE_PYTHON, root], timeout_s=120)
         # Hard links to uv's cache, so that a second lane of 9 GB takes seconds and little space.
-        sync = [uv, "pip", "sync", "--python", self.python, lock]
-        run_command(sync, timeout_s=INSTALL_TIMEOUT_S, quiet=False)
+        run_command([uv, "pip", "sync", "--python", self.python, lock], timeout_s=INSTALL_TIMEOUT_S, quiet=False)
 
     def _write_collector(self) -> None:
         packages = self.root / "lib" / f"python{LANE_PYTHON}" / "site-packages"
@@ -155,15 +148,14 @@ class Lane:
 
     def _install_kit(self) -> None:
         say(f"{self.name}: installing the kit")
-        install = [tool("uv"), "pip", "install", "--quiet", "--python", self.python, "--no-deps", "-e", ROOT]
-        run_command(install, timeout_s=300)
+        uv = [tool("uv"), "pip", "install", "--quiet", "--python", self.python]
+        run_command([*uv, "--no-deps", "-e", ROOT], timeout_s=300)
         self.patch()
 
 
 def ensure_lane(release: str, pristine: bool = False) -> Lane:
     """Make, or find, the lane of `release`, such as ``0.5.23``; pristine without the kit."""
     check_release(release)
-    # Both are told before gigabytes are installed for nothing.
     supported = json.loads((PATCHES / "releases.lock.json").read_text())["releases"]
     if not pristine and release not in supported:
         raise LaneError(

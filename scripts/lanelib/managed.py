@@ -101,8 +101,7 @@ class ManagedProcess:
 
     def require_running(self) -> None:
         """Check that its main process has not ended."""
-        status = self.popen.poll()
-        if status is not None:
+        if (status := self.popen.poll()) is not None:
             when = "" if self.ready_s else " before it was ready"
             raise LaneError(
                 f"{self.name} ended with status {status}{when}:\n{self.log_tail()}", next_step=f"read {self.log_path}"
@@ -128,16 +127,13 @@ class ManagedProcess:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})  # noqa: S310
         with _opener.open(request, timeout=timeout_s) as response:
-            content: bytes = response.read()
-        return content
+            return bytes(response.read())
 
     def generate(self, prompt: str = "Hello", *, max_new_tokens: int = 8, timeout_s: float = 60.0) -> dict[str, Any]:
         """Ask for exactly `max_new_tokens` tokens, greedily, as `ask` does."""
         # Random weights end a sentence at random.
         parameters = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True}
-        answer = self.ask("generate", {"text": prompt, "sampling_params": parameters}, timeout_s)
-        document: dict[str, Any] = json.loads(answer)
-        return document
+        return dict(json.loads(self.ask("generate", {"text": prompt, "sampling_params": parameters}, timeout_s)))
 
     def terminate(self) -> None:
         """Ask the main process to end."""
