@@ -89,14 +89,13 @@ class Debugged:
     kernels: tuple[str, ...] = ()  # the names of the CUDA kernels in it
 
 
-def find_debugger(environ: Mapping[str, str] = os.environ) -> tuple[Debugger | None, str]:
+def find_debugger() -> tuple[Debugger | None, str]:
     """Return the debugger to use, None where there is none, and what is missing and how to get it."""
-    search = os.pathsep.join([environ.get("PATH", ""), *_toolkit_folders(environ)])
-    cuda_gdb = shutil.which("cuda-gdb", path=search)
-    if cuda_gdb:
+    homes = [f"{os.environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    search = os.pathsep.join([os.environ.get("PATH", ""), *homes, *_TOOLKITS])
+    if cuda_gdb := shutil.which("cuda-gdb", path=search):
         return Debugger("cuda-gdb", cuda_gdb), ""
-    gdb = shutil.which("gdb", path=search)
-    if gdb:
+    if gdb := shutil.which("gdb", path=search):
         return Debugger("gdb", gdb), f"cuda-gdb is not installed, so CUDA kernels are not listed; next: {GET_CUDA_GDB}"
     return None, f"neither cuda-gdb nor gdb is installed; next: {GET_GDB}, or {GET_CUDA_GDB}"
 
@@ -115,8 +114,7 @@ def debug(
     """
     if stop is not None and stop.is_set():
         return Debugged(debugger.name, problem=_NO_TURN)
-    obstacle = obstacle_of(pid, start_ticks)
-    if obstacle:
+    if obstacle := obstacle_of(pid, start_ticks):
         return Debugged(debugger.name, problem=f"not run: {obstacle}")
     spied = _spy(pid, start_ticks, deadline_secs, guard) if debugger.name == "gdb" else ()
     command = command_of(debugger, pid, _libraries_of(pid, spied))
@@ -223,11 +221,6 @@ def _libraries_of(pid: int, threads: Sequence[Thread]) -> list[str]:
 def _names_of(paths: Iterable[str]) -> set[str]:
     matches = (_LIBRARY.match(Path(path).name) for path in paths)
     return {match[1] for match in matches if match}
-
-
-def _toolkit_folders(environ: Mapping[str, str]) -> list[str]:
-    homes = [environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
-    return [*(str(Path(home) / "bin") for home in homes), *_TOOLKITS]
 
 
 def parse_stacks(text: str) -> tuple[Thread, ...]:

@@ -49,7 +49,6 @@ def find_pyspy() -> str | None:
 def sample_all(
     pids: Iterable[int],
     deadline_secs: float,
-    executable: str | None = None,
     mode: Mode = "--nonblocking",
     on_start: Mapping[int, Callable[[int], None]] | None = None,
 ) -> list[Sample]:
@@ -58,12 +57,11 @@ def sample_all(
     Args:
         pids: the processes.
         deadline_secs: the longest that the whole round may take, in seconds; py-spy is killed at its end.
-        executable: py-spy to use; found by `find_pyspy` when None.
         mode: what py-spy is asked for.
         on_start: by process, what is called with the pid of its py-spy, which is its process group's as well.
     """
     since, stop = time.monotonic(), threading.Event()
-    wanted, path = list(dict.fromkeys(pids)), executable or find_pyspy()
+    wanted, path = list(dict.fromkeys(pids)), find_pyspy()
     if path is None:
         return [Sample(pid=pid, problem="py-spy is not installed; next: pip install py-spy") for pid in wanted]
 

@@ -132,14 +132,16 @@ def test_cuda_gdb_comes_first_and_what_is_missing_is_said(
     monkeypatch.setattr("sglang_crashkit.capture.debugger._TOOLKITS", ())
     for name in names:
         stand_in(tmp_path, "", name)
-    debugger, said = find_debugger({"PATH": str(tmp_path)})
+    monkeypatch.setattr("os.environ", {"PATH": str(tmp_path)})
+    debugger, said = find_debugger()
     assert (debugger.name if debugger else None, said.startswith(missing)) == (found, True), said
 
 
-def test_cuda_gdb_is_found_in_the_toolkits_folder(tmp_path: Path) -> None:
+def test_cuda_gdb_is_found_in_the_toolkits_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bin").mkdir()
     stand_in(tmp_path / "bin", "", "cuda-gdb")
-    debugger, _missing = find_debugger({"PATH": "/nonexistent", "CUDA_HOME": str(tmp_path)})
+    monkeypatch.setattr("os.environ", {"PATH": "/nonexistent", "CUDA_HOME": str(tmp_path)})
+    debugger, _missing = find_debugger()
     assert debugger == Debugger("cuda-gdb", str(tmp_path / "bin" / "cuda-gdb"))
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from sglang_crashkit.capture import ladder
 from sglang_crashkit.capture.ladder import capture_all
-from sglang_crashkit.capture.pyspy import EXECUTABLE_VARIABLE
 from sglang_crashkit.capture.responder import ask_responders
 from sglang_crashkit.model.sample import Sample
 from unit.targets import (
@@ -22,7 +21,6 @@ from unit.targets import (
     armed,
     asleep,
     functions_of,
-    make_tool,
     run_unprivileged,
     settle,
     settle_in_lock,
@@ -39,14 +37,6 @@ processes = {int(pid): ProcessHandle(int(pid)).start_ticks for pid in sys.argv[2
 found = capture_all(processes, pathlib.Path(sys.argv[1]), 3, may_signal=True)
 print(json.dumps([dataclasses.asdict(one) for one in found]))
 """
-
-
-@pytest.fixture
-def use_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def use(script: str) -> None:
-        monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, script))
-
-    return use
 
 
 def test_py_spy_is_first_and_asks_nothing_of_the_process(runtime: Path) -> None:
