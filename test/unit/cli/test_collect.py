@@ -7,7 +7,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,11 @@ from sglang_crashkit.kernel.discovery import Discovery, FoundProcess, find_proce
 from sglang_crashkit.kernel.procfs import TreeScanner, read_title
 from sglang_crashkit.kernel.slurm_place import Place
 from sglang_crashkit.model.snapshot import from_json, parse
-from unit.targets import SLEEPER, functions_of, settle, settle_in_sleep, state_of
+from unit.cli.conftest import GDB, native_stack
+from unit.targets import SLEEPER, TITLE, functions_of, settle, settle_in_sleep, state_of
 from unit.waiting import LONG, child, wait_until
 
-TITLE = "sglang::scheduler_TP0"
 QUICK = ("--snapshots", "2", "--interval", "0")
-#: A stand-in for gdb: it says which process it was asked for, at once or never.
-GDB = '#!/bin/sh\nwhile [ "$1" != -p ]; do shift; done\necho "asked for $2"\n'
 
 
 def command(*arguments: str) -> list[str]:
@@ -34,25 +31,6 @@ def command(*arguments: str) -> list[str]:
 
 def collect(pid: int, output: Path, *arguments: str) -> int:
     return main(["collect", "--pid", str(pid), "--output-dir", str(output), *arguments])
-
-
-@pytest.fixture
-def rank() -> Iterator[int]:
-    """The pid of a scheduler's stand-in, in its sleep."""
-    with child(SLEEPER, title=TITLE) as process:
-        settle_in_sleep(process.pid)
-        yield process.pid
-
-
-@pytest.fixture
-def gdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a stand-in for gdb that is first on PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "cuda-gdb").write_text(GDB)
-    (folder / "cuda-gdb").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return folder / "cuda-gdb"
 
 
 def test_every_process_has_its_two_files_and_every_moment_its_snapshot(
@@ -91,11 +69,10 @@ def test_every_process_has_its_two_files_and_every_moment_its_snapshot(
 def test_no_debugger_runs_unless_it_is_asked_for(
     rank: int, tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str], option: tuple[str, ...]
 ) -> None:
-    gdb.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
     assert collect(rank, tmp_path / "out", *QUICK, *option) == 0
     said = "--no-debugger is what happens anyway, and goes with the next release" in capsys.readouterr().err
     assert said == bool(option)
-    assert not (tmp_path / "ran").exists()
+    assert not gdb.with_name("cuda-gdb.ran").exists()
     assert not list((tmp_path / "out").glob("cudagdb_*"))
 
 
@@ -117,9 +94,7 @@ def test_what_native_stacks_add_to_the_verdict_is_told_after_them(
     rank: int, tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gdb.write_text(f"{GDB}cat {tmp_path}/listing\n")
-    listing = f'Thread 1 (Thread 0x7f (LWP {rank}) "python"):\n#0  0x01 in poll () from /lib/libc.so.6\n'
-    listing += "#1  0x02 in ncclCommInitRank () from /lib/libnccl.so.2\n#2  0x03 in main ()\n"
-    (tmp_path / "listing").write_text(listing)
+    (tmp_path / "listing").write_text(native_stack(rank))
     assert collect(rank, tmp_path / "out", "--snapshots", "1", "--native") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" (")[0] for line in lines if line.startswith("verdict")] == [

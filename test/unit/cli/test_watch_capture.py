@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +10,8 @@ import pytest
 
 from sglang_crashkit.cli import watch
 from sglang_crashkit.errors import ExitCode
-from unit.targets import SLEEPER, settle_in_sleep
-from unit.waiting import child
-
-TITLE = "sglang::scheduler_TP0"
-#: A stand-in for a debugger, which leaves a mark where it ran.
-DEBUGGER = '#!/bin/sh\ntouch "$0.ran"\n'
+from unit.cli.conftest import GDB, native_stack
+from unit.targets import TITLE
 
 
 class Told:
@@ -38,27 +33,8 @@ class Told:
 
 
 @pytest.fixture
-def rank() -> Iterator[int]:
-    """The pid of a scheduler's stand-in, in its sleep."""
-    with child(SLEEPER, title=TITLE) as process:
-        settle_in_sleep(process.pid)
-        yield process.pid
-
-
-@pytest.fixture
-def debugger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for cuda-gdb that is first on PATH."""
-    tool = tmp_path / "bin" / "cuda-gdb"
-    tool.parent.mkdir()
-    tool.write_text(DEBUGGER)
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    return tool
-
-
-@pytest.fixture
-def told(debugger: Path) -> Told:
-    return Told(debugger.with_name("cuda-gdb.ran"))
+def told(gdb: Path) -> Told:
+    return Told(gdb.with_name("cuda-gdb.ran"))
 
 
 def capture(pid: int, output: Path, told: Told, *, native: bool = True) -> ExitCode:
@@ -85,13 +61,9 @@ def test_the_verdict_is_told_before_the_debugger_runs(rank: int, tmp_path: Path,
     assert {one.name for one in folder.iterdir()} == {*snapshots["files"], *native["files"]}
 
 
-def test_a_verdict_that_native_stacks_change_is_told_again(
-    rank: int, tmp_path: Path, told: Told, debugger: Path
-) -> None:
-    listing = f'Thread 1 (Thread 0x7f (LWP {rank}) "python"):\n#0  0x01 in poll () from /lib/libc.so.6\n'
-    listing += "#1  0x02 in ncclCommInitRank () from /lib/libnccl.so.2\n#2  0x03 in main ()\n"
-    (tmp_path / "listing").write_text(listing)
-    debugger.write_text(f"{DEBUGGER}cat {tmp_path}/listing\n")
+def test_a_verdict_that_native_stacks_change_is_told_again(rank: int, tmp_path: Path, told: Told, gdb: Path) -> None:
+    (tmp_path / "listing").write_text(native_stack(rank))
+    gdb.write_text(f"{GDB}cat {tmp_path}/listing\n")
     capture(rank, tmp_path / "out", told)
     assert told.kinds == ["snapshots", "verdict", "native_stacks", "verdict"]
     first, second = (more for kind, _text, more in told.events if kind == "verdict")
@@ -100,10 +72,10 @@ def test_a_verdict_that_native_stacks_change_is_told_again(
 
 
 def test_a_folder_that_is_lost_while_the_debugger_runs_is_told(
-    rank: int, tmp_path: Path, told: Told, debugger: Path
+    rank: int, tmp_path: Path, told: Told, gdb: Path
 ) -> None:
     output = tmp_path / "out"
-    debugger.write_text(f"{DEBUGGER}mv {output} {output}.moved\n")
+    gdb.write_text(f"{GDB}mv {output} {output}.moved\n")
     capture(rank, output, told)
     assert told.kinds == ["snapshots", "verdict", "problem"]
     assert told.events[-1][1].startswith(f"no native stacks in {output}/")
