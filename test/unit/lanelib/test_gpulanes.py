@@ -5,6 +5,7 @@ import re
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,43 +19,28 @@ RELEASE = "0.5.12.post1"
 PACKAGES = "lib/python3.12/site-packages"
 
 
-class FakeDriver:
-    """Stands in for libcuda.so.1 with one GPU."""
-
-    def __init__(self, devices: int = 1, status: int = 0) -> None:
-        self.devices = devices
-        self.status = status
-
-    def cuInit(self, flags):  # noqa: N802
-        return self.status
-
-    def cuDeviceGetCount(self, number):  # noqa: N802
-        number._obj.value = self.devices
-        return 0
-
-    def cuDeviceGet(self, device, ordinal):  # noqa: N802
-        return 0
-
-    def cuDeviceGetName(self, name, size, device):  # noqa: N802
-        name.value = b"NVIDIA H200"
-        return 0
-
-    def cuDriverGetVersion(self, number):  # noqa: N802
-        number._obj.value = 13000
-        return 0
+def driver(devices: int = 1, status: int = 0) -> SimpleNamespace:
+    """Return what stands in for libcuda.so.1."""
+    return SimpleNamespace(
+        cuInit=lambda flags: status,
+        cuDeviceGetCount=lambda number: setattr(number._obj, "value", devices) or 0,
+        cuDeviceGet=lambda device, ordinal: 0,
+        cuDeviceGetName=lambda name, size, device: setattr(name, "value", b"NVIDIA H200") or 0,
+        cuDriverGetVersion=lambda number: setattr(number._obj, "value", 13000) or 0,
+    )
 
 
 @pytest.mark.parametrize(
-    ("driver", "found"),
+    ("library", "found"),
     [
-        (FakeDriver(), Device("NVIDIA H200", (13, 0), 1)),
-        (FakeDriver(devices=0), None),
-        (FakeDriver(status=100), None),
+        (driver(), Device("NVIDIA H200", (13, 0), 1)),
+        (driver(devices=0), None),
+        (driver(status=100), None),
         (object(), None),
     ],
 )
-def test_a_gpu_is_described_where_there_is_one(monkeypatch, driver, found):
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+def test_a_gpu_is_described_where_there_is_one(monkeypatch, library, found):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
 
     assert find_device() == found
 
