@@ -73,12 +73,7 @@ def _telling(values: Iterable[str]) -> set[str]:
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
-    """Return `text` without the secrets in it.
-
-    Args:
-        text: in any language, such as an exception's message, JSON or a command line.
-        secrets: values that are secret wherever they stand.
-    """
+    """Return `text`, such as a message, JSON or a command line, without secrets; `secrets` wherever they stand."""
     for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, REDACTED)
     text = _BEARER.sub(rf"\1{REDACTED}", _USER_INFO.sub(rf"\1{REDACTED}@", text))

@@ -47,16 +47,9 @@ def clean_environment(*, without: Sequence[str] = (), kept: Sequence[str] = ()) 
 def run_command(
     argv: Sequence[object], *, timeout_s: float, env: Mapping[str, str] | None = None, quiet: bool = True
 ) -> str:
-    """Run `argv` and return what it printed.
+    """Run `argv`, kill it with its children after `timeout_s` seconds, and return what it printed.
 
-    Args:
-        argv: the program and its arguments.
-        timeout_s: seconds until the program and its children are killed.
-        env: its environment; `clean_environment` by default.
-        quiet: keep its output for the return value or the error; otherwise a person sees it on stderr.
-
-    Raises:
-        LaneError: it is not there, failed, or ran out of time.
+    Where it is not `quiet`, a person sees its output on stderr.
     """
     words = [str(word) for word in argv]
     try:
@@ -87,10 +80,10 @@ def run_command(
 
 
 def run_in_terminal(argv: Sequence[object], *, timeout_s: float, env: Mapping[str, str]) -> int:
-    """Run a check or pytest in the checkout with its output on this terminal.
+    """Run a check or pytest in the checkout with its output on this terminal, where Ctrl-C reaches it.
 
-    A session of its own would keep Ctrl-C from pytest, which has servers to stop. After `timeout_s` seconds it gets
-    SIGINT for the same reason, `END_S` seconds later SIGKILL, and `NO_END` is returned in place of its exit status.
+    After `timeout_s` seconds it gets SIGINT, so that it can stop its servers, and `END_S` seconds later SIGKILL;
+    `NO_END` is returned in place of its exit status.
     """
     process = subprocess.Popen([str(word) for word in argv], cwd=ROOT, env=dict(env))
     try:

@@ -7,12 +7,9 @@ from collections.abc import Callable
 
 
 class LaneError(Exception):
-    """Something is missing or failed; the message names it.
+    """Something is missing or failed; the message names it in a sentence, `next_step` the command that helps.
 
-    Args:
-        message: one sentence that names the thing (program, library, path, release).
-        next_step: the command or action that helps, without a leading "run".
-        exit_code: what a script ends with: 1 failed, 2 usage.
+    A script ends with `exit_code`: 1 failed, 2 usage.
     """
 
     def __init__(self, message: str, *, next_step: str | None = None, exit_code: int = 1) -> None:

@@ -64,13 +64,8 @@ def find_device() -> Device | None:
 
 
 def require_device(without: str) -> Device:
-    """Return the first GPU.
-
-    Raises:
-        LaneError: there is none; `without` is the command that does what can be done without one.
-    """
-    device = find_device()
-    if device is None:
+    """Return the first GPU; where there is none, the command `without` does what can be done without one."""
+    if (device := find_device()) is None:
         raise LaneError(f"there is {NO_DEVICE} on this machine", next_step=without)
     return device
 
@@ -83,13 +78,8 @@ def gpu_releases() -> list[str]:
 def ensure_gpu_lane(release: str, packages: Path | None = None) -> Lane:
     """Make the lane of `release` on this machine's GPU.
 
-    Args:
-        release: SGLang's version.
-        packages: a folder of installed packages, without torch, for the running python; without one the lane is
-            installed from the package index.
-
-    Raises:
-        LaneError: something is missing, or an installation failed.
+    It is made of `packages`, a folder of installed packages without torch for the running python, or else installed
+    from the package index.
     """
     if packages is None:
         return ensure_lane(release)

@@ -25,7 +25,6 @@ MODEL_WRITER = Path(model.__file__)
 INSTALL_TIMEOUT_S = 3600
 #: An SGLang release with torch and CUDA's libraries, unpacked.
 LANE_BYTES = 10 * 10**9
-NO_PROXY = "127.0.0.1,localhost"
 STAMPS = "crashkit-lane.json"
 #: Each process of a server makes millions of objects as it imports, and none is garbage: a sixth of a start's CPU time
 #: went into looking for some.
@@ -34,13 +33,10 @@ SELDOM_COLLECTED = "import gc; gc.set_threshold(100_000, 20, 20)\n"
 
 @dataclass(frozen=True)
 class Lane:
-    """One SGLang release that can serve.
+    """One SGLang release that can serve, in the virtual environment `root`.
 
-    Attributes:
-        release: SGLang's version.
-        pristine: without the kit; otherwise the kit is installed and has patched SGLang.
-        root: the virtual environment.
-        stub_dir: the driver stub's folder, or None where a real driver is installed.
+    Unless it is pristine, the kit is installed and has patched SGLang. `stub_dir` is the driver stub's folder, or None
+    where a real driver is installed.
     """
 
     release: str
@@ -89,8 +85,7 @@ class Lane:
             # To compile takes a fifth of a start's CPU time, and leaves hundreds of megabytes in the temporary folder.
             "TORCHDYNAMO_DISABLE": "1",
             # A server and its router talk to each other on this machine only.
-            "NO_PROXY": NO_PROXY,
-            "no_proxy": NO_PROXY,
+            **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
         }
         if self.stub_dir is not None:
             outer = env.get("LD_LIBRARY_PATH")
@@ -100,31 +95,67 @@ class Lane:
     def write_model(self) -> None:
         """Write the tiny model with its own transformers."""
         say(f"{self.root.name}: writing the tiny model")
-        fresh = self.model_dir.with_suffix(".new")
-        shutil.rmtree(fresh, ignore_errors=True)
-        # -P: the modules beside the writer must not shadow those of the lane.
-        run_command([self.python, "-P", MODEL_WRITER, fresh], timeout_s=300, env=self.serve_env())
         shutil.rmtree(self.model_dir, ignore_errors=True)
-        fresh.rename(self.model_dir)
+        # -P: the modules beside the writer must not shadow those of the lane.
+        run_command([self.python, "-P", MODEL_WRITER, self.model_dir], timeout_s=300, env=self.serve_env())
 
     def patch(self) -> None:
         """Let the kit patch its SGLang."""
         say(f"{self.root.name}: patching SGLang")
         run_command([self.python, "-m", "sglang_crashkit", "apply"], timeout_s=300, env=self.serve_env())
 
+    def make(self) -> None:
+        """Bring its folder up to date, step by step."""
+        lock = versions_of(self.release)
+        self._step("versions", lambda: hash_files([lock], relative_to=lock.parent), lambda: self._install(lock))
+        self._step("collector", lambda: SELDOM_COLLECTED, self._write_collector)
+        self._step("model", lambda: hash_files([MODEL_WRITER]), self.write_model)
+        if not self.pristine:
+            self._step("kit", self._kit_stamp, self._install_kit)
+
+    def _kit_stamp(self) -> str:
+        patches = [path for path in PATCHES.rglob("*") if path.is_file()]
+        # The kit's own account of what it patched: somebody may have reverted it by hand.
+        state = self.root.glob("lib/python3*/site-packages/sglang-*.dist-info/sglang-crashkit.json")
+        return hash_files([*patches, KIT_VERSION_FILE, PYPROJECT, *state])
+
+    def _step(self, name: str, stamp: Callable[[], str], make: Callable[[], None]) -> None:
+        path = self.root / STAMPS
+        if _read_stamps(path).get(name) != stamp() or not self.python.exists():
+            make()
+            write_whole(path, json.dumps(_read_stamps(path) | {name: stamp()}, indent=1))
+
+    def _install(self, lock: Path) -> None:
+        uv, root = tool("uv"), self.root
+        shutil.rmtree(root, ignore_errors=True)
+        cache = Path(run_command([uv, "cache", "dir"], timeout_s=30).strip())
+        for folder in (LANES, next(path for path in (cache, *cache.parents) if path.exists())):
+            free = shutil.disk_usage(folder).free
+            if free < LANE_BYTES:
+                raise LaneError(
+                    f"{free / 1e9:.1f} GB are free at {folder}, and up to {LANE_BYTES / 1e9:.0f} GB are needed",
+                    next_step="free some space there, for example a lane that is not needed, and repeat",
+                )
+        say(f"{root.name}: installing SGLang {self.release} (minutes when nothing is cached)")
+        run_command([uv, "venv", "--quiet", "--no-python-downloads", "--python", LANE_PYTHON, root], timeout_s=120)
+        # Hard links to uv's cache, so that a second lane of 9 GB takes seconds and little space.
+        run_command([uv, "pip", "sync", "--python", self.python, lock], timeout_s=INSTALL_TIMEOUT_S, quiet=False)
+
+    def _write_collector(self) -> None:
+        packages = self.root / "lib" / f"python{LANE_PYTHON}" / "site-packages"
+        packages.mkdir(parents=True, exist_ok=True)
+        write_whole(packages / "crashkit-lane.pth", SELDOM_COLLECTED)
+
+    def _install_kit(self) -> None:
+        say(f"{self.name}: installing the kit")
+        uv = [tool("uv"), "pip", "install", "--quiet", "--python", self.python]
+        run_command([*uv, "--no-deps", "-e", ROOT], timeout_s=300)
+        self.patch()
+
 
 def ensure_lane(release: str, pristine: bool = False) -> Lane:
-    """Make, or find, the lane of `release`.
-
-    Args:
-        release: SGLang's version, such as ``0.5.23``.
-        pristine: leave SGLang as it was published, without the kit.
-
-    Raises:
-        LaneError: something is missing on the machine, or an installation failed.
-    """
+    """Make, or find, the lane of `release`, such as ``0.5.23``; pristine without the kit."""
     check_release(release)
-    # Both are told before gigabytes are installed for nothing.
     supported = json.loads((PATCHES / "releases.lock.json").read_text())["releases"]
     if not pristine and release not in supported:
         raise LaneError(
@@ -136,64 +167,8 @@ def ensure_lane(release: str, pristine: bool = False) -> Lane:
     root = LANES / Lane(release, pristine, LANES, None).name
     with exclusive(LANES / f".{root.name}.lock"):
         lane = Lane(release, pristine, root, ensure_stub())
-        _Maker(lane).make()
+        lane.make()
         return lane
-
-
-@dataclass
-class _Maker:
-    """Brings one lane's folder up to date, step by step."""
-
-    lane: Lane
-
-    def make(self) -> None:
-        lock = versions_of(self.lane.release)
-        self._step("versions", lambda: hash_files([lock], relative_to=lock.parent), lambda: self._install(lock))
-        self._step("collector", lambda: SELDOM_COLLECTED, self._write_collector)
-        self._step("model", lambda: hash_files([MODEL_WRITER]), self.lane.write_model)
-        if not self.lane.pristine:
-            self._step("kit", self._kit_stamp, self._install_kit)
-
-    def _kit_stamp(self) -> str:
-        patches = [path for path in PATCHES.rglob("*") if path.is_file()]
-        # The kit's own account of what it patched: somebody may have reverted it by hand.
-        state = self.lane.root.glob("lib/python3*/site-packages/sglang-*.dist-info/sglang-crashkit.json")
-        return hash_files([*patches, KIT_VERSION_FILE, PYPROJECT, *state])
-
-    def _step(self, name: str, stamp: Callable[[], str], make: Callable[[], None]) -> None:
-        path = self.lane.root / STAMPS
-        if _read_stamps(path).get(name) != stamp() or not self.lane.python.exists():
-            make()
-            write_whole(path, json.dumps(_read_stamps(path) | {name: stamp()}, indent=1))
-
-    def _install(self, lock: Path) -> None:
-        uv, root = tool("uv"), self.lane.root
-        shutil.rmtree(root, ignore_errors=True)
-        cache = Path(run_command([uv, "cache", "dir"], timeout_s=30).strip())
-        for folder in (LANES, next(path for path in (cache, *cache.parents) if path.exists())):
-            free = shutil.disk_usage(folder).free
-            if free < LANE_BYTES:
-                raise LaneError(
-                    f"{free / 1e9:.1f} GB are free at {folder}, and up to {LANE_BYTES / 1e9:.0f} GB are needed",
-                    next_step="free some space there, for example a lane that is not needed, and repeat",
-                )
-        say(f"{root.name}: installing SGLang {self.lane.release} (minutes when nothing is cached)")
-        venv = [uv, "venv", "--quiet", "--no-python-downloads", "--python", LANE_PYTHON, root]
-        run_command(venv, timeout_s=120)
-        # Hard links to uv's cache, so that a second lane of 9 GB takes seconds and little space.
-        sync = [uv, "pip", "sync", "--python", self.lane.python, lock]
-        run_command(sync, timeout_s=INSTALL_TIMEOUT_S, quiet=False)
-
-    def _write_collector(self) -> None:
-        packages = self.lane.root / "lib" / f"python{LANE_PYTHON}" / "site-packages"
-        packages.mkdir(parents=True, exist_ok=True)
-        write_whole(packages / "crashkit-lane.pth", SELDOM_COLLECTED)
-
-    def _install_kit(self) -> None:
-        say(f"{self.lane.name}: installing the kit")
-        install = [tool("uv"), "pip", "install", "--quiet", "--python", self.lane.python, "--no-deps", "-e", ROOT]
-        run_command(install, timeout_s=300)
-        self.lane.patch()
 
 
 def _read_stamps(path: Path) -> dict[str, str]:

@@ -34,17 +34,7 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ManagedProcess:
-    """A process with an HTTP server in it, in a session of its own.
-
-    Attributes:
-        name: what messages call it.
-        url: where it answers, without a slash at the end.
-        port: its port.
-        log_path: what it printed; by default a file of its own below ``.lanes/logs``.
-        popen: its main process.
-        ready_s: seconds from its start to its first answer; None before.
-        members: the servers that it stands for, each in a session of its own; itself alone.
-    """
+    """A process with an HTTP server in it, in a session of its own."""
 
     def __init__(
         self,
@@ -56,12 +46,13 @@ class ManagedProcess:
         port: int,
         log_path: Path | None = None,
     ) -> None:
-        self.name = name
+        self.name = name  # what messages call it
         self.port = port
         self.url = f"http://{host}:{port}"
         unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.urandom(2).hex()}.log"
         self.log_path = log_path or LANES / "logs" / unique
-        self.ready_s: float | None = None
+        self.ready_s: float | None = None  # seconds from its start to its first answer
+        #: The servers that it stands for, each in a session of its own.
         self.members: tuple[ManagedProcess, ...] = (self,)
         self._started = time.monotonic()
         self._known: dict[tuple[int, int], Process] = {}
@@ -95,11 +86,7 @@ class ManagedProcess:
         return [(process.pid, title_of(process.pid)) for process in self._tree()]
 
     def pid_of(self, title: str) -> int:
-        """Return the pid of its one living process whose title is, or begins with, `title`.
-
-        Raises:
-            LaneError: there is none, or more than one.
-        """
+        """Return the pid of its one living process whose title is, or begins with, `title`."""
         found = self.processes()
         pids = [pid for pid, its in found if its == title or its.split(" ")[0] == title]
         pids = pids or [pid for pid, its in found if its.startswith(title)]
@@ -113,24 +100,15 @@ class ManagedProcess:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:])
 
     def require_running(self) -> None:
-        """Check that its main process has not ended.
-
-        Raises:
-            LaneError: it has; the message has its log's tail.
-        """
-        status = self.popen.poll()
-        if status is not None:
+        """Check that its main process has not ended."""
+        if (status := self.popen.poll()) is not None:
             when = "" if self.ready_s else " before it was ready"
             raise LaneError(
                 f"{self.name} ended with status {status}{when}:\n{self.log_tail()}", next_step=f"read {self.log_path}"
             )
 
     def poll_ready(self) -> bool:
-        """Say whether it answers.
-
-        Raises:
-            LaneError: it has ended; the message has its log's tail.
-        """
+        """Say whether it answers."""
         self._tree()
         self.require_running()
         with suppress(OSError, http.client.HTTPException):
@@ -145,29 +123,17 @@ class ManagedProcess:
         wait_all_ready(self.members, timeout_s)
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> bytes:
-        """Post `body` as JSON, or get where there is none, and return the answer.
-
-        Raises:
-            urllib.error.URLError: it refused, failed or is gone.
-            TimeoutError: no answer within `timeout_s` seconds.
-        """
+        """Post `body` as JSON, or get where there is none, and return the answer."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})  # noqa: S310
         with _opener.open(request, timeout=timeout_s) as response:
-            content: bytes = response.read()
-        return content
+            return bytes(response.read())
 
     def generate(self, prompt: str = "Hello", *, max_new_tokens: int = 8, timeout_s: float = 60.0) -> dict[str, Any]:
-        """Ask for exactly `max_new_tokens` tokens, greedily, as `ask` does.
-
-        Returns:
-            SGLang's answer: ``text``, ``output_ids``, ``meta_info``.
-        """
+        """Ask for exactly `max_new_tokens` tokens, greedily, as `ask` does."""
         # Random weights end a sentence at random.
         parameters = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True}
-        answer = self.ask("generate", {"text": prompt, "sampling_params": parameters}, timeout_s)
-        document: dict[str, Any] = json.loads(answer)
-        return document
+        return dict(json.loads(self.ask("generate", {"text": prompt, "sampling_params": parameters}, timeout_s)))
 
     def terminate(self) -> None:
         """Ask the main process to end."""
@@ -180,9 +146,6 @@ class ManagedProcess:
         """End every process of it, known or found now, and wait until they are gone.
 
         The kit's handler, which outlives its server to finish an incident, is waited for.
-
-        Raises:
-            LaneError: a process could not be killed.
         """
         self.terminate()
         for is_killed in (False, True):
@@ -218,11 +181,7 @@ class ManagedProcess:
 
 
 def wait_all_ready(servers: Sequence[ManagedProcess], timeout_s: float = READY_TIMEOUT_S) -> None:
-    """Wait until each of `servers` answers.
-
-    Raises:
-        LaneError: one ended, or did not answer within `timeout_s` seconds in all.
-    """
+    """Wait until each of `servers` answers."""
     deadline = time.monotonic() + timeout_s
     pending = list(servers)
     while pending := [server for server in pending if not server.poll_ready()]:

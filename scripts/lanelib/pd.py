@@ -40,11 +40,7 @@ def missing_libraries() -> list[str]:
 
 
 def require_libraries() -> None:
-    """Check the libraries that prefill/decode disaggregation needs.
-
-    Raises:
-        LaneError: one is missing.
-    """
+    """Check the libraries that prefill/decode disaggregation needs."""
     if missing := missing_libraries():
         raise LaneError(
             f"prefill/decode needs system libraries that are not installed: {', '.join(missing)}",
@@ -63,17 +59,7 @@ class PDServers(ManagedProcess):
     def start(
         cls, lane: Lane, *, device: str = "cpu", extra_args: Sequence[str] = (), port: int | None = None
     ) -> PDServers:
-        """Start all three; `wait_ready` tells when they serve.
-
-        Args:
-            lane: which SGLang.
-            device: ``cpu`` or ``cuda``; prefill and decode share the first GPU.
-            extra_args: more arguments for prefill and decode.
-            port: the router's port; a free one by default.
-
-        Raises:
-            LaneError: a system library is missing.
-        """
+        """Start all three; `wait_ready` tells when they serve. On a GPU, prefill and decode share the first one."""
         require_libraries()
         bootstrap = str(free_port())
         modes = {
@@ -104,11 +90,7 @@ class PDServers(ManagedProcess):
         return [*self.prefill.processes(), *self.decode.processes(), *super().processes()]
 
     def stop(self, grace_s: float = GRACE_S) -> None:
-        """End every process of all three, and wait until they are gone.
-
-        Raises:
-            LaneError: a process could not be killed.
-        """
+        """End every process of all three, and wait until they are gone."""
         with ExitStack() as stack:
             # Each is ended also where another cannot be.
             stack.callback(super().stop, grace_s)

@@ -6,7 +6,7 @@ import itertools
 import re
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from sglang_crashkit.installer.lock import Lock, LockedFile, LockedRelease, sha256_hex
@@ -26,37 +26,6 @@ from sglang_crashkit.installer.patches import (
 
 #: The fields of a patch's header, in their order.
 FIELDS = ("Subject", "Reason", "Calls", "Forwarded", "Drop-when")
-
-
-class ReleaseFiles:
-    """The files of one release, as published and as they are once patched.
-
-    Args:
-        archive: upstream's wheel, open for as long as files are read.
-        refs: the patch of each file, as `PatchTree.resolve` gives them.
-    """
-
-    def __init__(self, archive: zipfile.ZipFile, refs: Mapping[str, PatchRef]) -> None:
-        self._archive = archive
-        self._refs = refs
-
-    def pristine(self, path: str) -> bytes | None:
-        """Return the file at `path` below the package as upstream has it, None where it has none."""
-        return read_package_file(self._archive, path)
-
-    def patched(self, path: str) -> bytes | None:
-        """Return the file at `path` below the package as it is once patched, None where there is none.
-
-        Raises:
-            HunkConflictError: its patch does not fit.
-        """
-        pristine, ref = self.pristine(path), self._refs.get(path)
-        return pristine if ref is None else apply_patch(pristine, ref.read())
-
-    def entry_points(self) -> str:
-        """Return upstream's ``entry_points.txt``, empty where it has none."""
-        names = [name for name in self._archive.namelist() if name.endswith(".dist-info/entry_points.txt")]
-        return self._archive.read(names[0]).decode() if names else ""
 
 
 def read_package_file(wheel: zipfile.ZipFile, path: str) -> bytes | None:
@@ -80,11 +49,7 @@ def render_patch(patch: Patch) -> bytes:
 
 
 def read_draft(ref: PatchRef) -> Patch:
-    """Read a patch whose hunk headers have no numbers (a lone ``@@``) or wrong ones, as a hand leaves them.
-
-    Raises:
-        PatchFormatError: there is something in it that the one spelling has no place for.
-    """
+    """Read a patch whose hunk headers have no numbers (a lone ``@@``) or wrong ones, as a hand leaves them."""
     text = ref.read_text()
     names, *bodies = re.split(r"^@@.*\n", text, flags=re.MULTILINE)
     parts = [names]
@@ -103,17 +68,9 @@ def read_draft(ref: PatchRef) -> Patch:
 
 
 def normalise_patches(tree: PatchTree, wheels: Mapping[str, Path]) -> list[str]:
-    """Rewrite each patch in its one spelling, with the line numbers of its own baseline.
+    """Rewrite each patch in its one spelling, with its own baseline's line numbers; return the names of those changed.
 
-    Args:
-        tree: the patches.
-        wheels: release → wheel; a patch whose baseline is not among them stays as it is.
-
-    Returns:
-        Names of the patches that changed.
-
-    Raises:
-        HunkConflictError: a patch does not fit its own baseline.
+    A patch whose baseline is not among `wheels` stays as it is.
     """
     changed: list[str] = []
     for baseline, wheel in wheels.items():
@@ -128,11 +85,7 @@ def normalise_patches(tree: PatchTree, wheels: Mapping[str, Path]) -> list[str]:
 
 
 def generate_lock(tree: PatchTree, wheels: Mapping[str, Path]) -> Lock:
-    """Return the lock of the releases in `wheels`.
-
-    Raises:
-        PatchDataError: a patch does not fit, or cannot be taken back; the message names each release and hunk.
-    """
+    """Return the lock of the releases in `wheels`."""
     releases: dict[str, LockedRelease] = {}
     conflicts: dict[str, str] = {}
     for release, wheel in wheels.items():
@@ -157,36 +110,24 @@ def generate_lock(tree: PatchTree, wheels: Mapping[str, Path]) -> Lock:
     return Lock(releases)
 
 
-@dataclass(frozen=True)
-class Conflict:
-    """A patch that does not fit, and where the port of it begins."""
+def write_drafts(tree: PatchTree, release: str, wheel: Path) -> dict[PatchRef, tuple[HunkConflictError, Path]]:
+    """Write a draft of each patch that `release` would get and that does not fit `wheel`, into a baseline of its own.
 
-    ref: PatchRef
-    error: HunkConflictError
-    #: What to write as the new baseline's patch.
-    draft: bytes
-
-
-def find_conflicts(tree: PatchTree, release: str, wheel: Path) -> list[Conflict]:
-    """Return the patches that `release` would get and that do not fit `wheel`."""
-    conflicts: list[Conflict] = []
+    Returns:
+        Of each such patch why it does not fit, and its draft.
+    """
+    written: dict[PatchRef, tuple[HunkConflictError, Path]] = {}
     with zipfile.ZipFile(wheel) as archive:
         for path, ref in tree.resolve(release).items():
-            pristine = read_package_file(archive, path)
+            pristine, patch = read_package_file(archive, path), ref.read()
             try:
-                apply_patch(pristine, ref.read())
+                apply_patch(pristine, patch)
             except HunkConflictError as error:
-                conflicts.append(Conflict(ref, error, _draft(ref.read(), error, pristine)))
-    return conflicts
-
-
-def write_drafts(tree: PatchTree, release: str, conflicts: list[Conflict]) -> list[Path]:
-    """Write the drafts of `conflicts` into the baseline `release` and return their files."""
-    files = [tree.root / release / f"{conflict.ref.path}.patch" for conflict in conflicts]
-    for conflict, file in zip(conflicts, files, strict=True):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(conflict.draft)
-    return files
+                file = tree.root / release / f"{path}.patch"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(_draft(patch, error, pristine))
+                written[ref] = (error, file)
+    return written
 
 
 def _head(patch: Patch) -> bytes:
@@ -201,11 +142,7 @@ def _body(hunk: Hunk) -> bytes:
 
 
 def _relocate(patch: Patch, pristine: bytes | None) -> Patch:
-    """Return `patch` with the line numbers that its hunks have in `pristine`.
-
-    Raises:
-        HunkConflictError: it does not fit.
-    """
+    """Return `patch` with the line numbers that its hunks have in `pristine`."""
     apply_patch(pristine, patch)
     places = [-1] if pristine is None else patch.places(split_lines(pristine))
     hunks = [replace(hunk, old_start=at + 1) for hunk, at in zip(patch.hunks, places, strict=True)]
@@ -225,19 +162,12 @@ def _draft(patch: Patch, error: HunkConflictError, pristine: bytes | None) -> by
 def _hints(lines: list[bytes], hunk: Hunk) -> list[str]:
     """Say where each old line of `hunk` stands now, exactly or with other indentation."""
     hints: list[str] = []
-    for old in hunk.old:
-        text = old.decode("utf-8", "replace").strip()
-        if not text:
-            continue
+    for old in filter(bytes.strip, hunk.old):
         text = old.decode("utf-8", "replace").strip()
         exact = [at + 1 for at, line in enumerate(lines) if line == old]
         loose = [at + 1 for at, line in enumerate(lines) if line.strip() == old.strip()]
-        if exact:
-            hints.append(f"line {_few(exact)}: {text}")
-        elif loose:
-            hints.append(f"line {_few(loose)} with other indentation: {text}")
-        else:
-            hints.append(f"gone: {text}")
+        indented = f"line {_few(loose)} with other indentation: {text}" if loose else f"gone: {text}"
+        hints.append(f"line {_few(exact)}: {text}" if exact else indented)
     if len(places := hunk.places(lines)) > 1:
         hints.append(f"the whole hunk stands at lines {_few([at + 1 for at in places])}")
     return hints

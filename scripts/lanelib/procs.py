@@ -20,16 +20,13 @@ _GONE = (FileNotFoundError, ProcessLookupError)
 
 @dataclass(frozen=True)
 class Process:
-    """One process, as ``/proc/<pid>/stat`` has it.
-
-    `started` is in clock ticks since boot; `state` is one letter, Z of a process that is dead and not yet reaped.
-    """
+    """One process, as ``/proc/<pid>/stat`` has it."""
 
     pid: int
-    started: int
+    started: int  # in clock ticks since boot
     parent: int
     session: int
-    state: str
+    state: str  # one letter; Z of a process that is dead and not yet reaped
 
     @property
     def key(self) -> tuple[int, int]:
@@ -94,17 +91,14 @@ def _watched_by(pid: int) -> set[int]:
 
 def alive(processes: Iterable[Process]) -> list[Process]:
     """Return those of `processes` that still run."""
-    pairs = ((process, read_process(process.pid)) for process in processes)
-    return [p for p, current in pairs if current and current.key == p.key and current.state != "Z"]
+    return [one for one in processes if (now := read_process(one.pid)) and now.key == one.key and now.state != "Z"]
 
 
 def wait_gone(processes: Iterable[Process], timeout_s: float) -> list[Process]:
     """Wait up to `timeout_s` seconds for `processes` to end; return those that have not."""
-    deadline = time.monotonic() + timeout_s
-    left = alive(processes)
-    while left and time.monotonic() < deadline:
+    deadline, left = time.monotonic() + timeout_s, list(processes)
+    while (left := alive(left)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
-        left = alive(left)
     return left
 
 
@@ -113,8 +107,7 @@ def send(process: Process, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         descriptor = os.pidfd_open(process.pid)
         try:
-            current = read_process(process.pid)
-            if current is not None and current.key == process.key:
+            if (now := read_process(process.pid)) and now.key == process.key:
                 signal.pidfd_send_signal(descriptor, number)
         finally:
             os.close(descriptor)

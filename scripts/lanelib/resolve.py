@@ -30,11 +30,7 @@ def lock_path(release: str) -> Path:
 
 
 def check_release(release: str) -> None:
-    """Check that `release` is written like one.
-
-    Raises:
-        LaneError: it is not.
-    """
+    """Check that `release` is written like one."""
     if not RELEASE.fullmatch(release):
         step = f"name one of: {', '.join(locked_releases())}"
         raise LaneError(f"{release!r} is not an SGLang release such as 0.5.23", next_step=step, exit_code=2)
@@ -48,11 +44,7 @@ def locked_releases() -> list[str]:
 
 
 def versions_of(release: str) -> Path:
-    """Return the file of exact versions to install for `release`, resolved if it is not locked.
-
-    Raises:
-        LaneError: the release does not exist, or its dependencies cannot be resolved.
-    """
+    """Return the file of exact versions to install for `release`, resolved if it is not locked."""
     if lock_path(release).is_file():
         return lock_path(release)
     resolved = LANES / "resolved" / f"{release}.lock"
@@ -64,11 +56,7 @@ def versions_of(release: str) -> Path:
 
 
 def write_lock(release: str) -> Path:
-    """Keep the versions of `release` as its lock.
-
-    Raises:
-        LaneError: it is locked already, or cannot be resolved.
-    """
+    """Keep the versions of `release` as its lock."""
     path = lock_path(release)
     if path.is_file():
         raise LaneError(f"{release} is locked already", next_step=f"delete {path} to resolve anew")
@@ -80,9 +68,6 @@ def resolve(release: str) -> str:
     """Return the text of a lock: what `release` depended on when it was published.
 
     Later versions of its dependencies break old releases.
-
-    Raises:
-        LaneError: the release does not exist, or its dependencies cannot be resolved.
     """
     compile_ = [tool("uv"), "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--prerelease=allow"]
     compile_ += ["--python-version", LANE_PYTHON]

@@ -31,34 +31,19 @@ class Server(ManagedProcess):
         cls,
         lane: Lane,
         *,
-        tp: int = 1,
-        dp: int = 1,
-        device: str = "cpu",
+        tp: int = 1,  # tensor-parallel ranks
+        dp: int = 1,  # data-parallel ranks
+        device: str = "cpu",  # or cuda
         extra_args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         host: str = "127.0.0.1",
-        port: int | None = None,
-        log_path: Path | None = None,
-        name: str | None = None,
-        prefix: Sequence[str] = (),
-        spins: bool = False,
+        port: int | None = None,  # a free one by default
+        log_path: Path | None = None,  # a new file below ``.lanes/logs`` by default
+        name: str | None = None,  # what messages and the log's name call it
+        prefix: Sequence[str] = (),  # a command that runs it, such as ``unshare`` with its options
+        spins: bool = False,  # idle schedulers go round and round, as by SGLang's default
     ) -> Server:
-        """Start it; `wait_ready` tells when it serves.
-
-        Args:
-            lane: which SGLang.
-            tp: tensor-parallel ranks.
-            dp: data-parallel ranks.
-            device: ``cpu`` or ``cuda``.
-            extra_args: more arguments of ``sglang.launch_server``; they win over ours.
-            env: more environment; it wins over the lane's.
-            host: the address to listen on.
-            port: its port; a free one by default.
-            log_path: where its output goes; a new file below ``.lanes/logs`` by default.
-            name: what messages and the log's name call it.
-            prefix: a command that runs it, such as ``unshare`` with its options.
-            spins: its idle schedulers go round and round, as by SGLang's default.
-        """
+        """Start it; `wait_ready` tells when it serves. What is given in `extra_args` and `env` wins over ours."""
         port = port or free_port()
         argv = [*prefix, *command_of(lane, port, tp=tp, dp=dp, device=device, host=host, spins=spins)]
         argv += extra_args

@@ -33,11 +33,7 @@ def has_driver() -> bool:
 
 
 def find_compiler() -> list[str]:
-    """Return the C compiler's command: ``$CC``, or the first of cc, gcc and clang.
-
-    Raises:
-        LaneError: there is none.
-    """
+    """Return the C compiler's command: ``$CC``, or the first of cc, gcc and clang."""
     commands = [shlex.split(os.environ.get("CC", ""))] if os.environ.get("CC") else [["cc"], ["gcc"], ["clang"]]
     for command in commands:
         if command and shutil.which(command[0]):
@@ -47,14 +43,7 @@ def find_compiler() -> list[str]:
 
 
 def ensure_stub() -> Path | None:
-    """Compile, or find, the stub.
-
-    Returns:
-        The folder to put on ``LD_LIBRARY_PATH``, or None where a real driver is installed.
-
-    Raises:
-        LaneError: there is no C compiler, or it failed.
-    """
+    """Compile, or find, the stub; return the folder for ``LD_LIBRARY_PATH``, None where a real driver is installed."""
     if has_driver():
         return None
     library, stamp, wanted = STUB / SONAME, STUB / "source-sha256", hash_files([SOURCE])

@@ -16,11 +16,7 @@ STAMP = TOOLS / "crashkit-stamp"
 
 
 def tool(name: str) -> Path:
-    """Return the path of the program `name` in the tools environment, which is made if needed.
-
-    Raises:
-        LaneError: no python can make it, or an installation failed.
-    """
+    """Return the path of the program `name` in the tools environment, which is made if needed."""
     if not _is_current():
         with exclusive(LANES / ".tools.lock"):
             if not _is_current():  # another process may just have made it

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lanelib.porting import ReleaseFiles
 from patches.hook_table import HOOK_FILE
+from patches.release_files import ReleaseFiles
 from sglang_crashkit.installer.patches import PatchTree, apply_patch, find_patch_root
 
 REF = PatchTree.load(find_patch_root()).resolve("0.5.9")[HOOK_FILE]

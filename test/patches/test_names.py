@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lanelib.porting import ReleaseFiles
+from patches.release_files import ReleaseFiles
 
 pytestmark = pytest.mark.wheels
 

@@ -34,17 +34,11 @@ MAX_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class DebugConfig:
-    """The ``debug`` section.
+    """The ``debug`` section."""
 
-    Attributes:
-        enabled: whether anything is to be collected.
-        wait_seconds: how long to wait before, in seconds.
-        output_dir: where the files go, with ``{log_dir}`` in it or not.
-    """
-
-    enabled: bool = False
-    wait_seconds: int = DEFAULT_WAIT_SECS
-    output_dir: str = DEFAULT_OUTPUT
+    enabled: bool = False  # whether anything is to be collected
+    wait_seconds: int = DEFAULT_WAIT_SECS  # how long to wait before, in seconds
+    output_dir: str = DEFAULT_OUTPUT  # where the files go, with ``{log_dir}`` in it or not
 
 
 def read_debug_config(path: Path) -> DebugConfig:

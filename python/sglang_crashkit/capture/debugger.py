@@ -71,46 +71,31 @@ MAX_NAME = 200
 
 @dataclass(frozen=True)
 class Debugger:
-    """A debugger that is installed.
-
-    Attributes:
-        name: which.
-        path: its executable.
-    """
+    """A debugger that is installed."""
 
     name: Name
-    path: str
+    path: str  # its executable
 
 
 @dataclass(frozen=True)
 class Debugged:
-    """What came of taking the native stacks of one process.
+    """What came of taking the native stacks of one process."""
 
-    Attributes:
-        tool: what took them, or would have; see `Debugger`, or py-spy in its place.
-        text: what it printed.
-        problem: why that is not all, or nothing; empty where it is all.
-        seconds: how long it took; 0 where it was not run.
-        threads: the stacks in it, innermost frame first.
-        kernels: the names of the CUDA kernels in it.
-    """
-
-    tool: str
-    text: str = ""
-    problem: str = ""
-    seconds: float = 0.0
-    threads: tuple[Thread, ...] = ()
-    kernels: tuple[str, ...] = ()
+    tool: str  # what took them, or would have; see `Debugger`, or py-spy in its place
+    text: str = ""  # what it printed
+    problem: str = ""  # why that is not all, or nothing; empty where it is all
+    seconds: float = 0.0  # how long it took; 0 where it was not run
+    threads: tuple[Thread, ...] = ()  # the stacks in it, innermost frame first
+    kernels: tuple[str, ...] = ()  # the names of the CUDA kernels in it
 
 
-def find_debugger(environ: Mapping[str, str] = os.environ) -> tuple[Debugger | None, str]:
+def find_debugger() -> tuple[Debugger | None, str]:
     """Return the debugger to use, None where there is none, and what is missing and how to get it."""
-    search = os.pathsep.join([environ.get("PATH", ""), *_toolkit_folders(environ)])
-    cuda_gdb = shutil.which("cuda-gdb", path=search)
-    if cuda_gdb:
+    homes = [f"{os.environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    search = os.pathsep.join([os.environ.get("PATH", ""), *homes, *_TOOLKITS])
+    if cuda_gdb := shutil.which("cuda-gdb", path=search):
         return Debugger("cuda-gdb", cuda_gdb), ""
-    gdb = shutil.which("gdb", path=search)
-    if gdb:
+    if gdb := shutil.which("gdb", path=search):
         return Debugger("gdb", gdb), f"cuda-gdb is not installed, so CUDA kernels are not listed; next: {GET_CUDA_GDB}"
     return None, f"neither cuda-gdb nor gdb is installed; next: {GET_GDB}, or {GET_CUDA_GDB}"
 
@@ -123,20 +108,13 @@ def debug(
     stop: threading.Event | None = None,
     guard: ToolGuard | None = None,
 ) -> Debugged:
-    """Debug a process, where nothing speaks against stopping it.
+    """Debug process `pid` for at most `deadline_secs` seconds, where nothing speaks against stopping it.
 
-    Args:
-        debugger: see `find_debugger`.
-        pid: the process.
-        start_ticks: its start time; see `procfs.ProcStat`.
-        deadline_secs: the longest that it may take, in seconds.
-        stop: calls it off when it is set.
-        guard: ends it where this process is killed.
+    `stop` calls it off when it is set, and `guard` ends the debugger where this process is killed.
     """
     if stop is not None and stop.is_set():
         return Debugged(debugger.name, problem=_NO_TURN)
-    obstacle = obstacle_of(pid, start_ticks)
-    if obstacle:
+    if obstacle := obstacle_of(pid, start_ticks):
         return Debugged(debugger.name, problem=f"not run: {obstacle}")
     spied = _spy(pid, start_ticks, deadline_secs, guard) if debugger.name == "gdb" else ()
     command = command_of(debugger, pid, _libraries_of(pid, spied))
@@ -160,7 +138,7 @@ def debug_all(
     take: Callable[[int, Debugged], None],
     within_secs: float = threading.TIMEOUT_MAX,
 ) -> None:
-    """Debug processes, as many at a time as this host has room for.
+    """Debug processes, given with their start times, as many at a time as this host has room for.
 
     Args:
         debugger: see `find_debugger`.
@@ -172,23 +150,18 @@ def debug_all(
     """
     stop = threading.Event()
     until = time.monotonic() + within_secs
-    pool = ThreadPoolExecutor(most_at_once())
-    guard = ToolGuard()
     left: dict[Future[Debugged], int] = {}
-    try:
-        for pid, start_ticks in processes.items():
-            left[pool.submit(debug, debugger, pid, start_ticks, deadline_secs, stop, guard)] = pid
-        while left and (secs := until - time.monotonic()) > 0:
-            for future in wait(left, secs, FIRST_COMPLETED).done:
-                take(left.pop(future), future.result())
-    finally:
-        stop.set()
+    with contextlib.closing(ToolGuard()) as guard, ThreadPoolExecutor(most_at_once()) as pool:
         try:
+            for pid, start_ticks in processes.items():
+                left[pool.submit(debug, debugger, pid, start_ticks, deadline_secs, stop, guard)] = pid
+            while left and (secs := until - time.monotonic()) > 0:
+                for future in wait(left, secs, FIRST_COMPLETED).done:
+                    take(left.pop(future), future.result())
+        finally:
+            stop.set()
             for future, pid in left.items():
                 take(pid, future.result())
-        finally:
-            pool.shutdown(cancel_futures=True)
-            guard.close()
 
 
 def most_at_once() -> int:
@@ -199,17 +172,9 @@ def most_at_once() -> int:
 
 
 def substitute(processes: Mapping[int, int], deadline_secs: float) -> dict[int, Debugged]:
-    """Take native stacks without a debugger, with py-spy, of those processes that may be stopped for it.
-
-    Args:
-        processes: start time of each process by its pid; see `procfs.ProcStat`.
-        deadline_secs: the longest that it may take, in seconds.
-    """
-    guard = ToolGuard()
-    try:
+    """Take native stacks with py-spy within `deadline_secs`, of those processes that may be stopped for it."""
+    with contextlib.closing(ToolGuard()) as guard:
         samples, obstacles = capture_native(processes, deadline_secs, guard)
-    finally:
-        guard.close()
     found = {pid: Debugged(SUBSTITUTE, problem=f"not run: {obstacle}") for pid, obstacle in obstacles.items()}
     for one in samples:
         threads = one.threads
@@ -221,10 +186,7 @@ def substitute(processes: Mapping[int, int], deadline_secs: float) -> dict[int, 
 def command_of(debugger: Debugger, pid: int, libraries: Sequence[str] = ()) -> list[str]:
     """Return the debugger's command line for process `pid`.
 
-    Args:
-        debugger: which, and where.
-        pid: the process.
-        libraries: names of the libraries that symbols are read of, up to ``.so``; of all where there are none.
+    Symbols are read of the `libraries` with these names, up to ``.so``; of all where there are none.
     """
     command = [debugger.path, "-nx", "-batch"]
     for setting in (*_BEFORE, *(_NO_SYMBOLS if libraries else ())):
@@ -259,11 +221,6 @@ def _libraries_of(pid: int, threads: Sequence[Thread]) -> list[str]:
 def _names_of(paths: Iterable[str]) -> set[str]:
     matches = (_LIBRARY.match(Path(path).name) for path in paths)
     return {match[1] for match in matches if match}
-
-
-def _toolkit_folders(environ: Mapping[str, str]) -> list[str]:
-    homes = [environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
-    return [*(str(Path(home) / "bin") for home in homes), *_TOOLKITS]
 
 
 def parse_stacks(text: str) -> tuple[Thread, ...]:

@@ -22,17 +22,12 @@ _CUT_OFF = "..."
 
 @dataclass(frozen=True)
 class FaulthandlerOutput:
-    """What faulthandler wrote.
+    """What faulthandler wrote."""
 
-    Attributes:
-        error: the fatal error in its words, such as ``Segmentation fault``; empty where there was none.
-        threads: the threads, the current one first; `Thread.active` is true of the one that hit the error.
-        is_whole: the main thread is among them, to its outermost frame.
-    """
-
-    error: str
+    error: str  # the fatal error in its words, such as ``Segmentation fault``; empty where there was none
+    #: The threads, the current one first; `Thread.active` is true of the one that hit the error.
     threads: tuple[Thread, ...]
-    is_whole: bool
+    is_whole: bool  # the main thread is among them, to its outermost frame
 
 
 @dataclass
@@ -45,13 +40,9 @@ class _Section:
 
 
 def parse_faulthandler(text: str, pid: int, main_thread: int, roots: Sequence[str] = ()) -> FaulthandlerOutput:
-    """Read faulthandler's output.
+    """Read faulthandler's output, or as much of it as there is.
 
-    Args:
-        text: the output, or as much of it as there is.
-        pid: the process.
-        main_thread: Python's identifier of its main thread.
-        roots: folders of modules, by which the paths are shortened.
+    `main_thread` is Python's identifier of process `pid`'s main thread. Paths are shortened by the folders `roots`.
     """
     error = ""
     sections: list[_Section] = []

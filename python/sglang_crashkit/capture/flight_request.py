@@ -35,17 +35,11 @@ _MAX_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class FlightPlace:
-    """Where the flight recorder of one process is asked and where it writes, as the process itself was told.
+    """Where the flight recorder of one process is asked and where it writes, as the process itself was told."""
 
-    Attributes:
-        pipe_stem: what the name of its pipe begins with; empty where it makes none.
-        dump_stem: what the name of its dump begins with.
-        is_own: no other process writes there.
-    """
-
-    pipe_stem: str
-    dump_stem: str
-    is_own: bool
+    pipe_stem: str  # what the name of its pipe begins with; empty where it makes none
+    dump_stem: str  # what the name of its dump begins with
+    is_own: bool  # no other process writes there
 
     @staticmethod
     def file_of(runtime: Path, pid: int, start_ticks: int) -> Path:
@@ -83,19 +77,12 @@ class Received:
 
 
 class FlightRequest:
-    """One dump of one process, from the trigger to the whole file.
-
-    Args:
-        pid: the process.
-        place: where its recorder is asked and where it writes.
-
-    Attributes:
-        is_unasked: the dump was there before anybody asked for it: PyTorch writes one before it ends a process in which
-            a collective took too long.
-    """
+    """One dump of one process, from the trigger to the whole file."""
 
     def __init__(self, pid: int, place: FlightPlace) -> None:
         self.pid = pid
+        #: The dump was there before anybody asked for it: PyTorch writes one before it ends a process in which a
+        #: collective took too long.
         self.is_unasked = False
         self._place = place
         self._rank: int | None = None
@@ -105,9 +92,7 @@ class FlightRequest:
     def send(self, *, after_one_too_late: bool = False) -> None:
         """Ask for the dump; return at once.
 
-        Args:
-            after_one_too_late: the process was asked before and did not answer in time: a dump that is there by now is
-                the answer to that.
+        After one that was too late, a dump that is there by now is the answer to that.
 
         Raises:
             FlightDumpError: it cannot be asked: there is no pipe, nobody reads it, or it is not the process's own.

@@ -26,12 +26,7 @@ class NoRecorderError(FlightDumpError):
 
 
 class GlooRequest:
-    """One dump of one process, from the question to the whole answer.
-
-    Args:
-        pid: the process.
-        path: the socket at which it answers.
-    """
+    """One dump of process `pid`, from the question at the socket `path` to the whole answer."""
 
     is_unasked = False
 

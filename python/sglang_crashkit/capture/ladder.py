@@ -11,7 +11,7 @@ The second and the third work for a process that prepared them at its start; see
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,16 +36,13 @@ def capture_all(
     *,
     may_signal: bool = False,
 ) -> list[Sample]:
-    """Take the stacks of all processes side by side.
+    """Take the stacks of all processes side by side; return a result for each, in the order given.
 
     Args:
         processes: start time of each process by its pid; see `procfs.ProcStat`.
         folder: the runtime folder, where processes say what they armed; by pid where they are of several servers.
         deadline_secs: the longest that it may take, in seconds; a third more on a machine that stood still meanwhile.
         may_signal: the third way is open: the processes are about to be ended.
-
-    Returns:
-        A result for each process, in the order given.
     """
     folders = dict.fromkeys(processes, folder) if isinstance(folder, Path) else folder
     return _Ascent(processes, folders, deadline_secs, may_signal=may_signal).climb()
@@ -72,30 +69,28 @@ class _Ascent:
     def climb(self) -> list[Sample]:
         share = _PYSPY_SHARE if self._armed else 1.0
         self._take_in(sample_all(self._pids, share * self._deadline_secs), 0.0)
-        self._try(self._ask_responders, self._answering())
+        self._ask_responders()
         if self._may_signal:
-            self._try(self._ask_faulthandler, self._without())
+            self._ask_faulthandler()
         return [self._results[pid] for pid in self._pids]
 
-    def _try(self, ask: Callable[[Sequence[Armed]], list[Sample]], processes: Sequence[Armed]) -> None:
-        if processes:
-            self._take_in(ask(processes), time.monotonic() - self._started)
+    def _ask_responders(self) -> None:
+        # Waiting for one that is stopped costs the others their time.
+        if asked := self._without(but="ZXTt"):
+            since = time.monotonic() - self._started
+            files = {a.pid: ArmedFiles.of(self._folders[a.pid], a.pid, a.start_ticks).socket for a in asked}
+            secs = min(self._remaining(), _RESPONDER_SHARE * self._deadline_secs)
+            self._take_in(ask_responders(files, secs), since)
 
-    def _ask_responders(self, processes: Sequence[Armed]) -> list[Sample]:
-        files = {a.pid: ArmedFiles.of(self._folders[a.pid], a.pid, a.start_ticks).socket for a in processes}
-        return ask_responders(files, min(self._remaining(), _RESPONDER_SHARE * self._deadline_secs))
+    def _ask_faulthandler(self) -> None:
+        if asked := self._without(but="ZX"):
+            since = time.monotonic() - self._started
+            self._take_in(ask_faulthandler(asked, self._folders, self._remaining()), since)
 
-    def _ask_faulthandler(self, processes: Sequence[Armed]) -> list[Sample]:
-        return ask_faulthandler(processes, self._folders, self._remaining())
-
-    def _without(self) -> list[Armed]:
-        """Return those that live and have no result."""
+    def _without(self, but: str) -> list[Armed]:
+        """Return those without a result, `but` not those in one of these states."""
         armed = [self._armed[pid] for pid in self._pids if pid in self._armed and not self._results[pid].threads]
-        return [one for one in armed if _state_of(one) not in "ZX"]
-
-    def _answering(self) -> list[Armed]:
-        """Return those without a result that are not stopped: waiting for one that is costs the others their time."""
-        return [one for one in self._without() if _state_of(one) not in "Tt"]
+        return [one for one in armed if _state_of(one) not in but]
 
     def _remaining(self) -> float:
         least = _LEAST_SHARE * self._deadline_secs
@@ -113,5 +108,5 @@ class _Ascent:
 
 
 def _state_of(armed: Armed) -> str:
-    stat = procfs.read_stat(armed.pid)
-    return stat.state if stat is not None and stat.start_ticks == armed.start_ticks else "X"
+    stat = procfs.read_stat(armed.pid, armed.start_ticks)
+    return stat.state if stat is not None else "X"

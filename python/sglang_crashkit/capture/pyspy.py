@@ -49,24 +49,19 @@ def find_pyspy() -> str | None:
 def sample_all(
     pids: Iterable[int],
     deadline_secs: float,
-    executable: str | None = None,
     mode: Mode = "--nonblocking",
     on_start: Mapping[int, Callable[[int], None]] | None = None,
 ) -> list[Sample]:
-    """Take the stacks of all of `pids` side by side.
+    """Take the stacks of all of `pids` side by side; return a result for each, in the order given.
 
     Args:
         pids: the processes.
         deadline_secs: the longest that the whole round may take, in seconds; py-spy is killed at its end.
-        executable: py-spy to use; found by `find_pyspy` when None.
         mode: what py-spy is asked for.
         on_start: by process, what is called with the pid of its py-spy, which is its process group's as well.
-
-    Returns:
-        A result for each pid, in the order given.
     """
     since, stop = time.monotonic(), threading.Event()
-    wanted, path = list(dict.fromkeys(pids)), executable or find_pyspy()
+    wanted, path = list(dict.fromkeys(pids)), find_pyspy()
     if path is None:
         return [Sample(pid=pid, problem="py-spy is not installed; next: pip install py-spy") for pid in wanted]
 
@@ -83,7 +78,12 @@ def sample_all(
                 apart=True,
                 max_output=MAX_OUTPUT,
             )
-            threads, problem = _parse(run.text) if run.status == 0 else ((), _first_line(run.errors) or run.reason)
+            problem = _first_line(run.errors) or run.reason
+            if run.status == 0:
+                try:
+                    threads, problem = parse_pyspy(run.text), ""
+                except ValueError as error:
+                    problem = f"py-spy's output: {error}"
             if threads or run.status is None:
                 problem = run.reason or problem
                 break
@@ -117,10 +117,7 @@ def capture_native(
 ) -> tuple[list[Sample], dict[int, str]]:
     """Take the native and Python stacks of those processes that may be stopped for it, side by side.
 
-    Args:
-        processes: start time of each process by its pid; see `procfs.ProcStat`.
-        deadline_secs: the longest that it may take, in seconds.
-        guard: ends py-spy where this process is killed.
+    Of each process the start time is given. `guard` ends py-spy where this process is killed.
 
     Returns:
         A result for each process that was tried, and why each other one was not.
@@ -143,14 +140,6 @@ def capture_native(
         for one in results
     ]
     return results, {pid: obstacle for pid, obstacle in obstacles.items() if obstacle}
-
-
-def _parse(text: str) -> tuple[tuple[Thread, ...], str]:
-    try:
-        threads = parse_pyspy(text)
-    except ValueError as error:
-        return (), f"py-spy's output: {error}"
-    return (threads, "") if any(thread.frames for thread in threads) else ((), "py-spy saw no Python frame")
 
 
 def _first_line(text: str) -> str:

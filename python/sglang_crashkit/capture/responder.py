@@ -61,15 +61,7 @@ class Conversation:
 
 
 def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Sample]:
-    """Ask all processes side by side.
-
-    Args:
-        sockets: the socket of each process by its pid.
-        deadline_secs: the longest that it may take, in seconds.
-
-    Returns:
-        A result for each process, in the order given.
-    """
+    """Ask all processes at their sockets, side by side; return a result for each, in the order given."""
     started = time.monotonic()
     results: dict[int, Sample] = {}
 
@@ -80,9 +72,6 @@ def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Sa
                 threads = parse_pyspy(answer.decode(errors="replace"))
             except ValueError as error:
                 problem = str(error)
-            else:
-                if not any(thread.frames for thread in threads):
-                    threads, problem = (), "it named no Python frame"
         seconds = round(time.monotonic() - started, 4)
         results[pid] = Sample(pid=pid, threads=threads, problem=problem, source="in-process", seconds=seconds, gil=gil)
 
@@ -110,16 +99,10 @@ def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Sa
 
 
 def ask_exit(path: Path, pid: int, child: int, deadline_secs: float) -> ExitStatus | None:
-    """Ask process `pid` how its child ended, which has exited.
-
-    Args:
-        path: the socket of `pid`.
-        pid: who is asked.
-        child: of whom.
-        deadline_secs: the longest that it may take, in seconds.
+    """Ask process `pid`, at its socket, how its child ended, which has exited.
 
     Returns:
-        None where it has no answer: it cannot be reached, is stuck, or has reaped the child.
+        None where it has no answer within `deadline_secs`: it cannot be reached, is stuck, or has reaped the child.
     """
     try:
         with _connect(path, pid, EXIT + b" %d" % child) as connection:

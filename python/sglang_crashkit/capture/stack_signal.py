@@ -37,16 +37,7 @@ class _Question:
 
 
 def ask_faulthandler(processes: Sequence[Armed], folders: Mapping[int, Path], deadline_secs: float) -> list[Sample]:
-    """Ask all processes side by side.
-
-    Args:
-        processes: what each of them armed.
-        folders: the runtime folder of each, by its pid.
-        deadline_secs: the longest that it may take, in seconds.
-
-    Returns:
-        A result for each process, in the order given.
-    """
+    """Ask all processes side by side, each with its runtime folder; return a result for each, in the order given."""
     started = time.monotonic()
     results: dict[int, Sample] = {}
     waiting: list[_Question] = []
@@ -79,8 +70,8 @@ def _ask(question: _Question) -> str:
     except OSError as error:
         return error.strerror or str(error)
     try:
-        stat = procfs.read_stat(armed.pid)
-        if stat is None or stat.start_ticks != armed.start_ticks or stat.state in "ZX":
+        stat = procfs.read_stat(armed.pid, armed.start_ticks)
+        if stat is None or stat.state in "ZX":
             return "it has ended"
         if stat.state in "Tt":
             return "it is stopped, and would take the signal when it goes on"

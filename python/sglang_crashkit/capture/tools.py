@@ -29,20 +29,13 @@ _dying: list[subprocess.Popen[bytes]] = []
 
 @dataclass(frozen=True)
 class ToolRun:
-    """What came of running a tool.
+    """What came of running a tool."""
 
-    Attributes:
-        text: what it printed; with what it printed on standard error, where that was not kept apart.
-        reason: why that is not all, or nothing; empty where the tool ended well.
-        seconds: how long it took.
-        errors: what it printed on standard error, where that was kept apart.
-        status: its exit status, as `subprocess.Popen.returncode` has it; None where it did not end by itself.
-    """
-
-    text: str
-    reason: str
-    seconds: float
-    errors: str = ""
+    text: str  # what it printed; with what it printed on standard error, where that was not kept apart
+    reason: str  # why that is not all, or nothing; empty where the tool ended well
+    seconds: float  # how long it took
+    errors: str = ""  # what it printed on standard error, where that was kept apart
+    #: Its exit status, as `subprocess.Popen.returncode` has it; None where it did not end by itself.
     status: int | None = None
 
 

@@ -38,8 +38,8 @@ _END_SECS = 5.0
 
 def obstacle_of(pid: int, start_ticks: int) -> str:
     """Return why a process must not be stopped by a tracer, empty where nothing speaks against it."""
-    stat = procfs.read_stat(pid)
-    if stat is None or stat.start_ticks != start_ticks or stat.state in "ZX":
+    stat = procfs.read_stat(pid, start_ticks)
+    if stat is None or stat.state in "ZX":
         return "it has ended"
     if stat.state in "Tt":
         return "it is stopped, and must stay as it was found"
@@ -52,8 +52,7 @@ def obstacle_of(pid: int, start_ticks: int) -> str:
 def release(processes: Mapping[int, int]) -> set[int]:
     """Let go on what a tracer that failed left stopped, or about to stop; SIGCONT does nothing to what is neither.
 
-    Args:
-        processes: start time of each process by its pid; none was stopped before it was traced.
+    None of the processes, given with their start times, was stopped before it was traced.
 
     Returns:
         The pids of those that were found stopped, or asked to stop.
@@ -63,8 +62,8 @@ def release(processes: Mapping[int, int]) -> set[int]:
     while left:
         is_last = time.monotonic() >= deadline
         for pid, start_ticks in list(left.items()):
-            stat = procfs.read_stat(pid)
-            if stat is None or stat.start_ticks != start_ticks or stat.state in "ZX":
+            stat = procfs.read_stat(pid, start_ticks)
+            if stat is None or stat.state in "ZX":
                 del left[pid]
             elif is_last or not any(procfs.read_tracer(pid, thread) for thread in procfs.thread_states(pid)):
                 if is_stopped(pid):
@@ -104,11 +103,7 @@ class ToolGuard:
 
     @contextlib.contextmanager
     def over(self, target: int, target_ticks: int) -> Iterator[Callable[[int], None]]:
-        """Guard what a tool does to a process, to the end of the block.
-
-        Args:
-            target: the process that it traces, which was not stopped before.
-            target_ticks: start time of that; see `procfs.ProcStat`.
+        """Guard what a tool does to process `target`, which was not stopped before, to the end of the block.
 
         Returns:
             What is to be called with the pid of the tool, which leads a process group, once it runs.
@@ -150,8 +145,7 @@ def guard(lines: Iterable[str]) -> None:
             target_ticks, tool, tool_ticks = rest
             left[target] = (target_ticks, tool, tool_ticks)
     for _target_ticks, tool, tool_ticks in left.values():
-        stat = procfs.read_stat(tool)
-        if stat is not None and stat.start_ticks == tool_ticks:
+        if procfs.read_stat(tool, tool_ticks) is not None:
             with contextlib.suppress(OSError):
                 os.killpg(tool, signal.SIGKILL)
     release({target: target_ticks for target, (target_ticks, _tool, _tool_ticks) in left.items()})

@@ -13,16 +13,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from sglang_crashkit.analysis.explain import explain
+from sglang_crashkit.capture.debug_config import DEFAULT_OUTPUT, expand_output, read_debug_config
+from sglang_crashkit.capture.server_arguments import port_of, side_of
 from sglang_crashkit.cli.argument_types import positive, seconds
 from sglang_crashkit.cli.ending import Terminated, terminable
+from sglang_crashkit.cli.reporters import collected, slurm_job
+from sglang_crashkit.collect.collection import Collection, Plan
+from sglang_crashkit.collect.slurm import Limits, find_job
+from sglang_crashkit.collect.slurm_gather import JobResult, gather
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, RefusedError, UsageError
-
-if TYPE_CHECKING:
-    from sglang_crashkit.collect.collection import Collection
-    from sglang_crashkit.collect.slurm_gather import JobResult
-    from sglang_crashkit.kernel.discovery import Discovery
+from sglang_crashkit.kernel.discovery import Discovery, find_processes
+from sglang_crashkit.kernel.private_files import make_private_folder
+from sglang_crashkit.kernel.slurm_place import Place
 
 #: Seconds between two lines of the overview while it waits, on a terminal and elsewhere.
 _REDRAW_SECS, _REPEAT_SECS = 2.0, 60.0
@@ -133,12 +137,6 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
-    # Imported here, so that every command starts without what the others need.
-    from sglang_crashkit.cli.reporters.collected import TextReport, as_json
-    from sglang_crashkit.collect.collection import Collection, Plan
-    from sglang_crashkit.kernel.discovery import find_processes
-    from sglang_crashkit.kernel.slurm_place import Place
-
     began, user = time.monotonic(), _user_of(args)
     # In a step of a Slurm job, those of another job on the same node are not asked for.
     here = Place.of_environ(os.environ) if args.pid is None else None
@@ -161,7 +159,7 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     if args.with_snapshots:
         output = _folder_or_substitute(output)
     collection = Collection(found.processes, Plan(output, args.snapshots, args.interval, native=args.native), _say)
-    report = None if args.json else TextReport(collection, output)
+    report = None if args.json else collected.TextReport(collection, output)
     interrupt: KeyboardInterrupt | None = None
     try:
         collection.take_snapshots()
@@ -177,25 +175,18 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     if report is not None:
         report.ended()
     else:
-        document = as_json(collection, output, status, found, with_snapshots=args.with_snapshots)
+        document = collected.as_json(collection, output, status, found, with_snapshots=args.with_snapshots)
         print(json.dumps(document, indent=None if args.with_snapshots else 2))
     return status
 
 
 def debugger_secs(node_secs: float | None, used_secs: float) -> float | None:
-    """Return how long the debuggers may take for all processes, so that a node answers in time; no limit when None.
-
-    Args:
-        node_secs: when the node is given up, in seconds.
-        used_secs: how much of that is over.
-    """
+    """Return how long the debuggers may take for all processes, so that a node answers in time; no limit when None."""
     return None if node_secs is None else max(0.0, _SHARE * node_secs - _END_SECS - used_secs)
 
 
 def _folder_or_substitute(output: Path) -> Path:
     """Return `output`; a temporary folder where it cannot be made, as in a container, for the snapshots are printed."""
-    from sglang_crashkit.kernel.private_files import make_private_folder
-
     try:
         return make_private_folder(output.absolute())
     except (CrashkitError, OSError):
@@ -203,11 +194,6 @@ def _folder_or_substitute(output: Path) -> Path:
 
 
 def _collect_job(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
-    from sglang_crashkit.analysis.explain import explain
-    from sglang_crashkit.cli.reporters.slurm_job import EXPLANATION, as_json, as_text, write_explanation
-    from sglang_crashkit.collect.slurm import Limits, find_job
-    from sglang_crashkit.collect.slurm_gather import gather
-
     if args.pid is not None:
         raise UsageError("--pid names a process of one machine", next_step="leave it out, or leave --slurm-job out")
     command = _remote_command(args)
@@ -221,13 +207,13 @@ def _collect_job(args: argparse.Namespace, wait_secs: float, output: Path) -> Ex
     result = gather(job, command, output, _say, limits=limits, container=args.container_name, options=args.srun_option)
     status, explanation = _status_of_job(result), explain(result.sightings)
     try:
-        write_explanation(result, explanation, output)
+        slurm_job.write_explanation(result, explanation, output)
     except OSError as error:
-        _say(f"cannot write {output / EXPLANATION}: {error.strerror or error}")
+        _say(f"cannot write {output / slurm_job.EXPLANATION}: {error.strerror or error}")
     if args.json:
-        print(json.dumps(as_json(result, explanation, output, status), indent=2))
+        print(json.dumps(slurm_job.as_json(result, explanation, output, status), indent=2))
     else:
-        for line in as_text(result, explanation, output):
+        for line in slurm_job.as_text(result, explanation, output):
             print(line)
     if result.interrupt is not None:
         _say("interrupted; what was collected until then is kept")
@@ -253,8 +239,6 @@ def _remote_command(args: argparse.Namespace) -> list[str]:
 
 def _read_config(args: argparse.Namespace) -> tuple[float, Path]:
     """Return how long to wait, in seconds, and the output folder: the command line's, else the file's."""
-    from sglang_crashkit.capture.debug_config import DEFAULT_OUTPUT, expand_output, read_debug_config
-
     wait_secs, template = 0.0, DEFAULT_OUTPUT
     if args.config is not None:
         config = read_debug_config(args.config)
@@ -275,24 +259,25 @@ def _require_one_server(found: Discovery) -> None:
     Raises:
         RefusedError: they are; it names each server, and the command for one and for all of them.
     """
-    from sglang_crashkit.capture.server_arguments import port_of, side_of
-
-    servers = {one.server: one for one in found.processes if one.role != "router"}
-    if len(servers) < 2:
+    of_server = {one.server: one for one in found.processes if one.role != "router"}
+    if len(of_server) < 2:
         return
-    lines = []
-    for server, one in servers.items():
+    lines = {}
+    for server, one in of_server.items():
         ranks = [process for process in found.processes if process.server == server and process.role == "scheduler"]
-        what = f"{len(ranks)} scheduler{'' if len(ranks) == 1 else 's'}" if ranks else one.title
+        what = _counted(len(ranks), "scheduler", "schedulers") if ranks else one.title
         side = side_of(one.server_arguments)
         words = [what, *([f"{side} side"] if side else []), f"port {port_of(one.server_arguments)}"]
-        lines.append(f"  --pid {server if server is not None else one.pid}: {', '.join(words)}")
-    first = next(iter(servers.values()))
+        lines[server if server is not None else one.pid] = ", ".join(words)
+    listed = "".join(f"\n  --pid {pid}: {words}" for pid, words in lines.items())
     raise RefusedError(
-        "\n".join([f"there are {len(servers)} SGLang servers on this host, and it is not said which:", *lines]),
-        next_step=f"sglang-crashkit collect --pid {first.server if first.server is not None else first.pid}, or "
-        "--all-servers",
+        f"there are {len(lines)} SGLang servers on this host, and it is not said which:{listed}",
+        next_step=f"sglang-crashkit collect --pid {next(iter(lines))}, or --all-servers",
     )
+
+
+def _counted(number: int, noun: str, plural: str) -> str:
+    return f"{number} {noun if number == 1 else plural}"
 
 
 def _user_of(args: argparse.Namespace) -> int | None:
@@ -325,20 +310,18 @@ def _overview(found: Discovery) -> str:
     titles = [process.title for process in found.processes]
     more = f" and {len(titles) - _MAX_TITLES} more" if len(titles) > _MAX_TITLES else ""
     names = f": {', '.join(titles[:_MAX_TITLES])}{more}" if titles else " yet"
-    return f"{len(titles)} process{'' if len(titles) == 1 else 'es'}{names}"
+    return f"{_counted(len(titles), 'process', 'processes')}{names}"
 
 
 def _passed_over(found: Discovery) -> Iterator[str]:
-    from sglang_crashkit.cli.reporters.collected import name_of
-
     for user, pids in found.others.items():
-        name = name_of(user)
+        name = collected.name_of(user)
         which = ", ".join(str(pid) for pid in pids[:_MAX_TITLES])
         yield f"user {name}'s processes were left alone (pid {which}); next: --user {name}, or --any-user"
     for place, pids in found.elsewhere.items():
         which = ", ".join(str(pid) for pid in pids[:_MAX_TITLES])
-        count = f"{len(pids)} process{'' if len(pids) == 1 else 'es'}"
-        yield f"{count} of Slurm job {place.job_id} on {place.node} left alone (pid {which}); next: --pid {pids[0]}"
+        of_job = f"{_counted(len(pids), 'process', 'processes')} of Slurm job {place.job_id} on {place.node}"
+        yield f"{of_job} left alone (pid {which}); next: --pid {pids[0]}"
 
 
 def _nothing(args: argparse.Namespace, found: Discovery) -> NothingToDoError:
@@ -362,16 +345,20 @@ def _nothing(args: argparse.Namespace, found: Discovery) -> NothingToDoError:
 
 def _status_of(collection: Collection, interrupt: KeyboardInterrupt | None) -> ExitCode:
     if interrupt is not None:
-        return ExitCode.TERMINATED if isinstance(interrupt, Terminated) else ExitCode.INTERRUPTED
+        return _status_of_interrupt(interrupt)
     gave = [one.gave_something for one in collection.collected]
     if all(gave):
         return ExitCode.DONE
     return ExitCode.PARTIAL if any(gave) else ExitCode.FAILED
 
 
+def _status_of_interrupt(interrupt: KeyboardInterrupt) -> ExitCode:
+    return ExitCode.TERMINATED if isinstance(interrupt, Terminated) else ExitCode.INTERRUPTED
+
+
 def _status_of_job(result: JobResult) -> ExitCode:
     if result.interrupt is not None:
-        return ExitCode.TERMINATED if isinstance(result.interrupt, Terminated) else ExitCode.INTERRUPTED
+        return _status_of_interrupt(result.interrupt)
     statuses = {node.status for node in result.nodes}
     if statuses == {ExitCode.NOTHING}:
         return ExitCode.NOTHING

@@ -7,20 +7,21 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sglang_crashkit.analysis.member import describe
 from sglang_crashkit.cli.ending import Terminated, terminable
+from sglang_crashkit.collect.collection import Collection, Plan
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sglang_crashkit.collect.collection import Collected, Collection
-    from sglang_crashkit.kernel.discovery import FoundProcess
-    from sglang_crashkit.watch.health import Address, Health, HealthProbe
-    from sglang_crashkit.watch.server import WatchedServer
-    from sglang_crashkit.watch.watching import Event, Observation
+from sglang_crashkit.incident.store import find_incident_of
+from sglang_crashkit.incident.summary import headline, mapping_of
+from sglang_crashkit.kernel.discovery import FoundProcess, find_processes
+from sglang_crashkit.settings import read_seconds
+from sglang_crashkit.watch.health import Address, Health, HealthProbe, read_api_key
+from sglang_crashkit.watch.server import Death, WatchedServer, find_listener, first_death, is_here
+from sglang_crashkit.watch.watching import Event, Observation, Watching
 
 _HANG_VARIABLE = "SGLANG_CRASHKIT_HANG_SECS"
 _HANG_SECS = 60.0
@@ -113,8 +114,6 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def _check(args: argparse.Namespace) -> float:
     """Return after how many seconds without an answer a server hangs."""
-    from sglang_crashkit.settings import read_seconds
-
     if args.pid is None and args.url is None:
         raise UsageError("neither --pid nor --url says which server", next_step="sglang-crashkit watch --pid PID")
     # To the crash handler 0 means that hangs are not looked for, which is what this command is called to do.
@@ -133,15 +132,11 @@ class _Watch:
     """One run of the command."""
 
     def __init__(self, args: argparse.Namespace, hang_secs: float) -> None:
-        # Imported here, so that every command starts without what the others need.
-        from sglang_crashkit.watch.health import Address, read_api_key
-        from sglang_crashkit.watch.server import is_here
-        from sglang_crashkit.watch.watching import Watching
 
         self._args, self._hang_secs = args, hang_secs
         self._tick_secs = min(_LONGEST_TICK_SECS, hang_secs / 10)
         self._watching = Watching(hang_secs, args.start_secs)
-        self._url: Address | None = Address.parse(args.url) if args.url is not None else None
+        self._url = Address.parse(args.url) if args.url is not None else None
         self._api_key = read_api_key(args.api_key_file) if args.api_key_file is not None else ""
         self._is_here = self._url is not None and is_here(self._url)
         self._server: WatchedServer | None = None
@@ -176,27 +171,23 @@ class _Watch:
                 self._tell_event(event)
                 if event.kind == "gone":
                     return ExitCode.NOTHING
-                if event.kind == "crash":
-                    status = self._capture_survivors()
+                if event.kind in ("crash", "hang"):
+                    is_crash = event.kind == "crash"
+                    status = self._capture_survivors() if is_crash else self._capture_hang()
                     self._watching.skip(time.monotonic())
-                    if self._args.once:
+                    if self._args.once and is_crash:
                         self._tell_incident(is_crash=True, wait_secs=_INCIDENT_SECS)
-                        return status
-                if event.kind == "hang":
-                    status = self._capture()
-                    self._watching.skip(time.monotonic())
                     if self._args.once:
                         return status
             self._overview(seen)
             if self._watching.phase == "crashed":
                 self._tell_incident(is_crash=True)
             if self._server is not None:
-                self._server.wait(self._tick_secs)
+                self._server.ends.wait(self._tick_secs)
             else:
                 time.sleep(self._tick_secs)
 
     def _find(self, pid: int) -> None:
-        from sglang_crashkit.watch.server import WatchedServer
 
         try:
             self._server = WatchedServer(pid)
@@ -213,19 +204,16 @@ class _Watch:
 
     def _connect(self) -> None:
         """Find by the one what of process and address was not given, as soon as it is there."""
-        from sglang_crashkit.watch.health import HealthProbe
-        from sglang_crashkit.watch.server import WatchedServer, find_listener
-
         if time.monotonic() < self._connected_at + _CONNECT_SECS:
             return
         self._connected_at = time.monotonic()
         if self._server is None and self._url is not None and self._is_here:
             pid = find_listener(self._url)
             found = WatchedServer(pid) if pid is not None else None
-            if found is not None and found.is_known:
-                self._server = found
-            elif found is not None:
+            if found is not None and not found.is_known:
                 found.close()
+            else:
+                self._server = found
         if self._probe is None:
             address = self._url or (self._server.address() if self._server is not None else None)
             if address is not None:
@@ -234,7 +222,6 @@ class _Watch:
                 self._probe = HealthProbe(address, interval_secs, timeout_secs, self._api_key)
 
     def _observe(self) -> Observation:
-        from sglang_crashkit.watch.watching import Observation
 
         if self._server is None or self._probe is None:
             self._connect()
@@ -247,8 +234,8 @@ class _Watch:
         if self._server is None:
             return Observation(time.monotonic(), health, answers=answers, asking=asking)
         samples = self._server.sample(stacks=self._watching.wants_stacks(time.monotonic()))
-        state, gone = self._server.state, self._server.is_gone
-        return Observation(time.monotonic(), health, samples, state, answers, asking, gone, self._server.deaths)
+        state, gone, deaths = self._server.state, self._server.is_gone, tuple(self._server.ends.deaths)
+        return Observation(time.monotonic(), health, samples, state, answers, asking, gone, deaths)
 
     def _health(self) -> Health:
         if self._probe is None:
@@ -260,19 +247,14 @@ class _Watch:
             self._tell("problem", self._probe.problem)
         return health
 
-    def _capture(self) -> ExitCode:
+    def _capture_hang(self) -> ExitCode:
         """Take the snapshots of a hang, tell the verdict, and only then run the debugger, which takes minutes."""
-        from sglang_crashkit.kernel.discovery import find_processes
-
-        processes = find_processes(pid=self._server.pid, everything=True).processes if self._server is not None else ()
-        if not processes:
-            self._tell("snapshots", "there are no snapshots: its processes are not on this host", files=[])
-            return ExitCode.PARTIAL
-        native = self._args.native or self._args.debugger
-        collection = self._take_snapshots(processes, self._args.snapshots, native=native)
+        found = find_processes(pid=self._server.pid, everything=True).processes if self._server is not None else ()
+        native, count = self._args.native or self._args.debugger, self._args.snapshots
+        what = f"{count} snapshots of {len(found)} processes"
+        collection = self._take_snapshots(found, count, what, "its processes are not on this host", native=native)
         if collection is None:
             return ExitCode.PARTIAL
-        self._tell_snapshots(collection, f"{len(collection.rounds)} snapshots of {len(processes)} processes")
         verdict = self._tell_verdict(collection)
         if native:
             self._debug(collection, verdict)
@@ -284,23 +266,20 @@ class _Watch:
         There is no verdict on them: who failed first is known by then, and they stand still because of it.
         """
         # Those that were known before: they may be gone by the time that it takes to look for them anew.
-        ended = {death.pid for death in self._server.deaths} if self._server is not None else set()
-        processes = [one for one in self._server.processes if one.pid not in ended] if self._server is not None else []
-        if not processes:
-            self._tell("snapshots", "there are no snapshots: none of its processes is left", files=[])
-            return ExitCode.PARTIAL
-        collection = self._take_snapshots(processes, 1)
-        if collection is None:
-            return ExitCode.PARTIAL
-        self._tell_snapshots(collection, f"the stacks of {len(processes)} processes that were left")
-        return ExitCode.PARTIAL if _without(collection) else ExitCode.DONE
+        known, deaths = (self._server.processes, self._server.ends.deaths) if self._server is not None else ((), ())
+        ended = {death.pid for death in deaths}
+        left = [one for one in known if one.pid not in ended]
+        what = f"the stacks of {len(left)} processes that were left"
+        collection = self._take_snapshots(left, 1, what, "none of its processes is left")
+        return ExitCode.PARTIAL if collection is None or _without(collection) else ExitCode.DONE
 
     def _take_snapshots(
-        self, processes: Sequence[FoundProcess], count: int, *, native: bool = False
+        self, processes: Sequence[FoundProcess], count: int, what: str, without_any: str, *, native: bool = False
     ) -> Collection | None:
-        """Take so many snapshots; None, which is told, where they cannot be written."""
-        from sglang_crashkit.collect.collection import Collection, Plan
-
+        """Take so many snapshots and tell of them; None, which is told, where there are none."""
+        if not processes:
+            self._tell("snapshots", f"there are no snapshots: {without_any}", files=[])
+            return None
         self._folder = self._args.output_dir / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         plan = Plan(self._folder, count, self._args.interval, native=native)
         try:
@@ -309,27 +288,25 @@ class _Watch:
         except (OSError, CrashkitError) as error:
             self._tell("problem", f"no snapshots in {self._folder}: {error}; {_OUTPUT_HINT}")
             return None
+        files = [*collection.snapshot_files, *_files_of(collection)]
+        self._tell_files("snapshots", what, files, _without(collection))
         return collection
 
-    def _debug(self, collection: Collection, told: tuple[str, str]) -> None:
-        before = _files_of(collection.collected)
+    def _debug(self, collection: Collection, verdict: tuple[str, str]) -> None:
+        before = _files_of(collection)
         try:
             collection.debug()
         except OSError as error:
             self._tell("problem", f"no native stacks in {self._folder}: {error}; {_OUTPUT_HINT}")
             return
-        collected = collection.collected
-        files = [name for name in _files_of(collected) if name not in before]
+        files = [name for name in _files_of(collection) if name not in before]
         if collection.spared:
             self._tell("native_stacks", f"not taken: {collection.spared}", files=files)
             return
-        without = [one.process.title for one in collected if one.debugged is None or not one.debugged.threads]
-        self._tell_files("native_stacks", f"native stacks of {len(collected) - len(without)} processes", files, without)
-        self._tell_verdict(collection, told)
-
-    def _tell_snapshots(self, collection: Collection, what: str) -> None:
-        files = [*collection.snapshot_files, *_files_of(collection.collected)]
-        self._tell_files("snapshots", what, files, _without(collection))
+        processes = collection.collected
+        without = [one.process.title for one in processes if one.debugged is None or not one.debugged.threads]
+        self._tell_files("native_stacks", f"native stacks of {len(processes) - len(without)} processes", files, without)
+        self._tell_verdict(collection, verdict)
 
     def _tell_files(self, kind: str, what: str, files: list[str], without: list[str]) -> None:
         text = f"{what} in {self._folder}" + (f"; none of {', '.join(without)}" if without else "")
@@ -337,10 +314,7 @@ class _Watch:
 
     def _tell_verdict(self, collection: Collection, told: tuple[str, str] = ("", "")) -> tuple[str, str]:
         """Tell and return the verdict, unless it is the one that was told."""
-        from sglang_crashkit.analysis.explain import explain
-        from sglang_crashkit.analysis.sightings import Sightings
-
-        explanation = explain(Sightings.of(collection.rounds))
+        explanation = collection.explain()
         verdict = (explanation.statement, explanation.level)
         if verdict != told:
             details = {"explanation": explanation.to_json()} if self._args.json else {}
@@ -349,10 +323,6 @@ class _Watch:
 
     def _tell_incident(self, *, is_crash: bool, wait_secs: float = 0.0) -> None:
         """Tell once what the server's own crash handler found, where it has one, and wait while that is at work."""
-        from sglang_crashkit.incident.store import find_incident_of
-        from sglang_crashkit.incident.summary import headline, mapping_of
-        from sglang_crashkit.watch.server import first_death
-
         if self._server is None:
             return
         found = find_incident_of(self._server.pid, self._began, self._server.arguments, wait_secs)
@@ -364,9 +334,8 @@ class _Watch:
         if not is_crash and document.get("kind") not in _NO_CRASH:
             # All of it had ended before the watcher looked again: only the handler saw who was first.
             level, first = str(verdict.get("level", "unknown")), first_death(document)
-            who = {"pid": first.pid, "title": first.title, **vars(first.end)} if first is not None else None
             text = f"{first}; the whole server has ended" if first is not None else headline(document)
-            self._tell("crash", text, level=level, first=who)
+            self._tell("crash", text, level=level, first=_death_json(first))
             self._tell("snapshots", "there are no snapshots: none of its processes is left", files=[])
         text = f"{verdict.get('text') or headline(document)} Incident: {found.path}"
         more = {"path": str(found.path), "headline": headline(document), "first_failure": verdict.get("first_failure")}
@@ -378,15 +347,13 @@ class _Watch:
         return f"watching {who}{where}; {self._hang_secs:g} s without an answer are a hang"
 
     def _tell_event(self, event: Event) -> None:
-        from sglang_crashkit.analysis.member import describe
 
         more: dict[str, Any] = {"secs": round(event.secs, 1)} if event.secs else {}
+        if event.kind in ("crash", "hang"):
+            more["level"] = event.level
         if event.kind == "crash":
-            more["level"] = event.level
-            first = event.first
-            more["first"] = {"pid": first.pid, "title": first.title, **vars(first.end)} if first is not None else None
+            more["first"] = _death_json(event.first)
         if event.kind == "hang":
-            more["level"] = event.level
             more["ranks"] = [
                 {"pid": one.source.pid, "title": one.source.title, "manner": one.manner(), "seen": describe(one)}
                 for one in event.ranks
@@ -421,8 +388,12 @@ class _Watch:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _files_of(collected: Sequence[Collected]) -> list[str]:
-    return [name for one in collected for name in one.files]
+def _death_json(death: Death | None) -> dict[str, Any] | None:
+    return {"pid": death.pid, "title": death.title, **vars(death.end)} if death is not None else None
+
+
+def _files_of(collection: Collection) -> list[str]:
+    return [name for one in collection.collected for name in one.files]
 
 
 def _without(collection: Collection) -> list[str]:

@@ -9,7 +9,6 @@ soon as there is something for them, whole at every moment.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 import time
@@ -18,69 +17,44 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sglang_crashkit.analysis.divergence import Divergence
-from sglang_crashkit.analysis.explain import explain
+from sglang_crashkit.analysis.explain import Explanation, explain
 from sglang_crashkit.analysis.sightings import Sightings
-from sglang_crashkit.capture.debugger import (
-    MAY_TRACE,
-    SUBSTITUTE,
-    Debugged,
-    debug_all,
-    find_debugger,
-    substitute,
-)
-from sglang_crashkit.capture.ladder import capture_all
-from sglang_crashkit.capture.server_arguments import rendezvous_of, side_of
+from sglang_crashkit.capture.debugger import MAY_TRACE, SUBSTITUTE, Debugged, debug_all, find_debugger, substitute
+from sglang_crashkit.capture.server_arguments import side_of
 from sglang_crashkit.collect import account
 from sglang_crashkit.collect import text as collected_text
+from sglang_crashkit.collect.observing import is_python, observe
 from sglang_crashkit.collect.steps import read_steps
-from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
-from sglang_crashkit.settings import runtime_folder
 
 #: The longest that one tool may take for one process, in seconds.
 TOOL_SECS = 60.0
 #: What a round gets when earlier ones have taken all the time, in seconds; py-spy takes 0.02.
 _LEAST_SECS = 1.0
-_TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be collected.
+    """What is to be collected."""
 
-    Attributes:
-        output: the folder for the files.
-        snapshots: number of rounds, 1 or more.
-        interval_secs: from the start of a round to the start of the next, in seconds.
-        native: whether a debugger is run at the end on each process of which the rounds leave a question.
-        tool_secs: the longest that one tool may take for one process, in seconds.
-    """
-
-    output: Path
-    snapshots: int = 3
-    interval_secs: float = 5.0
-    native: bool = False
-    tool_secs: float = TOOL_SECS
+    output: Path  # the folder for the files
+    snapshots: int = 3  # number of rounds, 1 or more
+    interval_secs: float = 5.0  # from the start of a round to the start of the next, in seconds
+    native: bool = False  # whether a debugger is run at the end on each process of which the rounds leave a question
+    tool_secs: float = TOOL_SECS  # the longest that one tool may take for one process, in seconds
 
 
 @dataclass
 class Collected:
-    """What was collected of one process.
-
-    Attributes:
-        process: which.
-        moments: what each round saw.
-        debugged: what came of the debugger, None where it has not run.
-        files: names of its files in the output folder.
-    """
+    """What was collected of one process."""
 
     process: FoundProcess
-    moments: list[Sample] = field(default_factory=list)
-    debugged: Debugged | None = None
-    files: list[str] = field(default_factory=list)
+    moments: list[Sample] = field(default_factory=list)  # what each round saw
+    debugged: Debugged | None = None  # what came of the debugger, None where it has not run
+    files: list[str] = field(default_factory=list)  # names of its files in the output folder
 
     @property
     def gave_something(self) -> bool:
@@ -89,22 +63,7 @@ class Collected:
 
 
 class Collection:
-    """One run.
-
-    Args:
-        processes: of whom; not empty.
-        plan: what is to be collected.
-        tell: called with a line for a person when something begins.
-
-    Attributes:
-        host: this host's name.
-        collected: what there is so far, in the order of the processes.
-        rounds: the snapshot of each round so far.
-        snapshot_files: names of their files in the output folder.
-        tool: the debugger's name, empty where there is none.
-        missing: which tool is missing and how to get it; empty where none is.
-        divergence: where the ranks of a patched server went different ways; None where that cannot be asked.
-        spared: why the debugger was run on none of them; empty where it was on some, or was not to be.
+    """One run over the given processes; `tell` is called with a line for a person when something begins.
 
     Raises:
         CrashkitError: the output folder is no folder of this user.
@@ -115,13 +74,15 @@ class Collection:
         self.host = socket.gethostname()
         self.collected = [Collected(process) for process in processes]
         self.rounds: list[NodeSnapshot] = []
-        self.snapshot_files: list[str] = []
+        self.snapshot_files: list[str] = []  # of each round, in the output folder
         self._plan, self._tell = plan, tell
-        self._pyspy_secs = 0.0
+        self._stacks_secs = 0.0
+        # Which debugger there is; which tool is missing, and how to get it.
         self._debugger, self.missing = find_debugger() if plan.native else (None, "")
+        #: Where the ranks of a patched server went different ways; None where that cannot be asked.
         self.divergence: Divergence | None = None
-        self.spared = ""
-        self.tool = self._debugger.name if self._debugger else ""
+        self.spared = ""  # why the debugger was run on none of them; empty where it was on some, or was not to be
+        self._tool = self._debugger.name if self._debugger else SUBSTITUTE
         self._started = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         make_private_folder(plan.output.absolute())
 
@@ -142,11 +103,15 @@ class Collection:
 
     def _write_account(self) -> None:
         """Write what is known by now for whoever opens the folder first."""
-        explanation = explain(Sightings.of(self.rounds))
+        explanation = self.explain()
         lines = account.format_summary(self.rounds, explanation, self.divergence)
         write_json(self._plan.output / account.VERDICT, account.as_json(self.rounds, explanation, self.divergence))
         text = "".join(f"{line}\n" for line in lines)
         write_private(self._plan.output / account.SUMMARY, text.encode(errors="backslashreplace"))
+
+    def explain(self) -> Explanation:
+        """Return what the snapshots say."""
+        return explain(Sightings.of(self.rounds))
 
     def _read_steps(self) -> None:
         """Compare the steps of the ranks, and write them to files."""
@@ -160,9 +125,7 @@ class Collection:
         """Run the debugger, if that is planned, once there are snapshots; of it the same holds.
 
         It is run on no process of a server of which the snapshots say for certain what is wrong, or that nothing is.
-
-        Args:
-            within_secs: how long that may take for all processes together, in seconds; no limit when None.
+        All together may take `within_secs` seconds.
 
         Raises:
             OSError: see `take_snapshots`.
@@ -172,7 +135,7 @@ class Collection:
         by_pid = self._without_those_spared()
         if not by_pid:
             return
-        self._tell(f"{self.tool or SUBSTITUTE} of {len(by_pid)} processes")
+        self._tell(f"{self._tool} of {len(by_pid)} processes")
         limit = threading.TIMEOUT_MAX if within_secs is None else within_secs
         if self._debugger is not None:
             processes = {pid: one.process.start_ticks for pid, one in by_pid.items()}
@@ -183,7 +146,7 @@ class Collection:
             debug_all(self._debugger, processes, self._plan.tool_secs, take, limit)
             self._write_account()
             return
-        python = {pid: one.process.start_ticks for pid, one in by_pid.items() if _is_python(one.process)}
+        python = {pid: one.process.start_ticks for pid, one in by_pid.items() if is_python(one.process)}
         found = substitute(python, min(self._plan.tool_secs, limit))
         for pid, one in by_pid.items():
             self._take_in(one, found.get(pid) or Debugged(SUBSTITUTE, problem="it is no Python process"))
@@ -191,27 +154,27 @@ class Collection:
 
     def _without_those_spared(self) -> dict[int, Collected]:
         """Return those that the debugger is for, by pid; of each other one its file says why it is not."""
-        whole = _why_spared(self.rounds)
+        whole = _why_spared(self.explain())
         reasons: dict[int, str] = {}
         for pids in _systems(self.collected):
             parts = [
                 replace(one, processes=tuple(seen for seen in one.processes if seen.pid in pids)) for one in self.rounds
             ]
-            reasons |= dict.fromkeys(pids, whole or _why_spared(parts))
+            reasons |= dict.fromkeys(pids, whole or _why_spared(explain(Sightings.of(parts))))
         for one in self.collected:
             if reason := reasons[one.process.pid]:
-                one.debugged = Debugged(self.tool or SUBSTITUTE, problem=f"not run: {reason}")
+                one.debugged = Debugged(self._tool, problem=f"not run: {reason}")
                 self._write_debugged(one)
         if all(reasons.values()):
             self.spared = "; ".join(dict.fromkeys(reasons.values()))
         return {one.process.pid: one for one in self.collected if not reasons[one.process.pid]}
 
     def _take_snapshot(self) -> None:
-        began = time.time()
-        samples = self._sample_all()
-        seen = [self._snapshot_of(one.process, samples.get(one.process.pid)) for one in self.collected]
-        for one, moment in zip(self.collected, seen, strict=True):
-            one.moments.append(moment)
+        began, clock = time.time(), time.monotonic()
+        # The limit is for all rounds: a py-spy that hangs, hangs in each.
+        secs = max(_LEAST_SECS, self._plan.tool_secs - self._stacks_secs)
+        seen = observe([one.process for one in self.collected], self.host, secs)
+        self._stacks_secs += time.monotonic() - clock
         problems = tuple(
             Problem(
                 f"Python stacks of {moment.title} (pid {moment.pid})",
@@ -224,48 +187,9 @@ class Collection:
         self.rounds.append(NodeSnapshot(self.host, began, tuple(seen), problems))
         self.snapshot_files.append(f"snapshot_{self.host}_{self._started}_{len(self.rounds)}.json")
         self._write_round()
-        for one in self.collected:
+        for one, moment in zip(self.collected, seen, strict=True):
+            one.moments.append(moment)
             self._write(one, "pyspy", collected_text.python_stacks(one.process, self.host, one.moments))
-
-    def _sample_all(self) -> dict[int, Sample]:
-        """Take the stacks of the processes that are there, side by side."""
-        there = [one.process for one in self.collected if _is_python(one.process)]
-        began = time.monotonic()
-        found = capture_all(
-            {process.pid: process.start_ticks for process in there},
-            {process.pid: _runtime_of(process) for process in there},
-            # The limit is for all rounds: a py-spy that hangs, hangs in each.
-            max(_LEAST_SECS, self._plan.tool_secs - self._pyspy_secs),
-            may_signal=False,
-        )
-        self._pyspy_secs += time.monotonic() - began
-        return {sample.pid: sample for sample in found}
-
-    def _snapshot_of(self, process: FoundProcess, sample: Sample | None) -> Sample:
-        stat = procfs.read_stat(process.pid)
-        is_there = stat is not None and stat.start_ticks == process.start_ticks
-        if sample is None:
-            problem = "it is no Python process" if is_there else "it has ended"
-        else:
-            problem = "" if sample.threads else sample.problem
-        return Sample(
-            host=self.host,
-            pid=process.pid,
-            start_ticks=process.start_ticks,
-            title=process.title,
-            role=process.role,
-            ranks=process.ranks,
-            time=time.time(),
-            server=process.server,
-            rendezvous=rendezvous_of(process.server_arguments),
-            side=side_of(process.server_arguments),
-            state=stat.state if stat is not None and is_there else "",
-            wchan=procfs.read_wchan(process.pid) if is_there else "",
-            tracer=procfs.read_tracer(process.pid) if is_there else 0,
-            cpu_secs=stat.cpu_ticks / _TICKS_PER_SEC if stat is not None and is_there else 0.0,
-            threads=sample.threads if sample else (),
-            problem=problem,
-        )
 
     def _take_in(self, one: Collected, debugged: Debugged) -> None:
         """Put what came of the debugger into the process's file and into the last round."""
@@ -302,22 +226,8 @@ def _systems(collected: Sequence[Collected]) -> list[set[int]]:
     return list(systems.values())
 
 
-def _why_spared(rounds: Sequence[NodeSnapshot]) -> str:
-    """Return why a debugger would add harm and no knowledge, empty where the rounds leave a question."""
-    explanation = explain(Sightings.of(rounds))
+def _why_spared(explanation: Explanation) -> str:
+    """Return why a debugger would add harm and no knowledge, empty where there is a question left."""
     if explanation.kind in ("idle", "moving"):
         return "no hang is seen"
     return "the verdict is established without it" if explanation.level == "established" else ""
-
-
-def _is_python(process: FoundProcess) -> bool:
-    stat = procfs.read_stat(process.pid)
-    is_there = stat is not None and stat.start_ticks == process.start_ticks
-    return is_there and procfs.is_python(process.pid)
-
-
-def _runtime_of(process: FoundProcess) -> Path:
-    """Return the folder in which the process says what it armed, if it did."""
-    server = process.server if process.server is not None else process.pid
-    stat = procfs.read_stat(server)
-    return runtime_folder(server, stat.start_ticks if stat is not None else 0)

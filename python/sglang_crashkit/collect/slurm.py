@@ -10,8 +10,8 @@ import contextlib
 import math
 import os
 import re
+import shutil
 import string
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_crashkit.capture.tools import run_tool
+from sglang_crashkit.capture.tools import ToolRun, run_tool
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, UsageError
 from sglang_crashkit.kernel.private_files import make_private_folder, write_private
 
@@ -40,17 +40,11 @@ _FOREIGN = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCO
 
 @dataclass(frozen=True)
 class Job:
-    """A job that runs.
+    """A job that runs."""
 
-    Attributes:
-        job_id: the number that srun takes.
-        name: the job's id as it was asked for, such as ``12_3``.
-        nodes: the names of its nodes, in Slurm's order.
-    """
-
-    job_id: str
-    name: str
-    nodes: tuple[str, ...]
+    job_id: str  # the number that srun takes
+    name: str  # the job's id as it was asked for, such as ``12_3``
+    nodes: tuple[str, ...]  # the names of its nodes, in Slurm's order
 
 
 @dataclass(frozen=True)
@@ -64,25 +58,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class NodeRun:
-    """What became of the command for one node.
-
-    Attributes:
-        node: the node's name.
-        status: srun's exit status, None where it did not end by itself or was not started.
-        output: what the command printed on the node, to standard output.
-        errors: what it and Slurm printed to standard error.
-        problem: why there is no status; empty where there is one.
-        secs: how long it took, in seconds.
-        late: it was killed at its deadline, or at that of all nodes.
-    """
+    """What became of the command for one node."""
 
     node: str
-    status: int | None
-    output: str = ""
-    errors: str = ""
-    problem: str = ""
-    secs: float = 0.0
-    late: bool = False
+    status: int | None  # srun's exit status, None where it did not end by itself or was not started
+    output: str = ""  # what the command printed on the node, to standard output
+    errors: str = ""  # what it and Slurm printed to standard error
+    problem: str = ""  # why there is no status; empty where there is one
+    secs: float = 0.0  # how long it took, in seconds
+    late: bool = False  # it was killed at its deadline, or at that of all nodes
 
 
 def find_job(name: str) -> Job:
@@ -96,9 +80,9 @@ def find_job(name: str) -> Job:
     if not _JOB_ID.fullmatch(name):
         raise UsageError(f"{name!r} is not the id of a Slurm job", next_step="squeue --me")
     done = _ask_slurm("squeue", "--noheader", "--states=all", f"--jobs={name}", f"--format={_FORMAT}")
-    lines = [line.strip().split("|", 3) for line in done.stdout.splitlines() if line.count("|") >= 3]
-    if done.returncode != 0 and "Invalid job id" not in done.stderr:
-        raise CrashkitError(f"squeue says nothing of job {name}: {_last_line(done.stderr)}", next_step="scontrol ping")
+    lines = [line.strip().split("|", 3) for line in done.text.splitlines() if line.count("|") >= 3]
+    if done.status and "Invalid job id" not in done.errors:
+        raise CrashkitError(f"squeue says nothing of job {name}: {_last_line(done.errors)}", next_step="scontrol ping")
     if not lines:
         raise NothingToDoError(f"Slurm knows no job {name}, or no longer", next_step="squeue --me")
     if len(lines) > 1:
@@ -109,9 +93,9 @@ def find_job(name: str) -> Job:
         raise NothingToDoError(f"job {name} does not run: {state}", next_step=f"scontrol show job {name}")
     # The list of nodes is as in ``n[1-2],m7``.
     done = _ask_slurm("scontrol", "show", "hostnames", nodes)
-    if done.returncode != 0 or not done.stdout.split():
-        raise CrashkitError(f"scontrol cannot read the list of nodes {nodes}: {_last_line(done.stderr)}")
-    return Job(number, name, tuple(done.stdout.split()))
+    if done.status or not done.text.split():
+        raise CrashkitError(f"scontrol cannot read the list of nodes {nodes}: {_last_line(done.errors)}")
+    return Job(number, name, tuple(done.text.split()))
 
 
 def find_steps(job: Job, name: str) -> list[str]:
@@ -120,7 +104,7 @@ def find_steps(job: Job, name: str) -> list[str]:
         done = _ask_slurm("squeue", "--noheader", "--steps", f"--jobs={job.job_id}", "--format=%i|%j")
     except CrashkitError:
         return []
-    pairs = [line.strip().partition("|") for line in done.stdout.splitlines()]
+    pairs = [line.strip().partition("|") for line in done.text.splitlines()]
     return [step for step, _bar, its in pairs if its == name]
 
 
@@ -138,10 +122,10 @@ def step_command(
     container: str | None = None,
     options: Sequence[str] = (),
 ) -> list[str]:
-    """Return the arguments that run `command` on one node, beside what the job runs there.
+    """Return the arguments that run `command` on one node of a running job, beside what the job runs there.
 
     Args:
-        job: a running job.
+        job: which.
         node: one of its nodes.
         command: what to run there.
         step: see `step_name`.
@@ -234,29 +218,17 @@ def _cancel(job: Job, name: str) -> None:
             _ask_slurm("scancel", "--signal=KILL", *steps)
 
 
-def _ask_slurm(*argv: str) -> subprocess.CompletedProcess[str]:
+def _ask_slurm(*argv: str) -> ToolRun:
     """Run one of Slurm's clients and return what it printed.
 
     Raises:
         CrashkitError: it is not here, or did not answer in time.
     """
-    try:
-        return subprocess.run(
-            argv,
-            env=client_environ(os.environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_ASK_SECS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise CrashkitError(f"{argv[0]} did not answer within {_ASK_SECS:g} s", next_step="scontrol ping") from None
-    except OSError as error:
-        raise CrashkitError(
-            f"{argv[0]} cannot be run: {error.strerror}", next_step="run it where Slurm's commands are on PATH"
-        ) from error
+    done = run_tool(argv, _ASK_SECS, environ=client_environ(os.environ), apart=True)
+    if done.status is None:
+        next_step = "scontrol ping" if shutil.which(argv[0]) else "run it where Slurm's commands are on PATH"
+        raise CrashkitError(f"Slurm does not answer: {done.reason}", next_step=next_step)
+    return done
 
 
 def client_environ(environ: Mapping[str, str]) -> dict[str, str]:

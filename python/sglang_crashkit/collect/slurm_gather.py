@@ -68,42 +68,26 @@ _REASONS = (
 
 @dataclass
 class NodeResult:
-    """What came of one node.
-
-    Attributes:
-        node: the node's name.
-        status: the collector's exit status there, None where it gave no answer.
-        folder: where its files are, or would be if they could be seen here.
-        files: names of the files in it.
-        visible: whether these files can be seen here.
-        problems: what could not be had, and why.
-        processes: what was seen of each process on it, in the order of their ranks.
-    """
+    """What came of one node."""
 
     node: str
-    status: int | None
-    folder: Path
-    files: tuple[str, ...] = ()
-    visible: bool = True
-    problems: list[Problem] = field(default_factory=list)
+    status: int | None  # the collector's exit status there, None where it gave no answer
+    folder: Path  # where its files are, or would be if they could be seen here
+    files: tuple[str, ...] = ()  # names of the files in it
+    visible: bool = True  # whether these files can be seen here
+    problems: list[Problem] = field(default_factory=list)  # what could not be had, and why
+    #: What was seen of each process on it, in the order of their ranks.
     processes: list[Seen] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """What came of the job.
-
-    Attributes:
-        job: which.
-        nodes: a result for each of its nodes.
-        sightings: what all nodes saw, merged.
-        interrupt: what ended it before all nodes had answered, None where nothing did.
-    """
+    """What came of the job."""
 
     job: Job
-    nodes: tuple[NodeResult, ...]
-    sightings: Sightings
-    interrupt: KeyboardInterrupt | None = None
+    nodes: tuple[NodeResult, ...]  # a result for each of its nodes
+    sightings: Sightings  # what all nodes saw, merged
+    interrupt: KeyboardInterrupt | None = None  # what ended it before all nodes had answered, None where nothing did
 
 
 def gather(
@@ -116,10 +100,10 @@ def gather(
     options: Sequence[str] = (),
     limits: Limits,
 ) -> JobResult:
-    """Collect on all nodes of `job`.
+    """Collect on all nodes of a running job.
 
     Args:
-        job: a running job.
+        job: which.
         command: the collector's command and arguments, to which each node's own folder is added.
         output: the folder for the files, with a folder for each node in it.
         tell: called with a line for a person as each node ends.
@@ -162,12 +146,7 @@ def gather(
 
 
 def describe(status: int | None, processes: int) -> str:
-    """Return in a few words what came of a node.
-
-    Args:
-        status: the collector's exit status there, None where it gave no answer.
-        processes: how many were seen there.
-    """
+    """Return in a few words what came of a node, by its collector's exit status, and of how many processes."""
     if status is None:
         return "no answer"
     if not processes:

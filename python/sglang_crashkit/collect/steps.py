@@ -17,22 +17,13 @@ from sglang_crashkit.model.step import Step
 
 @dataclass(frozen=True)
 class LiveSteps:
-    """The last steps of the schedulers.
+    """The last steps of the schedulers."""
 
-    Attributes:
-        by_pid: of each whose memory has any, in order of their numbers.
-        read_at: when the first of them was read, in seconds of the monotonic clock.
-    """
-
-    by_pid: Mapping[int, Sequence[Step]]
-    read_at: float
+    by_pid: Mapping[int, Sequence[Step]]  # of each whose memory has any, in order of their numbers
+    read_at: float  # when the first of them was read, in seconds of the monotonic clock
 
     def divergence(self, seen: Sequence[Sample]) -> Divergence | None:
-        """Return where the ranks went different ways; None where none noted its steps, or none has another one.
-
-        Args:
-            seen: the processes of the last round.
-        """
+        """Return where the ranks went different ways; None where none noted its steps, or none has another one."""
         ranks = [
             RankSteps(rank_of(one), self.by_pid.get(one.pid, ()), one.pid) for one in seen if one.role == "scheduler"
         ]
@@ -43,11 +34,7 @@ class LiveSteps:
 
 
 def read_steps(processes: Mapping[int, int]) -> LiveSteps:
-    """Read the steps of processes.
-
-    Args:
-        processes: start times by pid, in clock ticks since boot.
-    """
+    """Read the steps of processes, given with their start times."""
     read_at = time.monotonic()
     found = {pid: steps for pid, start_ticks in processes.items() if (steps := _steps_of(pid, start_ticks))}
     return LiveSteps(found, read_at)
@@ -60,7 +47,7 @@ def _steps_of(pid: int, start_ticks: int) -> Sequence[Step]:
             path = f"/proc/{pid}/fd/{name}"
             # What else there is must not be opened: a terminal, a pipe, a device.
             if os.readlink(path).startswith(f"/memfd:{NAME}"):  # noqa: PTH115 - the link leads to no path
-                return _read(path) if _is_it(pid, start_ticks) else ()
+                return _read(path) if procfs.read_stat(pid, start_ticks) is not None else ()
     except (OSError, NotStepsError):
         # It ended, or is another user's.
         return ()
@@ -73,8 +60,3 @@ def _read(path: str) -> Sequence[Step]:
         return StepReader(descriptor).read().steps
     finally:
         os.close(descriptor)
-
-
-def _is_it(pid: int, start_ticks: int) -> bool:
-    stat = procfs.read_stat(pid)
-    return stat is not None and stat.start_ticks == start_ticks

@@ -55,28 +55,23 @@ _STAGED, _LEFT_OVER = ".{}.sglang-crashkit-new", ".*.sglang-crashkit-*"
 class Outcome:
     """What a command did, or would do."""
 
-    #: The installation before it.
-    before: Overall
-    #: Files that it changed, below the package; none where nothing was to do.
-    changed: tuple[str, ...]
+    before: Overall  # the installation before it
+    changed: tuple[str, ...]  # files that it changed, below the package; none where nothing was to do
 
 
 @dataclass(frozen=True)
 class _Change:
     path: Path
     before: bytes | None
-    #: None removes it.
-    after: bytes | None
+    after: bytes | None  # None removes it
 
 
 @dataclass(frozen=True)
 class _Plan:
     tree: Tree
-    #: In their order; RECORD is among them.
-    changes: tuple[_Change, ...]
+    changes: tuple[_Change, ...]  # in their order; RECORD is among them
     during: Manifest
-    #: None where no manifest is to be left.
-    final: Manifest | None
+    final: Manifest | None  # None where no manifest is to be left
 
     @property
     def outcome(self) -> Outcome:

@@ -28,12 +28,9 @@ class Kit:
     """The kit as the environment's python imports it."""
 
     version: str
-    #: The folder on ``sys.path`` that it comes from.
-    root: Path
-    #: Function that the patches call → why it cannot be imported there.
-    missing: dict[str, str]
-    #: It is found through ``PYTHONPATH`` alone, and SGLang is not.
-    only_by_python_path: bool
+    root: Path  # the folder on ``sys.path`` that it comes from
+    missing: dict[str, str]  # function that the patches call → why it cannot be imported there
+    only_by_python_path: bool  # it is found through ``PYTHONPATH`` alone, and SGLang is not
 
 
 @dataclass(frozen=True)
@@ -41,15 +38,11 @@ class Environment:
     """One installed SGLang."""
 
     python: Path
-    #: As in the metadata, with a local part if there is one.
-    version: str
-    #: The ``sglang`` package's folder.
-    package: Path
+    version: str  # as in the metadata, with a local part if there is one
+    package: Path  # the ``sglang`` package's folder
     dist_info: Path
-    #: None where that python cannot import the kit.
-    kit: Kit | None
-    #: Whether that python has pip; those that uv makes have none.
-    has_pip: bool = True
+    kit: Kit | None  # None where that python cannot import the kit
+    has_pip: bool = True  # whether that python has pip; those that uv makes have none
 
     @property
     def site(self) -> Path:

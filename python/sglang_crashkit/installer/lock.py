@@ -23,22 +23,17 @@ _SCHEMA_VERSION = 1
 class LockedFile:
     """One file of one release."""
 
-    #: sha256 of upstream's bytes, None where upstream has no such file.
-    pristine: str | None
-    #: Name of the patch, below the patch folder.
-    patch: str
-    #: sha256 of the patched bytes.
-    patched: str
+    pristine: str | None  # sha256 of upstream's bytes, None where upstream has no such file
+    patch: str  # name of the patch, below the patch folder
+    patched: str  # sha256 of the patched bytes
 
 
 @dataclass(frozen=True)
 class LockedRelease:
     """One supported release."""
 
-    #: File name of an upstream wheel → its sha256.
-    wheels: dict[str, str]
-    #: Path below the package → what is known of it.
-    files: dict[str, LockedFile]
+    wheels: dict[str, str]  # file name of an upstream wheel → its sha256
+    files: dict[str, LockedFile]  # path below the package → what is known of it
 
 
 @dataclass(frozen=True)

@@ -65,18 +65,15 @@ class HunkConflictError(CrashkitError):
 class HunkLine:
     """One line of a hunk."""
 
-    #: ``b" "``, ``b"-"`` or ``b"+"``.
-    tag: bytes
-    #: The line with its newline, where it has one.
-    text: bytes
+    tag: bytes  # ``b" "``, ``b"-"`` or ``b"+"``
+    text: bytes  # the line with its newline, where it has one
 
 
 @dataclass(frozen=True)
 class Hunk:
     """One place to change."""
 
-    #: Line number, from 1, in the release the patch was made for; 0 creates the file.
-    old_start: int
+    old_start: int  # line number, from 1, in the release the patch was made for; 0 creates the file
     lines: tuple[HunkLine, ...]
 
     @property
@@ -100,10 +97,8 @@ class Hunk:
 class Patch:
     """One patch: what it is for, and what it changes in one file."""
 
-    #: Below the ``sglang`` package, with forward slashes.
-    path: str
-    #: Field of the header → its text.
-    header: dict[str, str]
+    path: str  # below the ``sglang`` package, with forward slashes
+    header: dict[str, str]  # field of the header → its text
     creates: bool
     hunks: tuple[Hunk, ...]
 
@@ -209,8 +204,7 @@ class PatchRef:
     """One patch file of one baseline."""
 
     baseline: str
-    #: The file it patches, below the package.
-    path: str
+    path: str  # the file it patches, below the package
     file: Path
 
     @property

@@ -60,10 +60,8 @@ class Overall(Enum):
 class PatchedFile:
     """One file of the package."""
 
-    #: sha256 of upstream's bytes, None where upstream has no such file.
-    pristine: str | None
-    #: sha256 that the kit gave it → the text of the patch that did, empty where it is not known.
-    patched: dict[str, str]
+    pristine: str | None  # sha256 of upstream's bytes, None where upstream has no such file
+    patched: dict[str, str]  # sha256 that the kit gave it → the text of the patch that did, empty where it is not known
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,7 @@ class Manifest:
     by: str
     kit_version: str
     release: str
-    #: Path below the package → what it may be.
-    files: dict[str, PatchedFile]
+    files: dict[str, PatchedFile]  # path below the package → what it may be
 
     def dump(self) -> bytes:
         """Return it as a file's bytes."""
@@ -115,11 +112,9 @@ class Tree:
     """An installation, as found."""
 
     environment: Environment
-    #: None where the release is not supported.
-    locked: LockedRelease | None
+    locked: LockedRelease | None  # None where the release is not supported
     manifest: Manifest | None
-    #: Path below the package → its bytes, None where there is no such file.
-    contents: dict[str, bytes | None]
+    contents: dict[str, bytes | None]  # path below the package → its bytes, None where there is no such file
     files: dict[str, FileState]
 
     @property

@@ -46,8 +46,7 @@ class Member:
 
     name: str
     data: bytes
-    #: File type and permission bits, as in `os.stat_result.st_mode`.
-    mode: int = 0o100644
+    mode: int = 0o100644  # file type and permission bits, as in `os.stat_result.st_mode`
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class WheelName:
 
     distribution: str
     version: str
-    #: ``cp311-cp311-manylinux_2_34_x86_64``.
-    tags: str
+    tags: str  # ``cp311-cp311-manylinux_2_34_x86_64``
 
     @classmethod
     def parse(cls, name: str) -> WheelName:

@@ -69,14 +69,16 @@ def _read(pid: int, *path: str) -> bytes:
         return b""
 
 
-def read_stat(pid: int) -> ProcStat | None:
-    """Return the stat line of `pid`, or None when there is no such process."""
+def read_stat(pid: int, start_ticks: int | None = None) -> ProcStat | None:
+    """Return the stat line of `pid`, or None when there is no such process, or not one that started then."""
     raw = _read(pid, "stat")
     if not raw:
         return None
     # The name stands in parentheses and may itself hold parentheses and spaces.
     opened, closed = raw.find(b"("), raw.rfind(b")")
     fields = raw[closed + 2 :].split()
+    if start_ticks not in (None, int(fields[19])):
+        return None
     return ProcStat(
         pid=pid,
         comm=raw[opened + 1 : closed].decode(errors="replace"),

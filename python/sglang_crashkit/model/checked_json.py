@@ -57,13 +57,7 @@ def pick(table: Sequence[_Entry], numbers: Sequence[Any]) -> list[_Entry]:
 
 
 def check_version(document: Any, name: str, supported: int) -> None:
-    """Check that `document` is an object of a version that is read here.
-
-    Args:
-        document: what was read.
-        name: what it should be, such as ``snapshot``.
-        supported: the newest version that is read.
-    """
+    """Check that `document` is an object of a version that is read here: up to `supported` of a `name`."""
     version = document.get("schema_version") if isinstance(document, dict) else None
     if type(version) is not int:
         raise ValueError(f"not a {name}: there is no schema_version")

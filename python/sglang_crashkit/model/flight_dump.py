@@ -45,53 +45,31 @@ Sizes = tuple[tuple[int, ...], ...]
 
 
 class FlightDumpError(Exception):
-    """There is no dump that could be read; the message says why, in a few words.
-
-    Attributes:
-        is_cut_off: it is a dump as far as it goes.
-    """
+    """There is no dump that could be read; the message says why, in a few words."""
 
     def __init__(self, message: str, *, is_cut_off: bool = False) -> None:
         super().__init__(message)
-        self.is_cut_off = is_cut_off
+        self.is_cut_off = is_cut_off  # it is a dump as far as it goes
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One collective, or one message between two ranks, that the rank began.
+    """One collective, or one message between two ranks, that the rank began."""
 
-    Attributes:
-        record: the how-manieth entry it is of all that the process recorded, from 0.
-        group: name of the process group, the same on all ranks of it.
-        operation: what it is, such as ``all_reduce`` or ``send 0->1``, with the numbers of the ranks in the group.
-        backend: who carries it out, such as ``nccl``.
-        sequence: the how-manieth collective of the group it is, the same on all ranks; several that are carried out as
-            one have one. Of a message, that of the last collective before it.
-        message_sequence: the how-manieth message of the group; 0 of a collective before any.
-        is_message: it goes from one rank to another, and the others of the group have no part in it.
-        state: how far the GPU was seen to have come; ``started`` only where ``TORCH_NCCL_ENABLE_TIMING`` is set.
-        retired: nobody follows it any more: it is done, or it was given up.
-        input_sizes: the shape of each tensor that goes in.
-        output_sizes: the shape of each that comes out.
-        dtypes: the types of those that go in, by the names of PyTorch.
-        created: when it was begun, in seconds since the epoch.
-        frames: the Python stack that began it, innermost first; empty where it was not kept.
-    """
-
-    record: int
-    group: str
-    operation: str
-    backend: str
+    record: int  # its number among all that the process recorded, from 0
+    group: str  # name of the process group, the same on all ranks of it
+    operation: str  # what it is, such as ``all_reduce`` or ``send 0->1``, with the numbers of the ranks in the group
+    backend: str  # who carries it out, such as ``nccl``
+    #: Its number among the collectives of the group, the same on all ranks; several that are carried out as one have
+    #: one. Of a message, that of the last collective before it.
     sequence: int
-    message_sequence: int
-    is_message: bool
-    state: State
-    retired: bool
-    input_sizes: Sizes
-    output_sizes: Sizes
-    dtypes: tuple[str, ...]
-    created: float
-    frames: tuple[Frame, ...]
+    is_message: bool  # it goes from one rank to another, and the others of the group have no part in it
+    state: State  # how far the GPU was seen to have come; ``started`` only where ``TORCH_NCCL_ENABLE_TIMING`` is set
+    retired: bool  # nobody follows it any more: it is done, or it was given up
+    input_sizes: Sizes  # the shape of each tensor that goes in
+    dtypes: tuple[str, ...]  # the types of those that go in, by the names of PyTorch
+    created: float  # when it was begun, in seconds since the epoch
+    frames: tuple[Frame, ...]  # the Python stack that began it, innermost first; empty where it was not kept
 
     @property
     def is_done(self) -> bool:
@@ -101,43 +79,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group that the rank is in.
+    """A process group that the rank is in."""
 
-    Attributes:
-        name: the same on all ranks of it.
-        description: what it is for, as far as whoever made it said so; empty otherwise.
-        ranks: the global ranks in it.
-    """
-
-    name: str
-    description: str
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class GroupStatus:
-    """How far a process group of the rank came: the last one's number, -1 where there is none or it is not known."""
-
-    enqueued: int
-    started: int
-    completed: int
+    name: str  # the same on all ranks of it
+    description: str  # what it is for, as far as whoever made it said so; empty otherwise
+    ranks: tuple[int, ...]  # the global ranks in it
 
 
 @dataclass(frozen=True)
 class FlightDump:
-    """The dump of one rank.
+    """The dump of one rank."""
 
-    Attributes:
-        version: of the form.
-        groups: the rank's process groups by name.
-        status: how far they came, by PyTorch's number for each in the process.
-        entries: what was begun, the oldest first; those before are not kept any more.
-    """
-
-    version: str
-    groups: dict[str, Group]
-    status: dict[str, GroupStatus]
-    entries: tuple[Entry, ...]
+    groups: dict[str, Group]  # the rank's process groups by name
+    entries: tuple[Entry, ...]  # what was begun, the oldest first; those before are not kept any more
 
     @property
     def is_from_the_start(self) -> bool:
@@ -156,21 +110,16 @@ def read_dump(path: Path, owner: int) -> FlightDump:
 
 def read_bytes(path: Path, owner: int) -> bytes:
     """Return the content of a dump; see `read_dump`."""
+    # Not blocking, and not through a link: in a shared folder anybody may have put something else there.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        # Not blocking, and not through a link: in a shared folder anybody may have put something else there.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise FlightDumpError(f"{path}: {error.strerror}") from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != owner:
-            raise FlightDumpError(f"{path} is not a file of user {owner}")
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
+        with open(path, "rb", opener=lambda name, _flags: os.open(name, flags)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != owner:
+                raise FlightDumpError(f"{path} is not a file of user {owner}")
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise FlightDumpError(f"{path}: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
     if len(data) > MAX_BYTES:
         raise FlightDumpError(f"{path} has more than {MAX_BYTES >> 20} MB")
     return data
@@ -254,17 +203,15 @@ class _Parser:
         self._left = MAX_PARTS
 
     def dump(self, document: Any) -> FlightDump:
-        version = _text(_typed(document, dict)["version"])
-        if not _VERSION.fullmatch(version):
+        if not _VERSION.fullmatch(version := _text(_typed(document, dict)["version"])):
             raise ValueError(f"it is of version {version!r:.20}, of which nothing is known")
         # Where nothing was recorded at all, it is left out.
         entries = self._list(document.get("entries", []))
         if len(entries) > MAX_ENTRIES:
             raise ValueError(f"it has more than {MAX_ENTRIES} entries")
-        groups = [self._group(name, its) for name, its in self._items(document["pg_config"])]
-        status = {name: _status(_typed(its, dict)) for name, its in self._items(document.get("pg_status", {}))}
-        by_name = {group.name: group for group in groups if group.name}
-        return FlightDump(version, by_name, status, tuple([self._entry(_typed(entry, dict)) for entry in entries]))
+        configured = self._list(list(_typed(document["pg_config"], dict).items()))
+        groups = {name: self._group(name, config) for name, config in configured if name}
+        return FlightDump(groups, tuple([self._entry(_typed(entry, dict)) for entry in entries]))
 
     def _entry(self, entry: dict[str, Any]) -> Entry:
         self._left -= 1
@@ -279,12 +226,10 @@ class _Parser:
             operation=operation if colon else backend,
             backend=backend if colon else "",
             sequence=_typed(entry["collective_seq_id"], int),
-            message_sequence=_typed(entry["p2p_seq_id"], int),
             is_message=entry.get("is_p2p") is True,
             state=state,
             retired=entry.get("retired") is True,
             input_sizes=self._sizes(entry["input_sizes"]),
-            output_sizes=self._sizes(entry["output_sizes"]),
             dtypes=tuple([_text(name) for name in self._list(entry.get("input_dtypes", []))]),
             created=_typed(entry["time_created_ns"], int) / 1e9,
             frames=tuple([_frame(_typed(frame, dict)) for frame in self._list(entry.get("frames", []))[:MAX_FRAMES]]),
@@ -310,14 +255,6 @@ class _Parser:
         if self._left < 0:
             raise ValueError(f"it has more than {MAX_PARTS} parts")
         return value  # type: ignore[no-any-return]
-
-    def _items(self, value: Any) -> list[tuple[str, Any]]:
-        return self._list(list(_typed(value, dict).items()))
-
-
-def _status(status: dict[str, Any]) -> GroupStatus:
-    names = (f"last_{step}_collective" for step in ("enqueued", "started", "completed"))
-    return GroupStatus(*(_typed(status[name], int) for name in names))
 
 
 def _frame(frame: dict[str, Any]) -> Frame:

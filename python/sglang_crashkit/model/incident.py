@@ -6,7 +6,6 @@ Times are UTC in ISO 8601 with microseconds, durations are seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any, Literal
@@ -47,130 +46,83 @@ def iso_time(seconds: float) -> str:
 
 @dataclass
 class Evidence:
-    """One expected piece of evidence of a process, there or not.
-
-    Attributes:
-        kind: what it is.
-        status: whether it was captured, could not be, or was not tried.
-        path: the file, relative to the incident's folder; None where the piece stands in ``incident.json`` itself.
-        reason: why it is not there; of one that is there, why a better way to it failed, None where none did.
-        seconds: what it took, from the trigger's handling; None when not tried.
-        source: what took a stack; see `sample.Source`. None for other kinds, and where there is none.
-    """
+    """One expected piece of evidence of a process, there or not."""
 
     kind: EvidenceKind
-    status: EvidenceStatus
+    status: EvidenceStatus  # whether it was captured, could not be, or was not tried
+    #: The file, relative to the incident's folder; None where the piece stands in ``incident.json`` itself.
     path: str | None = None
+    #: Why it is not there; of one that is there, why a better way to it failed, None where none did.
     reason: str | None = None
-    seconds: float | None = None
-    source: str | None = None
+    seconds: float | None = None  # what it took, from the trigger's handling; None when not tried
+    source: str | None = None  # what took a stack; see `sample.Source`. None for other kinds, and where there is none
 
 
 @dataclass
 class Exit:
-    """How a process ended.
+    """How a process ended."""
 
-    Attributes:
-        code: exit status, None when a signal ended it or it is not known.
-        signal: name of the signal, such as ``SIGKILL``.
-        cause: why, as far as the evidence goes.
-        detail: the evidence for the cause, one sentence.
-        time: when the kit noticed.
-    """
-
-    code: int | None
-    signal: str | None
-    cause: Cause
-    detail: str
-    time: str
+    code: int | None  # exit status, None when a signal ended it or it is not known
+    signal: str | None  # name of the signal, such as ``SIGKILL``
+    cause: Cause  # why, as far as the evidence goes
+    detail: str  # the evidence for the cause, one sentence
+    time: str  # when the kit noticed
 
 
 @dataclass
 class LastSign:
-    """The last sign of life that a scheduler's heartbeat holds.
+    """The last sign of life that a scheduler's heartbeat holds."""
 
-    Attributes:
-        doing: what it was about then, in words.
-        batches: how many batches it had begun.
-        requests: how many requests the last one holds.
-        mode: forward mode of the last batch, such as ``decode``; empty where it is not known.
-        tokens: how many tokens the last batch takes in, 0 where it is no extend.
-        seconds_before: how long before its end, or before it was looked at, that was, in seconds.
-    """
-
-    doing: str
-    batches: int
-    requests: int
-    mode: str
-    tokens: int
-    seconds_before: float
+    doing: str  # what it was about then, in words
+    batches: int  # how many batches it had begun
+    requests: int  # how many requests the last one holds
+    mode: str  # forward mode of the last batch, such as ``decode``; empty where it is not known
+    tokens: int  # how many tokens the last batch takes in, 0 where it is no extend
+    seconds_before: float  # how long before its end, or before it was looked at, that was, in seconds
 
 
 @dataclass
 class InStep:
-    """The step that a scheduler was in when it died, or was looked at.
+    """The step that a scheduler was in when it died, or was looked at."""
 
-    Attributes:
-        number: the step's, of `step.Step`, as are `mode` and `phase`.
-        mode: forward mode of the batch; empty where it was not scheduled yet.
-        phase: how far it had come.
-        seconds: how long it had run, in seconds.
-        size: how many requests are in it.
-        rids: their ids, the first `MAX_RIDS` of them.
-    """
-
-    number: int
-    mode: str
-    phase: str
-    seconds: float
-    size: int
-    rids: list[str]
+    number: int  # the step's, of `step.Step`, as are `mode` and `phase`
+    mode: str  # forward mode of the batch; empty where it was not scheduled yet
+    phase: str  # how far it had come
+    seconds: float  # how long it had run, in seconds
+    size: int  # how many requests are in it
+    rids: list[str]  # their ids, the first `MAX_RIDS` of them
 
 
 @dataclass
 class LastSteps:
-    """What a scheduler did last, in short; all of it stands in ``ranks/<rank>.steps.jsonl``.
+    """What a scheduler did last, in short; all of it stands in ``ranks/<rank>.steps.jsonl``."""
 
-    Attributes:
-        last: the last few of its steps, as `step.Step.to_json` has them, with the first few of their requests.
-        in_step: the step that it was in; None where it was in none.
-    """
-
+    #: The last few of its steps, as `step.Step.to_json` has them, with the first few of their requests.
     last: list[dict[str, Any]]
-    in_step: InStep | None
+    in_step: InStep | None  # the step that it was in; None where it was in none
 
 
 @dataclass
 class ProcessReport:
-    """One process of the server.
-
-    Attributes:
-        pid: process id.
-        title: process title, without arguments that may be secret.
-        role: ``server``, ``scheduler``, ``detokenizer``, ``helper``...
-        rank: ranks by lower-case name (``tp``, ``pp``, ``dp``, ``ep``...), empty where there is one rank only.
-        exit: None while it lived when the incident was written.
-        state: what ``/proc`` said of it, None where it was gone.
-        doing: the innermost Python frames that tell what it was doing, innermost first.
-        gpu: what its GPU was doing, in lines: which kernels, and what failed; empty where no core tells of it.
-        samples: where several were taken, each, the first one too; ``looks`` in the JSON.
-        evidence: every expected piece.
-        last_sign: what the heartbeat of a scheduler that died or hangs said last; None where nobody followed it.
-        steps: what a scheduler's record of its steps says; None where there is none.
-    """
+    """One process of the server."""
 
     pid: int
-    title: str
-    role: str
+    title: str  # process title, without arguments that may be secret
+    role: str  # ``server``, ``scheduler``, ``detokenizer``, ``helper``...
+    #: Ranks by lower-case name (``tp``, ``pp``, ``dp``, ``ep``...), empty where there is one rank only.
     rank: dict[str, int]
-    exit: Exit | None = None
-    state: dict[str, Any] | None = None
+    exit: Exit | None = None  # None while it lived when the incident was written
+    state: dict[str, Any] | None = None  # what ``/proc`` said of it, None where it was gone
+    #: The innermost Python frames that tell what it was doing, innermost first.
     doing: list[str] = field(default_factory=list)
+    #: What its GPU was doing, in lines: which kernels, and what failed; empty where no core tells of it.
     gpu: list[str] = field(default_factory=list)
+    #: Where several were taken, each, the first one too; ``looks`` in the JSON.
     samples: list[Sample] = field(default_factory=list)
-    evidence: list[Evidence] = field(default_factory=list)
+    evidence: list[Evidence] = field(default_factory=list)  # every expected piece
+    #: What the heartbeat of a scheduler that died or hangs said last; None where nobody followed it.
     last_sign: LastSign | None = None
-    steps: LastSteps | None = None
+    steps: LastSteps | None = None  # what a scheduler's record of its steps says; None where there is none
 
 
 @dataclass
@@ -200,25 +152,16 @@ class ServerInfo:
 
 @dataclass
 class JournaledRequests:
-    """What the request journals of the server's processes told.
+    """What the request journals of the server's processes told."""
 
-    Attributes:
-        path: the file with the requests, one JSON object a line, relative to the incident's folder; None without one.
-        finished: how many requests in it had finished within the last five minutes.
-        unfinished: how many were in flight.
-        lost: how many in flight had found no room in the journal any more.
-        torn: how many records were cut off in the middle, as the last one of a killed process may be.
-        left_out: how many are in the journal and not in the file.
-        reason: why the file is missing or not whole; None otherwise.
-    """
-
+    #: The file with the requests, one JSON object a line, relative to the incident's folder; None without one.
     path: str | None = None
-    finished: int = 0
-    unfinished: int = 0
-    lost: int = 0
-    torn: int = 0
-    left_out: int = 0
-    reason: str | None = None
+    finished: int = 0  # how many requests in it had finished within the last five minutes
+    unfinished: int = 0  # how many were in flight
+    lost: int = 0  # how many in flight had found no room in the journal any more
+    torn: int = 0  # how many records were cut off in the middle, as the last one of a killed process may be
+    left_out: int = 0  # how many are in the journal and not in the file
+    reason: str | None = None  # why the file is missing or not whole; None otherwise
 
 
 @dataclass
@@ -231,23 +174,16 @@ class HandlerInfo:
 
 @dataclass
 class Requests:
-    """The requests that were saved.
+    """The requests that were saved."""
 
-    Attributes:
-        finished: how many requests had finished within the last five minutes.
-        unfinished: how many were in flight.
-        path: the file with all of them that the server saved (a pickle), absolute; None when there is none.
-        reason: why there is none.
-        source: who counted: the server when it saved them (``pickle``), or the ``journal``; None where nobody did.
-        journal: what the journals told; None where the server kept none.
-    """
-
-    finished: int | None = None
-    unfinished: int | None = None
+    finished: int | None = None  # how many requests had finished within the last five minutes
+    unfinished: int | None = None  # how many were in flight
+    #: The file with all of them that the server saved (a pickle), absolute; None when there is none.
     path: str | None = None
-    reason: str | None = "the server did not report its requests"
+    reason: str | None = "the server did not report its requests"  # why there is none
+    #: Who counted: the server when it saved them (``pickle``), or the ``journal``; None where nobody did.
     source: Literal["pickle", "journal"] | None = None
-    journal: JournaledRequests | None = None
+    journal: JournaledRequests | None = None  # what the journals told; None where the server kept none
 
 
 @dataclass
@@ -260,86 +196,51 @@ class Failure:
 
 @dataclass
 class Verdict:
-    """What the evidence says.
+    """What the evidence says."""
 
-    Attributes:
-        kind: the cause of the first failure, or ``unknown``.
-        first_failure: the process that failed first.
-        level: how well it is supported.
-        text: the verdict in words.
-        basis: the statements that it rests on.
-    """
-
-    kind: str
-    first_failure: Failure | None
-    level: Level
+    kind: str  # the cause of the first failure, or ``unknown``
+    first_failure: Failure | None  # the process that failed first
+    level: Level  # how well it is supported
     text: str
-    basis: list[str] = field(default_factory=list)
+    basis: list[str] = field(default_factory=list)  # the statements that it rests on
 
 
 @dataclass
 class Suspect:
-    """A request that may have brought the failure about.
-
-    Attributes:
-        rid: its id.
-        level: how well the suspicion is supported.
-        reasons: what speaks for it, a sentence each.
-    """
+    """A request that may have brought the failure about."""
 
     rid: str
-    level: Level
-    reasons: list[str]
+    level: Level  # how well the suspicion is supported
+    reasons: list[str]  # what speaks for it, a sentence each
 
 
 @dataclass
 class Collectives:
-    """What PyTorch's flight recorders of the ranks told of their collectives.
+    """What PyTorch's flight recorders of the ranks reported of their collectives."""
 
-    Attributes:
-        findings: what is seen of each process group, what tells most first; see `analysis.collectives`. With ``pids``,
-            those of the processes to be looked at, and ``waiting_pids``, those of the ones that wait for them.
-        missing: of whom there is no dump, and why, a sentence each.
-    """
-
+    #: What is seen of each process group, what tells most first; see `analysis.collectives`. With ``pids``, those of
+    #: the processes to be looked at, and ``waiting_pids``, those of the ones that wait for them.
     findings: list[dict[str, Any]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # of whom there is no dump, and why, a sentence each
 
 
 @dataclass
 class Occurrence:
-    """One more time that a fault was seen on this host; see `incident.fingerprint`.
+    """One more time that a fault was seen on this host; see `incident.fingerprint`."""
 
-    Attributes:
-        key: names the fault.
-        count: the how-manieth time it is, from 1.
-        first: when it was seen for the first time.
-        repeats: the id of an earlier incident of the same fault, which is kept in full while this one is kept in short;
-            None where this one is kept in full, too.
-        seen: in how many earlier incidents of it a request like a suspect of this one was suspected, by the suspect's
-            id.
-    """
-
-    key: str
-    count: int
-    first: str
+    key: str  # names the fault
+    count: int  # how many times it was seen, this one included
+    first: str  # when it was seen for the first time
+    #: The id of an earlier incident of the same fault, which is kept in full while this one is kept in short; None
+    #: where this one is kept in full, too.
     repeats: str | None = None
+    #: In how many earlier incidents of it a request like a suspect of this one was suspected, by the suspect's id.
     seen: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
 class Incident:
-    """Everything the kit knows of one crash, hang or loss of the other server of a pair.
-
-    Attributes:
-        divergence: where the ranks that must agree went different ways, or that they did not; see
-            `analysis.divergence.Divergence`. None where no rank has another one to agree with, or none noted its steps.
-        suspects: the requests that may have brought the failure about, most suspicious first.
-        environment: what of ``environment.json`` a summary says first, see `handler.collectors.environment`; None
-            before it was gathered.
-        gpus: what `analysis.gpus.account` returns; None where the driver was not asked.
-        cause: what `analysis.causes.explain` returns; None before it is finished.
-    """
+    """Everything the kit knows of one crash, hang or loss of the other server of a pair."""
 
     id: str
     kind: str
@@ -349,15 +250,20 @@ class Incident:
     requests: Requests = field(default_factory=Requests)
     peers: list[LostPeer] = field(default_factory=list)
     collectives: Collectives | None = None
+    #: Where the ranks that must agree went different ways, or that they did not; see `analysis.divergence.Divergence`.
+    #: None where no rank has another one to agree with, or none noted its steps.
     divergence: dict[str, Any] | None = None
+    #: The requests that may have brought the failure about, most suspicious first.
     suspects: list[Suspect] = field(default_factory=list)
+    #: What of ``environment.json`` a summary says first, see `handler.collectors.environment`; None before it was
+    #: gathered.
     environment: dict[str, Any] | None = None
-    gpus: dict[str, Any] | None = None
+    gpus: dict[str, Any] | None = None  # what `analysis.gpus.account` returns; None where the driver was not asked
     timeline: list[dict[str, Any]] = field(default_factory=list)
     verdict: Verdict | None = None
     handler: HandlerInfo | None = None
     fault: Occurrence | None = None
-    cause: dict[str, Any] | None = None
+    cause: dict[str, Any] | None = None  # what `analysis.causes.explain` returns; None before it is finished
     complete: bool = False
     schema_version: int = SCHEMA_VERSION
 
@@ -366,13 +272,7 @@ class Incident:
         return next((process for process in self.processes if process.pid == pid), None)
 
     def note(self, seconds: float, event: str, /, **fields: Any) -> None:
-        """Add an event to the timeline.
-
-        Args:
-            seconds: when it happened, since the epoch.
-            event: what happened.
-            fields: what belongs to it, JSON values.
-        """
+        """Add an event to the timeline, at `seconds` since the epoch, with the JSON values that belong to it."""
         self.timeline.append({"time": iso_time(seconds), "event": event, **fields})
 
     def to_json(self) -> dict[str, Any]:
@@ -394,8 +294,3 @@ def _look(sample: Sample) -> dict[str, Any]:
         "doing": list(sample.doing),
         "lock": sample.gil,
     }
-
-
-def missing(processes: Iterable[ProcessReport]) -> list[tuple[ProcessReport, Evidence]]:
-    """Return the pieces of evidence that failed."""
-    return [(p, piece) for p in processes for piece in p.evidence if piece.status == "failed"]

@@ -27,15 +27,11 @@ _KNOWN, _WAITING = "known", "waiting"
 
 @dataclass(frozen=True)
 class KnownPeers:
-    """The peers that one scheduler works with.
+    """The peers that one scheduler works with."""
 
-    Attributes:
-        peers: the processes of each peer that it knows, by the peer's name.
-        failed: the names of those that SGLang has given up after a transfer.
-    """
-
+    #: The processes of each peer that it knows, by the peer's name.
     peers: Mapping[str, frozenset[PeerProcess]] = field(default_factory=dict)
-    failed: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()  # the names of those that SGLang has given up after a transfer
 
     def to_packets(self) -> list[bytes]:
         """Return the answer to ``known``."""
@@ -83,10 +79,7 @@ def waiting_answers(
 ) -> Iterator[bytes]:
     """Yield the answer to ``waiting``, a packet for each name.
 
-    Args:
-        names: the peers that are asked for.
-        role: what they do.
-        waiting: the requests that wait, by the name of the peer; None stands for one that is not known.
+    In `waiting`, None stands for a peer that is not known.
     """
     for name in names:
         # By the same rules as a report: named as far as there is room, and counted.
@@ -96,23 +89,14 @@ def waiting_answers(
 
 @dataclass(frozen=True)
 class Waits:
-    """Which requests wait for one peer.
+    """Which requests wait for one peer."""
 
-    Attributes:
-        name: the peer's name.
-        told: the requests; of the rest nothing counts.
-    """
-
-    name: str
-    told: LostPeer
+    name: str  # the peer's name
+    told: LostPeer  # the requests; of the rest nothing counts
 
 
 class AnswerReader:
-    """Puts the packets of one scheduler's answers together.
-
-    Args:
-        pid: the scheduler.
-    """
+    """Puts the packets of one scheduler's answers together."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

@@ -34,17 +34,11 @@ _WHY_SEVERAL: dict[Sign, str] = {
 
 
 class PeerProcess(NamedTuple):
-    """A process of a peer server, as SGLang's tables name it.
+    """A process of a peer server, as SGLang's tables name it."""
 
-    Attributes:
-        rank: its tensor-parallel rank; 0 where the tables do not say.
-        host: its IP address.
-        port: where it listens.
-    """
-
-    rank: int
-    host: str
-    port: int
+    rank: int  # its tensor-parallel rank; 0 where the tables do not say
+    host: str  # its IP address
+    port: int  # where it listens
 
     @property
     def address(self) -> str:
@@ -54,46 +48,30 @@ class PeerProcess(NamedTuple):
 
 @dataclass(frozen=True)
 class WaitingRequest:
-    """A request that waits for the other server of a pair.
+    """A request that waits for the other server of a pair."""
 
-    Attributes:
-        rid: SGLang's request id.
-        room: the bootstrap room, by which both servers know it; None where it has none.
-    """
-
-    rid: str
-    room: int | None = None
+    rid: str  # SGLang's request id
+    room: int | None = None  # the bootstrap room, by which both servers know it; None where it has none
 
 
 @dataclass
 class LostPeer:
-    """A server that does not answer its partner any more.
+    """A server that does not answer its partner any more."""
 
-    Attributes:
-        address: where it was reached: a prefill server's bootstrap address, a decode rank's own.
-        role: what it did.
-        sign: how its loss was noticed: its port ``refused`` several connections in a row; its host was ``unreachable``;
-            SGLang's own ``heartbeat`` gave it up; a ``failed_transfer`` made SGLang give it up.
-        since: the first sign, UTC in ISO 8601.
-        requests: those that wait for it, `MAX_NAMED` at most.
-        count: how many there are.
-        unassigned: those that wait for a decode server without having heard of one, `MAX_NAMED` at most; only the
-            router knows which one they are meant for.
-        unassigned_count: how many there are.
-        alone: no other server of its role was known to be there.
-        reported_by: pids of the ranks that work with it, or that noticed.
-    """
-
-    address: str
-    role: Role
+    address: str  # where it was reached: a prefill server's bootstrap address, a decode rank's own
+    role: Role  # what it did
+    #: How its loss was noticed: its port ``refused`` several connections in a row; its host was ``unreachable``;
+    #: SGLang's own ``heartbeat`` gave it up; a ``failed_transfer`` made SGLang give it up.
     sign: Sign
-    since: str
-    requests: list[WaitingRequest] = field(default_factory=list)
-    count: int = 0
+    since: str  # the first sign, UTC in ISO 8601
+    requests: list[WaitingRequest] = field(default_factory=list)  # those that wait for it, `MAX_NAMED` at most
+    count: int = 0  # how many there are
+    #: Those that wait for a decode server without having heard of one, `MAX_NAMED` at most; only the router knows which
+    #: one they are meant for.
     unassigned: list[WaitingRequest] = field(default_factory=list)
-    unassigned_count: int = 0
-    alone: bool = False
-    reported_by: list[int] = field(default_factory=list)
+    unassigned_count: int = 0  # how many there are
+    alone: bool = False  # no other server of its role was known to be there
+    reported_by: list[int] = field(default_factory=list)  # pids of the ranks that work with it, or that noticed
 
     @property
     def host(self) -> str:
@@ -159,7 +137,7 @@ class LostPeer:
 def describe(peers: Iterable[LostPeer]) -> list[str]:
     """Return in words which peers are lost, which requests wait for them, and how it was noticed.
 
-    The ranks of a decode server are told of together; what they have in common is their host. Of many hosts, as in a
+    The ranks of a decode server are described together; what they have in common is their host. Of many hosts, as in a
     rolling restart, all with the same sign are.
     """
     known = list(peers)

@@ -24,17 +24,11 @@ Side = Literal["prefill", "decode"]
 
 @dataclass(frozen=True)
 class Frame:
-    """One Python frame.
-
-    Attributes:
-        function: name of the function.
-        file: path of the file, as `short_path` has it: from the package on, whatever took the stack.
-        line: line number, 0 where unknown.
-    """
+    """One Python frame."""
 
     function: str
-    file: str
-    line: int
+    file: str  # path of the file, as `short_path` has it: from the package on, whatever took the stack
+    line: int  # line number, 0 where unknown
 
     def __str__(self) -> str:
         return f"{self.function} ({self.file}:{self.line})"
@@ -42,75 +36,47 @@ class Frame:
 
 @dataclass(frozen=True)
 class Thread:
-    """One Python thread, innermost frame first.
+    """One Python thread, innermost frame first."""
 
-    Attributes:
-        name: Python's name of the thread, empty where it could not be read.
-        native_id: the kernel's thread id; equals the pid for the main thread.
-        active: it was running on a CPU, as far as py-spy can tell.
-        owns_gil: it held the global interpreter lock.
-        frames: innermost first.
-    """
-
-    name: str
-    native_id: int | None
-    active: bool
-    owns_gil: bool
+    name: str  # Python's name of the thread, empty where it could not be read
+    native_id: int | None  # the kernel's thread id; equals the pid for the main thread
+    active: bool  # it was running on a CPU, as far as py-spy can tell
+    owns_gil: bool  # it held the GIL
     frames: tuple[Frame, ...]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What one process did at one moment, as far as it is known.
-
-    Attributes:
-        host: the host's name.
-        pid: process id.
-        start_ticks: start time in clock ticks since boot; with host and pid it identifies a process.
-        title: process title, without arguments that may be secret.
-        role: as `titles.role_of` has it.
-        ranks: as `titles.rank_of` has them, such as ``{"tp": 0, "pp": 1}``; empty where there is one rank only.
-        time: when, in seconds since the epoch; 0 where it is not known.
-        server: pid of the process on this host that launched its server, None where it is not known.
-        rendezvous: the address (``--dist-init-addr``) that the processes of one server have in common on all its
-            hosts, None where its command line names none.
-        side: what its server does, by the server's command line; None where prefill and decode are not separate.
-        state: the letter that ``/proc`` has for the state of its main thread; empty where it was gone.
-        wchan: the kernel function in which the main thread slept, empty where it did not or could not be read.
-        tracer: pid of the process that traced it, 0 where there was none.
-        cpu_secs: CPU time that all its threads had used since its start, in seconds.
-        threads: its Python stacks, innermost frame first; empty where there are none.
-        native: its stacks with native frames, of a debugger or py-spy, where they were taken; the file of a native
-            frame is its source or library, as far as it is known.
-        kernels: names of the CUDA kernels that were running for it, as the debugger has them.
-        problem: why there are no Python stacks; where there are, why what was tried before gave none, or empty.
-        source: what took the stacks, or was tried last.
-        seconds: from the start of the round to its stacks, in seconds.
-        gil: what was seen of its GIL.
-        doing: the innermost frames that tell what it was about, as an incident shows them; empty where it shows none.
-    """
+    """What one process did at one moment, as far as it is known."""
 
     host: str = ""
     pid: int = 0
-    start_ticks: int = 0
-    title: str = ""
-    role: str = ""
+    start_ticks: int = 0  # start time in clock ticks since boot; with host and pid it identifies a process
+    title: str = ""  # process title, without arguments that may be secret
+    role: str = ""  # as `titles.role_of` has it
+    #: As `titles.rank_of` has them, such as ``{"tp": 0, "pp": 1}``; empty where there is one rank only.
     ranks: Mapping[str, int] = field(default_factory=dict)
-    time: float = 0.0
-    server: int | None = None
+    time: float = 0.0  # when, in seconds since the epoch; 0 where it is not known
+    server: int | None = None  # pid of the process on this host that launched its server, None where it is not known
+    #: The address (``--dist-init-addr``) that the processes of one server have in common on all its hosts, None where
+    #: its command line names none.
     rendezvous: str | None = None
+    #: What its server does, by the server's command line; None where prefill and decode are not separate.
     side: Side | None = None
-    state: str = ""
-    wchan: str = ""
-    tracer: int = 0
-    cpu_secs: float = 0.0
-    threads: tuple[Thread, ...] = ()
+    state: str = ""  # the letter that ``/proc`` has for the state of its main thread; empty where it was gone
+    wchan: str = ""  # the kernel function in which the main thread slept, empty where it did not or could not be read
+    tracer: int = 0  # pid of the process that traced it, 0 where there was none
+    cpu_secs: float = 0.0  # CPU time that all its threads had used since its start, in seconds
+    threads: tuple[Thread, ...] = ()  # its Python stacks, innermost frame first; empty where there are none
+    #: Its stacks with native frames, of a debugger or py-spy, where they were taken; the file of a native frame is its
+    #: source or library, as far as it is known.
     native: tuple[Thread, ...] = ()
-    kernels: tuple[str, ...] = ()
-    problem: str = ""
-    source: Source = "py-spy"
-    seconds: float = 0.0
-    gil: Gil = ""
+    kernels: tuple[str, ...] = ()  # names of the CUDA kernels that were running for it, as the debugger has them
+    problem: str = ""  # why there are no Python stacks; where there are, why what was tried before gave none, or empty
+    source: Source = "py-spy"  # what took the stacks, or was tried last
+    seconds: float = 0.0  # from the start of the round to its stacks, in seconds
+    gil: Gil = ""  # what was seen of its GIL
+    #: The innermost frames that tell what it was about, as an incident shows them; empty where it shows none.
     doing: tuple[str, ...] = ()
 
     @property
@@ -123,18 +89,20 @@ def parse_pyspy(text: str) -> tuple[Thread, ...]:
     """Parse the output of ``py-spy dump --json``, which is also the form in which a process speaks of itself.
 
     Raises:
-        ValueError: it is not such an output.
+        ValueError: it is not such an output, or has no frame.
     """
     try:
         document = json.loads(text)
+        if not isinstance(document, list):
+            raise ValueError("the JSON of the stacks is not a list of threads")
+        threads = tuple(_thread(entry) for entry in document)
     except RecursionError:
         raise ValueError("the JSON of the stacks is nested too deeply") from None
-    if not isinstance(document, list):
-        raise ValueError("the JSON of the stacks is not a list of threads")
-    try:
-        return tuple(_thread(entry) for entry in document)
     except (AttributeError, KeyError, OverflowError, TypeError) as error:
         raise ValueError(f"the JSON of the stacks lacks {error}") from error
+    if not any(thread.frames for thread in threads):
+        raise ValueError("there is no Python frame")
+    return threads
 
 
 def short_path(path: str) -> str:

@@ -18,64 +18,41 @@ PHASES = ("received", "scheduled", "forward_begun", "forward_done", "processed")
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """A request in a step's batch.
+    """A request in a step's batch."""
 
-    Attributes:
-        rid: its request id; where that was overwritten, ``#`` and `id_hash` in 16 hexadecimal digits.
-        id_hash: 8 bytes of a hash of the id, alike on all ranks.
-        tokens: how many tokens the step computes for it: what an extend takes in, 1 in a decode.
-        length: how many tokens it has with those, input and output.
-    """
-
-    rid: str
-    id_hash: int
-    tokens: int
-    length: int
+    rid: str  # its request id; where that was overwritten, ``#`` and `id_hash` in 16 hexadecimal digits
+    id_hash: int  # 8 bytes of a hash of the id, alike on all ranks
+    tokens: int  # how many tokens the step computes for it: what an extend takes in, 1 in a decode
+    length: int  # how many tokens it has with those, input and output
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one scheduler; what a release does not have is None.
+    """One step of one scheduler; what a release does not have is None."""
 
-    Attributes:
-        number: counts the batches from 1, as ``Scheduler.forward_ct`` does.
-        began: when it began, in seconds of the monotonic clock.
-        ended: when its results were processed, in seconds of the monotonic clock; None where they were not.
-        phase: how far it came; one of `PHASES`.
-        mode: forward mode, such as ``extend`` or ``decode``; empty before it is scheduled.
-        forward: forward mode of the model's pass that began last in it, such as ``target_verify``; empty where none did
-            or it is not known.
-        requests: those of the batch, as far as there was room for them, in the batch's order; before it is scheduled,
-            those that were received for it.
-        size: how many of them there are.
-        tokens: how many tokens the step computes.
-        running: how many requests run.
-        waiting: how many requests wait.
-        retracted: how many requests were retracted on the way to this step.
-        kv_free: how many tokens the KV pool has room for.
-        kv_size: how many tokens the KV pool holds at most.
-        received: how many requests and controls were received since the step before.
-        decisions: what must agree across ranks and was decided since the step before, by its name, such as
-            ``retract``, ``abort``, ``prefetch``: a number that is the same on each rank that decided the same.
-        agreed_hash: rolling hash of all that must agree, of this step and of all before it; 0 before it is scheduled.
-    """
-
-    number: int
-    began: float
-    ended: float | None
-    phase: str
-    mode: str
+    number: int  # counts the batches from 1, as ``Scheduler.forward_ct`` does
+    began: float  # when it began, in seconds of the monotonic clock
+    ended: float | None  # when its results were processed, in seconds of the monotonic clock; None where they were not
+    phase: str  # how far it came; one of `PHASES`
+    mode: str  # forward mode, such as ``extend`` or ``decode``; empty before it is scheduled
+    #: Those of the batch, as far as there was room for them, in the batch's order; before it is scheduled, those that
+    #: were received for it.
     requests: tuple[StepRequest, ...]
-    size: int
-    tokens: int
-    running: int | None = None
-    waiting: int | None = None
-    retracted: int | None = None
-    kv_free: int | None = None
-    kv_size: int | None = None
-    received: int | None = None
+    size: int  # how many of them there are
+    tokens: int  # how many tokens the step computes
+    running: int | None = None  # how many requests run
+    waiting: int | None = None  # how many requests wait
+    retracted: int | None = None  # how many requests were retracted on the way to this step
+    kv_free: int | None = None  # how many tokens the KV pool has room for
+    kv_size: int | None = None  # how many tokens the KV pool holds at most
+    received: int | None = None  # how many requests and controls were received since the step before
+    #: What must agree across ranks and was decided since the step before, by its name, such as ``retract``, ``abort``,
+    #: ``prefetch``: a number that is the same on each rank that decided the same.
     decisions: Mapping[str, int] = field(default_factory=dict)
+    #: Rolling hash of all that must agree, of this step and of all before it; 0 before it is scheduled.
     agreed_hash: int = 0
+    #: Forward mode of the model's pass that began last in it, such as ``target_verify``; empty where none did or it is
+    #: not known.
     forward: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -90,16 +67,16 @@ class Step:
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> Step:
-        """Return the step that `to_json` told of.
+        """Return the step that `to_json` wrote.
 
         Raises:
             ValueError: it is none.
         """
         try:
-            document = dict(document)
-            counts = {name: document.get(name) for name in _COUNTS}
+            optional: dict[str, Any] = {
+                name: None if document.get(name) is None else whole(document[name]) for name in _COUNTS
+            }
             return Step(
-                number=whole(document["number"]),
                 began=number(document["began"]),
                 ended=None if document["ended"] is None else number(document["ended"]),
                 phase=text(document["phase"]),
@@ -108,15 +85,14 @@ class Step:
                     StepRequest(text(one["rid"]), *(whole(one[name]) for name in ("id_hash", "tokens", "length")))
                     for one in entries(document["requests"])
                 ),
-                size=whole(document["size"]),
-                tokens=whole(document["tokens"]),
-                **{name: None if count is None else whole(count) for name, count in counts.items()},
-                decisions={text(name): whole(count) for name, count in dict(document["decisions"]).items()},
-                agreed_hash=whole(document["agreed_hash"]),
+                decisions={text(name): whole(count) for name, count in document["decisions"].items()},
                 forward=text(document.get("forward", "")),
+                **{name: whole(document[name]) for name in ("number", "size", "tokens", "agreed_hash")},
+                **optional,
             )
-        except (LookupError, TypeError) as error:
+        except (AttributeError, LookupError, TypeError) as error:
             raise ValueError(f"no step: {error}") from error
 
 
+#: What not every release has.
 _COUNTS = ("running", "waiting", "retracted", "kv_free", "kv_size", "received")

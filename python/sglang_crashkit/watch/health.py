@@ -40,19 +40,12 @@ _SCHEMES = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server answers HTTP.
+    """Where a server answers HTTP."""
 
-    Attributes:
-        scheme: ``http`` or ``https``.
-        host: name or number, without brackets.
-        port: its port.
-        prefix: what stands before the paths, empty where it is not behind a proxy.
-    """
-
-    scheme: str
-    host: str
+    scheme: str  # ``http`` or ``https``
+    host: str  # name or number, without brackets
     port: int
-    prefix: str = ""
+    prefix: str = ""  # what stands before the paths, empty where it is not behind a proxy
 
     @classmethod
     def parse(cls, url: str) -> Address:
@@ -79,28 +72,15 @@ class Address:
 
 
 class Question:
-    """One request, under way in a thread of its own.
-
-    Args:
-        address: the server.
-        path: what is asked for.
-        timeout_secs: the longest that the server may be silent, in seconds.
-        api_key: sent with it, unless it is empty.
-
-    Attributes:
-        began: when it was asked, in seconds of the monotonic clock.
-        status: the answer's HTTP status, None where there is none.
-        secs: how long the answer took, in seconds.
-        problem: why there is no answer: ``refused``, ``silent`` or a sentence; empty where there is one.
-    """
+    """One request, under way in a thread of its own."""
 
     def __init__(self, address: Address, path: str, timeout_secs: float, api_key: str = "") -> None:
         self._address, self._path, self._timeout_secs = address, path, timeout_secs
         self._headers = {"Connection": "close"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self.began = time.monotonic()
-        self.status: int | None = None
-        self.secs = 0.0
-        self.problem = ""
+        self.status: int | None = None  # HTTP status of the answer, None where there is none
+        self.secs = 0.0  # how long the answer took
+        self.problem = ""  # why there is no answer: ``refused``, ``silent`` or a sentence
         self._over = threading.Event()
         # Not waited for at the end: whatever the server does, the watcher ends.
         threading.Thread(target=self._ask, name=f"ask {path}", daemon=True).start()
@@ -132,24 +112,15 @@ class Question:
 
 
 class HealthProbe:
-    """Asks one server for its health again and again.
+    """Asks one server for its health again and again; `interval_secs` after an answer it asks the next question.
 
-    Args:
-        address: the server.
-        interval_secs: from an answer to the next question, in seconds.
-        timeout_secs: the longest that the server may be silent, in seconds.
-        api_key: sent with each question, unless it is empty; it is shown nowhere.
-
-    Attributes:
-        address: the server.
-        asked: how often it was asked for its health.
-        problem: why it cannot be asked, empty where it can.
+    A server may be silent for `timeout_secs`. The key goes with each question, and is shown nowhere.
     """
 
     def __init__(self, address: Address, interval_secs: float, timeout_secs: float, api_key: str = "") -> None:
         self.address = address
-        self.asked = 0
-        self.problem = ""
+        self.asked = 0  # how often it was asked for its health
+        self.problem = ""  # why it cannot be asked, empty where it can
         self._interval_secs, self._timeout_secs, self._api_key = interval_secs, timeout_secs, api_key
         self._question: Question | None = None
         self._last: Health = "waiting"
@@ -198,28 +169,24 @@ class HealthProbe:
     def forget_answer(self, *, is_well: bool) -> None:
         """Let the schedulers be asked again.
 
-        Args:
-            is_well: the server answers. Where it does not, they may not have got the question yet that they did not
-                answer, and are not asked another one.
+        Where the server is not well, they may not have got the question yet that they did not answer, and are not asked
+        another one.
         """
         if self._other is not None and self._other.is_over and (is_well or self._other.status is not None):
             self._other = None
 
     def _read(self, question: Question) -> Health:
-        self.problem = ""
-        if question.status is not None:
-            if question.status == 200:
-                return "ok"
-            if question.status == 503 and question.secs < _AT_ONCE_SECS:
-                return "starting"
-            if question.status >= 500:
-                return "failed"
-            self.problem = f"{self.address}{HEALTH_PATH} is answered with {question.status}"
-            return "none"
-        if question.problem in ("refused", "silent"):
-            return "refused" if question.problem == "refused" else "silent"
-        self.problem = question.problem
-        return "refused"
+        self.problem = "" if question.problem in ("refused", "silent") else question.problem
+        if question.status is None:
+            return "silent" if question.problem == "silent" else "refused"
+        if question.status == 200:
+            return "ok"
+        if question.status == 503 and question.secs < _AT_ONCE_SECS:
+            return "starting"
+        if question.status >= 500:
+            return "failed"
+        self.problem = f"{self.address}{HEALTH_PATH} is answered with {question.status}"
+        return "none"
 
 
 def read_api_key(path: Path) -> str:
@@ -230,16 +197,15 @@ def read_api_key(path: Path) -> str:
     Raises:
         UsageError: the file cannot be read or holds no such line. What it holds is not shown.
     """
-    hint = "put nothing but the key into it"
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_KEY_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}", next_step="name another file") from None
-    try:
-        key = content.decode("ascii").strip()
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} holds no API key: it is not ASCII", next_step=hint) from None
-    if not key or len(content) > _MAX_KEY_BYTES or not key.isprintable():
-        raise UsageError(f"{path} holds no API key of one line and at most {_MAX_KEY_BYTES} bytes", next_step=hint)
+    key = content.decode(errors="replace").strip()
+    if not key or len(content) > _MAX_KEY_BYTES or not (key.isascii() and key.isprintable()):
+        raise UsageError(
+            f"{path} holds no API key of one line of ASCII and at most {_MAX_KEY_BYTES} bytes",
+            next_step="put nothing but the key into it",
+        )
     return key

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import select
 import socket
 import time
@@ -13,8 +12,8 @@ from typing import Any
 
 import psutil
 
-from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.capture.server_arguments import port_of, serves_tls
+from sglang_crashkit.collect.observing import observe
 from sglang_crashkit.incident.summary import mapping_of, mappings_of
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.discovery import FoundProcess, find_processes
@@ -23,7 +22,6 @@ from sglang_crashkit.kernel.sglang_command import runs_sglang
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.watch.health import Address
 
-_TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
 #: The longest that one round of stacks may take, in seconds.
 _STACKS_SECS = 4.0
 #: From one search for its processes to the next, in seconds: until this long after the first rank was seen, and
@@ -40,21 +38,13 @@ _ALL_KILLED_SECS = 0.05
 
 @dataclass(frozen=True)
 class Death:
-    """The end of one process.
-
-    Attributes:
-        pid: its process id.
-        title: its title.
-        at: when it was noticed, in seconds of the monotonic clock.
-        end: how it ended, as far as the kernel tells.
-        alone: the others were not about to end.
-    """
+    """The end of one process."""
 
     pid: int
     title: str
-    at: float
-    end: ExitStatus
-    alone: bool = True
+    at: float  # when it was noticed, in seconds of the monotonic clock
+    end: ExitStatus  # how it ended, as far as the kernel tells
+    alone: bool = True  # the others were not about to end
 
     def __str__(self) -> str:
         who = f"{self.title} (pid {self.pid})"
@@ -64,13 +54,9 @@ class Death:
 
 
 def first_death(document: Mapping[str, Any]) -> Death | None:
-    """Return whose end an incident names as the first failure.
+    """Return whose end an incident's document names as the first failure, None where it does not name one.
 
-    Args:
-        document: of the incident; see `incident.store.StoredIncident`.
-
-    Returns:
-        None where the incident does not name one. What the handler did not see of its end is unknown.
+    What the handler did not see of its end is unknown.
     """
     first = mapping_of(mapping_of(document.get("verdict")).get("first_failure"))
     pid, title = first.get("pid"), first.get("title")
@@ -87,27 +73,18 @@ class DeathWatch:
 
     Which one was first is known for a moment only: who started it reaps it, and ends the others. What tells a failure
     from an end that was wanted is how it ended, and whether the others were still meant to live when it did: whoever
-    ends a server kills all of them within a few milliseconds.
-
-    Args:
-        root: who started them; where it ended in the same moment as another, it was not the first.
-
-    Attributes:
-        deaths: who has ended, the first one first.
+    ends a server kills all of them within a few milliseconds. Where `root`, who started them, ended in the same moment
+    as another, it was not the first.
     """
 
     def __init__(self, root: int) -> None:
-        self.deaths: list[Death] = []
+        self.deaths: list[Death] = []  # who has ended, the first one first
         self._root = root
         self._alive: dict[int, tuple[ProcessHandle, str]] = {}
         self._known: set[tuple[int, int]] = set()
 
     def follow(self, processes: Mapping[int, str]) -> None:
-        """Follow more processes.
-
-        Args:
-            processes: their titles by pid; those that are followed already may be among them.
-        """
+        """Follow more processes, given with their titles; those that are followed already may be among them."""
         for pid, title in processes.items():
             if pid in self._alive:
                 continue
@@ -148,17 +125,7 @@ class DeathWatch:
 
 
 class WatchedServer:
-    """One server on this host.
-
-    Args:
-        pid: any of its processes.
-
-    Attributes:
-        pid: its main process.
-        start_ticks: start time of that; see `procfs.ProcStat`.
-        arguments: the command line of that.
-        processes: its processes, the main one included, as far as they were found by now.
-        is_known: whether it is a server of SGLang, as far as can be seen.
+    """The server on this host that process `pid` belongs to.
 
     Raises:
         ProcessLookupError: there is no such process.
@@ -175,10 +142,10 @@ class WatchedServer:
         self._searched_at = -_SEARCH_SELDOM_SECS
         self._settles_at: float | None = None
         self.processes = found
-        self.start_ticks = self._handle.start_ticks
         self.is_known = bool(found)
-        self._ends = DeathWatch(self.pid)
-        self._ends.follow({self.pid: procfs.read_title(self.pid)} | _unreaped(self.pid))
+        #: Of its processes, also of those that had ended before and are not reaped.
+        self.ends = DeathWatch(self.pid)
+        self.ends.follow({self.pid: procfs.read_title(self.pid)} | _unreaped(self.pid))
 
     @property
     def is_gone(self) -> bool:
@@ -197,24 +164,10 @@ class WatchedServer:
         return runs_sglang(self.arguments) or self.address() is not None
 
     def sample(self, *, stacks: bool) -> tuple[Sample, ...]:
-        """Return what its ranks, and the processes that they need, are doing now.
-
-        Args:
-            stacks: with their stacks, which are taken without a pause.
-        """
+        """Return what its ranks, and the processes that they need, are doing now."""
         self._search()
-        found = sample_all(self._needed, _STACKS_SECS) if stacks and self._needed else []
-        taken = {one.pid: one for one in found}
-        return tuple(self._sample_of(one, taken.get(one.pid, Sample())) for one in self._needed.values())
-
-    @property
-    def deaths(self) -> tuple[Death, ...]:
-        """Which of its processes have ended while they were followed, or had before and are not reaped; first first."""
-        return tuple(self._ends.deaths)
-
-    def wait(self, secs: float) -> None:
-        """Wait for `secs` seconds, or until one of its processes has ended."""
-        self._ends.wait(secs)
+        found = observe([*self._needed.values()], "", _STACKS_SECS if stacks else 0.0)
+        return tuple(one if one.state else replace(one, state="X") for one in found)
 
     def address(self) -> Address | None:
         """Return where it answers HTTP, None where it does not listen (yet)."""
@@ -230,7 +183,7 @@ class WatchedServer:
     def close(self) -> None:
         """Let go of it."""
         self._handle.close()
-        self._ends.close()
+        self.ends.close()
 
     def _search(self) -> None:
         now = time.monotonic()
@@ -245,29 +198,7 @@ class WatchedServer:
         self._needed = {**self._needed, **needed}
         if self._settles_at is None and any(one.role == "scheduler" for one in needed.values()):
             self._settles_at = now + _SETTLED_SECS
-        self._ends.follow({one.pid: one.title for one in found if one.title.startswith(_TITLE)})
-
-    def _sample_of(self, process: FoundProcess, taken: Sample) -> Sample:
-        who = replace(
-            taken,
-            pid=process.pid,
-            start_ticks=process.start_ticks,
-            title=process.title,
-            role=process.role,
-            ranks=process.ranks,
-            server=self.pid,
-            time=time.time(),
-        )
-        stat = procfs.read_stat(process.pid)
-        if stat is None or stat.start_ticks != process.start_ticks:
-            return replace(who, state="X", threads=())
-        return replace(
-            who,
-            state=stat.state,
-            wchan=procfs.read_wchan(process.pid),
-            tracer=procfs.read_tracer(process.pid),
-            cpu_secs=stat.cpu_ticks / _TICKS_PER_SEC,
-        )
+        self.ends.follow({one.pid: one.title for one in found if one.title.startswith(_TITLE)})
 
 
 def _unreaped(server: int) -> dict[int, str]:

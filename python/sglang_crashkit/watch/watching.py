@@ -34,7 +34,7 @@ Phase = Literal["starting", "serving", "suspect", "hung", "crashed"]
 #: and no more than this share of the time to a hang.
 _TOO_LATE_SECS, _MAX_SECS, _MAX_SHARE = 15.0, 5.0, 0.25
 #: Where all ranks go on it may be a long batch, and where none is left the server may end: so many times as long each
-#: may take. With the default it is told of after 240 s; upstream's watchdog ends the server after 300 s of a batch.
+#: may take. With the default it is reported after 240 s; upstream's watchdog ends the server after 300 s of a batch.
 _PATIENCE = 4
 #: The schedulers are given so much time to answer something else, in seconds.
 _ANSWER_SECS = 5.0
@@ -48,28 +48,19 @@ _SERVES_ON_SECS = 15.0
 
 @dataclass(frozen=True)
 class Observation:
-    """What was seen of a server at one moment.
+    """What was seen of a server at one moment."""
 
-    Attributes:
-        at: when, in seconds of the monotonic clock.
-        health: its health check.
-        samples: of its processes on this host, with stacks where these were wanted; empty where none is known.
-        server_state: state letter of its main process, empty where it is not known.
-        answers: whether its schedulers answered something else than a health check since `Watching.wants_answer`; None
-            where that is not known.
-        asking: the schedulers were asked and have not answered yet.
-        gone: its main process has ended.
-        deaths: which of its processes have ended, the main one included, the first one first.
-    """
-
-    at: float
-    health: Health
+    at: float  # when, in seconds of the monotonic clock
+    health: Health  # its health check
+    #: Of its processes on this host, with stacks where these were wanted; empty where none is known.
     samples: tuple[Sample, ...] = ()
-    server_state: str = ""
+    server_state: str = ""  # state letter of its main process, empty where it is not known
+    #: Whether its schedulers answered something else than a health check since `Watching.wants_answer`; None where that
+    #: is not known.
     answers: bool | None = None
-    asking: bool = False
-    gone: bool = False
-    deaths: tuple[Death, ...] = ()
+    asking: bool = False  # the schedulers were asked and have not answered yet
+    gone: bool = False  # its main process has ended
+    deaths: tuple[Death, ...] = ()  # which of its processes have ended, the main one included, the first one first
 
     @property
     def is_unreachable(self) -> bool:
@@ -79,34 +70,21 @@ class Observation:
 
 @dataclass(frozen=True)
 class Event:
-    """What there is to tell.
-
-    Attributes:
-        kind: in one word.
-        text: in one sentence.
-        secs: of a hang, for how long there was no answer; of progress, for how long the hang lasted; in seconds.
-        level: of a hang or a crash, how well it is supported.
-        ranks: of a hang, what was seen of each rank.
-        first: of a crash, who ended first, where that was seen.
-    """
+    """What there is to tell."""
 
     kind: Kind
     text: str
+    #: Of a hang, for how long there was no answer; of progress, for how long the hang lasted; in seconds.
     secs: float = 0.0
-    level: Level = "supported"
-    ranks: tuple[Member, ...] = ()
-    first: Death | None = None
+    level: Level = "supported"  # of a hang or a crash, how well it is supported
+    ranks: tuple[Member, ...] = ()  # of a hang, what was seen of each rank
+    first: Death | None = None  # of a crash, who ended first, where that was seen
 
 
 class Watching:
     """The watch over one server.
 
-    Args:
-        hang_secs: how long a server may go without an answer, in seconds.
-        start_secs: how long it may take to get ready, in seconds; 0 for any time.
-
-    Attributes:
-        silent_secs: for how long its health check was not answered, as far as was seen, in seconds.
+    It hangs after `hang_secs` without an answer. To get ready it may take `start_secs`, 0 for any time.
     """
 
     def __init__(self, hang_secs: float, start_secs: float = 0.0) -> None:
@@ -115,7 +93,8 @@ class Watching:
         self._at: float | None = None
         # It may take health checks in without having answered one.
         self._has_served = self._has_answered = self._is_late = self._is_ending = False
-        self._starting_secs = self.silent_secs = 0.0
+        self._starting_secs = 0.0
+        self.silent_secs = 0.0  # for how long its health check was not answered, as far as was seen
         self._rounds: deque[NodeSnapshot] = deque(maxlen=_MAX_SAMPLES)
         self._sampled_at: float | None = None
         self._hung_at: float | None = None

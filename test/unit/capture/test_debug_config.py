@@ -56,25 +56,25 @@ def test_what_makes_no_sense_is_named_with_the_file(tmp_path: Path, text: str, m
     assert error.value.message == f"{tmp_path}/job.yaml: {message}"
 
 
-@pytest.mark.parametrize("text", ["debug: [", "a: b: c", b"\xff\xfe\xff", "!!python/object/apply:os.system [x]"])
-def test_what_is_no_yaml_is_said_to_be_none(tmp_path: Path, text: str | bytes) -> None:
-    with pytest.raises(UsageError, match=r"job\.yaml is not YAML: "):
-        read(tmp_path, text)
-
-
-def test_a_list_has_no_sections(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="must hold sections such as debug:, not a list"):
-        read(tmp_path, "- a\n- b\n")
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"absent\.yaml: No such file or directory"):
-        read_debug_config(tmp_path / "absent.yaml")
-
-
 def test_the_folder_of_logs_is_put_in() -> None:
     assert expand_output("{log_dir}/backtraces", Path("/logs/7")) == Path("/logs/7/backtraces")
     assert expand_output("/shared", Path("/logs/7")) == Path("/shared")
     assert expand_output("~/x", Path()) == Path.home() / "x"
     with pytest.raises(UsageError, match=r"\{job_id\} is unknown"):
         expand_output("/shared/{job_id}", Path())
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("debug: [", "is not YAML: "),
+        ("a: b: c", "is not YAML: "),
+        (b"\xff\xfe\xff", "is not YAML: "),
+        ("!!python/object/apply:os.system [x]", "is not YAML: "),
+        ("- a\n- b\n", "must hold sections such as debug:, not a list"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_what_is_no_file_of_sections_is_named(tmp_path: Path, text: str | bytes | None, why: str) -> None:
+    with pytest.raises(UsageError, match=rf"\.yaml:? {why}"):
+        read(tmp_path, text) if text is not None else read_debug_config(tmp_path / "absent.yaml")

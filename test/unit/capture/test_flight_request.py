@@ -68,13 +68,6 @@ def test_a_dump_is_waited_for_until_it_is_whole(start: Start, tmp_path: Path) ->
     assert not (tmp_path / "rank3").exists()
 
 
-def test_it_can_be_asked_again(start: Start) -> None:
-    request = start()
-    for _ in range(3):
-        request.send()
-        assert receive(request).data == CONTENT
-
-
 def test_in_a_folder_that_others_write_to_a_dump_of_before_is_not_taken_and_none_is_removed(
     start: Start, tmp_path: Path
 ) -> None:
@@ -123,12 +116,6 @@ def test_the_one_whose_pipe_lost_its_name_to_another_is_reached_too(start: Start
     os.kill(second.pid, signal.SIGSTOP)
     first.send()
     assert receive(first).rank == 3
-
-
-def test_a_process_without_nccl_has_no_pipe(tmp_path: Path) -> None:
-    request = FlightRequest(os.getpid(), FlightPlace(str(tmp_path / "nccl-"), str(tmp_path / "rank"), is_own=True))
-    with pytest.raises(FlightDumpError, match=r"there is no pipe .*nccl-<rank>\.pipe: NCCL was not initialised"):
-        request.send()
 
 
 def test_a_pipe_of_another_name_is_not_written_to(start: Start, tmp_path: Path) -> None:

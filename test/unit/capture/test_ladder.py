@@ -12,7 +12,6 @@ import pytest
 
 from sglang_crashkit.capture import ladder
 from sglang_crashkit.capture.ladder import capture_all
-from sglang_crashkit.capture.pyspy import EXECUTABLE_VARIABLE
 from sglang_crashkit.capture.responder import ask_responders
 from sglang_crashkit.model.sample import Sample
 from unit.targets import (
@@ -22,7 +21,6 @@ from unit.targets import (
     armed,
     asleep,
     functions_of,
-    make_tool,
     run_unprivileged,
     settle,
     settle_in_lock,
@@ -39,14 +37,6 @@ processes = {int(pid): ProcessHandle(int(pid)).start_ticks for pid in sys.argv[2
 found = capture_all(processes, pathlib.Path(sys.argv[1]), 3, may_signal=True)
 print(json.dumps([dataclasses.asdict(one) for one in found]))
 """
-
-
-@pytest.fixture
-def use_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def use(script: str) -> None:
-        monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, script))
-
-    return use
 
 
 def test_py_spy_is_first_and_asks_nothing_of_the_process(runtime: Path) -> None:
@@ -180,17 +170,3 @@ def test_one_that_is_gone_is_asked_for_nothing_more(runtime: Path, use_tool) -> 
         pass
     (sample,) = capture_all({target.pid: target.start_ticks}, runtime, LONG, may_signal=True)
     assert sample == dataclasses.replace(sample, threads=(), problem="no such process", source="py-spy")
-
-
-def test_a_process_that_goes_on_is_not_signalled(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(ladder, "ask_faulthandler", lambda *arguments: asked.append(arguments) or [])
-    monkeypatch.setattr(ladder, "ask_responders", lambda files, _secs: [no_stack(pid, "in-process") for pid in files])
-    monkeypatch.setattr(ladder, "sample_all", lambda pids, _secs: [no_stack(pid, "py-spy") for pid in pids])
-    with armed(runtime, SLEEPER) as target:
-        (result,) = capture_all({target.pid: target.start_ticks}, runtime, LONG)
-    assert (result.threads, asked) == ((), [])
-
-
-def no_stack(pid: int, source: str) -> Sample:
-    return Sample(pid=pid, problem="none", source=source)

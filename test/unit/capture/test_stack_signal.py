@@ -14,7 +14,6 @@ from unit.targets import (
     LOCK_HOLDER,
     SLEEPER,
     armed,
-    asleep,
     functions_of,
     settle,
     settle_in_lock,
@@ -62,14 +61,6 @@ def test_it_can_be_asked_again_and_again(runtime: Path) -> None:
         # What it wrote before is gone: the file does not grow.
         assert ArmedFiles.of(runtime, target.pid, target.start_ticks).stack.stat().st_size < 4096
     assert descriptors().items() <= fds.items()
-
-
-def test_one_whose_main_thread_is_in_uninterruptible_sleep_answers_by_another_thread(runtime: Path) -> None:
-    with asleep(runtime) as target:
-        (sample,) = ask(runtime, target)
-        assert state_of(target.pid) == "D"
-    assert sample.threads
-    assert "sleep_uninterruptibly" in functions_of(sample.threads)
 
 
 def test_a_stopped_process_is_not_asked_and_has_no_signal_pending(runtime: Path) -> None:

@@ -18,13 +18,11 @@ from sglang_crashkit.kernel.discovery import Discovery, FoundProcess, find_proce
 from sglang_crashkit.kernel.procfs import TreeScanner, read_title
 from sglang_crashkit.kernel.slurm_place import Place
 from sglang_crashkit.model.snapshot import from_json, parse
-from unit.targets import SLEEPER, functions_of, settle, settle_in_sleep, state_of
+from unit.cli.conftest import GDB, native_stack
+from unit.targets import SLEEPER, TITLE, functions_of, settle, settle_in_sleep, state_of
 from unit.waiting import LONG, child, wait_until
 
-TITLE = "sglang::scheduler_TP0"
 QUICK = ("--snapshots", "2", "--interval", "0")
-#: A stand-in for gdb: it says which process it was asked for, at once or never.
-GDB = '#!/bin/sh\nwhile [ "$1" != -p ]; do shift; done\necho "asked for $2"\n'
 
 
 def command(*arguments: str) -> list[str]:
@@ -35,38 +33,25 @@ def collect(pid: int, output: Path, *arguments: str) -> int:
     return main(["collect", "--pid", str(pid), "--output-dir", str(output), *arguments])
 
 
-@pytest.fixture
-def gdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a stand-in for gdb that is first on PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "cuda-gdb").write_text(GDB)
-    (folder / "cuda-gdb").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return folder / "cuda-gdb"
-
-
 def test_every_process_has_its_two_files_and_every_moment_its_snapshot(
-    tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]
+    rank: int, tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "deep" / "out"
-    with child(SLEEPER, title=TITLE) as process:
-        settle_in_sleep(process.pid)
-        status = collect(process.pid, output, "--snapshots", "2", "--interval", "0.2", "--native")
+    status = collect(rank, output, "--snapshots", "2", "--interval", "0.2", "--native")
     host = os.uname().nodename
-    python, native = output / f"pyspy_{host}_{process.pid}.txt", output / f"cudagdb_{host}_{process.pid}.txt"
+    python, native = output / f"pyspy_{host}_{rank}.txt", output / f"cudagdb_{host}_{rank}.txt"
     snapshots = sorted(output.glob(f"snapshot_{host}_*.json"))
     account = [output / "summary.md", output / "verdict.json"]
     assert sorted(output.iterdir()) == sorted([python, native, *snapshots, *account])
-    assert python.read_text().startswith(f"# {TITLE} (pid {process.pid}) on {host}")
+    assert python.read_text().startswith(f"# {TITLE} (pid {rank}) on {host}")
     assert python.read_text().count("    inner_function (") == 2
-    assert native.read_text().startswith(f"# {TITLE} (pid {process.pid}) on {host}")
-    assert f"asked for {process.pid}\n" in native.read_text()
+    assert native.read_text().startswith(f"# {TITLE} (pid {rank}) on {host}")
+    assert f"asked for {rank}\n" in native.read_text()
     assert "cuda-gdb printed no stack" in native.read_text()
     for path in snapshots:
         (seen,) = parse(path.read_bytes()).processes
         assert (seen.pid, seen.title, seen.role, seen.ranks, seen.state) == (
-            *(process.pid, TITLE, "scheduler", {"tp": 0}),
+            *(rank, TITLE, "scheduler", {"tp": 0}),
             "S",
         )
         assert "inner_function" in functions_of(seen.threads)
@@ -75,67 +60,54 @@ def test_every_process_has_its_two_files_and_every_moment_its_snapshot(
     ]
     printed = capsys.readouterr().out.splitlines()
     assert status == 0
-    assert printed[0] == f"{TITLE} (pid {process.pid})"
+    assert printed[0] == f"{TITLE} (pid {rank})"
     assert printed[1].startswith("    1-2 S  inner_function (")
     assert printed[2].startswith("verdict (")
     assert printed[3:] == [f"{printed[0]}: cuda-gdb: cuda-gdb printed no stack", f"files: {output}"]
 
 
-def test_every_file_is_written_where_nobody_reads_the_output(tmp_path: Path, gdb: Path) -> None:
+def test_every_file_is_written_where_nobody_reads_the_output(rank: int, tmp_path: Path, gdb: Path) -> None:
     reads, writes = os.pipe()
     os.close(reads)
-    with child(SLEEPER, title=TITLE) as process:
-        settle_in_sleep(process.pid)
-        arguments = ["--pid", str(process.pid), "-o", str(tmp_path / "out"), *QUICK, "--native"]
-        done = subprocess.run(command(*arguments), stdout=writes, stderr=subprocess.PIPE, timeout=LONG, check=False)
+    arguments = ["--pid", str(rank), "-o", str(tmp_path / "out"), *QUICK, "--native"]
+    done = subprocess.run(command(*arguments), stdout=writes, stderr=subprocess.PIPE, timeout=LONG, check=False)
     os.close(writes)
     assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
     names = {path.name.partition("_")[0] for path in (tmp_path / "out").iterdir()}
     assert names == {"pyspy", "cudagdb", "snapshot", "summary.md", "verdict.json"}
 
 
-def test_no_debugger_runs_unless_it_is_asked_for(tmp_path: Path, gdb: Path) -> None:
-    gdb.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
-    with child(SLEEPER, title=TITLE) as process:
-        settle_in_sleep(process.pid)
-        assert collect(process.pid, tmp_path / "out", *QUICK) == 0
-    assert not (tmp_path / "ran").exists()
+@pytest.mark.parametrize("option", [(), ("--no-debugger",)])
+def test_no_debugger_runs_unless_it_is_asked_for(
+    rank: int, tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str], option: tuple[str, ...]
+) -> None:
+    assert collect(rank, tmp_path / "out", *QUICK, *option) == 0
+    said = "--no-debugger is what happens anyway, and goes with the next release" in capsys.readouterr().err
+    assert said == bool(option)
+    assert not gdb.with_name("cuda-gdb.ran").exists()
     assert not list((tmp_path / "out").glob("cudagdb_*"))
 
 
-def test_the_older_option_is_taken_with_a_word(tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with child(SLEEPER, title=TITLE) as process:
-        settle_in_sleep(process.pid)
-        assert collect(process.pid, tmp_path / "out", *QUICK, "--no-debugger") == 0
-    assert "--no-debugger is what happens anyway, and goes with the next release" in capsys.readouterr().err
-    assert not list((tmp_path / "out").glob("cudagdb_*"))
-
-
-def test_the_verdict_is_there_before_the_debuggers_end(tmp_path: Path, gdb: Path) -> None:
+def test_the_verdict_is_there_before_the_debuggers_end(rank: int, tmp_path: Path, gdb: Path) -> None:
     gdb.write_text(f"{GDB}exec sleep 600\n")
     output = tmp_path / "out"
-    with child(SLEEPER, title=TITLE) as process:
-        arguments = ["--pid", str(process.pid), "--output-dir", str(output), "--snapshots", "1", "--native"]
-        with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, text=True) as collector:
-            assert collector.stdout is not None
-            assert any(line.startswith("verdict (") for line in collector.stdout)
-            wait_until(lambda: "sleep" in _titles_below(collector.pid), "the debugger sleeps")
-            assert not list(output.glob("cudagdb_*.txt"))
-            collector.send_signal(signal.SIGINT)
-            rest, _nothing = collector.communicate(timeout=LONG)
-    assert rest.splitlines() == [f"{TITLE} (pid {process.pid}): cuda-gdb: cuda-gdb was called off", f"files: {output}"]
+    arguments = ["--pid", str(rank), "--output-dir", str(output), "--snapshots", "1", "--native"]
+    with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, text=True) as collector:
+        assert collector.stdout is not None
+        assert any(line.startswith("verdict (") for line in collector.stdout)
+        wait_until(lambda: "sleep" in _titles_below(collector.pid), "the debugger sleeps")
+        assert not list(output.glob("cudagdb_*.txt"))
+        collector.send_signal(signal.SIGINT)
+        rest, _nothing = collector.communicate(timeout=LONG)
+    assert rest.splitlines() == [f"{TITLE} (pid {rank}): cuda-gdb: cuda-gdb was called off", f"files: {output}"]
 
 
 def test_what_native_stacks_add_to_the_verdict_is_told_after_them(
-    tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]
+    rank: int, tmp_path: Path, gdb: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with child(SLEEPER, title=TITLE) as process:
-        settle_in_sleep(process.pid)
-        gdb.write_text(f"{GDB}cat {tmp_path}/listing\n")
-        listing = f'Thread 1 (Thread 0x7f (LWP {process.pid}) "python"):\n#0  0x01 in poll () from /lib/libc.so.6\n'
-        listing += "#1  0x02 in ncclCommInitRank () from /lib/libnccl.so.2\n#2  0x03 in main ()\n"
-        (tmp_path / "listing").write_text(listing)
-        assert collect(process.pid, tmp_path / "out", "--snapshots", "1", "--native") == 0
+    gdb.write_text(f"{GDB}cat {tmp_path}/listing\n")
+    (tmp_path / "listing").write_text(native_stack(rank))
+    assert collect(rank, tmp_path / "out", "--snapshots", "1", "--native") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" (")[0] for line in lines if line.startswith("verdict")] == [
         "verdict",
@@ -144,13 +116,11 @@ def test_what_native_stacks_add_to_the_verdict_is_told_after_them(
     assert lines[-1].startswith("verdict with native stacks (")
 
 
-def test_a_program_reads_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with child(SLEEPER, title=TITLE) as process:
-        settle_in_sleep(process.pid)
-        assert collect(process.pid, tmp_path, *QUICK, "--json") == 0
+def test_a_program_reads_the_same(rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert collect(rank, tmp_path, *QUICK, "--json") == 0
     document = json.loads(capsys.readouterr().out)
     (one,) = document["processes"]
-    assert (one["pid"], one["title"], one["ranks"], one["states"]) == (process.pid, TITLE, {"tp": 0}, ["S", "S"])
+    assert (one["pid"], one["title"], one["ranks"], one["states"]) == (rank, TITLE, {"tp": 0}, ["S", "S"])
     assert [Path(document["output_dir"], name).is_file() for name in (*document["snapshots"], *one["files"])] == (
         [True] * 3
     )
@@ -158,14 +128,13 @@ def test_a_program_reads_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_where_the_folder_cannot_be_made_the_snapshots_are_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with child(SLEEPER, title=TITLE) as process:
-        assert collect(process.pid, Path("/proc/no/folder"), *QUICK, "--json", "--with-snapshots") == 0
+    assert collect(rank, Path("/proc/no/folder"), *QUICK, "--json", "--with-snapshots") == 0
     (line,) = capsys.readouterr().out.splitlines()
     document = json.loads(line)
-    assert [[one.pid for one in from_json(each).processes] for each in document["rounds"]] == [[process.pid]] * 2
+    assert [[one.pid for one in from_json(each).processes] for each in document["rounds"]] == [[rank]] * 2
     assert Path(document["output_dir"]).parent == tmp_path
 
 
@@ -228,7 +197,7 @@ def test_in_the_shell_of_a_slurm_job_those_of_another_job_are_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = Discovery(elsewhere={Place("8", "n2"): (4711, 4712)})
-    monkeypatch.setattr("sglang_crashkit.kernel.discovery.find_processes", lambda **_options: found)
+    monkeypatch.setattr("sglang_crashkit.cli.collect.find_processes", lambda **_options: found)
     monkeypatch.chdir(tmp_path)
     assert main(["collect", *QUICK]) == 3
     lines = capsys.readouterr().err.splitlines()
@@ -242,23 +211,24 @@ def job(folder: Path, text: str) -> str:
     return str(folder / "job.yaml")
 
 
-def test_a_jobs_file_says_where_to_and_how_long_to_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_jobs_file_says_where_to_and_how_long_to_wait(
+    rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = job(tmp_path, "name: x\ndebug:\n  enabled: true\n  wait_seconds: 1\n")
-    with child(SLEEPER, title=TITLE) as process:
-        arguments = ["collect", "--pid", str(process.pid), "--config", config, "--log-dir", str(tmp_path / "logs")]
-        assert main([*arguments, *QUICK]) == 0
+    arguments = ["collect", "--pid", str(rank), "--config", config, "--log-dir", str(tmp_path / "logs")]
+    assert main([*arguments, *QUICK]) == 0
     assert f"collecting in 1 s: 1 process: {TITLE}\n" in capsys.readouterr().err
     assert list((tmp_path / "logs" / "backtraces").glob("pyspy_*.txt"))
 
 
 @pytest.mark.parametrize(("options", "runs"), [((), True), (("--no-native",), False), (("--no-debugger",), False)])
-def test_a_jobs_file_asks_for_native_stacks(tmp_path: Path, gdb: Path, options: tuple[str, ...], runs: bool) -> None:
+def test_a_jobs_file_asks_for_native_stacks(
+    rank: int, tmp_path: Path, gdb: Path, options: tuple[str, ...], runs: bool
+) -> None:
     config = job(tmp_path, "debug: {enabled: true, wait_seconds: 0}\n")
-    with child(SLEEPER, title=TITLE) as process:
-        settle_in_sleep(process.pid)
-        assert collect(process.pid, tmp_path / "out", *QUICK, "--config", config, *options) == 0
+    assert collect(rank, tmp_path / "out", *QUICK, "--config", config, *options) == 0
     found = [path.read_text() for path in (tmp_path / "out").glob("cudagdb_*")]
-    assert [f"asked for {process.pid}" in text for text in found] == [True] * runs
+    assert [f"asked for {rank}" in text for text in found] == [True] * runs
 
 
 def scheduler(pid: int, server: int | None, *arguments: str) -> FoundProcess:
@@ -276,7 +246,7 @@ TWO = (
 def test_of_several_servers_one_must_be_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sglang_crashkit.kernel.discovery.find_processes", lambda **_options: Discovery(TWO))
+    monkeypatch.setattr("sglang_crashkit.cli.collect.find_processes", lambda **_options: Discovery(TWO))
     assert main(["collect", *QUICK, "--output-dir", str(tmp_path / "out")]) == 4
     assert capsys.readouterr().err == (
         "sglang-crashkit collect: there are 2 SGLang servers on this host, and it is not said which:\n"
@@ -293,7 +263,7 @@ def test_of_several_servers_one_must_be_named(
 def test_all_servers_are_taken_where_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
-    monkeypatch.setattr("sglang_crashkit.kernel.discovery.find_processes", lambda **_options: Discovery(TWO))
+    monkeypatch.setattr("sglang_crashkit.cli.collect.find_processes", lambda **_options: Discovery(TWO))
     arguments = {
         "--all-servers": ["--all-servers"],
         "--config": ["--config", job(tmp_path, "debug: {enabled: true, wait_seconds: 0}\n")],
@@ -312,10 +282,9 @@ def test_one_server_is_named_or_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not allowed with argument" in capsys.readouterr().err
 
 
-def test_the_command_line_is_stronger_than_the_file(tmp_path: Path) -> None:
+def test_the_command_line_is_stronger_than_the_file(rank: int, tmp_path: Path) -> None:
     config = job(tmp_path, "debug: {enabled: true, output_dir: /nonexistent/x}\n")
-    with child(SLEEPER, title=TITLE) as process:
-        assert collect(process.pid, tmp_path / "out", *QUICK, "--config", config, "--wait-seconds", "0") == 0
+    assert collect(rank, tmp_path / "out", *QUICK, "--config", config, "--wait-seconds", "0") == 0
     assert list((tmp_path / "out").glob("pyspy_*.txt"))
 
 
@@ -345,46 +314,45 @@ def test_a_user_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -
     assert "there is no user no-such-user" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_made_is_named(rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    with child(SLEEPER, title=TITLE) as process:
-        assert collect(process.pid, tmp_path / "file", *QUICK) == 1
-        assert f"{tmp_path}/file is not a folder" in capsys.readouterr().err
-        assert collect(process.pid, tmp_path / "file" / "below", *QUICK) == 1
+    assert collect(rank, tmp_path / "file", *QUICK) == 1
+    assert f"{tmp_path}/file is not a folder" in capsys.readouterr().err
+    assert collect(rank, tmp_path / "file" / "below", *QUICK) == 1
     assert f"cannot write to {tmp_path}/file/below: Not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_what_was_collected_before_an_interrupt_is_kept_whole(tmp_path: Path, signum: int, status: int) -> None:
+def test_what_was_collected_before_an_interrupt_is_kept_whole(
+    rank: int, tmp_path: Path, signum: int, status: int
+) -> None:
     output = tmp_path / "out"
-    with child(SLEEPER, title=TITLE) as process:
-        arguments = ["--pid", str(process.pid), "--output-dir", str(output), "--json", "--interval", "600"]
-        with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, text=True) as collector:
-            wait_until(lambda: list(output.glob("pyspy_*.txt")), "the first moment is there")
-            collector.send_signal(signum)
-            printed, _nothing = collector.communicate(timeout=LONG)
+    arguments = ["--pid", str(rank), "--output-dir", str(output), "--json", "--interval", "600"]
+    with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, text=True) as collector:
+        wait_until(lambda: list(output.glob("pyspy_*.txt")), "the first moment is there")
+        collector.send_signal(signum)
+        printed, _nothing = collector.communicate(timeout=LONG)
     document: dict[str, Any] = json.loads(printed)
     assert (collector.returncode, document["exit_code"]) == (status, status)
     (name,) = document["snapshots"]
-    assert parse((output / name).read_bytes()).processes[0].pid == process.pid
+    assert parse((output / name).read_bytes()).processes[0].pid == rank
     assert "inner_function" in next(output.glob("pyspy_*.txt")).read_text()
 
 
-def test_an_interrupt_ends_the_debugger_and_keeps_what_it_printed(tmp_path: Path, gdb: Path) -> None:
+def test_an_interrupt_ends_the_debugger_and_keeps_what_it_printed(rank: int, tmp_path: Path, gdb: Path) -> None:
     gdb.write_text(f"{GDB}exec sleep 600\n")
     output = tmp_path / "out"
-    with child(SLEEPER, title=TITLE) as process:
-        arguments = ["--pid", str(process.pid), "--output-dir", str(output), "--snapshots", "1", "--native"]
-        with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) as collector:
-            assert collector.stderr is not None
-            for line in collector.stderr:
-                if line.startswith("cuda-gdb of"):
-                    break
-            wait_until(lambda: "sleep" in _titles_below(collector.pid), "the debugger sleeps")
-            collector.send_signal(signal.SIGINT)
-            assert collector.wait(LONG) == 130
+    arguments = ["--pid", str(rank), "--output-dir", str(output), "--snapshots", "1", "--native"]
+    with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) as collector:
+        assert collector.stderr is not None
+        for line in collector.stderr:
+            if line.startswith("cuda-gdb of"):
+                break
+        wait_until(lambda: "sleep" in _titles_below(collector.pid), "the debugger sleeps")
+        collector.send_signal(signal.SIGINT)
+        assert collector.wait(LONG) == 130
     text = next(output.glob("cudagdb_*.txt")).read_text()
-    assert f"asked for {process.pid}\n" in text
+    assert f"asked for {rank}\n" in text
     assert "cuda-gdb was called off" in text
 
 
@@ -392,12 +360,11 @@ def _titles_below(pid: int) -> set[str]:
     return {read_title(one) for one in TreeScanner(pid).scan()}
 
 
-def test_an_interrupt_while_it_waits_ends_it_at_once(tmp_path: Path) -> None:
-    with child(SLEEPER, title=TITLE) as process:
-        arguments = ["--pid", str(process.pid), "--output-dir", str(tmp_path / "out"), "--wait-seconds", "600"]
-        with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) as collector:
-            assert collector.stderr is not None
-            assert collector.stderr.readline() == f"collecting in 600 s: 1 process: {TITLE}\n"
-            collector.terminate()
-            assert collector.wait(LONG) == 143
+def test_an_interrupt_while_it_waits_ends_it_at_once(rank: int, tmp_path: Path) -> None:
+    arguments = ["--pid", str(rank), "--output-dir", str(tmp_path / "out"), "--wait-seconds", "600"]
+    with subprocess.Popen(command(*arguments), stderr=subprocess.PIPE, text=True) as collector:
+        assert collector.stderr is not None
+        assert collector.stderr.readline() == f"collecting in 600 s: 1 process: {TITLE}\n"
+        collector.terminate()
+        assert collector.wait(LONG) == 143
     assert not (tmp_path / "out").exists()

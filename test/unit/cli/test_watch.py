@@ -102,14 +102,6 @@ def test_a_hang_is_seen_the_stacks_are_taken_and_progress_is_told(tmp_path: Path
         assert watch.events()[-1]["event"] == "gone"
 
 
-def test_once_ends_after_the_first_hang(tmp_path: Path) -> None:
-    with served(tmp_path) as server, watching(tmp_path, "--url", server.url, "--once") as watch:
-        watch.await_event("serving")
-        hang(server)
-        assert watch.end() == 0
-        assert [event["event"] for event in watch.events()][-3:] == ["hang", "snapshots", "verdict"]
-
-
 def test_a_crash_is_told_with_who_failed_first_and_no_hang_after_it(tmp_path: Path) -> None:
     with served(tmp_path) as server, watching(tmp_path, "--pid", str(server.popen.pid)) as watch:
         watch.await_event("serving")
@@ -172,25 +164,6 @@ def test_a_crash_that_only_the_handler_saw_is_told_in_the_same_words(
     assert (crash["level"], crash["first"]["pid"], crash["first"]["signal"]) == ("established", pid, "SIGKILL")
     assert (snapshots["event"], snapshots["files"]) == ("snapshots", [])
     assert incident["event"] == "incident"
-
-
-def test_a_paused_server_that_hangs_then_is_seen(tmp_path: Path) -> None:
-    with answering(ELSEWHERE) as server, watching(tmp_path, "--url", server.url) as watch:
-        watch.await_event("serving")
-        server.statuses["/health_generate"] = 0
-        assert "its schedulers answer other questions" in watch.await_event("excused")["text"]
-        server.statuses["/server_info"] = 0
-        watch.await_event("hang")
-
-
-def test_a_server_whose_ranks_go_on_is_not_said_to_hang_at_once(tmp_path: Path) -> None:
-    with served(tmp_path) as server, watching(tmp_path, "--pid", str(server.popen.pid)) as watch:
-        watch.await_event("serving")
-        server.mode.write_text("hang")
-        assert "whether they get on with the batch cannot be seen" in watch.await_event("excused")["text"]
-        assert "hang" not in [event["event"] for event in watch.events()]
-        server.mode.write_text("200")
-        watch.await_event("serving", count=2)
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -279,19 +252,6 @@ def test_one_of_two_ways_to_name_the_server_is_needed(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("arguments", [("--hang-secs", "0.5"), ("--hang-secs", "nan"), ("--snapshots", "0")])
 def test_numbers_that_make_no_sense_are_refused(arguments: tuple[str, ...]) -> None:
     assert main(["watch", "--url", "http://127.0.0.1:1", *arguments]) == 2
-
-
-@pytest.mark.parametrize("content", [None, b"", b" \n", b"two\nlines", b"\xff\xfe", b"x" * 5000])
-def test_a_file_without_a_key_is_refused_and_not_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None
-) -> None:
-    path = tmp_path / "key"
-    if content is not None:
-        path.write_bytes(content)
-    assert main(["watch", "--url", "http://127.0.0.1:1", "--api-key-file", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert str(path) in said
-    assert "lines" not in said
 
 
 def test_a_process_that_is_no_server_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

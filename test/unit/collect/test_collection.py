@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +15,10 @@ from unit.targets import (
     SLEEPER,
     TITLE,
     armed,
-    asleep,
     functions_of,
     make_tool,
-    settle,
     settle_in_sleep,
     start_ticks,
-    state_of,
 )
 from unit.waiting import LONG, child
 
@@ -76,18 +72,6 @@ def test_several_rounds_tell_a_process_that_spins_from_one_that_stands(tmp_path:
     assert used[0][1] > 0.0
 
 
-def test_a_process_in_uninterruptible_sleep_is_captured_and_not_waited_for(
-    tmp_path: Path, runtime: Path, no_debugger: None
-) -> None:
-    with asleep(runtime) as target:
-        collection, (seen,) = collect(tmp_path, found(target.pid), native=True)
-    assert seen.processes[0].state == "D"
-    assert "sleep_uninterruptibly" in functions_of(seen.processes[0].threads)
-    debugged = collection.collected[0].debugged
-    assert debugged is not None
-    assert "is in uninterruptible sleep" in debugged.problem
-
-
 def test_one_that_has_ended_is_told_of_and_the_others_are_collected(tmp_path: Path) -> None:
     with child(SLEEPER) as process, child(SLEEPER) as gone:
         processes = found(process.pid), found(gone.pid)
@@ -109,7 +93,7 @@ def test_without_permission_the_next_step_is_named(tmp_path: Path, monkeypatch: 
 def test_a_process_of_a_patched_server_tells_its_own_stacks_where_py_spy_cannot(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_crashkit.collect.collection.runtime_folder", lambda _pid, _ticks: runtime)
+    monkeypatch.setattr("sglang_crashkit.collect.observing.runtime_folder", lambda _pid, _ticks: runtime)
     monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, "exit 1"))
     with armed(runtime, SLEEPER) as target:
         _collection, (seen,) = collect(tmp_path / "out", found(target.pid))
@@ -157,21 +141,6 @@ def test_without_a_debugger_py_spy_takes_native_stacks_and_the_file_says_what_is
 IDLE = "def recv_requests(): time.sleep(120)\nready(); recv_requests()"
 
 
-def test_no_process_is_stopped_for_a_verdict_that_is_established(tmp_path: Path, no_debugger: None) -> None:
-    with child(SLEEPER) as running, child(SLEEPER) as stopped:
-        settle_in_sleep(running.pid)
-        settle_in_sleep(stopped.pid)
-        stopped.send_signal(signal.SIGSTOP)
-        settle(stopped.pid, "T")
-        collection, (seen,) = collect(tmp_path, found(running.pid), found(stopped.pid), native=True)
-        assert state_of(stopped.pid) == "T"
-    assert [one.native for one in seen.processes] == [(), ()]
-    assert collection.spared == "the verdict is established without it"
-    for one in collection.collected:
-        text = (tmp_path / one.files[1]).read_text()
-        assert "# py-spy --native: not run: the verdict is established without it\n" in text
-
-
 def test_a_server_that_does_not_hang_is_spared_beside_one_that_may(tmp_path: Path, no_debugger: None) -> None:
     # GIVEN one that waits for requests in each of several looks, and one of which nothing is certain
     with child(IDLE, title=TITLE) as idle, child(SLEEPER) as unclear:
@@ -190,7 +159,7 @@ def test_a_server_that_does_not_hang_is_spared_beside_one_that_may(tmp_path: Pat
 
 def test_no_process_is_signalled_for_its_stacks(tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # GIVEN a process that would answer nothing but the signal on which faulthandler writes
-    monkeypatch.setattr("sglang_crashkit.collect.collection.runtime_folder", lambda _pid, _ticks: runtime)
+    monkeypatch.setattr("sglang_crashkit.collect.observing.runtime_folder", lambda _pid, _ticks: runtime)
     monkeypatch.setattr("sglang_crashkit.capture.ladder.ask_responders", lambda *_args: [])
     asked: list[int] = []
     monkeypatch.setattr(

@@ -42,7 +42,7 @@ def test_what_is_no_job_id_is_never_given_to_slurm(name: str) -> None:
 
 def test_where_there_is_no_slurm_the_message_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(CrashkitError, match="squeue cannot be run: No such file or directory"):
+    with pytest.raises(CrashkitError, match="Slurm does not answer: squeue: No such file or directory"):
         find_job("12")
 
 

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-import packaging
 import pytest
-import unidiff
 
 from lanelib.paths import ROOT
 from sglang_crashkit import __version__
@@ -26,15 +23,10 @@ from sglang_crashkit.installer.wheel import (
     find_wheel,
     install_command,
 )
-from unit.installer.fake_sglang import FILES, RELEASE, install, write_wheel
+from unit.installer.fake_sglang import FILES, install, write_wheel
 
 VERSION = f"0.5.9+crashkit.{__version__}"
 INFO = f"sglang-{VERSION}.dist-info"
-#: What the small SGLang and the kit require; `status` imports the last two.
-REQUIRED = (
-    *("torch", "Jinja2", "nvidia-ml-py", "psutil", "py-spy", "pyelftools", "PyYAML", "setproctitle"),
-    *("packaging", "unidiff"),
-)
 
 
 @pytest.fixture
@@ -124,57 +116,6 @@ def test_the_kit_runs_from_its_wheel_and_builds_the_same_wheel_again(tmp_path):
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).read_bytes() == wheel.read_bytes()
-
-
-def write_empty_wheel(folder: Path, name: str) -> None:
-    info = f"{name.replace('-', '_')}-999.dist-info"
-    members = {
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 999\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    members[f"{info}/RECORD"] = "".join(format_row(path, text.encode()) for path, text in members.items())
-    with zipfile.ZipFile(folder / f"{name.replace('-', '_')}-999-py3-none-any.whl", "w") as archive:
-        for path, text in members.items():
-            archive.writestr(path, text)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("upstream_before", [True, False], ids=["over-upstream", "fresh"])
-def test_the_command_that_is_printed_ends_with_a_patched_sglang(
-    upstream_before: bool, built: Path, kit, wheel: Path, tmp_path: Path, monkeypatch
-) -> None:
-    pytest.importorskip("ensurepip")
-    monkeypatch.setattr(wheel_module, "find_patch_root", lambda: kit.patches.root)
-    build_kit_wheel(built.parent)
-    venv, index = tmp_path / "venv", tmp_path / "index"
-    index.mkdir()
-    for name in REQUIRED:
-        write_empty_wheel(index, name)
-    subprocess.run([sys.executable, "-m", "venv", venv], check=True, timeout=240, capture_output=True)
-    site = next((venv / "lib").glob("python*/site-packages"))
-    for package in (packaging, unidiff):
-        Path(site, package.__name__).symlink_to(Path(package.__file__).parent)
-    environ = {
-        "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
-        "PIP_CONFIG_FILE": os.devnull,
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(index),
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-    }
-
-    def run(command: str) -> str:
-        done = subprocess.run(
-            ["bash", "-ec", command], check=False, capture_output=True, text=True, timeout=240, env=environ
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    if upstream_before:
-        run(f"pip install {wheel}")
-    output = run(install_command(built.parent, RELEASE))
-    assert f"sglang   {RELEASE}+crashkit.{__version__} in {venv}" in output
-    assert "state    patched, by wheel" in output
-    assert "No broken requirements found." in run("pip check")
 
 
 def test_the_documents_give_the_command_that_is_printed() -> None:

@@ -82,32 +82,6 @@ def test_a_lane_is_made_in_steps_and_a_second_call_runs_nothing(installer, prist
     assert installer.steps == []
 
 
-def change_patches(installer, folder):
-    (folder / "patches" / "more.patch").write_text("+call()\n")
-
-
-def revert_by_hand(installer, folder):
-    installer.state.unlink()
-
-
-def change_versions(installer, folder):
-    (folder / "versions").write_text("sglang==0.5.23\ntorch==1\n")
-
-
-@pytest.mark.parametrize(
-    ("change", "redone"),
-    [(change_patches, ALL_STEPS[3:]), (revert_by_hand, ALL_STEPS[3:]), (change_versions, ALL_STEPS)],
-)
-def test_what_a_change_concerns_is_redone(installer, tmp_path, change, redone):
-    lanes.ensure_lane("0.5.23")
-    installer.steps.clear()
-    change(installer, tmp_path)
-
-    lanes.ensure_lane("0.5.23")
-
-    assert installer.steps == redone
-
-
 @pytest.mark.parametrize(
     ("step", "redone"),
     [("sync", ALL_STEPS), ("model.py", ALL_STEPS[2:]), ("install", ALL_STEPS[3:]), ("apply", ALL_STEPS[3:])],
@@ -134,36 +108,6 @@ def test_two_calls_at_once_install_once(installer):
     assert installer.steps == ALL_STEPS
 
 
-def test_a_missing_compiler_is_told_before_the_download(installer, programs, monkeypatch):
-    monkeypatch.setattr(lanes, "has_driver", lambda: False)
-
-    with pytest.raises(LaneError, match="no C compiler"):
-        lanes.ensure_lane("0.5.23")
-
-    assert installer.steps == []
-
-
-def test_a_release_without_patches_is_told_before_the_download(installer):
-    with pytest.raises(LaneError, match=r"no patches for SGLang 0\.5\.99; it has for 0\.5\.9, 0\.5\.23"):
-        lanes.ensure_lane("0.5.99")
-
-    assert installer.steps == []
-
-
-def test_any_release_can_be_had_pristine(installer):
-    assert lanes.ensure_lane("0.5.99", pristine=True).release == "0.5.99"
-
-
-def test_a_full_disk_is_told_before_the_download(installer, monkeypatch):
-    usage = shutil.disk_usage("/")._replace(free=3 * 10**9)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-
-    with pytest.raises(LaneError, match=r"3\.0 GB are free at .*, and up to 10 GB are needed"):
-        lanes.ensure_lane("0.5.23")
-
-    assert installer.steps == []
-
-
 @pytest.mark.parametrize(("folder", "path"), [("stub", "/outer"), ("stub", None), (None, "/outer")])
 def test_the_stub_is_found_before_what_is_there(installer, tmp_path, monkeypatch, folder, path):
     monkeypatch.setattr(lanes, "ensure_stub", lambda: folder and tmp_path / folder)
@@ -187,3 +131,38 @@ def test_knows_option_reads_it_from_the_source(tmp_path):
     assert lane.knows_option("--backup-kind")
     assert not lane.knows_option("--pp-size")
     assert not lane.binds_replicas_alike()
+
+
+@pytest.mark.parametrize(
+    ("path", "redone"),
+    [("patches/more.patch", ALL_STEPS[3:]), ("versions", ALL_STEPS), (None, ALL_STEPS[3:])],
+)
+def test_what_a_change_concerns_is_redone(installer, tmp_path, path, redone):
+    lanes.ensure_lane("0.5.23")
+    installer.steps.clear()
+    if path is None:  # somebody reverted the patches by hand
+        installer.state.unlink()
+    else:
+        (tmp_path / path).write_text("changed")
+    lanes.ensure_lane("0.5.23")
+    assert installer.steps == redone
+
+
+@pytest.mark.parametrize(
+    ("missing", "release", "why"),
+    [
+        ("a compiler", "0.5.23", "no C compiler"),
+        ("room", "0.5.23", r"3\.0 GB are free at .*, and up to 10 GB are needed"),
+        ("patches", "0.5.99", r"no patches for SGLang 0\.5\.99; it has for 0\.5\.9, 0\.5\.23"),
+    ],
+)
+def test_what_is_missing_is_told_before_the_download(installer, programs, monkeypatch, missing, release, why):
+    if missing == "a compiler":
+        monkeypatch.setattr(lanes, "has_driver", lambda: False)
+    if missing == "room":
+        usage = shutil.disk_usage("/")._replace(free=3 * 10**9)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(LaneError, match=why):
+        lanes.ensure_lane(release)
+    assert installer.steps == []
+    assert missing != "patches" or lanes.ensure_lane(release, pristine=True).release == release

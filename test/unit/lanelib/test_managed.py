@@ -57,19 +57,6 @@ def start(tmp_path):
         server.stop(grace_s=1)
 
 
-def _titles(server, word):
-    return [pid for pid, title in server.processes() if title.endswith(word)]
-
-
-def test_wait_ready_returns_when_it_answers(start):
-    server = start(SERVER)
-
-    server.wait_ready(30)
-
-    assert 0 < server.ready_s < 30
-    assert server.pid in [pid for pid, _ in server.processes()]
-
-
 def test_wait_ready_fails_at_once_with_the_log_when_the_process_dies(start):
     server = start("import sys; print('line one'); sys.exit('out of luck')")
     began = time.monotonic()
@@ -80,68 +67,6 @@ def test_wait_ready_fails_at_once_with_the_log_when_the_process_dies(start):
     assert "out of luck" in caught.value.message
     assert str(server.log_path) in str(caught.value.next_step)
     assert time.monotonic() - began < 30
-
-
-def test_wait_ready_gives_up_at_its_deadline(start):
-    server = start("import time; print('thinking', flush=True); time.sleep(60)")
-
-    with pytest.raises(LaneError, match="does not answer at http://127"):
-        server.wait_ready(1)
-
-
-def test_generate_asks_for_a_fixed_number_of_tokens(start):
-    server = start(SERVER)
-    server.wait_ready(30)
-
-    assert server.generate("Hi", max_new_tokens=3)["echo"] == {
-        "text": "Hi",
-        "sampling_params": {"max_new_tokens": 3, "temperature": 0.0, "ignore_eos": True},
-    }
-
-
-def test_stop_ends_stubborn_children_and_orphans(start):
-    server = start(SERVER)
-    server.wait_ready(30)
-    members = procs.tree_of(server.pid)
-    assert _titles(server, "stubborn")
-    assert _titles(server, "orphan")
-
-    server.stop(grace_s=0.5)
-
-    assert procs.alive(members) == []
-    assert server.processes() == []
-
-
-def test_stop_ends_what_a_killed_main_process_left(start):
-    server = start(SERVER)
-    server.wait_ready(30)
-    members = procs.tree_of(server.pid)
-    os.kill(server.pid, signal.SIGKILL)
-    server.popen.wait(timeout=10)
-
-    server.stop(grace_s=0.5)
-
-    assert procs.alive(members) == []
-
-
-@pytest.mark.wide
-def test_stop_leaves_a_process_outside_the_tree_alone(start):
-    server, other = start(SERVER), start(SERVER)
-    server.wait_ready(30)
-    other.wait_ready(30)
-    before = other.processes()
-
-    server.stop(grace_s=0.5)
-
-    assert other.processes() == before
-
-
-def test_pid_of_names_what_there_is_instead(start):
-    server = start(SERVER)
-    server.wait_ready(30)
-
-    with pytest.raises(LaneError, match=r"0 processes titled sglang::scheduler_TP1 in fake: \d+ "):
-        server.pid_of("sglang::scheduler_TP1")
 
 
 def test_a_signal_never_hits_a_pid_used_again():
@@ -162,3 +87,27 @@ def test_watchers_of_finds_who_holds_a_pidfd(start):
         time.sleep(0.05)
 
     assert [process.pid for process in procs.watchers_of([watched.pid])] == [watcher.pid]
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["running", "its main process is killed"])
+def test_stop_ends_all_of_a_server_and_nothing_else(start, is_killed):
+    server, other = start(SERVER), start(SERVER)
+    for one in (server, other):
+        one.wait_ready(30)
+    members, before = procs.tree_of(server.pid), other.processes()
+    assert {title.split()[-1] for _pid, title in server.processes()} >= {"stubborn", "orphan"}
+    assert "text" in server.generate("Hi", max_new_tokens=3)["echo"]
+    if is_killed:
+        os.kill(server.pid, signal.SIGKILL)
+        server.popen.wait(timeout=10)
+    server.stop(grace_s=0.5)
+    assert procs.alive(members) == []
+    assert other.processes() == before
+
+
+def test_what_a_server_lacks_is_named(start):
+    server = start("import time; print('thinking', flush=True); time.sleep(60)")
+    with pytest.raises(LaneError, match="does not answer at http://127"):
+        server.wait_ready(1)
+    with pytest.raises(LaneError, match=r"0 processes titled sglang::scheduler_TP1 in fake: \d+ "):
+        server.pid_of("sglang::scheduler_TP1")

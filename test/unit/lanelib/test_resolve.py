@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
 import pytest
 
-from lanelib import resolve, tools
+from lanelib import resolve
 from lanelib.errors import LaneError
 from lanelib.paths import RECIPES
 
@@ -39,10 +40,6 @@ def test_a_lane_lock_names_its_release_and_the_extras(release):
     assert {line.split("==")[0] for line in lines} >= {*resolve.EXTRAS, "psutil", "py-spy", "setproctitle"}
 
 
-def test_the_tools_lock_pins_what_bootstraps_it():
-    assert re.search(r"^uv==[\d.]+$", tools.LOCK.read_text(), re.MULTILINE)
-
-
 @pytest.mark.parametrize("text", ["", "latest", "0.5", "../0.5.9", "0.5.9 ", "v0.5.9"])
 def test_check_release_refuses_what_is_no_release(text):
     with pytest.raises(LaneError, match="is not an SGLang release") as caught:
@@ -66,37 +63,6 @@ def registry(tmp_path, monkeypatch, programs):
     return answer
 
 
-def test_resolve_goes_back_to_the_day_after_the_release(registry):
-    calls = registry('[[packages]]\nname = "sglang"\nwheels = [{ upload-time = 2026-07-25T00:12:07Z }]')
-
-    text = resolve.resolve("9.9.9")
-
-    arguments = calls()[-1]
-    assert arguments[arguments.index("--exclude-newer") + 1] == "2026-07-26T00:12:07Z"
-    assert text.endswith("sglang==9.9.9\n")
-
-
-def test_resolve_takes_todays_versions_when_the_date_is_not_told(registry):
-    calls = registry('[[packages]]\nname = "sglang"\nversion = "9.9.9"')
-
-    resolve.resolve("9.9.9")
-
-    assert "--exclude-newer" not in calls()[-1]
-
-
-@pytest.mark.parametrize("option", ["constraint", "override"])
-def test_resolve_keeps_to_the_limits_of_a_release(registry, option):
-    calls = registry('name = "sglang"')
-    limits = resolve.RECIPES / f"9.9.9.{option}s"
-    limits.parent.mkdir()
-    limits.write_text("kernels==0.13.0\n")
-
-    resolve.resolve("9.9.9")
-
-    arguments = calls()[-1]
-    assert arguments[arguments.index(f"--{option}") + 1] == str(limits)
-
-
 def test_an_unknown_release_is_named(registry, monkeypatch, programs):
     monkeypatch.setattr(resolve, "tool", lambda name: programs.add(name, "import sys; sys.exit('no version')"))
 
@@ -106,20 +72,32 @@ def test_an_unknown_release_is_named(registry, monkeypatch, programs):
     assert "no version" in caught.value.message
 
 
-def test_write_lock_keeps_what_the_lane_was_made_from(registry):
+@pytest.mark.parametrize(
+    ("facts", "newest"),
+    [
+        ('[[packages]]\nname = "sglang"\nwheels = [{ upload-time = 2026-07-25T00:12:07Z }]', ["2026-07-26T00:12:07Z"]),
+        ('[[packages]]\nname = "sglang"\nversion = "9.9.9"', []),
+    ],
+)
+def test_resolve_goes_back_to_the_day_after_the_release_where_that_is_known(registry, facts, newest):
+    calls = registry(facts)
+    limits = {option: resolve.RECIPES / f"9.9.9.{option}s" for option in ("constraint", "override")}
+    resolve.RECIPES.mkdir()
+    for path in limits.values():
+        path.write_text("kernels==0.13.0\n")
+    assert resolve.resolve("9.9.9").endswith("sglang==9.9.9\n")
+    options = calls()[-1]
+    assert [after for option, after in itertools.pairwise(options) if option == "--exclude-newer"] == newest
+    assert {option: options[options.index(f"--{option}") + 1] for option in limits} == {
+        option: str(path) for option, path in limits.items()
+    }
+
+
+def test_write_lock_keeps_what_the_lane_was_made_from_and_replaces_no_lock(registry):
     registry('name = "sglang"')
     resolved = resolve.versions_of("9.9.9")
-
     path = resolve.write_lock("9.9.9")
-
     assert path.read_text() == resolved.read_text()
-    assert resolve.versions_of("9.9.9") == path
-    assert resolve.locked_releases() == ["9.9.9"]
-
-
-def test_write_lock_refuses_to_replace_a_lock(registry):
-    registry('name = "sglang"')
-    resolve.write_lock("9.9.9")
-
+    assert (resolve.versions_of("9.9.9"), resolve.locked_releases()) == (path, ["9.9.9"])
     with pytest.raises(LaneError, match=r"9\.9\.9 is locked already"):
         resolve.write_lock("9.9.9")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 
 import pytest
 
@@ -18,33 +17,6 @@ def stub_dir(tmp_path, monkeypatch):
     return folder
 
 
-def test_stub_answers_that_there_is_no_device(stub_dir):
-    assert stub.ensure_stub() == stub_dir
-
-    library = ctypes.CDLL(str(stub_dir / "libcuda.so.1"))
-    assert library.cuInit(0) == 100
-    assert library.cuMemGetAddressRange_v2() == 100
-    assert hasattr(library, stub.MARKER)
-
-
-def test_stub_is_compiled_once_and_again_when_its_source_changes(stub_dir, monkeypatch, tmp_path):
-    stub.ensure_stub()
-    run = stub.run_command
-    monkeypatch.setattr(stub, "run_command", None)
-    assert stub.ensure_stub() == stub_dir
-
-    source = tmp_path / "stub.c"
-    shutil.copy(stub.SOURCE, source)
-    with source.open("a") as file:
-        file.write("NO_DEVICE(cuNew)\n")
-    monkeypatch.setattr(stub, "SOURCE", source)
-    monkeypatch.setattr(stub, "hash_files", lambda files: "changed")
-    monkeypatch.setattr(stub, "run_command", run)
-    stub.ensure_stub()
-
-    assert b"cuNew" in (stub_dir / "libcuda.so.1").read_bytes()
-
-
 def test_stub_names_a_compiler_that_fails(stub_dir, programs):
     programs.add("cc", "import sys; sys.exit('stdlib.h: No such file')")
 
@@ -53,13 +25,6 @@ def test_stub_names_a_compiler_that_fails(stub_dir, programs):
 
     assert "stdlib.h: No such file" in caught.value.message
     assert "set CC" in str(caught.value.next_step)
-
-
-def test_stub_is_not_used_where_a_driver_is(stub_dir, monkeypatch):
-    monkeypatch.setattr(stub, "has_driver", lambda: True)
-
-    assert stub.ensure_stub() is None
-    assert not stub_dir.exists()
 
 
 def test_has_driver_is_not_misled_by_the_stub(stub_dir, monkeypatch):
@@ -90,3 +55,20 @@ def test_the_compiler_is_the_one_that_cc_names_or_the_first_on_path(programs, mo
         with pytest.raises(LaneError, match=found) as caught:
             stub.find_compiler()
         assert "apt-get install gcc libc6-dev" in str(caught.value.next_step)
+
+
+def test_the_stub_says_that_there_is_no_device_and_is_compiled_anew_with_its_source(stub_dir, monkeypatch, tmp_path):
+    assert stub.ensure_stub() == stub_dir
+    library = ctypes.CDLL(str(stub_dir / "libcuda.so.1"))
+    assert (library.cuInit(0), library.cuMemGetAddressRange_v2(), hasattr(library, stub.MARKER)) == (100, 100, True)
+    with monkeypatch.context() as patch:
+        patch.setattr(stub, "run_command", None)
+        assert stub.ensure_stub() == stub_dir
+        patch.setattr(stub, "has_driver", lambda: True)
+        assert stub.ensure_stub() is None
+    source = tmp_path / "stub.c"
+    source.write_text(stub.SOURCE.read_text() + "NO_DEVICE(cuNew)\n")
+    monkeypatch.setattr(stub, "SOURCE", source)
+    monkeypatch.setattr(stub, "hash_files", lambda files: "changed")
+    stub.ensure_stub()
+    assert b"cuNew" in (stub_dir / "libcuda.so.1").read_bytes()

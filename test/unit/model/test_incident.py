@@ -5,15 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.model.incident import (
-    Evidence,
-    Incident,
-    ProcessReport,
-    ServerInfo,
-    Trigger,
-    iso_time,
-    missing,
-)
+from sglang_crashkit.model.incident import Incident, ProcessReport, ServerInfo, Trigger, iso_time
 
 
 def make_incident() -> Incident:
@@ -48,11 +40,8 @@ def test_the_json_form_holds_everything_and_changes_nothing() -> None:
     assert [entry["event"] for entry in incident.timeline] == ["second", "first"]
 
 
-def test_a_process_is_found_by_pid_and_what_is_missing_is_named() -> None:
+def test_a_process_is_found_by_its_pid() -> None:
     incident = make_incident()
-    lost, kept = Evidence("stack", "failed", reason="why"), Evidence("exit", "captured")
-    report = ProcessReport(7, "x", "scheduler", {}, evidence=[kept, lost, Evidence("stack", "skipped")])
-    incident.processes.append(report)
-    assert incident.process(7) is report
+    incident.processes.append(ProcessReport(7, "x", "scheduler", {}))
+    assert incident.process(7) is incident.processes[0]
     assert incident.process(8) is None
-    assert missing(incident.processes) == [(report, lost)]

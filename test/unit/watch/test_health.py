@@ -42,23 +42,6 @@ def test_what_is_no_url_of_a_server_is_refused(url: str) -> None:
         Address.parse(url)
 
 
-def test_a_server_that_answers_is_well_and_asked_again_and_again() -> None:
-    with answering() as server:
-        probe = probe_of(server)
-        assert probe.look() == "waiting"
-        settle(probe, "ok")
-        wait_until(lambda: probe.look() == "ok" and probe.asked > 2, "it is asked again")
-        assert set(server.asked) == {HEALTH_PATH}
-
-
-def test_a_503_at_once_is_a_server_that_starts_and_a_late_one_a_failure() -> None:
-    with answering() as server:
-        server.statuses[HEALTH_PATH] = 503
-        settle(probe_of(server), "starting")
-        server.delay_secs = 2.5
-        settle(probe_of(server), "failed")
-
-
 def test_a_server_that_says_nothing_is_never_asked_twice_at_once() -> None:
     with answering() as server:
         server.statuses[HEALTH_PATH] = 0
@@ -73,24 +56,10 @@ def test_a_server_that_says_nothing_is_never_asked_twice_at_once() -> None:
         assert server.most_open == 1
 
 
-def test_a_server_that_says_nothing_in_time_is_silent() -> None:
-    with answering() as server:
-        server.statuses[HEALTH_PATH] = 0
-        settle(probe_of(server, timeout_secs=0.2), "silent")
-
-
 def test_a_port_that_nobody_listens_on_refuses() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         settle(HealthProbe(Address("http", "127.0.0.1", held.getsockname()[1]), 0.05, 30.0), "refused")
-
-
-def test_what_has_no_health_check_says_so() -> None:
-    with answering() as server:
-        del server.statuses[HEALTH_PATH]
-        probe = probe_of(server)
-        settle(probe, "none")
-        assert probe.problem == f"{server.url}{HEALTH_PATH} is answered with 404"
 
 
 def test_a_host_that_is_not_known_is_told_as_a_problem() -> None:
@@ -196,3 +165,26 @@ def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path, content: bytes)
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
         read_api_key(tmp_path / "key")
+
+
+@pytest.mark.parametrize(
+    ("status", "delay_secs", "timeout_secs", "health"),
+    [
+        (200, 0.0, 30.0, "ok"),
+        (503, 0.0, 30.0, "starting"),
+        (503, 2.5, 30.0, "failed"),
+        (0, 0.0, 0.2, "silent"),
+        (404, 0.0, 30.0, "none"),
+    ],
+)
+def test_what_the_health_check_says_again_and_again(
+    status: int, delay_secs: float, timeout_secs: float, health: str
+) -> None:
+    with answering() as server:
+        server.statuses[HEALTH_PATH], server.delay_secs = status, delay_secs
+        probe = probe_of(server, timeout_secs)
+        assert probe.look() == "waiting"
+        settle(probe, health)
+        wait_until(lambda: probe.look() and probe.asked > 1, "it is asked again")
+        assert set(server.asked) == {HEALTH_PATH}
+        assert probe.problem == (f"{server.url}{HEALTH_PATH} is answered with 404" if health == "none" else "")

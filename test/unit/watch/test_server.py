@@ -12,7 +12,7 @@ from sglang_crashkit.watch.health import Address
 from sglang_crashkit.watch.server import Death, DeathWatch, WatchedServer, find_listener, is_here
 from unit.served import RANKS, served
 from unit.targets import settle
-from unit.waiting import LONG, child, wait_until
+from unit.waiting import LONG, child
 
 
 def test_it_is_found_by_its_main_process_by_a_rank_and_by_its_address(tmp_path: Path) -> None:
@@ -23,6 +23,9 @@ def test_it_is_found_by_its_main_process_by_a_rank_and_by_its_address(tmp_path: 
             assert watched.address() == Address("http", "127.0.0.1", server.port)
             watched.close()
         assert find_listener(Address.parse(server.url)) == server.popen.pid
+    hosts = ("127.0.0.1", "localhost", "0.0.0.0", "192.0.2.1")
+    assert [is_here(Address("http", host, 30000)) for host in hosts] == [True, True, True, False]
+    assert find_listener(Address("http", "192.0.2.1", 30000)) is None
 
 
 def test_its_processes_are_sampled_with_their_stacks_where_they_are_wanted(tmp_path: Path) -> None:
@@ -53,22 +56,15 @@ def test_who_ends_first_is_known_and_one_that_had_ended_before_it_was_watched(tm
         settle(first, "Z")
         watched = WatchedServer(server.popen.pid)
         watched.sample(stacks=False)
-        watched.wait(LONG)
+        watched.ends.wait(LONG)
         os.kill(second, signal.SIGSEGV)
-        watched.wait(LONG)
-        assert [(death.pid, death.end.signal) for death in watched.deaths] == [(first, "SIGKILL"), (second, "SIGSEGV")]
+        watched.ends.wait(LONG)
+        assert [(death.pid, death.end.signal) for death in watched.ends.deaths] == [
+            (first, "SIGKILL"),
+            (second, "SIGSEGV"),
+        ]
         # All that is left of the title of one that has ended.
-        assert watched.deaths[0].title.startswith("sglang::")
-        watched.close()
-
-
-def test_its_end_is_seen(tmp_path: Path) -> None:
-    with served(tmp_path) as server:
-        watched = WatchedServer(server.popen.pid)
-        wait_until(lambda: watched.state == "S", "it has nothing to do")
-        assert not watched.is_gone
-        server.end()
-        assert watched.is_gone
+        assert watched.ends.deaths[0].title.startswith("sglang::")
         watched.close()
 
 
@@ -86,17 +82,6 @@ def test_a_process_that_is_not_there_is_an_error() -> None:
         process.wait(30)
         with pytest.raises(ProcessLookupError):
             WatchedServer(process.pid)
-
-
-@pytest.mark.parametrize(
-    ("host", "here"), [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", True), ("192.0.2.1", False)]
-)
-def test_which_addresses_are_on_this_host(host: str, here: bool) -> None:
-    assert is_here(Address("http", host, 30000)) is here
-
-
-def test_nobody_is_known_to_listen_on_another_host() -> None:
-    assert find_listener(Address("http", "192.0.2.1", 30000)) is None
 
 
 PAUSE = "ready(); pause()"

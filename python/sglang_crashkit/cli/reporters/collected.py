@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import pwd
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.explain import explain
-from sglang_crashkit.analysis.sightings import Sightings
 from sglang_crashkit.capture.debugger import Debugged
 from sglang_crashkit.collect.collection import Collected, Collection
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.discovery import Discovery
-from sglang_crashkit.model.sample import main_thread
+from sglang_crashkit.model.sample import Sample
 
 
 class TextReport:
-    """The lines for a person: the snapshots and the verdict, and later what the debuggers added.
-
-    Args:
-        collection: what is collected.
-        output: the folder for the files.
-    """
+    """The lines for a person: the snapshots and the verdict, and later what the debuggers added."""
 
     def __init__(self, collection: Collection, output: Path) -> None:
         self._collection, self._output = collection, output
@@ -51,7 +45,7 @@ class TextReport:
         self._tell_verdict("verdict with native stacks")
 
     def _tell_verdict(self, what: str) -> None:
-        explanation = explain(Sightings.of(self._collection.rounds))
+        explanation = self._collection.explain()
         verdict = f"({explanation.level}): {explanation.statement}"
         if (divergence := self._collection.divergence) is not None:
             verdict += f" {divergence.statement}"
@@ -68,64 +62,54 @@ def _debugged(it: Debugged) -> str:
 
 def _moments(one: Collected) -> Iterator[str]:
     """Yield a line for each run of moments in which the process was in the same state and place."""
-    places = []
-    for moment in one.moments:
-        thread = main_thread(moment.threads, moment.pid)
-        frames = thread.frames if thread is not None else ()
-        places.append((moment.state or "-", str(frames[0]) if frames else moment.problem or "no Python frame"))
-    start = 0
-    for position, place in enumerate(places):
-        if position + 1 < len(places) and places[position + 1] == place:
-            continue
-        numbers = f"{start + 1}" if start == position else f"{start + 1}-{position + 1}"
-        used = one.moments[position].cpu_secs - one.moments[start].cpu_secs
-        cpu = f", {used:.1f} s of CPU time between" if position > start else ""
-        yield f"{numbers:<4}{place[0]}  {place[1]}{cpu}"
-        start = position + 1
+    start = 1
+    for (state, place), group in itertools.groupby(one.moments, _place_of):
+        first, *others = group
+        end = start + len(others)
+        cpu = f", {others[-1].cpu_secs - first.cpu_secs:.1f} s of CPU time between" if others else ""
+        yield f"{f'{start}-{end}' if others else start:<4}{state}  {place}{cpu}"
+        start = end + 1
+
+
+def _place_of(moment: Sample) -> tuple[str, str]:
+    thread = moment.main_thread
+    frames = thread.frames if thread is not None else ()
+    return moment.state or "-", str(frames[0]) if frames else moment.problem or "no Python frame"
 
 
 def as_json(
     collection: Collection, output: Path, status: ExitCode, found: Discovery, *, with_snapshots: bool
 ) -> dict[str, Any]:
-    """Return the same for a program, as JSON values.
-
-    Args:
-        collection: what was collected.
-        output: the folder for the files.
-        status: the exit status.
-        found: what there was to collect.
-        with_snapshots: whether the snapshots are in it.
-    """
-    processes = []
-    for one in collection.collected:
-        debugged = one.debugged
-        processes.append(
-            {
-                "pid": one.process.pid,
-                "title": one.process.title,
-                "role": one.process.role,
-                "ranks": dict(one.process.ranks),
-                "server": one.process.server,
-                "user": one.process.user,
-                "found_by": one.process.way,
-                "states": [moment.state for moment in one.moments],
-                "problems": [moment.problem for moment in one.moments if moment.problem],
-                "debugger": debugged and {"tool": debugged.tool, "problem": debugged.problem, "secs": debugged.seconds},
-                "files": one.files,
-            }
-        )
+    """Return the same for a program, as JSON values."""
     return {
         "exit_code": int(status),
         "host": collection.host,
         "output_dir": str(output.absolute()),
         "snapshots": collection.snapshot_files,
         "missing": collection.missing,
-        "processes": processes,
-        "verdict": explain(Sightings.of(collection.rounds)).to_json(),
+        "processes": [_process_json(one) for one in collection.collected],
+        "verdict": collection.explain().to_json(),
         "divergence": collection.divergence.to_json() if collection.divergence is not None else None,
         "other_users": {name_of(user): list(pids) for user, pids in found.others.items()},
         "other_jobs": [{**vars(place), "pids": list(pids)} for place, pids in found.elsewhere.items()],
         **({"rounds": [one.to_json() for one in collection.rounds]} if with_snapshots else {}),
+    }
+
+
+def _process_json(one: Collected) -> dict[str, Any]:
+    process, debugged = one.process, one.debugged
+    return {
+        "pid": process.pid,
+        "title": process.title,
+        "role": process.role,
+        "ranks": dict(process.ranks),
+        "server": process.server,
+        "user": process.user,
+        "found_by": process.way,
+        "states": [moment.state for moment in one.moments],
+        "problems": [moment.problem for moment in one.moments if moment.problem],
+        "debugger": debugged and {"tool": debugged.tool, "problem": debugged.problem, "secs": debugged.seconds},
+        "files": one.files,
     }
 
 

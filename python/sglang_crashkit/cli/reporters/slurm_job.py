@@ -20,7 +20,7 @@ _MAX_LINES = 100
 
 
 def write_explanation(result: JobResult, explanation: Explanation, output: Path) -> None:
-    """Write all that is told of the job, with the merged stacks of all its ranks.
+    """Write what is reported of the job, with the merged stacks of all its ranks.
 
     Raises:
         CrashkitError: the folder is no folder of this user.

@@ -1,0 +1,69 @@
+"""What processes of this host are doing at a moment, by means that neither stop nor signal them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_crashkit.capture.ladder import capture_all
+from sglang_crashkit.capture.server_arguments import rendezvous_of, side_of
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.discovery import FoundProcess
+from sglang_crashkit.model.sample import Sample
+from sglang_crashkit.settings import runtime_folder
+
+_TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
+
+
+def observe(processes: Sequence[FoundProcess], host: str, stacks_secs: float) -> list[Sample]:
+    """Return a sample of each process, in the order given.
+
+    Its `state` is empty where it has ended. The stacks of all may take `stacks_secs` seconds; without time none are
+    taken.
+    """
+    python = [one for one in processes if is_python(one)] if stacks_secs else []
+    taken = capture_all(
+        {one.pid: one.start_ticks for one in python}, {one.pid: _runtime_of(one) for one in python}, stacks_secs
+    )
+    by_pid = {sample.pid: sample for sample in taken}
+    return [_sample_of(one, host, by_pid.get(one.pid)) for one in processes]
+
+
+def is_python(process: FoundProcess) -> bool:
+    """Say whether it is there, and runs Python."""
+    return procfs.read_stat(process.pid, process.start_ticks) is not None and procfs.is_python(process.pid)
+
+
+def _sample_of(process: FoundProcess, host: str, taken: Sample | None) -> Sample:
+    stat = procfs.read_stat(process.pid, process.start_ticks)
+    if taken is not None:
+        problem = "" if taken.threads else taken.problem
+    else:
+        problem = "it is no Python process" if stat is not None else "it has ended"
+    return Sample(
+        host=host,
+        pid=process.pid,
+        start_ticks=process.start_ticks,
+        title=process.title,
+        role=process.role,
+        ranks=process.ranks,
+        time=time.time(),
+        server=process.server,
+        rendezvous=rendezvous_of(process.server_arguments),
+        side=side_of(process.server_arguments),
+        state=stat.state if stat is not None else "",
+        wchan=procfs.read_wchan(process.pid) if stat is not None else "",
+        tracer=procfs.read_tracer(process.pid) if stat is not None else 0,
+        cpu_secs=stat.cpu_ticks / _TICKS_PER_SEC if stat is not None else 0.0,
+        threads=taken.threads if taken is not None else (),
+        problem=problem,
+    )
+
+
+def _runtime_of(process: FoundProcess) -> Path:
+    """Return the folder in which the process says what it armed, if it did."""
+    server = process.server if process.server is not None else process.pid
+    stat = procfs.read_stat(server)
+    return runtime_folder(server, stat.start_ticks if stat is not None else 0)

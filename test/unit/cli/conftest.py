@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unit.targets import SLEEPER, TITLE, settle_in_sleep
+from unit.waiting import child
+
+#: A stand-in for a debugger: it leaves a mark where it ran, and says which process it was asked for.
+GDB = '#!/bin/sh\ntouch "$0.ran"\nwhile [ "$1" != -p ]; do shift; done\necho "asked for $2"\n'
+
+
+def native_stack(pid: int) -> str:
+    """Return what a debugger prints of a process that waits in NCCL."""
+    listing = f'Thread 1 (Thread 0x7f (LWP {pid}) "python"):\n#0  0x01 in poll () from /lib/libc.so.6\n'
+    return listing + "#1  0x02 in ncclCommInitRank () from /lib/libnccl.so.2\n#2  0x03 in main ()\n"
+
+
+@pytest.fixture
+def rank() -> Iterator[int]:
+    """The pid of a scheduler's stand-in, in its sleep."""
+    with child(SLEEPER, title=TITLE) as process:
+        settle_in_sleep(process.pid)
+        yield process.pid
+
+
+@pytest.fixture
+def gdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for cuda-gdb that is first on PATH."""
+    tool = tmp_path / "bin" / "cuda-gdb"
+    tool.parent.mkdir()
+    tool.write_text(GDB)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    return tool
