@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -47,6 +47,8 @@ GET_CUDA_GDB = "install cuda-gdb (of the CUDA toolkit) and put it on PATH"
 GET_GDB = "apt-get install gdb"
 SUBSTITUTE = "py-spy --native"
 MAY_TRACE = "run it as root or with CAP_SYS_PTRACE (docker run --cap-add=SYS_PTRACE)"
+#: Debuggers ask these servers for symbols; cuda-gdb does so whatever its settings say.
+_SYMBOL_SERVERS = "DEBUGINFOD_URLS"
 _NO_SYMBOLS = ("set auto-solib-add off",)
 _LIBRARY = re.compile(r"([\w.+-]+?\.so)(?:\.[\w.]+)?$")
 #: A frame of Python's may be told by its source file, and threads that run no Python are not py-spy's.
@@ -75,6 +77,7 @@ class Debugger:
 
     name: Name
     path: str  # its executable
+    gdb: str = ""  # of cuda-gdb: the executable of gdb, where that is installed, too
 
 
 @dataclass(frozen=True)
@@ -93,9 +96,10 @@ def find_debugger() -> tuple[Debugger | None, str]:
     """Return the debugger to use, None where there is none, and what is missing and how to get it."""
     homes = [f"{os.environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     search = os.pathsep.join([os.environ.get("PATH", ""), *homes, *_TOOLKITS])
+    gdb = shutil.which("gdb", path=search)
     if cuda_gdb := shutil.which("cuda-gdb", path=search):
-        return Debugger("cuda-gdb", cuda_gdb), ""
-    if gdb := shutil.which("gdb", path=search):
+        return Debugger("cuda-gdb", cuda_gdb, gdb or ""), ""
+    if gdb:
         return Debugger("gdb", gdb), f"cuda-gdb is not installed, so CUDA kernels are not listed; next: {GET_CUDA_GDB}"
     return None, f"neither cuda-gdb nor gdb is installed; next: {GET_GDB}, or {GET_CUDA_GDB}"
 
@@ -110,8 +114,34 @@ def debug(
 ) -> Debugged:
     """Debug process `pid` for at most `deadline_secs` seconds, where nothing speaks against stopping it.
 
-    `stop` calls it off when it is set, and `guard` ends the debugger where this process is killed.
+    `stop` calls it off when it is set, and `guard` ends the debugger where this process is killed. Where cuda-gdb
+    prints no stack, as Debian's 11.8 does, gdb takes them in the time that is left.
     """
+    began = time.monotonic()
+    debugged = _debug(debugger, pid, start_ticks, deadline_secs, stop, guard)
+    left_secs = began + deadline_secs - time.monotonic()
+    if not debugger.gdb or debugged.problem != _no_stack(debugger) or left_secs <= 0:
+        return debugged
+    stacks = _debug(Debugger("gdb", debugger.gdb), pid, start_ticks, left_secs, stop, guard)
+    seconds = round(debugged.seconds + stacks.seconds, 3)
+    if not parse_stacks(stacks.text):
+        return replace(debugged, seconds=seconds, threads=debugged.threads or stacks.threads)
+    text = f"{debugged.text}\n== {debugger.name} printed no stack; gdb:\n{stacks.text}"
+    return replace(stacks, text=text, seconds=seconds, kernels=debugged.kernels)
+
+
+def _no_stack(debugger: Debugger) -> str:
+    return f"{debugger.name} printed no stack"
+
+
+def _debug(
+    debugger: Debugger,
+    pid: int,
+    start_ticks: int,
+    deadline_secs: float,
+    stop: threading.Event | None,
+    guard: ToolGuard | None,
+) -> Debugged:
     if stop is not None and stop.is_set():
         return Debugged(debugger.name, problem=_NO_TURN)
     if obstacle := obstacle_of(pid, start_ticks):
@@ -119,7 +149,8 @@ def debug(
     spied = _spy(pid, start_ticks, deadline_secs, guard) if debugger.name == "gdb" else ()
     command = command_of(debugger, pid, _libraries_of(pid, spied))
     with guard.over(pid, start_ticks) if guard is not None else contextlib.nullcontext() as on_start:
-        run = run_tool(command, deadline_secs, stop, on_start)
+        environ = {name: value for name, value in os.environ.items() if name != _SYMBOL_SERVERS}
+        run = run_tool(command, deadline_secs, stop, on_start, environ=environ)
         # One that ended by itself has let go by itself.
         left_stopped = run.reason and release({pid: start_ticks})
     problem = f"it may not be traced; next: {MAY_TRACE}" if _REFUSED in run.text else run.reason
@@ -127,7 +158,7 @@ def debug(
         problem += "; it left the process stopped, which was sent SIGCONT"
     threads = parse_stacks(run.text)
     if not threads and not problem:
-        problem = f"{debugger.name} printed no stack"
+        problem = _no_stack(debugger)
     return Debugged(debugger.name, run.text, problem, run.seconds, threads or spied, parse_kernels(run.text))
 
 

@@ -83,6 +83,28 @@ def test_gdb_finds_the_libraries_by_these_names() -> None:
     assert read == {"libc", "libstdc++"}
 
 
+@needs_gdb
+def test_gdb_takes_the_stacks_where_cuda_gdb_prints_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEBUGINFOD_URLS", "http://127.0.0.1:9/")
+    tool = stand_in(tmp_path, 'echo "servers: $DEBUGINFOD_URLS"', "cuda-gdb")
+    with child(SLEEPER) as process:
+        settle_in_sleep(process.pid)
+        debugger = Debugger("cuda-gdb", tool.path, shutil.which("gdb") or "")
+        debugged = debug(debugger, process.pid, start_ticks(process.pid), 4 * LONG)
+    assert (debugged.tool, debugged.problem) == ("gdb", "")
+    assert debugged.text.startswith("servers: \n\n== cuda-gdb printed no stack; gdb:\n")
+    assert any("nanosleep" in function for function in functions_of(debugged.threads))
+
+
+def test_without_gdb_it_is_said_that_there_is_no_stack(tmp_path: Path) -> None:
+    tool = stand_in(tmp_path, "echo nothing", "cuda-gdb")
+    silent = stand_in(tmp_path, "echo nothing, too")
+    with child(SLEEPER) as process:
+        for gdb in ("", silent.path):
+            debugged = debug(Debugger("cuda-gdb", tool.path, gdb), process.pid, start_ticks(process.pid), LONG)
+            assert (debugged.problem, debugged.text) == ("cuda-gdb printed no stack", "nothing\n")
+
+
 def test_one_that_left_its_target_stopped_is_made_good(tmp_path: Path) -> None:
     tool = stand_in(tmp_path, "kill -STOP $PID; until grep -q '^State:.T' /proc/$PID/status; do :; done; exit 1")
     with child(SLEEPER) as process:
