@@ -48,10 +48,12 @@ ALLOWED = {
     "collect": {"analysis", "capture", "errors", "kernel", "memory", "model", "settings"},
     "watch": {"analysis", "capture", "collect", "errors", "incident", "kernel", "model"},
     "replay": {"errors", "incident", "kernel", "watch"},
+    "doctor": {"capture", "errors", "incident", "installer", "kernel", "policy", "settings", "srt"},
     "cli": {
         "analysis",
         "capture",
         "collect",
+        "doctor",
         "errors",
         "handler",
         "incident",
