@@ -38,6 +38,7 @@ ALLOWED = {
         "kernel",
         "memory",
         "model",
+        "notifications",
         "policy",
         "protocol",
         "settings",
@@ -48,6 +49,7 @@ ALLOWED = {
     "collect": {"analysis", "capture", "errors", "kernel", "memory", "model", "settings"},
     "watch": {"analysis", "capture", "collect", "errors", "incident", "kernel", "model"},
     "replay": {"errors", "incident", "kernel", "watch"},
+    "notifications": {"capture", "errors", "incident", "kernel", "settings"},
     "doctor": {"capture", "errors", "incident", "installer", "kernel", "policy", "settings", "srt"},
     "cli": {
         "analysis",

@@ -42,12 +42,22 @@ VALUES = {
     "SGLANG_CRASHKIT_JOURNAL_MB": _SECONDS,
     "SGLANG_CRASHKIT_STEPS": _TRUTH,
     "SGLANG_CRASHKIT_PROMPTS": r"(?i)full|ids|none",
+    "SGLANG_CRASHKIT_ON_INCIDENT": _ANY,
+    "SGLANG_CRASHKIT_ON_INCIDENT_SECS": _SECONDS,
+    "SGLANG_CRASHKIT_WEBHOOK": r"https?://.+",
+    "SGLANG_CRASHKIT_WEBHOOK_KIND": r"(?i)slack|alertmanager|json",
+    "SGLANG_CRASHKIT_WEBHOOK_SECRET": _ANY,
     "SGLANG_CRASHKIT_QUARANTINE": r"(?i)off|observe|refuse",
 }
 #: The kit sets them for its own processes.
 OWN = frozenset(
     {"SGLANG_CRASHKIT_SOCKET", "SGLANG_CRASHKIT_SPOOL", "SGLANG_CRASHKIT_LAUNCHED", "SGLANG_CRASHKIT_MEMBERS"}
-    | {"SGLANG_CRASHKIT_MODE", "SGLANG_CRASHKIT_FLIGHT_FOLDER", "SGLANG_CRASHKIT_NOT_APPLIED"}
+    | {
+        "SGLANG_CRASHKIT_MODE",
+        "SGLANG_CRASHKIT_INCIDENT",
+        "SGLANG_CRASHKIT_FLIGHT_FOLDER",
+        "SGLANG_CRASHKIT_NOT_APPLIED",
+    }
 )
 #: SGLang's own default of ``--watchdog-timeout``, in seconds.
 _WATCHDOG_SECS = 300.0
@@ -74,9 +84,8 @@ def _misspelt(environ: Mapping[str, str]) -> Iterator[Finding]:
             next_step = (f"{close[0]}={value}",) if close else (f"unset {name}",)
             yield Finding("warning", _TOPIC, f"{name} is no variable of the kit", "it has no effect", next_step)
         elif value.strip() and not re.fullmatch(VALUES[name], value.strip(), re.DOTALL):
-            yield Finding(
-                "warning", _TOPIC, f"{name}={value} cannot be read", "it counts as not set", (f"unset {name}",)
-            )
+            shown = name if name.endswith("WEBHOOK") else f"{name}={value}"
+            yield Finding("warning", _TOPIC, f"{shown} cannot be read", "it counts as not set", (f"unset {name}",))
     for earlier, name in earlier_names_in(environ).items():
         yield Finding("note", _TOPIC, f"{earlier} is called {name} now", next=(f"{name}={environ[earlier]}",))
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.after import AfterIncident
 from sglang_crashkit.handler.collectors.environment import Surroundings
 from sglang_crashkit.handler.collectors.gpu import GpuEvidence
 from sglang_crashkit.handler.collectors.logs import ProcessLogs
@@ -146,6 +147,7 @@ class Session:
         logs: what they logged last.
         surroundings: what the server told of its launch.
         gpus: what `run` asks of the GPUs.
+        after: what follows once an incident is whole.
     """
 
     def __init__(
@@ -160,6 +162,7 @@ class Session:
         self.logs = ProcessLogs()
         self.surroundings = Surroundings()
         self.gpus = GpuEvidence(tree, place, settings)
+        self.after = AfterIncident()
         self._tree = tree
         self._mailbox = mailbox
         self._place = place
@@ -444,6 +447,7 @@ class Session:
         self.logs.close()
         self.surroundings.close()
         self.gpus.close()
+        self.after.close()
 
     def hear_farewell(self, message: Message) -> None:
         """Take in that the main process is about to end in good order, and with it maybe this process.
@@ -578,6 +582,8 @@ class Session:
         else:
             self.journals.remove_taken()
             self.logs.remove_taken()
+            if not run.problem:
+                self.after.begin(run.path)
 
     def _gather(self, run: IncidentRun) -> None:
         for part in (
