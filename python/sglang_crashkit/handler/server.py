@@ -18,6 +18,7 @@ from sglang_crashkit.handler import folders
 from sglang_crashkit.handler.collectors.server_log import ServerLog
 from sglang_crashkit.handler.folders import KeptFolder, Place
 from sglang_crashkit.handler.hang_detector import HangDetector
+from sglang_crashkit.handler.metrics import MetricsPublisher
 from sglang_crashkit.handler.peers import PeerLosses, PeerProber
 from sglang_crashkit.handler.processes import ProcessTree, SharedMemory, TrackedProcess
 from sglang_crashkit.handler.session import SILENT_SECS, Session, Subject
@@ -71,6 +72,7 @@ class CrashHandler:
         self._place = place
         self._log = ServerLog(self.tree.root, place.runtime)
         self._hangs = HangDetector(self.tree, self.session, settings, self._log.say)
+        self._metrics = MetricsPublisher(self.tree, self.session, place.host_folder / "incidents", settings.disk)
         self._to_tell = ""
         self._kept = KeptFolder(place.runtime)
         self._prober = PeerProber(PeerLosses(self.tree, self.session, self._log.say).tell)
@@ -117,6 +119,7 @@ class CrashHandler:
             if self.triage.shutdown.gone_at is not None:
                 # While the server lives, its ranks may still make pipes in there, without which PyTorch ends them.
                 self._place.clean_up([server_key(each.pid, each.handle.start_ticks) for each in self.tree])
+            self._guard("the last metrics", self._metrics.close)
             self._kept.release()
             logger.info("server %d is gone, so is its crash handler %d", self.tree.root.pid, os.getpid())
 
@@ -186,6 +189,8 @@ class CrashHandler:
             self.session.logs.follow(sender, message.descriptor)
         elif event == "surroundings" and sender.is_root:
             self.session.surroundings.hear(message.descriptor, _time_of(message), ready=fields.get("ready") is True)
+        elif event == "quarantine":
+            self._metrics.hear(sender.pid, fields.get("hits"))
         elif event == "pair":
             self._prober.take_rank(sender.pid, message.descriptor, fields)
         elif event == "peer_lost":
@@ -365,7 +370,7 @@ class CrashHandler:
         return True
 
     def _act_on_time(self) -> None:
-        parts = (self.session, self._prober, self._hangs, self._kept, self._shared_memory)
+        parts = (self.session, self._prober, self._hangs, self._kept, self._shared_memory, self._metrics)
         if time.monotonic() < self._retry_at:
             return
         # All of them, whichever fails.
@@ -383,7 +388,7 @@ class CrashHandler:
         gone_at = self.triage.shutdown.gone_at
         if not self.triage.is_open and gone_at is not None:
             return gone_at + _LINGER_SECS
-        return min(part.next_due() for part in (self.session, self._hangs, self._prober))
+        return min(part.next_due() for part in (self.session, self._hangs, self._prober, self._metrics))
 
     def _done(self) -> bool:
         gone_at = self.triage.shutdown.gone_at
