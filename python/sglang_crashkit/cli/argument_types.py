@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 _LONGEST_SECS = 1e7
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def positive(text: str) -> int:
@@ -35,3 +36,16 @@ def seconds(text: str) -> float:
     if not 0 <= number < _LONGEST_SECS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to {_LONGEST_SECS:.0f}")
     return number
+
+
+def duration(text: str) -> float:
+    """Return how long something is, such as ``90m``, ``12h`` or ``2d``, in seconds; a bare number is of seconds.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is no such time.
+    """
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
+    try:
+        return seconds(number) * _UNITS[unit]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time such as 30s, 90m, 12h or 2d") from None

@@ -22,6 +22,7 @@ COMMANDS = {
     "doctor": "say what would keep a crash here from being told, and the command that mends it",
     "wheel": "build a patched SGLang wheel and put the kit's own beside it",
     "incidents": "list the incidents below a crash folder, newest first",
+    "fleet": "say what the incidents of many hosts have in common",
     "replay": "send the requests of an incident again, to a server that may break",
     "bisect": "find the smallest set of an incident's requests that brings its fault back",
     "quarantine": "list, add or remove the requests that are refused because they kill servers",
