@@ -21,6 +21,9 @@ from sglang_crashkit.doctor.variables import OWN
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.incident.summary import mapping_of, mappings_of
+from sglang_crashkit.kernel.pidfd import ProcessHandle
+from sglang_crashkit.kernel.stack_hooks import read_handler_pid
+from sglang_crashkit.settings import RUN
 
 #: The stand-in starts, and its incident is whole, within this time, in seconds.
 _INCIDENT_SECS = 15.0
@@ -103,9 +106,22 @@ def _crash(folder: Path, environ: Mapping[str, str]) -> tuple[StoredIncident | N
             said = server.stderr.read(1 << 16).decode(errors="replace").strip().splitlines()
             return None, f"the crash handler did not start: {said[-1] if said else f'status {server.returncode}'}"
         finally:
+            handlers = _handlers_in(Path(environ["TMPDIR"]))
             assert server.stdin is not None
             server.stdin.close()
-            # Its crash handler leaves with it, as with any server that ends in good order.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 server.wait(_END_SECS)
             server.kill()
+            # It leaves with its server, and writes to the incident until then.
+            for handler in handlers:
+                handler.has_exited(_END_SECS)
+                handler.close()
+
+
+def _handlers_in(folder: Path) -> list[ProcessHandle]:
+    found = []
+    for path in folder.glob(f"*/{RUN}/*"):
+        pid = read_handler_pid(path)
+        with contextlib.suppress(OSError):
+            found += [ProcessHandle(pid)] if pid is not None else []
+    return found
