@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
-from sglang_crashkit.settings import read_seconds
+from sglang_crashkit.notifications.kubernetes import EVENT
+from sglang_crashkit.settings import read_bool, read_seconds
 
 COMMAND, COMMAND_SECS = "SGLANG_CRASHKIT_ON_INCIDENT", "SGLANG_CRASHKIT_ON_INCIDENT_SECS"
 WEBHOOK, WEBHOOK_KIND = "SGLANG_CRASHKIT_WEBHOOK", "SGLANG_CRASHKIT_WEBHOOK_KIND"
@@ -35,6 +36,7 @@ class Plan:
         url: where the web hook is; empty for none.
         kind: what it takes.
         secret: what it is signed with; empty for none.
+        makes_event: an Event of the pod is made.
         problems: what cannot be done, and why, by ``command`` and ``webhook``.
     """
 
@@ -43,6 +45,7 @@ class Plan:
     url: str
     kind: Kind
     secret: str
+    makes_event: bool
     problems: Mapping[str, str]
 
     @classmethod
@@ -60,12 +63,13 @@ class Plan:
             problems["webhook"] = f"{WEBHOOK} is no http or https URL"
             url = ""
         secs = read_seconds(environ, COMMAND_SECS, _DEFAULT_COMMAND_SECS)
-        return cls(command, secs, url, _kind_of(url, environ), environ.get(SECRET, ""), problems)
+        kind, makes_event = _kind_of(url, environ), read_bool(environ, EVENT, False)
+        return cls(command, secs, url, kind, environ.get(SECRET, ""), makes_event, problems)
 
 
 def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:
     """Say whether anybody is to be told."""
-    return any(environ.get(name, "").strip() for name in (COMMAND, WEBHOOK))
+    return any(environ.get(name, "").strip() for name in (COMMAND, WEBHOOK)) or read_bool(environ, EVENT, False)
 
 
 def _is_http(url: str) -> bool:

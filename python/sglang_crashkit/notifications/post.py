@@ -1,4 +1,4 @@
-"""Send one request to a web hook: ``python -m sglang_crashkit.notifications.post``, body on standard input.
+"""Send one request: ``python -m sglang_crashkit.notifications.post``, with its body on standard input.
 
 The URL and what signs the body come in the environment, which other users cannot read. It prints the status of the
 answer, or why there is none. Whoever runs it ends it where it takes too long.
@@ -6,13 +6,16 @@ answer, or why there is none. Whoever runs it ends it where it takes too long.
 
 from __future__ import annotations
 
+import argparse
 import os
+import ssl
 import sys
 import time
 import urllib.error
 import urllib.request
 from email.message import Message
 from http.client import HTTPException
+from pathlib import Path
 from typing import IO
 
 from sglang_crashkit import __version__
@@ -31,6 +34,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 def main() -> int:
     """Send it, and print one line."""
+    parser = argparse.ArgumentParser(prog="sglang_crashkit.notifications.post")
+    parser.add_argument("--token-file", type=Path)
+    parser.add_argument("--ca-file", type=Path)
+    args = parser.parse_args()
     body = sys.stdin.buffer.read()
     headers = {"Content-Type": "application/json", "User-Agent": f"sglang-crashkit/{__version__}"}
     if secret := os.environ.get(SECRET, ""):
@@ -40,7 +47,11 @@ def main() -> int:
     # The scheme was looked at by `plan`.
     request = urllib.request.Request(os.environ[WEBHOOK], data=body, headers=headers)  # noqa: S310
     try:
-        with urllib.request.build_opener(_NoRedirect).open(request) as answer:
+        if args.token_file is not None:
+            request.add_header("Authorization", f"Bearer {args.token_file.read_text().strip()}")
+        context = ssl.create_default_context(cafile=args.ca_file)
+        opener = urllib.request.build_opener(_NoRedirect, urllib.request.HTTPSHandler(context=context))
+        with opener.open(request) as answer:
             print(answer.status)  # noqa: T201 - what it was asked for
     except urllib.error.HTTPError as error:
         print(error.code)  # noqa: T201

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +18,7 @@ from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.incident.summary import mapping_of
 from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.kernel.private_files import write_json
+from sglang_crashkit.notifications.kubernetes import event_of, find_cluster
 from sglang_crashkit.notifications.messages import body_of, short_of
 from sglang_crashkit.notifications.plan import INCIDENT, OUTCOME, QUIET_KINDS, SECRET, WEBHOOK, Plan
 
@@ -29,8 +30,10 @@ _LATER = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MAX_OUTPUT = 1 << 20
 _MAX_WORDS = 300
 
+Wait = Callable[[float], None]
 
-def tell(folder: Path, environ: Mapping[str, str] = os.environ, wait: Callable[[float], None] = time.sleep) -> bool:
+
+def tell(folder: Path, environ: Mapping[str, str] = os.environ, wait: Wait = time.sleep) -> bool:
     """Tell whoever is to be told of a finished incident.
 
     Args:
@@ -57,8 +60,11 @@ def tell(folder: Path, environ: Mapping[str, str] = os.environ, wait: Callable[[
         plan = Plan.from_environ(environ)
         outcome: dict[str, Any] = {"schema_version": 1}
         outcome |= {what: {"done": False, "reason": why} for what, why in plan.problems.items()}
+        short = short_of(document, str(folder))
         if plan.url:
-            outcome["webhook"] = _post(plan, document, folder, environ, wait)
+            outcome["webhook"] = _post(plan, short, environ, wait)
+        if plan.makes_event:
+            outcome["kubernetes_event"] = _make_event(short, environ, wait)
         if plan.command:
             outcome["command"] = _run(plan, folder, environ)
         write_json(folder / OUTCOME, outcome)
@@ -91,20 +97,31 @@ def _words_of(run: ToolRun) -> str:
     return "; ".join([run.reason, *last])[:_MAX_WORDS]
 
 
-def _post(
-    plan: Plan, document: Mapping[str, Any], folder: Path, environ: Mapping[str, str], wait: Callable[[float], None]
-) -> dict[str, Any]:
+def _post(plan: Plan, short: Mapping[str, Any], environ: Mapping[str, str], wait: Wait) -> dict[str, Any]:
     # The path of a URL may be the key to it.
-    told: dict[str, Any] = {"host": urlsplit(plan.url).hostname, "kind": plan.kind, "done": False}
+    told: dict[str, Any] = {"host": urlsplit(plan.url).hostname, "kind": plan.kind}
+    return told | _send(body_of(short, plan.kind), [], dict(environ) | {WEBHOOK: plan.url}, wait)
+
+
+def _make_event(short: Mapping[str, Any], environ: Mapping[str, str], wait: Wait) -> dict[str, Any]:
+    cluster = find_cluster(environ)
+    if isinstance(cluster, str):
+        return {"done": False, "reason": cluster}
+    kept = {name: value for name, value in environ.items() if name != SECRET} | {WEBHOOK: cluster.url}
+    options = ["--token-file", str(cluster.token), "--ca-file", str(cluster.authority)]
+    return _send(event_of(short, cluster), options, kept, wait)
+
+
+def _send(data: bytes, options: Sequence[str], environ: Mapping[str, str], wait: Wait) -> dict[str, Any]:
+    told: dict[str, Any] = {"done": False}
     body = os.memfd_create("crashkit-notification", os.MFD_CLOEXEC)
     try:
-        os.write(body, body_of(short_of(document, str(folder)), plan.kind))
+        os.write(body, data)
         for number, secs in enumerate(_WAITS_SECS, start=1):
             wait(secs)
             os.lseek(body, 0, os.SEEK_SET)
-            argv = [sys.executable, "-m", "sglang_crashkit.notifications.post"]
-            kept = dict(environ) | {WEBHOOK: plan.url}
-            run = run_tool(argv, _REQUEST_SECS, environ=kept, apart=True, max_output=_MAX_OUTPUT, stdin=body)
+            argv = [sys.executable, "-m", "sglang_crashkit.notifications.post", *options]
+            run = run_tool(argv, _REQUEST_SECS, environ=environ, apart=True, max_output=_MAX_OUTPUT, stdin=body)
             said = run.text.strip()
             status = int(said) if said.isdigit() else None
             told |= {"tries": number, "done": status is not None and 200 <= status < 300}
