@@ -76,6 +76,7 @@ class ServerFacts:
         handler: the pid of its crash handler; None where it has none.
         problem: why it has none.
         is_elsewhere: it runs in another container than this command.
+        is_others: it runs as another user.
         without_pipe: why the driver of a rank takes no request for a core, by its title.
     """
 
@@ -85,6 +86,7 @@ class ServerFacts:
     handler: int | None
     problem: str = ""
     is_elsewhere: bool = False
+    is_others: bool = False
     without_pipe: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -227,7 +229,9 @@ def server_facts(
         known = next((handlers[one.pid] for one in members if one.pid in handlers), None)
         handler, problem = known or (None, "it was started without the kit, or switched it off")
         pipes = {one.title: why for one in members if one.role == "scheduler" and (why := _why_no_pipe(one.pid))}
-        found.append(ServerFacts(pid, arguments, _mode_of(arguments), handler, problem, _is_elsewhere(pid), pipes))
+        is_others = any(one.user != os.geteuid() for one in members)
+        mode, is_elsewhere = _mode_of(arguments), _is_elsewhere(pid)
+        found.append(ServerFacts(pid, arguments, mode, handler, problem, is_elsewhere, is_others, pipes))
     return sorted(found, key=lambda server: server.pid)
 
 

@@ -68,6 +68,9 @@ def _servers(facts: Facts) -> Iterator[Finding]:
         else:
             why = "a crash of it leaves no incident"
             yield Finding("problem", name, f"has no crash handler: {server.problem}", why, ("restart the server",))
+        if server.is_others:
+            why = "who may look at whom, and write where, differs between users"
+            yield Finding("note", name, "runs as another user", why, ("run this command as that user",))
         if server.is_elsewhere:
             yield Finding(
                 "note",

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import json
 import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +70,40 @@ def test_a_python_without_sglang_is_no_installation() -> None:
     found = read_installation(None)
     assert (found.state, "no SGLang" in found.words) == ("", True)
     assert found.next
+
+
+#: Has the kernel deny this process, and its children, one system call with EPERM; see seccomp(2).
+DENY = """
+import ctypes, json, struct, sys
+code = b"".join(struct.pack("HBBI", *one) for one in (
+    (0x20, 0, 0, 0), (0x15, 0, 1, int(sys.argv[1])), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)))
+kept = ctypes.create_string_buffer(code)
+program = struct.pack("HxxxxxxQ", 4, ctypes.addressof(kept))
+prctl = ctypes.CDLL(None, use_errno=True).prctl
+assert prctl(38, 1, 0, 0, 0) == 0 and prctl(22, 2, ctypes.c_char_p(program), 0, 0) == 0, ctypes.get_errno()
+from dataclasses import asdict
+from sglang_crashkit.doctor.facts import _read_tracing
+print(json.dumps(asdict(_read_tracing())))
+"""
+PROCESS_VM_READV = 310
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the system call has another number on other machines")
+def test_pyspy_reads_proc_where_seccomp_denies_the_call() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DENY, str(PROCESS_VM_READV)], capture_output=True, text=True, timeout=60, check=True
+    )
+    told = json.loads(done.stdout)
+    assert told["has_seccomp"] is True
+    assert told["problem"] == ""
+
+
+def test_a_pyspy_that_may_not_look_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "py-spy"
+    script.write_text(
+        "#!/bin/sh\necho 'Error: Permission Denied: Try running again with elevated permissions' >&2\nexit 1\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("SGLANG_CRASHKIT_PYSPY", str(script))
+    tracing = gather(Installation("patched", "x"), [], environ={}).tracing
+    assert "Permission Denied" in tracing.problem

@@ -62,6 +62,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a short grace": ("grace period", "warning", {"end": EndFacts(30.0, "systemd", "a.service")}),
     "an unknown grace": ("grace period", "note", {"end": EndFacts(None, "Kubernetes")}),
     "no message": ("termination log", "warning", {"place": KUBERNETES, "end": EndFacts(None, "Kubernetes")}),
+    "another user": ("server 7", "note", {"servers": (replace(SERVER, is_others=True),)}),
     "another container": ("server 7", "note", {"servers": (replace(SERVER, is_elsewhere=True),)}),
 }
 
