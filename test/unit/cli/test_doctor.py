@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,11 @@ def test_a_problem_is_the_exit_status_and_its_path_is_escaped(
     text = capsys.readouterr().out
     assert "problem  crash folder" in text
     assert "\x1b" not in text
+
+
+def test_a_process_of_no_server_is_nothing_to_look_at(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+    assert main(["doctor", "--pid", str(os.getpid())]) == 3
+    assert "is of no server" in capsys.readouterr().err
