@@ -11,6 +11,7 @@ from sglang_crashkit.doctor.findings import Finding
 from sglang_crashkit.settings import Settings, earlier_names_in
 
 _PREFIX = "SGLANG_CRASHKIT_"
+_MAY_BE_SECRET = re.compile(r"WEBHOOK|SECR|TOKEN|KEY|PASS")
 _TRUTH = r"(?i)1|true|yes|y|0|false|no|n"
 _NUMBER = r"\d{1,9}"
 _SECONDS = r"\d+(\.\d*)?|\.\d+"
@@ -83,13 +84,19 @@ def _misspelt(environ: Mapping[str, str]) -> Iterator[Finding]:
             continue
         if name not in VALUES:
             close = difflib.get_close_matches(name, VALUES, 1)
-            next_step = (f"{close[0]}={value}",) if close else (f"unset {name}",)
+            next_step = (_shown(close[0], value),) if close else (f"unset {name}",)
             yield Finding("warning", _TOPIC, f"{name} is no variable of the kit", "it has no effect", next_step)
         elif value.strip() and not re.fullmatch(VALUES[name], value.strip(), re.DOTALL):
-            shown = name if name.endswith("WEBHOOK") else f"{name}={value}"
-            yield Finding("warning", _TOPIC, f"{shown} cannot be read", "it counts as not set", (f"unset {name}",))
+            yield Finding(
+                "warning", _TOPIC, f"{_shown(name, value)} cannot be read", "it counts as not set", (f"unset {name}",)
+            )
     for earlier, name in earlier_names_in(environ).items():
         yield Finding("note", _TOPIC, f"{earlier} is called {name} now", next=(f"{name}={environ[earlier]}",))
+
+
+def _shown(name: str, value: str) -> str:
+    """Return a setting as it is written, without what may be a key."""
+    return f"{name}=..." if _MAY_BE_SECRET.search(name) else f"{name}={value}"
 
 
 def _in_conflict(environ: Mapping[str, str], arguments: list[str]) -> Iterator[Finding]:

@@ -57,3 +57,10 @@ def test_a_misspelt_variable_is_named_right() -> None:
 )
 def test_settings_against_each_other_are_found(environ: dict[str, str], arguments: list[str], level: str) -> None:
     assert levels(environ, arguments) == [level]
+
+
+@pytest.mark.parametrize("name", ["SGLANG_CRASHKIT_WEBHOOK", "SGLANG_CRASHKIT_WEBHOOK_SECRT"])
+def test_what_may_be_a_key_is_not_shown(name: str) -> None:
+    (finding,) = check_variables({name: "hunter2"}, FOLDER)
+    assert finding.level == "warning"
+    assert "hunter2" not in repr(finding)
