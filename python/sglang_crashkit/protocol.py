@@ -42,6 +42,7 @@ EVENTS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "steps": {"modes": (dict,)},
     "log": {},
     "surroundings": {"ready": (bool,)},
+    "quarantine": {"hits": (int,)},
     "pair": {"role": (str,), "lead": (bool,)},
     "exception": {"message": (str,), "record": (str,), "gpu": (str,)},
     "watchdog_timeout": {"name": (str,), "silent_secs": _NUMBER, "soft": (bool,)},

@@ -63,6 +63,7 @@ BENCHMARKS = (
     Benchmark("log_ring", ("", 0.5), ("", 0.5)),
     Benchmark("kill_process_tree", ("", 1), ("--rounds 10", 0.5)),
     Benchmark("explain", ("", 2), ("", 2)),
+    Benchmark("fleet", ("", 1), ("", 1)),
     Benchmark("peers", ("", 4), ("--seconds 10", 1.5)),
     Benchmark("gloo_recorder", ("", 2), ("--pairs 20", 1)),
     Benchmark("idle_handler", ("", 3), ("", 3)),

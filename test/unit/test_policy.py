@@ -95,6 +95,10 @@ SENDERS = {
     "srt/handler_process.py",
     "capture/gpu_facts.py",
     "replay/server.py",
+    "handler/metrics.py",
+    "doctor/drill.py",
+    "doctor/drill_server.py",
+    "doctor/facts.py",
     "test/plugin.py",
     "test/evidence.py",
 }

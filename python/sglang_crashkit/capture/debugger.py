@@ -92,10 +92,10 @@ class Debugged:
     kernels: tuple[str, ...] = ()  # the names of the CUDA kernels in it
 
 
-def find_debugger() -> tuple[Debugger | None, str]:
+def find_debugger(environ: Mapping[str, str] = os.environ) -> tuple[Debugger | None, str]:
     """Return the debugger to use, None where there is none, and what is missing and how to get it."""
-    homes = [f"{os.environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    search = os.pathsep.join([os.environ.get("PATH", ""), *homes, *_TOOLKITS])
+    homes = [f"{environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
+    search = os.pathsep.join([environ.get("PATH", ""), *homes, *_TOOLKITS])
     gdb = shutil.which("gdb", path=search)
     if cuda_gdb := shutil.which("cuda-gdb", path=search):
         return Debugger("cuda-gdb", cuda_gdb, gdb or ""), ""

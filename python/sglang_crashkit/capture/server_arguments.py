@@ -15,12 +15,12 @@ _DEFAULT_PORT = 30000
 
 def rendezvous_of(arguments: Sequence[str]) -> str | None:
     """Return the address at which the processes of one server on all its hosts meet, None where none is named."""
-    return _value_of(arguments, _RENDEZVOUS)
+    return value_of(arguments, _RENDEZVOUS)
 
 
 def side_of(arguments: Sequence[str]) -> Side | None:
     """Return which side of a prefill and decode pair the server is, None where it is none."""
-    value = _value_of(arguments, _MODE)
+    value = value_of(arguments, _MODE)
     if value == "prefill":
         return "prefill"
     return "decode" if value == "decode" else None
@@ -28,16 +28,17 @@ def side_of(arguments: Sequence[str]) -> Side | None:
 
 def port_of(arguments: Sequence[str]) -> int:
     """Return the port on which the server answers HTTP; SGLang's own default where none is named."""
-    value = _value_of(arguments, ("--port",)) or ""
+    value = value_of(arguments, ("--port",)) or ""
     return int(value) if value.isascii() and value.isdigit() and int(value) < 1 << 16 else _DEFAULT_PORT
 
 
 def serves_tls(arguments: Sequence[str]) -> bool:
     """Say whether the server answers HTTPS."""
-    return _value_of(arguments, ("--ssl-certfile",)) is not None
+    return value_of(arguments, ("--ssl-certfile",)) is not None
 
 
-def _value_of(arguments: Sequence[str], names: Sequence[str]) -> str | None:
+def value_of(arguments: Sequence[str], names: Sequence[str]) -> str | None:
+    """Return what a command line gives for the option that is called one of `names`; None where it gives nothing."""
     for argument, following in zip(arguments, [*arguments, ""][1:], strict=True):
         name, equals, value = argument.partition("=")
         if name in names:

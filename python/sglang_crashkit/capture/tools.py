@@ -49,6 +49,7 @@ def run_tool(
     since: float | None = None,
     apart: bool = False,
     max_output: int = MAX_OUTPUT,
+    stdin: int = subprocess.DEVNULL,
 ) -> ToolRun:
     """Run `argv`; kill it, and all that it started, when its time is over.
 
@@ -61,6 +62,7 @@ def run_tool(
         since: when the time began, by the monotonic clock; now where it is None.
         apart: keep what it prints on standard error apart.
         max_output: of how many bytes of output it is given up.
+        stdin: a descriptor of the file that it reads; none by default.
     """
     for earlier in [process for process in _dying if process.poll() is not None]:
         # Another thread may have seen it, too.
@@ -72,7 +74,7 @@ def run_tool(
         process = subprocess.Popen(
             list(argv),
             env=environ,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if apart else subprocess.STDOUT,
             bufsize=0,

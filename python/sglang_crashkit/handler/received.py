@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -67,6 +68,14 @@ class Received:
                 part(share_of(deadline, time.monotonic()))
             except Exception as error:  # noqa: BLE001 - told in the log and the incident
                 note_error("what was kept in memory", error)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the server's arguments, as far as it told them by now."""
+        return self._surroundings.arguments()
+
+    def journal_bytes(self) -> int:
+        """Return how much memory the request journals take."""
+        return sum(os.fstat(held.descriptor).st_blocks * 512 for held in self._journals.held)
 
     def release(self, *, is_written: bool) -> None:
         """Give back what dead processes left, where an incident that is on the disk has it."""

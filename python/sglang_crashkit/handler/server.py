@@ -17,6 +17,7 @@ from sglang_crashkit.handler import folders
 from sglang_crashkit.handler.collectors.server_log import ServerLog
 from sglang_crashkit.handler.folders import KeptFolder, Place
 from sglang_crashkit.handler.hang_detector import HangDetector
+from sglang_crashkit.handler.metrics import MetricsPublisher
 from sglang_crashkit.handler.peers.losses import PeerLosses
 from sglang_crashkit.handler.peers.prober import PeerProber
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
@@ -66,6 +67,7 @@ class CrashHandler:
         self._place = place
         self._hangs = HangDetector(self.tree, self.session, settings, self._log.say)
         self.history = ""
+        self._metrics = MetricsPublisher(self.tree, self.session, place.host_folder / "incidents", settings.disk)
         self._kept = KeptFolder(place.runtime)
         self._prober = PeerProber(PeerLosses(self.tree, self.session, self._log.say).report)
         self._shared_memory = SharedMemory(self.tree)
@@ -105,6 +107,7 @@ class CrashHandler:
             if self.session.triage.shutdown.gone_at is not None:
                 # While the server lives, its ranks may still make pipes in there, without which PyTorch ends them.
                 self._place.clean_up([server_key(each.pid, each.handle.start_ticks) for each in self.tree])
+            self._guard("the last metrics", self._metrics.close)
             self._kept.release()
             self.session.page.wait()
             logger.info("server %d is gone, so is its crash handler %d", self.tree.root.pid, os.getpid())
@@ -140,6 +143,8 @@ class CrashHandler:
         elif event == "farewell" and sender.is_root:
             self.session.take(Seen("farewell", members=self._members_of(sender.pid)))
             self.session.hear_farewell(message)
+        elif event == "quarantine":
+            self._metrics.hear(sender.pid, fields.get("hits"))
         elif event == "pair":
             self._prober.take_rank(sender.pid, message.descriptor, fields)
         elif event == "peer_lost":
@@ -240,7 +245,7 @@ class CrashHandler:
         return True
 
     def _act_on_time(self) -> None:
-        parts = (self.session, self._prober, self._hangs, self._kept, self._shared_memory)
+        parts = (self.session, self._prober, self._hangs, self._kept, self._shared_memory, self._metrics)
         if time.monotonic() < self._retry_at:
             return
         # All of them, whichever fails.
@@ -252,7 +257,7 @@ class CrashHandler:
         triage = self.session.triage
         if not triage.is_open and triage.shutdown.gone_at is not None:
             return triage.shutdown.gone_at + _LINGER_SECS
-        return min(part.next_due() for part in (self.session, self._hangs, self._prober))
+        return min(part.next_due() for part in (self.session, self._hangs, self._prober, self._metrics))
 
     def _done(self) -> bool:
         gone_at = self.session.triage.shutdown.gone_at

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 from sglang_crashkit import policy
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.after import AfterIncident
 from sglang_crashkit.handler.answers import Answers
 from sglang_crashkit.handler.collectors.deadline import gathering_deadline, secs_before
 from sglang_crashkit.handler.collectors.gpu import GpuEvidence
@@ -67,6 +68,7 @@ class Session:
         begin_hang_at_end: looks for a hang, as the server is asked to end.
         gpus: what `run` asks of the GPUs.
         page: what makes a page of an incident that is whole.
+        after: what follows once an incident is whole.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Session:
         self.received = Received(tree, settings)
         self.gpus = GpuEvidence(tree, place, settings)
         self.page = HtmlPage(settings.html)
+        self.after = AfterIncident()
         self._tree = tree
         self._mailbox = mailbox
         self._place = place
@@ -366,6 +369,7 @@ class Session:
             self.page.begin(run, again=True)
         self.received.close()
         self.gpus.close()
+        self.after.close()
 
     def hear_farewell(self, message: Message) -> None:
         """Take in that the main process is about to end in good order, and with it maybe this process.
@@ -495,6 +499,8 @@ class Session:
             self.received.release(is_written=False)
         else:
             self.received.release(is_written=True)
+            if not run.problem:
+                self.after.begin(run.path)
 
     def _discard(self) -> None:
         logger.info("it was no incident")

@@ -117,6 +117,12 @@ def while_starting(status: int | None) -> int:
     return int(ServerExit.FAILED_START) if status is None or status in _ANY_START else status
 
 
+def termination_log(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the file of the container's termination message; empty where it is switched off."""
+    path = environ.get(TERMINATION_LOG, _DEFAULT_LOG).strip()
+    return "" if path.lower() in _OFF else path
+
+
 def write_termination_message(text: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Write `text` into the container's termination message, in place of what is there.
 
@@ -132,8 +138,8 @@ def write_termination_message(text: str, environ: Mapping[str, str] = os.environ
     Returns:
         Whether it was written.
     """
-    path = environ.get(TERMINATION_LOG, _DEFAULT_LOG).strip()
-    if path.lower() in _OFF:
+    path = termination_log(environ)
+    if not path:
         return False
     data = _cut(text.encode(errors="backslashreplace"))
     try:

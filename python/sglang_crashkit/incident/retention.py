@@ -162,11 +162,9 @@ class Ledger:
         self._folders = (incidents, *elsewhere)
         self._server = server
         self._names = {name, f"{PARTIAL}{name}"}
-        total, free = _space_of(incidents)
-        default_use = min(_DEFAULT_MAX_USE, int(total * _USE_SHARE))
-        self._max_use = default_use if limits.max_use is None else limits.max_use
+        self._max_use, keep_free = limits_on(incidents, limits)
         # What others have filled already is not emptied again at the expense of evidence.
-        self._floor = min(_default_free(total) if limits.keep_free is None else limits.keep_free, free)
+        self._floor = min(keep_free, _space_of(incidents)[1])
         self._max_incident = limits.max_incident
         self._own: dict[str, int] = {}
         self._measured: dict[Path, _Entry] | None = None
@@ -350,6 +348,25 @@ def size_of(folder: Path) -> int:
         with contextlib.suppress(OSError):
             size += name.lstat().st_blocks * 512
     return size
+
+
+def use_of(incidents: Path) -> int:
+    """Return what the incidents in a folder take of the disk, with the cores and dumps beside it, in bytes."""
+    return size_of(incidents) + sum(file.size for file in find_crash_files([incidents]))
+
+
+def limits_on(folder: Path, limits: DiskLimits) -> tuple[int, int]:
+    """Return what all incidents may take of the file system that `folder` is on, and what they leave free, in bytes.
+
+    Raises:
+        OSError: there is no such folder.
+    """
+    total = _space_of(folder)[0]
+    default_use = min(_DEFAULT_MAX_USE, int(total * _USE_SHARE))
+    return (
+        default_use if limits.max_use is None else limits.max_use,
+        _default_free(total) if limits.keep_free is None else limits.keep_free,
+    )
 
 
 def _default_free(total: int) -> int:

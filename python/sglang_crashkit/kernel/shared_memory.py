@@ -102,7 +102,7 @@ def clear(segments: Iterable[Segment], dead: Mapping[int, int]) -> tuple[list[st
     why_not = {one: _why_not_ours(one, dead) for one in there}
     candidates = {one for one, why in why_not.items() if not why}
     if candidates:
-        why_not |= _why_in_use(candidates)
+        why_not |= why_in_use(candidates)
     for one in there:
         size, why = _size_of(one), why_not[one]
         if size is None:
@@ -132,7 +132,7 @@ def _why_not_ours(segment: Segment, dead: Mapping[int, int]) -> str:
     return ""
 
 
-def _why_in_use(candidates: Collection[Segment]) -> dict[Segment, str]:
+def why_in_use(candidates: Collection[Segment]) -> dict[Segment, str]:
     """Return of each why it may be in use still; empty where every process says that it is not."""
     unknown = _why_unseen()
     users: dict[Segment, str] = {}

@@ -49,6 +49,11 @@ class Surroundings:
         self._descriptor = os.dup(descriptor) if descriptor is not None else None
         self._ready_at = seconds if ready else None
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the server's arguments, as far as it told them by now."""
+        arguments = self._told().get("arguments")
+        return arguments if isinstance(arguments, dict) else {}
+
     def add_to(self, run: IncidentRun, tree: ProcessTree, deadline: float) -> None:
         """Put ``environment.json`` into an incident that is about to be finished.
 
@@ -78,8 +83,7 @@ class Surroundings:
         from sglang_crashkit.capture import environment
 
         root, now, told = tree.root, time.time(), self._told()
-        arguments = told.get("arguments")
-        arguments = arguments if isinstance(arguments, dict) else {}
+        arguments = self.arguments()
         # This process is in the same cgroups and the same container, and has the same environment.
         pid = root.pid if root.exited_at is None else os.getpid()
         started = procfs.started_at(root.handle.start_ticks)

@@ -22,6 +22,7 @@ from typing import Any
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.quarantine import FILE, Entry, Index, read_entries
 from sglang_crashkit.settings import read_quarantine
+from sglang_crashkit.srt.hooks import notify
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +104,12 @@ class Quarantine:
 
 
 def _follow(its: weakref.ref[Quarantine]) -> None:
+    told = 0
     while (quarantine := its()) is not None:
         quarantine.read()
+        # Not with each request: there may be many.
+        if quarantine.hits != told and notify("quarantine", hits=quarantine.hits):
+            told = quarantine.hits
         del quarantine
         time.sleep(READ_SECS)
 

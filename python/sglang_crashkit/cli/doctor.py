@@ -1,0 +1,82 @@
+"""``sglang-crashkit doctor``: say what would keep a crash of a server from being told, before it comes to that."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang_crashkit.cli.argument_types import seconds
+from sglang_crashkit.errors import ExitCode, NothingToDoError
+
+if TYPE_CHECKING:
+    from sglang_crashkit.doctor.facts import ServerFacts
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = (
+        "examples:\n"
+        "  sglang-crashkit doctor --crash-dump-folder /var/crash/sglang   before the server is started\n"
+        "  sglang-crashkit doctor --pid 4711                              while it serves\n"
+        "  sglang-crashkit doctor --drill                                 a crash, of nobody's server"
+    )
+    parser.add_argument("--pid", type=int, help="a process of the server that is meant; all of this user's by default")
+    parser.add_argument(
+        "--crash-dump-folder", type=Path, metavar="DIR", help="what the server is given; by default what it was given"
+    )
+    parser.add_argument("--python", metavar="PATH", help="interpreter or virtual environment; this one by default")
+    parser.add_argument(
+        "--grace-secs", type=seconds, metavar="S", help="how long the server has between SIGTERM and SIGKILL"
+    )
+    parser.add_argument(
+        "--drill", action="store_true", help="kill a rank of a stand-in, check its incident; no server is touched"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Look, and print what was found; the exit status is 1 where there is a problem.
+
+    Raises:
+        NothingToDoError: there is no server with that pid.
+    """
+    from sglang_crashkit.doctor.findings import format_findings, has_problem
+
+    document: dict[str, object] = {"schema_version": 1}
+    if args.drill:
+        from sglang_crashkit.doctor.drill import drill
+
+        findings = list(drill(args.crash_dump_folder))
+    else:
+        from sglang_crashkit.doctor.facts import gather, read_installation
+        from sglang_crashkit.doctor.rules import judge, servers_to_json
+
+        servers = _find_servers(args.pid)
+        installation = read_installation(args.python)
+        facts = gather(installation, servers, crash_folder=args.crash_dump_folder, grace_secs=args.grace_secs)
+        findings = judge(facts)
+        document["servers"] = servers_to_json(facts.servers)
+    is_bad = has_problem(findings)
+    if args.json:
+        print(json.dumps(document | {"healthy": not is_bad, "findings": [asdict(one) for one in findings]}, indent=1))
+    else:
+        for line in format_findings(findings):
+            print(line)
+    return ExitCode.FAILED if is_bad else ExitCode.DONE
+
+
+def _find_servers(pid: int | None) -> list[ServerFacts]:
+    from sglang_crashkit.cli.status import find_running_servers
+    from sglang_crashkit.doctor.facts import server_facts
+    from sglang_crashkit.kernel.discovery import find_processes
+
+    found = find_processes(pid=pid, user=os.geteuid() if pid is None else None, everything=True).processes
+    if pid is not None and not found:
+        raise NothingToDoError(f"process {pid} is of no server", next_step="sglang-crashkit status")
+    known = {server.pid: (server.handler, server.problem) for server in find_running_servers()}
+    return server_facts(found, known)

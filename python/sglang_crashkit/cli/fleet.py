@@ -1,0 +1,68 @@
+"""``sglang-crashkit fleet``: what the incidents of many hosts have in common."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from sglang_crashkit.cli.argument_types import duration
+from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = (
+        "examples:\n"
+        "  sglang-crashkit fleet /shared/crash --since 7d      a crash folder that all hosts share\n"
+        "  sglang-crashkit fleet fetched/* --html fleet.html   folders that were fetched from each host"
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="crash folder, or folder of crash folders")
+    parser.add_argument("--since", type=duration, metavar="T", help="of the last T only, such as 90m, 12h or 2d")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that loads nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Print it.
+
+    Raises:
+        NothingToDoError: there is no incident.
+        CrashkitError: a folder cannot be read, or the page cannot be written.
+    """
+    from sglang_crashkit.analysis.fleet import group
+    from sglang_crashkit.cli.reporters.fleet import format_groups, format_page
+    from sglang_crashkit.incident.fleet import read_fleet
+
+    try:
+        fleet = read_fleet(args.folders, time.time() - args.since if args.since is not None else 0.0)
+    except OSError as error:
+        raise CrashkitError(
+            f"a crash folder cannot be read: {error}", next_step="read it as the user that wrote it"
+        ) from error
+    if not fleet.incidents:
+        raise NothingToDoError(
+            f"no incident of {len(fleet.hosts)} hosts that can be read",
+            next_step="name what servers have as --crash-dump-folder",
+        )
+    groups, hosts = group(fleet.incidents), len(fleet.hosts)
+    if args.html is not None:
+        try:
+            args.html.write_text(format_page(groups, hosts), errors="backslashreplace")
+        except OSError as error:
+            raise CrashkitError(f"{args.html} cannot be written: {error}", next_step="name another file") from error
+    if args.json:
+        told = {"schema_version": 1, "hosts": hosts, "incidents": len(fleet.incidents), "unreadable": fleet.unreadable}
+        print(json.dumps(told | {"faults": [one.to_json() for one in groups]}, indent=1))
+        return _status(fleet.unreadable)
+    for line in format_groups(groups, hosts):
+        print(line)
+    if fleet.unreadable:
+        print(f"{len(fleet.unreadable)} incidents could not be read, such as {fleet.unreadable[0]!r}")
+    return _status(fleet.unreadable)
+
+
+def _status(unreadable: list[str]) -> ExitCode:
+    return ExitCode.PARTIAL if unreadable else ExitCode.DONE

@@ -1,0 +1,127 @@
+"""The self-test: a stand-in tree with a real crash handler loses a rank, and its incident is checked.
+
+Nothing but processes of its own are started, looked at and ended; no server is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit.doctor.drill_server import RANKS
+from sglang_crashkit.doctor.findings import Finding
+from sglang_crashkit.doctor.variables import OWN
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from sglang_crashkit.incident.summary import mapping_of, mappings_of
+from sglang_crashkit.kernel.pidfd import ProcessHandle
+from sglang_crashkit.kernel.stack_hooks import read_handler_pid
+from sglang_crashkit.settings import RUN
+
+#: The stand-in starts, and its incident is whole, within this time, in seconds.
+_INCIDENT_SECS = 15.0
+_END_SECS = 5.0
+_POLL_SECS = 0.02
+_TOPIC = "drill"
+
+
+def drill(crash_folder: Path | None = None, environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Run the self-test and yield what came of it.
+
+    Args:
+        crash_folder: the incident is written below it, and removed; in the temporary folder by default.
+        environ: the settings, those apart that would tell others of the incident.
+    """
+    began = time.monotonic()
+    try:
+        with contextlib.ExitStack() as undo:
+            place = tempfile.TemporaryDirectory(prefix=".drill-", dir=crash_folder, ignore_cleanup_errors=True)
+            folder = Path(undo.enter_context(place))
+            # Of its own, and short: the path of a socket has 107 bytes at most.
+            runtime = undo.enter_context(tempfile.TemporaryDirectory(prefix="ck-", ignore_cleanup_errors=True))
+            incident, problem = _crash(folder, _environment(environ, runtime))
+    except OSError as error:
+        incident, problem = None, f"it cannot be run: {error}"
+    seconds = time.monotonic() - began
+    document = incident.document if incident is not None else None
+    if document is None:
+        why = "a crash of a server here would leave no incident"
+        yield Finding("problem", _TOPIC, problem or "the incident cannot be read", why)
+        return
+    yield Finding("ok", _TOPIC, f"a rank was killed, and the incident was whole and checked within {seconds:.1f} s")
+    yield from check_incident(document)
+
+
+def check_incident(document: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield what is wrong with the drill's incident, or that nothing is."""
+    survivor, victim = RANKS
+    first = mapping_of(mapping_of(document.get("verdict")).get("first_failure")).get("title")
+    if first != victim:
+        yield Finding("problem", _TOPIC, f"{first} is said to have failed first, and not {victim}")
+    reports = {str(process.get("title")): process for process in mappings_of(document.get("processes"))}
+    end = mapping_of(reports.get(victim, {}).get("exit"))
+    if end.get("signal") != "SIGKILL":
+        yield Finding("problem", _TOPIC, f"the rank that was killed is said to have ended by {end.get('signal')}")
+    pieces = mappings_of(reports.get(survivor, {}).get("evidence"))
+    stack = next((piece for piece in pieces if piece.get("kind") == "stack"), {})
+    if stack.get("status") == "captured":
+        yield Finding("ok", _TOPIC, f"the stacks of the rank that lived were taken by {stack.get('source')}")
+    else:
+        why = "an incident here does not say what the other ranks were doing"
+        yield Finding("warning", _TOPIC, f"no stacks of the rank that lived: {stack.get('reason')}", why)
+
+
+def _environment(environ: Mapping[str, str], runtime: str) -> dict[str, str]:
+    kept = {name: value for name, value in environ.items() if name not in OWN}
+    return kept | {"TMPDIR": runtime, "SGLANG_CRASHKIT_TERMINATION_LOG": "0"}
+
+
+def _crash(folder: Path, environ: Mapping[str, str]) -> tuple[StoredIncident | None, str]:
+    """Run the stand-in, and return its incident; None, and why, where it leaves none."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "sglang_crashkit.doctor.drill_server", str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=dict(environ),
+        start_new_session=True,
+    ) as server:
+        try:
+            deadline = time.monotonic() + _INCIDENT_SECS
+            while time.monotonic() < deadline and server.poll() is None:
+                with contextlib.suppress(OSError, CrashkitError):
+                    if found := [one for one in find_incidents(folder) if one.finished and one.document]:
+                        return found[0], ""
+                time.sleep(_POLL_SECS)
+            if server.poll() is None:
+                return None, f"the killed rank left no incident within {_INCIDENT_SECS:g} s"
+            assert server.stderr is not None
+            said = server.stderr.read(1 << 16).decode(errors="replace").strip().splitlines()
+            return None, f"the crash handler did not start: {said[-1] if said else f'status {server.returncode}'}"
+        finally:
+            handlers = _handlers_in(Path(environ["TMPDIR"]))
+            assert server.stdin is not None
+            server.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(_END_SECS)
+            server.kill()
+            # It leaves with its server, and writes to the incident until then.
+            for handler in handlers:
+                handler.has_exited(_END_SECS)
+                handler.close()
+
+
+def _handlers_in(folder: Path) -> list[ProcessHandle]:
+    found = []
+    for path in folder.glob(f"*/{RUN}/*"):
+        pid = read_handler_pid(path)
+        with contextlib.suppress(OSError):
+            found += [ProcessHandle(pid)] if pid is not None else []
+    return found

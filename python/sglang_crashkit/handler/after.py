@@ -1,0 +1,71 @@
+"""What follows once an incident is whole: each in a process of its own, which no server and no incident waits for.
+
+Where a container ends with its server, it ends with that, too; so the next crash handler on the same crash folder does
+what was not done of the last hour's incidents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from sglang_crashkit.incident.store import is_finished, parse_name
+from sglang_crashkit.notifications import plan
+
+logger = logging.getLogger(__name__)
+
+#: How far it looks back, in seconds.
+_RECENT_SECS = 3600.0
+#: A server in a crash loop, and whoever is told hangs.
+_MAX_AT_ONCE = 4
+
+
+class AfterIncident:
+    """Starts what follows.
+
+    Args:
+        environ: says what that is.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self._is_wanted = plan.is_wanted(environ)
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def begin(self, folder: Path) -> None:
+        """Start it for the finished incident in a folder; what cannot be started is logged."""
+        self._children = [child for child in self._children if child.poll() is None]
+        if not self._is_wanted or len(self._children) >= _MAX_AT_ONCE:
+            return
+        try:
+            self._children.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "sglang_crashkit.notifications", str(folder)],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            )
+        except OSError as error:
+            logger.error("nobody is told of incident %s: %s", folder, error)
+
+    def catch_up(self, incidents: Path) -> None:
+        """Start it for the incidents of the last hour in a folder that nobody was told of."""
+        if not self._is_wanted:
+            return
+        with contextlib.suppress(OSError):
+            for path in sorted(incidents.iterdir()):
+                name = parse_name(path.name)
+                is_recent = name is not None and 0 <= time.time() - name.seconds < _RECENT_SECS
+                if is_recent and is_finished(path.name) and not (path / plan.OUTCOME).exists():
+                    self.begin(path)
+
+    def close(self) -> None:
+        """Leave those alone that are at work: each has a deadline of its own."""
+        for child in self._children:
+            # Not waited for, it would be a ResourceWarning.
+            child.returncode = child.poll() or 0

@@ -1,0 +1,322 @@
+"""Tell Prometheus how the server and its crash handler are: in SGLang's own ``/metrics``, and in a file.
+
+SGLang's ``/metrics`` shows what the processes of the server keep in a folder (``PROMETHEUS_MULTIPROC_DIR``), which the
+crash handler inherits; so it needs no hook. What is counted on disk is counted by a short-lived child, as that disk may
+not answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import setproctitle
+
+from sglang_crashkit.handler.exposition import Metric, format_text, problem_of_shared, shared_files
+from sglang_crashkit.handler.processes import ProcessTree
+from sglang_crashkit.incident.retention import limits_on, use_of
+from sglang_crashkit.incident.store import is_finished, parse_name
+from sglang_crashkit.incident.summary import mapping_of
+from sglang_crashkit.kernel.private_files import write_private
+from sglang_crashkit.settings import DiskLimits
+
+if TYPE_CHECKING:
+    from sglang_crashkit.handler.session import Session
+
+logger = logging.getLogger(__name__)
+
+FILE, SHARED = "SGLANG_CRASHKIT_METRICS_FILE", "PROMETHEUS_MULTIPROC_DIR"
+#: Prometheus asks every 15 to 60 s.
+INTERVAL_SECS = 15.0
+_FIRST_SECS = 2.0
+#: At its end the handler waits so long for the last file, in seconds.
+_LAST_SECS = 1.0
+#: So many incidents are read for their cause at a time; the rest follow.
+_MAX_READ = 100
+_MAX_KNOWN = 10_000
+_MAX_BYTES = 1 << 20
+_MAX_DESCRIPTORS = 1 << 16
+_UNREAD = "unread"
+_PREFIX = "sglang_crashkit_"
+_READABLE = 0o644
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the handler knows without a disk.
+
+    Attributes:
+        port: which server it is, of those on this host.
+        is_up: the handler lives.
+        seconds: when it was measured, since the epoch.
+        signs: when each rank gave its last sign, and `steps` when it began its last batch, since the epoch.
+        steps: see above.
+        journal_bytes: what the request journals take of memory.
+        quarantine_hits: how many requests were recognised as known to kill a server.
+    """
+
+    port: str
+    is_up: bool
+    seconds: float
+    signs: Mapping[str, float] = field(default_factory=dict)
+    steps: Mapping[str, float] = field(default_factory=dict)
+    journal_bytes: int = 0
+    quarantine_hits: int = 0
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """What is known of the incidents of this host.
+
+    Attributes:
+        causes: the class of the cause of each, by the name of its folder.
+        bytes: what they take; None where that cannot be told, as `limit`, what they may take.
+        limit: see above.
+    """
+
+    causes: Mapping[str, str]
+    bytes: int | None = None
+    limit: int | None = None
+
+
+def metrics_of(measured: Measured, disk: OnDisk) -> list[Metric]:
+    """Return what Prometheus is told."""
+    own = {"port": measured.port}
+
+    def one(name: str, words: str, value: float | None) -> Metric:
+        return Metric(_PREFIX + name, words, () if value is None else ((own, float(value)),))
+
+    def by_rank(name: str, words: str, values: Mapping[str, float]) -> Metric:
+        return Metric(_PREFIX + name, words, tuple((own | {"rank": rank}, at) for rank, at in sorted(values.items())))
+
+    names = {name: parsed for name in disk.causes if (parsed := parse_name(name)) is not None}
+    counts = Counter((parsed.kind, disk.causes[name]) for name, parsed in names.items())
+    latest = max((parsed.seconds for parsed in names.values()), default=0.0)
+    incidents = tuple((own | {"kind": kind, "cause": cause}, float(n)) for (kind, cause), n in sorted(counts.items()))
+    hits = ((own, float(measured.quarantine_hits)),)
+    return [
+        one("handler_up", "Whether the crash handler is at work.", measured.is_up),
+        one("updated_timestamp_seconds", "When the crash handler said so last.", measured.seconds),
+        Metric(f"{_PREFIX}incidents", "Incidents of this host that are kept, by kind and cause.", incidents),
+        one("last_incident_timestamp_seconds", "When the latest incident began, 0 without any.", latest),
+        by_rank("rank_last_sign_timestamp_seconds", "When the rank's event loop last went round.", measured.signs),
+        by_rank("rank_last_step_timestamp_seconds", "When the rank began its last batch.", measured.steps),
+        one("journal_bytes", "Memory that the request journals take.", measured.journal_bytes),
+        one("disk_bytes", "What incidents, cores and request dumps take of the disk.", disk.bytes),
+        one("disk_limit_bytes", "What they may take before the oldest go.", disk.limit),
+        Metric(
+            f"{_PREFIX}quarantine_hits_total", "Requests recognised as known to kill a server.", hits, type="counter"
+        ),
+    ]
+
+
+def look_at_disk(incidents: Path, known: Mapping[str, str], limits: DiskLimits) -> OnDisk:
+    """Return what there is in a folder of incidents.
+
+    Args:
+        incidents: the folder.
+        known: the causes that were read before, by the name of the incident's folder.
+        limits: what the user allows.
+    """
+    with contextlib.suppress(OSError):
+        names = sorted((path.name for path in incidents.iterdir() if is_finished(path.name)), reverse=True)[:_MAX_KNOWN]
+        new = [name for name in names if name not in known][:_MAX_READ]
+        read = {name: _cause_of(incidents / name) for name in new}
+        causes = {name: read.get(name) or known.get(name) or _UNREAD for name in names}
+        return OnDisk(causes, use_of(incidents), limits_on(incidents, limits)[0])
+    return OnDisk({})
+
+
+def _cause_of(incident: Path) -> str:
+    try:
+        document = json.loads((incident / "incident.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return "unknown"
+    return str(mapping_of(mapping_of(document).get("cause")).get("class") or "unknown")
+
+
+def write_metrics_file(target: Path, metrics: list[Metric], port: str) -> None:
+    """Write the file for node_exporter, which runs as another user.
+
+    Args:
+        target: the file, or a folder in which each server of the host has its own.
+        metrics: what is in it.
+        port: the server's.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = target / f"sglang_crashkit_{port}.prom" if target.is_dir() else target
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        write_private(temporary, format_text(metrics).encode())
+        temporary.chmod(_READABLE)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class MetricsPublisher:
+    """Measures and publishes every `INTERVAL_SECS`, where anybody wants that.
+
+    Args:
+        tree: the server's processes.
+        session: who knows of their arguments, journals and heartbeats.
+        incidents: the folder of all incidents of this host.
+        limits: what they may take of the disk.
+        environ: says who wants it.
+    """
+
+    def __init__(
+        self,
+        tree: ProcessTree,
+        session: Session,
+        incidents: Path,
+        limits: DiskLimits,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._tree, self._session, self._incidents, self._limits = tree, session, incidents, limits
+        self._file = environ.get(FILE, "").strip()
+        self._shared = environ.get(SHARED, "").strip()
+        self._port = ""
+        # Nobody else's: the server's processes have files of their own pids in the same folder.
+        self._owner = os.getpid()
+        self._hits: dict[int, int] = {}
+        self._causes: dict[str, str] = {}
+        self._child: tuple[int, int] | None = None  # pid, and the descriptor of what it says
+        self._is_checked = False
+        # The server tells of its arguments, by which it is named, within this time.
+        self._due = time.monotonic() + _FIRST_SECS if self._file or self._shared else float("inf")
+
+    def hear(self, pid: int, hits: object) -> None:
+        """Take in how many requests a process has recognised so far."""
+        if isinstance(hits, int):
+            self._hits[pid] = hits
+
+    def next_due(self) -> float:
+        """Return when `act_on_time` has something to do, by the monotonic clock."""
+        return self._due
+
+    def act_on_time(self) -> None:
+        """Publish, where it is time to."""
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + INTERVAL_SECS
+        if not self._reap():
+            return
+        arguments = self._session.received.arguments()
+        self._port = str(arguments.get("port") or self._port or 0)
+        # Whoever has set the variable for other programs does not want this.
+        shared = Path(self._shared) if self._shared and arguments.get("enable_metrics") else None
+        if shared is not None or self._file:
+            self._publish(self._measure(), shared)
+
+    def close(self) -> None:
+        """Say in the file that the handler is at work no more; nobody asks the server itself by now."""
+        self._reap(kill=True)
+        if self._file and self._port:
+            self._publish(Measured(self._port, False, time.time()), None)
+            self._reap(_LAST_SECS, kill=True)
+
+    def _measure(self) -> Measured:
+        now, clock = time.time(), time.monotonic()
+        signs: dict[str, float] = {}
+        steps: dict[str, float] = {}
+        for pid, beat in self._session.received.heartbeats.last_signs().items():
+            process = self._tree.get(pid)
+            if process is not None and process.exited_at is None and not beat.is_off:
+                rank = process.title.removeprefix("sglang::scheduler").strip("_") or "TP0"
+                signs[rank] = now - clock + beat.at
+                steps |= {rank: now - clock + beat.batch_at} if beat.batch_at else {}
+        journals = self._session.received.journal_bytes()
+        return Measured(self._port, True, now, signs, steps, journals, sum(self._hits.values()))
+
+    def _publish(self, measured: Measured, shared: Path | None) -> None:
+        """Have a child look at the disk and write."""
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _run_alone(theirs, functools.partial(self._work, measured, shared))
+        os.close(theirs)
+        os.set_blocking(ours, False)
+        self._child = (pid, ours)
+
+    def _work(self, measured: Measured, shared: Path | None) -> dict[str, Any]:
+        disk = look_at_disk(self._incidents, self._causes, self._limits)
+        metrics = metrics_of(measured, disk)
+        problem = ""
+        if shared is not None and shared.is_dir():
+            files = shared_files(metrics, self._owner, measured.seconds)
+            problem = "" if self._is_checked else problem_of_shared(files, metrics)
+            for name, data in files.items() if not problem else ():
+                write_private(shared / name, data)
+        if self._file:
+            write_metrics_file(Path(self._file), metrics, measured.port)
+        new = {name: cause for name, cause in disk.causes.items() if name not in self._causes and cause != _UNREAD}
+        return {"causes": new, "shared_problem": problem, "checked": shared is not None}
+
+    def _reap(self, wait_secs: float = 0.0, *, kill: bool = False) -> bool:
+        """Take in what the child said, and say whether there is none any more."""
+        if self._child is None:
+            return True
+        pid, pipe = self._child
+        deadline = time.monotonic() + wait_secs
+        while (ended := os.waitpid(pid, os.WNOHANG)[0]) == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if ended == 0:
+            # The disk does not answer.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            if not kill:
+                return False
+        self._child = None
+        try:
+            said = json.loads(os.read(pipe, _MAX_BYTES) or b"{}")
+        except (OSError, ValueError):
+            said = {}
+        finally:
+            os.close(pipe)
+        self._take(said)
+        return True
+
+    def _take(self, said: Mapping[str, Any]) -> None:
+        if said.get("problem"):
+            logger.warning("metrics could not be published: %s", said["problem"])
+        if said.get("shared_problem"):
+            logger.warning("nothing is added to /metrics: %s", said["shared_problem"])
+            self._shared = ""
+        elif said.get("checked"):
+            self._is_checked = True
+        if isinstance(said.get("causes"), dict):
+            self._causes = dict(list((self._causes | said["causes"]).items())[-_MAX_KNOWN:])
+
+
+def _run_alone(answer: int, work: Callable[[], dict[str, Any]]) -> NoReturn:
+    """Do the work, say what came of it, and end this process: a child, which holds nothing of its parent's.
+
+    It may stand still for long, and nobody is to take it for the handler.
+    """
+    said: dict[str, Any] = {}
+    try:
+        setproctitle.setproctitle("crashkit_metrics")
+        os.closerange(0, answer)
+        os.closerange(answer + 1, _MAX_DESCRIPTORS)
+        for _standard in range(3):
+            os.open(os.devnull, os.O_RDWR)
+        said = work()
+    except BaseException as error:  # noqa: BLE001 - of this process nothing else is left
+        said = {"problem": f"{type(error).__name__}: {error}"[:500]}
+    finally:
+        with contextlib.suppress(OSError):
+            os.write(answer, json.dumps(said).encode())
+        os._exit(0)

@@ -1,0 +1,132 @@
+"""Read the incidents of many hosts, from a crash folder that they share or from folders that were fetched."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang_crashkit.incident.fingerprint import fault_of
+from sglang_crashkit.incident.retention import MAX_JSON
+from sglang_crashkit.incident.store import is_finished, parse_name
+from sglang_crashkit.incident.summary import mapping_of, mappings_of
+from sglang_crashkit.model.fleet import FleetIncident
+
+#: Where incidents are below a folder that is named: a host's own, a crash folder, a folder of fetched crash folders.
+_PLACES = ("incidents", "*/incidents", "*/*/incidents")
+#: From so many on, several processes read.
+_MANY = 500
+_MAX_PROCESSES = 16
+_LINE = re.compile(r":\d+\)$")
+_VERSIONS = ("driver", "torch", "kernel", "cuda")
+
+
+@dataclass
+class Fleet:
+    """What was found.
+
+    Attributes:
+        hosts: the names of all hosts, those without an incident, too.
+        incidents: the finished ones.
+        unreadable: the folders of those that cannot be read.
+    """
+
+    hosts: set[str] = field(default_factory=set)
+    incidents: list[FleetIncident] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+
+
+def read_fleet(folders: Iterable[Path], since: float = 0.0) -> Fleet:
+    """Read all finished incidents below some folders.
+
+    Args:
+        folders: each a crash folder, a host's folder in one, or a folder of crash folders.
+        since: those that began before are left out, in seconds since the epoch.
+
+    Raises:
+        OSError: one of the folders cannot be read.
+    """
+    fleet, paths = Fleet(), list[tuple[str, str]]()
+    places = {place for folder in folders for pattern in _PLACES for place in folder.glob(pattern)}
+    for place in sorted(places):
+        host = place.absolute().parent.name
+        fleet.hosts.add(host)
+        with contextlib.suppress(NotADirectoryError), os.scandir(place) as entries:
+            for entry in entries:
+                name = parse_name(entry.name)
+                if name is not None and is_finished(entry.name) and name.seconds >= since:
+                    paths.append((host, entry.path))
+    for (_host, path), found in zip(paths, _read_all(paths), strict=True):
+        if found is None:
+            fleet.unreadable.append(path)
+        else:
+            fleet.incidents.append(found)
+    return fleet
+
+
+def _read_all(paths: Sequence[tuple[str, str]]) -> list[FleetIncident | None]:
+    processes = min(_MAX_PROCESSES, os.cpu_count() or 1)
+    if len(paths) < _MANY or processes == 1:
+        return [_read(one) for one in paths]
+    # Each document is given back before the next one is read; to look for circles takes as long as to read.
+    with ProcessPoolExecutor(processes, initializer=gc.disable) as pool:
+        return list(pool.map(_read, paths, chunksize=max(1, len(paths) // (8 * processes))))
+
+
+def _read(one: tuple[str, str]) -> FleetIncident | None:
+    host, path = one
+    try:
+        with (Path(path) / "incident.json").open("rb") as file:
+            document = json.loads(file.read(MAX_JSON))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found_of(host, path, document) if isinstance(document, dict) else None
+
+
+def found_of(host: str, path: str, document: Mapping[str, Any]) -> FleetIncident:
+    """Return what a fleet is told of one incident.
+
+    Args:
+        host: whose folder it is in.
+        path: its folder.
+        document: see `Incident.to_json`.
+    """
+    name = parse_name(Path(path).name)
+    fault, cause = fault_of(document), mapping_of(document.get("cause"))
+    kind = str(document.get("kind"))
+    told: tuple[str, ...] = ()
+    if fault is not None:
+        kind = fault.kind
+        # Which rank it is, and in which line, differs between hosts and releases.
+        told = (fault.who.partition(" ")[0], fault.what, *(_LINE.sub(")", frame) for frame in fault.frames))
+    return FleetIncident(
+        host=host,
+        seconds=name.seconds if name is not None else 0.0,
+        path=path,
+        kind=kind,
+        fault=told,
+        cause=str(cause.get("class") or "unknown"),
+        attributes=_attributes(document),
+    )
+
+
+def _attributes(document: Mapping[str, Any]) -> dict[str, str]:
+    server, environment = mapping_of(document.get("server")), mapping_of(document.get("environment"))
+    versions, devices = (
+        mapping_of(environment.get("versions")),
+        mappings_of(mapping_of(document.get("gpus")).get("devices")),
+    )
+    told = {
+        "release": server.get("sglang_version"),
+        "model": environment.get("model"),
+        "GPU": next((device.get("name") for device in devices if device.get("name")), None),
+    }
+    told |= {name: versions.get(name) for name in _VERSIONS}
+    return {name: str(value) for name, value in told.items() if value}

@@ -1,0 +1,90 @@
+"""Who is told of an incident, as the environment says."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+from sglang_crashkit.notifications.kubernetes import EVENT
+from sglang_crashkit.settings import read_bool, read_seconds
+
+COMMAND, COMMAND_SECS = "SGLANG_CRASHKIT_ON_INCIDENT", "SGLANG_CRASHKIT_ON_INCIDENT_SECS"
+WEBHOOK, WEBHOOK_KIND = "SGLANG_CRASHKIT_WEBHOOK", "SGLANG_CRASHKIT_WEBHOOK_KIND"
+SECRET = "SGLANG_CRASHKIT_WEBHOOK_SECRET"  # noqa: S105 - the name of a variable
+#: What the command is told the incident's folder by.
+INCIDENT = "SGLANG_CRASHKIT_INCIDENT"
+#: What came of it, in the incident's folder.
+OUTCOME = "notifications.json"
+#: Incidents that nobody is to be woken for: somebody asked for the stacks.
+QUIET_KINDS = frozenset({"snapshot"})
+_DEFAULT_COMMAND_SECS = 30.0
+
+Kind = Literal["slack", "alertmanager", "json"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who is told.
+
+    Attributes:
+        command: the program and its arguments; empty for none.
+        command_secs: how long it may take, in seconds.
+        url: where the web hook is; empty for none.
+        kind: what it takes.
+        secret: what it is signed with; empty for none.
+        makes_event: an Event of the pod is made.
+        problems: what cannot be done, and why, by ``command`` and ``webhook``.
+    """
+
+    command: tuple[str, ...]
+    command_secs: float
+    url: str
+    kind: Kind
+    secret: str
+    makes_event: bool
+    problems: Mapping[str, str]
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Plan:
+        """Read it from `environ`."""
+        problems: dict[str, str] = {}
+        command: tuple[str, ...] = ()
+        try:
+            command = tuple(shlex.split(environ.get(COMMAND, "")))
+        except ValueError as error:
+            problems["command"] = f"{COMMAND} cannot be split into words: {error}"
+        url = environ.get(WEBHOOK, "").strip()
+        if url and not _is_http(url):
+            # It may hold a token, so it is not repeated.
+            problems["webhook"] = f"{WEBHOOK} is no http or https URL"
+            url = ""
+        secs = read_seconds(environ, COMMAND_SECS, _DEFAULT_COMMAND_SECS)
+        kind, makes_event = _kind_of(url, environ), read_bool(environ, EVENT, False)
+        return cls(command, secs, url, kind, environ.get(SECRET, ""), makes_event, problems)
+
+
+def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Say whether anybody is to be told."""
+    return any(environ.get(name, "").strip() for name in (COMMAND, WEBHOOK)) or read_bool(environ, EVENT, False)
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        return False
+
+
+def _kind_of(url: str, environ: Mapping[str, str]) -> Kind:
+    named = environ.get(WEBHOOK_KIND, "").strip().lower()
+    parts = urlsplit(url)
+    if named == "slack" or (not named and parts.hostname == "hooks.slack.com"):
+        return "slack"
+    if named == "alertmanager" or (not named and parts.path.endswith("/api/v2/alerts")):
+        return "alertmanager"
+    return "json"

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sglang_crashkit.cli.main import main
+from unit.stored import make_incident
+
+HOSTILE = "<script>alert(1)</script>\x1b[2J"
+
+
+@pytest.fixture
+def crash_folder(tmp_path: Path) -> Path:
+    for number in range(4):
+        (tmp_path / f"h{number}" / "incidents").mkdir(parents=True)
+    for number in range(3):
+        make_incident(tmp_path / f"h{number}" / "incidents", cause={"class": HOSTILE}, environment={"model": HOSTILE})
+    return tmp_path
+
+
+def test_a_table_has_the_faults_and_their_hosts(crash_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", str(crash_folder)]) == 0
+    text = capsys.readouterr().out
+    assert "seen on 3 of 4 hosts" in text
+    assert "\x1b" not in text
+
+
+def test_a_program_gets_json(crash_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", str(crash_folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["hosts"], told["incidents"], len(told["faults"])) == (4, 3, 1)
+
+
+def test_a_page_holds_text_alone_and_loads_nothing(crash_folder: Path, tmp_path: Path) -> None:
+    assert main(["fleet", str(crash_folder), "--html", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "seen on 3 of 4 hosts" in page
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "default-src &#39;none&#39;" in page or "default-src 'none'" in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_what_cannot_be_read_is_told_and_the_rest_shown(crash_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    next((crash_folder / "h0" / "incidents").glob("*/incident.json")).write_text("{")
+    assert main(["fleet", str(crash_folder)]) == 5
+    assert "1 incidents could not be read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--since", "1h"], []])
+def test_nothing_is_nothing(crash_folder: Path, tmp_path: Path, arguments: list[str]) -> None:
+    folder = crash_folder if arguments else tmp_path / "empty"
+    assert main(["fleet", str(folder), *arguments]) == 3

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.capture.gpu_facts import GpuFacts
+from sglang_crashkit.doctor.facts import EndFacts, Installation, SharedMemoryFacts, TracingFacts
+from sglang_crashkit.doctor.findings import has_problem
+from sglang_crashkit.doctor.rules import judge, policy_table
+from sglang_crashkit.policy import Event, Mode, decide
+from unit.doctor.facts_made_up import FOLDER, GB, SERVER, facts, findings_on
+
+KUBERNETES = {"kubernetes": {"pod_uid": "1"}}
+
+
+def test_nothing_is_wrong_where_nothing_is() -> None:
+    findings = judge(facts())
+    assert {finding.level for finding in findings} <= {"ok", "note"}
+    assert not has_problem(findings)
+
+
+def test_whatever_is_wrong_says_why() -> None:
+    spoilt = facts(
+        installation=Installation("", "no SGLang", "name it"),
+        servers=(replace(SERVER, handler=None, problem="it has ended"),),
+        tracing=TracingFacts(None),
+        gpu=GpuFacts(reason="it hangs"),
+        has_own_folder=False,
+        folder=replace(FOLDER, problem="it cannot be written to", exists=False),
+        shared_memory=SharedMemoryFacts(),
+        end=EndFacts(10.0, "Slurm"),
+    )
+    bad = [finding for finding in judge(spoilt) if finding.level in ("warning", "problem")]
+    assert len(bad) == 9
+    assert all(finding.why and finding.next for finding in bad)
+
+
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "no SGLang": ("kit", "problem", {"installation": Installation("", "no SGLang")}),
+    "not patched": ("kit", "problem", {"installation": Installation("pristine", "SGLang 0.5.23", "apply")}),
+    "another kit": ("kit", "warning", {"installation": Installation("patched", "SGLang 0.5.23", "install")}),
+    "unsupported": ("release", "problem", {"installation": Installation("unsupported", "SGLang 9", supported=False)}),
+    "no handler": ("server 7", "problem", {"servers": (replace(SERVER, handler=None, problem="it has ended"),)}),
+    "no py-spy": ("py-spy", "problem", {"tracing": TracingFacts(None)}),
+    "py-spy forbidden": ("py-spy", "warning", {"tracing": TracingFacts("p", "1", "Permission denied", 2)}),
+    "a driver that hangs": ("GPU", "warning", {"gpu": GpuFacts(reason="it did not answer")}),
+    "no GPU": ("GPU", "note", {"has_gpu": False}),
+    "gdb alone": ("debugger", "note", {"debugger": "gdb", "debugger_missing": "no cuda-gdb; next: install it"}),
+    "no pipe": ("GPU cores", "warning", {"servers": (replace(SERVER, without_pipe={"TP0": "no pipe"}),)}),
+    "cores without a folder": ("GPU cores", "warning", {"has_own_folder": False}),
+    "a full disk": ("crash folder", "problem", {"folder": replace(FOLDER, free=1 << 20)}),
+    "little is free": ("crash folder", "warning", {"folder": replace(FOLDER, free=GB)}),
+    "read-only": ("crash folder", "problem", {"folder": replace(FOLDER, problem="it cannot be written to")}),
+    "in memory": ("crash folder", "warning", {"folder": replace(FOLDER, file_system="tmpfs")}),
+    "in the container": ("crash folder", "warning", {"folder": replace(FOLDER, file_system="overlay")}),
+    "on a network": ("crash folder", "note", {"folder": replace(FOLDER, file_system="nfs4")}),
+    "without locks": ("crash folder", "warning", {"folder": replace(FOLDER, has_locks=False)}),
+    "Docker's shm": ("shared memory", "warning", {"shared_memory": SharedMemoryFacts(64 << 20, 60 << 20, "tmpfs")}),
+    "leftovers": ("shared memory", "warning", {"shared_memory": SharedMemoryFacts(GB, GB, "tmpfs", ("torch_1",), 4)}),
+    "a short grace": ("grace period", "warning", {"end": EndFacts(30.0, "systemd", "a.service")}),
+    "an unknown grace": ("grace period", "note", {"end": EndFacts(None, "Kubernetes")}),
+    "no message": ("termination log", "warning", {"place": KUBERNETES, "end": EndFacts(None, "Kubernetes")}),
+    "another user": ("server 7", "note", {"servers": (replace(SERVER, is_others=True),)}),
+    "another container": ("server 7", "note", {"servers": (replace(SERVER, is_elsewhere=True),)}),
+}
+
+
+@pytest.mark.parametrize(("topic", "level", "changes"), CASES.values(), ids=CASES)
+def test_one_thing_that_is_wrong_is_found(topic: str, level: str, changes: dict[str, Any]) -> None:
+    assert level in {finding.level for finding in findings_on(topic, facts(**changes))}
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (TracingFacts("p", "1", "no", 3), "cannot be changed before"),
+        (TracingFacts("p", "1", "no", 2), "sysctl kernel.yama.ptrace_scope=1"),
+        (TracingFacts("p", "1", "no", 1, has_seccomp=True), "seccompProfile"),
+        (TracingFacts("p", "1", "no"), "--cap-add=SYS_PTRACE"),
+        (TracingFacts("p", "1", "no"), 'add: ["SYS_PTRACE"]'),
+        (TracingFacts("p", "1", "no"), "srun --container-remap-root"),
+    ],
+)
+def test_the_line_that_lets_pyspy_attach_is_given(found: TracingFacts, words: str) -> None:
+    (finding,) = findings_on("py-spy", facts(tracing=found))
+    assert any(words in step for step in finding.next)
+
+
+@pytest.mark.parametrize(
+    ("end", "line"),
+    [
+        (EndFacts(30.0, "systemd", "a.service"), "systemctl edit a.service: [Service] TimeoutStopSec=75"),
+        (EndFacts(30.0, "Slurm"), "slurm.conf: KillWait=75"),
+        (EndFacts(30.0, "--grace-secs"), "docker stop -t 75; terminationGracePeriodSeconds: 75"),
+    ],
+)
+def test_a_short_grace_period_has_its_line(end: EndFacts, line: str) -> None:
+    (finding,) = findings_on("grace period", facts(end=end))
+    assert finding.next == (line, "SGLANG_CRASHKIT_EXIT_SECS=15")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("CUDA_ENABLE_COREDUMP_ON_EXCEPTION", "0"),
+        ("CUDA_ENABLE_CPU_COREDUMP_ON_EXCEPTION", "1"),
+        ("CUDA_COREDUMP_PIPE", "/tmp/pipe.%t"),
+    ],
+)
+def test_core_variables_that_somebody_set_are_found(name: str, value: str) -> None:
+    found = findings_on("GPU cores", facts({name: value}))
+    assert [finding.level for finding in found if name in finding.what] == ["warning"]
+
+
+def test_a_hostile_file_name_is_quoted_in_the_command() -> None:
+    left = SharedMemoryFacts(GB, GB, "tmpfs", ("a; rm -rf ~",), 4)
+    found = findings_on("shared memory", facts(shared_memory=left))
+    assert found[-1].next == ("rm '/dev/shm/a; rm -rf ~'",)
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_the_rule_table_is_that_of_the_policy(mode: Mode) -> None:
+    table = policy_table(mode)
+    assert {event: row["ends"] for event, row in table.items()} == {
+        event.value: decide(mode, event).ends for event in Event
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [(Mode.SERVER, "a rank dies or a rank raises: an incident, and the server ends"), (Mode.LIBRARY, "left to SGLang")],
+)
+def test_what_the_mode_does_at_a_crash_is_told(mode: Mode, words: str) -> None:
+    told = findings_on("server 7", facts(servers=(replace(SERVER, mode=mode),)))
+    assert words in told[-1].what

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.parser import text_string_to_metric_families
+
+from sglang_crashkit.handler import metrics
+from sglang_crashkit.handler.metrics import FILE, SHARED, MetricsPublisher, look_at_disk
+from sglang_crashkit.memory.heartbeat import Beat
+from sglang_crashkit.settings import DiskLimits
+from unit.handler.driver import Server
+from unit.stored import make_incident
+from unit.waiting import wait_until
+
+Values = dict[str, dict[tuple[tuple[str, str], ...], float]]
+
+
+def values_of(families: Any) -> Values:
+    found: Values = {}
+    for family in families:
+        for sample in family.samples:
+            labels = tuple(sorted((name, value) for name, value in sample.labels.items() if name != "port"))
+            found.setdefault(sample.name.removeprefix("sglang_crashkit_"), {})[labels] = sample.value
+    return found
+
+
+def read(path: Path) -> Values:
+    return values_of(text_string_to_metric_families(path.read_text()))
+
+
+def beat(at: float, batch_at: float) -> Beat:
+    return Beat(at, batch_at, 3, 1, paused=False, is_busy=False, is_off=False)
+
+
+@pytest.fixture
+def incidents(tmp_path: Path) -> Path:
+    (tmp_path / "incidents").mkdir()
+    make_incident(tmp_path / "incidents", cause={"class": "host_oom"})
+    make_incident(tmp_path / "incidents", kind="hang", seconds=1_800_000_000.0, cause=None)
+    make_incident(tmp_path / "incidents", publish=False)
+    return tmp_path / "incidents"
+
+
+@pytest.fixture
+def publisher(
+    incidents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., MetricsPublisher]]:
+    """Make a publisher of a server with two ranks, the second of which is dead, that publishes when it is asked to."""
+    monkeypatch.setattr(metrics, "_FIRST_SECS", 0.0)
+    monkeypatch.setattr(metrics, "INTERVAL_SECS", 0.0)
+    made: list[MetricsPublisher] = []
+    now = time.monotonic()
+    ranks = {
+        7: SimpleNamespace(title="sglang::scheduler_DP0_TP1", exited_at=None),
+        8: SimpleNamespace(title="sglang::scheduler_TP2", exited_at=1.0),
+    }
+    signs = {7: beat(now - 5, now - 60), 8: beat(now, now)}
+
+    def make(arguments: dict[str, Any], **environ: str) -> MetricsPublisher:
+        session = SimpleNamespace(
+            surroundings=SimpleNamespace(arguments=lambda: arguments),
+            silences=SimpleNamespace(last_signs=lambda: signs),
+            journals=SimpleNamespace(held=[]),
+        )
+        made.append(MetricsPublisher(ranks, session, incidents, DiskLimits(max_use=1 << 30), environ))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def publish(publisher: MetricsPublisher) -> None:
+    publisher.act_on_time()
+    assert publisher._reap(20.0)
+
+
+def test_the_file_has_what_is_known(publisher: Callable[..., MetricsPublisher], tmp_path: Path) -> None:
+    path = tmp_path / "kit.prom"
+    made = publisher({"port": 30001}, **{FILE: str(path)})
+    made.hear(1, 3)
+    made.hear(2, 4)
+    publish(made)
+    found = read(path)
+    assert found["handler_up"] == {(): 1.0}
+    assert found["incidents"] == {
+        (("cause", "host_oom"), ("kind", "killed")): 1,
+        (("cause", "unknown"), ("kind", "hang")): 1,
+    }
+    assert found["last_incident_timestamp_seconds"] == {(): 1_800_000_000.0}
+    assert found["quarantine_hits_total"] == {(): 7.0}
+    assert found["disk_limit_bytes"] == {(): float(1 << 30)}
+    assert found["disk_bytes"][()] > 1000
+    ((rank, at),) = found["rank_last_step_timestamp_seconds"].items()
+    assert (rank, round(time.time() - at)) == ((("rank", "DP0_TP1"),), 60)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert 'port="30001"' in path.read_text()
+    assert not list(tmp_path.glob(".kit*"))
+
+
+def test_the_last_file_says_that_the_handler_is_gone(
+    publisher: Callable[..., MetricsPublisher], tmp_path: Path
+) -> None:
+    made = publisher({"port": 1}, **{FILE: str(tmp_path)})
+    publish(made)
+    made.close()
+    found = read(tmp_path / "sglang_crashkit_1.prom")
+    assert found["handler_up"] == {(): 0.0}
+    assert "rank_last_step_timestamp_seconds" not in found
+    assert sum(found["incidents"].values()) == 2
+
+
+def test_sglangs_own_metrics_have_it_where_they_are_on(
+    publisher: Callable[..., MetricsPublisher], tmp_path: Path
+) -> None:
+    (tmp_path / "shared").mkdir()
+    made = publisher({"port": 1, "enable_metrics": True}, **{SHARED: str(tmp_path / "shared")})
+    publish(made)
+    publish(made)
+    found = values_of(MultiProcessCollector(CollectorRegistry(), path=str(tmp_path / "shared")).collect())
+    assert found["handler_up"] == {(): 1.0}
+    assert "rank_last_sign_timestamp_seconds" in found
+    assert len(list((tmp_path / "shared").iterdir())) == 2
+
+
+def test_a_folder_that_others_share_is_left_alone(publisher: Callable[..., MetricsPublisher], tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    publish(publisher({"port": 1, "enable_metrics": False}, **{SHARED: str(tmp_path / "shared")}))
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_what_the_library_cannot_read_is_not_shared(
+    publisher: Callable[..., MetricsPublisher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "problem_of_shared", lambda _files, _metrics: "it cannot")
+    (tmp_path / "shared").mkdir()
+    made = publisher({"enable_metrics": True}, **{SHARED: str(tmp_path / "shared")})
+    publish(made)
+    assert list((tmp_path / "shared").iterdir()) == []
+    assert made._shared == ""
+
+
+def test_a_file_that_cannot_be_written_costs_nothing(
+    publisher: Callable[..., MetricsPublisher], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(publisher({"port": 1}, **{FILE: str(tmp_path / "missing" / "kit.prom")}))
+    assert "metrics could not be published" in caplog.text
+
+
+def test_a_disk_that_does_not_answer_holds_nobody_up(
+    publisher: Callable[..., MetricsPublisher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "look_at_disk", lambda *_arguments: time.sleep(60))
+    made = publisher({"port": 1}, **{FILE: str(tmp_path / "kit.prom")})
+    began = time.monotonic()
+    made.act_on_time()
+    assert not made._reap()
+    wait_until(made._reap, "the child is gone")
+    assert time.monotonic() - began < 20
+
+
+def test_nothing_is_done_where_nobody_asks(publisher: Callable[..., MetricsPublisher]) -> None:
+    made = publisher({"enable_metrics": True})
+    assert made.next_due() == float("inf")
+    made.act_on_time()
+    assert made._child is None
+
+
+def test_a_cause_is_read_once(incidents: Path) -> None:
+    first = look_at_disk(incidents, {}, DiskLimits())
+    for path in incidents.glob("*/incident.json"):
+        path.unlink()
+    assert look_at_disk(incidents, first.causes, DiskLimits()).causes == first.causes
+
+
+def test_many_incidents_are_read_bit_by_bit(incidents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_MAX_READ", 1)
+    assert sorted(look_at_disk(incidents, {}, DiskLimits()).causes.values()) == ["unknown", "unread"]
+
+
+def test_a_folder_that_is_gone_tells_nothing(tmp_path: Path) -> None:
+    assert look_at_disk(tmp_path / "gone", {}, DiskLimits()).bytes is None
+
+
+@pytest.mark.story
+def test_a_server_that_ends_leaves_its_last_file(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    path = tmp_path / "kit.prom"
+    server = start_server(environ={FILE: str(path)})
+    wait_until(path.exists, "the first file is there")
+    assert read(path)["handler_up"] == {(): 1.0}
+    server.kill("scheduler_TP1")
+    server.wait_for_the_end()
+    assert read(path)["handler_up"] == {(): 0.0}
+    assert sum(read(path)["incidents"].values()) == 1

@@ -1,0 +1,68 @@
+"""The dashboard and the alerts ask for what the crash handler tells; promtool tries the alerts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sglang_crashkit.handler.metrics import Measured, OnDisk, metrics_of
+
+SHIPPED = Path(__file__).parents[2] / "docs" / "prometheus"
+DASHBOARD: dict[str, Any] = json.loads((SHIPPED / "grafana.json").read_text())
+RULES = yaml.safe_load((SHIPPED / "alerts.yaml").read_text())["groups"][0]["rules"]
+KNOWN = {metric.name for metric in metrics_of(Measured("1", True, 0.0), OnDisk({}))}
+_METRIC = re.compile(r"sglang_crashkit_\w+")
+
+
+def asked_for(text: str) -> set[str]:
+    return set(_METRIC.findall(text))
+
+
+def test_the_dashboard_shows_every_metric_and_no_other() -> None:
+    assert asked_for(json.dumps(DASHBOARD)) == KNOWN
+
+
+def test_the_alerts_ask_for_known_metrics_alone() -> None:
+    assert len(RULES) == 3
+    assert all(asked_for(rule["expr"]) and asked_for(rule["expr"]) <= KNOWN for rule in RULES)
+    assert all({"summary", "description"} <= rule["annotations"].keys() for rule in RULES)
+
+
+def test_grafana_finds_what_each_panel_needs() -> None:
+    panels = DASHBOARD["panels"]
+    assert [panel["id"] for panel in panels] == list(range(1, len(panels) + 1))
+    assert {panel["type"] for panel in panels} <= {"stat", "timeseries", "bargauge"}
+    for panel in panels:
+        assert panel["title"]
+        assert {"x", "y", "w", "h"} == panel["gridPos"].keys()
+        assert [target["refId"] for target in panel["targets"]] == list("ABCDE"[: len(panel["targets"])])
+        # Whatever the user's data source is called.
+        assert {target["datasource"]["uid"] for target in panel["targets"]} == {"${datasource}"}
+    assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {"datasource", "instance"}
+    assert isinstance(DASHBOARD["schemaVersion"], int)
+
+
+def test_no_panel_lies_on_another() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken
+        taken |= cells
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's prometheus) is not installed")
+def test_promtool_finds_nothing_wrong_with_the_alerts(tmp_path: Path) -> None:
+    shutil.copy(SHIPPED / "alerts.yaml", tmp_path)
+    shutil.copy(Path(__file__).with_name("alerts_promtool.yaml"), tmp_path / "tests.yaml")
+    for argv in (["check", "rules", "alerts.yaml"], ["test", "rules", "tests.yaml"]):
+        done = subprocess.run(["promtool", *argv], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
