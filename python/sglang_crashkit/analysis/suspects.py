@@ -15,6 +15,8 @@ MAX_SUSPECTS = 16
 _HEALTH_CHECK = "HEALTH_CHECK"
 #: What a reason weighs. One of these makes a suspicion supported; that it is a request's first step alone does not.
 _NAMED, _SEEN, _ALONE, _FIRST = 8, 4, 2, 1
+#: The reason of a request that was alone.
+ALONE = "it was the only request of the step that was not finished"
 #: A shorter id may stand in any text.
 _MIN_NAMED = 6
 
@@ -44,7 +46,7 @@ def suspects_of(incident: Incident, seen: Mapping[str, int] | None = None) -> li
             times = "an earlier incident" if count == 1 else f"{count} earlier incidents"
             reasons.append((_SEEN, f"a request like it was suspected in {times} of the same fault"))
         if size == 1:
-            reasons.append((_ALONE, "it was the only request of the step that was not finished"))
+            reasons.append((_ALONE, ALONE))
         if are_all and finished and rid not in before:
             reasons.append((_FIRST, f"it was in none of the {len(finished)} steps before"))
         weighed.append((sum(weight for weight, _words in reasons), rid, [words for _weight, words in reasons]))

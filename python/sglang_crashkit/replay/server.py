@@ -75,10 +75,12 @@ class OwnServer:
 
     Attributes:
         address: where it answers.
+        folder: see above.
         crash_folder: its crash folder.
     """
 
     def __init__(self, command: list[str], folder: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.folder = folder
         self.crash_folder = folder / "crash"
         self._log = folder / "server.log"
         port = option_of(command, _PORT)
