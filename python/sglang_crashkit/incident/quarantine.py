@@ -40,7 +40,7 @@ _HASH = 64
 Prompt = Literal["any", "length", "content"]
 #: ``proven`` is refused; ``suspected`` is sent alone, so that a second crash proves it.
 Level = Literal["proven", "suspected"]
-#: Returns the value of a request's field by its name, None where it has none.
+#: Returns a field of a request by its name, None where it has none.
 Getter = Callable[[str], Any]
 
 
@@ -134,8 +134,7 @@ def entry_of(body: Mapping[str, Any], parameters: Iterable[str], prompt: Prompt,
     Raises:
         CrashkitError: it would recognise every request, or a parameter has a value that cannot be compared.
     """
-    get = _getter_of(body)
-    named = tuple(sorted((name, get(name)) for name in parameters))
+    named = tuple(sorted((name, _value_of(body.get, _split(name))) for name in parameters))
     for name, value in named:
         if not isinstance(value, _SCALARS):
             raise CrashkitError(f"the value of {name} is neither a number nor a text, so it recognises no request")
@@ -143,7 +142,7 @@ def entry_of(body: Mapping[str, Any], parameters: Iterable[str], prompt: Prompt,
         raise CrashkitError("no parameter counts and not what the prompt says, so it would refuse others' requests")
     if prompt == "any":
         return Entry(named, prompt, 0, "", origin, now, now)
-    text = prompt_of(get)
+    text = prompt_of(body.get)
     if text is None:
         raise CrashkitError("its prompt counts and is neither a text nor token ids, so it recognises no request")
     if prompt == "length":
@@ -169,18 +168,13 @@ def entry_of_all(fields: Mapping[str, Any], origin: Origin, now: float, level: L
     return Entry((), "content", known.length, known.digest, origin, now, now, known.rest, level)
 
 
-def _getter_of(body: Mapping[str, Any]) -> Getter:
-    def get(name: str) -> Any:
-        parent, _, child = name.partition(".")
-        value = body.get(parent)
-        return mapping_of(value).get(child) if child else value
-
-    return get
-
-
 #: By a digest, then by the hash of the rest, which is empty where only some parameters count.
 _ByDigest = dict[str, dict[str, Entry]]
 _ByPrompt = dict[tuple[Prompt, int], _ByDigest]
+#: A parameter's name, in two parts where it is in ``sampling_params``.
+_Name = tuple[str, str]
+#: By the names of parameters, then by their values.
+_ByOthers = dict[tuple[_Name, ...], dict[tuple[object, ...], _ByPrompt]]
 
 
 class Index:
@@ -191,33 +185,63 @@ class Index:
     """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        #: By the names of the parameters, then by their values; then by what counts of the prompt and its length.
-        self._by_names: dict[tuple[str, ...], dict[tuple[object, ...], _ByPrompt]] = {}
+        #: By the name of the first parameter, then by its value; in most requests that is all that is looked at.
+        self._by_first: dict[_Name, dict[object, _ByOthers]] = {}
+        #: Of the entries without parameters.
+        self._bare: _ByPrompt = {}
         for entry in entries:
-            names = tuple(name for name, _value in entry.parameters)
-            values = tuple(value for _name, value in entry.parameters)
-            by_prompt = self._by_names.setdefault(names, {}).setdefault(values, {})
+            by_prompt = self._bare
+            if entry.parameters:
+                (first, value), *others = [(_split(name), value) for name, value in entry.parameters]
+                by_others = self._by_first.setdefault(first, {}).setdefault(value, {})
+                by_values = by_others.setdefault(tuple(name for name, _value in others), {})
+                by_prompt = by_values.setdefault(tuple(value for _name, value in others), {})
             by_prompt.setdefault((entry.prompt, entry.length), {}).setdefault(entry.digest, {})[entry.rest] = entry
 
     def __bool__(self) -> bool:
-        return bool(self._by_names)
+        return bool(self._by_first or self._bare)
 
     def find(self, get: Getter, rest: Callable[[], str | None] = lambda: None) -> Entry | None:
-        """Return the entry that recognises a request, None where none does.
+        """Return the entry that recognises a request, a proven one where there are several; None where none does.
 
         Args:
             get: gives its fields.
             rest: gives the hash of all its parameters; asked where a prompt is recognised.
         """
-        for names, by_values in self._by_names.items():
+        found = _find_prompt(self._bare, get, rest) if self._bare else None
+        for (name, child), by_value in self._by_first.items():
+            value = get(name)
+            if child:
+                value = value.get(child) if isinstance(value, dict) else None
             try:
-                by_prompt = by_values.get(tuple(map(get, names)))
+                by_others = by_value.get(value)
             except TypeError:
                 # A value that has no hash is none of an entry's.
                 continue
-            if by_prompt is not None and (found := _find_prompt(by_prompt, get, rest)) is not None:
-                return found
-        return None
+            for by_prompt in _matching(by_others, get) if by_others is not None else ():
+                if found is None or found.level != "proven":
+                    found = _find_prompt(by_prompt, get, rest) or found
+        return found
+
+
+def _split(name: str) -> _Name:
+    parent, _, child = name.partition(".")
+    return parent, child
+
+
+def _value_of(get: Getter, name: _Name) -> Any:
+    value = get(name[0])
+    if not name[1]:
+        return value
+    return value.get(name[1]) if isinstance(value, dict) else None
+
+
+def _matching(by_others: _ByOthers, get: Getter) -> Iterator[_ByPrompt]:
+    for names, by_values in by_others.items():
+        with contextlib.suppress(TypeError):
+            by_prompt = by_values.get(tuple(_value_of(get, name) for name in names))
+            if by_prompt is not None:
+                yield by_prompt
 
 
 def _find_prompt(by_prompt: _ByPrompt, get: Getter, rest: Callable[[], str | None]) -> Entry | None:

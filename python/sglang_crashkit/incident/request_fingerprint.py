@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 #: What an answer depends on beside the prompt.
@@ -86,14 +86,14 @@ def _is_unset(name: str, value: object) -> bool:
     return value in (None, -1) if name == _START else not value
 
 
-def prompt_of(get: Callable[[str], Any]) -> str | list[int] | None:
+def prompt_of(get: Callable[[str], Any]) -> str | Sequence[int] | None:
     """Return the text or the token ids of a request, None where it has neither."""
     text = get("text")
     ids = get("input_ids") if text is None else None
-    return text if isinstance(text, str) else ids if isinstance(ids, list) else None
+    return text if isinstance(text, str) else ids if isinstance(ids, (list, tuple)) else None
 
 
-def digest_of(prompt: str | list[int]) -> str:
+def digest_of(prompt: str | Sequence[int]) -> str:
     """Return a hash of a prompt; empty where it is no token ids."""
     if isinstance(prompt, str):
         return hashlib.sha256(prompt.encode(errors="surrogatepass")).hexdigest()

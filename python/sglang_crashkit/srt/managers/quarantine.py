@@ -58,7 +58,7 @@ class Quarantine:
     def __init__(self, folder: Path, model: str, release: str) -> None:
         self.hits = 0
         self._folder, self._model, self._release = folder, model, release
-        self._proven, self._suspected = Index(), Index()
+        self._index = Index()
         self._innocent: set[str] = set()
         self._problem = ""
         self._to_log = _MAX_LOGGED
@@ -83,8 +83,7 @@ class Quarantine:
             if str(error) != self._problem:
                 self._problem = str(error)
                 logger.warning("crash kit: no request is in quarantine: %s", error)
-        self._proven = Index(one for one in entries if one.level == "proven")
-        self._suspected = Index(one for one in entries if one.level == "suspected")
+        self._index = Index(entries)
 
     def find(self, request: Any) -> Entry | None:
         """Return what recognises a request, or one of a batch; what is proven comes first. None where nothing does.
@@ -92,17 +91,21 @@ class Quarantine:
         Args:
             request: SGLang's ``GenerateReqInput`` as it came.
         """
-        indexes = [index for index in (self._proven, self._suspected) if index]
-        if not indexes or is_health_check(request):
+        index, suspected = self._index, None
+        if not index:
             return None
-        for index in indexes:
-            for get in itertools.islice(_each(request), _MAX_OF_BATCH):
-                entry = index.find(get, functools.partial(_rest_of, get))
-                # What else a prompt is made of is not in an entry.
-                is_whole = entry is not None and (entry.prompt == "any" or not any(map(get, OTHER_INPUTS)))
-                if entry is not None and is_whole and entry.key not in self._innocent:
+        for get in itertools.islice(_each(request), _MAX_OF_BATCH):
+            entry = index.find(get, functools.partial(_rest_of, get))
+            if entry is not None and self._counts(entry, request, get):
+                if entry.level == "proven":
                     return entry
-        return None
+                suspected = entry
+        return suspected
+
+    def _counts(self, entry: Entry, request: Any, get: Callable[[str], Any]) -> bool:
+        # What else a prompt is made of is not in an entry.
+        is_whole = entry.prompt == "any" or not any(map(get, OTHER_INPUTS))
+        return is_whole and entry.key not in self._innocent and not is_health_check(request)
 
     def note(self, entry: Entry, done: str) -> None:
         """Count and log a request that was recognised, and what is done about it."""
@@ -129,24 +132,23 @@ def _follow(its: weakref.ref[Quarantine]) -> None:
 
 def _each(request: Any) -> Iterator[Callable[[str], Any]]:
     """Yield a getter of fields for each request of what may be a batch."""
-    text, ids = getattr(request, "text", None), getattr(request, "input_ids", None)
-    if isinstance(text, list):
-        count: int | None = len(text)
+    fields = getattr(request, "__dict__", {})
+    text = fields.get("text")
+    prompts = fields.get("input_ids") if text is None else text
+    if isinstance(prompts, list) and prompts and (text is not None or isinstance(prompts[0], list)):
+        for number in range(len(prompts)):
+            yield functools.partial(_field, fields, number)
     else:
-        count = len(ids) if isinstance(ids, list) and ids and isinstance(ids[0], list) else None
-    for number in range(count) if count is not None else (None,):
-        yield functools.partial(_field, request, number)
+        yield fields.get
 
 
-def _field(request: Any, number: int | None, name: str) -> Any:
-    parent, _, child = name.partition(".")
-    value = getattr(request, parent, None)
-    # Token ids are of each request of a batch where they are one list.
-    if number is not None and isinstance(value, (list, tuple)) and number < len(value):
-        value = value[number] if parent != "token_ids_logprob" or isinstance(value[0], list) else value
-    if child:
-        return value.get(child) if isinstance(value, dict) else None
-    return list(value) if isinstance(value, tuple) else value
+def _field(fields: dict[str, Any], number: int, name: str) -> Any:
+    """Return a field of one request of a batch."""
+    value = fields.get(name)
+    if not isinstance(value, (list, tuple)) or number >= len(value):
+        return value
+    # Token ids are of each request where they are one list.
+    return value[number] if name != "token_ids_logprob" or isinstance(value[0], list) else value
 
 
 def _rest_of(get: Callable[[str], Any]) -> str | None:

@@ -263,7 +263,7 @@ def test_a_request_that_comes_again_is_recognised_by_what_the_journal_has(drawn:
     entry = entry_of_all(json.loads(json.dumps(line)), ORIGIN, time.time())
     assert entry is not None
     quarantine = Quarantine(Path("none"), "/model", "")
-    quarantine._proven = Index([entry])
+    quarantine._index = Index([entry])
     assert quarantine.find(request) == entry
     # Upstream's pickle has the filled-in one as it is.
     pickled = {name: value for name, value in vars(whole).items() if value is not None}
