@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shlex
@@ -142,17 +143,15 @@ def _find(trials: Trials, items: list[StoredRequest], document: Mapping[str, Any
 
 def _entry(request: StoredRequest, result: Result, document: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what recognises a request, as it came, that was proven to bring the fault back."""
-    if not result.is_confirmed:
-        return None
     counting: dict[Prompt, Counting] = {"nothing": "any", "length": "length"}
     origin = origin_of(document, result.fault)
-    try:
-        entry = entry_of(request.body, result.parameters, counting.get(result.prompt, "content"), origin, 0.0)
-    except CrashkitError:
-        # A parameter with more than one value, perhaps.
-        whole = entry_of_all(request.body, origin, 0.0) if result.prompt != "length" else None
-        return asdict(whole) if whole is not None else None
-    return asdict(entry)
+    if result.is_confirmed:
+        # Where that would recognise others, too, or a parameter has more than one value, it is this request alone.
+        with contextlib.suppress(CrashkitError):
+            prompt = counting.get(result.prompt, "content")
+            return asdict(entry_of(request.body, result.parameters, prompt, origin, 0.0))
+    whole = entry_of_all(request.body, origin, 0.0)
+    return asdict(whole) if whole is not None else None
 
 
 def entry_for(result: Result, now: float) -> Entry | None:
@@ -165,7 +164,7 @@ def entry_for(result: Result, now: float) -> Entry | None:
     Raises:
         ValueError: what the result has of it is no entry; likewise TypeError and KeyError.
     """
-    if not result.is_confirmed or result.entry is None:
+    if not result.reproduced or result.entry is None:
         return None
     return replace(read_entry(result.entry), first=now, last=now)
 

@@ -110,6 +110,10 @@ def test_what_of_the_prompts_it_takes_is_found(
     assert result["reproduced"]
     assert result["prompt"] == prompt
     assert [body["text"] for body in result["requests"]] == texts
+    entry = result["entry"]
+    assert (entry is None) is (len(bodies) > 1)
+    # It is of the request as it came, and has no prompt.
+    assert entry is None or entry["length"] == len(bodies[0]["text"])
 
 
 @pytest.mark.parametrize(
