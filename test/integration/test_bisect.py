@@ -99,6 +99,29 @@ def bisect(crash_folder: Path, out: Path, env: Mapping[str, str], *more: str) ->
     return result
 
 
+def test_suspects_come_alone_so_that_a_second_crash_proves_one(tmp_path: Path) -> None:
+    folder = tmp_path / "crash"
+    env = poisoned(tmp_path / "site", "token") | {"SGLANG_CRASHKIT_QUARANTINE": "refuse"}
+    bodies = [*ordinary(6), guilty("poison", 11)]
+    first = crash(folder, env, bodies)
+    suspected = read_entries(folder)
+    assert {entry.level for entry in suspected} == {"suspected"}
+    assert len(suspected) == len((first.document or {})["suspects"])
+    # A router sends them again, and more with them.
+    second = crash(folder, env, [body | {"rid": f"again-{body['rid']}"} for body in bodies] + ordinary(24)[6:])
+    assert [one["rid"] for one in (second.document or {})["suspects"]] == ["again-poison"]
+    (proven,) = [entry for entry in read_entries(folder) if entry.level == "proven"]
+    assert "suspected in incident" in proven.origin.reason
+    options = ["--crash-dump-folder", str(folder)]
+    with Server.start(ensure_lane(RELEASE), extra_args=options, env=env) as server:
+        server.wait_ready()
+        statuses = {answer.rid: answer.status for answer in ask(server, [*bodies, *ordinary(24)[6:]])}
+        assert server.popen.poll() is None
+    assert {rid for rid, status in statuses.items() if status == 422} == {"poison"}
+    assert sorted(set(statuses.values())) == [200, 422]
+    assert (folder / FILE).stat().st_mode & 0o777 == 0o600
+
+
 #: More than the tiny model has tokens.
 POISON = {"return_logprob": True, "top_logprobs_num": 600}
 
@@ -130,42 +153,6 @@ def test_a_poison_request_is_suspected_reduced_to_its_parameters_and_refused(tmp
     assert len(statuses) == 201
 
 
-def test_suspects_come_alone_so_that_a_second_crash_proves_one(tmp_path: Path) -> None:
-    folder = tmp_path / "crash"
-    env = poisoned(tmp_path / "site", "token") | {"SGLANG_CRASHKIT_QUARANTINE": "refuse"}
-    bodies = [*ordinary(6), guilty("poison", 11)]
-    first = crash(folder, env, bodies)
-    suspected = read_entries(folder)
-    assert {entry.level for entry in suspected} == {"suspected"}
-    assert len(suspected) == len((first.document or {})["suspects"])
-    # A router sends them again, and more with them.
-    second = crash(folder, env, [body | {"rid": f"again-{body['rid']}"} for body in bodies] + ordinary(24)[6:])
-    assert [one["rid"] for one in (second.document or {})["suspects"]] == ["again-poison"]
-    (proven,) = [entry for entry in read_entries(folder) if entry.level == "proven"]
-    assert "suspected in incident" in proven.origin.reason
-    options = ["--crash-dump-folder", str(folder)]
-    with Server.start(ensure_lane(RELEASE), extra_args=options, env=env) as server:
-        server.wait_ready()
-        statuses = {answer.rid: answer.status for answer in ask(server, [*bodies, *ordinary(24)[6:]])}
-        assert server.popen.poll() is None
-    assert {rid for rid, status in statuses.items() if status == 422} == {"poison"}
-    assert sorted(set(statuses.values())) == [200, 422]
-    assert (folder / FILE).stat().st_mode & 0o777 == 0o600
-
-
-def test_a_fault_of_two_requests_in_one_batch_is_found_as_both(tmp_path: Path) -> None:
-    env = poisoned(tmp_path / "site", "two")
-    bodies = [*ordinary(8), guilty("left", 12), guilty("right", 13), *ordinary(16)[8:]]
-    # Long ones meet.
-    for body in bodies:
-        body["sampling_params"]["max_new_tokens"] = 64
-    crash(tmp_path / "crash", env, bodies)
-    result = bisect(tmp_path / "crash", tmp_path / "out", env, "--starts", "8")
-    assert result["reproduced"], result
-    assert sorted(result["rids"]) == ["left", "right"]
-    assert result["entry"] is None
-
-
 def test_a_fault_of_time_is_not_reproduced(tmp_path: Path) -> None:
     env = poisoned(tmp_path / "site", "of_time") | {"POISON_SECS": "20"}
     asked = itertools.chain.from_iterable(itertools.repeat(ordinary(8), 3))
@@ -176,6 +163,22 @@ def test_a_fault_of_time_is_not_reproduced(tmp_path: Path) -> None:
     result = bisect(tmp_path / "crash", tmp_path / "out", env | {"POISON_SECS": "600"}, "--tries", "1")
     assert not result["reproduced"]
     assert result["reason"].startswith("not reproduced in 1 tries of 24 requests")
+
+
+def test_a_request_on_which_a_rank_hangs_is_named_by_its_steps_and_found(tmp_path: Path) -> None:
+    env = poisoned(tmp_path / "site", "hang") | {"SGLANG_CRASHKIT_HANG_SECS": "5"}
+    folder = tmp_path / "crash"
+    with Server.start(ensure_lane(RELEASE), extra_args=["--crash-dump-folder", str(folder)], env=env) as server:
+        server.wait_ready()
+        threading.Thread(target=ask, args=(server, [*ordinary(6), guilty("poison", 12)]), daemon=True).start()
+        wait_until(lambda: folder.is_dir() and any(one.finished for one in find_incidents(folder)), "it hangs")
+    incident = find_incidents(folder)[-1]
+    assert incident.document is not None
+    assert incident.document["kind"] == "hang"
+    assert "poison" in [one["rid"] for one in incident.document["suspects"]]
+    result = bisect(incident.path, tmp_path / "out", env, "--starts", "3")
+    assert result["reproduced"], result
+    assert result["rids"] == ["poison"]
 
 
 @dataclass(frozen=True)
@@ -224,22 +227,19 @@ def test_one_request_that_breaks_it_is_named_and_found(tmp_path: Path, fault: Fa
     assert incident.document is not None
     assert incident.document["verdict"]["kind"] == fault.kind
     assert "poison" in [one["rid"] for one in incident.document["suspects"]]
-    result = bisect(tmp_path / "crash", tmp_path / "out", env, "--starts", "5")
+    result = bisect(tmp_path / "crash", tmp_path / "out", env, "--starts", "3")
     assert result["reproduced"], result
     assert result["rids"] == ["poison"]
 
 
-def test_a_request_on_which_a_rank_hangs_is_named_by_its_steps_and_found(tmp_path: Path) -> None:
-    env = poisoned(tmp_path / "site", "hang") | {"SGLANG_CRASHKIT_HANG_SECS": "5"}
-    folder = tmp_path / "crash"
-    with Server.start(ensure_lane(RELEASE), extra_args=["--crash-dump-folder", str(folder)], env=env) as server:
-        server.wait_ready()
-        threading.Thread(target=ask, args=(server, [*ordinary(6), guilty("poison", 12)]), daemon=True).start()
-        wait_until(lambda: folder.is_dir() and any(one.finished for one in find_incidents(folder)), "it hangs")
-    incident = find_incidents(folder)[-1]
-    assert incident.document is not None
-    assert incident.document["kind"] == "hang"
-    assert "poison" in [one["rid"] for one in incident.document["suspects"]]
-    result = bisect(incident.path, tmp_path / "out", env, "--starts", "3")
+def test_a_fault_of_two_requests_in_one_batch_is_found_as_both(tmp_path: Path) -> None:
+    env = poisoned(tmp_path / "site", "two")
+    bodies = [*ordinary(8), guilty("left", 12), guilty("right", 13), *ordinary(16)[8:]]
+    # Long ones meet.
+    for body in bodies:
+        body["sampling_params"]["max_new_tokens"] = 64
+    crash(tmp_path / "crash", env, bodies)
+    result = bisect(tmp_path / "crash", tmp_path / "out", env, "--starts", "8")
     assert result["reproduced"], result
-    assert result["rids"] == ["poison"]
+    assert sorted(result["rids"]) == ["left", "right"]
+    assert result["entry"] is None
