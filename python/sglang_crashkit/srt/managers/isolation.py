@@ -38,7 +38,8 @@ class Isolation:
 
     def __init__(self, is_busy: Callable[[], bool], is_ending: Callable[[], bool] = lambda: False) -> None:
         self._is_busy, self._is_ending = is_busy, is_ending
-        self._turn = asyncio.Lock()
+        #: A suspect has its turn.
+        self._is_taken = False
         self._opened: asyncio.Event | None = None
         self._held_since = self._rest_until = 0.0
         #: Of those that wait here the ids by a token of each; None once it was aborted.
@@ -99,15 +100,14 @@ class Isolation:
     async def _begin(self, token: object) -> bool:
         """Wait for a moment without others, in which others are held; return whether it is this one's turn."""
         patience_ends = time.monotonic() + PATIENCE_SECS
-        try:
-            await asyncio.wait_for(self._turn.acquire(), PATIENCE_SECS)
-        except asyncio.TimeoutError:
+        while self._must_wait() and time.monotonic() < patience_ends:
+            if self._is_over(token):
+                return False
+            await asyncio.sleep(LOOK_SECS)
+        if self._is_taken:
             return False
+        self._is_taken = True
         try:
-            while (self._is_busy() or time.monotonic() < self._rest_until) and time.monotonic() < patience_ends:
-                if self._is_over(token):
-                    return True
-                await asyncio.sleep(LOOK_SECS)
             if time.monotonic() >= self._rest_until:
                 self._hold()
             looks = 0
@@ -118,6 +118,9 @@ class Isolation:
             self._end(True)
             raise
         return True
+
+    def _must_wait(self) -> bool:
+        return self._is_taken or self._is_busy() or time.monotonic() < self._rest_until
 
     def _is_over(self, token: object) -> bool:
         return self._waiting.get(token) is None or self._is_ending()
@@ -138,7 +141,7 @@ class Isolation:
         """Let the others go on, and the next suspect have its turn; return that it is not this one's any more."""
         if has_turn:
             self._open(self._opened)
-            self._turn.release()
+            self._is_taken = False
         return False
 
     def _enter(self, rids: Collection[str]) -> object:
