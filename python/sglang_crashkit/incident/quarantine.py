@@ -34,7 +34,8 @@ _MAX_BYTES = 4 << 20
 _LOCK_SECS = 5.0
 _SCALARS = (str, int, float)
 _LEVELS = ("proven", "suspected")
-#: Characters of a hash.
+#: Characters of a reason, so that a full file is no huge one; characters of a hash.
+_MAX_REASON = 400
 _HASH = 64
 
 Prompt = Literal["any", "length", "content"]
@@ -67,7 +68,7 @@ def origin_of(document: Mapping[str, Any], reason: str, fault: str = "") -> Orig
     """Return what an incident, given as its document, tells of an entry's origin; see there."""
     server, around = mapping_of(document.get("server")), mapping_of(document.get("environment"))
     release = public_release(str(server.get("sglang_version") or ""))
-    return Origin(reason, str(document.get("id")), str(around.get("model") or ""), release, fault)
+    return Origin(reason[:_MAX_REASON], str(document.get("id")), str(around.get("model") or ""), release, fault)
 
 
 def public_release(version: str) -> str:
