@@ -67,7 +67,7 @@ def fingerprint_of(fields: Mapping[str, Any]) -> RequestFingerprint | None:
 
 def rest_of(fields: Mapping[str, Any]) -> str:
     """Return a hash of what a request asks for beside its prompt; see above."""
-    told = {name: value for name in PARAMETERS if not _is_unset(name, value := fields.get(name))}
+    told = _set_in(fields)
     sampling = told.get("sampling_params")
     if isinstance(sampling, dict):
         # For an embedding SGLang puts a 0 there.
@@ -80,6 +80,18 @@ def rest_of(fields: Mapping[str, Any]) -> str:
         if not kept:
             del told["sampling_params"]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def names_of(fields: Mapping[str, Any]) -> set[str]:
+    """Return the names of what a request asks for, those of ``sampling_params`` with a dot."""
+    told = _set_in(fields)
+    sampling = told.pop("sampling_params", None)
+    inner = sampling if isinstance(sampling, dict) else {}
+    return told.keys() | {f"sampling_params.{name}" for name, value in inner.items() if value is not None}
+
+
+def _set_in(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name in PARAMETERS if not _is_unset(name, value := fields.get(name))}
 
 
 def _is_unset(name: str, value: object) -> bool:

@@ -19,6 +19,26 @@ from unit.stored import NOON
 REQUEST = {"text": "a secret", "state": "unfinished", "sampling_params": {"top_k": 5}, "return_logprob": True}
 
 
+def finish(crash_folder: Path, lines: dict[str, dict[str, Any]]) -> Incident:
+    """Finish an incident with these requests in the step."""
+    made = incident(*lines)
+    made.suspects = suspects_of(made)
+    folder = IncidentFolder(crash_folder / "host" / "incidents", "killed", "00000009", NOON)
+    folder.write_text(REQUESTS, "".join(json.dumps(line | {"rid": rid}) + "\n" for rid, line in lines.items()))
+    count_repeat(made, folder, keep=0)
+    folder.publish()
+    return made
+
+
+@pytest.mark.parametrize(("others", "first"), [(3, "odd"), (1, "0")])
+def test_the_one_that_asks_for_what_no_other_does_is_first(tmp_path: Path, others: int, first: str) -> None:
+    plain = {"text": "x", "sampling_params": {"top_k": 5}}
+    lines = {str(number): plain for number in range(others)} | {"odd": plain | {"return_logprob": True}}
+    suspects = finish(tmp_path, lines).suspects
+    assert (suspects[0].rid, suspects[0].level) == (first, "unknown")
+    assert ("no other one of the step asks for return_logprob" in suspects[0].reasons) is (others > 1)
+
+
 def crash(
     crash_folder: Path, number: int, *rids: str, request: dict[str, Any] = REQUEST, signal: str | None = None
 ) -> Incident:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
 from sglang_crashkit.incident.quarantine import Origin, entry_of_all, note_suspects, origin_of
-from sglang_crashkit.incident.request_fingerprint import fingerprint_of
+from sglang_crashkit.incident.request_fingerprint import fingerprint_of, names_of
 from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.settings import read_quarantine
 
@@ -55,8 +56,7 @@ def count_repeat(incident: Incident, folder: IncidentFolder, keep: int) -> list[
     incident.fault = count_fault(
         folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core, suspects=suspects
     )
-    if incident.fault is not None and incident.fault.seen:
-        name_suspects(incident, incident.fault.seen)
+    name_suspects(incident, incident.fault.seen if incident.fault is not None else {}, _unusual(lines))
     if read_quarantine(os.environ) != "off" and fault.what not in _SENT_BY_OTHERS:
         origin = origin_of(document, incident.verdict.text if incident.verdict is not None else "", fault.key)
         is_alone = len(incident.suspects) == 1 and ALONE in incident.suspects[0].reasons
@@ -79,10 +79,20 @@ def _quarantine(
         logger.warning("the suspects are not in quarantine: %s", error)
 
 
-def name_suspects(incident: Incident, seen: Mapping[str, int] | None = None) -> None:
+def _unusual(lines: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return what of some requests, by id, no other one of them asks for; nothing where there are only two."""
+    asked = {rid: names_of(fields) for rid, fields in lines.items()}
+    times = Counter(name for names in asked.values() for name in names)
+    own = {rid: sorted(name for name in names if times[name] == 1) for rid, names in asked.items()}
+    return {rid: ", ".join(names) for rid, names in own.items() if names} if len(lines) > 2 else {}
+
+
+def name_suspects(
+    incident: Incident, seen: Mapping[str, int] | None = None, unusual: Mapping[str, str] | None = None
+) -> None:
     """Put the suspects into an incident; see `suspects_of`."""
     try:
-        incident.suspects = suspects_of(incident, seen)
+        incident.suspects = suspects_of(incident, seen, unusual)
     except Exception:
         # What is known beside it is worth more.
         logger.exception("the requests of the last step cannot be judged")
