@@ -13,18 +13,24 @@ from sglang_crashkit.model.incident import Incident, ProcessReport, Suspect
 MAX_SUSPECTS = 16
 #: How the ids of SGLang's own health checks begin.
 _HEALTH_CHECK = "HEALTH_CHECK"
-#: What a reason weighs. One of these makes a suspicion supported; that it is a request's first step alone does not.
-_NAMED, _SEEN, _ALONE, _FIRST = 8, 4, 2, 1
+#: What a reason weighs. One of these makes a suspicion supported; that it is a request's first step, or asks for
+#: what others do not, does not.
+_NAMED, _SEEN, _ALONE, _UNUSUAL, _FIRST = 16, 8, 4, 2, 1
+#: The reason of a request that was alone.
+ALONE = "it was the only request of the step that was not finished"
 #: A shorter id may stand in any text.
 _MIN_NAMED = 6
 
 
-def suspects_of(incident: Incident, seen: Mapping[str, int] | None = None) -> list[Suspect]:
+def suspects_of(
+    incident: Incident, seen: Mapping[str, int] | None = None, unusual: Mapping[str, str] | None = None
+) -> list[Suspect]:
     """Return the suspects of an incident with its verdict.
 
     Args:
         incident: with the last steps of its schedulers.
         seen: of requests by id, in how many earlier incidents of the same fault one like it was suspected.
+        unusual: of requests by id, the parameters that no other suspect has.
     """
     first = _first_failure(incident)
     if first is None or first.steps is None or incident.kind == "peer_lost":
@@ -44,7 +50,9 @@ def suspects_of(incident: Incident, seen: Mapping[str, int] | None = None) -> li
             times = "an earlier incident" if count == 1 else f"{count} earlier incidents"
             reasons.append((_SEEN, f"a request like it was suspected in {times} of the same fault"))
         if size == 1:
-            reasons.append((_ALONE, "it was the only request of the step that was not finished"))
+            reasons.append((_ALONE, ALONE))
+        if names := (unusual or {}).get(rid):
+            reasons.append((_UNUSUAL, f"no other one of the step asks for {names}"))
         if are_all and finished and rid not in before:
             reasons.append((_FIRST, f"it was in none of the {len(finished)} steps before"))
         weighed.append((sum(weight for weight, _words in reasons), rid, [words for _weight, words in reasons]))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.argument_types import positive, seconds
 from sglang_crashkit.cli.ending import terminable
-from sglang_crashkit.errors import CrashkitError, ExitCode
+from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 
 if TYPE_CHECKING:
     from sglang_crashkit.replay.bisect import Result
@@ -33,6 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("incident", help="an incident's folder, or a crash folder: its newest incident")
     parser.add_argument("--serve", metavar="COMMAND", required=True, help="starts a patched server like that one")
     parser.add_argument("--tries", type=positive, default=3, metavar="N", help="before it is not reproduced (3)")
+    parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="servers that serve at once (1)")
     parser.add_argument("--starts", type=positive, default=30, metavar="N", help="start at most so many servers (30)")
     parser.add_argument(
         "--request-secs", type=seconds, default=300.0, metavar="S", help="the longest to wait for an answer (300)"
@@ -51,11 +52,15 @@ def run(args: argparse.Namespace) -> ExitCode:
     """
     from sglang_crashkit.incident.store import find_one
     from sglang_crashkit.replay import bisect
-    from sglang_crashkit.replay.server import parse_command
+    from sglang_crashkit.replay.server import option_of, parse_command
+    from sglang_crashkit.replay.trials import Plan
 
     incident = find_one(args.incident)
     folder = (args.output_dir or Path(f"bisect-{(incident.document or {}).get('id')}")).absolute()
-    plan = bisect.Plan(parse_command(args.serve), folder, args.tries, args.starts, args.ready_secs, args.request_secs)
+    command = parse_command(args.serve)
+    if args.jobs > 1 and option_of(command, "--port") is not None:
+        raise UsageError("several servers cannot have one port", next_step="leave --port out of the command")
+    plan = Plan(command, folder, args.tries, args.starts, args.ready_secs, args.request_secs, args.jobs)
     with terminable():
         result = bisect.bisect(incident, plan, lambda line: print(line, file=sys.stderr, flush=True))
     told = _quarantine(result, incident.path) if args.quarantine else ""

@@ -15,8 +15,8 @@ EXAMPLE = """example:
   sglang-crashkit quarantine list /crash
   sglang-crashkit quarantine remove /crash 0c4f81d2a67b
 
-A server with that crash folder and SGLANG_CRASHKIT_QUARANTINE=refuse (or observe) heeds it within seconds. An entry
-counts for 24 hours.
+A server with that crash folder, the same model and release, and SGLANG_CRASHKIT_QUARANTINE=refuse (or observe) heeds it
+within seconds. An entry counts for 24 hours. What is proven is refused; what is only suspected is sent alone.
 """
 _ACTIONS = ("list", "add", "remove", "clear")
 
@@ -68,11 +68,12 @@ def run(args: argparse.Namespace) -> ExitCode:
         clear_entries(args.folder)
     entries = read_entries(args.folder)
     if args.json:
-        print(json.dumps([asdict(entry) | {"key": entry.key} for entry in entries], indent=2))
+        print(json.dumps([asdict(entry) for entry in entries], indent=2))
         return ExitCode.DONE
     for entry in entries:
-        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(entry.last))
-        print(f"{entry.key}  {entry.words}  (incident {entry.incident}, {since}): {entry.reason}")
+        since, origin = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(entry.last)), entry.origin
+        print(f"{entry.key}  {entry.level}  {entry.words}  (incident {origin.incident}, {since}): {origin.reason}")
+        print(f"    counts for {origin.model or 'no model'} on SGLang {origin.release or 'of no release'}")
     if not entries:
         print("nothing is in quarantine")
     return ExitCode.DONE

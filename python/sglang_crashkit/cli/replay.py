@@ -13,6 +13,8 @@ from sglang_crashkit.cli.ending import terminable
 from sglang_crashkit.errors import ExitCode, NothingToDoError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sglang_crashkit.replay.requests import StoredRequest
     from sglang_crashkit.replay.sender import Answer
 
@@ -64,30 +66,28 @@ def run(args: argparse.Namespace) -> ExitCode:
     document = incident.document or {}
     chosen = _chosen(read_requests(incident), args, document.get("suspects"))
     key = read_api_key(args.api_key_file) if args.api_key_file is not None else ""
+
+    def send(address: Address, key: str, is_over: Callable[[], bool]) -> list[Answer]:
+        return send_all(
+            address,
+            chosen,
+            args.request_secs,
+            api_key=key,
+            max_gap_secs=args.max_gap,
+            is_over=is_over,
+            on_answer=lambda answer: _tell(answer, args),
+        )
+
     if args.url is not None:
         with terminable():
-            answers = send_all(
-                Address.parse(args.url),
-                chosen,
-                args.request_secs,
-                api_key=key,
-                max_gap_secs=args.max_gap,
-                on_answer=lambda answer: _tell(answer, args),
-            )
+            answers = send(Address.parse(args.url), key, lambda: False)
         is_short = any(answer.is_lost or answer.is_refused for answer in answers)
         return ExitCode.PARTIAL if is_short else ExitCode.DONE
     folder = (args.output_dir or Path(f"replay-{document.get('id')}")).absolute()
-    with terminable(), OwnServer(parse_command(args.serve), folder) as server:
+    command = parse_command(args.serve)
+    with terminable(), OwnServer(command, folder) as server:
         server.start(args.ready_secs)
-        answers = send_all(
-            server.address,
-            chosen,
-            args.request_secs,
-            api_key=key or option_of(parse_command(args.serve), "--api-key") or "",
-            max_gap_secs=args.max_gap,
-            is_over=lambda: server.is_failing,
-            on_answer=lambda answer: _tell(answer, args),
-        )
+        answers = send(server.address, key or option_of(command, "--api-key") or "", lambda: server.is_failing)
         is_lost = len(answers) < len(chosen) or any(answer.is_lost for answer in answers)
         found = server.failure(wait=is_lost)
         if found is not None:

@@ -27,7 +27,11 @@ def recent_crashes(incidents: Path, now: float | None = None) -> str:
         now: the time, in seconds since the epoch; by default that of the call.
     """
     now = time.time() if now is None else now
-    names = [parse_name(path.name) for path in incidents.glob("*")] if incidents.is_dir() else []
+    try:
+        names = [parse_name(path.name) for path in incidents.iterdir()]
+    except OSError:
+        # There is none, or it may not be read.
+        return ""
     kinds = Counter(
         name.kind for name in names if name and name.kind not in _OBSERVED and 0 <= now - name.seconds < RECENT_SECS
     )

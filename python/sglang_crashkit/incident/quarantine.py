@@ -1,7 +1,8 @@
-"""The requests that are known to kill a server: by what they are recognised, and the file that lists them.
+"""The requests that kill a server, or may: by what they are recognised, and the file that lists them.
 
 An entry names the parameters that it takes and what of the prompt, which is never in it: nothing, its length class, or
-a hash of it. ``quarantine.json`` lies in the crash folder, so that the hosts that share the folder share it.
+a hash of it. It counts for the model and the release that it comes from. ``quarantine.json`` lies in the crash folder,
+so that the hosts that share the folder share it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import json
 import os
 import stat
 import time
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.incident.request_fingerprint import digest_of, fingerprint_of, prompt_of
 from sglang_crashkit.incident.summary import mapping_of, mappings_of
 from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.kernel.private_files import write_json
@@ -32,10 +33,47 @@ _SCHEMA_VERSION = 1
 _MAX_BYTES = 4 << 20
 _LOCK_SECS = 5.0
 _SCALARS = (str, int, float)
+_LEVELS = ("proven", "suspected")
+#: Characters of a reason, so that a full file is no huge one; characters of a hash.
+_MAX_REASON = 400
+_HASH = 64
 
 Prompt = Literal["any", "length", "content"]
-#: Returns the value of a request's field by its name, None where it has none.
+#: ``proven`` is refused; ``suspected`` is sent alone, so that a second crash proves it.
+Level = Literal["proven", "suspected"]
+#: Returns a field of a request by its name, None where it has none.
 Getter = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an entry comes from.
+
+    Attributes:
+        reason: why it is here.
+        incident: the id of the incident that it comes from.
+        model: the model that the server was given.
+        release: its SGLang.
+        fault: the key of the fault, see `fingerprint.Fault`; empty where that is not known.
+    """
+
+    reason: str
+    incident: str
+    model: str
+    release: str
+    fault: str = ""
+
+
+def origin_of(document: Mapping[str, Any], reason: str, fault: str = "") -> Origin:
+    """Return what an incident, given as its document, tells of an entry's origin; see there."""
+    server, around = mapping_of(document.get("server")), mapping_of(document.get("environment"))
+    release = public_release(str(server.get("sglang_version") or ""))
+    return Origin(reason[:_MAX_REASON], str(document.get("id")), str(around.get("model") or ""), release, fault)
+
+
+def public_release(version: str) -> str:
+    """Return a version of SGLang without what a patched wheel adds to it."""
+    return version.partition("+")[0]
 
 
 @dataclass(frozen=True)
@@ -48,101 +86,96 @@ class Entry:
         length: of the prompt, in token ids or characters: its binary digits where its length counts, all of it where
             its content does; else 0.
         digest: a hash of the prompt where its content counts; else empty.
-        reason: why it is here.
-        incident: the id of the incident that it comes from.
+        origin: where it comes from.
         first: when it was put here first, in seconds since the epoch; `last`: when it was last.
+        rest: a hash of all parameters, where exactly these count beside the prompt (`request_fingerprint`); else empty.
+        level: what is known of it.
     """
 
     parameters: tuple[tuple[str, str | int | float], ...]
     prompt: Prompt
     length: int
     digest: str
-    reason: str
-    incident: str
+    origin: Origin
     first: float
     last: float
+    rest: str = ""
+    level: Level = "proven"
+    key: str = field(init=False)
 
-    @property
-    def key(self) -> str:
-        """A short name for what it recognises."""
-        told = [self.parameters, self.prompt, self.length, self.digest]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
+    def __post_init__(self) -> None:
+        """Set `key`, a short name for what it recognises."""
+        told = [self.parameters, self.prompt, self.length, self.digest, self.rest]
+        told += [self.origin.model, self.origin.release]
+        object.__setattr__(self, "key", hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12])
 
     @property
     def words(self) -> str:
         """What it recognises, in words without a prompt."""
+        if self.rest:
+            return "one prompt with the same parameters"
         named = ", ".join(f"{name}={value}" for name, value in self.parameters) or "any parameters"
         return named if self.prompt == "any" else f"{named}; a prompt of one {self.prompt}"
 
+    def counts_for(self, model: str, release: str) -> bool:
+        """Say whether it counts for a server with this model and this SGLang."""
+        return (self.origin.model, self.origin.release) == (model, public_release(release))
 
-def entry_of(
-    body: Mapping[str, Any], parameters: Iterable[str], prompt: Prompt, reason: str, incident: str, now: float
-) -> Entry:
+
+def entry_of(body: Mapping[str, Any], parameters: Iterable[str], prompt: Prompt, origin: Origin, now: float) -> Entry:
     """Return the entry that recognises a request.
 
     Args:
         body: the request, as it is sent to ``/generate``.
         parameters: the names of those that count.
         prompt: what of its prompt counts.
-        reason: see `Entry`, as for `incident`.
-        incident: see above.
+        origin: see `Entry`.
         now: the time, in seconds since the epoch.
 
     Raises:
         CrashkitError: it would recognise every request, or a parameter has a value that cannot be compared.
     """
-    get = _getter_of(body)
-    named = tuple(sorted((name, get(name)) for name in parameters))
+    named = tuple(sorted((name, _value_of(body.get, _split(name))) for name in parameters))
     for name, value in named:
         if not isinstance(value, _SCALARS):
             raise CrashkitError(f"the value of {name} is neither a number nor a text, so it recognises no request")
     if not named and prompt != "content":
         raise CrashkitError("no parameter counts and not what the prompt says, so it would refuse others' requests")
-    text = _prompt_of(get)
-    if prompt != "any" and text is None:
+    if prompt == "any":
+        return Entry(named, prompt, 0, "", origin, now, now)
+    text = prompt_of(body.get)
+    if text is None:
         raise CrashkitError("its prompt counts and is neither a text nor token ids, so it recognises no request")
-    length = 0 if prompt == "any" or text is None else len(text).bit_length() if prompt == "length" else len(text)
-    digest = _digest(text) if prompt == "content" and text is not None else ""
-    return Entry(named, prompt, length, digest, reason, incident, now, now)
+    if prompt == "length":
+        return Entry(named, prompt, len(text).bit_length(), "", origin, now, now)
+    return Entry(named, prompt, len(text), digest_of(text), origin, now, now)
 
 
-#: What a request is told by beside itself, in an incident and to the server.
-_ABOUT = frozenset({"rid", "state", "arrived", "ended", "pid", "stream", "session_id", "bootstrap_room", "routing_key"})
-
-
-def signature_of(fields: Mapping[str, Any]) -> str:
-    """Return what tells a request again that is sent once more under another id.
+def entry_of_all(fields: Mapping[str, Any], origin: Origin, now: float, level: Level = "proven") -> Entry | None:
+    """Return the entry that recognises one request with all that it asks for, and no other.
 
     Args:
-        fields: a line of ``requests/requests.jsonl``.
+        fields: the request as an incident keeps it.
+        origin: see `Entry`.
+        now: the time, in seconds since the epoch.
+        level: see `Entry`.
+
+    Returns:
+        None where something of it was not kept.
     """
-    told = {name: value for name, value in fields.items() if name not in _ABOUT and value is not None}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    known = fingerprint_of(fields)
+    if known is None:
+        return None
+    return Entry((), "content", known.length, known.digest, origin, now, now, known.rest, level)
 
 
-def _getter_of(body: Mapping[str, Any]) -> Getter:
-    def get(name: str) -> Any:
-        parent, _, child = name.partition(".")
-        value = body.get(parent)
-        return mapping_of(value).get(child) if child else value
-
-    return get
-
-
-def _prompt_of(get: Getter) -> str | list[int] | None:
-    text = get("text")
-    ids = get("input_ids") if text is None else None
-    return text if isinstance(text, str) else ids if isinstance(ids, list) else None
-
-
-def _digest(prompt: str | list[int]) -> str:
-    if isinstance(prompt, str):
-        return hashlib.sha256(prompt.encode(errors="surrogatepass")).hexdigest()
-    try:
-        return hashlib.sha256(array("q", prompt).tobytes()).hexdigest()
-    except (TypeError, OverflowError):
-        # No token ids.
-        return ""
+#: By a digest, then by the hash of the rest, which is empty where only some parameters count.
+_ByDigest = dict[str, dict[str, Entry]]
+_ByPrompt = dict[tuple[Prompt, int], _ByDigest]
+#: A parameter's name, in two parts where it is in ``sampling_params``.
+_Name = tuple[str, str]
+#: By the names of parameters, then by their values.
+_ByOthers = dict[tuple[_Name, ...], dict[tuple[object, ...], _ByPrompt]]
 
 
 class Index:
@@ -153,45 +186,79 @@ class Index:
     """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        #: By the names of the parameters, then by their values; then by what counts of the prompt and its length; then
-        #: by its digest.
-        self._by_names: dict[tuple[str, ...], dict[tuple[object, ...], _ByPrompt]] = {}
+        #: By the name of the first parameter, then by its value; in most requests that is all that is looked at.
+        self._by_first: dict[_Name, dict[object, _ByOthers]] = {}
+        #: Of the entries without parameters.
+        self._bare: _ByPrompt = {}
         for entry in entries:
-            names = tuple(name for name, _value in entry.parameters)
-            values = tuple(value for _name, value in entry.parameters)
-            by_prompt = self._by_names.setdefault(names, {}).setdefault(values, {})
-            by_prompt.setdefault((entry.prompt, entry.length), {})[entry.digest] = entry
+            by_prompt = self._bare
+            if entry.parameters:
+                (first, value), *others = [(_split(name), value) for name, value in entry.parameters]
+                by_others = self._by_first.setdefault(first, {}).setdefault(value, {})
+                by_values = by_others.setdefault(tuple(name for name, _value in others), {})
+                by_prompt = by_values.setdefault(tuple(value for _name, value in others), {})
+            by_prompt.setdefault((entry.prompt, entry.length), {}).setdefault(entry.digest, {})[entry.rest] = entry
 
     def __bool__(self) -> bool:
-        return bool(self._by_names)
+        return bool(self._by_first or self._bare)
 
-    def find(self, get: Getter) -> Entry | None:
-        """Return the entry that recognises the request whose fields `get` gives, None where none does."""
-        for names, by_values in self._by_names.items():
+    def find(self, get: Getter, rest: Callable[[], str | None] = lambda: None) -> Entry | None:
+        """Return the entry that recognises a request, a proven one where there are several; None where none does.
+
+        Args:
+            get: gives its fields.
+            rest: gives the hash of all its parameters; asked where a prompt is recognised.
+        """
+        found = _find_prompt(self._bare, get, rest) if self._bare else None
+        for (name, child), by_value in self._by_first.items():
+            value = get(name)
+            if child:
+                value = value.get(child) if isinstance(value, dict) else None
             try:
-                by_prompt = by_values.get(tuple(map(get, names)))
+                by_others = by_value.get(value)
             except TypeError:
                 # A value that has no hash is none of an entry's.
                 continue
-            if by_prompt is not None and (found := _find_prompt(by_prompt, get)) is not None:
-                return found
-        return None
+            for by_prompt in _matching(by_others, get) if by_others is not None else ():
+                if found is None or found.level != "proven":
+                    found = _find_prompt(by_prompt, get, rest) or found
+        return found
 
 
-_ByPrompt = dict[tuple[Prompt, int], dict[str, Entry]]
+def _split(name: str) -> _Name:
+    parent, _, child = name.partition(".")
+    return parent, child
 
 
-def _find_prompt(by_prompt: _ByPrompt, get: Getter) -> Entry | None:
+def _value_of(get: Getter, name: _Name) -> Any:
+    value = get(name[0])
+    if not name[1]:
+        return value
+    return value.get(name[1]) if isinstance(value, dict) else None
+
+
+def _matching(by_others: _ByOthers, get: Getter) -> Iterator[_ByPrompt]:
+    for names, by_values in by_others.items():
+        with contextlib.suppress(TypeError):
+            by_prompt = by_values.get(tuple(_value_of(get, name) for name in names))
+            if by_prompt is not None:
+                yield by_prompt
+
+
+def _find_prompt(by_prompt: _ByPrompt, get: Getter, rest: Callable[[], str | None]) -> Entry | None:
     if found := by_prompt.get(("any", 0)):
-        return found[""]
-    prompt = _prompt_of(get)
+        return found[""][""]
+    prompt = prompt_of(get)
     if prompt is None:
         return None
     if found := by_prompt.get(("length", len(prompt).bit_length())):
-        return found[""]
-    same_length = by_prompt.get(("content", len(prompt)))
+        return found[""][""]
     # A hash of a long prompt takes a while; it is made where another one was as long.
-    return same_length.get(_digest(prompt)) if same_length else None
+    same_length = by_prompt.get(("content", len(prompt)))
+    by_rest = same_length.get(digest_of(prompt)) if same_length else None
+    if by_rest is None:
+        return None
+    return by_rest.get("") or by_rest.get(rest() or "")
 
 
 # -- the file
@@ -236,12 +303,12 @@ def read_entries(folder: Path, now: float | None = None) -> list[Entry]:
 def _entries(told: Iterable[Mapping[str, Any]]) -> Iterator[Entry]:
     for fields in told:
         # One that is broken must not let the others pass.
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            yield _entry(fields)
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
+            yield read_entry(fields)
 
 
-def _entry(fields: Mapping[str, Any]) -> Entry:
-    """Return an entry of the file.
+def read_entry(fields: Mapping[str, Any]) -> Entry:
+    """Return an entry as a file has it (see `entry_fields`).
 
     Raises:
         ValueError: it is none; likewise TypeError and KeyError.
@@ -249,34 +316,44 @@ def _entry(fields: Mapping[str, Any]) -> Entry:
     parameters = tuple((name, value) for name, value in fields["parameters"])
     if not all(isinstance(name, str) and isinstance(value, _SCALARS) for name, value in parameters):
         raise ValueError("a parameter is no name with a number or a text")
-    prompt, length, digest = fields["prompt"], fields["length"], fields["digest"]
-    if prompt not in ("any", "length", "content") or not isinstance(length, int) or not isinstance(digest, str):
+    prompt, length, digest, rest = fields["prompt"], fields["length"], fields["digest"], fields["rest"]
+    if prompt not in ("any", "length", "content") or type(length) is not int or fields["level"] not in _LEVELS:
         raise ValueError("what counts of a prompt is not known")
     # Length alone would be a class of everybody's requests.
-    if (not parameters and prompt != "content") or (prompt == "content" and len(digest) != 64):
+    if not parameters and prompt != "content":
         raise ValueError("an entry would recognise requests of every kind")
     if prompt != "content":
-        length, digest = length if prompt == "length" else 0, ""
-    reason, incident = str(fields["reason"]), str(fields["incident"])
+        length, digest, rest = length if prompt == "length" else 0, "", ""
+    elif not (isinstance(digest, str) and len(digest) == _HASH and isinstance(rest, str) and len(rest) in (0, _HASH)):
+        raise ValueError("a prompt is no hash")
+    about = fields["origin"]
+    origin = Origin(*(str(about[name]) for name in ("reason", "incident", "model", "release", "fault")))
     first, last = float(fields["first"]), float(fields["last"])
-    return Entry(parameters, prompt, length, digest, reason, incident, first, last)
+    return Entry(parameters, prompt, length, digest, origin, first, last, rest, fields["level"])
 
 
-def change_entries(folder: Path, change: Callable[[list[Entry]], Iterable[Entry]]) -> list[Entry]:
+def change_entries(
+    folder: Path, change: Callable[[list[Entry]], Iterable[Entry]], lock_secs: float = _LOCK_SECS
+) -> list[Entry]:
     """Replace the entries of a crash folder by what `change` makes of them, and return those; see `read_entries`.
 
-    Of more than `MAX_ENTRIES` those that were last put there are kept.
+    Of more than `MAX_ENTRIES` the proven ones are kept first, and of each level those that were last put there.
+
+    Args:
+        folder: the crash folder.
+        change: see above.
+        lock_secs: how long to wait for whoever else changes them, in seconds.
 
     Raises:
         CrashkitError: the file cannot be read or written, or another command is at it.
     """
     lock = FolderLock(folder)
     try:
-        if lock.acquire(_LOCK_SECS) == "taken":
+        if lock.acquire(lock_secs) == "taken":
             raise CrashkitError(f"{folder} is locked by another process", next_step="the same command again")
-        entries = sorted(change(read_entries(folder)), key=lambda entry: entry.last)[-MAX_ENTRIES:]
-        told = [asdict(entry) | {"key": entry.key} for entry in entries]
-        write_json(folder / FILE, {"schema_version": _SCHEMA_VERSION, "entries": told})
+        ranked = sorted(change(read_entries(folder)), key=lambda entry: (entry.level == "proven", entry.last))
+        entries = ranked[-MAX_ENTRIES:]
+        write_json(folder / FILE, {"schema_version": _SCHEMA_VERSION, "entries": [asdict(entry) for entry in entries]})
     except OSError as error:
         raise CrashkitError(f"{folder / FILE} cannot be written: {error}") from error
     finally:
@@ -305,3 +382,41 @@ def add_entry(folder: Path, entry: Entry) -> None:
         return [*others, replace(entry, first=before.first)]
 
     change_entries(folder, change)
+
+
+def note_suspects(folder: Path, suspects: Iterable[Entry], *, is_alone: bool, lock_secs: float) -> None:
+    """List what may have killed a server; see `change_entries`.
+
+    What was suspected of the same fault before, and was the only request of the fatal step this time, is proven by it.
+
+    Args:
+        folder: the crash folder.
+        suspects: an entry each.
+        is_alone: there was no other request in the step.
+        lock_secs: see `change_entries`.
+    """
+
+    def change(entries: list[Entry]) -> list[Entry]:
+        known = {entry.key: entry for entry in entries}
+        for entry in suspects:
+            before = known.get(entry.key)
+            if before is None:
+                known[entry.key] = entry
+            elif before.level == "proven":
+                known[entry.key] = replace(before, last=entry.last)
+            else:
+                is_proven = is_alone and before.origin.fault == entry.origin.fault != ""
+                reason = (
+                    f"{entry.origin.reason} (alone in its step, and suspected in incident {before.origin.incident})"
+                )
+                origin = replace(entry.origin, reason=reason) if is_proven else entry.origin
+                level: Level = "proven" if is_proven else "suspected"
+                known[entry.key] = replace(entry, first=before.first, level=level, origin=origin)
+        return list(known.values())
+
+    change_entries(folder, change, lock_secs)
+
+
+def clear_suspects(folder: Path, keys: Container[str]) -> None:
+    """Remove suspects that were sent alone and killed nobody; see `change_entries`."""
+    change_entries(folder, lambda entries: [one for one in entries if one.level == "proven" or one.key not in keys])

@@ -14,6 +14,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+_MAX_EXPONENT, _STEPS = 63, 16
+
 #: Returns the index of the first group that fails, None where all survive.
 FirstFailing = Callable[[Sequence[Sequence[T]]], "int | None"]
 
@@ -83,3 +85,30 @@ def needed(items: Sequence[T], first_failing: FirstFailing[T]) -> list[T] | None
             return known
         # The last one that was added is needed; what comes after it is not.
         known, rest = [*known, rest[at - 1]], rest[: at - 1]
+
+
+def lowest(value: float, first_failing: Callable[[Sequence[float]], int | None], at_least: int = 0) -> float:
+    """Return the number of the lowest magnitude that fails in place of `value`, which fails, as far as was seen.
+
+    From low to high, as each that fails costs a start: first powers of two, then closer and closer to the first one.
+
+    Args:
+        value: a number; of one with a fraction only powers of two are tried.
+        first_failing: see above; here each group is one number.
+        at_least: no lower one is tried.
+    """
+    sign = -1 if value < 0 else 1
+    low, high = at_least - 1, abs(value)
+    tried: list[float] = [0, *(2**exponent for exponent in range(_MAX_EXPONENT))]
+    tried = [number for number in tried if at_least <= number < high]
+    while tried:
+        at = first_failing([type(value)(sign * number) for number in tried])
+        if at is not None:
+            high = tried[at]
+        if at != 0:
+            low = int(tried[at - 1 if at is not None else -1])
+        if at == 0 or high != int(high):
+            break
+        step = max(1, int(high - low) // _STEPS)
+        tried = list(range(low + 1, int(high), step))
+    return type(value)(sign * high)

@@ -24,6 +24,8 @@ _LOOK_SECS, _HEALTH_SECS = 0.05, 5.0
 _PORT, _HOST, _CRASH_FOLDER = "--port", "--host", "--crash-dump-folder"
 #: Where it answers on the loopback address, too.
 _ALL_HOSTS = (None, "0.0.0.0", "::")  # noqa: S104 - what the command may say
+#: What is known to break it is to reach it.
+_UNGUARDED = {"SGLANG_CRASHKIT_QUARANTINE": "off"}
 #: What a kind of incident is called that is no failure of the server's own.
 _NO_FAILURE = frozenset({"peer_lost", "snapshot"})
 
@@ -75,10 +77,12 @@ class OwnServer:
 
     Attributes:
         address: where it answers.
+        folder: see above.
         crash_folder: its crash folder.
     """
 
     def __init__(self, command: list[str], folder: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.folder = folder
         self.crash_folder = folder / "crash"
         self._log = folder / "server.log"
         port = option_of(command, _PORT)
@@ -90,7 +94,7 @@ class OwnServer:
             raise UsageError(f"{port!r} is no port")
         host = option_of(command, _HOST)
         self.address = Address("http", host if host not in _ALL_HOSTS else "127.0.0.1", int(port))
-        self._command, self._environment = command, dict(os.environ) | dict(environment or {})
+        self._command, self._environment = command, dict(os.environ) | _UNGUARDED | dict(environment or {})
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self, ready_secs: float) -> None:

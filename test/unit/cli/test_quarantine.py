@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.cli.main import main
+from sglang_crashkit.incident.quarantine import Origin, entry_of
 from sglang_crashkit.replay.bisect import Result
 
+ORIGIN = Origin("It raised.", "1a2b3c4d", "/model", "0.5.23")
 PROVEN = Result(
     "1a2b3c4d",
     "It raised.",
@@ -17,6 +19,7 @@ PROVEN = Result(
     parameters=["n"],
     prompt="nothing",
     is_confirmed=True,
+    entry=asdict(entry_of({"text": "a", "n": 7}, ["n"], "any", ORIGIN, 0.0)),
 )
 
 
@@ -29,7 +32,8 @@ def reproducer(folder: Path, result: Result = PROVEN) -> str:
 def test_an_entry_is_added_listed_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quarantine", "add", str(tmp_path), reproducer(tmp_path)]) == 0
     line = capsys.readouterr().out
-    assert "  n=7  (incident 1a2b3c4d, " in line
+    assert "  proven  n=7  (incident 1a2b3c4d, " in line
+    assert "counts for /model on SGLang 0.5.23" in line
     assert main(["quarantine", "list", str(tmp_path), "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)
     assert entry["key"] == line.split(maxsplit=1)[0]

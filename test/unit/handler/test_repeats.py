@@ -11,16 +11,41 @@ import pytest
 from sglang_crashkit.analysis.suspects import suspects_of
 from sglang_crashkit.handler.collectors.repeats import count_repeat
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
-from sglang_crashkit.model.incident import Incident
+from sglang_crashkit.incident.quarantine import FILE, read_entries
+from sglang_crashkit.model.incident import Exit, Incident
 from unit.analysis.test_suspects import incident
 from unit.stored import NOON
 
 REQUEST = {"text": "a secret", "state": "unfinished", "sampling_params": {"top_k": 5}, "return_logprob": True}
 
 
-def crash(crash_folder: Path, number: int, *rids: str, request: dict[str, Any] = REQUEST) -> Incident:
+def finish(crash_folder: Path, lines: dict[str, dict[str, Any]]) -> Incident:
+    """Finish an incident with these requests in the step."""
+    made = incident(*lines)
+    made.suspects = suspects_of(made)
+    folder = IncidentFolder(crash_folder / "host" / "incidents", "killed", "00000009", NOON)
+    folder.write_text(REQUESTS, "".join(json.dumps(line | {"rid": rid}) + "\n" for rid, line in lines.items()))
+    count_repeat(made, folder, keep=0)
+    folder.publish()
+    return made
+
+
+@pytest.mark.parametrize(("others", "first"), [(3, "odd"), (1, "0")])
+def test_the_one_that_asks_for_what_no_other_does_is_first(tmp_path: Path, others: int, first: str) -> None:
+    plain = {"text": "x", "sampling_params": {"top_k": 5}}
+    lines = {str(number): plain for number in range(others)} | {"odd": plain | {"return_logprob": True}}
+    suspects = finish(tmp_path, lines).suspects
+    assert (suspects[0].rid, suspects[0].level) == (first, "unknown")
+    assert ("no other one of the step asks for return_logprob" in suspects[0].reasons) is (others > 1)
+
+
+def crash(
+    crash_folder: Path, number: int, *rids: str, request: dict[str, Any] = REQUEST, signal: str | None = None
+) -> Incident:
     """Finish one more incident of the same fault, with these requests in the step."""
     made = incident(*rids)
+    made.environment = {"model": "/model"}
+    made.processes[0].exit = Exit(None, signal, "signal", "", "") if signal else None
     made.suspects = suspects_of(made)
     folder = IncidentFolder(crash_folder / "host" / "incidents", "killed", f"0000000{number}", NOON + number)
     lines = [json.dumps(request | {"rid": rid, "text": f"{request['text']} {place}"}) for place, rid in enumerate(rids)]
@@ -52,3 +77,36 @@ def test_requests_that_cannot_be_read_cost_nothing_else(tmp_path: Path, text: st
     folder.publish()
     assert made.fault is not None
     assert [suspect.rid for suspect in made.suspects] == ["a"]
+
+
+@pytest.mark.parametrize(("signal", "levels"), [(None, {"proven"}), ("SIGSEGV", {"proven"}), ("SIGKILL", set())])
+def test_the_only_request_of_a_second_fatal_step_is_proven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal: str | None, levels: set[str]
+) -> None:
+    monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "observe")
+    crash(tmp_path, 1, "first", signal=signal)
+    assert {entry.level for entry in read_entries(tmp_path)} == ({"suspected"} if levels else set())
+    crash(tmp_path, 2, "second", signal=signal)
+    entries = read_entries(tmp_path)
+    assert {entry.level for entry in entries} == levels
+    assert all(entry.counts_for("/model", "0.5.23") for entry in entries)
+
+
+def test_one_of_several_is_a_suspect_and_without_a_quarantine_none_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash(tmp_path, 1, "a", "b")
+    assert read_entries(tmp_path) == []
+    monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "refuse")
+    for number in (2, 3):
+        crash(tmp_path, number, "a", "b")
+    assert [entry.level for entry in read_entries(tmp_path)] == ["suspected"] * 2
+
+
+def test_a_quarantine_that_cannot_be_written_costs_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "refuse")
+    (tmp_path / FILE).mkdir(parents=True)
+    made = crash(tmp_path, 1, "a")
+    assert made.fault is not None

@@ -37,5 +37,16 @@ def test_what_ended_no_server_is_no_crash(tmp_path: Path, kind: str) -> None:
     assert recent_crashes(tmp_path, NOON + 1) == ""
 
 
+@pytest.mark.parametrize("error", [PermissionError, NotADirectoryError, TimeoutError])
+def test_a_folder_that_cannot_be_read_tells_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
+    def fail(_path: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(Path, "iterdir", fail)
+    assert recent_crashes(tmp_path) == ""
+
+
 def test_without_a_folder_there_is_nothing_to_tell(tmp_path: Path) -> None:
     assert recent_crashes(tmp_path / "none") == ""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +18,29 @@ from sglang_crashkit.incident.quarantine import (
     MAX_ENTRIES,
     Entry,
     Index,
+    Origin,
     Prompt,
     add_entry,
     change_entries,
+    clear_suspects,
     entry_of,
+    entry_of_all,
+    note_suspects,
     read_entries,
 )
 
 NOW = 1_700_000_000.0
 BODY = {"text": "a secret", "return_logprob": True, "top_logprobs_num": 600, "sampling_params": {"top_k": 5}}
 NAMES = ("return_logprob", "top_logprobs_num")
+ORIGIN = Origin("It raised.", "1a2b3c4d", "/model", "0.5.23", "fault")
 
 
 def made(names: tuple[str, ...] = NAMES, prompt: Prompt = "any", body: dict[str, Any] | None = None) -> Entry:
-    return entry_of(body or BODY, names, prompt, "It raised.", "1a2b3c4d", NOW)
+    return entry_of(body or BODY, names, prompt, ORIGIN, NOW)
 
 
 def recognises(entry: Entry, body: dict[str, Any]) -> bool:
-    def get(name: str) -> Any:
-        parent, _, child = name.partition(".")
-        return body.get(parent, {}).get(child) if child else body.get(parent)
-
-    return Index([made(("nothing",), "any", {"nothing": "alike"}), entry]).find(get) is entry
+    return Index([made(("nothing",), "any", {"nothing": "alike"}), entry]).find(body.get) is entry
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_entries_are_kept_without_a_prompt_until_they_expire(tmp_path: Path) -> 
 def test_one_that_is_there_already_keeps_since_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: NOW + 5)
     add_entry(tmp_path, made())
-    later = entry_of(BODY, NAMES, "any", "It raised.", "1a2b3c4d", NOW + 5)
+    later = entry_of(BODY, NAMES, "any", ORIGIN, NOW + 5)
     add_entry(tmp_path, later)
     (entry,) = read_entries(tmp_path)
     assert (entry.first, entry.last) == (NOW, NOW + 5)
@@ -86,9 +88,61 @@ def test_one_that_is_there_already_keeps_since_when(tmp_path: Path, monkeypatch:
 
 def test_no_more_than_the_latest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: NOW)
-    entries = [entry_of({"n": n}, ("n",), "any", "x", "y", NOW + n / 1e4) for n in range(MAX_ENTRIES + 5)]
+    entries = [entry_of({"n": n}, ("n",), "any", ORIGIN, NOW + n / 1e4) for n in range(MAX_ENTRIES + 5)]
     change_entries(tmp_path, lambda _none: entries)
     assert read_entries(tmp_path) == entries[5:]
+
+
+def suspect(incident: str, fault: str = "fault", text: str = "a secret", model: str = "/model") -> Entry:
+    origin = replace(ORIGIN, incident=incident, fault=fault, model=model)
+    made = entry_of_all(BODY | {"text": text}, origin, NOW, "suspected")
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize(
+    ("second", "is_alone", "level"),
+    [
+        (suspect("2"), True, "proven"),
+        (suspect("2"), False, "suspected"),
+        (suspect("2", fault="another"), True, "suspected"),
+    ],
+)
+def test_the_only_request_of_a_second_fatal_step_is_proven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: Entry, is_alone: bool, level: str
+) -> None:
+    monkeypatch.setattr("time.time", lambda: NOW)
+    others = [suspect("1"), suspect("1", text="another")]
+    note_suspects(tmp_path, others, is_alone=True, lock_secs=1.0)
+    assert {entry.level for entry in read_entries(tmp_path)} == {"suspected"}
+    note_suspects(tmp_path, [second], is_alone=is_alone, lock_secs=1.0)
+    found = {entry.key: entry for entry in read_entries(tmp_path)}
+    assert [found[one.key].level for one in others] == [level, "suspected"]
+    assert found[second.key].origin.incident == "2"
+    clear_suspects(tmp_path, found.keys())
+    assert len(read_entries(tmp_path)) == (level == "proven")
+
+
+def test_what_another_model_died_of_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: NOW)
+    for number in ("1", "2"):
+        note_suspects(tmp_path, [suspect(number, model=number)], is_alone=True, lock_secs=1.0)
+    assert [entry.level for entry in read_entries(tmp_path)] == ["suspected", "suspected"]
+
+
+def test_suspects_give_way_to_what_is_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: NOW)
+    proven = [entry_of({"n": n}, ("n",), "any", ORIGIN, NOW - 5) for n in range(MAX_ENTRIES)]
+    change_entries(tmp_path, lambda _none: [suspect("1"), *proven])
+    assert {entry.level for entry in read_entries(tmp_path)} == {"proven"}
+
+
+@pytest.mark.parametrize("other", [{"n": 2}, {"sampling_params": {"top_k": 6}}, {"return_logprob": None}])
+def test_a_whole_request_is_no_other_with_the_same_prompt(other: dict[str, Any]) -> None:
+    entry = suspect("1")
+    index = Index([entry])
+    assert index.find(BODY.get, lambda: entry.rest) is entry
+    assert index.find((BODY | other).get, lambda: "another") is None
 
 
 def test_a_file_of_somebody_else_counts_for_nothing(tmp_path: Path) -> None:
@@ -121,7 +175,10 @@ FIELDS = st.fixed_dictionaries(
     optional={
         "parameters": st.lists(st.lists(SCALARS, max_size=3), max_size=3) | ANYTHING,
         "prompt": st.sampled_from(["any", "length", "content"]) | ANYTHING,
-        **dict.fromkeys(("length", "digest", "reason", "incident"), ANYTHING),
+        "level": st.sampled_from(["proven", "suspected"]) | ANYTHING,
+        "origin": st.just(asdict(ORIGIN)) | ANYTHING,
+        "length": st.just(5) | ANYTHING,
+        **dict.fromkeys(("digest", "rest"), st.sampled_from(["", "0" * 64]) | ANYTHING),
         **{name: st.just(NOW) | ANYTHING for name in ("first", "last")},
     },
 )
@@ -142,4 +199,10 @@ def test_whatever_the_file_holds_no_ordinary_request_is_recognised(
     with contextlib.suppress(CrashkitError):
         entries = read_entries(folder, NOW)
     ordinary = {"text": "Hello", "sampling_params": {"max_new_tokens": 16}, "stream": False}
-    assert Index(entries).find(ordinary.get) is None
+    assert Index(entries).find(ordinary.get, lambda: "f" * 64) is None
+
+
+@given(st.text(max_size=8), st.text(max_size=8))
+def test_an_entry_counts_for_its_own_model_and_release_alone(model: str, release: str) -> None:
+    entry = replace(made(), origin=replace(ORIGIN, model=model, release=release))
+    assert entry.counts_for("/model", "0.5.23+crashkit.1") is ((model, release) == ("/model", "0.5.23"))

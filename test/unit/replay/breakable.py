@@ -23,6 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("--rule", "--port", "--crash-dump-folder", "--what"):
         parser.add_argument(name)
+    parser.add_argument("--hold", type=float, default=0.05)
     args = parser.parse_args()
     under_way: dict[int, dict[str, object]] = {}
     lock, began = threading.Lock(), time.monotonic()
@@ -49,7 +50,7 @@ def main() -> None:
                 under_way[id(body)] = body
                 if breaks():
                     end()
-            time.sleep(0.05)
+            time.sleep(args.hold)
             with lock:
                 if breaks():
                     end()

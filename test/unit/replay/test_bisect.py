@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from sglang_crashkit.cli.main import main
 from unit.replay.breakable import VERDICT
 from unit.stored import make_incident
-from unit.waiting import LONG
+from unit.waiting import LONG, wait_until
 
 pytestmark = pytest.mark.wide
 
@@ -25,6 +26,7 @@ BY_PARAMETERS = "any(b.get('return_logprob') and b.get('top_logprobs_num', 0) > 
 BY_CONTENT = "any('xyz' in b['text'] for b in bodies)"
 BY_LENGTH = "any(len(b['text']) > 20 for b in bodies)"
 BY_TWO = "{'left', 'right'} <= {b['text'] for b in bodies}"
+BY_TWO_PARAMETERS = "any(b.get('lora_path') for b in bodies) and any(b.get('return_logprob') for b in bodies)"
 
 
 @pytest.fixture
@@ -77,7 +79,11 @@ def test_a_fault_of_parameters_is_reduced_to_them(
     result = bisect(path, tmp_path / "out", serve(BY_PARAMETERS), capsys)
     assert result["rids"] == ["0"]
     assert (sorted(result["parameters"]), result["prompt"]) == (sorted(POISON), "nothing")
-    assert result["requests"] == [{"text": "a", "sampling_params": {"max_new_tokens": 4}, **POISON}]
+    assert result["requests"] == [
+        {"text": "a", "sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "top_logprobs_num": 513}
+    ]
+    # What is reduced must not be all that is recognised.
+    assert dict(result["entry"]["parameters"]) == POISON
     assert result["starts"] <= 10
     told = (tmp_path / "out" / "reproduce.sh").read_text() + (tmp_path / "out" / "reproducer.json").read_text()
     assert "secret" not in told
@@ -104,6 +110,10 @@ def test_what_of_the_prompts_it_takes_is_found(
     assert result["reproduced"]
     assert result["prompt"] == prompt
     assert [body["text"] for body in result["requests"]] == texts
+    entry = result["entry"]
+    assert (entry is None) is (len(bodies) > 1)
+    # It is of the request as it came, and has no prompt.
+    assert entry is None or entry["length"] == len(bodies[0]["text"])
 
 
 @pytest.mark.parametrize(
@@ -121,6 +131,36 @@ def test_what_does_not_come_back_is_said(
     result = bisect(path, tmp_path / "out", serve(rule, what), capsys, "--tries", "2")
     assert not result["reproduced"]
     assert result["reason"].startswith(reason)
+
+
+def test_several_at_once_find_the_same(tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = incident(tmp_path / "crash", {"text": "a secret prompt", **POISON})
+    result = bisect(path, tmp_path / "out", serve(BY_PARAMETERS), capsys, "--jobs", "3")
+    assert (result["rids"], sorted(result["parameters"]), result["prompt"]) == (["0"], sorted(POISON), "nothing")
+    command = ["bisect", str(path), "--jobs", "2", "--serve", serve(BY_PARAMETERS) + " --port 1"]
+    assert main(command) == 2
+
+
+def test_what_each_of_two_takes_is_found(tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    bodies = [{"text": "l", "lora_path": "x", "n": 3}, {"text": "r", "return_logprob": True}]
+    command = serve(BY_TWO_PARAMETERS) + " --hold 0.5"
+    result = bisect(incident(tmp_path / "crash", *bodies), tmp_path / "out", command, capsys)
+    shortest = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
+    assert result["requests"] == [shortest | {"lora_path": "x"}, shortest | {"return_logprob": True}]
+    assert result["entry"] is None
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_ctrl_c_keeps_what_is_known_and_leaves_no_server(tmp_path: Path, serve: Any, jobs: int) -> None:
+    path, out = incident(tmp_path / "crash", {"text": "a", **POISON}), tmp_path / "out"
+    words = [sys.executable, "-m", "sglang_crashkit", "bisect", str(path), "--serve", serve(BY_PARAMETERS)]
+    with subprocess.Popen([*words, "-o", str(out), "--jobs", str(jobs)]) as popen:
+        wait_until((out / "trials.json").exists, "something is known")
+        popen.send_signal(signal.SIGINT)
+        assert popen.wait(LONG) != 0
+    assert json.loads((out / "trials.json").read_text())["trials"]
+    found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True, timeout=LONG)
+    assert str(out) not in found.stdout
 
 
 def test_a_server_that_fails_unasked_is_an_error(

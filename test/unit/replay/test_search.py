@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.replay.search import isolate, minimize, needed
+from sglang_crashkit.replay.search import isolate, lowest, minimize, needed
 
 
 class Fault:
@@ -69,3 +69,32 @@ def test_load_alone_is_kept_as_large_as_it_must_be() -> None:
     found = isolate(range(40), [], fault.first_failing)
     assert found is not None
     assert len(found) == 6
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6))
+def test_the_lowest_number_that_fails_is_found_in_few_starts(threshold: int, more: int) -> None:
+    starts = 0
+
+    def first_failing(numbers: Sequence[float]) -> int | None:
+        nonlocal starts
+        assert list(numbers) == sorted(numbers)
+        at = next((place for place, number in enumerate(numbers) if number >= threshold), None)
+        starts += at is not None
+        return at
+
+    assert lowest(threshold + more, first_failing) == threshold
+    assert starts <= 6
+
+
+@pytest.mark.parametrize(
+    ("value", "at_least", "expected"),
+    [(4, 1, 1), (1, 1, 1), (0, 0, 0), (-5, 0, 0), (0.7, 0, 0.0), (600.5, 0, 0.0)],
+)
+def test_what_always_fails_is_reduced_to_nothing(value: float, at_least: int, expected: float) -> None:
+    found = lowest(value, lambda numbers: 0 if numbers else None, at_least)
+    assert (found, type(found)) == (expected, type(value))
+
+
+@pytest.mark.parametrize("value", [7, -7, 7.5, -600, 10**12])
+def test_what_fails_by_itself_alone_is_kept(value: float) -> None:
+    assert lowest(value, lambda _numbers: None) == value

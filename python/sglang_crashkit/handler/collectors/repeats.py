@@ -6,22 +6,32 @@ import contextlib
 import itertools
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping
+import os
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.suspects import suspects_of
+from sglang_crashkit.analysis.suspects import ALONE, suspects_of
+from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
-from sglang_crashkit.incident.quarantine import signature_of
+from sglang_crashkit.incident.quarantine import Origin, entry_of_all, note_suspects, origin_of
+from sglang_crashkit.incident.request_fingerprint import fingerprint_of, names_of
 from sglang_crashkit.model.incident import Incident
+from sglang_crashkit.settings import read_quarantine
 
 logger = logging.getLogger(__name__)
 
 #: Of so many requests, the unanswered ones first, the suspects are looked up.
 _MAX_LINES = 2000
 _STACKS = "stacks/"
+#: An incident is finished without it rather than later, in seconds.
+_LOCK_SECS = 0.2
+#: By these others end a server, and no request does.
+_SENT_BY_OTHERS = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
 
 
 def count_repeat(incident: Incident, folder: IncidentFolder, keep: int) -> list[str]:
@@ -35,25 +45,54 @@ def count_repeat(incident: Incident, folder: IncidentFolder, keep: int) -> list[
     Returns:
         The files that are of no use any more, relative to the folder, to be removed when the incident is written.
     """
-    fault = fault_of(incident.to_json()) if not folder.problem else None
+    document = incident.to_json()
+    fault = fault_of(document) if not folder.problem else None
     if fault is None:
         return []
     pieces = (piece for report in incident.processes for piece in report.evidence)
     has_core = any(piece.kind == "cuda_core" and piece.status == "captured" for piece in pieces)
     lines = _lines_of({suspect.rid for suspect in incident.suspects}, folder.path / REQUESTS)
-    suspects = {rid: signature_of(fields) for rid, fields in lines.items()}
+    suspects = {rid: known.key for rid, fields in lines.items() if (known := fingerprint_of(fields)) is not None}
     incident.fault = count_fault(
         folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core, suspects=suspects
     )
-    if incident.fault is not None and incident.fault.seen:
-        name_suspects(incident, incident.fault.seen)
+    name_suspects(incident, incident.fault.seen if incident.fault is not None else {}, _unusual(lines))
+    if read_quarantine(os.environ) != "off" and fault.what not in _SENT_BY_OTHERS:
+        origin = origin_of(document, incident.verdict.text if incident.verdict is not None else "", fault.key)
+        is_alone = len(incident.suspects) == 1 and ALONE in incident.suspects[0].reasons
+        _quarantine(folder, lines.values(), origin, is_alone=is_alone)
     return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
 
 
-def name_suspects(incident: Incident, seen: Mapping[str, int] | None = None) -> None:
+def _quarantine(
+    folder: IncidentFolder, suspects: Iterable[Mapping[str, Any]], origin: Origin, *, is_alone: bool
+) -> None:
+    """List the suspects where the tokenizer manager looks for them; see `note_suspects`."""
+    made = [entry_of_all(fields, origin, time.time(), "suspected") for fields in suspects]
+    entries = [entry for entry in made if entry is not None]
+    # <crash folder>/<host>/incidents/<name>
+    crash_folder = folder.path.parents[2]
+    try:
+        if entries:
+            note_suspects(crash_folder, entries, is_alone=is_alone, lock_secs=_LOCK_SECS)
+    except CrashkitError as error:
+        logger.warning("the suspects are not in quarantine: %s", error)
+
+
+def _unusual(lines: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return what of some requests, by id, no other one of them asks for; nothing where there are only two."""
+    asked = {rid: names_of(fields) for rid, fields in lines.items()}
+    times = Counter(name for names in asked.values() for name in names)
+    own = {rid: sorted(name for name in names if times[name] == 1) for rid, names in asked.items()}
+    return {rid: ", ".join(names) for rid, names in own.items() if names} if len(lines) > 2 else {}
+
+
+def name_suspects(
+    incident: Incident, seen: Mapping[str, int] | None = None, unusual: Mapping[str, str] | None = None
+) -> None:
     """Put the suspects into an incident; see `suspects_of`."""
     try:
-        incident.suspects = suspects_of(incident, seen)
+        incident.suspects = suspects_of(incident, seen, unusual)
     except Exception:
         # What is known beside it is worth more.
         logger.exception("the requests of the last step cannot be judged")

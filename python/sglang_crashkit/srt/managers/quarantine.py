@@ -1,4 +1,4 @@
-"""Keep requests that are known to kill a server from its ranks: checked where the tokenizer manager takes them in.
+"""Keep requests that kill a server from its ranks, where the tokenizer manager takes them in, and send suspects alone.
 
 The file is read by a thread of its own, as a disk may stand still; a request costs a look at what that left. Where the
 file cannot be believed nothing is refused.
@@ -6,8 +6,10 @@ file cannot be believed nothing is refused.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import json
 import logging
 import os
 import sys
@@ -20,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.incident.quarantine import FILE, Entry, Index, read_entries
+from sglang_crashkit.incident.quarantine import FILE, Entry, Index, clear_suspects, read_entries
+from sglang_crashkit.incident.request_fingerprint import OTHER_INPUTS, PARAMETERS, rest_of
+from sglang_crashkit.memory.request_record import to_json
 from sglang_crashkit.settings import read_quarantine
 from sglang_crashkit.srt.hooks import notify
+from sglang_crashkit.srt.request_journal import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +39,6 @@ _MAX_LOGGED = 10
 _MAX_OF_BATCH = 256
 #: How the ids of SGLang's own health checks begin; a server that refused them would be taken for a dead one.
 _HEALTH_CHECK = "HEALTH_CHECK"
-_OTHER_INPUTS = ("image_data", "audio_data", "video_data", "input_embeds")
 
 
 class QuarantinedError(ValueError):
@@ -44,18 +48,19 @@ class QuarantinedError(ValueError):
 
 
 class Quarantine:
-    """What is known to kill a server.
+    """What is known, or suspected, to kill this server.
 
     Args:
         folder: the crash folder.
-        refuses: a request that is recognised is refused, and not only logged.
+        model: the model that the server was given.
+        release: its SGLang.
     """
 
-    def __init__(self, folder: Path, *, refuses: bool) -> None:
-        self.refuses = refuses
+    def __init__(self, folder: Path, model: str, release: str) -> None:
         self.hits = 0
-        self._folder = folder
+        self._folder, self._model, self._release = folder, model, release
         self._index = Index()
+        self._innocent: set[str] = set()
         self._problem = ""
         self._to_log = _MAX_LOGGED
 
@@ -66,41 +71,57 @@ class Quarantine:
     def read(self) -> None:
         """Read the file; where that fails nothing is in quarantine, and a warning says so once."""
         self._to_log = _MAX_LOGGED
+        entries: list[Entry] = []
+        if innocent := set(self._innocent):
+            # Where that cannot be written, this process knows it all the same.
+            with contextlib.suppress(CrashkitError, OSError):
+                clear_suspects(self._folder, innocent)
+                self._innocent -= innocent
         try:
-            self._index = Index(read_entries(self._folder))
+            entries = [one for one in read_entries(self._folder) if one.counts_for(self._model, self._release)]
             self._problem = ""
         except (CrashkitError, OSError) as error:
-            self._index = Index()
             if str(error) != self._problem:
                 self._problem = str(error)
                 logger.warning("crash kit: no request is in quarantine: %s", error)
+        self._index = Index(entries)
 
-    def check(self, request: Any) -> Entry | None:
-        """Return what recognises a request, or one of a batch; None where nothing does, or it is only to be logged.
+    def find(self, request: Any) -> Entry | None:
+        """Return what recognises a request, or one of a batch; what is proven comes first. None where nothing does.
 
         Args:
             request: SGLang's ``GenerateReqInput`` as it came.
         """
-        index = self._index
-        if not index or str(getattr(request, "rid", None)).startswith(_HEALTH_CHECK):
+        index, suspected = self._index, None
+        if not index:
             return None
         for get in itertools.islice(_each(request), _MAX_OF_BATCH):
-            entry = index.find(get)
-            # What else a prompt is made of is not in an entry.
-            if entry is not None and (entry.prompt == "any" or not any(map(get, _OTHER_INPUTS))):
-                return self._note(entry)
-        return None
+            entry = index.find(get, functools.partial(_rest_of, get))
+            if entry is not None and self._counts(entry, request, get):
+                if entry.level == "proven":
+                    return entry
+                suspected = entry
+        return suspected
 
-    def _note(self, entry: Entry) -> Entry | None:
+    def _counts(self, entry: Entry, request: Any, get: Callable[[str], Any]) -> bool:
+        # What else a prompt is made of is not in an entry.
+        is_whole = entry.prompt == "any" or not any(map(get, OTHER_INPUTS))
+        return is_whole and entry.key not in self._innocent and not is_health_check(request)
+
+    def note(self, entry: Entry, done: str) -> None:
+        """Count and log a request that was recognised, and what is done about it."""
         self.hits += 1
         if self._to_log > 0:
             self._to_log -= 1
-            done = "refused" if self.refuses else "let through"
             logger.warning(
-                "crash kit: a request is %s that is known to kill a server (%s; incident %s; %s; %d so far)",
-                *(done, entry.words, entry.incident, entry.reason, self.hits),
+                "crash kit: a request is %s that is %s to kill a server (%s; incident %s; %s; %d so far)",
+                *(done, "known" if entry.level == "proven" else "suspected", entry.words),
+                *(entry.origin.incident, entry.origin.reason, self.hits),
             )
-        return entry if self.refuses else None
+
+    def acquit(self, entry: Entry) -> None:
+        """Have a suspect not be isolated again, as the server has answered it."""
+        self._innocent.add(entry.key)
 
 
 def _follow(its: weakref.ref[Quarantine]) -> None:
@@ -116,27 +137,39 @@ def _follow(its: weakref.ref[Quarantine]) -> None:
 
 def _each(request: Any) -> Iterator[Callable[[str], Any]]:
     """Yield a getter of fields for each request of what may be a batch."""
-    text, ids = getattr(request, "text", None), getattr(request, "input_ids", None)
-    if isinstance(text, list):
-        count: int | None = len(text)
+    fields = getattr(request, "__dict__", {})
+    text = fields.get("text")
+    prompts = fields.get("input_ids") if text is None else text
+    if isinstance(prompts, list) and prompts and (text is not None or isinstance(prompts[0], list)):
+        for number in range(len(prompts)):
+            yield functools.partial(_field, fields, number)
     else:
-        count = len(ids) if isinstance(ids, list) and ids and isinstance(ids[0], list) else None
-    for number in range(count) if count is not None else (None,):
-        yield functools.partial(_field, request, number)
+        yield fields.get
 
 
-def _field(request: Any, number: int | None, name: str) -> Any:
-    parent, _, child = name.partition(".")
-    value = getattr(request, parent, None)
-    if number is not None and isinstance(value, (list, tuple)) and number < len(value):
-        value = value[number]
-    if child:
-        return value.get(child) if isinstance(value, dict) else None
-    return list(value) if isinstance(value, tuple) else value
+def _field(fields: dict[str, Any], number: int, name: str) -> Any:
+    """Return a field of one request of a batch."""
+    value = fields.get(name)
+    if not isinstance(value, (list, tuple)) or number >= len(value):
+        return value
+    # Token ids are of each request where they are one list.
+    return value[number] if name != "token_ids_logprob" or isinstance(value[0], list) else value
+
+
+def _rest_of(get: Callable[[str], Any]) -> str | None:
+    """Return the hash of all that a request asks for, of the form in which an incident has it."""
+    found = {name: get(name) for name in PARAMETERS}
+    told = {name: without_secrets(value) if type(value) is dict else value for name, value in found.items()}
+    try:
+        return rest_of(json.loads(to_json(told), parse_constant=str))
+    except (ValueError, TypeError, RecursionError):
+        return None
 
 
 def guard_requests(manager: Any) -> None:
-    """Have a tokenizer manager refuse, or log, what is in quarantine; nothing happens where that is off.
+    """Have a tokenizer manager refuse, or log, what is in quarantine, and send suspects alone.
+
+    Nothing happens where that is off.
 
     Args:
         manager: the ``TokenizerManager``, which has its crash folder.
@@ -147,23 +180,79 @@ def guard_requests(manager: Any) -> None:
     if not folder:
         logger.warning("crash kit: SGLANG_CRASHKIT_QUARANTINE needs --crash-dump-folder, where %s is", FILE)
         return
-    quarantine = Quarantine(Path(folder), refuses=wanted == "refuse")
+    # To import it takes a while, and most servers have no quarantine.
+    from sglang_crashkit.srt.managers.isolation import Isolation
+
+    model = str(getattr(getattr(manager, "server_args", None), "model_path", ""))
+    quarantine = Quarantine(Path(folder), model, _release())
     quarantine.watch()
-    generate = manager.generate_request
+    isolation = Isolation(functools.partial(_is_busy, manager), lambda: bool(getattr(manager, "gracefully_exit", 0)))
+    generate, abort = manager.generate_request, getattr(manager, "abort_request", None)
 
     @functools.wraps(generate)
     def generate_request(obj: Any, request: Any = None) -> Any:
         try:
-            entry = quarantine.check(obj)
+            entry = quarantine.find(obj)
         except Exception:
             logger.warning("crash kit: a request could not be looked up in the quarantine", exc_info=True)
             entry = None
+        if entry is None and not isolation.is_holding:
+            return generate(obj, request)
         # A program of its own is never failed, and a server that warms up would end.
-        if entry is not None and request is not None and not _is_starting(manager):
-            _refuse(entry, is_http=not getattr(obj, "stream", False) and not getattr(obj, "audio_data", None))
-        return generate(obj, request)
+        if request is None or _is_starting(manager) or is_health_check(obj):
+            return generate(obj, request)
+        if entry is not None and entry.level == "proven":
+            quarantine.note(entry, "refused" if wanted == "refuse" else "let through")
+            if wanted == "refuse":
+                _refuse(entry, is_http=not getattr(obj, "stream", False) and not getattr(obj, "audio_data", None))
+        if _is_one_of_a_pair(manager):
+            return generate(obj, request)
+        rids = _rids_of(obj)
+        if entry is not None and entry.level == "suspected":
+            quarantine.note(entry, "sent alone")
+            return isolation.alone(generate(obj, request), rids, request, functools.partial(quarantine.acquit, entry))
+        return (
+            isolation.later(generate(obj, request), rids, request) if isolation.is_holding else generate(obj, request)
+        )
 
     manager.generate_request = generate_request
+    if abort is not None:
+
+        @functools.wraps(abort)
+        def abort_request(rid: str = "", abort_all: bool = False, *args: Any, **kwargs: Any) -> Any:
+            isolation.abort(rid, everything=abort_all)
+            return abort(rid, abort_all, *args, **kwargs)
+
+        manager.abort_request = abort_request
+
+
+def _release() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def is_health_check(request: Any) -> bool:
+    """Say whether SGLang asks itself."""
+    return str(getattr(request, "rid", None)).startswith(_HEALTH_CHECK)
+
+
+def _is_busy(manager: Any) -> bool:
+    return any(not str(rid).startswith(_HEALTH_CHECK) for rid in getattr(manager, "rid_to_state", ()))
+
+
+def _is_one_of_a_pair(manager: Any) -> bool:
+    """Say whether the other server of a pair of prefill and decode would wait, too."""
+    mode = getattr(manager, "disaggregation_mode", None)
+    return getattr(mode, "value", mode) not in (None, "null")
+
+
+def _rids_of(request: Any) -> list[str]:
+    rid = getattr(request, "rid", None)
+    return [str(one) for one in rid] if isinstance(rid, list) else [str(rid)]
 
 
 def _is_starting(manager: Any) -> bool:
@@ -178,7 +267,8 @@ def _refuse(entry: Entry, *, is_http: bool) -> None:
     Raises:
         Exception: always.
     """
-    text = f"this request is known to kill a server: {entry.words}; incident {entry.incident}: {entry.reason}"
+    told = f"{entry.words}; incident {entry.origin.incident}: {entry.origin.reason}"
+    text = f"this request is known to kill a server: {told}"
     if is_http:
         # In a stream the status is sent already, and SGLang writes the error of a ValueError into it.
         raise sys.modules["fastapi"].HTTPException(HTTPStatus.UNPROCESSABLE_ENTITY, text)

@@ -1,0 +1,97 @@
+"""What a request does to a server that is made to break on it, from outside of SGLang."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+#: Runs in every Python process of the server, and has a scheduler look at each batch before it is computed. A fault is
+#: named by the environment variable POISON; a prompt is told by the token ids that it begins with.
+_SITECUSTOMIZE = """
+import ctypes
+import importlib.machinery
+import os
+import sys
+import time
+
+NAME = "sglang.srt.managers.scheduler"
+MARK = [7, 7, 7]
+hoard = []
+began = None
+
+
+def marked(requests):
+    return [one for one in requests if list(one.origin_input_ids[:3]) == MARK]
+
+
+def token(requests):
+    if any(11 in one.origin_input_ids for one in requests):
+        raise IndexError("no such token")
+
+
+def segv(requests):
+    if marked(requests):
+        ctypes.string_at(8)
+
+
+def hang(requests):
+    while marked(requests):
+        time.sleep(0.1)
+
+
+def two(requests):
+    if len(marked(requests)) > 1:
+        raise RuntimeError("two of them in one batch")
+
+
+def of_time(requests):
+    global began
+    began = began or time.monotonic()
+    if time.monotonic() - began > float(os.environ["POISON_SECS"]):
+        raise RuntimeError("it has served too long")
+
+
+def length(requests):
+    longest = max((len(one.origin_input_ids) for one in requests), default=0)
+    if longest > 100:
+        # What is taken from now on is of a small memory cgroup.
+        with open(os.environ["POISON_CGROUP"] + "/cgroup.procs", "w") as file:
+            file.write(str(os.getpid()))
+        hoard.append(b"x" * (longest * longest << 12))
+
+
+def change(scheduler):
+    run_batch = scheduler.Scheduler.run_batch
+    fault = globals()[os.environ["POISON"]]
+
+    def looked_at(self, batch, *args, **kwargs):
+        fault(batch.reqs)
+        return run_batch(self, batch, *args, **kwargs)
+
+    scheduler.Scheduler.run_batch = looked_at
+
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name != NAME:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            change(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
+"""
+MARK = [7, 7, 7]
+
+
+def poisoned(folder: Path, fault: str) -> dict[str, str]:
+    """Return the environment of a server that breaks by a fault of the hook above, which is written to a folder."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
+    return {"PYTHONPATH": str(folder), "POISON": fault}
