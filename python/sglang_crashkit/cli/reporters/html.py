@@ -29,11 +29,11 @@ from sglang_crashkit.analysis.ranks import RankSet
 from sglang_crashkit.cli.reporters import incident_view as view
 from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, ListedFile, cut, visible
 from sglang_crashkit.cli.reporters.merged_stacks import merge, ranks_by_pid, read_stacks
+from sglang_crashkit.incident.first_screen import first_screen
 from sglang_crashkit.incident.steps import SUFFIX
 from sglang_crashkit.incident.summary import (
     environment_in_words,
     format_summary,
-    headline,
     occurrence_in_words,
     requests_in_words,
 )
@@ -124,7 +124,7 @@ def render(folder: Path, *, prompts: bool = False) -> str:
             js=Markup(script),  # noqa: S704
             document=document,
             folder=str(folder),
-            headline=_part(lambda: cut(headline(document), 300), str),
+            headline=_part(lambda: cut(first_screen(document)[0], 300), str),
             verdict=mapping_of(document.get("verdict")),
             basis=_part(lambda: _basis(document), list),
             cause=_part(lambda: _cause(document), dict),
@@ -226,7 +226,7 @@ def _facts(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("SGLang", f"{server.get('sglang_version')}, main process {server.get('pid')}"),
         *(("run", line) for line in environment_in_words(mapping_of(document.get("environment")))),
         ("requests", requests_in_words(mapping_of(document.get("requests")))),
-        ("told by", f"{trigger.get('event')} of {trigger.get('title')}"),
+        ("reported by", f"{trigger.get('event')} of {trigger.get('title')}"),
     ]
     if fault := mapping_of(document.get("fault")):
         facts.append(("seen", "for the first time" if fault.get("count") == 1 else occurrence_in_words(fault)))
