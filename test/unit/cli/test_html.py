@@ -74,7 +74,7 @@ def test_each_part_of_the_incident_is_on_the_page(ranks: Path) -> None:
         "topk (sglang/topk.py:7)",
         "7.500 s to scale",
         "no progress",
-        "extend, 2 req, 37 tok, retract 1, 20.0 ms",
+        "extend, 2 req, 37 tok, retract, 20.0 ms",
         "it was in the step; it was retracted",
         "log line 199",
         "2.14.1",
