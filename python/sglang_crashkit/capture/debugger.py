@@ -92,8 +92,12 @@ class Debugged:
     kernels: tuple[str, ...] = ()  # the names of the CUDA kernels in it
 
 
-def find_debugger(environ: Mapping[str, str] = os.environ) -> tuple[Debugger | None, str]:
-    """Return the debugger to use, None where there is none, and what is missing and how to get it."""
+def find_debugger(environ: Mapping[str, str] | None = None) -> tuple[Debugger | None, str]:
+    """Return the debugger to use, None where there is none, and what is missing and how to get it.
+
+    It is looked for by `environ`, this process's own by default.
+    """
+    environ = os.environ if environ is None else environ
     homes = [f"{environ[name]}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
     search = os.pathsep.join([environ.get("PATH", ""), *homes, *_TOOLKITS])
     gdb = shutil.which("gdb", path=search)
@@ -125,7 +129,7 @@ def debug(
     stacks = _debug(Debugger("gdb", debugger.gdb), pid, start_ticks, left_secs, stop, guard)
     seconds = round(debugged.seconds + stacks.seconds, 3)
     if not parse_stacks(stacks.text):
-        return replace(debugged, seconds=seconds, threads=debugged.threads or stacks.threads)
+        return replace(debugged, seconds=seconds)
     text = f"{debugged.text}\n== {debugger.name} printed no stack; gdb:\n{stacks.text}"
     return replace(stacks, text=text, seconds=seconds, kernels=debugged.kernels)
 

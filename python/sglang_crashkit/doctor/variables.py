@@ -50,6 +50,7 @@ VALUES = {
     "SGLANG_CRASHKIT_WEBHOOK_KIND": r"(?i)slack|alertmanager|json",
     "SGLANG_CRASHKIT_WEBHOOK_SECRET": _ANY,
     "SGLANG_CRASHKIT_KUBERNETES_EVENT": _TRUTH,
+    "SGLANG_CRASHKIT_HTML": _TRUTH,
     "SGLANG_CRASHKIT_QUARANTINE": r"(?i)off|observe|refuse",
 }
 #: The kit sets them for its own processes.

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_crashkit.handler import metrics
 from sglang_crashkit.handler.metrics import FILE, SHARED, MetricsPublisher, look_at_disk
-from sglang_crashkit.memory.heartbeat import Beat
+from sglang_crashkit.memory.heartbeat import Heartbeat
 from sglang_crashkit.settings import DiskLimits
 from unit.handler.driver import Server
 from unit.stored import make_incident
@@ -36,8 +36,8 @@ def read(path: Path) -> Values:
     return values_of(text_string_to_metric_families(path.read_text()))
 
 
-def beat(at: float, batch_at: float) -> Beat:
-    return Beat(at, batch_at, 3, 1, paused=False, is_busy=False, is_off=False)
+def beat(at: float, batch_at: float) -> Heartbeat:
+    return Heartbeat(at, batch_at, 3, 1, paused=False, is_busy=False, is_off=False)
 
 
 @pytest.fixture
@@ -65,12 +65,14 @@ def publisher(
     signs = {7: beat(now - 5, now - 60), 8: beat(now, now)}
 
     def make(arguments: dict[str, Any], **environ: str) -> MetricsPublisher:
-        session = SimpleNamespace(
-            surroundings=SimpleNamespace(arguments=lambda: arguments),
-            silences=SimpleNamespace(last_signs=lambda: signs),
-            journals=SimpleNamespace(held=[]),
+        received = SimpleNamespace(
+            arguments=lambda: arguments,
+            heartbeats=SimpleNamespace(last_signs=lambda: signs),
+            journal_bytes=lambda: 0,
         )
-        made.append(MetricsPublisher(ranks, session, incidents, DiskLimits(max_use=1 << 30), environ))
+        made.append(
+            MetricsPublisher(ranks, SimpleNamespace(received=received), incidents, DiskLimits(max_use=1 << 30), environ)
+        )
         return made[-1]
 
     yield make
