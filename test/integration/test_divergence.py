@@ -120,7 +120,7 @@ def go_astray(server: Server, way: str, tokens: int, prompt: str) -> tuple[str, 
     steady, odd = "steady-1", f"{way}-1"
     ask(server, steady, tokens)
     time.sleep(1.0)
-    ask(server, odd, 4000, prompt)
+    ask(server, odd, 3000, prompt)
     return steady, odd
 
 

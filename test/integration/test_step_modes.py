@@ -98,7 +98,7 @@ def left(way: Way, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict
         server.wait_ready()
         ask(server, "alone", 12, "1 2 3").join(LONG)
         for number in range(4):
-            ask(server, f"steady-{number}", 3000, "1 2 3 4 " * number)
+            ask(server, f"steady-{number}", 3000, "1 2 3 4 " * (number + 1))
         time.sleep(10.0)
         os.kill(server.pid_of(f"sglang::{way.victim}"), signal.SIGKILL)
         stored = wait_for_incident(crash, LONG)
