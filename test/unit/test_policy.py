@@ -95,7 +95,7 @@ SENDERS = {
     "srt/handler_process.py",
     "capture/gpu_facts.py",
     "replay/server.py",
-    "handler/metrics.py",
+    "handler/publishing/metrics.py",
     "doctor/drill.py",
     "doctor/drill_server.py",
     "doctor/facts.py",

@@ -80,7 +80,7 @@ class CollectiveFinding:
     Attributes:
         group: its name, in words.
         kind: see `FindingKind`.
-        named: the ranks to be looked at; empty where nobody stands out.
+        named: the ranks to be looked at; empty where no rank is an outlier.
         processes: the processes of those of them that gave a dump, in words.
         statement: what is seen, in one or two sentences.
         evidence: what it rests on, a sentence each.

@@ -72,7 +72,7 @@ class Divergence:
         level: how well it is supported.
         statement: it in words, a sentence.
         step: the first that differs, or that a rank has not; None where there is none.
-        ranks: who stands out, in words; of as many on each side, not the first one.
+        ranks: the outliers, in words; of as many on each side, not the first one.
         pids: of those.
         against: from whom, in words.
         request: the request that one has and another has not, or has otherwise; None where it is not one.
@@ -220,7 +220,7 @@ def _differ(
         ways.setdefault(way, []).append((one, step))
     if len(ways) == 1:
         return None
-    # Of as many on each side, the one with the first rank is told of as the others.
+    # Of as many on each side, the one with the first rank is reported as the others.
     usual, *others = sorted(ways.values(), key=len, reverse=True)
     (_, ours), (_, theirs) = others[0][0], usual[0]
     odd, rest = [one for one, _step in others[0]], [one for one, _step in usual]

@@ -72,7 +72,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class XidSources:
-    """Who told of Xid events.
+    """Who reported Xid events.
 
     Attributes:
         events: those of NVML, with ``xid``, ``bus_id`` and ``time``.

@@ -4,7 +4,7 @@ One that is gone, stopped or in uninterruptible sleep is plain to see. Of the re
 their GPU, in the call in which they would also be if nothing were wrong; the few that are elsewhere are those to look
 at. Where all wait, the few that do so elsewhere than most are. Where neither is the case, nobody is named.
 
-Of one without a stack nothing is known: it may be the one. So it makes less certain whoever is named, and is told of.
+Of one without a stack nothing is known: it may be the one. So it makes less certain whoever is named, and is reported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglang_crashkit.analysis.member import (
 from sglang_crashkit.analysis.waits import bare_name
 from sglang_crashkit.model.incident import Level
 
-#: ``outlier``: somebody stands out; ``waiting``: all wait, and nobody does; ``idle``: they wait for requests;
+#: ``outlier``: somebody is one; ``waiting``: all wait, and nobody does; ``idle``: they wait for requests;
 #: ``moving``: they go on; ``unclear``: none of that.
 FindingKind = Literal["outlier", "waiting", "idle", "moving", "unclear"]
 
@@ -168,11 +168,11 @@ def _entries(member: Member) -> set[str]:
     return {name for name in names if _ENTRY.fullmatch(name)}
 
 
-# -- who stands out
+# -- outliers
 
 
 def find_outlier(members: Sequence[Member]) -> Finding | None:
-    """Return who stands out in a group and does not wait for others, None where nobody does.
+    """Return who is the outlier of a group and does not wait for others, None where nobody does.
 
     ``established`` is what the kernel says of them. Of those that are alike the first one is first.
 

@@ -224,7 +224,7 @@ def _judge_unhealthy(incident: Incident) -> Verdict:
     findings = [judge_group("", [member_of(process) for process in group]) for group in groups]
     named = [(one.level, one.named[0].source, one.statement) for one in findings if one.named]
     for process in others:
-        # One alone stands out by nothing but what the kernel says of it.
+        # One alone is an outlier by nothing but what the kernel says of it.
         alone = find_outlier([member_of(process)])
         if alone is not None and alone.level == "established":
             named.append((alone.level, process, alone.statement))
@@ -351,7 +351,7 @@ def _consequence(event: FailureEvent, process: ProcessReport) -> str:
 
 
 def find_suspect(ranks: Sequence[ProcessReport]) -> tuple[ProcessReport, str] | None:
-    """Return the rank that the others wait for, and what is seen of it, in sentences; None where none stands out.
+    """Return the rank that the others wait for, and what is seen of it, in sentences; None where none is an outlier.
 
     Args:
         ranks: those that make no progress, in the order of their last signs of life.
@@ -381,7 +381,7 @@ def tell(report: ProcessReport | None) -> list[str]:
 
 
 def all_stopped(ranks: Sequence[ProcessReport]) -> str:
-    """Return what is seen where all of several ranks are stopped, so that none of them stands out; empty otherwise."""
+    """Return what is seen where all of several ranks are stopped, so that none is an outlier; empty otherwise."""
     members = [member_of(rank) for rank in ranks]
     if len(members) < 2 or not all(member.always("stopped") for member in members):
         return ""

@@ -17,10 +17,10 @@ from sglang_crashkit.handler import folders
 from sglang_crashkit.handler.collectors.server_log import ServerLog
 from sglang_crashkit.handler.folders import KeptFolder, Place
 from sglang_crashkit.handler.hang_detector import HangDetector
-from sglang_crashkit.handler.metrics import MetricsPublisher
 from sglang_crashkit.handler.peers.losses import PeerLosses
 from sglang_crashkit.handler.peers.prober import PeerProber
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
+from sglang_crashkit.handler.publishing.metrics import MetricsPublisher
 from sglang_crashkit.handler.session import SILENT_SECS, Session, Subject
 from sglang_crashkit.handler.shared_memory import SharedMemory
 from sglang_crashkit.handler.state import Seen

@@ -12,16 +12,16 @@ from dataclasses import asdict, dataclass
 
 from sglang_crashkit import policy
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.after import AfterIncident
 from sglang_crashkit.handler.answers import Answers
 from sglang_crashkit.handler.collectors.deadline import gathering_deadline, secs_before
-from sglang_crashkit.handler.collectors.gpu import GpuEvidence
+from sglang_crashkit.handler.collectors.gpu.evidence import GpuEvidence
 from sglang_crashkit.handler.collectors.server_log import log_lines
 from sglang_crashkit.handler.exits import Exits
 from sglang_crashkit.handler.folders import Place
-from sglang_crashkit.handler.html_page import HtmlPage
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, learn_ranks
+from sglang_crashkit.handler.publishing.after import AfterIncident
+from sglang_crashkit.handler.publishing.html_page import HtmlPage
 from sglang_crashkit.handler.received import Received
 from sglang_crashkit.handler.state import Action, Do, Seen
 from sglang_crashkit.handler.triage import LAST_EXITS_SECS, Triage

@@ -159,7 +159,7 @@ class _Screen:
         text = str(basis[0]) if isinstance(basis, list) and basis else str(self._verdict.get("text") or "")
         if not text:
             trigger = mapping_of(self._document.get("trigger"))
-            told = f" ({self._names.short(trigger)} told of it)" if trigger.get("title") else ""
+            told = f" (reported by {self._names.short(trigger)})" if trigger.get("title") else ""
             return f"{self._document.get('kind', 'incident')}: who failed first is not known{told}"
         words = _one_line(_BUILD_PATH.sub("", self._names.in_words(text))).rstrip(".")
         return words[:1].upper() + words[1:]
@@ -321,7 +321,7 @@ class _Screen:
         if not suspects:
             return ""
         if str(suspects[0].get("level")) not in _LEVELS and len(suspects) > 1:
-            return f"none of the {len(suspects)} requests in that step stands out"
+            return f"none of the {len(suspects)} requests in that step is likelier than the others"
         reasons = suspects[0].get("reasons")
         words = "; ".join(map(str, reasons if isinstance(reasons, list) else ()))
         return f"request {suspects[0].get('rid')} ({suspects[0].get('level')}): {words}"

@@ -30,7 +30,7 @@ def headline(document: Mapping[str, Any]) -> str:
     if kind == "peer_lost" and peers:
         return f"{kind}: " + ", ".join(f"{peer.get('role')} server {peer.get('address')}" for peer in peers)
     who = trigger.get("title", "unknown")
-    return f"{kind}: who failed first is not known" + (f" ({who} told of it)" if who != "unknown" else "")
+    return f"{kind}: who failed first is not known" + (f" (reported by {who})" if who != "unknown" else "")
 
 
 def format_termination_message(document: Mapping[str, Any], path: str) -> str:
@@ -95,7 +95,7 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _first_failure(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the process that failed first, or that told of the failure where nobody is known to; may be empty."""
+    """Return the process that failed first, or that reported the failure where nobody is known to; may be empty."""
     processes = mappings_of(document.get("processes"))
     named = [mapping_of(document.get("verdict")).get("first_failure"), document.get("trigger")]
     pids = [mapping_of(one).get("pid") for one in named]

@@ -1,7 +1,7 @@
 """POSIX shared memory and semaphores that a killed server leaves in ``/dev/shm``.
 
 Whoever is killed by SIGKILL unlinks nothing, and Python's resource tracker, which would, is killed with the rest. What
-a server had mapped and left is told of. It is removed only where nobody else can have a use for it: its name bears the
+a server had mapped and left is reported. It is removed only where nobody else can have a use for it: its name bears the
 pid of a process of the server that is dead, and every process of the machine says that it does not map it. Names
 without a pid (``psm_*``, ``nccl-*``, ``sem.mp-*``, ``sglang_loads_*``) do not say whose they are, so these stay.
 """

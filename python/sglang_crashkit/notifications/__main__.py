@@ -14,7 +14,7 @@ def main() -> int:
     try:
         tell(Path(sys.argv[1]))
     except (OSError, CrashkitError) as error:
-        sys.stderr.write(f"nobody was told of {sys.argv[1]}: {error}\n")
+        sys.stderr.write(f"nobody was notified of {sys.argv[1]}: {error}\n")
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""What a web hook is told of an incident: in a few words, and never a prompt."""
+"""What a web hook is sent of an incident: in a few words, and never a prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OBSERVED = frozenset({"hang", "peer_lost"})
 
 
 def short_of(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Return what is told of an incident.
+    """Return what is sent of an incident.
 
     Args:
         document: see `Incident.to_json`.

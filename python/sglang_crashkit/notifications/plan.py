@@ -1,4 +1,4 @@
-"""Who is told of an incident, as the environment says."""
+"""Who is notified of an incident, as the environment says."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from sglang_crashkit.notifications.plan import SECRET, WEBHOOK
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """What is told of an incident goes where the user said, and nowhere else."""
+    """What is sent of an incident goes where the user said, and nowhere else."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str

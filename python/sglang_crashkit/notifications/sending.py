@@ -34,7 +34,7 @@ Wait = Callable[[float], None]
 
 
 def tell(folder: Path, environ: Mapping[str, str] = os.environ, wait: Wait = time.sleep) -> bool:
-    """Tell whoever is to be told of a finished incident.
+    """Notify whoever is to know of a finished incident.
 
     Args:
         folder: the incident's.

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.capture.cuda_core.child import Reading
-from sglang_crashkit.handler.collectors import cores
-from sglang_crashkit.handler.collectors.cores import CoreReadings
+from sglang_crashkit.handler.collectors.gpu import cores
+from sglang_crashkit.handler.collectors.gpu.cores import CoreReadings
 from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.model.incident import Evidence, ProcessReport
 

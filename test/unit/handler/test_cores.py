@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.capture.cuda_core.trigger import is_whole_core
-from sglang_crashkit.handler.collectors.cores import Cores
+from sglang_crashkit.handler.collectors.gpu.cores import Cores
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.model.incident import ProcessReport

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.capture.debugger import Debugger
-from sglang_crashkit.handler.collectors import gpu_stacks
-from sglang_crashkit.handler.collectors.gpu_stacks import GpuStacks
+from sglang_crashkit.handler.collectors.gpu import stacks
+from sglang_crashkit.handler.collectors.gpu.stacks import GpuStacks
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.model.incident import ProcessReport
 from unit.handler.driver import HOST, Server, report_of
@@ -145,7 +145,7 @@ def test_a_server_that_was_killed_ends_without_it(start_gpu_server: Start, cuda_
 
 @pytest.mark.parametrize("debugger", [None, Debugger("gdb", "/usr/bin/gdb")])
 def test_without_it_that_is_said(monkeypatch: pytest.MonkeyPatch, debugger: Debugger | None) -> None:
-    monkeypatch.setattr(gpu_stacks, "find_debugger", lambda: (debugger, "missing"))
+    monkeypatch.setattr(stacks, "find_debugger", lambda: (debugger, "missing"))
     report = ProcessReport(pid=7, title="sglang::scheduler", role="scheduler", rank={})
     run: Any = SimpleNamespace(report=lambda process: report)
     process: Any = SimpleNamespace(pid=7)

@@ -49,7 +49,7 @@ def test_a_summary_says_everything_once() -> None:
     assert (
         format_summary(incident.to_json())
         == """\
-# killed: who failed first is not known (sglang::scheduler_TP1 told of it)
+# killed: who failed first is not known (reported by sglang::scheduler_TP1)
 
 ```text
 It was killed; 1 request lost
@@ -123,7 +123,7 @@ def test_the_headline_names_who_failed_first_and_not_who_told_of_it() -> None:
     before = headline(incident.to_json())
     incident.verdict = Verdict("signal", Failure(8, "sglang::scheduler_TP1"), "established", "TP1 was killed.")
     document = incident.to_json()
-    assert before == "killed: who failed first is not known (sglang::scheduler_TP0 told of it)"
+    assert before == "killed: who failed first is not known (reported by sglang::scheduler_TP0)"
     assert headline(document) == "killed: sglang::scheduler_TP1 (pid 8)"
     assert format_summary(document).startswith(f"# {headline(document)}\n")
     assert format_termination_message(document, "/x").startswith("TP1 was killed. (established)\n")

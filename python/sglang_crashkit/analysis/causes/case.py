@@ -138,7 +138,7 @@ class Case:
 
     @property
     def signal(self) -> str:
-        """The signal that the first failure died of, before it told of anything else; empty without one."""
+        """The signal that the first failure died of, before it reported anything else; empty without one."""
         is_own = self.verdict.get("kind") in ("signal", "oom_kill")
         return str(self.end.get("signal") or "") if is_own else ""
 
@@ -180,7 +180,7 @@ class Case:
 
     @property
     def xids(self) -> list[Mapping[str, Any]]:
-        """The Xid errors that the driver told of not long before; see `analysis.gpus`."""
+        """The Xid errors that the driver reported not long before; see `analysis.gpus`."""
         events = mappings_of(mapping_of(self.document.get("gpus")).get("xids"))
         since = _seconds_of(mapping_of(self.document.get("trigger")).get("time")) - _XID_SECS
         return [one for one in events if type(one.get("xid")) is int and not _number(one.get("time")) < since]

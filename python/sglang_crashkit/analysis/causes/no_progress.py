@@ -179,7 +179,7 @@ def weight_update(case: Case) -> Finding | None:
 
 
 def stall(case: Case) -> Finding | None:
-    """All ranks wait in the same collective, and nobody stands out."""
+    """All ranks wait in the same collective, and no rank is an outlier."""
     if not case.is_hang or case.first:
         return None
     for finding in case.findings:

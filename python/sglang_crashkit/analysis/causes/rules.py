@@ -122,7 +122,7 @@ def _hardware(case: Case) -> Finding | None:
     if case.error is not None and case.error.type in _OF_PYTHON:
         return None
     own = any(one.get("pid") == pid and one.get("level") == "established" for one in holders)
-    reasons = (f"The driver told of Xid {event['xid']} of GPU {event.get('bus_id')}." for event in found[:_MAX_TOLD])
+    reasons = (f"The driver reported Xid {event['xid']} of GPU {event.get('bus_id')}." for event in found[:_MAX_TOLD])
     return Finding("established" if own else "supported", tuple(reasons))
 
 
@@ -132,7 +132,7 @@ def _gpu_said(case: Case) -> Finding | None:
         return Finding("established", (f"The GPU core of {name_of(case.first)} says: {lines[0]}.",))
     programs = [event["xid"] for event in case.xids if event["xid"] in _XIDS_OF_PROGRAMS]
     if programs and case.signal == "SIGABRT":
-        return Finding("supported", (f"The driver told of Xid {programs[0]}, and {name_of(case.first)} aborted.",))
+        return Finding("supported", (f"The driver reported Xid {programs[0]}, and {name_of(case.first)} aborted.",))
     return None
 
 

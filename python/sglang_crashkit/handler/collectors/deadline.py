@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: The longest that all of it may take, in seconds, where the incident has that much left; eight ranks take about one.
-_MOST_SECS = 6.0
+_MAX_SECS = 6.0
 #: So much of an incident's time is kept for it, in seconds, and at most such a share.
 _KEPT_SECS, _KEPT_SHARE = 3.0, 0.25
 
@@ -16,7 +16,7 @@ def secs_before(budget_secs: float) -> float:
 def gathering_deadline(opened: float, budget_secs: float, now: float) -> float:
     """Return until when all of it is to be there, by the monotonic clock as are `opened` and `now`."""
     left_secs = max(opened + budget_secs - now, _kept_secs(budget_secs))
-    return now + min(left_secs, _MOST_SECS)
+    return now + min(left_secs, _MAX_SECS)
 
 
 def share_of(deadline: float, now: float) -> float:

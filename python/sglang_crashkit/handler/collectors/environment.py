@@ -126,7 +126,7 @@ class Surroundings:
         try:
             told = json.loads(read_blob(self._descriptor)) if self._descriptor is not None else {}
         except (RingError, ValueError, RecursionError) as error:
-            logger.warning("what the server told of its launch cannot be read: %s", error)
+            logger.warning("what the server reported of its launch cannot be read: %s", error)
             return {}
         return told if isinstance(told, dict) else {}
 

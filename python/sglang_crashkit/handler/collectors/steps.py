@@ -136,7 +136,7 @@ def _in_step(step: Step, seconds: float) -> InStep:
 
 
 def modes_of(value: object) -> dict[int, str]:
-    """Return the forward modes that a scheduler told of, without what is none."""
+    """Return the forward modes that a scheduler reported, without what is none."""
     modes = value if isinstance(value, dict) else {}
     short = {key: str(name)[:40] for key, name in list(modes.items())[:_MAX_MODES]}
     return {int(key): name for key, name in short.items() if isinstance(key, str) and key.isascii() and key.isdecimal()}

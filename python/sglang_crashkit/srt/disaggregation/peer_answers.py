@@ -163,7 +163,7 @@ class PeerAnswers:
                 if goes_on is False:
                     return
                 failures = 0 if goes_on else failures + 1
-        logger.warning("crash kit: the other servers of the pair are not told of any more")
+        logger.warning("crash kit: the other servers of the pair are not reported any more")
 
     @never_raises
     def _answer(self) -> bool:

@@ -63,12 +63,12 @@ def kill_own_group() -> None:
     own = procfs.TreeScanner(find_server(os.getpid())).scan()
     present = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
     members = {pid for pid in present if _group_of(pid) == group}
-    strangers = sorted(members - own)
-    if not strangers:
+    foreign = sorted(members - own)
+    if not foreign:
         signals.kill_group(group)
         return
-    named = ", ".join(f"{pid} {read_title(pid) or '(its title cannot be read)'}" for pid in strangers[:_MAX_NAMED])
-    more = f" and {len(strangers) - _MAX_NAMED} more" if len(strangers) > _MAX_NAMED else ""
+    named = ", ".join(f"{pid} {read_title(pid) or '(its title cannot be read)'}" for pid in foreign[:_MAX_NAMED])
+    more = f" and {len(foreign) - _MAX_NAMED} more" if len(foreign) > _MAX_NAMED else ""
     logger.warning(
         "crash kit: process group %d holds processes that are not the server's, which are left alive: %s%s; "
         "next: start the server in a session of its own (setsid)",

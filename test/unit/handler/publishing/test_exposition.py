@@ -7,8 +7,14 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_crashkit.handler import exposition
-from sglang_crashkit.handler.exposition import Metric, encode_shared, format_text, problem_of_shared, shared_files
+from sglang_crashkit.handler.publishing import exposition
+from sglang_crashkit.handler.publishing.exposition import (
+    Metric,
+    encode_shared,
+    format_text,
+    problem_of_shared,
+    shared_files,
+)
 
 HOSTILE = 'a"b\\c\nd é'
 METRICS = [

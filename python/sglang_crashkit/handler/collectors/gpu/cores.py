@@ -17,7 +17,7 @@ from pathlib import Path
 from sglang_crashkit.capture.cuda_core.child import CoreReader, Reading
 from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError, is_whole_core
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.collectors.gpu_stacks import GpuStacks
+from sglang_crashkit.handler.collectors.gpu.stacks import GpuStacks
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.incident.retention import status_of

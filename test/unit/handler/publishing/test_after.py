@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.handler.after import AfterIncident
+from sglang_crashkit.handler.publishing.after import AfterIncident
 from sglang_crashkit.notifications.plan import OUTCOME
 from unit.handler.driver import Server
 from unit.stored import make_incident

@@ -51,10 +51,10 @@ class AfterIncident:
                 )
             )
         except OSError as error:
-            logger.error("nobody is told of incident %s: %s", folder, error)
+            logger.error("nobody is notified of incident %s: %s", folder, error)
 
     def catch_up(self, incidents: Path) -> None:
-        """Start it for the incidents of the last hour in a folder that nobody was told of."""
+        """Start it for the incidents of the last hour in a folder that nobody was notified of."""
         if not self._is_wanted:
             return
         with contextlib.suppress(OSError):

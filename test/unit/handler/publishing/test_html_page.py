@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.html_page import NAME, HtmlPage
+from sglang_crashkit.handler.publishing.html_page import NAME, HtmlPage
 from unit.handler.driver import Server
 from unit.stored import make_incident
 from unit.waiting import wait_until

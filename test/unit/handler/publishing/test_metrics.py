@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_crashkit.handler import metrics
-from sglang_crashkit.handler.metrics import FILE, SHARED, MetricsPublisher, look_at_disk
+from sglang_crashkit.handler.publishing import metrics
+from sglang_crashkit.handler.publishing.metrics import FILE, SHARED, MetricsPublisher, look_at_disk
 from sglang_crashkit.memory.heartbeat import Heartbeat
 from sglang_crashkit.settings import DiskLimits
 from unit.handler.driver import Server

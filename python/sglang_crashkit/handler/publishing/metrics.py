@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import setproctitle
 
-from sglang_crashkit.handler.exposition import Metric, format_text, problem_of_shared, shared_files
 from sglang_crashkit.handler.processes import ProcessTree
+from sglang_crashkit.handler.publishing.exposition import Metric, format_text, problem_of_shared, shared_files
 from sglang_crashkit.incident.retention import limits_on, use_of
 from sglang_crashkit.incident.store import is_finished, parse_name
 from sglang_crashkit.incident.summary import mapping_of

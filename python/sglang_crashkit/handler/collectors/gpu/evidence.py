@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from sglang_crashkit.handler.collectors.cores import Cores
 from sglang_crashkit.handler.collectors.flight import FlightRecorders, ask_flight_recorders
-from sglang_crashkit.handler.collectors.gpu_facts import DriverFacts
+from sglang_crashkit.handler.collectors.gpu.cores import Cores
+from sglang_crashkit.handler.collectors.gpu.facts import DriverFacts
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess

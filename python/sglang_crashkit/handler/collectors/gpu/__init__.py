@@ -1,0 +1,1 @@
+"""What an incident has of the GPUs: cores, kernels, and what the driver says."""
