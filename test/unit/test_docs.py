@@ -49,6 +49,11 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+def test_the_readme_shows_an_incident_as_it_is_shown() -> None:
+    shown = (ROOT / "test" / "unit" / "incident" / "data" / "killed.txt").read_text()
+    assert shown in (ROOT / "README.md").read_text()
+
+
 def test_every_option_is_documented_and_no_other() -> None:
     first_cells = re.findall(r"^\| (`-[^|]*)\|", CONFIGURATION.partition("\n## Commands\n")[2], re.MULTILINE)
     assert set(_OPTION.findall("".join(first_cells))) == set().union(*map(options_of, COMMANDS))
