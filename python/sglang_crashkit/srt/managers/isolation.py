@@ -53,8 +53,12 @@ class Isolation:
     def abort(self, rid: str, *, everything: bool) -> None:
         """Have a request that waits here not be sent."""
         for token, rids in self._waiting.items():
-            if everything or (rids is not None and rid in rids):
+            # Of a batch that one alone is not wanted any more.
+            left = {one for one in rids or () if one != rid}
+            if everything or (rids and not left):
                 self._waiting[token] = None
+            elif rids:
+                self._waiting[token] = left
 
     async def later(self, responses: Responses, rids: Collection[str], connection: Any) -> Responses:
         """Yield the responses to an ordinary request, which is begun when others need not wait any more."""
@@ -71,7 +75,13 @@ class Isolation:
             yield response
 
     async def alone(
-        self, responses: Responses, rids: Collection[str], connection: Any, on_answer: Callable[[], object]
+        self,
+        responses: Responses,
+        rids: Collection[str],
+        connection: Any,
+        on_answer: Callable[[], object],
+        *,
+        is_single: bool = True,
     ) -> Responses:
         """Yield the responses to a suspected request, which is begun when no other is under way, if that comes soon.
 
@@ -79,9 +89,11 @@ class Isolation:
             responses: what SGLang's own generator gives.
             rids: its ids, of a batch all of them.
             connection: FastAPI's request.
-            on_answer: called when it was answered.
+            on_answer: called when all of it was answered.
+            is_single: it has one answer, and is no batch.
         """
         token, has_turn = self._enter(rids), False
+        has_answer = False
         try:
             try:
                 has_turn = await self._begin(token)
@@ -90,10 +102,17 @@ class Isolation:
             await _check(connection, is_aborted)
             async for response in responses:
                 if _is_answer(response):
-                    on_answer()
-                    # Who wants one response only never asks for the next one.
-                    has_turn = self._end(has_turn)
+                    if is_single or isinstance(response, list):
+                        on_answer()
+                        # Who wants one response only never asks for the next one.
+                        has_turn = self._end(has_turn)
+                    else:
+                        # Of a batch that is streamed each item has a last response of its own.
+                        has_answer = True
+                is_aborted = is_aborted or _is_abort(response)
                 yield response
+            if has_answer and not is_aborted:
+                on_answer()
         finally:
             self._end(has_turn)
 
@@ -166,6 +185,16 @@ def _is_answer(response: object) -> bool:
     """Say whether a response is the last one of its request, which was not aborted."""
     if isinstance(response, list):
         return bool(response) and all(map(_is_answer, response))
+    return bool(_finish_reason_of(response)) and not _is_abort(response)
+
+
+def _is_abort(response: object) -> bool:
+    if isinstance(response, list):
+        return any(map(_is_abort, response))
+    reason = _finish_reason_of(response)
+    return isinstance(reason, Mapping) and reason.get("type") == "abort"
+
+
+def _finish_reason_of(response: object) -> object:
     about = response.get("meta_info") if isinstance(response, Mapping) else None
-    reason = about.get("finish_reason") if isinstance(about, Mapping) else None
-    return bool(reason) and (not isinstance(reason, Mapping) or reason.get("type") != "abort")
+    return about.get("finish_reason") if isinstance(about, Mapping) else None

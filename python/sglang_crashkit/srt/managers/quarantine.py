@@ -207,13 +207,13 @@ def guard_requests(manager: Any) -> None:
                 _refuse(entry, is_http=not getattr(obj, "stream", False) and not getattr(obj, "audio_data", None))
         if _is_one_of_a_pair(manager):
             return generate(obj, request)
-        rids = _rids_of(obj)
+        # What runs in the background goes on without its client.
+        rids, client = _rids_of(obj), None if getattr(obj, "background", False) else request
         if entry is not None and entry.level == "suspected":
             quarantine.note(entry, "sent alone")
-            return isolation.alone(generate(obj, request), rids, request, functools.partial(quarantine.acquit, entry))
-        return (
-            isolation.later(generate(obj, request), rids, request) if isolation.is_holding else generate(obj, request)
-        )
+            on_answer = functools.partial(quarantine.acquit, entry)
+            return isolation.alone(generate(obj, request), rids, client, on_answer, is_single=_is_single(obj))
+        return isolation.later(generate(obj, request), rids, client) if isolation.is_holding else generate(obj, request)
 
     manager.generate_request = generate_request
     if abort is not None:
@@ -224,6 +224,13 @@ def guard_requests(manager: Any) -> None:
             return abort(rid, abort_all, *args, **kwargs)
 
         manager.abort_request = abort_request
+
+
+def _is_single(request: Any) -> bool:
+    """Say whether a request has one answer."""
+    parameters = getattr(request, "sampling_params", None)
+    several = parameters.get("n", 1) not in (None, 1) if isinstance(parameters, dict) else isinstance(parameters, list)
+    return not several and len(list(itertools.islice(_each(request), 2))) == 1
 
 
 def _release() -> str:
@@ -252,7 +259,7 @@ def _is_one_of_a_pair(manager: Any) -> bool:
 
 def _rids_of(request: Any) -> list[str]:
     rid = getattr(request, "rid", None)
-    return [str(one) for one in rid] if isinstance(rid, list) else [str(rid)]
+    return [str(one) for one in (rid if isinstance(rid, list) else [rid]) if one is not None]
 
 
 def _is_starting(manager: Any) -> bool:

@@ -220,6 +220,53 @@ def test_only_an_answer_acquits(loop: FakeLoop, last: Any, is_answer: bool) -> N
     assert run(loop, story).answered == ["a"] * is_answer
 
 
+@pytest.mark.parametrize(
+    ("last", "is_answer"), [(DONE, True), ({"meta_info": {"finish_reason": {"type": "abort"}}}, False)]
+)
+def test_a_streamed_batch_is_answered_at_its_end(loop: FakeLoop, last: Any, is_answer: bool) -> None:
+    async def responses() -> AsyncIterator[Any]:
+        yield DONE
+        yield last
+
+    async def story(server: Server) -> None:
+        seen = []
+        batch = server.isolation.alone(
+            responses(), ["a", "b"], None, lambda: server.answered.append("a"), is_single=False
+        )
+        async for response in batch:
+            seen.append(response)
+            assert server.answered == []
+        assert seen == [DONE, last]
+
+    assert run(loop, story).answered == ["a"] * is_answer
+
+
+def test_a_failing_batch_is_not_acquitted_by_its_first_item(loop: FakeLoop) -> None:
+    async def responses() -> AsyncIterator[Any]:
+        yield DONE
+        raise ValueError("the second one")
+
+    async def story(server: Server) -> None:
+        batch = server.isolation.alone(responses(), [], None, lambda: server.answered.append("a"), is_single=False)
+        with pytest.raises(ValueError, match="the second one"):
+            assert [response async for response in batch]
+
+    assert run(loop, story).answered == []
+
+
+def test_one_aborted_item_leaves_the_rest_of_a_batch(loop: FakeLoop) -> None:
+    async def story(server: Server) -> None:
+        server.under_way.add("other")
+        batch = server.isolation.alone(server.run("a", 1.0), ["a", "b"], None, lambda: server.answered.append("a"))
+        first = asyncio.ensure_future(batch.__anext__())
+        await asyncio.sleep(0.1)
+        server.isolation.abort("a", everything=False)
+        server.under_way.discard("other")
+        assert await first == DONE
+
+    assert run(loop, story).answered == ["a"]
+
+
 def test_an_error_of_sglang_is_its_own(loop: FakeLoop) -> None:
     async def failing() -> AsyncIterator[Any]:
         raise ValueError("too long")
