@@ -69,6 +69,8 @@ def main() -> int:
     # An orchestrator that ends the server signals the whole group or container; the evidence is written after that.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)
+    # Its children are its own to reap, whatever it inherited.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     setproctitle.setproctitle("sglang::crash_handler")
     os.close(closed_at_its_end)
     # What it writes may not come into a folder that is being removed: the server may be gone by now.

@@ -245,7 +245,8 @@ class CrashHandler:
         return True
 
     def _act_on_time(self) -> None:
-        parts = (self.session, self._prober, self._hangs, self._kept, self._shared_memory, self._metrics)
+        after = self.session.after
+        parts = (self.session, self._prober, self._hangs, self._kept, self._shared_memory, self._metrics, after)
         if time.monotonic() < self._retry_at:
             return
         # All of them, whichever fails.

@@ -60,7 +60,7 @@ class Plan:
         url = environ.get(WEBHOOK, "").strip()
         if url and not _is_http(url):
             # It may hold a token, so it is not repeated.
-            problems["webhook"] = f"{WEBHOOK} is no http or https URL"
+            problems["webhook"] = f"{WEBHOOK} is no http or https URL, or has a name and password in it"
             url = ""
         secs = read_seconds(environ, COMMAND_SECS, _DEFAULT_COMMAND_SECS)
         kind, makes_event = _kind_of(url, environ), read_bool(environ, EVENT, False)
@@ -75,7 +75,9 @@ def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:
 def _is_http(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        # A name and password in it are not sent by urllib, and would stand in its errors.
+        is_plain = "@" not in parts.netloc and url.isascii() and url.isprintable() and " " not in url
+        return is_plain and parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
         return False
 

@@ -56,7 +56,10 @@ def main() -> int:
     except urllib.error.HTTPError as error:
         print(error.code)  # noqa: T201
         error.close()
-    except (OSError, HTTPException, ValueError) as error:
+    except (HTTPException, ValueError) as error:
+        # Their texts may hold the URL or a header, and so a key.
+        print(type(error).__name__)  # noqa: T201
+    except OSError as error:
         reason = getattr(error, "reason", error)
         print(f"{type(reason).__name__}: {reason}")  # noqa: T201
     return 0

@@ -17,7 +17,17 @@ def test_a_command_is_split_without_a_shell() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["file:///etc/passwd", "ftp://host/x", "hooks.slack.com", "http://", "http://[", "http://h:x"]
+    "value",
+    [
+        "file:///etc/passwd",
+        "ftp://host/x",
+        "hooks.slack.com",
+        "http://",
+        "http://[",
+        "http://h:x",
+        "https://me:secret@h/x",
+        "https://h/k y",
+    ],
 )
 def test_what_is_no_url_is_a_problem_that_does_not_repeat_it(value: str) -> None:
     plan = Plan.from_environ({WEBHOOK: value})

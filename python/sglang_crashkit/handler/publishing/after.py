@@ -36,12 +36,20 @@ class AfterIncident:
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._is_wanted = plan.is_wanted(environ)
         self._children: list[subprocess.Popen[bytes]] = []
+        self._waiting: list[Path] = []
 
     def begin(self, folder: Path) -> None:
-        """Start it for the finished incident in a folder; what cannot be started is logged."""
+        """Have it started for the finished incident in a folder, once the server was answered and there is room."""
+        if self._is_wanted:
+            self._waiting.insert(0, folder)
+
+    def act_on_time(self) -> None:
+        """Start what waits, the newest incident first, as far as there is room; what cannot be started is logged."""
         self._children = [child for child in self._children if child.poll() is None]
-        if not self._is_wanted or len(self._children) >= _MAX_AT_ONCE:
-            return
+        while self._waiting and len(self._children) < _MAX_AT_ONCE:
+            self._start(self._waiting.pop(0))
+
+    def _start(self, folder: Path) -> None:
         try:
             self._children.append(
                 subprocess.Popen(
@@ -54,18 +62,20 @@ class AfterIncident:
             logger.error("nobody is notified of incident %s: %s", folder, error)
 
     def catch_up(self, incidents: Path) -> None:
-        """Start it for the incidents of the last hour in a folder that nobody was notified of."""
+        """Have it started for the incidents of the last hour in a folder that nobody was notified of."""
         if not self._is_wanted:
             return
         with contextlib.suppress(OSError):
             for path in sorted(incidents.iterdir()):
                 name = parse_name(path.name)
-                is_recent = name is not None and 0 <= time.time() - name.seconds < _RECENT_SECS
-                if is_recent and is_finished(path.name) and not (path / plan.OUTCOME).exists():
+                if name is None or name.kind in plan.QUIET_KINDS or not 0 <= time.time() - name.seconds < _RECENT_SECS:
+                    continue
+                if is_finished(path.name) and not (path / plan.OUTCOME).exists():
                     self.begin(path)
 
     def close(self) -> None:
-        """Leave those alone that are at work: each has a deadline of its own."""
+        """Start what there is room for, and leave those alone that are at work: each has a deadline of its own."""
+        self.act_on_time()
         for child in self._children:
             # Not waited for, it would be a ResourceWarning.
             child.returncode = child.poll() or 0

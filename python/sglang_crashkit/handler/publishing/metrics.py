@@ -80,6 +80,7 @@ class OnDisk:
 
     Attributes:
         causes: the class of the cause of each, by the name of its folder.
+        is_known: the folder could be read, or there is none yet.
         bytes: what they take; None where that cannot be told, as `limit`, what they may take.
         limit: see above.
     """
@@ -87,6 +88,7 @@ class OnDisk:
     causes: Mapping[str, str]
     bytes: int | None = None
     limit: int | None = None
+    is_known: bool = True
 
 
 def metrics_of(measured: Measured, disk: OnDisk) -> list[Metric]:
@@ -108,7 +110,11 @@ def metrics_of(measured: Measured, disk: OnDisk) -> list[Metric]:
         one("handler_up", "Whether the crash handler is at work.", measured.is_up),
         one("updated_timestamp_seconds", "When the crash handler said so last.", measured.seconds),
         Metric(f"{_PREFIX}incidents", "Incidents of this host that are kept, by kind and cause.", incidents),
-        one("last_incident_timestamp_seconds", "When the latest incident began, 0 without any.", latest),
+        one(
+            "last_incident_timestamp_seconds",
+            "When the latest incident began, 0 without any.",
+            latest if disk.is_known else None,
+        ),
         by_rank("rank_last_sign_timestamp_seconds", "When the rank's event loop last went round.", measured.signs),
         by_rank("rank_last_step_timestamp_seconds", "When the rank began its last batch.", measured.steps),
         one("journal_bytes", "Memory that the request journals take.", measured.journal_bytes),
@@ -128,13 +134,15 @@ def look_at_disk(incidents: Path, known: Mapping[str, str], limits: DiskLimits) 
         known: the causes that were read before, by the name of the incident's folder.
         limits: what the user allows.
     """
-    with contextlib.suppress(OSError):
+    try:
         names = sorted((path.name for path in incidents.iterdir() if is_finished(path.name)), reverse=True)[:_MAX_KNOWN]
         new = [name for name in names if name not in known][:_MAX_READ]
         read = {name: _cause_of(incidents / name) for name in new}
         causes = {name: read.get(name) or known.get(name) or _UNREAD for name in names}
         return OnDisk(causes, use_of(incidents), limits_on(incidents, limits)[0])
-    return OnDisk({})
+    except OSError as error:
+        # Of a disk that is gone nobody may take it that nothing happened.
+        return OnDisk({}, is_known=isinstance(error, FileNotFoundError) and incidents.parent.is_dir())
 
 
 def _cause_of(incident: Path) -> str:
@@ -244,7 +252,13 @@ class MetricsPublisher:
     def _publish(self, measured: Measured, shared: Path | None) -> None:
         """Have a child look at the disk and write."""
         ours, theirs = os.pipe()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            # At the limit of processes every descriptor is needed.
+            os.close(ours)
+            os.close(theirs)
+            raise
         if pid == 0:
             _run_alone(theirs, functools.partial(self._work, measured, shared))
         os.close(theirs)
@@ -254,16 +268,17 @@ class MetricsPublisher:
     def _work(self, measured: Measured, shared: Path | None) -> dict[str, Any]:
         disk = look_at_disk(self._incidents, self._causes, self._limits)
         metrics = metrics_of(measured, disk)
-        problem = ""
+        problem, is_checked = "", False
         if shared is not None and shared.is_dir():
             files = shared_files(metrics, self._owner, measured.seconds)
             problem = "" if self._is_checked else problem_of_shared(files, metrics)
-            for name, data in files.items() if not problem else ():
+            is_checked = not problem
+            for name, data in files.items() if is_checked else ():
                 write_private(shared / name, data)
         if self._file:
             write_metrics_file(Path(self._file), metrics, measured.port)
         new = {name: cause for name, cause in disk.causes.items() if name not in self._causes and cause != _UNREAD}
-        return {"causes": new, "shared_problem": problem, "checked": shared is not None}
+        return {"causes": new, "shared_problem": problem, "checked": is_checked}
 
     def _reap(self, wait_secs: float = 0.0, *, kill: bool = False) -> bool:
         """Take in what the child said, and say whether there is none any more."""
@@ -271,9 +286,9 @@ class MetricsPublisher:
             return True
         pid, pipe = self._child
         deadline = time.monotonic() + wait_secs
-        while (ended := os.waitpid(pid, os.WNOHANG)[0]) == 0 and time.monotonic() < deadline:
+        while not (has_ended := _has_ended(pid)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        if ended == 0:
+        if not has_ended:
             # The disk does not answer.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -299,6 +314,14 @@ class MetricsPublisher:
             self._is_checked = True
         if isinstance(said.get("causes"), dict):
             self._causes = dict(list((self._causes | said["causes"]).items())[-_MAX_KNOWN:])
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        # Whoever started the server ignores SIGCHLD, so that the kernel reaps.
+        return True
 
 
 def _run_alone(answer: int, work: Callable[[], dict[str, Any]]) -> NoReturn:

@@ -39,13 +39,42 @@ def test_the_last_hours_incidents_are_told_of_once(incidents: Path, monkeypatch:
     unfinished = make_incident(incidents, seconds=time.time() - 30, publish=False)
     after = AfterIncident()
     after.catch_up(incidents)
+    after.act_on_time()
     wait_until(lambda: told(recent), "it is told of")
     for child in after._children:
         child.wait()
     after.catch_up(incidents)
-    assert len(after._children) == 1
+    after.act_on_time()
+    assert after._children == []
     assert not told(old)
     assert not told(unfinished)
+
+
+def test_the_newest_comes_first_and_the_rest_wait_for_room(incidents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Path] = []
+    monkeypatch.setattr(AfterIncident, "_start", lambda self, folder: started.append(folder))
+    monkeypatch.setattr("sglang_crashkit.handler.publishing.after._MAX_AT_ONCE", 1)
+    oldest, newest = (make_incident(incidents, seconds=time.time() - secs) for secs in (60, 30))
+    quiet = make_incident(incidents, seconds=time.time() - 10, kind="snapshot")
+    after = AfterIncident(TELL)
+    after.catch_up(incidents)
+    assert started == []
+    after._children.append(Sleeping())
+    after.act_on_time()
+    assert started == []
+    after._children.clear()
+    after.act_on_time()
+    assert started == [newest, oldest]
+    assert quiet not in started
+
+
+class Sleeping:
+    """Stands for a child that is at work."""
+
+    returncode = None
+
+    def poll(self) -> None:
+        return None
 
 
 def test_a_process_that_cannot_be_started_costs_nothing(incidents: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -167,6 +168,39 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(
     assert not made._reap()
     wait_until(made._reap, "the child is gone")
     assert time.monotonic() - began < 20
+
+
+def test_a_refused_process_costs_no_descriptor(
+    publisher: Callable[..., MetricsPublisher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> int:
+        raise BlockingIOError("no more processes")
+
+    made = publisher({"port": 1}, **{FILE: str(tmp_path / "kit.prom")})
+    before = list(Path("/proc/self/fd").iterdir())
+    with monkeypatch.context() as patch, pytest.raises(BlockingIOError):
+        patch.setattr(os, "fork", refuse)
+        made.act_on_time()
+    assert len(list(Path("/proc/self/fd").iterdir())) == len(before)
+
+
+def test_a_child_that_the_kernel_reaped_has_ended(
+    publisher: Callable[..., MetricsPublisher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = publisher({"port": 1}, **{FILE: str(tmp_path / "kit.prom")})
+    made.act_on_time()
+    pid, _pipe = made._child or (0, 0)
+    os.waitpid(pid, 0)
+    assert made._reap(1.0)
+    assert (tmp_path / "kit.prom").is_file()
+
+
+def test_a_shared_folder_that_comes_later_is_checked_all_the_same(
+    publisher: Callable[..., MetricsPublisher], tmp_path: Path
+) -> None:
+    made = publisher({"port": 1, "enable_metrics": True}, **{SHARED: str(tmp_path / "later")})
+    publish(made)
+    assert not made._is_checked
 
 
 def test_nothing_is_done_where_nobody_asks(publisher: Callable[..., MetricsPublisher]) -> None:
