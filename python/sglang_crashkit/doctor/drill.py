@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -17,16 +18,18 @@ from typing import Any
 
 from sglang_crashkit.doctor.drill_server import RANKS
 from sglang_crashkit.doctor.findings import Finding
+from sglang_crashkit.doctor.folder_facts import read_folder
 from sglang_crashkit.doctor.variables import OWN
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.incident.summary import mapping_of, mappings_of
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.kernel.stack_hooks import read_handler_pid
-from sglang_crashkit.settings import RUN
+from sglang_crashkit.settings import RUN, Settings, fallback_folder
 
-#: The stand-in starts, and its incident is whole, within this time, in seconds.
-_INCIDENT_SECS = 15.0
+#: The stand-in's crash handler starts within this time, and the incident is whole within the next, in seconds.
+_START_SECS = 10.0
+_INCIDENT_SECS = 5.0
 _END_SECS = 5.0
 _POLL_SECS = 0.02
 _TOPIC = "drill"
@@ -40,6 +43,12 @@ def drill(crash_folder: Path | None = None, environ: Mapping[str, str] = os.envi
         environ: the settings, those apart that would tell others of the incident.
     """
     began = time.monotonic()
+    why = "a crash of a server here would leave no incident"
+    quoted = shlex.quote(str(crash_folder or fallback_folder()))
+    mend = (f"df -h {quoted}", f"ls -ld {quoted}")
+    if problem := _problem_of(crash_folder, environ):
+        yield Finding("problem", _TOPIC, problem, why, mend)
+        return
     try:
         with contextlib.ExitStack() as undo:
             place = tempfile.TemporaryDirectory(prefix=".drill-", dir=crash_folder, ignore_cleanup_errors=True)
@@ -51,9 +60,10 @@ def drill(crash_folder: Path | None = None, environ: Mapping[str, str] = os.envi
         incident, problem = None, f"it cannot be run: {error}"
     seconds = time.monotonic() - began
     document = incident.document if incident is not None else None
-    if document is None:
-        why = "a crash of a server here would leave no incident"
-        yield Finding("problem", _TOPIC, problem or "the incident cannot be read", why)
+    if document is None or problem:
+        yield Finding(
+            "problem", _TOPIC, problem or "the incident cannot be read", why if document is None else "", mend
+        )
         return
     yield Finding("ok", _TOPIC, f"a rank was killed, and the incident was whole and checked within {seconds:.1f} s")
     yield from check_incident(document)
@@ -78,6 +88,18 @@ def check_incident(document: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("warning", _TOPIC, f"no stacks of the rank that lived: {stack.get('reason')}", why)
 
 
+def _problem_of(crash_folder: Path | None, environ: Mapping[str, str]) -> str:
+    """Return why no incident would be written; empty where nothing speaks against it."""
+    folder = read_folder((crash_folder or fallback_folder()).absolute(), dict(environ))
+    if crash_folder is not None and not (folder.exists or folder.problem):
+        return f"{folder.path} is not there"
+    if folder.problem:
+        return f"{folder.path}: {folder.problem}"
+    if folder.has_no_room(Settings.from_environ(environ).disk):
+        return f"{folder.path}: {folder.free >> 20} MB are free, and an incident has no room"
+    return ""
+
+
 def _environment(environ: Mapping[str, str], runtime: str) -> dict[str, str]:
     kept = {name: value for name, value in environ.items() if name not in OWN}
     return kept | {"TMPDIR": runtime, "SGLANG_CRASHKIT_TERMINATION_LOG": "0"}
@@ -94,14 +116,21 @@ def _crash(folder: Path, environ: Mapping[str, str]) -> tuple[StoredIncident | N
         start_new_session=True,
     ) as server:
         try:
-            deadline = time.monotonic() + _INCIDENT_SECS
+            runtime, waits = Path(environ["TMPDIR"]), _START_SECS
+            deadline = time.monotonic() + waits
             while time.monotonic() < deadline and server.poll() is None:
-                with contextlib.suppress(OSError, CrashkitError):
-                    if found := [one for one in find_incidents(folder) if one.finished and one.document]:
-                        return found[0], ""
+                if (found := _find_incident(folder)) is not None:
+                    return found, ""
+                if (found := _find_incident(runtime / fallback_folder().name)) is not None:
+                    return found, f"{folder.parent} was not used: the incident went to the temporary folder"
+                if waits != _INCIDENT_SECS and (handlers := _handlers_in(runtime)):
+                    _close(handlers)
+                    waits = _INCIDENT_SECS
+                    deadline = time.monotonic() + waits
                 time.sleep(_POLL_SECS)
             if server.poll() is None:
-                return None, f"the killed rank left no incident within {_INCIDENT_SECS:g} s"
+                what = "the killed rank left no incident" if waits == _INCIDENT_SECS else "no crash handler started"
+                return None, f"{what} within {waits:g} s"
             assert server.stderr is not None
             said = server.stderr.read(1 << 16).decode(errors="replace").strip().splitlines()
             return None, f"the crash handler did not start: {said[-1] if said else f'status {server.returncode}'}"
@@ -115,7 +144,18 @@ def _crash(folder: Path, environ: Mapping[str, str]) -> tuple[StoredIncident | N
             # It leaves with its server, and writes to the incident until then.
             for handler in handlers:
                 handler.has_exited(_END_SECS)
-                handler.close()
+            _close(handlers)
+
+
+def _find_incident(folder: Path) -> StoredIncident | None:
+    with contextlib.suppress(OSError, CrashkitError):
+        return next((one for one in find_incidents(folder) if one.finished and one.document), None)
+    return None
+
+
+def _close(handlers: list[ProcessHandle]) -> None:
+    for handler in handlers:
+        handler.close()
 
 
 def _handlers_in(folder: Path) -> list[ProcessHandle]:

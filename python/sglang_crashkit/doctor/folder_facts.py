@@ -51,6 +51,10 @@ class FolderFacts:
     incidents: int = 0
     has_locks: bool = True
 
+    def has_no_room(self, limits: DiskLimits) -> bool:
+        """Say whether so little is free that even the least of an incident may not fit."""
+        return self.free < min(limits.max_incident, self.max_use) // 16
+
 
 def read_folder(path: Path, environ: dict[str, str]) -> FolderFacts:
     """Look at a crash folder, within a deadline.

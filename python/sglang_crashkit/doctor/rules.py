@@ -55,7 +55,7 @@ def _installation(facts: Facts) -> Iterator[Finding]:
     if found.state and not found.supported:
         yield Finding("problem", "release", f"{found.words} is none of {found.range}", "it cannot be patched", mend)
     elif found.state:
-        yield Finding("ok", "release", f"supported ({found.range})")
+        yield Finding("ok", "release", f"supported: {found.range}")
 
 
 def _servers(facts: Facts) -> Iterator[Finding]:
@@ -63,11 +63,12 @@ def _servers(facts: Facts) -> Iterator[Finding]:
         yield Finding("note", "server", "none of this user runs here: the settings are those of this shell")
     for server in facts.servers:
         name = f"server {server.pid}"
-        if server.handler is not None and not server.problem:
+        is_watched = server.handler is not None and not server.problem
+        if is_watched:
             yield Finding("ok", name, f"watched by crash handler {server.handler}")
         else:
             why = "a crash of it leaves no incident"
-            yield Finding("problem", name, f"has no crash handler: {server.problem}", why, ("restart the server",))
+            yield Finding("problem", name, f"has no crash handler: {server.problem}", why, _to_be_watched(facts))
         if server.is_others:
             why = "who may look at whom, and write where, differs between users"
             yield Finding("note", name, "runs as another user", why, ("run this command as that user",))
@@ -79,7 +80,14 @@ def _servers(facts: Facts) -> Iterator[Finding]:
                 "who may look at whom, disks and shared memory may differ there",
                 ("run this command in that container: docker exec, kubectl exec",),
             )
-        yield Finding("note", name, f"at a crash: {_policy_in_words(server.mode)}")
+        if is_watched:
+            yield Finding("note", name, f"at a crash: {_policy_in_words(server.mode)}")
+
+
+def _to_be_watched(facts: Facts) -> tuple[str, ...]:
+    found = facts.installation
+    is_to_be_patched = found.supported and found.state not in ("", "patched")
+    return (*([found.next or "sglang-crashkit apply"] if is_to_be_patched else []), "restart the server")
 
 
 def policy_table(mode: Mode) -> dict[str, dict[str, object]]:
@@ -210,7 +218,7 @@ def _folder(facts: Facts) -> Iterator[Finding]:
     what = f"{folder.path} ({folder.file_system or 'unknown'}), {_size(folder.free)} of {_size(folder.total)} free"
     # What one incident takes: without it the oldest go, and then evidence is left away.
     needed = min(facts.settings.disk.max_incident, folder.max_use)
-    if folder.free < needed // 16:
+    if folder.has_no_room(facts.settings.disk):
         yield Finding("problem", topic, what, "an incident has no room", (f"du -xsh {quoted}",))
     elif folder.free < folder.keep_free + needed:
         why = f"SGLANG_CRASHKIT_KEEP_FREE_MB ({_size(folder.keep_free)}) leaves less than one incident may take"

@@ -61,9 +61,9 @@ class Lock:
         return locked
 
     def supported_range(self) -> str:
-        """Return ``0.5.9 to 0.5.23 (19 releases)``."""
+        """Return ``19 releases, 0.5.9 to 0.5.23``."""
         names = list(self.releases)
-        return f"{names[0]} to {names[-1]} ({len(names)} releases)" if names else "no releases"
+        return f"{len(names)} releases, {names[0]} to {names[-1]}" if names else "no releases"
 
     def dump(self) -> bytes:
         """Return the one spelling of the lock."""

@@ -280,7 +280,7 @@ class Status:
     def lines(self) -> Iterator[str]:
         """Yield the lines for a person."""
         tree, environment, kit = self.tree, self.tree.environment, self.tree.environment.kit
-        supported = "supported" if tree.locked else f"not supported: {self.supported_range} are"
+        supported = "supported" if tree.locked else f"not supported; supported are {self.supported_range}"
         other = "" if kit is None or kit.version == __version__ else ", another one"
         yield f"python   {environment.python}"
         yield f"sglang   {environment.version} in {environment.package} ({supported})"

@@ -22,7 +22,7 @@ def facts(environ: dict[str, str] | None = None, **changes: Any) -> Facts:
     """Return the facts, with some of them changed."""
     environ = environ or {}
     healthy = Facts(
-        installation=Installation("patched", "SGLang 0.5.23", range="0.5.9 to 0.5.23"),
+        installation=Installation("patched", "SGLang 0.5.23", range="19 releases, 0.5.9 to 0.5.23"),
         servers=(SERVER,),
         environ=environ,
         arguments=("--crash-dump-folder", "/crash"),

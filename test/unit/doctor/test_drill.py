@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.doctor.drill import check_incident, drill
+from sglang_crashkit.doctor.drill import _crash, check_incident, drill
 from sglang_crashkit.doctor.findings import has_problem
+from sglang_crashkit.doctor.folder_facts import FolderFacts
 
 SOUND: dict[str, Any] = {
     "verdict": {"first_failure": {"pid": 2, "title": "sglang::scheduler_TP1"}},
@@ -28,7 +29,34 @@ def test_a_drill_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_folder_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
-    assert has_problem(drill(tmp_path / "missing"))
+    folder = tmp_path / "not there"
+    (finding,) = drill(folder)
+    assert finding.level == "problem"
+    assert finding.next == (f"df -h '{folder}'", f"ls -ld '{folder}'")
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_problem() -> None:
+    (finding,) = drill(Path("/proc/self"))
+    assert "cannot be written to" in finding.what
+    assert finding.next == ("df -h /proc/self", "ls -ld /proc/self")
+
+
+def test_a_full_folder_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = FolderFacts(str(tmp_path), free=1 << 20, max_use=1 << 32)
+    monkeypatch.setattr("sglang_crashkit.doctor.drill.read_folder", lambda *_arguments: full)
+    (finding,) = drill(tmp_path)
+    assert finding.what.endswith("1 MB are free, and an incident has no room")
+
+
+def test_an_incident_in_the_fallback_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fall_back(_folder: Path, environ: dict[str, str]) -> object:
+        return _crash(Path("/proc/self"), environ)
+
+    monkeypatch.setattr("sglang_crashkit.doctor.drill._crash", fall_back)
+    problem, *rest = drill(tmp_path)
+    assert problem.what.endswith("the incident went to the temporary folder")
+    assert problem.next == (f"df -h {tmp_path}", f"ls -ld {tmp_path}")
+    assert rest == []
 
 
 def test_a_handler_that_cannot_start_is_a_problem(tmp_path: Path) -> None:

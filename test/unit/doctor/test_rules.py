@@ -72,6 +72,20 @@ def test_one_thing_that_is_wrong_is_found(topic: str, level: str, changes: dict[
     assert level in {finding.level for finding in findings_on(topic, facts(**changes))}
 
 
+def test_a_server_without_a_handler_has_no_policy() -> None:
+    servers = (replace(SERVER, handler=None, problem="it has ended"),)
+    (finding,) = findings_on("server 7", facts(servers=servers))
+    assert finding.next == ("restart the server",)
+    unpatched = Installation("pristine", "SGLang 0.5.23", "sglang-crashkit apply --python /venv/bin/python")
+    (finding,) = findings_on("server 7", facts(servers=servers, installation=unpatched))
+    assert finding.next == (unpatched.next, "restart the server")
+
+
+def test_the_supported_releases_are_counted() -> None:
+    (finding,) = findings_on("release", facts())
+    assert finding.what == "supported: 19 releases, 0.5.9 to 0.5.23"
+
+
 @pytest.mark.parametrize(
     ("found", "words"),
     [

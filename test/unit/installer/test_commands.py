@@ -98,13 +98,13 @@ def test_the_exit_codes(site, run, tmp_path):
     install(write_wheel(tmp_path / "next", "0.5.99"), site)
     code, _, err = run("apply")
     assert code == 4
-    assert "SGLang 0.5.99 is not supported; supported are 0.5.9 to 0.5.9 (1 releases)" in err
+    assert "SGLang 0.5.99 is not supported; supported are 1 releases, 0.5.9 to 0.5.9" in err
     assert "scripts/port_release 0.5.99" in err
     code, out, _ = run("status", "--json")
     found = json.loads(out)
     assert (code, found["state"], found["supported"]) == (0, "unsupported", False)
     assert found["next"].startswith("scripts/port_release 0.5.99")
-    assert "(not supported: 0.5.9 to 0.5.9 (1 releases) are)" in run("status")[1]
+    assert "(not supported; supported are 1 releases, 0.5.9 to 0.5.9)" in run("status")[1]
 
 
 def test_status_tells_each_state_apart(site, run, kit, other_kit, monkeypatch):

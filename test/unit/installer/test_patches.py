@@ -178,7 +178,7 @@ def test_the_lock_loads_as_dumped_and_finds_the_builds_of_a_release(tmp_path):
     assert Lock(dict(reversed(releases.items()))).dump() == lock.dump()
     assert lock.require("0.5.9+cu126") is releases["0.5.9"]
     assert lock.find("0.5.9.dev1") is None
-    with pytest.raises(RefusedError, match=r"supported are 0\.5\.9 to 0\.5\.10 \(2 releases\)") as caught:
+    with pytest.raises(RefusedError, match=r"supported are 2 releases, 0\.5\.9 to 0\.5\.10") as caught:
         lock.require("0.5.99")
     assert "scripts/port_release 0.5.99" in str(caught.value)
     assert (find_patch_root() / LOCK_NAME).is_file()
