@@ -27,6 +27,7 @@ _MAX_GROUPS, _MAX_CONSEQUENCES, _MAX_STEPS = 2, 2, 2
 _BUILD_PATH = re.compile(r"\[?/[^\s\]]+\.(?:cc|cpp|cu|cuh|h|hpp):\d+\]?:? ?")
 _SECONDS = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(\.\d{3})?")
 _OWN_COMMAND, _COMMENT = "sglang-crashkit ", "   # "
+_BISECT = f"{_OWN_COMMAND}bisect"
 #: A command with its arguments; a word alone may be anything.
 _COMMAND = re.compile(r"`([^` ]+ [^`]+)`")
 _LIBRARY = re.compile(r"\((?:torch|zmq|multiprocessing|concurrent|asyncio)/|\(<|\((?:threading|queue)\.py:")
@@ -107,7 +108,24 @@ def is_of_start(document: Mapping[str, Any]) -> bool:
 
 def consequence_in_words(message: str) -> str:
     """Return a message in one line of at most `MAX_MESSAGE` characters, without the path of who built a library."""
-    return cut(_one_line(_BUILD_PATH.sub("", message)), MAX_MESSAGE)
+    return cut(_one_line(without_build_paths(message)), MAX_MESSAGE)
+
+
+def without_build_paths(text: str) -> str:
+    """Return a text without the paths of who built a library, which say nothing of this machine."""
+    return _BUILD_PATH.sub("", text)
+
+
+def is_suspected(suspects: Sequence[Mapping[str, Any]]) -> bool:
+    """Say whether more speaks for the first of the suspects than that it was in the step."""
+    return bool(suspects) and str(suspects[0].get("level")) in _LEVELS
+
+
+def undecided_in_words(suspects: Sequence[Mapping[str, Any]]) -> str:
+    """Say that there is nothing between several suspects; empty where there is, or where there is one."""
+    if is_suspected(suspects) or len(suspects) < 2:
+        return ""
+    return f"none of the {len(suspects)} requests in that step is likelier than the others"
 
 
 def cut(text: str, most: int) -> str:
@@ -161,7 +179,7 @@ class _Screen:
             trigger = mapping_of(self._document.get("trigger"))
             told = f" (reported by {self._names.short(trigger)})" if trigger.get("title") else ""
             return f"{self._document.get('kind', 'incident')}: who failed first is not known{told}"
-        words = _one_line(_BUILD_PATH.sub("", self._names.in_words(text))).rstrip(".")
+        words = _one_line(without_build_paths(self._names.in_words(text))).rstrip(".")
         return words[:1].upper() + words[1:]
 
     def _end(self) -> Iterator[str]:
@@ -311,7 +329,9 @@ class _Screen:
         if not cause:
             return
         words, level = str(cause.get("words") or cause.get("class")), cause.get("level")
-        yield "cause", f"{words} ({cause.get('class')}, {level})", 2
+        restart = cause.get("restart_helps")
+        helps = f"; a restart helps: {restart}" if restart in ("yes", "no") else ""
+        yield "cause", f"{words} ({cause.get('class')}, {level}){helps}", 2
         for issue in mappings_of(cause.get("known_issues"))[:1]:
             fixed = f"fixed in {issue['fixed_in']}" if issue.get("fixed_in") else "no fix known"
             yield "known", f"sgl-project/sglang #{issue.get('issue')} ({fixed}): {issue.get('title')}", 2
@@ -320,18 +340,24 @@ class _Screen:
         suspects = mappings_of(self._document.get("suspects"))
         if not suspects:
             return ""
-        if str(suspects[0].get("level")) not in _LEVELS and len(suspects) > 1:
-            return f"none of the {len(suspects)} requests in that step is likelier than the others"
+        if undecided := undecided_in_words(suspects):
+            return undecided
         reasons = suspects[0].get("reasons")
         words = "; ".join(map(str, reasons if isinstance(reasons, list) else ()))
         return f"request {suspects[0].get('rid')} ({suspects[0].get('level')}): {words}"
 
     def _next_steps(self) -> Iterator[tuple[str, str, int]]:
         """Yield what the cause asks for, commands as such, and the commands that show more and hand it on."""
-        steps = mapping_of(self._document.get("cause")).get("next_steps")
+        told = mapping_of(self._document.get("cause")).get("next_steps")
+        steps = [str(step) for step in (told if isinstance(told, list) else ())]
+        others = [step for step in steps if not step.startswith(f"`{_BISECT} ")]
+        most = _MAX_STEPS
+        if len(others) < len(steps) or is_suspected(mappings_of(self._document.get("suspects"))):
+            most -= 1
+            yield "next", f'{_BISECT} {self._where} --serve "COMMAND"{_COMMENT}finds the request', 1
         pid = str(self._first.get("pid"))
-        for step in list(steps if isinstance(steps, list) else ())[:_MAX_STEPS]:
-            text = self._names.in_words(str(step))
+        for step in others[:most]:
+            text = self._names.in_words(step)
             text = text.replace("kill -CONT PID", f"kill -CONT {pid}") if self._first else text
             found = _COMMAND.search(text)
             if found and found.start() < _LABEL:
@@ -349,8 +375,8 @@ class _Screen:
 def _lines(label: str, text: str, most: int) -> Iterator[str]:
     """Yield a row in at most so many lines; nothing where there is no text."""
     if text.startswith(_OWN_COMMAND):
-        # A path may be longer than the line, and half a command is none.
-        yield f"{label:<{_LABEL}}{text}"
+        # A path may be longer than the line, and half a command is none; the words behind it can be missed.
+        yield f"{label:<{_LABEL}}{text if len(text) <= WIDTH - _LABEL else text.partition(_COMMENT)[0]}"
         return
     words = text if _COMMENT in text else _one_line(text)
     lines = textwrap.wrap(words, WIDTH - _LABEL, max_lines=most, placeholder="...") if words else []

@@ -9,7 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sglang_crashkit.incident import step_words
-from sglang_crashkit.incident.first_screen import consequence_in_words, counts_of, first_screen, sizes_in_words
+from sglang_crashkit.incident.first_screen import (
+    consequence_in_words,
+    counts_of,
+    first_screen,
+    sizes_in_words,
+    undecided_in_words,
+    without_build_paths,
+)
 from sglang_crashkit.incident.names import stopped_state
 from sglang_crashkit.model.checked_json import mapping_of as mapping_of
 from sglang_crashkit.model.checked_json import mappings_of as mappings_of
@@ -56,7 +63,7 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     yield "```"
     yield ""
     if verdict:
-        yield f"**{verdict.get('text', 'no verdict')}** ({verdict.get('level', 'unknown')})"
+        yield f"**{without_build_paths(str(verdict.get('text', 'no verdict')))}** ({verdict.get('level', 'unknown')})"
         yield ""
     yield f"- incident {document.get('id')} on {server.get('hostname')}, {trigger.get('time')}"
     kit = server.get("kit_version")
@@ -164,7 +171,9 @@ def _collectives(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def suspect_in_words(suspects: Sequence[Mapping[str, Any]]) -> str:
-    """Say which request is suspected most, and why."""
+    """Say which request is suspected most, and why; or that nothing is between them."""
+    if undecided := undecided_in_words(suspects):
+        return f"suspect: {undecided}; all in incident.json"
     first, more = suspects[0], len(suspects) - 1
     reasons = "; ".join(str(reason) for reason in first.get("reasons") or ())
     others = f"; {more} more in incident.json" if more else ""
@@ -265,10 +274,12 @@ def piece_in_words(piece: Mapping[str, Any]) -> str:
 
 
 def state_in_words(process: Mapping[str, Any]) -> str:
-    """Say whether a process was alive, or stopped, and how it ended otherwise."""
+    """Say whether a process was alive when it was looked at, was stopped, or raised; and how it ended otherwise."""
     end = mapping_of(process.get("exit"))
     if not end:
-        return stopped_state(process) or "alive"
+        pieces = mappings_of(process.get("evidence"))
+        raised = any(piece.get("kind") == "exception" and piece.get("status") == "captured" for piece in pieces)
+        return stopped_state(process) or ("raised an exception" if raised else "alive then")
     how = end.get("signal") or f"exit status {end.get('code')}"
     return f"dead, {how} ({end.get('cause')}: {end.get('detail')})"
 

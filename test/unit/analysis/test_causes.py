@@ -374,6 +374,26 @@ def test_an_incident_has_its_cause(document: dict[str, Any], name: str, level: s
     assert json.loads(json.dumps(found)) == found
 
 
+@pytest.mark.parametrize(
+    ("document", "has_it"),
+    [
+        (raised("ValueError: x", *FORWARD, **AGAIN, id="1a2b3c4d"), True),
+        (raised("ValueError: x", *FORWARD, id="1a2b3c4d", suspects=[{"rid": "r", "level": "supported"}]), True),
+        (raised("ValueError: x", *FORWARD, id="1a2b3c4d", suspects=[{"rid": "r", "level": "unknown"}]), False),
+    ],
+    ids=["poison", "another cause with a suspect", "a request of the step"],
+)
+def test_where_a_request_is_suspected_it_is_to_be_bisected(document: dict[str, Any], has_it: bool) -> None:
+    first = causes.explain(document)["next_steps"][0]
+    assert first.startswith('`sglang-crashkit bisect 1a2b3c4d --serve "COMMAND"`') is has_it
+
+
+def test_a_stopped_process_has_one_command_that_lets_it_go_on() -> None:
+    document = next(row[1] for row in TABLE if row[2] == "stopped_process")
+    steps = causes.explain(document)["next_steps"]
+    assert [step.startswith("`kill -CONT 1") for step in steps if "kill -CONT" in step] == [True]
+
+
 def test_every_class_has_advice_and_a_row() -> None:
     assert {name for name, _rule in rules.RULES} | {"unknown"} == set(ADVICE)
     assert {row[2] for row in TABLE} == set(ADVICE)

@@ -67,9 +67,9 @@ def test_the_newest_incident_is_shown_on_one_screen(crash_dir: Path, capsys: pyt
 def test_ranks_that_agree_have_one_stack(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, str(crash_dir), "--stacks")
     assert text.startswith("TP1 raised:\n    Traceback (most recent call last):\n    RuntimeError: x\n")
-    assert "detokenizer, the main process: alive\n    waits (sglang/x.py:3)\n    runs (sglang/x.py:3)\n" in text
+    assert "detokenizer, the main process: alive then\n    waits (sglang/x.py:3)\n    runs (sglang/x.py:3)\n" in text
     # Of one that raised it is where it raised, and not the kit's own hook.
-    assert "TP0: alive\n    all_" in text
+    assert "TP0: raised an exception\n    all_" in text
 
 
 def test_requests_are_shown_without_prompts(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

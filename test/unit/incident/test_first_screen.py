@@ -148,6 +148,30 @@ def test_a_crowded_screen_gives_up_second_lines_and_no_command(killed: dict[str,
     assert lines[-2] == f"next    sglang-crashkit show /var/crash/{'x' * 100} --stacks"
 
 
+def test_whether_a_restart_helps_is_said_where_it_is_known(killed: dict[str, Any]) -> None:
+    killed["cause"] = {"class": "disk_full", "words": "a disk is full", "level": "supported", "restart_helps": "no"}
+    assert "cause   a disk is full (disk_full, supported); a restart helps: no" in first_screen(killed)
+    killed["cause"]["restart_helps"] = "unknown"
+    assert "cause   a disk is full (disk_full, supported)" in first_screen(killed)
+
+
+@pytest.mark.parametrize("level", ["supported", "established"])
+def test_a_suspect_is_to_be_bisected(killed: dict[str, Any], level: str) -> None:
+    command = 'next    sglang-crashkit bisect /crash/1 --serve "COMMAND"   # finds the request'
+    assert command not in first_screen(killed, where="/crash/1")
+    killed["suspects"] = [{"rid": "ab12", "level": level, "reasons": ["it was alone"]}]
+    lines = first_screen(killed, where="/crash/1")
+    assert next(line for line in lines if line.startswith("next ")) == command
+    # The cause has it, too, with the id.
+    killed["cause"]["next_steps"].insert(0, '`sglang-crashkit bisect 1a --serve "COMMAND"` finds the request')
+    assert first_screen(killed, where="/crash/1") == lines
+
+
+def test_a_comment_goes_before_the_line_is_too_long(killed: dict[str, Any]) -> None:
+    where = "1a2b3c4d --folder /var/crash/sglang"
+    assert first_screen(killed, where=where)[-1] == f"next    sglang-crashkit bundle {where} --no-prompts"
+
+
 def mangled(value: object, wrong: object) -> list[Any]:
     """Each form of a document in which one value is of another type."""
     if isinstance(value, list):

@@ -71,7 +71,7 @@ next    sglang-crashkit bundle 0123abcd --no-prompts   # for a bug report
 ### sglang::scheduler_TP1 (pid 8): dead, SIGKILL (oom_kill: 3 more)
 - stack: skipped (it was dead)
 
-### sglang::scheduler_TP0 (pid 9): alive
+### sglang::scheduler_TP0 (pid 9): alive then
 - wait (x.py:1)
 - stack: captured (stacks/x.txt, 0.123 s)
 - exit: captured (in incident.json)
@@ -92,7 +92,33 @@ def test_a_stopped_process_is_not_called_alive() -> None:
     assert "### sglang::scheduler_TP0 (pid 9): stopped (T)\n" in format_summary(document)
     # What it was when it was looked at last counts.
     document["processes"][1]["looks"] = [{"state": "T"}, {"state": "S"}]
-    assert "### sglang::scheduler_TP0 (pid 9): alive\n" in format_summary(document)
+    assert "### sglang::scheduler_TP0 (pid 9): alive then\n" in format_summary(document)
+
+
+def test_a_process_that_raised_is_not_called_alive() -> None:
+    incident = make_incident()
+    incident.processes[1].evidence.append(Evidence("exception", "captured", path="ranks/9.exception.json"))
+    text = format_summary(incident.to_json())
+    assert "### sglang::scheduler_TP0 (pid 9): raised an exception\n" in text
+
+
+def test_the_suspect_is_the_same_above_and_below() -> None:
+    suspects = [{"rid": "r1", "level": "unknown", "reasons": ["it was in the step"]}, {"rid": "r2", "level": "unknown"}]
+    text = format_summary(make_incident().to_json() | {"suspects": suspects})
+    words = "none of the 2 requests in that step is likelier than the others"
+    assert f"\nsuspect {words}\n" in text
+    assert f"\n- suspect: {words}; all in incident.json\n" in text
+    suspects[0]["level"] = "supported"
+    text = format_summary(make_incident().to_json() | {"suspects": suspects})
+    assert "\n- suspect: request r1 (supported): it was in the step; 1 more in incident.json\n" in text
+
+
+def test_the_verdict_is_told_without_the_builders_path() -> None:
+    incident = make_incident()
+    incident.verdict = Verdict("exception", None, "established", "TP1 raised: [/__w/gloo/pair.cc:561] Closed.")
+    document = incident.to_json()
+    assert "\n**TP1 raised: Closed.** (established)\n" in format_summary(document)
+    assert "pair.cc" in document["verdict"]["text"]
 
 
 def test_requests_are_counted_once_and_health_checks_apart() -> None:

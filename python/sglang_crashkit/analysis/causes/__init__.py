@@ -66,7 +66,15 @@ def _to_json(name: str, finding: Finding, case: Case) -> dict[str, Any]:
         "words": advice.words,
         "level": finding.level,
         "reasons": [*finding.reasons, *case.last_step],
-        "next_steps": [*finding.steps, *advice.steps],
+        "next_steps": [*_bisection(name, case), *finding.steps, *advice.steps],
         "known_issues": [issue.to_json() for issue in case.known],
         "restart_helps": advice.restart,
     }
+
+
+def _bisection(name: str, case: Case) -> list[str]:
+    """Return the command that finds the request, where one is likely to be at fault."""
+    if name != "poison_request" and not case.is_suspected:
+        return []
+    incident = case.document.get("id") or "latest"
+    return [f'`sglang-crashkit bisect {incident} --serve "COMMAND"` finds the request, and what of it is needed']

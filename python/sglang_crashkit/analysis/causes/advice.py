@@ -59,10 +59,7 @@ ADVICE: dict[str, Advice] = {
     "stopped_process": Advice(
         "a process was stopped from outside",
         "yes",
-        (
-            "find out who stopped it (SIGSTOP, a debugger, a checkpoint, the freezer of a cgroup)",
-            "`kill -CONT PID` lets it go on",
-        ),
+        ("find out who stopped it (SIGSTOP, a debugger, a checkpoint, the freezer of a cgroup)",),
     ),
     "starved_process": Advice(
         "a process wants to run and gets no CPU time",

@@ -32,6 +32,7 @@ _DIVERGED = ("decision", "mode", "requests", "lengths", "hash")
 #: An Xid error of longer ago, in seconds, has nothing to do with it.
 _XID_SECS = 600.0
 _MAX_RIDS = 4
+_LEVELS = ("established", "supported")
 #: What SGLang resolves an argument to that was not given.
 _UNSET = (None, False, "", 0, "none", "null", "None")
 _HANGS = ("no_progress", "silent_at_sigterm", "unhealthy_at_sigterm", "watchdog_timeout", "busy_too_long")
@@ -220,6 +221,11 @@ class Case:
         seen = mapping_of(mapping_of(self.document.get("fault")).get("seen"))
         suspects = [str(one.get("rid")) for one in mappings_of(self.document.get("suspects"))]
         return next((rid for rid in suspects if seen.get(rid)), "")
+
+    @property
+    def is_suspected(self) -> bool:
+        """Whether more speaks for the first of the suspects than that it was in the step."""
+        return any(one.get("level") in _LEVELS for one in mappings_of(self.document.get("suspects"))[:1])
 
     @property
     def last_step(self) -> list[str]:

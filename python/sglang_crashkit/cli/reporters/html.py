@@ -29,7 +29,7 @@ from sglang_crashkit.analysis.ranks import RankSet
 from sglang_crashkit.cli.reporters import incident_view as view
 from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, ListedFile, cut, visible
 from sglang_crashkit.cli.reporters.merged_stacks import merge, ranks_by_pid, read_stacks
-from sglang_crashkit.incident.first_screen import first_screen
+from sglang_crashkit.incident.first_screen import first_screen, without_build_paths
 from sglang_crashkit.incident.steps import SUFFIX
 from sglang_crashkit.incident.summary import (
     environment_in_words,
@@ -203,7 +203,8 @@ def _basis(document: Mapping[str, Any]) -> list[str]:
     verdict = mapping_of(document.get("verdict"))
     basis = verdict.get("basis")
     sentences = [str(one) for one in basis] if isinstance(basis, list) else []
-    return sentences or ([str(verdict["text"])] if verdict.get("text") else [])
+    sentences = sentences or ([str(verdict["text"])] if verdict.get("text") else [])
+    return [without_build_paths(sentence) for sentence in sentences]
 
 
 def _cause(document: Mapping[str, Any]) -> dict[str, Any]:
