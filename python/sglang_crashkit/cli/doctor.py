@@ -1,4 +1,4 @@
-"""``sglang-crashkit doctor``: say what would keep a crash of a server from being told, before it comes to that."""
+"""``sglang-crashkit doctor``: say what would keep a crash of a server from being recorded, before it comes to that."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ COMMANDS = {
     "apply": "patch the SGLang that a python imports",
     "revert": "take the patches out again, to the exact bytes",
     "status": "say whether the SGLang that a python imports is patched",
-    "doctor": "say what would keep a crash here from being told, and the command that mends it",
+    "doctor": "say what would keep a crash here from being recorded, and the command that mends it",
     "wheel": "build a patched SGLang wheel and put the kit's own beside it",
     "incidents": "list the incidents below a crash folder, newest first",
     "show": "print one incident on one screen, or one part of it in full",

@@ -9,14 +9,14 @@ from sglang_crashkit.model.fleet import FleetIncident
 
 
 def incident(host: int, what: str = "SIGSEGV", seconds: float = 1.0, **attributes: str) -> FleetIncident:
-    return FleetIncident(f"h{host}", seconds, f"/c/h{host}", "killed", ("scheduler", what), "gpu_fault", attributes)
+    return FleetIncident(f"h{host}", seconds, f"/c/h{host}", "killed", ("scheduler", what), "cuda_fault", attributes)
 
 
 def test_the_same_fault_is_counted_by_incident_and_host() -> None:
     one, other = group([incident(1), incident(1, seconds=9.0), incident(2), incident(3, "SIGBUS")])
     assert (one.fault, one.count, one.hosts) == (("scheduler", "SIGSEGV"), 3, ("h1", "h2"))
     assert (one.first, one.last, one.path) == (1.0, 9.0, "/c/h1")
-    assert one.causes == {"gpu_fault": 3}
+    assert one.causes == {"cuda_fault": 3}
     assert other.hosts == ("h3",)
 
 

@@ -200,6 +200,14 @@ def test_of_a_broken_folder_the_rest_is_shown(tmp_path: Path, content: str | Non
     assert "the last words" in text
 
 
+def test_the_verdict_is_told_without_the_builders_path(tmp_path: Path) -> None:
+    text = "TP1 raised: [/__w/pytorch/gloo/pair.cc:561] Connection closed by peer."
+    path = make_incident(tmp_path, verdict={"kind": "exception", "level": "established", "text": text, "basis": [text]})
+    page = render(path)
+    assert "TP1 raised: Connection closed by peer." in Page(page).text
+    assert "pair.cc" not in Page(page).text
+
+
 def test_what_is_too_much_is_left_out_and_counted(tmp_path: Path) -> None:
     requests = "".join(json.dumps({"rid": f"r{number}", "state": "unfinished"}) + "\n" for number in range(700))
     path = make_incident(

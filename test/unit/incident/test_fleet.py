@@ -19,7 +19,7 @@ DOCUMENT: dict[str, Any] = {
     ],
     "environment": {"model": "m", "versions": {"driver": "580.1", "torch": "2.9"}},
     "gpus": {"devices": [{"name": None}, {"name": "H100"}]},
-    "cause": {"class": "gpu_fault"},
+    "cause": {"class": "cuda_fault"},
 }
 NAME = "/c/20260101T000000.000Z-killed-0123abcd"
 
@@ -74,7 +74,7 @@ def test_the_fault_is_known_again_in_another_rank_release_and_line() -> None:
     one, other = found_of("h", NAME, DOCUMENT), found_of("i", NAME, json.loads(text))
     assert one.fault == other.fault == ("scheduler", "SIGSEGV", "f (a/b.py)")
     assert one.attributes == {"release": "0.5.23", "model": "m", "GPU": "H100", "driver": "580.1", "torch": "2.9"}
-    assert (one.kind, one.cause) == ("signal", "gpu_fault")
+    assert (one.kind, one.cause) == ("signal", "cuda_fault")
 
 
 @pytest.mark.parametrize("document", [{}, {"verdict": 1, "gpus": [], "environment": {"versions": "x"}, "cause": []}])
