@@ -100,8 +100,15 @@ def _problem_of(crash_folder: Path | None, environ: Mapping[str, str]) -> str:
     return ""
 
 
+#: Nobody is to be woken by a drill, and no server's metrics are to be replaced.
+_PUBLISHING = frozenset(
+    {"SGLANG_CRASHKIT_ON_INCIDENT", "SGLANG_CRASHKIT_WEBHOOK", "SGLANG_CRASHKIT_KUBERNETES_EVENT"}
+    | {"SGLANG_CRASHKIT_METRICS_FILE", "SGLANG_CRASHKIT_HTML", "PROMETHEUS_MULTIPROC_DIR"}
+)
+
+
 def _environment(environ: Mapping[str, str], runtime: str) -> dict[str, str]:
-    kept = {name: value for name, value in environ.items() if name not in OWN}
+    kept = {name: value for name, value in environ.items() if name not in OWN | _PUBLISHING}
     return kept | {"TMPDIR": runtime, "SGLANG_CRASHKIT_TERMINATION_LOG": "0"}
 
 

@@ -174,7 +174,7 @@ def test_the_keys_move_open_and_tell(browser: Browser, pages: Callable[[str], Pa
     for key in "jjk":
         browser.press(key)
         names.append(browser.js("return document.activeElement.textContent.split(' ')[0]"))
-    assert names == ["hang:", "Ranks", "hang:"]
+    assert names == ["TP3", "Ranks", "TP3"]
     browser.press("j", "e")
     assert browser.js("return [...document.querySelectorAll('#ranks details')].every((one) => one.open)")
     assert not browser.js("return document.querySelector('#files .file').open")
@@ -190,12 +190,14 @@ def test_it_is_copied_as_markdown_whole_and_in_parts(browser: Browser, pages: Ca
     browser.open(pages("eight"))
     browser.press("c")
     wait_until(lambda: browser.visible("#toast.shown"), "it says so")
-    assert browser.copied().startswith(f"# hang: sglang::scheduler_TP{FAULTY} (pid 1003)\n\n**TP3 decided retract")
+    assert browser.copied().startswith(
+        f"# hang: sglang::scheduler_TP{FAULTY} (pid 1003)\n\n```text\nTP3 decided retract"
+    )
     browser.js("document.querySelector('#steps .copy').click()")
     part = browser.copied()
     assert "## Steps\n\nTP3 decided retract on the way to step 38" in part
     assert "| step | TP0-2,4-7 | TP3 |\n| --- | --- | --- |\n" in part
-    assert "| 38 | decode, 2 req, 2 tok, 20.0 ms | extend, 2 req, 37 tok, retract 1, 20.0 ms |\n" in part
+    assert "| 38 | decode, 2 req, 2 tok, 20.0 ms | extend, 2 req, 37 tok, retract, 20.0 ms |\n" in part
 
 
 def test_a_call_of_the_icicle_is_seen_alone(browser: Browser, pages: Callable[[str], Path]) -> None:

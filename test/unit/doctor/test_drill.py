@@ -20,12 +20,18 @@ SOUND: dict[str, Any] = {
 
 
 def test_a_drill_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, told = tmp_path / "crash", tmp_path / "told"
+    folder.mkdir()
     monkeypatch.setenv("SGLANG_CRASHKIT_BUDGET_SECS", "5")
+    monkeypatch.setenv("SGLANG_CRASHKIT_ON_INCIDENT", f"touch {told}")
+    monkeypatch.setenv("SGLANG_CRASHKIT_METRICS_FILE", str(told))
     began = time.monotonic()
-    findings = list(drill(tmp_path))
+    findings = list(drill(folder))
     assert [finding.level for finding in findings] == ["ok", "ok"], findings
     assert time.monotonic() - began < 30
-    assert list(tmp_path.iterdir()) == []
+    # And nobody is woken by it.
+    assert list(tmp_path.iterdir()) == [folder]
+    assert list(folder.iterdir()) == []
 
 
 def test_a_folder_that_is_not_there_is_a_problem(tmp_path: Path) -> None:
