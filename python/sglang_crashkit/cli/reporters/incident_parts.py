@@ -101,17 +101,28 @@ def timeline_lines(document: Mapping[str, Any]) -> Iterator[str]:
         told = {name: value for name, value in entry.items() if name not in ("time", "event", "pid", "title")}
         if "message" in told:
             told["message"] = consequence_in_words(str(told["message"]))
+        if entry.get("event") == "shared_memory_left":
+            yield cut(f"{since:+9.3f} s  shared_memory_left {_left_in_words(entry)}", _MAX_EVENT)
+            continue
         words = ", ".join(f"{name} {value}" for name, value in told.items() if value is not None)
         yield cut(f"{since:+9.3f} s  {entry.get('event')}{who} {words}".rstrip(" :"), _MAX_EVENT)
+
+
+def _left_in_words(entry: Mapping[str, Any]) -> str:
+    segments = mappings_of(entry.get("segments"))
+    size = sum(one["bytes"] for one in segments if isinstance(one.get("bytes"), int))
+    named = ", ".join(f"{one.get('name')} ({one.get('why')})" for one in segments)
+    return f"{len(segments)} segment{'' if len(segments) == 1 else 's'} left, {size / 1e3:,.0f} kB: {named}"
 
 
 def environment_lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
     """Yield what surrounded the server: in short, then every value with its name."""
     whole = _load(folder / _ENVIRONMENT)
-    if short := mapping_of(document.get("environment")):
-        yield from environment_in_words(short)
-        yield ""
-    yield from _flat(whole)
+    short = list(environment_in_words(mapping_of(document.get("environment"))))
+    yield from short
+    if whole:
+        yield from [""] if short else []
+        yield from _flat(whole)
 
 
 def _flat(value: object, name: str = "") -> Iterator[str]:
