@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.argument_types import positive, seconds
+from sglang_crashkit.cli.crash_folder import add_incident, find_meant
 from sglang_crashkit.cli.ending import terminable
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 
@@ -30,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLE
-    parser.add_argument("incident", help="an incident's folder, or a crash folder: its newest incident")
+    add_incident(parser)
     parser.add_argument("--serve", metavar="COMMAND", required=True, help="starts a patched server like that one")
     parser.add_argument("--tries", type=positive, default=3, metavar="N", help="before it is not reproduced (3)")
     parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="servers that serve at once (1)")
@@ -50,12 +51,11 @@ def run(args: argparse.Namespace) -> ExitCode:
     Raises:
         CrashkitError: there is no such incident, or no server could be started.
     """
-    from sglang_crashkit.incident.store import find_one
     from sglang_crashkit.replay import bisect
     from sglang_crashkit.replay.server import option_of, parse_command
     from sglang_crashkit.replay.trials import Plan
 
-    incident = find_one(args.incident)
+    incident = find_meant(args.incident, args.folder)
     folder = (args.output_dir or Path(f"bisect-{(incident.document or {}).get('id')}")).absolute()
     command = parse_command(args.serve)
     if args.jobs > 1 and option_of(command, "--port") is not None:

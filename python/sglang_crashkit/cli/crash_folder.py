@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import shlex
 from pathlib import Path
 
 from sglang_crashkit import settings
 from sglang_crashkit.errors import NothingToDoError
 from sglang_crashkit.incident.store import StoredIncident, find_one
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
 _HANDLER_LOG = "crash_handler.log"
 
@@ -45,7 +48,7 @@ def find_meant(text: str, folder: Path | None) -> StoredIncident:
         NothingToDoError: there is none.
         CrashkitError: it cannot be read.
     """
-    if folder is not None or Path(text).exists() or "/" in text:
+    if folder is not None or "/" in text or Path(text).exists():
         return find_one(text, folder)
     found = []
     for one in require_folders(None):
@@ -57,6 +60,32 @@ def find_meant(text: str, folder: Path | None) -> StoredIncident:
             next_step="name its folder, or its crash folder with --folder DIR",
         )
     return max(found, key=lambda one: one.name)
+
+
+def add_incident(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `find_meant` to a command's."""
+    parser.add_argument("incident", help="id of an incident, latest, or the path of its folder or of a crash folder")
+    parser.add_argument(
+        "--folder", metavar="DIR", type=Path, help="crash folder in which an id and latest are looked up"
+    )
+
+
+def nothing_of(what: str, incident: StoredIncident) -> NothingToDoError:
+    """Return what is told of an incident that lacks a part, with the reason that it knows of.
+
+    Args:
+        what: ``requests``, ``stacks``, ``steps``, ``events`` or ``environment``.
+        incident: see above.
+    """
+    document = incident.document or {}
+    reasons = [mapping_of(document.get("requests")).get("reason")] if what == "requests" else []
+    pieces = [piece for one in mappings_of(document.get("processes")) for piece in mappings_of(one.get("evidence"))]
+    reasons += [one.get("reason") for one in pieces if one.get("kind") in (what, what.removesuffix("s"))]
+    why = next((str(reason) for reason in reasons if reason), "")
+    return NothingToDoError(
+        f"no {what} in {incident.path}" + (f": {why}" if why else ""),
+        next_step=f"sglang-crashkit show {shlex.quote(str(incident.path))}{'' if what == 'events' else ' --timeline'}",
+    )
 
 
 def _folder_of(handler: int | None) -> Path | None:

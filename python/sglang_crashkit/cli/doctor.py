@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.argument_types import seconds
-from sglang_crashkit.errors import ExitCode, NothingToDoError
+from sglang_crashkit.errors import ExitCode, NothingToDoError, UsageError
 
 if TYPE_CHECKING:
     from sglang_crashkit.doctor.facts import ServerFacts
@@ -43,10 +43,13 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Look, and print what was found; the exit status is 1 where there is a problem.
 
     Raises:
+        UsageError: the options make no sense together.
         NothingToDoError: there is no server with that pid.
     """
     from sglang_crashkit.doctor.findings import format_findings, has_problem
 
+    if args.drill and args.pid is not None:
+        raise UsageError("--drill is of no server, so that --pid has no place in it", next_step="leave one of them out")
     document: dict[str, object] = {"schema_version": 1}
     if args.drill:
         from sglang_crashkit.doctor.drill import drill

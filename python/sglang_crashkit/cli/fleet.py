@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -30,39 +31,41 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     Raises:
         NothingToDoError: there is no incident.
-        CrashkitError: a folder cannot be read, or the page cannot be written.
+        CrashkitError: no folder can be read, or the page cannot be written.
     """
     from sglang_crashkit.analysis.fleet import group
     from sglang_crashkit.cli.reporters.fleet import format_groups, format_page
     from sglang_crashkit.incident.fleet import read_fleet
+    from sglang_crashkit.kernel.private_files import write_to_device
 
-    try:
-        fleet = read_fleet(args.folders, time.time() - args.since if args.since is not None else 0.0)
-    except OSError as error:
-        raise CrashkitError(
-            f"a crash folder cannot be read: {error}", next_step="read it as the user that wrote it"
-        ) from error
+    fleet = read_fleet(args.folders, time.time() - args.since if args.since is not None else 0.0)
+    problems = [f"{path} cannot be read: {why}" for path, why in fleet.problems.items()]
+    missing = [f"{path} is not a folder" for path in fleet.missing]
+    if not fleet.incidents and problems:
+        raise CrashkitError("; ".join([*problems, *missing]), next_step="read it as the user whom the server runs as")
     if not fleet.incidents:
         raise NothingToDoError(
-            f"no incident of {len(fleet.hosts)} hosts that can be read",
+            "; ".join([*missing, f"no incident of {len(fleet.hosts)} hosts that can be read"]),
             next_step="name what servers have as --crash-dump-folder",
         )
+    for line in [*problems, *missing]:
+        print(line, file=sys.stderr)
+    unreadable = [*fleet.unreadable, *fleet.problems, *fleet.missing]
+    status = ExitCode.PARTIAL if unreadable else ExitCode.DONE
     groups, hosts = group(fleet.incidents), len(fleet.hosts)
     if args.html is not None:
         try:
-            args.html.write_text(format_page(groups, hosts), errors="backslashreplace")
+            page = format_page(groups, hosts).encode(errors="backslashreplace")
+            if not write_to_device(args.html, page):
+                args.html.write_bytes(page)
         except OSError as error:
             raise CrashkitError(f"{args.html} cannot be written: {error}", next_step="name another file") from error
     if args.json:
-        told = {"schema_version": 1, "hosts": hosts, "incidents": len(fleet.incidents), "unreadable": fleet.unreadable}
+        told = {"schema_version": 1, "hosts": hosts, "incidents": len(fleet.incidents), "unreadable": unreadable}
         print(json.dumps(told | {"faults": [one.to_json() for one in groups]}, indent=1))
-        return _status(fleet.unreadable)
+        return status
     for line in format_groups(groups, hosts):
         print(line)
     if fleet.unreadable:
         print(f"{len(fleet.unreadable)} incidents could not be read, such as {fleet.unreadable[0]!r}")
-    return _status(fleet.unreadable)
-
-
-def _status(unreadable: list[str]) -> ExitCode:
-    return ExitCode.PARTIAL if unreadable else ExitCode.DONE
+    return status

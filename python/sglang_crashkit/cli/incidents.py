@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.cli.argument_types import duration, positive
-from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError
+from sglang_crashkit.errors import ExitCode, NothingToDoError
 from sglang_crashkit.incident.fingerprint import read_faults
-from sglang_crashkit.incident.store import StoredIncident, find_incidents, parse_name
+from sglang_crashkit.incident.store import StoredIncident, find_incidents, parse_name, unreadable_error
 from sglang_crashkit.incident.summary import headline, mapping_of
 
 #: What the index of each folder has of each fault.
@@ -56,9 +56,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     try:
         found = [one for folder in folders for one in find_incidents(folder)]
     except OSError as error:
-        raise CrashkitError(
-            f"{where} cannot be read: {error}", next_step="read it as the user whom the server runs as"
-        ) from error
+        raise unreadable_error(error, folders[0]) from error
     incidents = _chosen(sorted(found, key=lambda one: one.name, reverse=True), args)
     faults = {folder: read_faults(folder) for folder in {incident.path.parent for incident in incidents}}
     if args.json:
@@ -68,11 +66,19 @@ def run(args: argparse.Namespace) -> ExitCode:
         of_these = " that is asked for" if found else ""
         raise NothingToDoError(
             f"no incident{of_these} below {where}",
-            next_step="ask for others" if found else "name the folder given as --crash-dump-folder",
+            next_step=_others(found, args) if found else "name the folder given as --crash-dump-folder",
         )
     for line in _as_text(incidents, faults):
         print(line)
     return ExitCode.DONE
+
+
+def _others(found: Sequence[StoredIncident], args: argparse.Namespace) -> str:
+    """Return what else may be asked for."""
+    kinds = {name.kind for one in found if (name := parse_name(one.path.absolute().name)) is not None}
+    if args.kind is not None and args.kind not in kinds:
+        return f"--kind K, with one of those that are there: {', '.join(sorted(kinds))}"
+    return "ask for others"
 
 
 def _chosen(incidents: Sequence[StoredIncident], args: argparse.Namespace) -> list[StoredIncident]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import io
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Protocol
 
 from sglang_crashkit import __version__
+from sglang_crashkit.cli.output import guarded, problem_of
 from sglang_crashkit.errors import CrashkitError, ExitCode
 
 #: What each command does; that of the same name in this package is imported when it is called.
@@ -83,32 +82,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status, one of `ExitCode`.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # Evidence may hold what a terminal's encoding cannot show.
-            stream.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = guarded(sys.stdout), guarded(sys.stderr)
     try:
         status = _run(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        # Who read the output has enough, as `head`; nor is anything to be written when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(ExitCode.DONE)
+    except SystemExit as ended:
+        # The arguments make no sense, or help was asked for and is given.
+        status = ended.code if isinstance(ended.code, int) else ExitCode.FAILED
+        if not problem_of(sys.stdout):
+            raise
+    if problem := problem_of(sys.stdout):
+        print(f"sglang-crashkit: the standard output cannot be written: {problem}", file=sys.stderr)
+        return int(ExitCode.FAILED)
+    return status
 
 
 def _run(argv: Sequence[str]) -> int:
     """Run one command; what it raises that is not its own word of a failure ends it.
 
     Raises:
-        BrokenPipeError: nobody reads the standard output any more.
         SystemExit: the arguments make no sense, or help was asked for and is given.
     """
-    try:
-        args = build_parser(next((word for word in argv if word in COMMANDS), None)).parse_args(argv)
-    except SystemExit:
-        sys.stdout.flush()
-        raise
+    args = build_parser(next((word for word in argv if word in COMMANDS), None)).parse_args(argv)
     # Imported here, so that what is wrong with the arguments is told at once.
     from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
 

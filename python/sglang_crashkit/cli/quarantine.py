@@ -18,6 +18,7 @@ EXAMPLE = """example:
 A server with that crash folder, the same model and release, and SGLANG_CRASHKIT_QUARANTINE=refuse (or observe) heeds it
 within seconds. An entry counts for 24 hours. What is proven is refused; what is only suspected is sent alone.
 """
+_BISECT = "sglang-crashkit bisect INCIDENT --serve COMMAND, which writes one"
 _ACTIONS = ("list", "add", "remove", "clear")
 
 
@@ -58,9 +59,13 @@ def run(args: argparse.Namespace) -> ExitCode:
             told = json.loads(Path(args.what).read_text())
             entry = entry_for(Result(**told), time.time())
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise CrashkitError(f"{args.what} is no reproducer.json: {error}") from error
+            raise CrashkitError(
+                f"{args.what} is no reproducer.json: {getattr(error, 'strerror', None) or error}", next_step=_BISECT
+            ) from error
         if entry is None:
-            raise CrashkitError(f"{args.what} does not prove of one request that it brings the fault back")
+            raise CrashkitError(
+                f"{args.what} does not prove of one request that it brings the fault back", next_step=_BISECT
+            )
         add_entry(args.folder, entry)
     elif args.action == "remove":
         change_entries(args.folder, left)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.argument_types import seconds
+from sglang_crashkit.cli.crash_folder import add_incident, find_meant
 from sglang_crashkit.cli.ending import terminable
 from sglang_crashkit.errors import ExitCode, NothingToDoError
 
@@ -28,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLE
-    parser.add_argument("incident", help="an incident's folder, or a crash folder: its newest incident")
+    add_incident(parser)
     parser.add_argument("--only", nargs="+", metavar="RID", help="these requests alone")
     parser.add_argument("--suspects", action="store_true", help="those alone that the incident suspects")
     where = parser.add_mutually_exclusive_group(required=True)
@@ -55,14 +56,13 @@ def run(args: argparse.Namespace) -> ExitCode:
     Raises:
         CrashkitError: there is no such incident or request, or the server could not be started.
     """
-    from sglang_crashkit.incident.store import find_one
     from sglang_crashkit.replay.fault import is_same_fault, words_of
     from sglang_crashkit.replay.requests import read_requests
     from sglang_crashkit.replay.sender import send_all
     from sglang_crashkit.replay.server import OwnServer, option_of, parse_command
     from sglang_crashkit.watch.health import Address, read_api_key
 
-    incident = find_one(args.incident)
+    incident = find_meant(args.incident, args.folder)
     document = incident.document or {}
     chosen = _chosen(read_requests(incident), args, document.get("suspects"))
     key = read_api_key(args.api_key_file) if args.api_key_file is not None else ""

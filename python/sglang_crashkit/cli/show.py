@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError
+from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.model.incident import SCHEMA_VERSION
 
@@ -50,12 +50,15 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Print it.
 
     Raises:
+        UsageError: the options make no sense together.
         NothingToDoError: there is no such incident, or it has no such part.
         CrashkitError: it cannot be read.
     """
     # Imported here, so that every command starts without what the others need.
-    from sglang_crashkit.cli.crash_folder import find_meant
+    from sglang_crashkit.cli.crash_folder import find_meant, nothing_of
 
+    if args.prompts and args.html is None:
+        raise UsageError("--prompts is for a page", next_step="sglang-crashkit show INCIDENT --html FILE --prompts")
     incident = find_meant(args.incident, args.folder)
     document = incident.document or {}
     if isinstance(version := document.get("schema_version"), int) and version > SCHEMA_VERSION:
@@ -65,16 +68,23 @@ def run(args: argparse.Namespace) -> ExitCode:
         print(json.dumps(document, indent=2))
         return ExitCode.DONE
     if args.steps:
-        return _steps(incident)
+        from sglang_crashkit.cli import steps
+
+        return steps.print_steps(incident)
     if args.html is not None:
         return _page(incident, args)
+    from sglang_crashkit.cli.reporters.incident_files import visible
+
     lines = list(_part(incident, args))
     if not lines:
-        raise NothingToDoError(
-            f"{incident.path} has none of that", next_step=f"see in its summary.md why: {incident.path}/summary.md"
+        what = (
+            "requests" if args.requests else "stacks" if args.stacks else "events" if args.timeline else "environment"
         )
+        raise nothing_of(what, incident)
+    is_part = args.requests or args.stacks or args.timeline or args.env
     for line in lines:
-        print(line)
+        # The text of an exception is not to move the cursor; of the first screen every word is looked at by itself.
+        print(visible(line) if is_part else line)
     return ExitCode.DONE
 
 
@@ -99,7 +109,7 @@ def _screen(incident: StoredIncident, args: argparse.Namespace) -> Iterator[str]
 
     # What finds it again from here: an id alone does where it was looked up by that.
     path = Path(args.incident)
-    is_named = path.exists() or "/" in args.incident
+    is_named = "/" in args.incident or path.exists()
     where = str(path) if is_named else f"{incident.name[-8:]} --folder {args.folder}" if args.folder else ""
     head, *rest = first_screen(incident.document or {}, where=where)
     yield bold(head)
@@ -113,14 +123,7 @@ def _page(incident: StoredIncident, args: argparse.Namespace) -> ExitCode:
     try:
         write_html(incident.path, args.html, prompts=args.prompts)
     except OSError as error:
-        raise CrashkitError(f"{args.html} cannot be written: {error}", next_step="name another file") from error
+        why = error.strerror or error
+        raise CrashkitError(f"{args.html} cannot be written: {why}", next_step="name another file") from error
     print(args.html)
     return ExitCode.DONE
-
-
-def _steps(incident: StoredIncident) -> ExitCode:
-    from sglang_crashkit.cli import steps
-
-    parser = argparse.ArgumentParser()
-    steps.configure(parser)
-    return steps.run(parser.parse_args([str(incident.path)]))

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.cli.argument_types import positive
-from sglang_crashkit.errors import ExitCode, NothingToDoError, UsageError
+from sglang_crashkit.cli.crash_folder import add_incident, find_meant, nothing_of
+from sglang_crashkit.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from sglang_crashkit.analysis.ranks import Rank
     from sglang_crashkit.incident.steps import StoredSteps
+    from sglang_crashkit.incident.store import StoredIncident
     from sglang_crashkit.model.step import Step
 
 _LAST = 20
@@ -31,10 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
-    parser.add_argument("incident", help="id of an incident, latest, or the path of its folder or of a crash folder")
-    parser.add_argument(
-        "--folder", metavar="DIR", type=Path, help="crash folder in which an id and latest are looked up"
-    )
+    add_incident(parser)
     parser.add_argument("--rank", metavar="R", help="of this rank only, such as TP1 or, of one replica, DP0_TP1")
     parser.add_argument("--last", metavar="N", type=positive, default=_LAST, help=f"the last N steps ({_LAST})")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
@@ -48,29 +47,31 @@ def run(args: argparse.Namespace) -> ExitCode:
         UsageError: there is no such rank.
         CrashkitError: it cannot be read.
     """
+    return print_steps(find_meant(args.incident, args.folder), args.rank, args.last, as_json=args.json)
+
+
+def print_steps(
+    incident: StoredIncident, rank: str | None = None, last: int = _LAST, *, as_json: bool = False
+) -> ExitCode:
+    """Print the last steps of the ranks in an incident; see `run`."""
     # Imported here, so that every command starts without what the others need.
     from sglang_crashkit.incident.steps import read_steps
-    from sglang_crashkit.incident.store import find_one
     from sglang_crashkit.incident.summary import mapping_of
 
-    incident = find_one(args.incident, args.folder)
     everyone = read_steps(incident.path)
     if not everyone:
-        raise NothingToDoError(
-            f"no steps in {incident.path}",
-            next_step="see in its summary.md why: a server keeps them once it is patched",
-        )
+        raise nothing_of("steps", incident)
     divergence = mapping_of(mapping_of(incident.document).get("divergence")) or _divergence_of(everyone)
-    shown = [one for one in everyone if args.rank is None or _is_meant(one, args.rank)]
+    shown = [one for one in everyone if rank is None or _is_meant(one, rank)]
     if not shown:
         titles = ", ".join(one.title.removeprefix("sglang::") for one in everyone)
-        raise UsageError(f"there is no rank {args.rank}", next_step=f"name one of {titles}")
-    if args.json:
-        print(json.dumps(_as_json(incident.path, divergence, shown, args.last), indent=2))
+        raise UsageError(f"there is no rank {rank}", next_step=f"name one of {titles}")
+    if as_json:
+        print(json.dumps(_as_json(incident.path, divergence, shown, last), indent=2))
         return ExitCode.DONE
     if divergence:
         print(f"{divergence.get('statement')} ({divergence.get('level')})")
-    for line in _as_text(shown, divergence.get("step"), args.last):
+    for line in _as_text(shown, divergence.get("step"), last):
         print(line)
     return ExitCode.DONE
 

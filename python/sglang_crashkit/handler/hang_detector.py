@@ -123,8 +123,9 @@ class HangDetector:
                 self._hang.next_snapshot = float("inf")
             elif self._hang.take_snapshot():
                 self._session.finish_observed()
-                if self._hang.run.finished:
-                    for line in log_lines(self._hang.run.incident):
+                run = self._hang.run
+                if run.finished:
+                    for line in log_lines(run.incident, None if run.problem else run.path):
                         self._say(line)
                     self._say(self._hang.in_words())
 

@@ -143,7 +143,7 @@ class IncidentRun:
     def save(self, *, sync: bool = False) -> None:
         """Write the incident as it is now; see `IncidentFolder.save`."""
         document = self.incident.to_json()
-        self.folder.save(document, format_summary(document), sync=sync)
+        self.folder.save(document, format_summary(document, self.folder.final_path), sync=sync)
 
     def _checkpoint(self) -> None:
         """Write what is known by now: whatever kills this process next, it is on disk."""

@@ -480,7 +480,7 @@ class Session:
         status = None if self._is_observed else exit_status_of(run.incident)
         path = None if run.problem else str(run.path)
         ends = policy.decide(self.triage.shutdown.mode, Event.DIED).ends and not self._settings.keeps_exit_status
-        lines = log_lines(run.incident, status if ends else None)
+        lines = log_lines(run.incident, None if run.problem else run.path, status if ends else None)
         self._mailbox.acknowledge(
             message, ack="finished", path=path, problem=run.problem or None, exit_status=status, lines=lines
         )

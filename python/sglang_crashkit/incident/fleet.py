@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +15,12 @@ from typing import Any
 
 from sglang_crashkit.incident.fingerprint import fault_of
 from sglang_crashkit.incident.retention import MAX_JSON
-from sglang_crashkit.incident.store import is_finished, parse_name
+from sglang_crashkit.incident.store import is_finished, list_entries, parse_name
 from sglang_crashkit.incident.summary import mapping_of, mappings_of
+from sglang_crashkit.kernel.private_files import read_regular
 from sglang_crashkit.model.fleet import FleetIncident
 
-#: Where incidents are below a folder that is named: a host's own, a crash folder, a folder of fetched crash folders.
-_PLACES = ("incidents", "*/incidents", "*/*/incidents")
+_PLACE = "incidents"
 #: From so many on, several processes read.
 _MANY = 500
 _MAX_PROCESSES = 16
@@ -36,11 +36,15 @@ class Fleet:
         hosts: the names of all hosts, those without an incident, too.
         incidents: the finished ones.
         unreadable: the folders of those that cannot be read.
+        problems: why a folder that was named, or one below it, cannot be read, by its path.
+        missing: the folders that were named and are none.
     """
 
     hosts: set[str] = field(default_factory=set)
     incidents: list[FleetIncident] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
 
 
 def read_fleet(folders: Iterable[Path], since: float = 0.0) -> Fleet:
@@ -49,26 +53,51 @@ def read_fleet(folders: Iterable[Path], since: float = 0.0) -> Fleet:
     Args:
         folders: each a crash folder, a host's folder in one, or a folder of crash folders.
         since: those that began before are left out, in seconds since the epoch.
-
-    Raises:
-        OSError: one of the folders cannot be read.
     """
-    fleet, paths = Fleet(), list[tuple[str, str]]()
-    places = {place for folder in folders for pattern in _PLACES for place in folder.glob(pattern)}
-    for place in sorted(places):
+    fleet, paths, problems = Fleet(), list[tuple[str, str]](), list[OSError]()
+    for place in sorted({place for folder in folders for place in _places(folder, fleet, problems)}):
         host = place.absolute().parent.name
-        fleet.hosts.add(host)
-        with contextlib.suppress(NotADirectoryError), os.scandir(place) as entries:
-            for entry in entries:
-                name = parse_name(entry.name)
-                if name is not None and is_finished(entry.name) and name.seconds >= since:
-                    paths.append((host, entry.path))
+        try:
+            with os.scandir(place) as entries:
+                fleet.hosts.add(host)
+                for entry in entries:
+                    name = parse_name(entry.name)
+                    if name is not None and is_finished(entry.name) and name.seconds >= since:
+                        paths.append((host, entry.path))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            problems.append(error)
+    fleet.problems = {str(error.filename): error.strerror or str(error) for error in problems}
     for (_host, path), found in zip(paths, _read_all(paths), strict=True):
         if found is None:
             fleet.unreadable.append(path)
         else:
             fleet.incidents.append(found)
     return fleet
+
+
+def _places(folder: Path, fleet: Fleet, problems: list[OSError]) -> Iterator[Path]:
+    """Yield where incidents may be: of a host's folder, a crash folder, or a folder of fetched crash folders."""
+    try:
+        is_folder = stat.S_ISDIR(folder.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        is_folder = False
+    except OSError as error:
+        problems.append(error)
+        return
+    if not is_folder:
+        fleet.missing.append(str(folder))
+        return
+    before = len(problems)
+    inner = [path for path in list_entries(folder, problems) if not parse_name(path.name)]
+    if len(problems) > before:
+        return
+    yield folder / _PLACE
+    for path in inner:
+        # Of a folder of incidents nothing below is a host's.
+        further = list_entries(path, problems) if path.name != _PLACE else []
+        yield from (each / _PLACE for each in (path, *further))
 
 
 def _read_all(paths: Sequence[tuple[str, str]]) -> list[FleetIncident | None]:
@@ -83,11 +112,11 @@ def _read_all(paths: Sequence[tuple[str, str]]) -> list[FleetIncident | None]:
 def _read(one: tuple[str, str]) -> FleetIncident | None:
     host, path = one
     try:
-        with (Path(path) / "incident.json").open("rb") as file:
-            document = json.loads(file.read(MAX_JSON))
-    except (OSError, ValueError, RecursionError):
+        document = json.loads(read_regular(Path(path) / "incident.json", MAX_JSON))
+        return found_of(host, path, document) if isinstance(document, dict) else None
+    except (OSError, ValueError, RecursionError, TypeError, AttributeError, LookupError):
+        # Of a thousand hosts one may have written anything.
         return None
-    return found_of(host, path, document) if isinstance(document, dict) else None
 
 
 def found_of(host: str, path: str, document: Mapping[str, Any]) -> FleetIncident:

@@ -103,6 +103,11 @@ class IncidentFolder:
         """What it is called when it is finished."""
         return self._final.name
 
+    @property
+    def final_path(self) -> Path:
+        """Where it is when it is finished."""
+        return self._final
+
     def rename(self, kind: str) -> None:
         """Have it called after another kind of incident when it is finished."""
         name = parse_name(self.name)
@@ -255,7 +260,7 @@ class NullFolder(IncidentFolder):
 
     def __init__(self, reason: str) -> None:
         self.id = new_id()
-        self.path = Path("nowhere")
+        self.path = self._final = Path("nowhere")
         self.problem = reason[:MAX_REASON]
 
     def rename(self, kind: str) -> None:

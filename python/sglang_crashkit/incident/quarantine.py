@@ -275,26 +275,34 @@ def read_entries(folder: Path, now: float | None = None) -> list[Entry]:
         CrashkitError: the file is broken, too large, or somebody else's; nothing of it counts.
     """
     now = time.time() if now is None else now
-    path = folder / FILE
+    path, clear = folder / FILE, f"sglang-crashkit quarantine clear {folder}, which forgets what is in it"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CrashkitError(f"{path} cannot be read: {error.strerror}") from error
+        raise CrashkitError(
+            f"{path} cannot be read: {error.strerror}", next_step="read it as the user whom the server runs as"
+        ) from error
     try:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode) or about.st_uid not in (os.geteuid(), 0) or about.st_mode & 0o022:
-            raise CrashkitError(f"{path} is no file of this user that nobody else may write")
+            raise CrashkitError(
+                f"{path} is no file of this user that nobody else may write",
+                next_step=f"the same as its owner, or chmod go-w: ls -l {path}",
+            )
         if about.st_size > _MAX_BYTES:
-            raise CrashkitError(f"{path} has {about.st_size} bytes, more than {_MAX_BYTES}")
+            raise CrashkitError(f"{path} has {about.st_size} bytes, more than {_MAX_BYTES}", next_step=clear)
         with os.fdopen(os.dup(descriptor), "rb") as file:
             told = json.loads(file.read(_MAX_BYTES + 1))
         if mapping_of(told).get("schema_version") != _SCHEMA_VERSION:
-            raise CrashkitError(f"{path} is of another version, or no quarantine")
+            raise CrashkitError(f"{path} is of another version, or no quarantine", next_step=clear)
         entries = list(_entries(mappings_of(mapping_of(told).get("entries"))[:MAX_ENTRIES]))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CrashkitError(f"{path} is broken: {type(error).__name__}: {error}") from error
+        raise CrashkitError(
+            f"{path} is broken: {type(error).__name__}: {error}",
+            next_step=clear,
+        ) from error
     finally:
         os.close(descriptor)
     return [entry for entry in entries if entry.last <= now + EXPIRY_SECS and now < entry.last + EXPIRY_SECS]

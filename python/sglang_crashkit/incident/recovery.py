@@ -84,7 +84,7 @@ def _own_folders(incidents: Path) -> Iterator[Path]:
 
 def _finish(folder: Path) -> bool:
     """Finish one incident unless somebody writes it; say whether it is finished."""
-    lock = FolderLock(folder)
+    lock, final = FolderLock(folder), folder.with_name(folder.name.removeprefix(PARTIAL))
     state = lock.acquire()
     try:
         document = _read(folder)
@@ -97,8 +97,9 @@ def _finish(folder: Path) -> bool:
             document = document or _empty(folder)
             _mark_incomplete(document, folder)
             write_json(folder / "incident.json", document, sync=True)
-            write_private(folder / "summary.md", format_summary(document).encode(errors="backslashreplace"))
-        folder.rename(folder.with_name(folder.name.removeprefix(PARTIAL)))
+            summary = format_summary(document, final)
+            write_private(folder / "summary.md", summary.encode(errors="backslashreplace"))
+        folder.rename(final)
         sync_folder(folder.parent)
     finally:
         lock.release()

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 
 from sglang_crashkit import settings
 from sglang_crashkit.errors import CrashkitError, NothingToDoError
+from sglang_crashkit.kernel.private_files import read_regular
 
 #: In front of the name of an incident that is not finished.
 PARTIAL = ".partial-"
@@ -27,6 +29,9 @@ REMOVING = ".removing-"
 
 _NAME = re.compile(r"(?P<time>\d{8}T\d{6}\.\d{3}Z)-(?P<kind>[a-z_]+)-(?P<id>[0-9a-f]{8})")
 _CRASH_FOLDER = "--crash-dump-folder"
+
+#: Of an ``incident.json``, which may be anybody's; that of 512 ranks has 2 MB.
+_MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -96,19 +101,51 @@ def find_incidents(folder: Path) -> list[StoredIncident]:
 
     Raises:
         NothingToDoError: there is no such folder.
+        OSError: there is none of which one can tell, and a folder cannot be read.
     """
-    if not folder.is_dir():
+    try:
+        is_folder = stat.S_ISDIR(folder.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        is_folder = False
+    if not is_folder:
         raise NothingToDoError(
             f"{folder} is not a folder",
             next_step="name the folder that the server was given as --crash-dump-folder",
         )
+    unreadable: list[OSError] = []
     if parse_name(folder.absolute().name):
         found = [folder]
     else:
-        patterns = ("*", "incidents/*", "*/incidents/*")
-        found = [path for pattern in patterns for path in folder.glob(pattern)]
+        found = list_entries(folder, unreadable)
+        hosts = [path for path in found if not parse_name(path.name)]
+        found += [path for one in (folder, *hosts) for path in list_entries(one / "incidents", unreadable)]
     incidents = [_read(path) for path in found if parse_name(path.absolute().name) and path.is_dir()]
+    if unreadable and not incidents:
+        raise unreadable[0]
     return sorted(incidents, key=lambda incident: incident.name, reverse=True)
+
+
+def list_entries(folder: Path, unreadable: list[OSError]) -> list[Path]:
+    """Return what is in a folder; nothing where there is none. Where it cannot be read, `unreadable` gets why.
+
+    `Path.glob` would pass over what may not be read.
+    """
+    try:
+        # That of a file system is root's alone.
+        return [path for path in folder.iterdir() if path.name != "lost+found"]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        unreadable.append(error)
+        return []
+
+
+def unreadable_error(error: OSError, folder: Path) -> CrashkitError:
+    """Return what is told of a folder that cannot be read."""
+    return CrashkitError(
+        f"{error.filename or folder} cannot be read: {error.strerror or error}",
+        next_step="read it as the user whom the server runs as",
+    )
 
 
 def find_one(text: str, folder: Path | None = None) -> StoredIncident:
@@ -123,29 +160,34 @@ def find_one(text: str, folder: Path | None = None) -> StoredIncident:
         NothingToDoError: there is none.
         CrashkitError: its ``incident.json`` cannot be read, or the folder cannot.
     """
-    is_name = not Path(text).exists() and "/" not in text
+    is_name = "/" not in text and not Path(text).exists()
     place = (folder or settings.fallback_folder()) if is_name else Path(text)
     wanted = "" if not is_name or text == "latest" else text
     try:
         found = [one for one in find_incidents(place) if one.finished and one.name.endswith(wanted)]
     except OSError as error:
-        raise CrashkitError(f"{place} cannot be read: {error}", next_step="read it as the server's user") from error
+        raise unreadable_error(error, place) from error
     if not found:
         named = f"incident {wanted}" if wanted else "finished incident"
         raise NothingToDoError(f"no {named} below {place}", next_step=f"sglang-crashkit incidents {place}")
     if found[0].document is None:
-        raise CrashkitError(f"{found[0].path}: {found[0].problem}")
+        raise CrashkitError(
+            f"{found[0].path}: {found[0].problem}",
+            next_step=f"read it as the user whom the server runs as, or see what else is there: {found[0].path}",
+        )
     return found[0]
 
 
 def _read(path: Path) -> StoredIncident:
     finished = not path.absolute().name.startswith(PARTIAL)
     try:
-        document = json.loads((path / "incident.json").read_text())
+        document = json.loads(read_regular(path / "incident.json", _MAX_BYTES))
     except FileNotFoundError:
         return StoredIncident(path, finished, None, "has no incident.json")
     except (OSError, ValueError, RecursionError) as error:
-        return StoredIncident(path, finished, None, f"incident.json cannot be read: {error}")
+        # The words alone: the path stands beside them.
+        why = getattr(error, "strerror", None) or error
+        return StoredIncident(path, finished, None, f"incident.json cannot be read: {why}")
     if not isinstance(document, dict):
         return StoredIncident(path, finished, None, "incident.json is not an object")
     return StoredIncident(path, finished, document)

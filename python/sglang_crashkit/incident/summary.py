@@ -5,7 +5,9 @@ Any kit version may have written that: what is missing, or has another form, is 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.incident import step_words
@@ -22,9 +24,16 @@ from sglang_crashkit.model.checked_json import mapping_of as mapping_of
 from sglang_crashkit.model.checked_json import mappings_of as mappings_of
 
 
-def format_summary(document: Mapping[str, Any]) -> str:
-    """Return ``summary.md``: the first screen, and below it the whole of each text."""
-    return "\n".join(_lines(document)) + "\n"
+def format_summary(document: Mapping[str, Any], folder: Path | None = None) -> str:
+    """Return ``summary.md``: the first screen, and below it the whole of each text.
+
+    Args:
+        document: an incident.
+        folder: its folder once it is finished, which commands name it by; its id alone is found nowhere but where the
+            server runs.
+    """
+    where = shlex.quote(str(folder.absolute())) if folder is not None else ""
+    return "\n".join(_lines(document, where)) + "\n"
 
 
 def headline(document: Mapping[str, Any]) -> str:
@@ -53,13 +62,13 @@ def format_termination_message(document: Mapping[str, Any], path: str) -> str:
     return f"{text}\nincident {path}, {trigger.get('time')}, requests: {requests}\n"
 
 
-def _lines(document: Mapping[str, Any]) -> Iterator[str]:
+def _lines(document: Mapping[str, Any], where: str) -> Iterator[str]:
     server, trigger, verdict = (mapping_of(document.get(name)) for name in ("server", "trigger", "verdict"))
     yield f"# {headline(document)}"
     yield ""
     # A fence keeps the columns where it is rendered.
     yield "```text"
-    yield from first_screen(document)
+    yield from first_screen(document, where=where)
     yield "```"
     yield ""
     if verdict:

@@ -6,6 +6,7 @@ there, so links are never followed for the last component.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -79,6 +80,43 @@ def write_private(path: Path, data: bytes, *, sync: bool = False) -> None:
         raise
 
 
+def write_named(path: Path, data: bytes) -> None:
+    """Write `data` to a path that a user named: a file as `write_private` does; see `write_to_device`, too.
+
+    Raises:
+        OSError: it cannot be written, or there is a link to a file, which is neither followed nor replaced.
+    """
+    if write_to_device(path, data):
+        return
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link", str(path))
+    write_private(path, data)
+
+
+def write_to_device(path: Path, data: bytes) -> bool:
+    """Write `data` where a character device or a named pipe is at `path`, and say whether there is one.
+
+    Links such as ``/dev/stdout`` are followed.
+
+    Raises:
+        OSError: it cannot be written, nobody reads the pipe, or there is something that is no file either.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return False
+    if stat.S_ISREG(mode):
+        return False
+    if not (stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)):
+        raise OSError(errno.EINVAL, "it is no file, device or pipe", str(path))
+    # To open a pipe that nobody reads would wait for ever otherwise.
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    os.set_blocking(descriptor, True)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    return True
+
+
 def write_json(path: Path, value: Any, *, sync: bool = False) -> None:
     """Write `value` as indented JSON; see `write_private`."""
     write_private(path, encode_json(value), sync=sync)
@@ -101,3 +139,16 @@ def sync_folder(folder: Path) -> None:
         pass
     finally:
         os.close(descriptor)
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """Return at most so many bytes of a file that may be anybody's: no pipe is waited for, and no link followed.
+
+    Raises:
+        OSError: it is missing, no regular file, or cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
+        return file.read(most)

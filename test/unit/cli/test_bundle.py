@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import tarfile
 from pathlib import Path
@@ -98,3 +99,9 @@ def test_where_zstandard_is_missing_the_way_out_is_named(
     assert main(["bundle", str(incident), "-o", str(tmp_path / "x.tar.zst")]) == 1
     assert "pip install zstandard, or -o FILE.tar.gz" in capsys.readouterr().err
     assert list(tmp_path.glob("*x.tar*")) == []
+
+
+def test_a_pipe_of_that_name_stays(incident: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.tar.gz")
+    assert main(["bundle", str(incident), "-o", str(tmp_path / "x.tar.gz")]) == 4
+    assert (tmp_path / "x.tar.gz").is_fifo()

@@ -42,3 +42,8 @@ def test_a_process_of_no_server_is_nothing_to_look_at(
     monkeypatch.undo()
     assert main(["doctor", "--pid", str(os.getpid())]) == 3
     assert "is of no server" in capsys.readouterr().err
+
+
+def test_a_drill_is_of_no_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--drill", "--pid", "7"]) == 2
+    assert "next: leave one of them out" in capsys.readouterr().err

@@ -53,3 +53,21 @@ def test_what_cannot_be_read_is_told_and_the_rest_shown(crash_folder: Path, caps
 def test_nothing_is_nothing(crash_folder: Path, tmp_path: Path, arguments: list[str]) -> None:
     folder = crash_folder if arguments else tmp_path / "empty"
     assert main(["fleet", str(folder), *arguments]) == 3
+
+
+def test_a_missing_folder_is_named_and_the_others_are_shown(
+    crash_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = tmp_path / "absent"
+    assert main(["fleet", str(absent), str(crash_folder), "--json"]) == 5
+    captured = capsys.readouterr()
+    assert captured.err == f"{absent} is not a folder\n"
+    assert json.loads(captured.out)["unreadable"] == [str(absent)]
+    assert main(["fleet", str(absent)]) == 3
+    assert f"{absent} is not a folder; no incident" in capsys.readouterr().err
+
+
+def test_a_page_is_written_to_a_device_as_it_is(crash_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", str(crash_folder), "--html", "/dev/full"]) == 1
+    assert "No space left" in capsys.readouterr().err
+    assert Path("/dev/full").is_char_device()

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -198,3 +199,47 @@ def test_a_folder_that_may_not_be_read_is_said_to_be_so(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "cannot be read" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+AS_NOBODY = """
+import os, sys
+import sglang_crashkit.kernel.guarded_read, sglang_crashkit.analysis.fleet, sglang_crashkit.cli.reporters.fleet
+import sglang_crashkit.incident.fleet, sglang_crashkit.cli.crash_folder, sglang_crashkit.cli.reporters.incident_report
+from sglang_crashkit.cli import main
+for name in ("incidents", "show", "bundle", "steps", "fleet"):
+    main.build_parser(name)
+os.setuid(65534)
+for arguments in sys.argv[1:]:
+    status = main.main(arguments.split())
+    print(status, file=sys.stderr)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("closed", ["", "host", "host/incidents"])
+def test_a_folder_of_another_user_is_said_to_be_unreadable(closed: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        crash = Path(name) / "crash"
+        path = make_incident(crash, 1.0, "")
+        for each in (crash, crash / "host", crash / "host" / "incidents"):
+            each.chmod(0o700 if each == crash / closed else 0o755)
+        commands = [f"incidents {crash}", f"show {crash}", f"bundle {path.parent}", f"steps latest --folder {crash}"]
+        commands += [f"show {path}", f"fleet {crash}", f"incidents {path.parent}"]
+        done = subprocess.run(
+            [sys.executable, "-c", AS_NOBODY, *commands], capture_output=True, text=True, timeout=60, check=False
+        )
+    told = done.stderr.splitlines()
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    for first, following, status in zip(told[::3], told[1::3], told[2::3], strict=True):
+        assert first.endswith(" cannot be read: Permission denied")
+        assert f"{crash}/{closed}".rstrip("/") in first
+        assert (following, status) == ("  next: read it as the user whom the server runs as", "1")
+    assert len(told) == 3 * len(commands)
+
+
+def test_of_an_unknown_kind_those_that_are_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_incident(tmp_path, 1.0, "")
+    assert main(["incidents", str(tmp_path), "--kind", "foo"]) == 3
+    assert "next: --kind K, with one of those that are there: killed\n" in capsys.readouterr().err

@@ -64,3 +64,20 @@ def test_what_cannot_be_done_is_an_error(tmp_path: Path, arguments: list[str], s
     (tmp_path / "foreign.json").write_text('{"requests": 1}')
     words = [word.format(folder=tmp_path, unproven=unproven) for word in arguments]
     assert main(["quarantine", *words]) == status
+
+
+@pytest.mark.parametrize("made", ["", "{}", '{"schema_version": 1'])
+def test_what_is_no_reproducer_has_a_next_step(tmp_path: Path, capsys: pytest.CaptureFixture[str], made: str) -> None:
+    path = tmp_path / "r.json"
+    if made:
+        path.write_text(made)
+    assert main(["quarantine", "add", str(tmp_path), str(path)]) == 1
+    assert "next: sglang-crashkit bisect INCIDENT --serve COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "{}"])
+def test_a_broken_list_has_a_next_step(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (tmp_path / "quarantine.json").write_text(text)
+    (tmp_path / "quarantine.json").chmod(0o600)
+    assert main(["quarantine", "list", str(tmp_path)]) == 1
+    assert f"next: sglang-crashkit quarantine clear {tmp_path}" in capsys.readouterr().err

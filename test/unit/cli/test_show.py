@@ -85,6 +85,10 @@ def test_requests_are_shown_without_prompts(crash_dir: Path, capsys: pytest.Capt
 def test_the_timeline_counts_from_the_incident(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, *rest = shown(capsys, str(crash_dir), "--timeline").splitlines()
     assert first == "   +0.000 s  process_exited TP1: signal SIGKILL"
+    assert rest[-1].endswith(
+        "shared_memory_left 2 segments left, 25 kB: sgl_shm_mq_27323_13bd8015 (what process 1 maps cannot be read), "
+        "sglang_loads_0448488d1936_01b7d292.shm (its name does not say whose it is)"
+    )
     assert any("exception TP0: message RuntimeError: Connection closed by peer" in line for line in rest)
 
 
@@ -98,13 +102,59 @@ def test_a_program_gets_the_document(crash_dir: Path, capsys: pytest.CaptureFixt
     assert json.loads(shown(capsys, str(crash_dir), "--json"))["verdict"] == GOLDEN["verdict"]
 
 
-@pytest.mark.parametrize("part", ["--steps", "--requests"])
-def test_a_part_that_is_not_there_is_said_to_be_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("--steps", "no steps in {}: it was dead\n"),
+        ("--requests", "no requests in {}: the server did not report its requests\n"),
+        ("--env", "no environment in {}\n"),
+    ],
+)
+def test_a_part_that_is_not_there_is_said_to_be_missing_and_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str, words: str
+) -> None:
+    evidence = [{"kind": "steps", "status": "skipped", "reason": "it was dead"}]
+    path = make_incident(tmp_path, processes=[{"pid": 7, "evidence": evidence}])
+    assert main(["show", str(path), part]) == 3
+    told = f"sglang-crashkit show: {words.format(path)}  next: sglang-crashkit show {path} --timeline\n"
+    assert capsys.readouterr().err == told
+
+
+def test_without_its_file_the_environment_is_told_in_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(capsys, str(make_incident(tmp_path, environment={"model": "m"})), "--env") == "model m\n"
+
+
+def test_prompts_are_for_a_page_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(make_incident(tmp_path)), "--prompts"]) == 2
+    assert "--html FILE --prompts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["", ".", "/", "folder"])
+def test_a_page_replaces_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     path = make_incident(tmp_path)
-    assert main(["show", str(path), part]) == 3
-    assert "summary.md" in capsys.readouterr().err
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["show", str(path), "--html", target]) == 1
+    assert capsys.readouterr().err.endswith(
+        "cannot be written: it is no file, device or pipe\n  next: name another file\n"
+    )
+    assert (tmp_path / "folder").is_dir()
+
+
+@pytest.mark.parametrize("command", ["show", "bundle", "steps"])
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_broken_document_is_told_once_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, text: str
+) -> None:
+    path = make_incident(tmp_path)
+    (path / "incident.json").write_text(text)
+    assert main([command, str(path)]) == 1
+    line, following = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"sglang-crashkit {command}: {path}: incident.json ")
+    assert line.count(str(path)) == 1
+    assert following.startswith("  next: ")
 
 
 def test_an_id_is_looked_up_where_running_servers_leave_incidents(

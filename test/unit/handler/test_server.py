@@ -83,6 +83,7 @@ def test_a_killed_rank_makes_one_whole_incident(start_server: Start) -> None:
     assert events_of(document)[0] == "process_exited"
     assert [event for event in events_of(document) if event in wanted] == wanted
     assert verdict["text"] in (folder / "summary.md").read_text()
+    assert f"sglang-crashkit show {folder} --stacks\n" in (folder / "summary.md").read_text()
 
 
 @pytest.mark.story

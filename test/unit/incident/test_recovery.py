@@ -58,6 +58,7 @@ def test_what_is_missing_is_named_and_the_folder_gets_its_name(tmp_path: Path) -
     assert document["verdict"]["text"] == "The crash handler was killed before it was done."
     assert document["timeline"][-1]["event"] == "finished_by_another_handler"
     assert REASON in (path / "summary.md").read_text()
+    assert f"sglang-crashkit show {path} --stacks\n" in (path / "summary.md").read_text()
     assert sorted(each.name for each in path.iterdir()) == ["incident.json", "stacks", "summary.md"]
     assert finish_abandoned(tmp_path) == []
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -271,3 +272,11 @@ def test_the_last_steps_of_the_first_failure_are_told_with_the_requests_of_the_o
 )
 def test_what_surrounded_the_server_is_said_first(environment: dict[str, Any], lines: list[str]) -> None:
     assert list(environment_in_words(environment)) == lines
+
+
+def test_the_commands_of_a_summary_name_the_folder() -> None:
+    path = Path("/crash/host")
+    text = format_summary(make_incident().to_json(), path)
+    assert f"next    sglang-crashkit show {path} --stacks\n" in text
+    assert f"next    sglang-crashkit bundle {path} --no-prompts" in text
+    assert "sglang-crashkit show '/a b' --stacks" in format_summary({}, Path("/a b"))

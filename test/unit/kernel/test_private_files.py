@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.kernel.private_files import create_private, make_private_folder, write_private
+from sglang_crashkit.kernel.private_files import (
+    create_private,
+    make_private_folder,
+    read_regular,
+    write_named,
+    write_private,
+)
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077], ids=oct)
@@ -95,3 +101,46 @@ except OSError as error:
     assert done.stdout == "27\n"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_what_a_user_names_may_be_a_pipe_or_a_device_and_stays_one(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No such device or address"):
+        write_named(pipe, b"x")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_named(pipe, b"x" * 1000)
+    assert os.read(reader, 2000) == b"x" * 1000
+    os.close(reader)
+    with pytest.raises(OSError, match="No space left"):
+        write_named(link, b"x")
+    assert stat.S_ISFIFO(pipe.lstat().st_mode)
+    assert link.is_symlink()
+
+
+def test_what_is_no_file_and_a_link_to_one_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for name, why in (("folder", "no file, device or pipe"), ("link", "a link"), ("file/below", "Not a directory")):
+        with pytest.raises(OSError, match=why):
+            write_named(tmp_path / name, b"x")
+    assert (tmp_path / "file").read_text() == "kept"
+    write_named(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_text() == "new"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "missing"])
+def test_only_a_regular_file_is_read(tmp_path: Path, kind: str) -> None:
+    path, real = tmp_path / "it", tmp_path / "real"
+    real.write_bytes(b"text")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(real)
+    elif kind == "folder":
+        path.mkdir()
+    with pytest.raises(OSError, match=r"is no regular file|levels of symbolic links|Is a directory|No such file"):
+        read_regular(path, 10)
+    assert read_regular(real, 2) == b"te"

@@ -37,7 +37,7 @@ from sglang_crashkit.incident.summary import (
     occurrence_in_words,
     requests_in_words,
 )
-from sglang_crashkit.kernel.private_files import write_private
+from sglang_crashkit.kernel.private_files import write_named
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
 #: What a file may be to be shown in the page, and what all of them may be together, in bytes.
@@ -67,13 +67,13 @@ def write_html(folder: Path, output: Path, *, prompts: bool = False) -> None:
 
     Args:
         folder: the incident's.
-        output: the file; replaced when it is there.
+        output: the file, replaced when it is there; a device or a named pipe.
         prompts: show what users of the server wrote.
 
     Raises:
         OSError: it cannot be written.
     """
-    write_private(output, render(folder, prompts=prompts).encode(errors="backslashreplace"))
+    write_named(output, render(folder, prompts=prompts).encode(errors="backslashreplace"))
 
 
 def render(folder: Path, *, prompts: bool = False) -> str:

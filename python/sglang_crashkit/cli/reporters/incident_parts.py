@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from datetime import datetime
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.incident.first_screen import consequence_in_words, cut
 from sglang_crashkit.incident.names import Names, join_names
 from sglang_crashkit.incident.summary import environment_in_words, mapping_of, mappings_of, state_in_words, timeline_of
+from sglang_crashkit.kernel.private_files import read_regular
 
 _ENVIRONMENT = "environment.json"
 _REQUESTS = Path("requests", "requests.jsonl")
 #: So many requests are told; the file has them all.
+#: Of one file of an incident, which may be anybody's.
+_MAX_BYTES = 64 << 20
 _MAX_REQUESTS = 1000
 #: A line of the timeline is no longer than this; incident.json has the whole.
 _MAX_EVENT = 200
@@ -66,8 +68,8 @@ def request_lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each request, those in flight first, the suspects marked; no prompt."""
     levels = {str(one.get("rid")): str(one.get("level")) for one in mappings_of(document.get("suspects"))}
     try:
-        with (folder / _REQUESTS).open("rb") as file:
-            told = [line for line in (_request_line(one, levels) for one in islice(file, _MAX_REQUESTS)) if line]
+        lines = read_regular(folder / _REQUESTS, _MAX_BYTES).splitlines()[:_MAX_REQUESTS]
+        told = [line for line in (_request_line(one, levels) for one in lines) if line]
     except OSError:
         return
     if told:
@@ -101,17 +103,28 @@ def timeline_lines(document: Mapping[str, Any]) -> Iterator[str]:
         told = {name: value for name, value in entry.items() if name not in ("time", "event", "pid", "title")}
         if "message" in told:
             told["message"] = consequence_in_words(str(told["message"]))
+        if entry.get("event") == "shared_memory_left":
+            yield cut(f"{since:+9.3f} s  shared_memory_left {_left_in_words(entry)}", _MAX_EVENT)
+            continue
         words = ", ".join(f"{name} {value}" for name, value in told.items() if value is not None)
         yield cut(f"{since:+9.3f} s  {entry.get('event')}{who} {words}".rstrip(" :"), _MAX_EVENT)
+
+
+def _left_in_words(entry: Mapping[str, Any]) -> str:
+    segments = mappings_of(entry.get("segments"))
+    size = sum(one["bytes"] for one in segments if isinstance(one.get("bytes"), int))
+    named = ", ".join(f"{one.get('name')} ({one.get('why')})" for one in segments)
+    return f"{len(segments)} segment{'' if len(segments) == 1 else 's'} left, {size / 1e3:,.0f} kB: {named}"
 
 
 def environment_lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
     """Yield what surrounded the server: in short, then every value with its name."""
     whole = _load(folder / _ENVIRONMENT)
-    if short := mapping_of(document.get("environment")):
-        yield from environment_in_words(short)
-        yield ""
-    yield from _flat(whole)
+    short = list(environment_in_words(mapping_of(document.get("environment"))))
+    yield from short
+    if whole:
+        yield from [""] if short else []
+        yield from _flat(whole)
 
 
 def _flat(value: object, name: str = "") -> Iterator[str]:
@@ -134,13 +147,13 @@ def _seconds(time: object) -> float:
 
 def _load(path: Path) -> Mapping[str, Any]:
     try:
-        return mapping_of(json.loads(path.read_text()))
+        return mapping_of(json.loads(read_regular(path, _MAX_BYTES)))
     except (OSError, ValueError, RecursionError):
         return {}
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        return read_regular(path, _MAX_BYTES).decode(errors="replace")
     except OSError:
         return ""

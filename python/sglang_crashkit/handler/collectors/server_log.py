@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,19 @@ logger = logging.getLogger(__name__)
 _MAX_CHARACTERS = 3000
 
 
-def log_lines(incident: Incident, ends_with: int | None = None) -> list[str]:
+def log_lines(incident: Incident, folder: Path | None, ends_with: int | None = None) -> list[str]:
     """Return what the server's own log says of a finished incident, before it says where that lies.
 
     Args:
         incident: see above.
+        folder: where it lies, which commands name it by; None where it is nowhere.
         ends_with: the exit status that the incident stands for; None where the kit does not end the server with it.
     """
     document = incident.to_json()
     if ends_with is not None and is_of_start(document):
         ends_with = while_starting(ends_with)
-    return first_screen(document, ends_with=ends_with, wraps=False)[:LOG_LINES]
+    where = shlex.quote(str(folder.absolute())) if folder is not None else ""
+    return first_screen(document, ends_with=ends_with, where=where, wraps=False)[:LOG_LINES]
 
 
 class ServerLog:

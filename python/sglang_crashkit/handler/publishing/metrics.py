@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import signal
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import setproctitle
 
+from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.handler.publishing.exposition import Metric, format_text, problem_of_shared, shared_files
 from sglang_crashkit.incident.retention import limits_on, use_of
@@ -162,9 +164,13 @@ def write_metrics_file(target: Path, metrics: list[Metric], port: str) -> None:
         port: the server's.
 
     Raises:
+        CrashkitError: there is something that is no file, such as a device, which is not replaced.
         OSError: it cannot be written.
     """
     path = target / f"sglang_crashkit_{port}.prom" if target.is_dir() else target
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise CrashkitError(f"{path} is there and is no file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         write_private(temporary, format_text(metrics).encode())
@@ -275,10 +281,14 @@ class MetricsPublisher:
             is_checked = not problem
             for name, data in files.items() if is_checked else ():
                 write_private(shared / name, data)
+        file_problem = ""
         if self._file:
-            write_metrics_file(Path(self._file), metrics, measured.port)
+            try:
+                write_metrics_file(Path(self._file), metrics, measured.port)
+            except CrashkitError as error:
+                file_problem = str(error)
         new = {name: cause for name, cause in disk.causes.items() if name not in self._causes and cause != _UNREAD}
-        return {"causes": new, "shared_problem": problem, "checked": is_checked}
+        return {"causes": new, "shared_problem": problem, "file_problem": file_problem, "checked": is_checked}
 
     def _reap(self, wait_secs: float = 0.0, *, kill: bool = False) -> bool:
         """Take in what the child said, and say whether there is none any more."""
@@ -307,6 +317,9 @@ class MetricsPublisher:
     def _take(self, said: Mapping[str, Any]) -> None:
         if said.get("problem"):
             logger.warning("metrics could not be published: %s", said["problem"])
+        if said.get("file_problem"):
+            logger.warning("%s names no file for metrics: %s", FILE, said["file_problem"])
+            self._file = ""
         if said.get("shared_problem"):
             logger.warning("nothing is added to /metrics: %s", said["shared_problem"])
             self._shared = ""

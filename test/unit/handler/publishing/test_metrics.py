@@ -237,3 +237,21 @@ def test_a_server_that_ends_leaves_its_last_file(start_server: Callable[..., Ser
     server.wait_for_the_end()
     assert read(path)["handler_up"] == {(): 0.0}
     assert sum(read(path)["incidents"].values()) == 1
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/null")], ids=["pipe", "link"])
+def test_what_is_no_file_is_not_replaced_and_told_once(
+    publisher: Callable[..., MetricsPublisher],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    make: Callable[[Path], object],
+) -> None:
+    path = tmp_path / "kit.prom"
+    make(path)
+    made = publisher({"port": 30001}, **{FILE: str(path)})
+    publish(made)
+    publish(made)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{FILE} names no file for metrics: {path} is there and is no file"
+    ]
+    assert not path.is_file()
