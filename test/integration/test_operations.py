@@ -72,7 +72,7 @@ def doctor(operated: Operated) -> tuple[int, dict[str, Any]]:
 def test_sglangs_own_metrics_tell_of_the_kit(operated: Operated) -> None:
     step = "sglang_crashkit_rank_last_step_timestamp_seconds"
     text = wait_until(
-        lambda: text if step in (text := operated.server.ask("/metrics").decode()) else "", "a step is told", 60
+        lambda: text if step in (text := operated.server.ask("metrics").decode()) else "", "a step is told", 60
     )
     # SGLang's own are there as before.
     assert "sglang:" in text
