@@ -15,7 +15,7 @@ its payload and of what stands before it, is right. The mark is random, so no pa
 be believed. A payload that meets the end of the data goes on at its beginning.
 
 A record may be *held*: it is written again before it would be overwritten, so that it outlives the newer ones, as long
-as what is held fits in half of the ring. What is held beyond that is lost in the end, and counted.
+as what is held fits in seven sixteenths of the ring. What is held beyond that is lost in the end, and counted.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ class RingWriter:
     def _renew_held(self) -> None:
         """Write the oldest held records again while there is time: twice as much as the new records need.
 
-        With that and three eighths of the ring as the distance, a row of held records of half the ring is out of the
-        way when the head arrives, and no single record makes the writer wait for all of them.
+        With that and three eighths of the ring as the distance, a row of held records of seven sixteenths of the ring
+        is out of the way when the head arrives, and no single record makes the writer wait for all of them.
         """
         while self._held and self._held_bytes <= self.capacity // 2:
             hold, (position, size, length, checksum) = next(iter(self._held.items()))

@@ -36,7 +36,7 @@ class Process:
 class Run:
     """What the watch uses of an incident."""
 
-    problem, path = "", "/incidents/one"
+    problem, path = "", Path("/incidents/one")
 
     def __init__(self) -> None:
         verdict = SimpleNamespace(kind="hang", text="TP1 hangs.")

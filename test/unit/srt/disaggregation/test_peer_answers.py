@@ -172,7 +172,7 @@ def test_answers_that_fail_end_with_a_word(handler: Handler, caplog: pytest.LogC
         handler.connection.send(known_question())
     assert handler.connection.recv(100) == b""
     wait_until(lambda: not threads(), "the thread ends")
-    assert "not told of any more" in caplog.text
+    assert "not reported any more" in caplog.text
     assert "SGLang calls it something else" in caplog.text
 
 
