@@ -13,7 +13,7 @@ import os
 import sys
 import time
 
-NAME = "sglang.srt.managers.scheduler"
+NAME = "sglang.srt.managers.tp_worker"
 MARK = [7, 7, 7]
 hoard = []
 began = None
@@ -59,15 +59,15 @@ def length(requests):
         hoard.append(b"x" * (longest * longest << 12))
 
 
-def change(scheduler):
-    run_batch = scheduler.Scheduler.run_batch
+def change(module):
+    forward = module.TpModelWorker.forward_batch_generation
     fault = globals()[os.environ["POISON"]]
 
     def looked_at(self, batch, *args, **kwargs):
-        fault(batch.reqs)
-        return run_batch(self, batch, *args, **kwargs)
+        fault(getattr(batch, "reqs", None) or ())
+        return forward(self, batch, *args, **kwargs)
 
-    scheduler.Scheduler.run_batch = looked_at
+    module.TpModelWorker.forward_batch_generation = looked_at
 
 
 class Finder:

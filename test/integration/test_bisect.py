@@ -201,7 +201,8 @@ class Fault:
 FAULTS = (
     Fault("token", guilty("poison", 11, 12), "exception"),
     Fault("segv", guilty("poison", 12), "signal"),
-    Fault("length", {**guilty("poison"), "input_ids": [9] * 300}, "oom_kill"),
+    # The group that counts the kill is one that the rank has just entered.
+    Fault("length", {**guilty("poison"), "input_ids": [9] * 300}, "signal"),
 )
 
 

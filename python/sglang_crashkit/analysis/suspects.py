@@ -40,6 +40,8 @@ def suspects_of(
     # Of a large batch the first few are listed.
     are_all = all(len(step.get("requests") or ()) >= (step.get("size") or 0) for step in finished)
     rids, size = _unfinished(first)
+    # Between two batches nobody has noted yet who is in the next one, and it may be that one.
+    is_between = bool(first.steps.last) and first.steps.last[-1].get("phase") == "received"
     text = " ".join(str(entry.get("message")) for entry in incident.timeline if entry.get("event") == "exception")
     weighed = []
     for rid in rids:
@@ -49,7 +51,7 @@ def suspects_of(
         if count := (seen or {}).get(rid, 0):
             times = "an earlier incident" if count == 1 else f"{count} earlier incidents"
             reasons.append((_SEEN, f"a request like it was suspected in {times} of the same fault"))
-        if size == 1:
+        if size == 1 and not is_between:
             reasons.append((_ALONE, ALONE))
         if names := (unusual or {}).get(rid):
             reasons.append((_UNUSUAL, f"no other one of the step asks for {names}"))

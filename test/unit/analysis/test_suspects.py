@@ -93,6 +93,13 @@ def test_no_more_than_a_few_are_named() -> None:
     assert len(suspects_of(incident(*map(str, range(100))))) == MAX_SUSPECTS
 
 
+def test_between_two_batches_nobody_is_known_to_be_alone() -> None:
+    made = incident("a")
+    assert made.processes[0].steps is not None
+    made.processes[0].steps.last.append({"number": 10, "ended": None, "phase": "received", "requests": []})
+    assert told(made) == [("a", "unknown")]
+
+
 def test_without_steps_or_a_first_failure_nobody_is_suspected() -> None:
     made = incident("a")
     made.processes[0].steps = None
