@@ -234,7 +234,7 @@ def test_a_fault_of_two_requests_in_one_batch_is_found_as_both(tmp_path: Path) -
     bodies = [*ordinary(8), guilty("left", 12), guilty("right", 13), *ordinary(16)[8:]]
     # Long ones meet.
     for body in bodies:
-        body["sampling_params"]["max_new_tokens"] = 64
+        body["sampling_params"] |= {"max_new_tokens": 64, "ignore_eos": True}
     crash(tmp_path / "crash", env, bodies)
     result = bisect(tmp_path / "crash", tmp_path / "out", env, "--starts", "8")
     assert result["reproduced"], result
