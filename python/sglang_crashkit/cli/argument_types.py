@@ -1,11 +1,25 @@
-"""Numbers on the command line, as types for argparse; what is none of them is told in words."""
+"""What several commands take: an incident, and numbers as types for argparse, which say in words what is none."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 _LONGEST_SECS = 1e7
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def add_incident(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name an incident; see `crash_folder.find_meant`."""
+    parser.add_argument(
+        "incident",
+        nargs="?",
+        default="latest",
+        help="id of an incident, latest (the default), or the path of its folder or of a crash folder",
+    )
+    parser.add_argument(
+        "--folder", metavar="DIR", type=Path, help="crash folder in which an id and latest are looked up"
+    )
 
 
 def positive(text: str) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from sglang_crashkit.cli.argument_types import add_incident
 from sglang_crashkit.errors import CrashkitError, ExitCode, RefusedError, UsageError
 
 if TYPE_CHECKING:
@@ -37,15 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
-    parser.add_argument(
-        "incident",
-        nargs="?",
-        default="latest",
-        help="id of an incident, latest (the default), or the path of its folder or of a crash folder",
-    )
-    parser.add_argument(
-        "--folder", metavar="DIR", type=Path, help="crash folder in which an id and latest are looked up"
-    )
+    add_incident(parser)
     parser.add_argument("--no-prompts", action="store_true", help="without the requests' file, which holds prompts")
     parser.add_argument(
         "-o", "--out", metavar="FILE", type=Path, help="a new *.tar.zst or *.tar.gz (sglang-ID.tar.zst)"

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from sglang_crashkit.cli.argument_types import add_incident
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.model.incident import SCHEMA_VERSION
@@ -26,15 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
-    parser.add_argument(
-        "incident",
-        nargs="?",
-        default="latest",
-        help="id of an incident, latest (the default), or the path of its folder or of a crash folder",
-    )
-    parser.add_argument(
-        "--folder", metavar="DIR", type=Path, help="crash folder in which an id and latest are looked up"
-    )
+    add_incident(parser)
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--stacks", action="store_true", help="where the processes were, those that agree once")
     part.add_argument("--requests", action="store_true", help="the requests in flight, without prompts")

@@ -141,14 +141,19 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read_regular(path: Path, most: int) -> bytes:
+def read_regular(path: Path, most: int, *, from_end: bool = False) -> bytes:
     """Return at most so many bytes of a file that may be anybody's: no pipe is waited for, and no link followed.
+
+    With `from_end` they are its last ones.
 
     Raises:
         OSError: it is missing, no regular file, or cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", str(path))
+        if from_end:
+            file.seek(max(0, found.st_size - most))
         return file.read(most)

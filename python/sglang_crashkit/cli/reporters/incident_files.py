@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from sglang_crashkit.kernel.private_files import read_regular
 
 #: Longer files are neither listed nor read further.
 MAX_FILES = 5000
@@ -73,13 +74,7 @@ class IncidentFiles:
             return b""
         try:
             # What was a file as it was listed may be something else by now.
-            descriptor = os.open(self._folder / file.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            with os.fdopen(descriptor, "rb") as opened:
-                if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-                    return b""
-                if from_end and file.size > most:
-                    opened.seek(file.size - most)
-                return opened.read(most)
+            return read_regular(self._folder / file.name, most, from_end=from_end)
         except OSError:
             return b""
 
