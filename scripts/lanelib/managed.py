@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from lanelib.errors import LaneError
 from lanelib.paths import LANES
-from lanelib.procs import Process, alive, send, title_of, tree_of, wait_gone, watchers_of
+from lanelib.procs import Process, alive, listens, send, title_of, tree_of, wait_gone, watchers_of
 
 READY_TIMEOUT_S = 300.0
 #: Seconds between SIGTERM and SIGKILL; an idle server of today takes up to 11.
@@ -29,6 +29,8 @@ HANDLER_GRACE_S = 60.0
 POLL_S = 0.2
 TAIL_LINES = 30
 _Self = TypeVar("_Self", bound="ManagedProcess")
+#: A socket in the abstract namespace for each port that this process gave away; the kernel removes it with the process.
+_holders: list[socket.socket] = []
 #: A server on this machine is not behind the proxy that the environment may name.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -113,6 +115,9 @@ class ManagedProcess:
         self.require_running()
         with suppress(OSError, http.client.HTTPException):
             self.ask("health", timeout_s=5)
+            if not listens(self._tree(), self.port):
+                # Another server's answer, on a port that both were given.
+                return False
             self.ready_s = time.monotonic() - self._started
             self._note_watchers()
             return True
@@ -195,13 +200,16 @@ def wait_all_ready(servers: Sequence[ManagedProcess], timeout_s: float = READY_T
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing listens on now.
+    """Return a TCP port that nothing listens on now, and that no other process is given until this one ends.
 
     Below the ports that the kernel gives to clients, and with room above for the ports that SGLang
-    derives from it.
+    derives from it. A server listens long after it was given its port.
     """
     for port in random.SystemRandom().sample(range(20000, 30000), 100):
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
+            holder = socket.socket(socket.AF_UNIX)
+            _holders.append(holder)
+            holder.bind(f"\0sglang-crashkit-port-{port}")
             return port
     raise LaneError("no free TCP port between 20000 and 29999", next_step="stop other servers")

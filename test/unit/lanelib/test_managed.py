@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -67,6 +68,24 @@ def test_wait_ready_fails_at_once_with_the_log_when_the_process_dies(start):
     assert "out of luck" in caught.value.message
     assert str(server.log_path) in str(caught.value.next_step)
     assert time.monotonic() - began < 30
+
+
+def test_an_answer_of_another_server_is_none(start):
+    other = start(SERVER)
+    other.wait_ready(30)
+    server = start("import time; print('thinking', flush=True); time.sleep(60)")
+    server.port, server.url = other.port, other.url
+    assert server.ask("health") == b""
+    with pytest.raises(LaneError, match="does not answer"):
+        server.wait_ready(1)
+
+
+def test_a_port_is_given_to_one_process_only():
+    mine = free_port()
+    script = "import random, sys; from lanelib.managed import free_port; "
+    script += "random.SystemRandom.sample = lambda *_: [int(sys.argv[1])]; free_port()"
+    other = subprocess.run([sys.executable, "-c", script, str(mine)], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert "no free TCP port" in other.stderr
 
 
 def test_a_signal_never_hits_a_pid_used_again():
