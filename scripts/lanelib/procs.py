@@ -94,11 +94,10 @@ def listens(processes: Iterable[Process], port: int) -> bool:
     for process in processes:
         folder = PROC / str(process.pid)
         with suppress(*_GONE):
-            lines = [
-                line.split() for name in ("tcp", "tcp6") for line in (folder / "net" / name).read_text().splitlines()
-            ]
+            tables = [folder / "net" / name for name in ("tcp", "tcp6")]
+            lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()]
             # Each line has the address as hex, the state, where 0A is LISTEN, and at the end the inode.
-            ours = {f"socket:[{one[9]}]" for one in lines[1:] if one[3] == "0A" and one[1].endswith(f":{port:04X}")}
+            ours = {f"socket:[{one[9]}]" for one in lines if one[3] == "0A" and one[1].endswith(f":{port:04X}")}
             try:
                 if ours & {str(descriptor.readlink()) for descriptor in (folder / "fd").iterdir()}:
                     return True
