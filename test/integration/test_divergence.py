@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from integration.hang_story import LONG, post
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from unit.stored import wait_for_incident
+from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
 
@@ -33,6 +36,7 @@ HICACHE = (
     *("--enable-hierarchical-cache", "--hicache-size", "1", "--hicache-storage-backend", "file"),
     *("--hicache-io-backend", "direct", "--max-running-requests", "1"),
 )
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass
@@ -72,56 +76,81 @@ def collect(server: Server, folder: Path) -> dict[str, Any]:
     return found
 
 
-def ask(server: Server, rid: str, tokens: int, prompt: str = "Hello") -> threading.Thread:
-    """Send a request of that id, and return what waits for its answer."""
-    sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
+class Asked(threading.Thread):
+    """A request, sent, and its answer as it comes.
 
-    def send() -> None:
+    Args:
+        server: which is asked.
+        rid: the request's id.
+        tokens: of its answer.
+        prompt: what it asks.
+
+    Attributes:
+        rid: the request's id.
+        chunks: how many pieces of the answer there were; the first is of the prompt's own step.
+        is_whole: the server ended the answer, which it also does to one that is aborted.
+    """
+
+    def __init__(self, server: Server, rid: str, tokens: int, prompt: str) -> None:
+        super().__init__(daemon=True)
+        self.rid, self.chunks, self.is_whole = rid, 0, False
+        sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
+        body = json.dumps({"rid": rid, "text": prompt, "sampling_params": sampling, "stream": True}).encode()
+        self._request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
+        self.start()
+
+    def run(self) -> None:
+        """Read the answer to its end."""
         try:
-            post(server, "/generate", rid=rid, text=prompt, sampling_params=sampling)
+            with _opener.open(self._request, timeout=LONG) as answer:
+                for line in answer:
+                    self.chunks += line.startswith(b"data: {")
+                    self.is_whole = self.is_whole or line.startswith(b"data: [DONE]")
         except OSError:
-            # Aborted, or the server ended meanwhile.
+            # The server ended meanwhile.
             return
 
-    thread = threading.Thread(target=send, daemon=True)
-    thread.start()
-    return thread
+
+def ask(server: Server, rid: str, tokens: int, prompt: str = "Hello") -> Asked:
+    """Send a request of that id, and return what waits for its answer."""
+    return Asked(server, rid, tokens, prompt)
 
 
 def load(server: Server, seconds: float, folder: Path) -> list[dict[str, Any]]:
-    """Let clients ask for much that differs, some of it aborted, and look at the steps meanwhile and after."""
+    """Let clients ask for much that differs, some of it aborted, and look at the steps meanwhile and after.
+
+    Each request is over when this returns.
+    """
     chance, end = random.Random(1), time.monotonic() + seconds
 
     def be_client(number: int) -> None:
         count = 0
         while time.monotonic() < end:
             count += 1
-            rid = f"load-{number}-{count}"
-            waiting = ask(server, rid, chance.randint(1, 60), "1 " * chance.randint(1, 200))
+            asked = ask(server, f"load-{number}-{count}", chance.randint(1, 60), "1 " * chance.randint(1, 200))
             if chance.random() < 0.2:
                 time.sleep(chance.random() / 4)
-                post(server, "/abort_request", rid=rid)
-            waiting.join(LONG)
+                post(server, "/abort_request", rid=asked.rid)
+            asked.join(LONG)
+            assert asked.is_whole, f"{asked.rid} was not answered after {asked.chunks} pieces"
 
-    clients = [threading.Thread(target=be_client, args=(number,), daemon=True) for number in range(CLIENTS)]
-    for client in clients:
-        client.start()
     looks = []
-    while time.monotonic() < end:
-        time.sleep(min(seconds / 4, 60.0))
-        looks.append(collect(server, folder))
-    for client in clients:
-        client.join(LONG)
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients = [pool.submit(be_client, number) for number in range(CLIENTS)]
+        while time.monotonic() < end:
+            time.sleep(min(seconds / 4, 60.0))
+            looks.append(collect(server, folder))
+        for client in clients:
+            client.result(LONG)
     return [*looks, collect(server, folder)]
 
 
 def go_astray(server: Server, way: str, tokens: int, prompt: str) -> tuple[str, str]:
     """Let a rank go astray at a request of that prompt, which is beside another one; return the ids of both."""
-    steady, odd = "steady-1", f"{way}-1"
-    ask(server, steady, tokens)
-    time.sleep(1.0)
-    ask(server, odd, 3000, prompt)
-    return steady, odd
+    steady = ask(server, "steady-1", tokens)
+    wait_until(lambda: steady.chunks > 1, "the steady request decodes", LONG)
+    odd = ask(server, f"{way}-1", 3000, prompt)
+    return steady.rid, odd.rid
 
 
 def tell(
