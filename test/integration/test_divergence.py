@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,8 +140,11 @@ def load(server: Server, seconds: float, folder: Path) -> list[dict[str, Any]]:
         while time.monotonic() < end:
             time.sleep(min(seconds / 4, 60.0))
             looks.append(collect(server, folder))
+        # Where a step takes long, nobody waits for what is left.
+        while wait(clients, timeout=1.0).not_done:
+            post(server, "/abort_request", abort_all=True)
         for client in clients:
-            client.result(LONG)
+            client.result()
     return [*looks, collect(server, folder)]
 
 
@@ -161,6 +164,7 @@ def tell(
     victim: str = "TP1",
     load_secs: float = 0.0,
     more: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
     tokens: int = 4000,
     prompt: str = "1 2 3",
 ) -> Story:
@@ -173,13 +177,14 @@ def tell(
         victim: the one that goes astray.
         load_secs: so long it is under mixed load before, in seconds.
         more: arguments of the server.
+        env: more of its environment.
         tokens: of the answer beside the odd one.
         prompt: of the odd one.
     """
     told, crash = Story(), factory.mktemp("crash")
     environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}
     site = factory.mktemp("site")
-    environ |= cpu_kernels.write_site(site) | astray_rank.write_site(site, victim)
+    environ |= cpu_kernels.write_site(site) | astray_rank.write_site(site, victim) | dict(env or {})
     arguments = ["--crash-dump-folder", str(crash), *more]
     with Server.start(ensure_lane("0.5.23"), tp=tp, extra_args=arguments, env=environ) as server:
         server.wait_ready()
@@ -242,7 +247,8 @@ def test_a_rank_that_decided_alone_is_named_with_the_step_and_the_request(
 @pytest.mark.matrix
 def test_a_rank_that_alone_did_not_prefetch_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
     # The cache's events hold the ranks together once it is the odd one's turn; until then the steady one runs alone.
-    told = tell("prefetch", tmp_path_factory, more=HICACHE, tokens=150, prompt="1 " * 400)
+    storage = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path_factory.mktemp("storage"))}
+    told = tell("prefetch", tmp_path_factory, more=HICACHE, env=storage, tokens=150, prompt="1 " * 400)
     check(told, "decision", "TP0 decided prefetch on the way to step {step} where TP1 did not")
     assert told.document["divergence"]["decision"] == "prefetch"
 
