@@ -84,7 +84,10 @@ def test_a_port_is_given_to_one_process_only():
     mine = free_port()
     script = "import random, sys; from lanelib.managed import free_port; "
     script += "random.SystemRandom.sample = lambda *_: [int(sys.argv[1])]; free_port()"
-    other = subprocess.run([sys.executable, "-c", script, str(mine)], stderr=subprocess.PIPE, text=True, timeout=60)
+    # Where this process finds `lanelib` another one does not look.
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", script, str(mine)]
+    other = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, timeout=60)
     assert "no free TCP port" in other.stderr
 
 
