@@ -32,7 +32,7 @@ _Self = TypeVar("_Self", bound="ManagedProcess")
 #: A socket in the abstract namespace for each port that this process gave away; the kernel removes it with the process.
 _holders: list[socket.socket] = []
 #: A server on this machine is not behind the proxy that the environment may name.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ManagedProcess:
@@ -111,11 +111,11 @@ class ManagedProcess:
 
     def poll_ready(self) -> bool:
         """Say whether it answers."""
-        self._tree()
+        tree = self._tree()
         self.require_running()
         with suppress(OSError, http.client.HTTPException):
             self.ask("health", timeout_s=5)
-            if not listens(self._tree(), self.port):
+            if not listens(tree, self.port):
                 # Another server's answer, on a port that both were given.
                 return False
             self.ready_s = time.monotonic() - self._started
@@ -131,7 +131,7 @@ class ManagedProcess:
         """Post `body` as JSON, or get where there is none, and return the answer."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})  # noqa: S310
-        with _opener.open(request, timeout=timeout_s) as response:
+        with opener.open(request, timeout=timeout_s) as response:
             return bytes(response.read())
 
     def generate(self, prompt: str = "Hello", *, max_new_tokens: int = 8, timeout_s: float = 60.0) -> dict[str, Any]:

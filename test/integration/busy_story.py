@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lanelib.managed import opener
 from lanelib.servers import Server
 from sglang_crashkit.incident.store import find_incidents
 
@@ -93,8 +94,6 @@ def unrolled(pointer, COUNT: tl.constexpr):
     tl.store(pointer + offsets, value)
 """
 
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
 
 @dataclass
 class Busy:
@@ -118,7 +117,7 @@ def ask(server: Server, path: str, **body: Any) -> Any:
     request = urllib.request.Request(
         f"{server.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with _opener.open(request, timeout=LONG) as response:
+    with opener.open(request, timeout=LONG) as response:
         text = response.read()
     try:
         return json.loads(text)

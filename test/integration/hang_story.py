@@ -15,6 +15,7 @@ from typing import Any
 
 from integration.scenario import answers_of, handler_pid
 from integration.stuck_rank import StuckRank
+from lanelib.managed import opener
 from lanelib.servers import Server
 from sglang_crashkit.analysis.waits import bare_name
 from sglang_crashkit.capture.pyspy import sample_all
@@ -32,8 +33,6 @@ LONG = 120.0
 #: So many tokens are a batch of a prompt.
 CHUNK = 64
 WAYS = ("spin", "hold_gil", "sleep_in_kernel")
-
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass
@@ -276,7 +275,7 @@ def post(server: Server, path: str, key: str = "", **body: Any) -> None:
     """Ask the server, whose API key may be `key`, to do something else than to answer a prompt."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(f"{server.url}{path}", json.dumps(body).encode(), headers)
-    with _opener.open(request, timeout=LONG) as response:
+    with opener.open(request, timeout=LONG) as response:
         response.read()
 
 

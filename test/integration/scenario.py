@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from incident_schema import assert_fits
-from lanelib.managed import ManagedProcess
+from lanelib.managed import ManagedProcess, opener
 from lanelib.procs import Process, alive, read_process, title_of, tree_of
 from lanelib.servers import Server
 from sglang_crashkit.incident.store import find_incidents
@@ -34,7 +34,6 @@ PROMPTS = ("Hello", "The quick brown fox", "1 2 3 4 5 6 7 8")
 HANDLER = "sglang::crash_handler"
 #: What is left of a server is gone this soon after its main process, in seconds.
 GONE_S = 5.0
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True)
@@ -238,5 +237,5 @@ def ask(server: ManagedProcess, sent: Sent) -> None:
     body = json.dumps({"rid": sent.rid, "text": sent.text, "sampling_params": parameters}).encode()
     request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
     cut_off = contextlib.suppress(urllib.error.URLError, OSError, ValueError, http.client.HTTPException)
-    with cut_off, _opener.open(request, timeout=EXIT_TIMEOUT_S) as answer:
+    with cut_off, opener.open(request, timeout=EXIT_TIMEOUT_S) as answer:
         answer.read()

@@ -21,6 +21,7 @@ import pytest
 from integration import astray_rank, cpu_kernels
 from integration.hang_story import LONG, post
 from lanelib.lanes import ensure_lane
+from lanelib.managed import opener
 from lanelib.servers import Server
 from unit.stored import wait_for_incident
 from unit.waiting import wait_until
@@ -36,7 +37,6 @@ HICACHE = (
     *("--enable-hierarchical-cache", "--hicache-size", "1", "--hicache-storage-backend", "file"),
     *("--hicache-io-backend", "direct", "--max-running-requests", "1"),
 )
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Asked(threading.Thread):
         is_whole: the server ended the answer, which it also does to one that is aborted.
     """
 
-    def __init__(self, server: Server, rid: str, tokens: int, prompt: str) -> None:
+    def __init__(self, server: Server, rid: str, tokens: int, prompt: str = "Hello") -> None:
         super().__init__(daemon=True)
         self.rid, self.chunks, self.is_whole = rid, 0, False
         sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
@@ -102,18 +102,13 @@ class Asked(threading.Thread):
     def run(self) -> None:
         """Read the answer to its end."""
         try:
-            with _opener.open(self._request, timeout=LONG) as answer:
+            with opener.open(self._request, timeout=LONG) as answer:
                 for line in answer:
                     self.chunks += line.startswith(b"data: {")
                     self.is_whole = self.is_whole or line.startswith(b"data: [DONE]")
         except OSError:
             # The server ended meanwhile.
             return
-
-
-def ask(server: Server, rid: str, tokens: int, prompt: str = "Hello") -> Asked:
-    """Send a request of that id, and return what waits for its answer."""
-    return Asked(server, rid, tokens, prompt)
 
 
 def load(server: Server, seconds: float, folder: Path) -> list[dict[str, Any]]:
@@ -127,7 +122,7 @@ def load(server: Server, seconds: float, folder: Path) -> list[dict[str, Any]]:
         count = 0
         while time.monotonic() < end:
             count += 1
-            asked = ask(server, f"load-{number}-{count}", chance.randint(1, 60), "1 " * chance.randint(1, 200))
+            asked = Asked(server, f"load-{number}-{count}", chance.randint(1, 60), "1 " * chance.randint(1, 200))
             if chance.random() < 0.2:
                 time.sleep(chance.random() / 4)
                 post(server, "/abort_request", rid=asked.rid)
@@ -150,9 +145,9 @@ def load(server: Server, seconds: float, folder: Path) -> list[dict[str, Any]]:
 
 def go_astray(server: Server, way: str, tokens: int, prompt: str) -> tuple[str, str]:
     """Let a rank go astray at a request of that prompt, which is beside another one; return the ids of both."""
-    steady = ask(server, "steady-1", tokens)
+    steady = Asked(server, "steady-1", tokens)
     wait_until(lambda: steady.chunks > 1, "the steady request decodes", LONG)
-    odd = ask(server, f"{way}-1", 3000, prompt)
+    odd = Asked(server, f"{way}-1", 3000, prompt)
     return steady.rid, odd.rid
 
 

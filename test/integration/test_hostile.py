@@ -14,7 +14,6 @@ import socket
 import stat
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -25,6 +24,7 @@ import pytest
 
 from integration.scenario import Wreck, answers_of, handler_pid, wreck
 from lanelib.lanes import ensure_lane
+from lanelib.managed import opener
 from lanelib.servers import Server
 from sglang_crashkit.capture.pyspy import find_pyspy
 from sglang_crashkit.incident.exit_status import ServerExit
@@ -58,8 +58,6 @@ def ask_for_stacks(*_):
 signal.signal(signal.SIGUSR2, sleep_uninterruptibly)
 signal.signal(signal.SIGUSR1, ask_for_stacks)
 """
-
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass
@@ -215,7 +213,7 @@ def sleep_and_be_traced(server: Server, pipe: Path, told: Story) -> None:
 def check_health(server: Server, health: list[tuple[float, float, int]], over: threading.Event) -> None:
     while not over.wait(0.02):
         begun = time.time()
-        with _opener.open(f"{server.url}/health", timeout=LONG) as answer:
+        with opener.open(f"{server.url}/health", timeout=LONG) as answer:
             health.append((begun, time.time(), answer.status))
 
 

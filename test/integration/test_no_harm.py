@@ -22,7 +22,7 @@ from integration.faults import DP1
 from integration.programs import Program
 from integration.scenario import EXIT_TIMEOUT_S, RELEASES, Sent, ask, handlers_of, left_of, members_of
 from lanelib.lanes import Lane, ensure_lane
-from lanelib.managed import free_port
+from lanelib.managed import free_port, opener
 from lanelib.procs import Process, alive, read_process, send, title_of, tree_of, wait_gone, watchers_of
 from lanelib.servers import Server, command_of
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
@@ -44,7 +44,6 @@ from sglang_crashkit import policy
 
 policy.mode_of = lambda *args, **kwargs: policy.Mode.ELASTIC
 """
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def incidents_of(folder: Path) -> list[StoredIncident]:
@@ -70,7 +69,7 @@ def generate(url: str, **fields: Any) -> list[int]:
     parameters = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
     body = json.dumps({"text": "Hello", "sampling_params": parameters} | fields).encode()
     request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
-    with _opener.open(request, timeout=120) as answer:
+    with opener.open(request, timeout=120) as answer:
         tokens: list[int] = json.load(answer)["output_ids"]
     return tokens
 
@@ -177,7 +176,7 @@ def neighbour_of(program: Program, lane: Lane, folder: Path, *, detached: bool =
     processes: list[Process] = []
     try:
         while True:
-            with contextlib.suppress(urllib.error.URLError, OSError), _opener.open(f"{url}/health", timeout=5):
+            with contextlib.suppress(urllib.error.URLError, OSError), opener.open(f"{url}/health", timeout=5):
                 break
             assert time.monotonic() < deadline, program.log.read_text(errors="replace")[-3000:]
             time.sleep(0.5)

@@ -17,6 +17,7 @@ import pytest
 
 from integration.scenario import EXIT_TIMEOUT_S, RELEASES
 from lanelib.lanes import Lane, ensure_lane
+from lanelib.managed import opener
 from lanelib.servers import Server
 from unit.stored import wait_for_incident
 
@@ -69,7 +70,6 @@ def ask(server: Server) -> None:
         "X-Secret-Token": HEADER,
     }
     request = urllib.request.Request(f"{server.url}/generate", json.dumps(body).encode(), headers)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     # That it is cut off is the point; that it is refused is not.
     with contextlib.suppress(OSError), opener.open(request, timeout=EXIT_TIMEOUT_S) as response:
         response.read()

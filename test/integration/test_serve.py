@@ -15,6 +15,7 @@ import pytest
 
 from lanelib import procs
 from lanelib.lanes import ensure_lane
+from lanelib.managed import opener
 from lanelib.paths import ROOT
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
@@ -66,6 +67,5 @@ def _wait_ready(serve: subprocess.Popen[bytes], said: Path) -> str:
 def _generate(url: str) -> dict[str, object]:
     body = {"text": "Hello", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
     request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=60) as response:
         return json.load(response)

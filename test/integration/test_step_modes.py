@@ -15,7 +15,7 @@ import pytest
 
 from integration import cpu_kernels
 from integration.hang_story import LONG
-from integration.test_divergence import ask
+from integration.test_divergence import Asked
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server, parallel_env
 from sglang_crashkit.incident.steps import read_steps
@@ -96,9 +96,9 @@ def left(way: Way, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict
     environ = parallel_env(lane, ranks, 1) | cpu_kernels.write_site(tmp_path_factory.mktemp("site"))
     with Server.start(lane, tp=way.tp, extra_args=arguments, env=environ) as server:
         server.wait_ready()
-        ask(server, "alone", 12, "1 2 3").join(LONG)
+        Asked(server, "alone", 12, "1 2 3").join(LONG)
         for number in range(4):
-            ask(server, f"steady-{number}", 3000, "1 2 3 4 " * (number + 1))
+            Asked(server, f"steady-{number}", 3000, "1 2 3 4 " * (number + 1))
         time.sleep(10.0)
         os.kill(server.pid_of(f"sglang::{way.victim}"), signal.SIGKILL)
         stored = wait_for_incident(crash, LONG)

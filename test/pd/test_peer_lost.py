@@ -23,6 +23,7 @@ import pytest
 from integration.scenario import Member, Sent, members_of
 from integration.whole import assert_ends, assert_present, assert_requests, assert_told, journaled
 from lanelib.lanes import ensure_lane
+from lanelib.managed import opener
 from lanelib.pd import PD_PACKAGES, PDServers, missing_libraries
 from lanelib.procs import tree_of
 from lanelib.servers import Server
@@ -44,7 +45,6 @@ AFTER_S = 12.0
 COLLECT_S = 120.0
 RIDS = ["waits-1", "waits-2", "waits-3"]
 PROMPT = "Once upon a time"
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def ask(pair: PDServers, rid: str) -> None:
     body = json.dumps({"text": PROMPT, "rid": rid, "sampling_params": parameters}).encode()
     request = urllib.request.Request(f"{pair.url}/generate", body, {"Content-Type": "application/json"})
     try:
-        with _opener.open(request, timeout=120) as response:
+        with opener.open(request, timeout=120) as response:
             response.read()
     except (urllib.error.URLError, OSError):
         pass  # that it is cut off is the point
