@@ -89,24 +89,6 @@ def _watched_by(pid: int) -> set[int]:
     return pids
 
 
-def listens(processes: Iterable[Process], port: int) -> bool:
-    """Say whether one of `processes` listens on this TCP port; True of a process that this user may not look into."""
-    for process in processes:
-        folder = PROC / str(process.pid)
-        try:
-            tables = [folder / "net" / name for name in ("tcp", "tcp6")]
-            lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()]
-            # Each line has the address as hex, the state, where 0A is LISTEN, and at the end the inode.
-            ours = {f"socket:[{one[9]}]" for one in lines if one[3] == "0A" and one[1].endswith(f":{port:04X}")}
-            if ours & {str(descriptor.readlink()) for descriptor in (folder / "fd").iterdir()}:
-                return True
-        except PermissionError:
-            return True
-        except _GONE:
-            continue
-    return False
-
-
 def alive(processes: Iterable[Process]) -> list[Process]:
     """Return those of `processes` that still run."""
     return [one for one in processes if (now := read_process(one.pid)) and now.key == one.key and now.state != "Z"]

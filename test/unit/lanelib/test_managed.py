@@ -70,16 +70,6 @@ def test_wait_ready_fails_at_once_with_the_log_when_the_process_dies(start):
     assert time.monotonic() - began < 30
 
 
-def test_an_answer_of_another_server_is_none(start):
-    other = start(SERVER)
-    other.wait_ready(30)
-    server = start("import time; print('thinking', flush=True); time.sleep(60)")
-    server.port, server.url = other.port, other.url
-    assert server.ask("health") == b""
-    with pytest.raises(LaneError, match="does not answer"):
-        server.wait_ready(1)
-
-
 def test_a_port_is_given_to_one_process_only():
     mine = free_port()
     script = "import random, sys; from lanelib.managed import free_port; "
