@@ -126,11 +126,12 @@ def test_the_incident_of_a_patched_server_is_told(tmp_path: Path, monkeypatch: p
     with served(tmp_path) as server, watching(tmp_path, "--pid", str(server.popen.pid), "--once") as watch:
         watch.await_event("serving")
         pid = server.ranks[RANKS[1]]
+        # It is there before the crash: who finds none then does not wait for its incident.
+        handler = fallback_folder() / "run" / f"{server.popen.pid}-1"
+        handler.mkdir(parents=True)
         os.kill(pid, signal.SIGKILL)
         watch.await_event("crash")
         verdict = {"text": "It was killed.", "level": "established", "first_failure": {"pid": pid, "title": RANKS[1]}}
-        handler = fallback_folder() / "run" / f"{server.popen.pid}-1"
-        handler.mkdir(parents=True)
         make_incident(fallback_folder() / "host" / "incidents", server={"pid": 1})
         made = make_incident(
             fallback_folder() / "host" / "incidents", server={"pid": server.popen.pid}, verdict=verdict, kind="killed"
