@@ -132,7 +132,7 @@ def test_nothing_is_said_of_a_missing_kit_that_is_switched_off(site):
 )
 def test_a_kit_that_does_not_import_is_switched_off_as_a_whole(site, arming, why):
     beat = "def on_batch(*args): raise RuntimeError\ndef on_iteration(*args): raise RuntimeError\n"
-    put_kit(site, {"srt/arming": arming, "srt/managers/__init__": "", "srt/managers/scheduler_beat": beat})
+    put_kit(site, {"srt/stack_hooks": arming, "srt/managers/__init__": "", "srt/managers/scheduler_heartbeat": beat})
     program = """
         import os
         from sglang.srt.crashkit import on_batch, on_configure_logger, on_iteration
@@ -142,7 +142,7 @@ def test_a_kit_that_does_not_import_is_switched_off_as_a_whole(site, arming, why
         found["switch"] = os.environ["SGLANG_CRASHKIT_ENABLED"]
     """
     found, log = ask(site, program)
-    before = "sglang_crashkit.srt.managers.scheduler_beat"
+    before = "sglang_crashkit.srt.managers.scheduler_heartbeat"
     assert found == {"logger": True, "before": before, "after": None, "switch": "0"}
     assert log.startswith(f"crash kit: sglang-crashkit does not work ({why}")
     assert log.count("crash kit:") == 1
@@ -150,19 +150,23 @@ def test_a_kit_that_does_not_import_is_switched_off_as_a_whole(site, arming, why
 
 
 def test_where_the_kit_is_there_its_own_functions_are_handed_out_and_no_other_module_is_imported(site):
-    modules = {"srt/managers/__init__": "", "srt/arming": "", "srt/managers/scheduler_beat": "def on_batch(): ...\n"}
+    modules = {
+        "srt/managers/__init__": "",
+        "srt/stack_hooks": "",
+        "srt/managers/scheduler_heartbeat": "def on_batch(): ...\n",
+    }
     put_kit(site, modules)
     program = """
         import sys
         from sglang.srt.crashkit import on_batch
-        import sglang_crashkit.srt.managers.scheduler_beat as beat
+        import sglang_crashkit.srt.managers.scheduler_heartbeat as beat
         found["same"] = on_batch is beat.on_batch
         found["modules"] = sorted(name for name in sys.modules if name.startswith("sglang_crashkit"))
     """
     found, log = ask(site, program)
     assert log == ""
     assert found["same"] is True
-    assert "sglang_crashkit.srt.arming" not in found["modules"]
+    assert "sglang_crashkit.srt.stack_hooks" not in found["modules"]
 
 
 def test_a_name_that_is_no_hook_is_an_error(site):

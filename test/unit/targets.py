@@ -21,7 +21,7 @@ TITLE = "sglang::scheduler_TP0"
 #: The runtime folder is the first argument.
 ARM = """
 os.environ["SGLANG_CRASHKIT_SOCKET"] = sys.argv[1] + "/handler.sock"
-from sglang_crashkit.srt.arming import arm_worker
+from sglang_crashkit.srt.stack_hooks import arm_worker
 arm_worker()
 """
 SLEEPER = """

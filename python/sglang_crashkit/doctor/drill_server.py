@@ -13,8 +13,8 @@ import setproctitle
 
 from sglang_crashkit.policy import Mode
 from sglang_crashkit.srt import handler_process
-from sglang_crashkit.srt.arming import arm_server, arm_worker
 from sglang_crashkit.srt.hooks import handler_pid, notify, request
+from sglang_crashkit.srt.stack_hooks import arm_server, arm_worker
 
 _ANSWER_SECS = 2.0
 RANKS = ("sglang::scheduler_TP0", "sglang::scheduler_TP1")

@@ -5,7 +5,7 @@ ends the process: two processes that make one of the same name at the same momen
 that is not there or has no pipes. So each process gets names of its own, in the crash handler's runtime folder, and
 only where a pipe can be made there.
 
-That of gloo is asked by a function, which the thread of `srt.arming` calls; see `capture.gloo_request`.
+That of gloo is asked by a function, which the thread of `srt.stack_hooks` calls; see `capture.gloo_request`.
 """
 
 from __future__ import annotations

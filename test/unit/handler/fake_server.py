@@ -24,18 +24,18 @@ from typing import Any
 import setproctitle
 
 from sglang_crashkit.srt import crash_exit
-from sglang_crashkit.srt.arming import on_configure_logger
 from sglang_crashkit.srt.disaggregation.prefill import watch_decode_servers
 from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_launch_phase_sigquit
 from sglang_crashkit.srt.hooks import notify, request
 from sglang_crashkit.srt.managers.scheduler import on_parent_told, on_scheduler_exception
-from sglang_crashkit.srt.managers.scheduler_beat import on_iteration
+from sglang_crashkit.srt.managers.scheduler_heartbeat import on_iteration
 from sglang_crashkit.srt.managers.tokenizer_manager import (
     on_crash_dump,
     on_request_states,
     on_sigterm,
     open_crash_dump,
 )
+from sglang_crashkit.srt.stack_hooks import on_configure_logger
 from sglang_crashkit.srt.utils.common import on_kill_process_tree
 from sglang_crashkit.srt.utils.cudacore_pyspy_dump_utils import on_pyspy_dump
 from sglang_crashkit.srt.utils.watchdog import on_watchdog_timeout

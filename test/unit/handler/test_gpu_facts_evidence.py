@@ -23,7 +23,7 @@ Start = Callable[..., Server]
 #: The word of a rank whose pid the driver does not know.
 CLAIM = """
 import sys, types
-from sglang_crashkit.srt.managers import scheduler_beat
+from sglang_crashkit.srt.managers import scheduler_heartbeat
 properties = types.SimpleNamespace(uuid="00000001-aaaa")
 cuda = types.SimpleNamespace(
     is_initialized=lambda: True, current_device=lambda: 0, get_device_properties=lambda _: properties

@@ -35,7 +35,7 @@ def log_lines(incident: Incident, folder: Path | None, ends_with: int | None = N
 
 
 class ServerLog:
-    """The log of one server; see `srt.arming` for the other end.
+    """The log of one server; see `srt.stack_hooks` for the other end.
 
     Args:
         root: the server's main process.

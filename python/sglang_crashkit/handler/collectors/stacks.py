@@ -25,7 +25,7 @@ from sglang_crashkit.model.sample import Frame, Sample, Thread, format_threads, 
 
 _KIT = "sglang_crashkit"
 #: Function and file in which the thread sleeps that answers for its process; of no interest.
-_RESPONDER = ("_answer_all", "sglang_crashkit/srt/arming.py")
+_RESPONDER = ("_answer_all", "sglang_crashkit/srt/stack_hooks.py")
 #: On these faulthandler writes the stacks of the process that they end.
 _FAULTS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
 _MAX_FAULT_BYTES = 4 << 20

@@ -11,12 +11,12 @@ from typing import Any
 from sglang_crashkit.incident.exit_status import ServerExit, status_of_exit
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import crash_exit, handler_process, startup, supervisor
-from sglang_crashkit.srt.arming import arm_server
 from sglang_crashkit.srt.children import STATUS_SECS, Child, Clock, Supervisor
 from sglang_crashkit.srt.entrypoints.surroundings import tell_ready, tell_surroundings
 from sglang_crashkit.srt.hooks import Function, before, never_raises, notify
 from sglang_crashkit.srt.log_handler import keep_log_records
 from sglang_crashkit.srt.server_args import set_crash_dump_env, withdraw_crash_dump_env
+from sglang_crashkit.srt.stack_hooks import arm_server
 from sglang_crashkit.srt.startup import Startup, StartupError
 from sglang_crashkit.srt.utils.common import end_after_crash
 

@@ -12,7 +12,7 @@ from sglang_crashkit.settings import Settings, read_bool
 from sglang_crashkit.srt.children import read_title
 from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import never_raises, request
-from sglang_crashkit.srt.managers.scheduler_beat import known_gpu
+from sglang_crashkit.srt.managers.scheduler_heartbeat import known_gpu
 
 logger = logging.getLogger(__name__)
 

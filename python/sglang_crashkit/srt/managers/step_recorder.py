@@ -26,7 +26,7 @@ from typing import Any
 from sglang_crashkit import protocol
 from sglang_crashkit.memory.steps import ABSENT, FORWARD_BEGUN, FORWARD_DONE, Facts, StepWriter
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
-from sglang_crashkit.srt.managers.scheduler_beat import forward_modes
+from sglang_crashkit.srt.managers.scheduler_heartbeat import forward_modes
 
 logger = logging.getLogger(__name__)
 

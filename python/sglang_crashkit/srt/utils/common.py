@@ -24,8 +24,8 @@ import psutil
 from sglang_crashkit import protocol, settings
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.srt import crash_exit, handler_process, supervisor
-from sglang_crashkit.srt.arming import tell_of_faults
 from sglang_crashkit.srt.hooks import Function, never_raises, notify
+from sglang_crashkit.srt.stack_hooks import tell_of_faults
 
 logger = logging.getLogger(__name__)
 

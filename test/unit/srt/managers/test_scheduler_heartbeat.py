@@ -14,9 +14,9 @@ import pytest
 
 from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader
 from sglang_crashkit.settings import SOCKET_VARIABLE
-from sglang_crashkit.srt.managers import scheduler_beat
+from sglang_crashkit.srt.managers import scheduler_heartbeat
 from sglang_crashkit.srt.managers.scheduler import on_scheduler_exception
-from sglang_crashkit.srt.managers.scheduler_beat import on_batch, on_iteration
+from sglang_crashkit.srt.managers.scheduler_heartbeat import on_batch, on_iteration
 from unit.srt.conftest import Listener
 from unit.waiting import LONG, descriptors
 
@@ -37,10 +37,10 @@ class Scheduler:
 @pytest.fixture(autouse=True)
 def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in (("_writer", None), ("_words", None), ("_is_off", False)):
-        monkeypatch.setattr(scheduler_beat, name, value)
+        monkeypatch.setattr(scheduler_heartbeat, name, value)
     yield
-    if scheduler_beat._writer is not None:
-        scheduler_beat._writer.close()
+    if scheduler_heartbeat._writer is not None:
+        scheduler_heartbeat._writer.close()
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def scheduler() -> Scheduler:
 def heard_beat(listener: Listener) -> HeartbeatReader:
     message = listener.heard()
     assert (message["event"], message["pid"], message["has_descriptor"]) == ("beat", os.getpid(), True)
-    assert scheduler_beat._writer is not None
-    return HeartbeatReader(scheduler_beat._writer.fd)
+    assert scheduler_heartbeat._writer is not None
+    return HeartbeatReader(scheduler_heartbeat._writer.fd)
 
 
 def beating(listener: Listener, scheduler: Scheduler) -> HeartbeatReader:
@@ -132,8 +132,8 @@ class Mode(IntEnum):
 
 def test_the_forward_mode_and_the_tokens_of_an_extend_are_told(listener: Listener, scheduler: Scheduler) -> None:
     beating(listener, scheduler).close()
-    assert scheduler_beat._writer is not None
-    reader = HeartbeatReader(scheduler_beat._writer.fd, {1: "extend", 2: "decode"})
+    assert scheduler_heartbeat._writer is not None
+    reader = HeartbeatReader(scheduler_heartbeat._writer.fd, {1: "extend", 2: "decode"})
     batch = SimpleNamespace(reqs=["a"], forward_mode=Mode.EXTEND, extend_num_tokens=40_000)
     scheduler.run_batch(batch)
     found = reader.read()
@@ -167,7 +167,7 @@ def test_it_can_be_switched_off(
     monkeypatch.setenv(name, value)
     scheduler.process_input_requests([])
     scheduler.run_batch(SimpleNamespace(reqs=[]))
-    assert scheduler_beat._writer is None
+    assert scheduler_heartbeat._writer is None
 
 
 def test_a_handler_that_is_gone_leaves_a_warning_and_no_descriptor(

@@ -18,8 +18,8 @@ from sglang_crashkit.kernel.stack_hooks import DEFAULT_SIGNAL, HANDLER_PID, Arme
 from sglang_crashkit.model.sample import parse_pyspy
 from sglang_crashkit.protocol import notify
 from sglang_crashkit.settings import SOCKET_VARIABLE, runtime_folder
-from sglang_crashkit.srt import arming
-from sglang_crashkit.srt.arming import start_answering, stop_answering
+from sglang_crashkit.srt import stack_hooks
+from sglang_crashkit.srt.stack_hooks import start_answering, stop_answering
 from unit.targets import ARM, SLEEPER, TITLE, armed, start_ticks
 from unit.targets import runtime as runtime
 from unit.waiting import LONG, child, descriptors, wait_until
@@ -192,21 +192,21 @@ def test_the_crash_handler_may_trace_it_where_yama_is(runtime: Path, monkeypatch
             return -1
 
     monkeypatch.setattr("ctypes.CDLL", lambda _name: Library())
-    arming._allow_tracing(runtime)
+    stack_hooks._allow_tracing(runtime)
     assert asked == []
     (runtime / HANDLER_PID).write_text("4711")
-    arming._allow_tracing(runtime)
+    stack_hooks._allow_tracing(runtime)
     assert asked == [(int.from_bytes(b"Yama", "big"), 4711)]
 
 
 def test_a_main_process_lets_trace_it_whom_its_program_chose(runtime: Path) -> None:
     code = """
-from sglang_crashkit.srt import arming
+from sglang_crashkit.srt import stack_hooks
 asked = []
-arming._allow_tracing = asked.append
-arming.arm_server()
-print(len(asked), arming._state is not None)
-arming._disarm()
+stack_hooks._allow_tracing = asked.append
+stack_hooks.arm_server()
+print(len(asked), stack_hooks._state is not None)
+stack_hooks._disarm()
 """
     done = run(runtime, code, **{SOCKET_VARIABLE: str(runtime / "handler.sock")})
     assert done.stdout == "0 True\n", done.stderr
@@ -225,19 +225,19 @@ def own_folder(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_server_says_once_what_its_dead_wrote(own_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (own_folder / "11-1.fault").write_text("Fatal Python error: Aborted\n" + "x" * 10_000 + "\n")
     (own_folder / "12-1.fault").write_text("")
-    arming.tell_of_faults()
+    stack_hooks.tell_of_faults()
     said = capfd.readouterr().err
     assert said.startswith("crash kit: process 11 of this server wrote before it died:\nFatal Python error: Aborted\n")
     assert said.endswith("x" * 10_000 + "\n")
     assert "12" not in said.split("\n")[0]
-    arming.tell_of_faults()
+    stack_hooks.tell_of_faults()
     assert capfd.readouterr().err == ""
 
 
 def test_a_worker_says_nothing_of_others(runtime: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     (runtime / "11-1.fault").write_text("Fatal Python error: Aborted\n")
     monkeypatch.setenv(SOCKET_VARIABLE, str(runtime / "handler.sock"))
-    arming.tell_of_faults()
+    stack_hooks.tell_of_faults()
     assert capfd.readouterr().err == ""
 
 
@@ -288,7 +288,7 @@ def test_a_server_that_cannot_be_told_is_armed_all_the_same(runtime: Path) -> No
 
 def test_the_hooks_arm_after_what_they_wrap(runtime: Path) -> None:
     code = """
-from sglang_crashkit.srt.arming import on_configure_logger, on_tokenizer_worker
+from sglang_crashkit.srt.stack_hooks import on_configure_logger, on_tokenizer_worker
 os.environ["SGLANG_CRASHKIT_SOCKET"] = sys.argv[1] + "/handler.sock"
 from sglang_crashkit.kernel.procfs import catches_signal
 armed = lambda: catches_signal(os.getpid(), 45)
@@ -314,7 +314,7 @@ else:
 def test_the_crash_of_a_tokenizer_worker_is_no_failed_start(runtime: Path) -> None:
     code = """
 from sglang_crashkit.srt import crash_exit
-from sglang_crashkit.srt.arming import on_tokenizer_worker
+from sglang_crashkit.srt.stack_hooks import on_tokenizer_worker
 os.environ["SGLANG_CRASHKIT_SOCKET"] = sys.argv[1] + "/handler.sock"
 @on_tokenizer_worker
 class Worker:
@@ -372,7 +372,7 @@ def test_it_answers_again_and_others_at_once(path: Path) -> None:
 
 def test_whatever_goes_wrong_it_answers_the_next_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as broken:
-        broken.setattr(arming, "describe_threads", lambda: 1 / 0)
+        broken.setattr(stack_hooks, "describe_threads", lambda: 1 / 0)
         assert ask(path) == b""
     assert parse_pyspy(ask(path).decode())
 
