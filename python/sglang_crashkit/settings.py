@@ -260,6 +260,15 @@ def socket_path(server_pid: int, start_ticks: int) -> Path:
     return runtime_folder(server_pid, start_ticks) / SOCKET
 
 
+def socket_of(server_pid: int) -> Path | None:
+    """Return where the crash handler of a process has its socket, if there is one; None where the process is gone."""
+    # A command that only reads incidents starts without it.
+    from sglang_crashkit.kernel import procfs
+
+    stat = procfs.read_stat(server_pid)
+    return socket_path(server_pid, stat.start_ticks) if stat is not None else None
+
+
 def fallback_folder() -> Path:
     """Return the folder for incidents where no crash folder is set or it cannot be written to."""
     return Path(tempfile.gettempdir()) / f"sglang-crashkit-{os.getuid()}"

@@ -62,7 +62,7 @@ class _Ascent:
         self._armed = {
             pid: armed
             for pid, start_ticks in processes.items()
-            if (armed := read_armed(folders[pid], pid, start_ticks)) is not None
+            if pid in folders and (armed := read_armed(folders[pid], pid, start_ticks)) is not None
         }
         self._results: dict[int, Sample] = {}
 

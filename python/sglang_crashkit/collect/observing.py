@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from sglang_crashkit.capture.ladder import capture_all
 from sglang_crashkit.capture.server_arguments import rendezvous_of, side_of
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.model.sample import Sample
-from sglang_crashkit.settings import runtime_folder
+from sglang_crashkit.settings import socket_of
 
 _TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
 
@@ -24,9 +23,9 @@ def observe(processes: Sequence[FoundProcess], host: str, stacks_secs: float) ->
     taken.
     """
     python = [one for one in processes if is_python(one)] if stacks_secs else []
-    taken = capture_all(
-        {one.pid: one.start_ticks for one in python}, {one.pid: _runtime_of(one) for one in python}, stacks_secs
-    )
+    sockets = {one.pid: socket_of(one.server if one.server is not None else one.pid) for one in python}
+    folders = {pid: path.parent for pid, path in sockets.items() if path is not None}
+    taken = capture_all({one.pid: one.start_ticks for one in python}, folders, stacks_secs)
     by_pid = {sample.pid: sample for sample in taken}
     return [_sample_of(one, host, by_pid.get(one.pid)) for one in processes]
 
@@ -60,10 +59,3 @@ def _sample_of(process: FoundProcess, host: str, taken: Sample | None) -> Sample
         threads=taken.threads if taken is not None else (),
         problem=problem,
     )
-
-
-def _runtime_of(process: FoundProcess) -> Path:
-    """Return the folder in which the process says what it armed, if it did."""
-    server = process.server if process.server is not None else process.pid
-    stat = procfs.read_stat(server)
-    return runtime_folder(server, stat.start_ticks if stat is not None else 0)

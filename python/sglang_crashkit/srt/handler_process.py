@@ -45,10 +45,8 @@ def start(crash_folder: str | None) -> None:
         crash_folder: what the server was given as ``--crash-dump-folder``; a private folder in the temporary one where
             it was given none or cannot be written to.
     """
-    pid = os.getpid()
-    stat = procfs.read_stat(pid)
-    assert stat is not None
-    socket_path = settings.socket_path(pid, stat.start_ticks)
+    socket_path = settings.socket_of(os.getpid())
+    assert socket_path is not None
     if os.environ.get(settings.SOCKET_VARIABLE) == str(socket_path) and protocol.is_reachable(str(socket_path)):
         return
     # Those that are set already are of the server which started this one.
@@ -83,8 +81,7 @@ def say_farewell() -> None:
     A container may end with this process, and the handler with it. Does nothing in a process that has no handler of its
     own, such as a worker.
     """
-    stat = procfs.read_stat(os.getpid())
-    path = settings.socket_path(stat.pid, stat.start_ticks) if stat is not None else None
+    path = settings.socket_of(os.getpid())
     if path is not None and os.environ.get(settings.SOCKET_VARIABLE) == str(path) and path.exists():
         request("farewell", _FAREWELL_SECS)
 

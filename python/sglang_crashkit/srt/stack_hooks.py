@@ -44,7 +44,7 @@ from sglang_crashkit.kernel.stack_hooks import (
     read_handler_pid,
 )
 from sglang_crashkit.protocol import Mailbox
-from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, read_number, runtime_folder
+from sglang_crashkit.settings import SOCKET_VARIABLE, Settings, read_number, socket_of
 from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.flight_recorder import describe_collectives, prepare_flight_recorder
 from sglang_crashkit.srt.hooks import Function, after_construction, never_raises, notify, say, say_line, shorten
@@ -135,10 +135,10 @@ def tell_of_faults() -> None:
     To be called in the server's main process, when the crash handler says that there is something, and before it ends
     the server; nothing happens in another.
     """
-    stat = procfs.read_stat(os.getpid())
-    if stat is None or not os.environ.get(SOCKET_VARIABLE):
+    own = socket_of(os.getpid())
+    if own is None or not os.environ.get(SOCKET_VARIABLE):
         return
-    for path in sorted(runtime_folder(os.getpid(), stat.start_ticks).glob("*.fault")):
+    for path in sorted(own.parent.glob("*.fault")):
         if path in _told or not path.stat().st_size:
             continue
         _told.add(path)

@@ -102,12 +102,10 @@ class _Folder:
 
 
 def _announce_teardown(pid: int) -> None:
-    stat = procfs.read_stat(pid)
-    if stat is not None:
-        path = settings.socket_path(pid, stat.start_ticks)
-        if path.exists():
-            with contextlib.suppress(protocol.HandlerUnreachableError):
-                protocol.notify(str(path), "teardown", pid=pid)
+    path = settings.socket_of(pid)
+    if path is not None and path.exists():
+        with contextlib.suppress(protocol.HandlerUnreachableError):
+            protocol.notify(str(path), "teardown", pid=pid)
 
 
 def _wait(handle: ProcessHandle, deadline: float) -> bool:

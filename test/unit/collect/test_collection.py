@@ -93,7 +93,7 @@ def test_without_permission_the_next_step_is_named(tmp_path: Path, monkeypatch: 
 def test_a_process_of_a_patched_server_tells_its_own_stacks_where_py_spy_cannot(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_crashkit.collect.observing.runtime_folder", lambda _pid, _ticks: runtime)
+    monkeypatch.setattr("sglang_crashkit.collect.observing.socket_of", lambda _pid: runtime / "handler.sock")
     monkeypatch.setenv(EXECUTABLE_VARIABLE, make_tool(tmp_path, "exit 1"))
     with armed(runtime, SLEEPER) as target:
         _collection, (seen,) = collect(tmp_path / "out", found(target.pid))
@@ -159,7 +159,7 @@ def test_a_server_that_does_not_hang_is_spared_beside_one_that_may(tmp_path: Pat
 
 def test_no_process_is_signalled_for_its_stacks(tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # GIVEN a process that would answer nothing but the signal on which faulthandler writes
-    monkeypatch.setattr("sglang_crashkit.collect.observing.runtime_folder", lambda _pid, _ticks: runtime)
+    monkeypatch.setattr("sglang_crashkit.collect.observing.socket_of", lambda _pid: runtime / "handler.sock")
     monkeypatch.setattr("sglang_crashkit.capture.ladder.ask_responders", lambda *_args: [])
     asked: list[int] = []
     monkeypatch.setattr(

@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 import psutil
 
 from sglang_crashkit import protocol, settings
-from sglang_crashkit.kernel import procfs
 from sglang_crashkit.srt import crash_exit, handler_process, supervisor
 from sglang_crashkit.srt.hooks import Function, never_raises, notify
 from sglang_crashkit.srt.stack_hooks import tell_of_faults
@@ -242,11 +241,9 @@ def _announce_teardown(parent_pid: int | None, *, whole: bool) -> None:
     supervisor.excuse(pid)
     if pid != os.getpid():
         # The tree may be another server, which has a handler of its own.
-        stat = procfs.read_stat(pid)
-        if stat is not None:
-            path = str(settings.socket_path(pid, stat.start_ticks))
-            if path != os.environ.get(settings.SOCKET_VARIABLE) and os.path.exists(path):  # noqa: PTH110
-                protocol.notify(path, "teardown", pid=pid, whole=whole)
+        path = settings.socket_of(pid)
+        if path is not None and str(path) != os.environ.get(settings.SOCKET_VARIABLE) and path.exists():
+            protocol.notify(str(path), "teardown", pid=pid, whole=whole)
 
 
 class DeathAlarm:
