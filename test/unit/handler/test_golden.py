@@ -1,0 +1,188 @@
+"""The whole incident.json of scripted crashes and hangs, every field, against what is on file.
+
+What differs from run to run, or between machines, has a name in its place, such as ``<time>``.
+``SGLANG_CRASHKIT_TEST_GOLDEN=write`` puts on file what the handler writes now.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.kernel import procfs
+from unit.handler.driver import Server
+from unit.waiting import wait_until
+
+Start = Callable[..., Server]
+Document = dict[str, Any]
+GOLDEN = Path(__file__).parent / "golden"
+IS_WRITTEN = os.environ.get("SGLANG_CRASHKIT_TEST_GOLDEN") == "write"
+RANKS = ("scheduler_TP0", "scheduler_TP1")
+#: Time for stacks on a loaded machine; and what no machine has.
+ENVIRON = {
+    "SGLANG_CRASHKIT_CAPTURE_SECS": "10",
+    "SGLANG_CRASHKIT_BUDGET_SECS": "60",
+    "SGLANG_CRASHKIT_GPU_FACTS": "0",
+}
+#: Fields that the machine decides: its kernel, its C library, its memory.
+OF_MACHINE = {"SigCgt", "Threads", "VmHWM", "VmRSS", "key", "memory", "shared_memory", "voluntary_ctxt_switches"}
+OF_MACHINE |= {
+    "hostname",
+    "kernel",
+    "kit_version",
+    "pid_namespace",
+    "python",
+    "sglang-crashkit",
+    "start_ticks",
+    "wchan",
+}
+IN_TEXTS = {
+    r"\d{4}-\d\d-\d\dT[\d:.]+Z": "<time>",
+    r"/\S*/(?=crash/test-host|sglang-crashkit-\d)": "<folder>/",
+    r"sglang-crashkit-\d+/run/\S+?/": "<runtime>/",
+    r"(?<=<runtime>/)[^.]+": "<process>",
+    r"(?<=/corepipe\.cuda\.)[^:]+": "<process>",
+    r"(?<=\.py):\d+": ":<line>",
+    r"\b\d+(\.\d+)? (?=s\b|seconds\b)": "<seconds> ",
+    r"its memory cgroup counts no OOM kill|no OOM counter could be read": "<OOM counter>",
+    r"^[RSD] \(.*\)$": "<alive>",
+}
+
+
+def start(start_server: Start, **environ: str) -> Server:
+    """Start a server whose ranks took a step with two requests, and are in the next one."""
+    server = start_server(environ=ENVIRON | environ)
+    for name in RANKS:
+        assert server.ask(f"tell {name} step 1 a b") == "in a step"
+    wait_for_more(server)
+    return server
+
+
+def wait_for_more(server: Server) -> None:
+    """Wait until all ranks wait for their next commands."""
+
+    def states() -> set[str]:
+        return {stat.state for pid in server.ranks.values() if (stat := procfs.read_stat(pid)) is not None}
+
+    wait_until(lambda: states() == {"S"}, "the ranks wait")
+
+
+def last_of(server: Server) -> Document:
+    stored = server.wait_for_the_end()
+    assert stored is not None
+    assert stored.document is not None
+    return stored.document
+
+
+def finished_of(server: Server) -> Document:
+    document = server.incident().document
+    assert document is not None
+    return document
+
+
+def kill_a_rank(start_server: Start) -> tuple[Server, Document]:
+    server = start(start_server)
+    server.kill("scheduler_TP1")
+    return server, last_of(server)
+
+
+def raise_an_exception(start_server: Start) -> tuple[Server, Document]:
+    server = start(start_server)
+    server.say("tell scheduler_TP1 raise CUDA out of memory")
+    return server, last_of(server)
+
+
+def stop_a_rank(start_server: Start) -> tuple[Server, Document]:
+    server = start(start_server, SGLANG_CRASHKIT_HANG_SECS="2")
+    for name in RANKS:
+        assert server.ask(f"tell {name} beat") == "beating"
+    # Only one: who of several is silent first is chance.
+    server.kill("scheduler_TP1", signal.SIGSTOP)
+    return server, finished_of(server)
+
+
+def fail_to_start(start_server: Start) -> tuple[Server, Document]:
+    server = start_server(environ=ENVIRON, launching=True)
+    server.say("tell scheduler_TP0 raise no such model")
+    return server, last_of(server)
+
+
+def ask_to_end_while_a_rank_hangs(start_server: Start) -> tuple[Server, Document]:
+    server = start(start_server)
+    server.kill("scheduler_TP1", signal.SIGSTOP)
+    for command in ("draining unhealthy", "dump_begun", "dump_ended"):
+        server.ask(command)
+    return server, finished_of(server)
+
+
+STORIES = {
+    "killed": kill_a_rank,
+    "exception": raise_an_exception,
+    "hang": stop_a_rank,
+    "failed_start": fail_to_start,
+    "asked_to_end": ask_to_end_while_a_rank_hangs,
+}
+
+
+def normalised(document: Document, names: dict[int, str]) -> Document:
+    """Return an incident with a name in the place of what is another in each run."""
+    names = names | {document["handler"]["pid"]: "<handler>"}
+    patterns = {rf"(?<![\d.]){pid}(?!\d)": name for pid, name in names.items()} | IN_TEXTS
+    patterns |= {document["id"]: "<id>"}
+
+    def text_of(text: str) -> str:
+        for pattern, name in patterns.items():
+            text = re.sub(pattern, name, text)
+        return text
+
+    def value_of(value: Any, field: str) -> Any:
+        if field in OF_MACHINE and value is not None:
+            return f"<{field}>"
+        if isinstance(value, dict):
+            return {name: value_of(each, name) for name, each in value.items()}
+        if isinstance(value, list):
+            return [value_of(each, "") for each in value]
+        if isinstance(value, str):
+            return text_of(value)
+        if isinstance(value, float):
+            return "<seconds>"
+        return names.get(value, value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    made: Document = value_of(document, "")
+    # Who of those that are killed together is seen to end first is chance.
+    made["timeline"] = [
+        entry
+        for event, entries in groupby(made["timeline"], key=lambda entry: entry["event"])
+        for entry in (sorted(entries, key=str) if event == "process_exited" else entries)
+    ]
+    return made
+
+
+def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value in a document with the way to it, so that a test names what differs."""
+    if isinstance(value, dict | list):
+        yield path, type(value).__name__
+        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves_of(each, f"{path}/{name}")
+    else:
+        yield path, value
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_every_field_is_as_on_file(start_server: Start, name: str) -> None:
+    server, document = STORIES[name](start_server)
+    names = {pid: f"<{rank}>" for rank, pid in server.ranks.items()} | {server.pid: "<server>"}
+    made, file = normalised(document, names), GOLDEN / f"{name}.json"
+    if IS_WRITTEN:
+        file.write_text(json.dumps(made, indent=1) + "\n")
+    on_file, now = (dict(leaves_of(each)) for each in (json.loads(file.read_text()), made))
+    differing = [path for path in on_file | now if on_file.get(path, "nothing") != now.get(path, "nothing")]
+    assert {path: now.get(path) for path in differing} == {path: on_file.get(path) for path in differing}
