@@ -242,7 +242,7 @@ def _read_native(environ: Mapping[str, str]) -> bool | None:
 
 
 def runtime_folder(server_pid: int, start_ticks: int) -> Path:
-    """Return where the crash handler of a server keeps its socket, and the server's processes what they armed.
+    """Return where the crash handler of a server keeps its socket, and the server's processes their hooks.
 
     It follows from what the kernel says of the server, so that a program outside it, in another PID namespace too,
     finds the handler of the server that it is about to end. It lies in the temporary folder because a socket's path may

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.stack_hooks import Armed, read_armed
+from sglang_crashkit.kernel.stack_hooks import StackHooks, read_stack_hooks
 from unit.waiting import child, wait_until
 
 TITLE = "sglang::scheduler_TP0"
 #: The runtime folder is the first argument.
 ARM = """
 os.environ["SGLANG_CRASHKIT_SOCKET"] = sys.argv[1] + "/handler.sock"
-from sglang_crashkit.srt.stack_hooks import arm_worker
-arm_worker()
+from sglang_crashkit.srt.stack_hooks import install_in_worker
+install_in_worker()
 """
 SLEEPER = """
 def outer_function(): inner_function()
@@ -94,16 +94,16 @@ def settle_in_sleep(pid: int) -> None:
 
 
 @contextlib.contextmanager
-def armed(folder: Path, code: str, *, before: str = "", arguments: tuple[str, ...] = ()) -> Iterator[Armed]:
+def armed(folder: Path, code: str, *, before: str = "", arguments: tuple[str, ...] = ()) -> Iterator[StackHooks]:
     """Run `code` in a worker that is armed in the runtime folder `folder`; see `waiting.child`."""
     with child(before + ARM + code, str(folder), *arguments, title=TITLE) as process:
-        found = read_armed(folder, process.pid, start_ticks(process.pid))
-        assert found is not None, "it is not armed"
+        found = read_stack_hooks(folder, process.pid, start_ticks(process.pid))
+        assert found is not None, "it has no hooks"
         yield found
 
 
 @contextlib.contextmanager
-def asleep(folder: Path) -> Iterator[Armed]:
+def asleep(folder: Path) -> Iterator[StackHooks]:
     """An armed worker whose main thread is in uninterruptible sleep (state D) until the end of the block."""
     fifo = folder / "fifo"
     os.mkfifo(fifo)

@@ -19,7 +19,7 @@ from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.capture.responder import ask_responders
 from sglang_crashkit.capture.stack_signal import ask_faulthandler
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.stack_hooks import Armed, ArmedFiles, read_armed
+from sglang_crashkit.kernel.stack_hooks import HookFiles, StackHooks, read_stack_hooks
 from sglang_crashkit.model.sample import Sample
 
 #: What py-spy gets of the time where there is another way, and what the threads get.
@@ -40,7 +40,7 @@ def capture_all(
 
     Args:
         processes: start time of each process by its pid; see `procfs.ProcStat`.
-        folder: the runtime folder, where processes say what they armed; by pid where they are of several servers.
+        folder: the runtime folder, where processes say which hooks they have; by pid where they are of several servers.
         deadline_secs: the longest that it may take, in seconds; a third more on a machine that stood still meanwhile.
         may_signal: the third way is open: the processes are about to be ended.
     """
@@ -59,15 +59,15 @@ class _Ascent:
         self._may_signal = may_signal
         self._started = time.monotonic()
         self._pids = list(processes)
-        self._armed = {
-            pid: armed
+        self._hooks = {
+            pid: hooks
             for pid, start_ticks in processes.items()
-            if pid in folders and (armed := read_armed(folders[pid], pid, start_ticks)) is not None
+            if pid in folders and (hooks := read_stack_hooks(folders[pid], pid, start_ticks)) is not None
         }
         self._results: dict[int, Sample] = {}
 
     def climb(self) -> list[Sample]:
-        share = _PYSPY_SHARE if self._armed else 1.0
+        share = _PYSPY_SHARE if self._hooks else 1.0
         self._take_in(sample_all(self._pids, share * self._deadline_secs), 0.0)
         self._ask_responders()
         if self._may_signal:
@@ -78,7 +78,7 @@ class _Ascent:
         # Waiting for one that is stopped costs the others their time.
         if asked := self._without(but="ZXTt"):
             since = time.monotonic() - self._started
-            files = {a.pid: ArmedFiles.of(self._folders[a.pid], a.pid, a.start_ticks).socket for a in asked}
+            files = {a.pid: HookFiles.of(self._folders[a.pid], a.pid, a.start_ticks).socket for a in asked}
             secs = min(self._remaining(), _RESPONDER_SHARE * self._deadline_secs)
             self._take_in(ask_responders(files, secs), since)
 
@@ -87,10 +87,10 @@ class _Ascent:
             since = time.monotonic() - self._started
             self._take_in(ask_faulthandler(asked, self._folders, self._remaining()), since)
 
-    def _without(self, but: str) -> list[Armed]:
+    def _without(self, but: str) -> list[StackHooks]:
         """Return those without a result, `but` not those in one of these states."""
-        armed = [self._armed[pid] for pid in self._pids if pid in self._armed and not self._results[pid].threads]
-        return [one for one in armed if _state_of(one) not in but]
+        hooks = [self._hooks[pid] for pid in self._pids if pid in self._hooks and not self._results[pid].threads]
+        return [one for one in hooks if _state_of(one) not in but]
 
     def _remaining(self) -> float:
         least = _LEAST_SHARE * self._deadline_secs
@@ -107,6 +107,6 @@ class _Ascent:
             self._results[new.pid] = replace(new, problem="; ".join(problems), seconds=seconds, gil=gil)
 
 
-def _state_of(armed: Armed) -> str:
-    stat = procfs.read_stat(armed.pid, armed.start_ticks)
+def _state_of(hooks: StackHooks) -> str:
+    stat = procfs.read_stat(hooks.pid, hooks.start_ticks)
     return stat.state if stat is not None else "X"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sglang_crashkit.capture.faulthandler_output import FaulthandlerOutput, parse_faulthandler
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.stack_hooks import Armed, ArmedFiles
+from sglang_crashkit.kernel.stack_hooks import HookFiles, StackHooks
 from sglang_crashkit.model.sample import Sample
 
 _POLL_SECS = 0.005
@@ -30,22 +30,24 @@ _MAX_BYTES = 4 << 20
 
 @dataclass
 class _Question:
-    armed: Armed
+    hooks: StackHooks
     file: Path
     size: int = 0
     grown_at: float = 0.0
 
 
-def ask_faulthandler(processes: Sequence[Armed], folders: Mapping[int, Path], deadline_secs: float) -> list[Sample]:
+def ask_faulthandler(
+    processes: Sequence[StackHooks], folders: Mapping[int, Path], deadline_secs: float
+) -> list[Sample]:
     """Ask all processes side by side, each with its runtime folder; return a result for each, in the order given."""
     started = time.monotonic()
     results: dict[int, Sample] = {}
     waiting: list[_Question] = []
-    for armed in processes:
-        question = _Question(armed, ArmedFiles.of(folders[armed.pid], armed.pid, armed.start_ticks).stack)
+    for hooks in processes:
+        question = _Question(hooks, HookFiles.of(folders[hooks.pid], hooks.pid, hooks.start_ticks).stack)
         refusal = _ask(question)
         if refusal:
-            results[armed.pid] = Sample(pid=armed.pid, problem=refusal, source="faulthandler")
+            results[hooks.pid] = Sample(pid=hooks.pid, problem=refusal, source="faulthandler")
         else:
             waiting.append(question)
     while waiting:
@@ -54,36 +56,36 @@ def ask_faulthandler(processes: Sequence[Armed], folders: Mapping[int, Path], de
             output = _read(question, is_last=is_last)
             if output is not None:
                 waiting.remove(question)
-                results[question.armed.pid] = _result(question, output, started)
+                results[question.hooks.pid] = _result(question, output, started)
         if waiting:
             time.sleep(_POLL_SECS)
-    return [results[armed.pid] for armed in processes]
+    return [results[hooks.pid] for hooks in processes]
 
 
 def _ask(question: _Question) -> str:
     """Send the signal; return why it was not sent, empty when it was."""
-    armed = question.armed
-    if armed.signal == 0:
-        return "faulthandler is not armed"
+    hooks = question.hooks
+    if hooks.signal == 0:
+        return "faulthandler has no signal there"
     try:
-        pidfd = os.pidfd_open(armed.pid)
+        pidfd = os.pidfd_open(hooks.pid)
     except OSError as error:
         return error.strerror or str(error)
     try:
-        stat = procfs.read_stat(armed.pid, armed.start_ticks)
+        stat = procfs.read_stat(hooks.pid, hooks.start_ticks)
         if stat is None or stat.state in "ZX":
             return "it has ended"
         if stat.state in "Tt":
             return "it is stopped, and would take the signal when it goes on"
-        if tracer := procfs.read_tracer(armed.pid):
+        if tracer := procfs.read_tracer(hooks.pid):
             return f"process {tracer} traces it, and would take the signal"
-        if not procfs.catches_signal(armed.pid, armed.signal):
-            return f"it does not catch signal {armed.signal} any more"
-        thread = _thread_to_ask(armed)
+        if not procfs.catches_signal(hooks.pid, hooks.signal):
+            return f"it does not catch signal {hooks.signal} any more"
+        thread = _thread_to_ask(hooks)
         if thread is None:
             return "no thread of it can take a signal now: all are in uninterruptible sleep or block it"
         os.truncate(question.file, 0)
-        _send(pidfd, armed, thread)
+        _send(pidfd, hooks, thread)
     except OSError as error:
         return error.strerror or str(error)
     finally:
@@ -91,23 +93,23 @@ def _ask(question: _Question) -> str:
     return ""
 
 
-def _thread_to_ask(armed: Armed) -> int | None:
+def _thread_to_ask(hooks: StackHooks) -> int | None:
     """Return a thread that takes the signal at once: the main thread where it does, as the kernel prefers it too."""
-    states = procfs.thread_states(armed.pid)
-    for thread in sorted(states, key=lambda thread: (thread != armed.pid, thread)):
+    states = procfs.thread_states(hooks.pid)
+    for thread in sorted(states, key=lambda thread: (thread != hooks.pid, thread)):
         if states[thread] in "RSI":
-            blocked = procfs.read_status(armed.pid, thread).get("SigBlk")
-            if not procfs.in_mask(blocked, armed.signal):
+            blocked = procfs.read_status(hooks.pid, thread).get("SigBlk")
+            if not procfs.in_mask(blocked, hooks.signal):
                 return thread
     return None
 
 
-def _send(pidfd: int, armed: Armed, thread: int) -> None:
+def _send(pidfd: int, hooks: StackHooks, thread: int) -> None:
     # Before glibc 2.30 there is no function for it.
     tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)
-    if thread == armed.pid or tgkill is None:
-        signal.pidfd_send_signal(pidfd, armed.signal)
-    elif tgkill(armed.pid, thread, armed.signal):
+    if thread == hooks.pid or tgkill is None:
+        signal.pidfd_send_signal(pidfd, hooks.signal)
+    elif tgkill(hooks.pid, thread, hooks.signal):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
@@ -123,8 +125,8 @@ def _read(question: _Question, *, is_last: bool) -> FaulthandlerOutput | None:
     text = ""
     with contextlib.suppress(OSError), question.file.open("rb") as file:
         text = file.read(_MAX_BYTES).decode(errors="replace")
-    armed = question.armed
-    output = parse_faulthandler(text, armed.pid, armed.main_thread, armed.roots)
+    hooks = question.hooks
+    output = parse_faulthandler(text, hooks.pid, hooks.main_thread, hooks.roots)
     stands_still = question.size > 0 and now - question.grown_at >= _STILL_SECS
     return output if output.is_whole or stands_still or is_last else None
 
@@ -135,4 +137,4 @@ def _result(question: _Question, output: FaulthandlerOutput, started: float) -> 
         threads, problem = output.threads, "" if output.is_whole else "what it wrote is not whole"
     else:
         threads, problem = (), f"it wrote nothing within {seconds:g} s"
-    return Sample(pid=question.armed.pid, threads=threads, problem=problem, source="faulthandler", seconds=seconds)
+    return Sample(pid=question.hooks.pid, threads=threads, problem=problem, source="faulthandler", seconds=seconds)

@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> ExitCode:
                 return _collect_job(args, wait_secs, output.absolute())
             return _collect_here(args, wait_secs, output)
     except Terminated:
-        _say("asked to end before anything was collected")
+        _say("stopped by a signal before anything was collected")
         return ExitCode.TERMINATED
     except BrokenPipeError:
         # That is the standard output's, and no failure.

@@ -13,7 +13,7 @@ from typing import Any
 from sglang_crashkit import protocol
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel import procfs, titles
-from sglang_crashkit.kernel.stack_hooks import ArmedFiles, read_handler_pid
+from sglang_crashkit.kernel.stack_hooks import HookFiles, read_handler_pid
 from sglang_crashkit.settings import SOCKET
 
 _PROC = Path("/proc")
@@ -115,12 +115,12 @@ def _look(pid: int, title: str, folder_path: str) -> RunningServer:
 
 
 def _runtime_of(pid: int) -> str:
-    """Return the runtime folder that a worker armed itself in; empty where it did not, or may not be looked at."""
+    """Return the runtime folder in which a worker has its hooks; empty where it has none, or may not be read."""
     stat = procfs.read_stat(pid)
     if stat is None:
         return ""
     # The pid in its name is another one outside a container.
-    ending = ArmedFiles.of(Path(), pid, stat.start_ticks).fault.name.removeprefix(str(pid))
+    ending = HookFiles.of(Path(), pid, stat.start_ticks).fault.name.removeprefix(str(pid))
     with contextlib.suppress(OSError):
         for entry in (_PROC / str(pid) / "fd").iterdir():
             with contextlib.suppress(OSError):

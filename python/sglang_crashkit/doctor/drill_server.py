@@ -14,7 +14,7 @@ import setproctitle
 from sglang_crashkit.policy import Mode
 from sglang_crashkit.srt import handler_process
 from sglang_crashkit.srt.hooks import handler_pid, notify, request
-from sglang_crashkit.srt.stack_hooks import arm_server, arm_worker
+from sglang_crashkit.srt.stack_hooks import install_in_server, install_in_worker
 
 _ANSWER_SECS = 2.0
 RANKS = ("sglang::scheduler_TP0", "sglang::scheduler_TP1")
@@ -27,7 +27,7 @@ def main(crash_folder: str) -> int:
         return 1
     # A server program without a handler for SIGQUIT is not told, so the incident is whole at once.
     notify("launch", mode=Mode.SERVER.value)
-    arm_server()
+    install_in_server()
     # The ranks end with this process, whatever ends it: nobody else holds the other end.
     theirs, ours = os.pipe()
     pids = [_start_rank(title, theirs, ours) for title in RANKS]
@@ -47,7 +47,7 @@ def _start_rank(title: str, theirs: int, ours: int) -> int:
     if pid == 0:
         os.close(ours)
         setproctitle.setproctitle(title)
-        arm_worker()
+        install_in_worker()
         os.write(done, b".")
         wait_for_the_others(theirs)
         os._exit(0)

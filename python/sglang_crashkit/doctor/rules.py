@@ -281,7 +281,7 @@ def _end(facts: Facts) -> Iterator[Finding]:
         "systemd": f"systemctl edit {shlex.quote(end.unit)}: [Service] TimeoutStopSec={needed:g}",
     }.get(end.who, f"docker stop -t {needed:g}; terminationGracePeriodSeconds: {needed:g}")
     lower = f"SGLANG_CRASHKIT_EXIT_SECS={max(1, (grace or _KUBERNETES_GRACE) - _MARGIN_SECS):g}"
-    why = "a server that hangs when it is asked to end is killed before its incident is whole"
+    why = "a server that hangs at SIGTERM is killed before its incident is whole"
     if grace is None:
         what = f"not known; SGLANG_CRASHKIT_EXIT_SECS is {exit_secs:g} s"
         if end.who == "Kubernetes":

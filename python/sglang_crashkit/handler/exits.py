@@ -9,7 +9,7 @@ from pathlib import Path
 from sglang_crashkit.capture.responder import ask_exit
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.stack_hooks import ArmedFiles
+from sglang_crashkit.kernel.stack_hooks import HookFiles
 
 #: Once its main thread is gone, the rest of a process follows within this time, in seconds.
 _LAST_THREAD_SECS = 0.2
@@ -43,7 +43,7 @@ class Exits:
             return
         if process.exit_status().known:
             return
-        socket = ArmedFiles.of(self._runtime, parent.pid, parent.handle.start_ticks).socket
+        socket = HookFiles.of(self._runtime, parent.pid, parent.handle.start_ticks).socket
         began = time.monotonic()
         status = ask_exit(socket, parent.pid, process.pid, _ASK_SECS)
         if status is not None:

@@ -88,7 +88,7 @@ class CrashHandler:
             while not self._done():
                 if time.monotonic() >= next_scan:
                     self._foreign.clear()
-                    self._guard("a look at the processes", self.look)
+                    self._guard("the scan of the processes", self.look)
                     folders.reap()
                     next_scan = time.monotonic() + (_SCAN_SETTLED_SECS if self.tree.settled else _SCAN_STARTING_SECS)
                 due = max(min(next_scan, self._next_due()), self._retry_at)

@@ -247,7 +247,7 @@ class Session:
             case Do.ANSWER_SAVED:
                 answer(ack="saved")
             case Do.ANSWER_ORDERLY:
-                logger.info("process %d saved its requests because others were asked to end, too", message.pid)
+                logger.info("process %d saved its requests because other processes got SIGTERM, too", message.pid)
                 answer(ack="finished", path=None, orderly=True)
 
     # -- the incident

@@ -177,7 +177,7 @@ class Tree:
                 pristine = read_or_none(self.environment.dist_info / COPIES_FOLDER / path)
         if hash_or_none(pristine) not in expected:
             raise RefusedError(
-                f"upstream's {path} is nowhere in {self.environment.site}: what the kit kept is gone or was changed",
+                f"upstream's {path} is not in {self.environment.site}: what the kit kept is gone or was changed",
                 next_step=self.environment.reinstall,
             )
         return pristine

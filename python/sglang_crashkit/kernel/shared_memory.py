@@ -164,7 +164,7 @@ def _why_unseen() -> str:
         is_alone = os.stat("/proc/self/ns/pid").st_ino != _FIRST_PID  # noqa: PTH116
         mounts = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
     except OSError as error:
-        return f"what processes there are cannot be told: {error.strerror}"
+        return f"the processes cannot be listed: {error.strerror}"
     if is_shared and is_alone:
         return "the container shares the machine's shared memory, and does not see its processes"
     fields = [line.split(" ") for line in mounts]

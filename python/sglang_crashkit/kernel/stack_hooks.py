@@ -2,7 +2,7 @@
 
 Its files in the crash handler's runtime folder, which has mode 0700, named after the process's pid and start time:
 
-- ``.json`` says what is armed, and is there for as long as that may be used;
+- ``.json`` says which hooks are installed, and is there for as long as they may be used;
 - ``.sock`` is where a thread of the process answers with the stacks of all its threads (see `responder`);
 - ``.stack`` takes what faulthandler writes when the process gets the signal (see `stack_signal`);
 - ``.fault`` takes what faulthandler writes when a fatal signal ends the process;
@@ -29,14 +29,14 @@ MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Armed:
-    """What one process armed.
+class StackHooks:
+    """What one process installed.
 
     Attributes:
         pid: the process.
         start_ticks: its start time; see `procfs.ProcStat`.
         main_thread: Python's identifier of its main thread, by which faulthandler names threads.
-        signal: on which faulthandler writes the stacks; 0 where that is not armed.
+        signal: on which faulthandler writes the stacks; 0 for none.
         roots: its folders of modules, which stacks are shortened by.
     """
 
@@ -48,7 +48,7 @@ class Armed:
 
 
 @dataclass(frozen=True)
-class ArmedFiles:
+class HookFiles:
     """The files of one process in the runtime folder."""
 
     description: Path
@@ -58,37 +58,37 @@ class ArmedFiles:
     say: Path
 
     @classmethod
-    def of(cls, folder: Path, pid: int, start_ticks: int) -> ArmedFiles:
+    def of(cls, folder: Path, pid: int, start_ticks: int) -> HookFiles:
         """Return the files of the process `pid` that started at `start_ticks`."""
         name = f"{pid}-{start_ticks}"
         suffixes = (".json", ".sock", ".stack", ".fault", ".say")
         return cls(*(folder / f"{name}{suffix}" for suffix in suffixes))
 
 
-def describe(folder: Path, armed: Armed) -> None:
-    """Write down what is armed, which is the last step of arming.
+def describe(folder: Path, hooks: StackHooks) -> None:
+    """Write down which hooks are installed, the last step of the installation.
 
     Raises:
         OSError: the folder is gone or full.
     """
-    files = ArmedFiles.of(folder, armed.pid, armed.start_ticks)
-    write_private(files.description, json.dumps(asdict(armed)).encode(errors="backslashreplace"))
+    files = HookFiles.of(folder, hooks.pid, hooks.start_ticks)
+    write_private(files.description, json.dumps(asdict(hooks)).encode(errors="backslashreplace"))
 
 
-def read_armed(folder: Path, pid: int, start_ticks: int) -> Armed | None:
-    """Return what the process `pid` that started at `start_ticks` armed, None where that is nothing."""
+def read_stack_hooks(folder: Path, pid: int, start_ticks: int) -> StackHooks | None:
+    """Return what the process `pid` that started at `start_ticks` installed, None where that is nothing."""
     try:
-        with ArmedFiles.of(folder, pid, start_ticks).description.open("rb") as file:
+        with HookFiles.of(folder, pid, start_ticks).description.open("rb") as file:
             document = json.loads(file.read(MAX_BYTES))
         roots = tuple(map(str, document["roots"]))
-        armed = Armed(pid, start_ticks, int(document["main_thread"]), int(document["signal"]), roots)
+        hooks = StackHooks(pid, start_ticks, int(document["main_thread"]), int(document["signal"]), roots)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return armed if is_usable(armed.signal) else None
+    return hooks if is_usable(hooks.signal) else None
 
 
 def is_usable(signum: int) -> bool:
-    """Say whether a signal may be armed: a real-time one, or 0 for none."""
+    """Say whether a signal may be used: a real-time one, or 0 for none."""
     return signum == 0 or signal.SIGRTMIN <= signum <= signal.SIGRTMAX
 
 

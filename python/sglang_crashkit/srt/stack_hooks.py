@@ -37,8 +37,8 @@ from sglang_crashkit.kernel.pidfd import wait_status_of
 from sglang_crashkit.kernel.stack_hooks import (
     DEFAULT_SIGNAL,
     FAULT,
-    Armed,
-    ArmedFiles,
+    HookFiles,
+    StackHooks,
     describe,
     is_usable,
     read_handler_pid,
@@ -65,9 +65,9 @@ _THREAD = "crashkit-stacks"
 
 @dataclass
 class _State:
-    """What this process armed, and what to give back in a child that it forks."""
+    """What this process installed, and what to give back in a child that it forks."""
 
-    files: ArmedFiles
+    files: HookFiles
     signal: int
     descriptors: list[int]
     listener: socket.socket | None
@@ -81,34 +81,34 @@ _told: set[Path] = set()
 
 
 def on_configure_logger(configure: Function) -> Function:
-    """Wrap ``configure_logger``, which every worker calls once it has its title, and arm the worker then."""
+    """Wrap ``configure_logger``, which every worker calls once it has its title, and install its hooks then."""
 
     @functools.wraps(configure)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = configure(*args, **kwargs)
-        arm_worker(args[0] if args else kwargs.get("server_args"))
+        install_in_worker(args[0] if args else kwargs.get("server_args"))
         return result
 
     return wrapper
 
 
 def on_tokenizer_worker(worker: type) -> type:
-    """Arm a tokenizer worker once it is constructed: extend ``TokenizerWorker``, in place.
+    """Install the hooks of a tokenizer worker once it is constructed: extend ``TokenizerWorker``, in place.
 
     It is started when the ranks are ready, so that no crash is a failed start of its own.
     """
 
-    def arm(constructed: Any) -> None:
+    def install(constructed: Any) -> None:
         crash_exit.note_started()
-        arm_worker(getattr(constructed, "server_args", None))
+        install_in_worker(getattr(constructed, "server_args", None))
 
-    after_construction(worker, arm)
+    after_construction(worker, install)
     return worker
 
 
 @never_raises
-def arm_worker(server_args: Any = None) -> None:
-    """Arm this process where it is one of SGLang's own workers, by its title, and has a crash handler.
+def install_in_worker(server_args: Any = None) -> None:
+    """Install the hooks where this process is one of SGLang's own workers, by its title, and has a crash handler.
 
     Args:
         server_args: SGLang's ``ServerArgs``, where they are known.
@@ -119,17 +119,17 @@ def arm_worker(server_args: Any = None) -> None:
         keep_log_records(server_args, of_all=True)
         supervisor.join()
         prepare_flight_recorder()
-        _arm(takes_over=True)
+        _install(takes_over=True)
 
 
 @never_raises
-def arm_server() -> None:
-    """Arm the server's main process, which may be a user's own program: what it did with faulthandler stays."""
-    _arm(takes_over=False)
+def install_in_server() -> None:
+    """Install the hooks of the server's main process, maybe a user's program: its use of faulthandler stays."""
+    _install(takes_over=False)
 
 
 @never_raises
-def tell_of_faults() -> None:
+def report_faults() -> None:
     """Copy to standard error what faulthandler wrote of workers that a fatal signal ended, each once.
 
     To be called in the server's main process, when the crash handler says that there is something, and before it ends
@@ -148,7 +148,7 @@ def tell_of_faults() -> None:
         say(heading.encode() + text)
 
 
-def _arm(*, takes_over: bool) -> None:
+def _install(*, takes_over: bool) -> None:
     global _state
     settings, socket_path = Settings.from_environ(), os.environ.get(SOCKET_VARIABLE)
     if not (settings.enabled and settings.stacks and socket_path):
@@ -156,7 +156,7 @@ def _arm(*, takes_over: bool) -> None:
     folder, stat = Path(socket_path).parent, procfs.read_stat(os.getpid())
     if stat is None or not folder.is_dir():
         return
-    files = ArmedFiles.of(folder, stat.pid, stat.start_ticks)
+    files = HookFiles.of(folder, stat.pid, stat.start_ticks)
     if _state is not None and files.description.exists():
         return
     if takes_over:
@@ -165,7 +165,7 @@ def _arm(*, takes_over: bool) -> None:
     if _state is not None and _state.listener is not None:
         stop_answering(_state.listener)
         _state.listener = None
-    _disarm()
+    _remove()
     state = _state = _State(files, 0, [], None, None, faulthandler.is_enabled(), enabled_faulthandler=False)
     if takes_over or not state.had_faulthandler:
         faulthandler.enable(file=_open(state, files.fault))
@@ -175,8 +175,8 @@ def _arm(*, takes_over: bool) -> None:
     if state.signal:
         faulthandler.register(state.signal, file=_open(state, files.stack), all_threads=True, chain=False)
     main_thread = threading.main_thread().ident or 0
-    armed = Armed(stat.pid, stat.start_ticks, main_thread, state.signal, tuple(sys.path))
-    describe(folder, armed)
+    hooks = StackHooks(stat.pid, stat.start_ticks, main_thread, state.signal, tuple(sys.path))
+    describe(folder, hooks)
 
 
 def _own_mailbox(state: _State) -> Mailbox | None:
@@ -192,7 +192,7 @@ def _own_mailbox(state: _State) -> Mailbox | None:
 def _say_all(mailbox: Mailbox) -> None:
     for message in mailbox.receive():
         if message.event == FAULT:
-            tell_of_faults()
+            report_faults()
         text = message.fields.get("text")
         if isinstance(text, str):
             say_line(text)
@@ -229,15 +229,15 @@ def _allow_tracing(folder: Path) -> None:
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: what the parent armed is the parent's, and its files are not written to from here."""
+    """In a forked child: what the parent installed is the parent's, and its files are not written to from here."""
     with contextlib.suppress(Exception):
-        _disarm()
+        _remove()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def _disarm() -> None:
+def _remove() -> None:
     global _state
     state, _state = _state, None
     if state is None:

@@ -13,7 +13,7 @@ import pytest
 from sglang_crashkit.analysis.collectives import RankRecord, judge_collectives
 from sglang_crashkit.capture.flight_request import Received
 from sglang_crashkit.capture.gloo_request import GlooRequest, NoRecorderError, parse_answer
-from sglang_crashkit.kernel.stack_hooks import ArmedFiles
+from sglang_crashkit.kernel.stack_hooks import HookFiles
 from sglang_crashkit.model.flight_dump import FlightDumpError
 from unit.capture.test_responder import impostor as impostor
 from unit.flight_dumps import document, entry, pickled
@@ -89,7 +89,7 @@ def test_what_is_no_answer_is_named_within_bounds(impostor, answer: bytes, words
 def test_a_process_without_pytorch_says_so_and_one_that_holds_the_gil_says_nothing(runtime: Path) -> None:
     with armed(runtime, SLEEPER) as free, armed(runtime, LOCK_HOLDER) as held:
         free_request, held_request = (
-            GlooRequest(one.pid, ArmedFiles.of(runtime, one.pid, one.start_ticks).socket) for one in (free, held)
+            GlooRequest(one.pid, HookFiles.of(runtime, one.pid, one.start_ticks).socket) for one in (free, held)
         )
         settle(held.pid, "S")
         for request in (held_request, free_request):

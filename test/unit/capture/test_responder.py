@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.capture.responder import ask_responders
-from sglang_crashkit.kernel.stack_hooks import ArmedFiles
+from sglang_crashkit.kernel.stack_hooks import HookFiles
 from unit.targets import LOCK_HOLDER, SLEEPER, armed, functions_of, settle
 from unit.waiting import LONG, descriptors
 
@@ -22,7 +22,7 @@ threading.Thread(target=wait_in_a_thread, name="worker").start()
 
 
 def sock(folder: Path, pid: int, start: int) -> Path:
-    return ArmedFiles.of(folder, pid, start).socket
+    return HookFiles.of(folder, pid, start).socket
 
 
 class Impostor:

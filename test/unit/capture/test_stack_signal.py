@@ -9,7 +9,7 @@ import pytest
 
 from sglang_crashkit.capture.stack_signal import ask_faulthandler
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.stack_hooks import Armed, ArmedFiles
+from sglang_crashkit.kernel.stack_hooks import HookFiles, StackHooks
 from unit.targets import (
     LOCK_HOLDER,
     SLEEPER,
@@ -32,7 +32,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, range(34, 65))
 """
 
 
-def ask(folder: Path, *targets: Armed, secs: float = LONG):
+def ask(folder: Path, *targets: StackHooks, secs: float = LONG):
     return ask_faulthandler(targets, {target.pid: folder for target in targets}, secs)
 
 
@@ -59,7 +59,7 @@ def test_it_can_be_asked_again_and_again(runtime: Path) -> None:
             assert sample.threads
             assert functions_of(sample.threads).count("hold_the_lock") == 1
         # What it wrote before is gone: the file does not grow.
-        assert ArmedFiles.of(runtime, target.pid, target.start_ticks).stack.stat().st_size < 4096
+        assert HookFiles.of(runtime, target.pid, target.start_ticks).stack.stat().st_size < 4096
     assert descriptors().items() <= fds.items()
 
 
@@ -97,7 +97,7 @@ def test_one_that_blocks_the_signal_in_every_thread_is_not_sent_it(runtime: Path
 
 def test_a_recycled_pid_is_not_asked(runtime: Path) -> None:
     with child("signal.signal(45, lambda *_: os._exit(1)); ready(); pause()") as other:
-        gone = Armed(other.pid, start_ticks(other.pid) - 1, 1, 45)
+        gone = StackHooks(other.pid, start_ticks(other.pid) - 1, 1, 45)
         (sample,) = ask(runtime, gone)
         assert other.poll() is None
     assert sample.problem == "it has ended"
@@ -105,7 +105,7 @@ def test_a_recycled_pid_is_not_asked(runtime: Path) -> None:
 
 def test_one_that_is_gone_or_has_no_file_is_said_to(runtime: Path) -> None:
     with armed(runtime, SLEEPER) as target:
-        ArmedFiles.of(runtime, target.pid, target.start_ticks).stack.unlink()
+        HookFiles.of(runtime, target.pid, target.start_ticks).stack.unlink()
         assert ask(runtime, target)[0].problem == "No such file or directory"
     assert ask(runtime, target)[0].problem
 
@@ -114,7 +114,7 @@ def test_one_that_writes_nothing_costs_no_more_than_the_time(runtime: Path) -> N
     # GIVEN a process whose signal does something else
     with child("signal.signal(45, lambda *_: None); ready(); pause()") as other, armed(runtime, LOCK_HOLDER) as target:
         silent = dataclasses.replace(target, pid=other.pid, start_ticks=start_ticks(other.pid))
-        ArmedFiles.of(runtime, silent.pid, silent.start_ticks).stack.touch()
+        HookFiles.of(runtime, silent.pid, silent.start_ticks).stack.touch()
         first, second = ask(runtime, silent, target, secs=0.4)
     assert not first.threads
     assert first.problem.startswith("it wrote nothing within 0.4")

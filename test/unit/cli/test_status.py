@@ -16,10 +16,10 @@ from unit.waiting import child
 TITLE = "sglang::scheduler_TP0"
 WORKER = """
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.stack_hooks import ArmedFiles
+from sglang_crashkit.kernel.stack_hooks import HookFiles
 from pathlib import Path
 stat = procfs.read_stat(os.getpid())
-held = open(ArmedFiles.of(Path(sys.argv[1]), stat.pid, stat.start_ticks).fault, "w")
+held = open(HookFiles.of(Path(sys.argv[1]), stat.pid, stat.start_ticks).fault, "w")
 ready()
 pause()
 """

@@ -10,7 +10,7 @@ from sglang_crashkit.handler.collectors.server_log import ServerLog
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.handler.server import CrashHandler
-from sglang_crashkit.kernel.stack_hooks import ArmedFiles
+from sglang_crashkit.kernel.stack_hooks import HookFiles
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.settings import Settings
 from unit.targets import start_ticks
@@ -18,7 +18,7 @@ from unit.targets import start_ticks
 
 def test_a_line_goes_to_the_main_process_cut_short(short_folder: Path) -> None:
     tree = ProcessTree(os.getpid())
-    path = ArmedFiles.of(short_folder, os.getpid(), start_ticks(os.getpid())).say
+    path = HookFiles.of(short_folder, os.getpid(), start_ticks(os.getpid())).say
     with Mailbox.bind(path) as receiver:
         mailbox = Mailbox(receiver)
         ServerLog(tree.root, short_folder).say("x" * 100_000)
@@ -43,7 +43,7 @@ def test_a_line_of_the_start_waits_until_somebody_listens(short_folder: Path) ->
         handler = CrashHandler(os.getpid(), Mailbox(messages), place, Settings.from_environ({}))
         handler.history = "3 crashes in the last hour"
         handler.look()
-        with Mailbox.bind(ArmedFiles.of(place.runtime, os.getpid(), start_ticks(os.getpid())).say) as receiver:
+        with Mailbox.bind(HookFiles.of(place.runtime, os.getpid(), start_ticks(os.getpid())).say) as receiver:
             handler.look()
             handler.look()
             (message,) = Mailbox(receiver).receive()

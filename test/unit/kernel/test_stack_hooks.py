@@ -9,22 +9,22 @@ import pytest
 from sglang_crashkit.kernel.stack_hooks import (
     DEFAULT_SIGNAL,
     HANDLER_PID,
-    Armed,
-    ArmedFiles,
+    HookFiles,
+    StackHooks,
     describe,
     is_usable,
-    read_armed,
     read_handler_pid,
+    read_stack_hooks,
 )
 
-ARMED = Armed(pid=10, start_ticks=20, main_thread=30, signal=DEFAULT_SIGNAL, roots=("/a", "/b\udcff"))
+ARMED = StackHooks(pid=10, start_ticks=20, main_thread=30, signal=DEFAULT_SIGNAL, roots=("/a", "/b\udcff"))
 
 
 def test_what_was_written_is_read_for_the_same_process_only(tmp_path: Path) -> None:
     describe(tmp_path, ARMED)
-    assert read_armed(tmp_path, 10, 20) == ARMED
-    assert read_armed(tmp_path, 10, 21) is None
-    assert ArmedFiles.of(tmp_path, 10, 20).description.stat().st_mode & 0o077 == 0
+    assert read_stack_hooks(tmp_path, 10, 20) == ARMED
+    assert read_stack_hooks(tmp_path, 10, 21) is None
+    assert HookFiles.of(tmp_path, 10, 20).description.stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,9 @@ def test_what_was_written_is_read_for_the_same_process_only(tmp_path: Path) -> N
 )
 def test_rubbish_is_as_good_as_nothing(tmp_path: Path, change: dict[str, object]) -> None:
     describe(tmp_path, ARMED)
-    file = ArmedFiles.of(tmp_path, 10, 20).description
+    file = HookFiles.of(tmp_path, 10, 20).description
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    assert read_armed(tmp_path, 10, 20) is None
+    assert read_stack_hooks(tmp_path, 10, 20) is None
 
 
 def test_only_real_time_signals_are_usable() -> None:

@@ -14,7 +14,7 @@ from sglang_crashkit.capture.faulthandler_output import parse_faulthandler
 from sglang_crashkit.capture.responder import ask_exit
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.pidfd import ExitStatus
-from sglang_crashkit.kernel.stack_hooks import DEFAULT_SIGNAL, HANDLER_PID, ArmedFiles, read_armed
+from sglang_crashkit.kernel.stack_hooks import DEFAULT_SIGNAL, HANDLER_PID, HookFiles, read_stack_hooks
 from sglang_crashkit.model.sample import parse_pyspy
 from sglang_crashkit.protocol import notify
 from sglang_crashkit.settings import SOCKET_VARIABLE, runtime_folder
@@ -41,8 +41,8 @@ pause()
 """
 
 
-def files_of(folder: Path, pid: int) -> ArmedFiles:
-    return ArmedFiles.of(folder, pid, start_ticks(pid))
+def files_of(folder: Path, pid: int) -> HookFiles:
+    return HookFiles.of(folder, pid, start_ticks(pid))
 
 
 def run(folder: Path, code: str, *, title: str = TITLE, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -72,16 +72,16 @@ def test_a_worker_is_armed_with_private_files_that_no_program_inherits(runtime: 
 
 
 def test_arming_twice_is_arming_once(runtime: Path) -> None:
-    with armed(runtime, "arm_worker(); arm_worker()\n" + SLEEPER) as target:
+    with armed(runtime, "install_in_worker(); install_in_worker()\n" + SLEEPER) as target:
         assert len([name for name in descriptors(target.pid).values() if name.startswith(str(runtime))]) == 2
         assert len(procfs.thread_states(target.pid)) == 2
 
 
 def test_a_process_whose_crash_handler_is_another_now_is_armed_anew(runtime: Path) -> None:
     (runtime / "next").mkdir()
-    again = "os.environ['SGLANG_CRASHKIT_SOCKET'] = sys.argv[1] + '/next/handler.sock'\narm_worker()\n"
+    again = "os.environ['SGLANG_CRASHKIT_SOCKET'] = sys.argv[1] + '/next/handler.sock'\ninstall_in_worker()\n"
     with armed(runtime, again + SLEEPER) as target:
-        assert read_armed(runtime / "next", target.pid, target.start_ticks) is not None
+        assert read_stack_hooks(runtime / "next", target.pid, target.start_ticks) is not None
         wait_until(lambda: len(procfs.thread_states(target.pid)) == 2, "the first one's thread has ended")
         opened = [name for name in descriptors(target.pid).values() if name.startswith(str(runtime))]
         assert all("/next/" in name for name in opened)
@@ -130,7 +130,7 @@ def test_another_signal_can_be_named(
 def test_what_a_fatal_signal_ended_has_written_its_stacks_and_the_signal_stays(runtime: Path) -> None:
     with armed(runtime, FALL) as target:
         os.kill(target.pid, signal.SIGSEGV)
-        fault = ArmedFiles.of(runtime, target.pid, target.start_ticks).fault
+        fault = HookFiles.of(runtime, target.pid, target.start_ticks).fault
         wait_until(lambda: not Path(f"/proc/{target.pid}/exe").exists() or "Z" in stat(target.pid), "it has died")
         output = parse_faulthandler(fault.read_text(), target.pid, target.main_thread)
     assert (output.error, output.is_whole) == ("Segmentation fault", True)
@@ -160,7 +160,7 @@ def test_a_forked_child_neither_answers_nor_writes_to_its_parents_files(runtime:
                 parent.stdin.flush()
                 wait_until(lambda: stat(forked) == "Z", "the child has died")
             assert files.fault.read_bytes() == files.stack.read_bytes() == b""
-            assert not ArmedFiles.of(runtime, forked, start_ticks(forked)).description.exists()
+            assert not HookFiles.of(runtime, forked, start_ticks(forked)).description.exists()
         finally:
             os.kill(forked, signal.SIGKILL)
 
@@ -178,7 +178,7 @@ def test_a_full_disk_costs_the_worker_nothing(runtime: Path) -> None:
     code += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     done = run(runtime, code + ARM + "print('on')")
     assert done.stdout == "on\n"
-    assert "arm_worker failed" in done.stderr
+    assert "install_in_worker failed" in done.stderr
     assert not list(runtime.glob("*.json"))
 
 
@@ -204,9 +204,9 @@ def test_a_main_process_lets_trace_it_whom_its_program_chose(runtime: Path) -> N
 from sglang_crashkit.srt import stack_hooks
 asked = []
 stack_hooks._allow_tracing = asked.append
-stack_hooks.arm_server()
+stack_hooks.install_in_server()
 print(len(asked), stack_hooks._state is not None)
-stack_hooks._disarm()
+stack_hooks._remove()
 """
     done = run(runtime, code, **{SOCKET_VARIABLE: str(runtime / "handler.sock")})
     assert done.stdout == "0 True\n", done.stderr
@@ -225,32 +225,32 @@ def own_folder(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_server_says_once_what_its_dead_wrote(own_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (own_folder / "11-1.fault").write_text("Fatal Python error: Aborted\n" + "x" * 10_000 + "\n")
     (own_folder / "12-1.fault").write_text("")
-    stack_hooks.tell_of_faults()
+    stack_hooks.report_faults()
     said = capfd.readouterr().err
     assert said.startswith("crash kit: process 11 of this server wrote before it died:\nFatal Python error: Aborted\n")
     assert said.endswith("x" * 10_000 + "\n")
     assert "12" not in said.split("\n")[0]
-    stack_hooks.tell_of_faults()
+    stack_hooks.report_faults()
     assert capfd.readouterr().err == ""
 
 
 def test_a_worker_says_nothing_of_others(runtime: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     (runtime / "11-1.fault").write_text("Fatal Python error: Aborted\n")
     monkeypatch.setenv(SOCKET_VARIABLE, str(runtime / "handler.sock"))
-    stack_hooks.tell_of_faults()
+    stack_hooks.report_faults()
     assert capfd.readouterr().err == ""
 
 
 def test_a_users_own_faulthandler_stays(runtime: Path, tmp_path: Path) -> None:
     code = "import faulthandler\nown = open(sys.argv[1] + '/own', 'w')\nfaulthandler.enable(file=own)\n"
-    code += ARM.replace("arm_worker", "arm_server") + "faulthandler._sigsegv()"
+    code += ARM.replace("install_in_worker", "install_in_server") + "faulthandler._sigsegv()"
     done = run(runtime, code, title="python user_program.py")
     assert done.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in (runtime / "own").read_text()
     assert [path.name for path in runtime.glob("*.fault")] == []
 
 
-SERVER = ARM.replace("arm_worker", "arm_server")
+SERVER = ARM.replace("install_in_worker", "install_in_server")
 
 
 def test_the_server_writes_what_the_crash_handler_has_to_say_line_by_line(
@@ -283,7 +283,7 @@ def test_a_server_that_cannot_be_told_is_armed_all_the_same(runtime: Path) -> No
     taken += "stat = procfs.read_stat(os.getpid())\n"
     taken += "Path(sys.argv[1], f'{stat.pid}-{stat.start_ticks}.say').touch()\n"
     with child(taken + SERVER + SLEEPER, str(runtime)) as server:
-        assert read_armed(runtime, server.pid, start_ticks(server.pid)) is not None
+        assert read_stack_hooks(runtime, server.pid, start_ticks(server.pid)) is not None
 
 
 def test_the_hooks_arm_after_what_they_wrap(runtime: Path) -> None:

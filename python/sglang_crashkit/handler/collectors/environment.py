@@ -116,7 +116,7 @@ class Surroundings:
                 value = read()
             except Exception as error:
                 # The others may be there.
-                logger.error("%s: %s cannot be told", PATH, name, exc_info=error)
+                logger.error("%s: %s cannot be read", PATH, name, exc_info=error)
                 continue
             if value:
                 document[name] = value

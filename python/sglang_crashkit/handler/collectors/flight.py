@@ -17,7 +17,7 @@ from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.retention import status_of
 from sglang_crashkit.kernel import procfs, titles
-from sglang_crashkit.kernel.stack_hooks import ArmedFiles
+from sglang_crashkit.kernel.stack_hooks import HookFiles
 from sglang_crashkit.model.flight_dump import FlightDumpError
 from sglang_crashkit.model.incident import Collectives, Evidence, EvidenceKind, EvidenceStatus, ProcessReport
 
@@ -167,7 +167,7 @@ class FlightRecorders:
     def _ask_gloo(self, process: TrackedProcess, report: ProcessReport) -> None:
         reason = "it is stopped, so that nobody answers"
         if not _is_stopped(process):
-            path = ArmedFiles.of(self._runtime, process.pid, process.handle.start_ticks).socket
+            path = HookFiles.of(self._runtime, process.pid, process.handle.start_ticks).socket
             request = GlooRequest(process.pid, path)
             try:
                 request.send()

@@ -10,7 +10,7 @@ from typing import Any
 from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.incident.exit_status import while_starting
 from sglang_crashkit.incident.first_screen import LOG_LINES, first_screen, is_of_start
-from sglang_crashkit.kernel.stack_hooks import FAULT, ArmedFiles
+from sglang_crashkit.kernel.stack_hooks import FAULT, HookFiles
 from sglang_crashkit.model.incident import Incident
 from sglang_crashkit.protocol import HandlerUnreachableError, notify
 
@@ -39,11 +39,11 @@ class ServerLog:
 
     Args:
         root: the server's main process.
-        runtime: where the server's processes say what they armed.
+        runtime: where the server's processes say which hooks they have.
     """
 
     def __init__(self, root: TrackedProcess, runtime: Path) -> None:
-        self._socket = ArmedFiles.of(runtime, root.pid, root.handle.start_ticks).say
+        self._socket = HookFiles.of(runtime, root.pid, root.handle.start_ticks).say
 
     @property
     def is_heard(self) -> bool:

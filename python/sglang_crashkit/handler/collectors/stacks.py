@@ -19,7 +19,7 @@ from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.retention import status_of
 from sglang_crashkit.kernel import procfs, titles
-from sglang_crashkit.kernel.stack_hooks import ArmedFiles, read_armed
+from sglang_crashkit.kernel.stack_hooks import HookFiles, read_stack_hooks
 from sglang_crashkit.model.incident import Evidence, EvidenceKind, ProcessReport
 from sglang_crashkit.model.sample import Frame, Sample, Thread, format_threads, main_thread
 
@@ -49,7 +49,7 @@ def capture_stacks(
         processes: the living ones.
         reports: their reports by pid; evidence is added to them.
         folder: where the stacks go.
-        runtime: where the processes say what they armed.
+        runtime: where the processes say which hooks they have.
         deadline_secs: the longest that it may take, in seconds.
         snapshot: the number of this one, from 1, where several are taken.
         may_signal: see `capture_all`.
@@ -99,14 +99,14 @@ def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentF
     if (status.known and status.signal not in _FAULTS) or any(piece.kind == "fault_stack" for piece in report.evidence):
         return
     start_ticks = process.handle.start_ticks
-    armed = read_armed(runtime, process.pid, start_ticks)
-    text = _read(ArmedFiles.of(runtime, process.pid, start_ticks).fault)
-    if armed is None or not text:
+    hooks = read_stack_hooks(runtime, process.pid, start_ticks)
+    text = _read(HookFiles.of(runtime, process.pid, start_ticks).fault)
+    if hooks is None or not text:
         if status.known:
-            reason = "it wrote none" if armed else "it had not armed faulthandler"
+            reason = "it wrote none" if hooks else "faulthandler was not enabled in it"
             report.evidence.append(Evidence("fault_stack", "failed", reason=reason))
         return
-    output = parse_faulthandler(text, process.pid, armed.main_thread, armed.roots)
+    output = parse_faulthandler(text, process.pid, hooks.main_thread, hooks.roots)
     faulty = next((thread for thread in output.threads if thread.active), None)
     doing = _of_interest(faulty.frames) if faulty else innermost(output.threads, report.pid)
     name = f"stacks/{titles.label_of(report.title, report.pid)}.fault"

@@ -16,7 +16,7 @@ from sglang_crashkit.srt.entrypoints.surroundings import tell_ready, tell_surrou
 from sglang_crashkit.srt.hooks import Function, before, never_raises, notify
 from sglang_crashkit.srt.log_handler import keep_log_records
 from sglang_crashkit.srt.server_args import set_crash_dump_env, withdraw_crash_dump_env
-from sglang_crashkit.srt.stack_hooks import arm_server
+from sglang_crashkit.srt.stack_hooks import install_in_server
 from sglang_crashkit.srt.startup import Startup, StartupError
 from sglang_crashkit.srt.utils.common import end_after_crash
 
@@ -46,7 +46,7 @@ def on_engine_launch(server_args: Any) -> None:
         try:
             handler_process.start(crash_folder)
             notify("launch", mode=mode.value)
-            arm_server()
+            install_in_server()
             keep_log_records(server_args, of_all=crash_exit.state.is_program)
             tell_surroundings(server_args)
         finally:

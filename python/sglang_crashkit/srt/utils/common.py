@@ -24,7 +24,7 @@ import psutil
 from sglang_crashkit import protocol, settings
 from sglang_crashkit.srt import crash_exit, handler_process, supervisor
 from sglang_crashkit.srt.hooks import Function, never_raises, notify
-from sglang_crashkit.srt.stack_hooks import tell_of_faults
+from sglang_crashkit.srt.stack_hooks import report_faults
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def on_kill_process_tree(kill: Function) -> Function:
         pid = bound.arguments["parent_pid"]
         whole = pid is not None and bound.arguments.get("include_parent", True)
         if pid is None or pid == os.getpid():
-            tell_of_faults()
+            report_faults()
             if crash_exit.is_due(whole=whole):
                 end_after_crash(bound.arguments.get("skip_pid"))
         _announce_teardown(pid, whole=whole)
@@ -95,7 +95,7 @@ def end_after_crash(skip_pid: int | None = None) -> NoReturn:
     Args:
         skip_pid: a child that lives on.
     """
-    tell_of_faults()
+    report_faults()
     _announce_teardown(os.getpid(), whole=True)
     spared = handler_process.pid_below()
     handler_process.say_farewell()
