@@ -245,8 +245,8 @@ class CrashHandler:
         return True
 
     def _act_on_time(self) -> None:
-        after = self.session.after
-        parts = (self.session, self._prober, self._hangs, self._kept, self._shared_memory, self._metrics, after)
+        page, after = self.session.page, self.session.after
+        parts = (self.session, self._prober, self._hangs, self._kept, self._shared_memory, self._metrics, page, after)
         if time.monotonic() < self._retry_at:
             return
         # All of them, whichever fails.

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from sglang_crashkit.handler.publishing.children import Child
 from sglang_crashkit.incident.store import is_finished, parse_name
 from sglang_crashkit.notifications import plan
 
@@ -35,7 +35,7 @@ class AfterIncident:
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._is_wanted = plan.is_wanted(environ)
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: list[Child] = []
         self._waiting: list[Path] = []
 
     def begin(self, folder: Path) -> None:
@@ -45,19 +45,13 @@ class AfterIncident:
 
     def act_on_time(self) -> None:
         """Start what waits, the newest incident first, as far as there is room; what cannot be started is logged."""
-        self._children = [child for child in self._children if child.poll() is None]
+        self._children = [child for child in self._children if not child.has_ended()]
         while self._waiting and len(self._children) < _MAX_AT_ONCE:
             self._start(self._waiting.pop(0))
 
     def _start(self, folder: Path) -> None:
         try:
-            self._children.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "sglang_crashkit.notifications", str(folder)],
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-            )
+            self._children.append(Child([sys.executable, "-m", "sglang_crashkit.notifications", str(folder)]))
         except OSError as error:
             logger.error("nobody is notified of incident %s: %s", folder, error)
 
@@ -77,5 +71,4 @@ class AfterIncident:
         """Start what there is room for, and leave those alone that are at work: each has a deadline of its own."""
         self.act_on_time()
         for child in self._children:
-            # Not waited for, it would be a ResourceWarning.
-            child.returncode = child.poll() or 0
+            child.leave()

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from collections.abc import Sequence
 
-from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.publishing.children import Child
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +42,7 @@ class HtmlPage:
         self._program = program
         self._deadline_secs = deadline_secs
         self._made = ""
-        self._maker: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._maker: Child | None = None
 
     def begin(self, run: IncidentRun, *, again: bool = False) -> None:
         """Have the page of a finished incident made.
@@ -60,27 +58,25 @@ class HtmlPage:
         try:
             # It counts as any other file of the incident does.
             run.folder.charge(NAME, _MAX_BYTES)
-            self._stop = threading.Event()
-            argv = [*self._program, str(run.path), str(run.path / NAME)]
-            self._maker = threading.Thread(target=self._make, args=(argv, self._stop), name="html page", daemon=True)
-            self._maker.start()
-        except (OSError, CrashkitError, RuntimeError) as error:
-            self._maker = None
+            self._maker = Child([*self._program, str(run.path), str(run.path / NAME)], self._deadline_secs)
+        except (OSError, CrashkitError) as error:
             logger.warning("no page of incident %s: %s", run.path, error)
+
+    def act_on_time(self) -> None:
+        """Take in that the page is made, or that the time for it is over."""
+        if self._maker is not None and self._maker.has_ended():
+            if self._maker.problem:
+                logger.warning("no page of incident %s: its program %s", self._made, self._maker.problem)
+            self._maker = None
 
     def wait(self) -> None:
         """Wait until the page is made, or the time for it is over."""
         if self._maker is not None:
-            # What is killed at the deadline is gone a moment later.
-            self._maker.join(self._deadline_secs + 1.0)
-            self._maker = None
+            self._maker.wait()
+            self.act_on_time()
 
     def cancel(self) -> None:
         """End what makes a page, where something does."""
-        self._stop.set()
-        self.wait()
-
-    def _make(self, argv: Sequence[str], stop: threading.Event) -> None:
-        done = run_tool(argv, self._deadline_secs, stop)
-        if done.reason and not stop.is_set():
-            logger.warning("no page of the incident: %s %s", done.reason, done.text[-500:])
+        if self._maker is not None:
+            self._maker.kill()
+            self._maker = None

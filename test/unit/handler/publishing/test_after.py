@@ -71,10 +71,8 @@ def test_the_newest_comes_first_and_the_rest_wait_for_room(incidents: Path, monk
 class Sleeping:
     """Stands for a child that is at work."""
 
-    returncode = None
-
-    def poll(self) -> None:
-        return None
+    def has_ended(self) -> bool:
+        return False
 
 
 def test_a_process_that_cannot_be_started_costs_nothing(incidents: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,12 +70,14 @@ def test_one_that_hangs_is_killed_at_its_deadline(run: Any, caplog: pytest.LogCa
     assert (run.path / "incident.json").read_bytes() == before
 
 
-def test_one_that_fails_is_logged_and_no_more(run: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_fails_is_logged_and_no_more(
+    run: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     page = HtmlPage(True, FAILS)
     page.begin(run)
     page.wait()
     assert "ended with status 1" in caplog.text
-    assert "out of paper" in caplog.text
+    assert "out of paper" in capfd.readouterr().err
 
 
 def test_it_is_made_once_unless_something_was_added(run: Any) -> None:
