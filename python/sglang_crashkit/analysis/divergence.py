@@ -135,7 +135,7 @@ def step_in_words(step: Step, of: Sequence[StepRequest] = ()) -> str:
 
     Args:
         step: the step.
-        of: those of its requests that it is told of; by default all.
+        of: those of its requests that are named; by default all.
     """
     mode = step.mode or "a batch"
     told = of or step.requests

@@ -83,7 +83,7 @@ class Group:
     path: str
 
     def lines(self, hosts: int) -> list[str]:
-        """Return what is told of its hosts, in words.
+        """Return what is reported of its hosts, in words.
 
         Args:
             hosts: how many there are in all.

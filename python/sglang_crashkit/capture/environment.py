@@ -30,7 +30,7 @@ _DISTRIBUTIONS = (
 )
 _TORCH_BUILD = re.compile(r"^(cuda|hip)\b[^=\n]*= *'([^']+)'", re.MULTILINE)
 _DRIVER = re.compile(r"Kernel Module(?: +for \S+)? +(\d\S*)")
-#: For each controller what is told of it, and the files of v1 and v2; the folder of a cgroup has the first one.
+#: For each controller what is reported of it, and the files of v1 and v2; the folder of a cgroup has the first one.
 _CONTROLLERS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "memory": {
         "used_bytes": ("memory.usage_in_bytes", "memory.current"),

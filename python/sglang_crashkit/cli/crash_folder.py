@@ -71,7 +71,7 @@ def add_incident(parser: argparse.ArgumentParser) -> None:
 
 
 def nothing_of(what: str, incident: StoredIncident) -> NothingToDoError:
-    """Return what is told of an incident that lacks a part, with the reason that it knows of.
+    """Return what is reported of an incident that lacks a part, with the reason that it knows of.
 
     Args:
         what: ``requests``, ``stacks``, ``steps``, ``events`` or ``environment``.

@@ -120,7 +120,7 @@ def _read(one: tuple[str, str]) -> FleetIncident | None:
 
 
 def found_of(host: str, path: str, document: Mapping[str, Any]) -> FleetIncident:
-    """Return what a fleet is told of one incident.
+    """Return what a fleet takes from one incident.
 
     Args:
         host: whose folder it is in.

@@ -141,7 +141,7 @@ def list_entries(folder: Path, unreadable: list[OSError]) -> list[Path]:
 
 
 def unreadable_error(error: OSError, folder: Path) -> CrashkitError:
-    """Return what is told of a folder that cannot be read."""
+    """Return what is reported of a folder that cannot be read."""
     return CrashkitError(
         f"{error.filename or folder} cannot be read: {error.strerror or error}",
         next_step="read it as the user whom the server runs as",

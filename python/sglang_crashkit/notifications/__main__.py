@@ -10,7 +10,7 @@ from sglang_crashkit.notifications.sending import tell
 
 
 def main() -> int:
-    """Tell of it; what cannot be told is said in the crash handler's log."""
+    """Send the notices; what cannot be sent is said in the crash handler's log."""
     try:
         tell(Path(sys.argv[1]))
     except (OSError, CrashkitError) as error:

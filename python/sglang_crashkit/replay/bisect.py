@@ -74,7 +74,7 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
     Args:
         incident: a finished one.
         plan: how.
-        say: told of each step, in a line.
+        say: called with a line for each step.
 
     Raises:
         CrashkitError: the requests cannot be read, or a server cannot be started.

@@ -99,7 +99,7 @@ def send_all(
         api_key: see `send`.
         max_gap_secs: they are sent as far apart as they arrived, but no further than this, in seconds.
         is_over: whether to stop waiting, as the server has ended.
-        on_answer: told of each answer, in any thread.
+        on_answer: called with each answer, in any thread.
 
     Returns:
         The answers that came, in no order.

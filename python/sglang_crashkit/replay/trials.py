@@ -59,7 +59,7 @@ class Trials:
     Args:
         document: of the incident whose fault is looked for.
         plan: how.
-        say: told of each step, in a line.
+        say: called with a line for each step.
     """
 
     def __init__(self, document: Mapping[str, Any], plan: Plan, say: Callable[[str], object]) -> None:

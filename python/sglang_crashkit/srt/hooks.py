@@ -126,7 +126,7 @@ def handler_pid() -> int | None:
 
 
 def log_incident(answer: dict[str, Any] | None) -> None:
-    """Say in the server's log what happened, and where the incident is or why it is nowhere, as was answered."""
+    """Say in the server's log what happened, and where the incident is or why there is none, as was answered."""
     for line in (answer or {}).get("lines") or ():
         logger.error("crash kit: %s", line)
     if answer and answer.get("path"):

@@ -204,7 +204,7 @@ class CudaCore:
         seconds: when it was written, since the epoch; None where it does not say.
         has_all_warps: whether each table of warps and threads could be read.
         notes: what could not be read, in words.
-        unchecked: what is told of this core that no real core and no reader of NVIDIA's has confirmed, in words.
+        unchecked: what is reported of this core that no real core and no reader of NVIDIA's has confirmed, in words.
     """
 
     devices: tuple[Device, ...]

@@ -401,7 +401,7 @@ def _request(request: Mapping[str, Any], suspect: object, *, prompts: bool) -> d
 
 
 def findings_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what is told of collectives, GPUs and lost peers, each with ``title``, ``level`` and ``lines``."""
+    """Return what is reported of collectives, GPUs and lost peers, each with ``title``, ``level`` and ``lines``."""
     found = []
     collectives = mapping_of(document.get("collectives"))
     for one in mappings_of(collectives.get("findings"))[:_MAX_GROUPS]:

@@ -24,7 +24,7 @@ def log_lines(incident: Incident, folder: Path | None, ends_with: int | None = N
 
     Args:
         incident: see above.
-        folder: where it lies, which commands name it by; None where it is nowhere.
+        folder: where it lies, which commands name it by; None where it was not written.
         ends_with: the exit status that the incident stands for; None where the kit does not end the server with it.
     """
     document = incident.to_json()
