@@ -32,18 +32,10 @@ ENVIRON = {
     "SGLANG_CRASHKIT_BUDGET_SECS": "60",
     "SGLANG_CRASHKIT_GPU_FACTS": "0",
 }
-#: Fields that the machine decides: its kernel, its C library, its memory.
-OF_MACHINE = {"SigCgt", "Threads", "VmHWM", "VmRSS", "key", "memory", "shared_memory", "voluntary_ctxt_switches"}
-OF_MACHINE |= {
-    "hostname",
-    "kernel",
-    "kit_version",
-    "pid_namespace",
-    "python",
-    "sglang-crashkit",
-    "start_ticks",
-    "wchan",
-}
+#: Fields that the machine decides: its kernel, its C library, its memory; and what has to be alike on all ranks only.
+OF_MACHINE = {"SigCgt", "Threads", "VmHWM", "VmRSS", "voluntary_ctxt_switches", "wchan"}
+OF_MACHINE |= {"hostname", "kernel", "memory", "pid_namespace", "python", "shared_memory", "start_ticks"}
+OF_MACHINE |= {"agreed_hash", "key", "kit_version", "sglang-crashkit"}
 IN_TEXTS = {
     r"\d{4}-\d\d-\d\dT[\d:.]+Z": "<time>",
     r"/\S*/(?=crash/test-host|sglang-crashkit-\d)": "<folder>/",
