@@ -66,7 +66,8 @@ _DECIDED = struct.Struct("<B5Q")
 _NOTHING_DECIDED = bytes(_DECIDED.size)
 _BODY_BYTES = _BODY.size + _DECIDED.size
 _HASHED = struct.Struct("<QHIii")
-_CHECKSUM = struct.Struct("<I")
+#: What does not change, behind its checksum.
+_CHECKED = struct.Struct(f"<I{_BODY_BYTES}s")
 #: What spreads the checksum of a step over the rolling hash, a word.
 _SPREAD, _WORD = 0x9E37_79B9_7F4A_7C15, 0xFFFF_FFFF_FFFF_FFFF
 _LONGEST_ID = 1024
@@ -134,10 +135,11 @@ class StepWriter:
         #: Hash of each id that was written since its slots were half as many, by the id.
         self._known = _Known(self._put_id)
         self._id_head = self._known_since = 0
-        self._data_head = self._data_wrapped = 0
+        #: Where the next data goes, counted on over the end; so are the places of what is there.
+        self._data_head = self._ids_at = self._lengths_at = 0
+        self._ids_sum = self._lengths_sum = 0
         self._rids: Sequence[str] = ()
         self._ids = b""
-        self._ids_at = self._lengths_at = (0, 0, 0)
         #: The lengths as one number; None where the next ones are to be written.
         self._lengths: int | None = None
         self._grown = 0
@@ -185,7 +187,7 @@ class StepWriter:
         lengths: Sequence[int],
         tokens: Sequence[int] | None,
         total: int,
-        facts: Facts,
+        facts: tuple[int, int, int, int, int, int],
         decisions: Mapping[str, int],
         agreed: bytes,
         phase: int = SCHEDULED,
@@ -200,7 +202,7 @@ class StepWriter:
             lengths: how many tokens each has.
             tokens: how many of them the step computes; None for one each.
             total: how many tokens the step computes in all.
-            facts: what else is known.
+            facts: what else is known; as `Facts` has it.
             decisions: see `DECISIONS`; others are left out.
             agreed: what else must be the same on all ranks, and is part of the step's hash, as is all of the above but
                 `began`, and `facts` beyond the first two.
@@ -218,25 +220,24 @@ class StepWriter:
         if rids != self._rids:
             self._list(rids, raw)
         else:
-            if self._is_stale(self._ids_at):
+            if self._data_head - self._ids_at > _FRESH_DATA:
                 self._ids_at = self._append(self._ids)
             self._set_lengths(raw, len(rids))
         decided = _packed(decisions) if decisions else _NOTHING_DECIDED
         if phase == SCHEDULED:
-            hashed = b"".join((_HASHED.pack(number, mode, size, facts[0], facts[1]), decided, agreed, self._ids, raw))
+            hashed = _HASHED.pack(number, mode, size, facts[0], facts[1]) + decided + agreed + raw
             # Once it differs it stays different. A hash that nobody can forge takes a tenth of the whole step.
-            told = self._agreed = (self._agreed * _SPREAD + zlib.crc32(hashed) + 1) & _WORD
+            told = self._agreed = (self._agreed * _SPREAD + zlib.crc32(hashed, self._ids_sum) + 1) & _WORD
         else:
             told = 0
-        ids_at, ids_sum, _place = self._ids_at
-        lengths_at, lengths_sum, _place = self._lengths_at
-        where = ids_at, ids_sum, lengths_at, lengths_sum, self._grown, len(rids), size, total
+        ids, lengths_at = self._ids_at % _DATA_BYTES, self._lengths_at % _DATA_BYTES
+        where = ids, self._ids_sum, lengths_at, self._lengths_sum, self._grown, len(rids), size, total
         body = _BODY.pack(number, began, told, *where, *facts, mode, tokens is not None) + decided
         slot = number % STEPS
         start, word = _PAGE + slot * _SLOT + _FIXED, _FIRST_WORD + slot * _WORDS
         words = self._words
         words[word] = 0
-        self._map[start : start + 4 + _BODY_BYTES] = _CHECKSUM.pack(zlib.crc32(body)) + body
+        _CHECKED.pack_into(self._map, start, zlib.crc32(body), body)
         words[word] = number << 16 | phase
         if phase == SCHEDULED:
             words[_AT] = number
@@ -274,19 +275,20 @@ class StepWriter:
         if self._ones[0] != count:
             self._ones = count, int.from_bytes(b"\1\0\0\0" * count, "little")
         before = self._lengths
-        if before is not None and lengths - before == self._ones[1] and not self._is_stale(self._lengths_at):
+        is_fresh = self._data_head - self._lengths_at <= _FRESH_DATA
+        if before is not None and is_fresh and lengths - before == self._ones[1]:
             self._grown += 1
         else:
-            self._lengths_at, self._grown = self._append(raw), 0
+            self._lengths_at, self._lengths_sum, self._grown = self._append(raw), zlib.crc32(raw), 0
         self._lengths = lengths if len(raw) == 4 * count else None
 
     def _list(self, rids: Sequence[str], raw: bytes) -> None:
         """Write other requests than the last time, and their lengths behind them."""
         ids = b"".join(map(self._known.__getitem__, rids))
-        start, _sum, place = self._append(ids + raw)
         self._rids, self._ids, self._grown = rids, ids, 0
-        self._ids_at = start, zlib.crc32(ids), place
-        self._lengths_at = start + len(ids), zlib.crc32(raw), place + len(ids)
+        self._ids_at = self._append(ids + raw)
+        self._lengths_at = self._ids_at + len(ids)
+        self._ids_sum, self._lengths_sum = zlib.crc32(ids), zlib.crc32(raw)
         self._lengths = int.from_bytes(raw, "little") if len(raw) == 4 * len(rids) else None
 
     def _put_id(self, rid: str) -> bytes:
@@ -302,16 +304,14 @@ class StepWriter:
         self._map[start : start + len(record)] = record
         return digest
 
-    def _append(self, data: bytes) -> tuple[int, int, int]:
-        """Write to the data; return where it lies, its checksum, and its place counted on over the end."""
-        if self._data_head + len(data) > _DATA_BYTES:
-            self._data_wrapped, self._data_head = self._data_wrapped + _DATA_BYTES, 0
-        start, self._data_head = self._data_head, self._data_head + len(data)
+    def _append(self, data: bytes) -> int:
+        """Write to the data; return its place, counted on over the end."""
+        place, start = self._data_head, self._data_head % _DATA_BYTES
+        if start + len(data) > _DATA_BYTES:
+            place, start = place + _DATA_BYTES - start, 0
         self._map[_DATA + start : _DATA + start + len(data)] = data
-        return start, zlib.crc32(data), self._data_wrapped + start
-
-    def _is_stale(self, place: tuple[int, int, int]) -> bool:
-        return self._data_wrapped + self._data_head - place[2] > _FRESH_DATA
+        self._data_head = place + len(data)
+        return place
 
 
 class _Known(dict[str, bytes]):
@@ -403,8 +403,7 @@ class StepReader:
 
     def _step_at(self, data: bytes, place: int, found: _Requests) -> Step | None:
         start = _PAGE + place * _SLOT
-        (checksum,) = _CHECKSUM.unpack_from(data, start + _FIXED)
-        body = data[start + _FIXED + 4 : start + _FIXED + 4 + _BODY_BYTES]
+        checksum, body = _CHECKED.unpack_from(data, start + _FIXED)
         if zlib.crc32(body) != checksum:
             return None
         number, began, agreed, *rest = _BODY.unpack_from(body)
@@ -445,7 +444,7 @@ def _modes_in(data: bytes) -> dict[int, str]:
 
 def _number_at(data: bytes, place: int) -> int:
     """Return which step lies in a slot, as far as can be told."""
-    (number,) = struct.unpack_from("<Q", data, _PAGE + place * _SLOT + _FIXED + _CHECKSUM.size)
+    (number,) = struct.unpack_from("<Q", data, _PAGE + place * _SLOT + _FIXED + _CHECKED.size - _BODY_BYTES)
     return int(number)
 
 
