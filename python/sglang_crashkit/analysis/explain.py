@@ -30,7 +30,7 @@ _LEVELS: dict[Level, int] = {"established": 0, "supported": 1, "unknown": 2}
 _UNTITLED = "starting"
 _KINDS = ("outlier", "waiting", "unclear", "moving", "idle")
 #: Beside the schedulers, those without which no request is answered; a compiler or another helper comes and goes.
-_NEEDED = frozenset({"server", "detokenizer", "detokenizer_router", "data_parallel_controller", "tokenizer_worker"})
+NEEDED = frozenset({"server", "detokenizer", "detokenizer_router", "data_parallel_controller", "tokenizer_worker"})
 _MAX_STATEMENTS = 3
 #: Groups that are told one by one, and names of those to be looked at.
 _MAX_GROUPS, _MAX_NAMED = 8, 8
@@ -143,7 +143,7 @@ def _of_pair(scope: Scope, finding: Finding, members: list[Member], seen: Collec
 
 
 def _is_needed(role: str, untitled_as: str | None, member: Member) -> bool:
-    return role in _NEEDED or untitled_as == "worker" or (untitled_as == "helper" and not member.has_ended())
+    return role in NEEDED or untitled_as == "worker" or (untitled_as == "helper" and not member.has_ended())
 
 
 def _member(seen: Seen, rounds: Mapping[str, float]) -> Member:

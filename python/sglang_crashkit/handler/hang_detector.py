@@ -10,7 +10,8 @@ long prompt with every chunk. Silence is no hang, and is not counted,
 * while one is held by a debugger, or the whole server is stopped;
 * while the server is being ended.
 
-A scheduler that cannot be followed is seen by the silence of those that wait for it.
+A scheduler that cannot be followed is seen by the silence of those that wait for it. The other processes without which
+no request is answered, such as the detokenizer, have no heartbeat: one that is stopped for as long hangs, too.
 
 More patience is had with the first batches, which compile kernels, with later ones while a compiler runs for them, with
 very long prompts that are taken in at once, and with control requests, such as an update of the weights.
@@ -24,11 +25,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+from sglang_crashkit.analysis.explain import NEEDED
 from sglang_crashkit.analysis.verdict import BUSY_TOO_LONG
 from sglang_crashkit.handler.collectors.server_log import log_lines
-from sglang_crashkit.handler.heartbeats import FollowedHeartbeat, by_last_sign
+from sglang_crashkit.handler.heartbeats import Followed, FollowedHeartbeat, StoppedProcess, by_last_sign
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import Session
@@ -84,6 +86,8 @@ class HangDetector:
         self._hang_secs = max(settings.hang_secs, _SHORTEST_SECS)
         self._interval_secs = min(_LONGEST_INTERVAL_SECS, self._hang_secs / 10)
         self._hang: Hang | None = None
+        #: Those that have no heartbeat, by pid.
+        self._others: dict[int, StoppedProcess] = {}
         self._looked_at = self._not_before = 0.0
         self._compiled_at = float("-inf")
         session.begin_hang_at_end = self.begin_at_end
@@ -135,17 +139,20 @@ class HangDetector:
 
     def _look(self, seen_secs: float) -> None:
         self._heartbeats.look(seen_secs)
-        heartbeats = self._heartbeats.living()
-        longest = max((heartbeat.silent_secs for heartbeat in heartbeats), default=0.0)
+        heartbeats, others = self._heartbeats.living(), self._look_at_others(seen_secs)
+        everybody: list[Followed] = [*heartbeats, *others]
+        longest = max((one.silent_secs for one in everybody), default=0.0)
         if longest > 2 * self._interval_secs:
             states = {heartbeat.process.pid: _state_of(heartbeat.process) for heartbeat in heartbeats}
             if self._is_excused(states):
-                for heartbeat in heartbeats:
-                    heartbeat.hold(seen_secs)
+                for one in everybody:
+                    one.hold(seen_secs)
                 return
             limit = self._hang_secs * self._patience(states)
-            silent = by_last_sign(heartbeat for heartbeat in heartbeats if heartbeat.silent_secs >= limit)
-            together = by_last_sign(one for one in heartbeats if one.silent_secs >= _TOGETHER * longest)
+            late: list[Followed] = [one for one in heartbeats if one.silent_secs >= limit]
+            late += [one for one in others if one.silent_secs >= self._hang_secs]
+            silent = by_last_sign(late)
+            together = by_last_sign(one for one in everybody if one.silent_secs >= _TOGETHER * longest)
             if self._hang is None:
                 is_compiling = self._is_compiling(together, longest, limit)
                 if silent and not is_compiling and self._looked_at >= self._not_before:
@@ -158,6 +165,15 @@ class HangDetector:
                     self._begin(silent, BUSY_TOO_LONG)
         if self._hang is not None and self._hang.is_over():
             self._end(self._hang)
+
+    def _look_at_others(self, seen_secs: float) -> list[StoppedProcess]:
+        living = [process for process in self._tree.alive() if process.role in NEEDED]
+        self._others = {
+            process.pid: self._others.get(process.pid) or StoppedProcess(process, self._looked_at) for process in living
+        }
+        for one in self._others.values():
+            one.look(_state_of(one.process), seen_secs, self._looked_at)
+        return [*self._others.values()]
 
     def _end(self, hang: Hang) -> None:
         # Otherwise it is over because they are dead.
@@ -198,7 +214,7 @@ class HangDetector:
         longest = max((beat.tokens for beat in working), default=0)
         return max(first, min(longest // _USUAL_TOKENS, _COMPILING_FACTOR))
 
-    def _is_compiling(self, silent: list[FollowedHeartbeat], longest: float, limit: float) -> bool:
+    def _is_compiling(self, silent: list[Followed], longest: float, limit: float) -> bool:
         """Say whether a compiler ran lately for a silent scheduler, as long as that may take."""
         if longest < _LOOK_FOR_COMPILERS * limit or longest >= _COMPILING_FACTOR * self._hang_secs:
             return False
@@ -206,7 +222,7 @@ class HangDetector:
             self._compiled_at = self._looked_at
         return self._looked_at - self._compiled_at < limit
 
-    def _begin(self, silent: list[FollowedHeartbeat], trigger: str, *, pardonable: bool = False) -> None:
+    def _begin(self, silent: Sequence[Followed], trigger: str, *, pardonable: bool = False) -> None:
         longest = max(heartbeat.silent_secs for heartbeat in silent)
         process, secs = silent[0].process, self._budget_secs
         its = Seen(
@@ -222,11 +238,11 @@ class HangDetector:
         self._session.hang = run
         # Only now: for it exits are taken in, and one of them is an incident of its own, which refers to this one.
         self._session.capture()
-        logger.info("%d scheduler(s) made no progress for %.1f s", len(silent), longest)
+        logger.info("%d process(es) made no progress for %.1f s", len(silent), longest)
 
 
 class Hang:
-    """Schedulers that make no progress, the first of them for so many seconds; its first snapshot is taken at once.
+    """Processes that make no progress, the first of them for so many seconds; its first snapshot is taken at once.
 
     Attributes:
         next_snapshot: when the next snapshot is due, by the clock.
@@ -237,18 +253,19 @@ class Hang:
         self.run = run
         self._clock = clock
         self._since = clock() - silent_secs
-        self._heartbeats: list[FollowedHeartbeat] = []
+        self._heartbeats: list[Followed] = []
         self._snapshots = 1
         self.ended = ""
         self.next_snapshot = clock() + SNAPSHOT_INTERVAL_SECS
 
-    def spread(self, silent: Iterable[FollowedHeartbeat]) -> None:
-        """Take in the schedulers that are silent, those that are not in it yet."""
+    def spread(self, silent: Iterable[Followed]) -> None:
+        """Take in the processes that are silent, those that are not in it yet."""
         for heartbeat in silent:
             if heartbeat not in self._heartbeats:
                 heartbeat.signs = 0
                 self._heartbeats.append(heartbeat)
-                self.run.add_silence(heartbeat.process, heartbeat.beat, heartbeat.silent_secs)
+                beat = heartbeat.beat if isinstance(heartbeat, FollowedHeartbeat) else None
+                self.run.add_silence(heartbeat.process, beat, heartbeat.silent_secs)
 
     def take_snapshot(self) -> bool:
         """Take the snapshot that is due, and say whether it was the last one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from typing import TypeAlias, TypeVar
 
 from sglang_crashkit.handler.collectors.steps import modes_of
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
@@ -60,6 +61,43 @@ class FollowedHeartbeat:
     def close(self) -> None:
         """Give the memory back."""
         self._reader.close()
+
+
+class StoppedProcess:
+    """Counts for how long a process that has no heartbeat was seen to be stopped, as a `FollowedHeartbeat` does.
+
+    Attributes:
+        beat: when it was last seen to run.
+        silent_secs: for how long it was seen to be stopped since, in seconds.
+        signs: at how many looks it ran since `signs` was last set to 0.
+    """
+
+    def __init__(self, process: TrackedProcess, now: float) -> None:
+        self.process = process
+        self.silent_secs = 0.0
+        self.signs = 0
+        self._see_run(now)
+
+    def _see_run(self, now: float) -> None:
+        self.beat = Heartbeat(now, 0.0, 0, 0, paused=False, is_busy=False, is_off=False)
+
+    def look(self, state: str, seen_secs: float, now: float) -> None:
+        """Take in its state, so many seconds that the handler saw pass after the last look."""
+        if state == "T":
+            self.silent_secs += seen_secs
+        else:
+            self.silent_secs = 0.0
+            self.signs += 1
+            self._see_run(now)
+
+    def hold(self, seen_secs: float) -> None:
+        """Do not count the time since the last look."""
+        self.silent_secs = max(0.0, self.silent_secs - seen_secs)
+
+
+#: Whoever gives signs of life.
+Followed: TypeAlias = FollowedHeartbeat | StoppedProcess
+SomeFollowed = TypeVar("SomeFollowed", bound=Followed)
 
 
 class Heartbeats:
@@ -138,6 +176,6 @@ class Heartbeats:
         return self._last | {pid: heartbeat.last() for pid, heartbeat in self.followed.items()}
 
 
-def by_last_sign(heartbeats: Iterable[FollowedHeartbeat]) -> list[FollowedHeartbeat]:
+def by_last_sign(heartbeats: Iterable[SomeFollowed]) -> list[SomeFollowed]:
     """Return heartbeats in the order in which they gave their last signs."""
     return sorted(heartbeats, key=lambda heartbeat: (heartbeat.beat.at, heartbeat.process.pid))

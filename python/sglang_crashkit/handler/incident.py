@@ -378,13 +378,19 @@ class IncidentRun:
         self.incident.collectives = told
         self._checkpoint()
 
-    def add_silence(self, process: TrackedProcess, beat: Heartbeat, secs: float) -> None:
-        """Take in that a scheduler gave no sign for so many seconds, the last of which was `beat`."""
+    def add_silence(self, process: TrackedProcess, beat: Heartbeat | None, secs: float) -> None:
+        """Take in that a scheduler gave no sign for so many seconds, the last of which was `beat`.
+
+        Of a process that has no heartbeat that is None: it was stopped for so long.
+        """
         now = time.time()
-        details = {"silent_secs": round(secs, 3), "doing": beat.doing, "batches": beat.batches}
+        details: dict[str, Any] = {"silent_secs": round(secs, 3)}
+        message = f"was stopped for {secs:.1f} s"
+        if beat is not None:
+            self._note_last_sign(process, beat, secs)
+            details |= {"doing": beat.doing, "batches": beat.batches}
+            message = f"made no progress for {secs:.1f} s; the last sign was of {beat.doing}"
         self.note(now, "no_progress", pid=process.pid, title=process.title, **details)
-        self._note_last_sign(process, beat, secs)
-        message = f"made no progress for {secs:.1f} s; the last sign was of {beat.doing}"
         if self.finished:
             self._try_to_save()
         else:

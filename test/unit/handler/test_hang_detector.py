@@ -625,3 +625,60 @@ def test_a_compiler_is_known_by_its_name(tmp_path: Path, name: str, is_one: bool
     with child(PARENT, str(tmp_path / name)) as process:
         assert has_compiler(process.pid) is is_one
     assert not has_compiler(process.pid)
+
+
+# -- processes without a heartbeat
+
+
+@pytest.fixture
+def served() -> World:
+    """A world whose schedulers are followed, and beat, beside a detokenizer."""
+    world = World().follow()
+    world.processes.append(Process(20, "detokenizer"))
+    world.states[20] = "S"
+    return world
+
+
+def beat_on(world: World) -> Callable[[], None]:
+    return lambda: world.beat(10, 11)
+
+
+def test_a_detokenizer_that_is_stopped_hangs_until_it_goes_on(served: World) -> None:
+    served.pass_time(20, beat_on(served))
+    served.stop(20)
+    served.pass_time(4, beat_on(served))
+    assert served.hangs == []
+    served.pass_time(6, beat_on(served))
+    assert [run.silent for run in served.hangs] == [[20]]
+    served.stop(20, state="S")
+    served.pass_time(2, beat_on(served))
+    assert len(served.hangs[0].progress) == 1
+
+
+@pytest.mark.parametrize(
+    ("states", "hung"),
+    [
+        ({20: "t"}, []),
+        ({20: "D"}, []),
+        ({20: "T", 10: "t"}, []),
+        ({20: "T", 10: "T", 11: "T", ROOT: "T"}, []),
+        ({20: "T", 10: "T"}, [[10, 20]]),
+    ],
+    ids=["held by a debugger", "in the kernel", "a rank held by a debugger", "stopped as a whole", "with a rank"],
+)
+def test_one_that_is_stopped_hangs_where_nothing_excuses_it(
+    served: World, states: dict[int, str], hung: list[list[int]]
+) -> None:
+    served.states |= states
+    beating = [pid for pid in (10, 11) if served.states[pid] != "T"]
+    served.pass_time(20, lambda: served.beat(*beating) if beating else None)
+    assert [run.silent for run in served.hangs] == hung
+
+
+def test_of_one_that_never_ends_being_loaded_nothing_is_said() -> None:
+    world = World(pids=(10, 11)).follow(10)
+    world.processes.append(Process(20, "detokenizer"))
+    world.states[20] = "T"
+    world.beat(10, batches=0)
+    world.pass_time(20, lambda: world.beat(10, batches=0))
+    assert world.hangs == []
