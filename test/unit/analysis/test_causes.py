@@ -23,6 +23,7 @@ LOADING = (
     "__init__ (sglang/srt/managers/scheduler.py:300)",
     SCHEDULER,
 )
+LOADER, TOKENIZER = "load_model (sglang/srt/model_loader/loader.py:1)", "from_pretrained (transformers/x.py:1)"
 FORWARD = ("forward (sglang/srt/models/llama.py:10)", "run_batch (sglang/srt/managers/scheduler.py:2000)", SCHEDULER)
 CHECK = ("raise_error_or_warn (sglang/srt/utils/common.py:4691)", *FORWARD[1:])
 GLOO = "RuntimeError: [/pytorch/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 7200000ms for recv operation"
@@ -204,6 +205,12 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     # -- who makes no progress
     ("stopped", hung(TP1, state={TP1: "T (stopped)"}), "stopped_process", EST),
+    (
+        "the detokenizer stopped",
+        hung("sglang::detokenizer", state={"sglang::detokenizer": "T"}),
+        "stopped_process",
+        EST,
+    ),
     ("both stopped", hung(state={TP0: "T (stopped)", TP1: "T (stopped)"}), "stopped_process", EST),
     (
         "stopped, until another one gave up",
@@ -326,6 +333,7 @@ RAISED = [
     ("ValueError: token_to_kv_pool_allocator memory leak detected! x", FORWARD, "kv_pool_leak", SUP),
     ("OSError: [Errno 28] No space left on device: '/dev/shm/x'", FORWARD, "shm_exhausted", SUP),
     ("OSError: [Errno 28] No space left on device: '/data/x'", FORWARD, "disk_full", SUP),
+    ("OSError: [Errno 122] Disk quota exceeded: '/data/x'", FORWARD, "disk_full", SUP),
     (
         "torch.distributed.DistBackendError: NCCL error\nError while creating shared memory segment /dev/shm/nccl",
         FORWARD,
@@ -341,6 +349,12 @@ RAISED = [
     ("zmq.error.ZMQError: Address already in use (addr='tcp://x')", LOADING, "startup_port", EST),
     ("RuntimeError: Cannot find any model weights with `/m`", LOADING, "startup_model", SUP),
     ("OSError: /m does not appear to have a file named config.json.", LOADING, "startup_model", SUP),
+    ("ValueError: Couldn't instantiate the backend tokenizer", (TOKENIZER, *LOADING), "startup_model", SUP),
+    ("ValueError: Cannot find the config file for awq", (LOADER, *LOADING), "startup_model", SUP),
+    ("AssertionError: ", (LOADER, *LOADING), "startup_model", SUP),
+    ("ImportError: no fastsafetensors", (LOADER, *LOADING), "startup_version", SUP),
+    ("ValueError: x", (LOADER, *FORWARD), "exception_in_sglang", EST),
+    ("safetensors_rust.SafetensorError: x", FORWARD, "exception_in_sglang", EST),
     (
         "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
         LOADING,

@@ -161,9 +161,12 @@ ADVICE: dict[str, Advice] = {
         ("`ss -ltnp` names who listens; end it, or choose another --port, --nccl-port or --dist-init-addr",),
     ),
     "startup_model": Advice(
-        "the model is missing or cannot be read",
+        "the model is missing, or cannot be loaded as it was asked for",
         "no",
-        ("check --model-path, --revision, --load-format and HF_TOKEN, and that this user may read the files",),
+        (
+            "check --model-path, --tokenizer-path, --revision, --load-format and HF_TOKEN: may this user read them?",
+            "leave out --quantization, --dtype and --tp once: they have to fit the model",
+        ),
     ),
     "startup_memory": Advice(
         "what is left of the memory is too little for the KV pool",

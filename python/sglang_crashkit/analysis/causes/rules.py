@@ -241,6 +241,12 @@ def _port_logged(case: Case) -> Finding | None:
     )
 
 
+def _model_load(case: Case) -> Finding | None:
+    # What a loader or a configuration refuses is the model as it was asked for: its weights, type or quantization.
+    found = _WHILE_LOADING(case)
+    return Finding("supported", found.reasons) if found else None
+
+
 def _startup_timeout(case: Case) -> Finding | None:
     for event in case.events:
         if event.get("event") == "startup_timeout":
@@ -277,6 +283,7 @@ def _exited(case: Case) -> Finding | None:
     return Finding("established", (f"{name_of(case.first)} ended with exit status {case.end.get('code')} by itself.",))
 
 
+_WHILE_LOADING = raises(r"\w+", path=r"sglang/srt/(model_loader|configs)/|transformers/", starting=True)
 _OOM_CLASS = r"torch\.(cuda\.)?OutOfMemoryError"
 #: A sentence of its own, as torch writes it.
 _OOM_WORDS = (
@@ -340,6 +347,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
         raises("DistBackendError|RuntimeError", r"[\s\S]{0,2000}Error while creating shared memory segment /dev/shm"),
     ),
     ("disk_full", raises("OSError", _NO_SPACE)),
+    ("disk_full", raises("OSError", r"\[Errno 122\] Disk quota exceeded")),
     ("kv_pool_leak", raises("ValueError", _LEAK, "raise_error_or_warn (common.py)")),
     ("kv_pool_leak", raises("ValueError", _LEAK, "*check* (scheduler_runtime_checker_mixin.py)")),
     ("kv_pool_leak", raises("ValueError|AssertionError", _LEAK)),
@@ -356,14 +364,16 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("startup_memory", raises("RuntimeError|ValueError", r"Not enough memory\. Please try", starting=True)),
     (
         "startup_model",
-        raises("RepositoryNotFoundError|HFValidationError|LocalEntryNotFoundError|GatedRepoError|SafetensorError"),
+        raises("RepositoryNotFoundError|HFValidationError|LocalEntryNotFoundError|GatedRepoError"),
     ),
+    ("startup_model", raises("SafetensorError", starting=True)),
     ("startup_model", raises("OSError|ValueError|RuntimeError", _MODEL_ERRORS, starting=True)),
     ("startup_model", raises("FileNotFoundError|PermissionError", path=r"(model_loader|transformers)/", starting=True)),
     ("startup_version", raises("ImportError|ModuleNotFoundError|AttributeError|OSError", r".{0,300}undefined symbol")),
     ("startup_version", raises("ImportError|ModuleNotFoundError", starting=True)),
     ("startup_version", raises("PackageNotFoundError|VersionConflict|DistributionNotFound", starting=True)),
     ("startup_version", raises(r"RuntimeError|torch\.AcceleratorError", r"CUDA error: no kernel image is available")),
+    ("startup_model", _model_load),
     ("startup_timeout", _startup_timeout),
     # Who it was says more than how it ended.
     ("asked_to_stop", _asked_to_stop),
