@@ -130,6 +130,22 @@ def test_a_hang_may_end_come_again_and_become_a_crash(start_server: Start) -> No
     assert f"incident {document_of(second)['id']}" in third["verdict"]["text"]
 
 
+@pytest.mark.parametrize("name", ["detokenizer", "server"])
+def test_what_has_no_heartbeat_and_is_stopped_is_named_until_it_goes_on(start_server: Start, name: str) -> None:
+    server = start_beating(start_server)
+    pid = server.ranks.get(name, server.pid)
+    os.kill(pid, signal.SIGSTOP)
+    (stored,) = finished(server, 1)
+    document = document_of(stored)
+    assert (document["kind"], document["verdict"]["first_failure"]["pid"]) == ("hang", pid)
+    assert "is stopped (state T)" in document["verdict"]["basis"][0]
+    assert (document["cause"]["class"], document["cause"]["level"]) == ("stopped_process", "established")
+    assert state_of(pid) == "T"
+
+    os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: is_over(stored), "the incident says that it goes on")
+
+
 @pytest.mark.parametrize(
     ("way", "tool", "states", "lock", "words"),
     [
