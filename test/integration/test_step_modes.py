@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,15 @@ from lanelib.servers import Server, parallel_env
 from sglang_crashkit.incident.steps import read_steps
 from sglang_crashkit.model.step import Step
 from unit.stored import wait_for_incident
+from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(1800)]
 
 #: Batches that are launched, and not processed yet, as the rank dies; overlapped, or one in each stage of a pipeline.
 UNDER_WAY = 3
 DRAFTED = 4
+#: A request is at work once there are so many pieces of its answer.
+AT_WORK = 10
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,8 @@ def left(way: Way, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict
     with Server.start(lane, tp=way.tp, extra_args=arguments, env=environ) as server:
         server.wait_ready()
         Asked(server, "alone", 12, "1 2 3").join(LONG)
-        for number in range(4):
-            Asked(server, f"steady-{number}", 3000, "1 2 3 4 " * (number + 1))
-        time.sleep(10.0)
+        steady = [Asked(server, f"steady-{number}", 3000, "1 2 3 4 " * (number + 1)) for number in range(4)]
+        wait_until(lambda: all(one.chunks > AT_WORK for one in steady), "all of them decode", LONG)
         os.kill(server.pid_of(f"sglang::{way.victim}"), signal.SIGKILL)
         stored = wait_for_incident(crash, LONG)
     assert stored is not None
