@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,6 +19,7 @@ from sglang_crashkit.replay.fault import words_of
 from sglang_crashkit.replay.requests import StoredRequest, read_requests
 from sglang_crashkit.replay.search import isolate, lowest, minimize, needed
 from sglang_crashkit.replay.trials import BudgetSpentError, Plan, Trials
+from sglang_crashkit.replay.values import reduce_value
 
 REPRODUCER, SCRIPT = "reproducer.json", "reproduce.sh"
 #: What of a prompt the fault depends on.
@@ -189,13 +189,13 @@ class _Reduction:
         self._trials = trials
 
     def run(self) -> None:
-        """Reduce parameters, prompts and numbers, until no more servers may be started."""
+        """Reduce parameters, prompts and values, until no more servers may be started."""
         try:
             self._reduce_parameters()
             for place in range(len(self.group)):
                 self._reduce_prompt(place)
             for place in range(len(self.group)):
-                self._reduce_numbers(place)
+                self._reduce_values(place)
         except BudgetSpentError:
             pass
 
@@ -238,19 +238,19 @@ class _Reduction:
         kept = minimize(list(prompt), lambda groups: self._trials.first_failing([whole(parts) for parts in groups]))
         self.group = whole(kept)
 
-    def _reduce_numbers(self, place: int) -> None:
+    def _reduce_values(self, place: int) -> None:
         for name, value in _flat(self.group[place].body).items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            if name in (*_PROMPTS, "rid"):
                 continue
-            is_length = name == _MAX_NEW_TOKENS
 
-            def tried(numbers: Sequence[float], name: str = name) -> int | None:
-                bodies = [_replaced(self.group[place].body, name, number) for number in numbers]
+            def tried(values: Sequence[Any], name: str = name) -> int | None:
+                bodies = [_replaced(self.group[place].body, name, one) for one in values]
                 return self._trials.first_failing([self._put(place, body) for body in bodies])
 
-            number = lowest(value, tried, at_least=int(is_length))
-            self.group = self._put(place, _replaced(self.group[place].body, name, number))
-            if is_length and number > 1 and len(self.group) == 1:
+            is_length = name == _MAX_NEW_TOKENS and isinstance(value, int)
+            less = lowest(value, tried, at_least=1) if is_length else reduce_value(value, tried)
+            self.group = self._put(place, _replaced(self.group[place].body, name, less))
+            if is_length and less > 1 and len(self.group) == 1:
                 # It takes so many tokens.
                 self.parameters = [*self.parameters, name]
 

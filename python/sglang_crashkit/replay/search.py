@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from math import isqrt
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+#: What has parts in an order.
+Run = TypeVar("Run", str, "list[Any]")
 
 _MAX_EXPONENT, _STEPS = 63, 16
 
 #: Returns the index of the first group that fails, None where all survive.
 FirstFailing = Callable[[Sequence[Sequence[T]]], "int | None"]
+FirstFailingRun = Callable[[Sequence[Run]], "int | None"]
 
 
 def isolate(items: Sequence[T], suspects: Sequence[T], first_failing: FirstFailing[T]) -> list[T] | None:
@@ -85,6 +88,19 @@ def needed(items: Sequence[T], first_failing: FirstFailing[T]) -> list[T] | None
             return known
         # The last one that was added is needed; what comes after it is not.
         known, rest = [*known, rest[at - 1]], rest[: at - 1]
+
+
+def shortest(items: Run, first_failing: FirstFailingRun[Run]) -> Run:
+    """Return the shortest run of `items`, which fail as a whole, that fails, as far as was seen, in few failures.
+
+    Args:
+        items: a text or a list.
+        first_failing: see above; here each group is a run.
+    """
+    end = lowest(len(items), lambda counts: first_failing([items[: int(count)] for count in counts]))
+    run = items[: int(end)]
+    size = lowest(len(run), lambda counts: first_failing([run[len(run) - int(count) :] for count in counts]))
+    return run[len(run) - int(size) :]
 
 
 def lowest(value: float, first_failing: Callable[[Sequence[float]], int | None], at_least: int = 0) -> float:

@@ -25,6 +25,7 @@ POISON = {"return_logprob": True, "top_logprobs_num": 600}
 BY_PARAMETERS = "any(b.get('return_logprob') and b.get('top_logprobs_num', 0) > 512 for b in bodies)"
 BY_CONTENT = "any('xyz' in b['text'] for b in bodies)"
 BY_LENGTH = "any(len(b['text']) > 20 for b in bodies)"
+BY_STOP = "any('##' in one for b in bodies for one in b.get('sampling_params', {}).get('stop', ()))"
 BY_TWO = "{'left', 'right'} <= {b['text'] for b in bodies}"
 BY_TWO_PARAMETERS = "any(b.get('lora_path') for b in bodies) and any(b.get('return_logprob') for b in bodies)"
 
@@ -87,6 +88,16 @@ def test_a_fault_of_parameters_is_reduced_to_them(
     assert result["starts"] <= 10
     told = (tmp_path / "out" / "reproduce.sh").read_text() + (tmp_path / "out" / "reproducer.json").read_text()
     assert "secret" not in told
+
+
+def test_a_list_of_texts_is_reduced_to_what_it_takes(
+    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stops = [f"word {number}" for number in range(6)]
+    body = {"text": "a", "sampling_params": {"max_new_tokens": 4, "stop": [*stops[:3], "some ## text", *stops[3:]]}}
+    result = bisect(incident(tmp_path / "crash", body), tmp_path / "out", serve(BY_STOP), capsys)
+    assert result["requests"] == [{"text": "a", "sampling_params": {"max_new_tokens": 1, "stop": ["##"]}}]
+    assert (result["parameters"], result["is_confirmed"]) == (["sampling_params.stop"], True)
 
 
 @pytest.mark.parametrize(
