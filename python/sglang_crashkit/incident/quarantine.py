@@ -1,8 +1,8 @@
 """The requests that kill a server, or may: by what they are recognised, and the file that lists them.
 
-An entry names the parameters that it takes and what of the prompt, which is never in it: nothing, its length class, or
-a hash of it. It counts for the model and the release that it comes from. ``quarantine.json`` lies in the crash folder,
-so that the hosts that share the folder share it.
+An entry names the parameters that it takes, with a hash where their value is long, and what of the prompt, which is
+never in it: nothing, its length class, or a hash of it. It counts for the model and the release that it comes from.
+``quarantine.json`` lies in the crash folder, so that the hosts that share the folder share it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import stat
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.request_fingerprint import digest_of, fingerprint_of, prompt_of
@@ -37,12 +38,35 @@ _LEVELS = ("proven", "suspected")
 #: Characters of a reason, so that a full file is no huge one; characters of a hash.
 _MAX_REASON = 400
 _HASH = 64
+#: A longer text is known by its hash, as are these.
+_MAX_TEXT = 200
+_KINDS = {str: "text", list: "list", dict: "mapping"}
+#: What an incident has where JSON has no number.
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+_in_order = json.JSONEncoder(sort_keys=True).encode
 
 Prompt = Literal["any", "length", "content"]
 #: ``proven`` is refused; ``suspected`` is sent alone, so that a second crash proves it.
 Level = Literal["proven", "suspected"]
 #: Returns a field of a request by its name, None where it has none.
 Getter = Callable[[str], Any]
+
+
+class Digest(NamedTuple):
+    """Stands for the value of a parameter that is long, or has parts.
+
+    Attributes:
+        kind: what it is, in a word.
+        length: how many characters or entries it has.
+        digest: a hash of it.
+    """
+
+    kind: str
+    length: int
+    digest: str
+
+
+Value = str | int | float | Digest
 
 
 @dataclass(frozen=True)
@@ -92,7 +116,7 @@ class Entry:
         level: what is known of it.
     """
 
-    parameters: tuple[tuple[str, str | int | float], ...]
+    parameters: tuple[tuple[str, Value], ...]
     prompt: Prompt
     length: int
     digest: str
@@ -114,12 +138,35 @@ class Entry:
         """What it recognises, in words without a prompt."""
         if self.rest:
             return "one prompt with the same parameters"
-        named = ", ".join(f"{name}={value}" for name, value in self.parameters) or "any parameters"
+        named = ", ".join(map(_named, self.parameters)) or "any parameters"
         return named if self.prompt == "any" else f"{named}; a prompt of one {self.prompt}"
 
     def counts_for(self, model: str, release: str) -> bool:
         """Say whether it counts for a server with this model and this SGLang."""
         return (self.origin.model, self.origin.release) == (model, public_release(release))
+
+
+def _named(parameter: tuple[str, Value]) -> str:
+    name, value = parameter
+    return f"{name}=(one {value.kind} of {value.length})" if isinstance(value, Digest) else f"{name}={value}"
+
+
+def _shape_of(value: object) -> tuple[str, int] | None:
+    """Return the first two fields of a value's `Digest`; None where it has none."""
+    if isinstance(value, Digest):
+        return value[:2]
+    if not isinstance(value, (str, list, dict)) or (isinstance(value, str) and len(value) <= _MAX_TEXT):
+        return None
+    return _KINDS.get(type(value), ""), len(value)
+
+
+def _known_by(value: Any) -> Any:
+    """Return what stands for a value of a parameter; raises what JSON does of a value that it does not have."""
+    shape = _shape_of(value)
+    if shape is not None:
+        return Digest(*shape, hashlib.sha256(_in_order(value).encode()).hexdigest())
+    # Nor is NaN equal to itself.
+    return json.dumps(value) if type(value) is float and not math.isfinite(value) else value
 
 
 def entry_of(body: Mapping[str, Any], parameters: Iterable[str], prompt: Prompt, origin: Origin, now: float) -> Entry:
@@ -135,10 +182,10 @@ def entry_of(body: Mapping[str, Any], parameters: Iterable[str], prompt: Prompt,
     Raises:
         CrashkitError: it would recognise every request, or a parameter has a value that cannot be compared.
     """
-    named = tuple(sorted((name, _value_of(body.get, _split(name))) for name in parameters))
+    named = tuple((name, _known_by(_value_of(body.get, _split(name)))) for name in sorted(parameters))
     for name, value in named:
-        if not isinstance(value, _SCALARS):
-            raise CrashkitError(f"the value of {name} is neither a number nor a text, so it recognises no request")
+        if not isinstance(value, (*_SCALARS, Digest)):
+            raise CrashkitError(f"{name} has no value that can be compared, so it recognises no request")
     if not named and prompt != "content":
         raise CrashkitError("no parameter counts and not what the prompt says, so it would refuse others' requests")
     if prompt == "any":
@@ -190,10 +237,15 @@ class Index:
         self._by_first: dict[_Name, dict[object, _ByOthers]] = {}
         #: Of the entries without parameters.
         self._bare: _ByPrompt = {}
+        #: Of the parameters that are known by a hash how long they are: to make one takes a while.
+        self._shapes: dict[_Name, set[tuple[str, int] | None]] = {}
         for entry in entries:
             by_prompt = self._bare
             if entry.parameters:
-                (first, value), *others = [(_split(name), value) for name, value in entry.parameters]
+                (first, value), *others = split = [(_split(name), value) for name, value in entry.parameters]
+                for name, one in split:
+                    if isinstance(one, Digest) or one in _NOT_FINITE:
+                        self._shapes.setdefault(name, set()).add(_shape_of(one))
                 by_others = self._by_first.setdefault(first, {}).setdefault(value, {})
                 by_values = by_others.setdefault(tuple(name for name, _value in others), {})
                 by_prompt = by_values.setdefault(tuple(value for _name, value in others), {})
@@ -210,19 +262,30 @@ class Index:
             rest: gives the hash of all its parameters; asked where a prompt is recognised.
         """
         found = _find_prompt(self._bare, get, rest) if self._bare else None
-        for (name, child), by_value in self._by_first.items():
-            value = get(name)
-            if child:
-                value = value.get(child) if isinstance(value, dict) else None
+        for name, by_value in self._by_first.items():
+            value = get(name[0])
+            if name[1]:
+                value = value.get(name[1]) if isinstance(value, dict) else None
             try:
-                by_others = by_value.get(value)
-            except TypeError:
+                by_others = by_value.get(self._as_listed(name, value) if name in self._shapes else value)
+            except (TypeError, ValueError, RecursionError):
                 # A value that has no hash is none of an entry's.
                 continue
-            for by_prompt in _matching(by_others, get) if by_others is not None else ():
+            for by_prompt in self._matching(by_others, get) if by_others is not None else ():
                 if found is None or found.level != "proven":
                     found = _find_prompt(by_prompt, get, rest) or found
         return found
+
+    def _as_listed(self, name: _Name, value: Any) -> Any:
+        """Return what stands for the value of a parameter, where an entry may have that."""
+        return _known_by(value) if _shape_of(value) in self._shapes.get(name, ()) else value
+
+    def _matching(self, by_others: _ByOthers, get: Getter) -> Iterator[_ByPrompt]:
+        for names, by_values in by_others.items():
+            with contextlib.suppress(TypeError, ValueError, RecursionError):
+                by_prompt = by_values.get(tuple(self._as_listed(name, _value_of(get, name)) for name in names))
+                if by_prompt is not None:
+                    yield by_prompt
 
 
 def _split(name: str) -> _Name:
@@ -235,14 +298,6 @@ def _value_of(get: Getter, name: _Name) -> Any:
     if not name[1]:
         return value
     return value.get(name[1]) if isinstance(value, dict) else None
-
-
-def _matching(by_others: _ByOthers, get: Getter) -> Iterator[_ByPrompt]:
-    for names, by_values in by_others.items():
-        with contextlib.suppress(TypeError):
-            by_prompt = by_values.get(tuple(_value_of(get, name) for name in names))
-            if by_prompt is not None:
-                yield by_prompt
 
 
 def _find_prompt(by_prompt: _ByPrompt, get: Getter, rest: Callable[[], str | None]) -> Entry | None:
@@ -321,9 +376,9 @@ def read_entry(fields: Mapping[str, Any]) -> Entry:
     Raises:
         ValueError: it is none; likewise TypeError and KeyError.
     """
-    parameters = tuple((name, value) for name, value in fields["parameters"])
-    if not all(isinstance(name, str) and isinstance(value, _SCALARS) for name, value in parameters):
-        raise ValueError("a parameter is no name with a number or a text")
+    parameters = tuple((name, _read_value(value)) for name, value in fields["parameters"])
+    if not all(isinstance(name, str) for name, _value in parameters):
+        raise ValueError("a parameter has no name")
     prompt, length, digest, rest = fields["prompt"], fields["length"], fields["digest"], fields["rest"]
     if prompt not in ("any", "length", "content") or type(length) is not int or fields["level"] not in _LEVELS:
         raise ValueError("what counts of a prompt is not known")
@@ -338,6 +393,15 @@ def read_entry(fields: Mapping[str, Any]) -> Entry:
     origin = Origin(*(str(about[name]) for name in ("reason", "incident", "model", "release", "fault")))
     first, last = float(fields["first"]), float(fields["last"])
     return Entry(parameters, prompt, length, digest, origin, first, last, rest, fields["level"])
+
+
+def _read_value(value: Any) -> Value:
+    if isinstance(value, _SCALARS):
+        return value
+    kind, length, digest = value
+    if kind not in _KINDS.values() or type(length) is not int or not isinstance(digest, str) or len(digest) != _HASH:
+        raise ValueError("a parameter has no value")
+    return Digest(kind, length, digest)
 
 
 def change_entries(

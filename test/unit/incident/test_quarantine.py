@@ -30,7 +30,13 @@ from sglang_crashkit.incident.quarantine import (
 )
 
 NOW = 1_700_000_000.0
-BODY = {"text": "a secret", "return_logprob": True, "top_logprobs_num": 600, "sampling_params": {"top_k": 5}}
+BODY = {
+    "text": "a secret",
+    "return_logprob": True,
+    "top_logprobs_num": 600,
+    "sampling_params": {"top_k": 5, "stop": ["a", "b"]},
+}
+STOP = ("sampling_params.stop",)
 NAMES = ("return_logprob", "top_logprobs_num")
 ORIGIN = Origin("It raised.", "1a2b3c4d", "/model", "0.5.23", "fault")
 
@@ -57,21 +63,35 @@ def recognises(entry: Entry, body: dict[str, Any]) -> bool:
         (made((), "content"), {"return_logprob": False}, True),
         (made((), "content"), {"text": "b secret"}, False),
         (made((), "content", {"input_ids": [1, 2]}), {"text": None, "input_ids": [1, 2]}, True),
+        (made(STOP), {}, True),
+        (made(STOP), {"sampling_params": {"top_k": 5, "stop": ["a", "c"]}}, False),
+        (made(STOP), {"sampling_params": {"top_k": 5, "stop": "ab"}}, False),
+        (made(STOP), {"sampling_params": {"top_k": 5, "stop": [object(), "b"]}}, False),
+        (made(("top_logprobs_num", *STOP)), {}, True),
+        (made(("top_logprobs_num", *STOP)), {"sampling_params": {"stop": ["a"]}}, False),
+        (made(("custom",), "any", {"custom": {"a": [1], "b": 2}}), {"custom": {"b": 2, "a": [1]}}, True),
+        (made(("custom",), "any", {"custom": {"a": [1], "b": 2}}), {"custom": {"b": 2, "a": [3]}}, False),
+        (made(("schema",), "any", {"schema": "x" * 9000}), {"schema": "x" * 9000}, True),
+        (made(("schema",), "any", {"schema": "x" * 9000}), {"schema": "x" * 8999 + "y"}, False),
+        (made(("x",), "any", {"x": float("nan")}), {"x": float("nan")}, True),
+        (made(("x",), "any", {"x": "NaN"}), {"x": float("nan")}, True),
+        (made(("x",), "any", {"x": float("inf")}), {"x": float("-inf")}, False),
     ],
 )
 def test_a_request_is_recognised_by_what_counts(entry: Entry, other: dict[str, Any], is_found: bool) -> None:
     assert recognises(entry, BODY | other) is is_found
 
 
-@pytest.mark.parametrize(("names", "prompt"), [((), "any"), ((), "length"), (("sampling_params",), "any")])
+@pytest.mark.parametrize(("names", "prompt"), [((), "any"), ((), "length"), (("not_there",), "any")])
 def test_what_would_recognise_others_requests_is_refused(names: tuple[str, ...], prompt: Prompt) -> None:
     with pytest.raises(CrashkitError, match=r"recognises no request|refuse others' requests"):
         made(names, prompt)
 
 
 def test_entries_are_kept_without_a_prompt_until_they_expire(tmp_path: Path) -> None:
-    change_entries(tmp_path, lambda _none: [made(), made(NAMES, "content")])
-    assert read_entries(tmp_path, NOW + EXPIRY_SECS - 1) == [made(), made(NAMES, "content")]
+    entries = [made(), made(STOP), made(NAMES, "content"), made(("text",), "any", {"text": "a secret" * 99})]
+    change_entries(tmp_path, lambda _none: entries)
+    assert read_entries(tmp_path, NOW + EXPIRY_SECS - 1) == entries
     assert read_entries(tmp_path, NOW + EXPIRY_SECS + 1) == []
     assert "secret" not in (tmp_path / FILE).read_text()
     assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
