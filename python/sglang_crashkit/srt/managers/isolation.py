@@ -80,6 +80,7 @@ class Isolation:
         rids: Collection[str],
         connection: Any,
         on_answer: Callable[[], object],
+        on_turn: Callable[[], object] = lambda: None,
         *,
         is_single: bool = True,
     ) -> Responses:
@@ -89,17 +90,19 @@ class Isolation:
             responses: what SGLang's own generator gives.
             rids: its ids, of a batch all of them.
             connection: FastAPI's request.
-            on_answer: called when all of it was answered.
+            on_answer: called when all of it was answered, or the server said what is wrong with it.
+            on_turn: called when it has had its turn otherwise, and the server goes on.
             is_single: it has one answer, and is no batch.
         """
         token, has_turn = self._enter(rids), False
-        has_answer = False
+        has_answer, is_begun = False, False
         try:
             try:
                 has_turn = await self._begin(token)
             finally:
                 is_aborted = self._leave(token)
             await _check(connection, is_aborted)
+            is_begun = True
             async for response in responses:
                 if _is_answer(response):
                     if is_single or isinstance(response, list):
@@ -113,8 +116,16 @@ class Isolation:
                 yield response
             if has_answer and not is_aborted:
                 on_answer()
+        except Exception as error:
+            # A server that refuses it lives; of an error of its own that is not as certain.
+            is_refused = is_begun and is_single and _is_refusal(error) and not self._is_ending()
+            if is_refused and not await _has_gone(connection):
+                on_answer()
+            raise
         finally:
             self._end(has_turn)
+            if is_begun and not self._is_ending():
+                on_turn()
 
     async def _begin(self, token: object) -> bool:
         """Wait for a moment without others, in which others are held; return whether it is this one's turn."""
@@ -176,9 +187,19 @@ async def _check(connection: Any, is_aborted: bool) -> None:
     """Raise what SGLang raises of a request that nobody waits for any more."""
     if is_aborted:
         raise AbortedError("the request was aborted before it was sent to a rank")
-    asked = getattr(connection, "is_disconnected", None)
-    if asked is not None and await asked():
+    if await _has_gone(connection):
         raise AbortedError("the client has gone before its request was sent to a rank")
+
+
+async def _has_gone(connection: Any) -> bool:
+    asked = getattr(connection, "is_disconnected", None)
+    return asked is not None and bool(await asked())
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Say whether SGLang answers an error with a status of 400 to 499."""
+    status = getattr(error, "status_code", 400 if isinstance(error, (ValueError, TypeError)) else 500)
+    return isinstance(status, int) and 400 <= status < 500
 
 
 def _is_answer(response: object) -> bool:

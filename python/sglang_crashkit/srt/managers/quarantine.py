@@ -16,13 +16,14 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.incident.quarantine import FILE, Entry, Index, clear_suspects, read_entries
+from sglang_crashkit.incident.quarantine import FILE, MAX_ENTRIES, Entry, Index, clear_suspects, read_entries
 from sglang_crashkit.incident.request_fingerprint import OTHER_INPUTS, PARAMETERS, rest_of
 from sglang_crashkit.memory.request_record import to_json
 from sglang_crashkit.settings import read_quarantine
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: How often the file is looked at, in seconds.
 READ_SECS = 5.0
+#: A suspect is sent alone so often at most, whatever comes of it, as long as the server goes on.
+MAX_TURNS = 3
 #: Of the requests that are recognised so many are logged each time the file is looked at.
 _MAX_LOGGED = 10
 #: So many requests of a batch are looked at: the event loop waits for it.
@@ -61,6 +64,8 @@ class Quarantine:
         self._folder, self._model, self._release = folder, model, release
         self._index = Index()
         self._innocent: set[str] = set()
+        #: How often each suspect was sent.
+        self._turns: Counter[str] = Counter()
         self._problem = ""
         self._to_log = _MAX_LOGGED
 
@@ -122,6 +127,16 @@ class Quarantine:
     def acquit(self, entry: Entry) -> None:
         """Have a suspect not be isolated again, as the server has answered it."""
         self._innocent.add(entry.key)
+
+    def count_turn(self, entry: Entry) -> None:
+        """Count that a suspect was sent and the server goes on; after a few times it is not isolated again.
+
+        Its client may give up each time, or SGLang fail it.
+        """
+        if len(self._turns) < MAX_ENTRIES:
+            self._turns[entry.key] += 1
+        if self._turns[entry.key] >= MAX_TURNS:
+            self.acquit(entry)
 
 
 def _follow(its: weakref.ref[Quarantine]) -> None:
@@ -212,7 +227,8 @@ def guard_requests(manager: Any) -> None:
         if entry is not None and entry.level == "suspected":
             quarantine.note(entry, "sent alone")
             on_answer = functools.partial(quarantine.acquit, entry)
-            return isolation.alone(generate(obj, request), rids, client, on_answer, is_single=_is_single(obj))
+            on_turn = functools.partial(quarantine.count_turn, entry)
+            return isolation.alone(generate(obj, request), rids, client, on_answer, on_turn, is_single=_is_single(obj))
         return isolation.later(generate(obj, request), rids, client) if isolation.is_holding else generate(obj, request)
 
     manager.generate_request = generate_request

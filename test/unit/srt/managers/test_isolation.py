@@ -267,6 +267,59 @@ def test_one_aborted_item_leaves_the_rest_of_a_batch(loop: FakeLoop) -> None:
     assert run(loop, story).answered == ["a"]
 
 
+class StatusError(Exception):
+    def __init__(self, status_code: int) -> None:
+        super().__init__("failed")
+        self.status_code = status_code
+
+
+class Client:
+    """A connection that is there when its request begins."""
+
+    def __init__(self, *is_gone: bool) -> None:
+        self._is_gone = list(is_gone)
+
+    async def is_disconnected(self) -> bool:
+        return self._is_gone.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("error", "client", "is_single", "is_ending", "told"),
+    [
+        (ValueError("too long"), None, True, False, ["answered", "turn"]),
+        (StatusError(400), Client(False, False), True, False, ["answered", "turn"]),
+        # It may be that the rank is about to die.
+        (StatusError(500), None, True, False, ["turn"]),
+        (RuntimeError("x"), None, True, False, ["turn"]),
+        # This is what SGLang says of a client that has gone.
+        (ValueError("disconnected"), Client(False, True), True, False, ["turn"]),
+        # It may be about another one of the batch.
+        (ValueError("too long"), None, False, False, ["turn"]),
+        (ValueError("too long"), None, True, True, []),
+    ],
+)
+def test_one_that_is_refused_is_no_suspect(
+    loop: FakeLoop, error: Exception, client: Any, is_single: bool, is_ending: bool, told: list[str]
+) -> None:
+    seen: list[str] = []
+
+    async def failing() -> AsyncIterator[Any]:
+        server.is_ending = is_ending
+        raise error
+        yield
+
+    async def story(its: Server) -> None:
+        nonlocal server
+        server = its
+        answered, turn = (lambda: seen.append("answered")), (lambda: seen.append("turn"))
+        with pytest.raises(type(error)):
+            await its.isolation.alone(failing(), ["a"], client, answered, turn, is_single=is_single).__anext__()
+
+    server = Server()
+    run(loop, story)
+    assert seen == told
+
+
 def test_an_error_of_sglang_is_its_own(loop: FakeLoop) -> None:
     async def failing() -> AsyncIterator[Any]:
         raise ValueError("too long")

@@ -23,7 +23,7 @@ from sglang_crashkit.incident.quarantine import (
     read_entries,
 )
 from sglang_crashkit.memory.request_record import decode_request, encode_begin, to_json
-from sglang_crashkit.srt.managers.quarantine import Quarantine, QuarantinedError, guard_requests
+from sglang_crashkit.srt.managers.quarantine import MAX_TURNS, Quarantine, QuarantinedError, guard_requests
 from sglang_crashkit.srt.request_journal import RequestReader
 
 ORIGIN = Origin("It raised.", "1a2b", "/model", "")
@@ -314,6 +314,21 @@ def test_a_suspect_is_sent_alone_until_it_was_answered(
     quarantine.acquit(entry)
     quarantine.read()
     assert not [one for one in read_entries(quarantine._folder) if one.level == "suspected"]
+
+
+def test_a_suspect_that_always_fails_is_forgotten(suspected: Manager, caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> Any:
+        raise RuntimeError("status 500")
+        yield
+
+    async def ask() -> None:
+        with pytest.raises(RuntimeError, match="status 500"):
+            await suspected.generate_request(Request(), object()).__anext__()
+
+    suspected.answers = fail
+    for _ in range(MAX_TURNS + 2):
+        asyncio.run(ask())
+    assert caplog.text.count("sent alone") == MAX_TURNS
 
 
 @pytest.mark.parametrize("case", ["library", "warm-up", "one of a pair"])
