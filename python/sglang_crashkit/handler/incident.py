@@ -41,7 +41,7 @@ from sglang_crashkit.model.incident import (
     Verdict,
 )
 from sglang_crashkit.model.peers import LostPeer
-from sglang_crashkit.model.step import Step
+from sglang_crashkit.model.step import PHASES, Step
 from sglang_crashkit.policy import Capture
 from sglang_crashkit.settings import Settings
 
@@ -85,6 +85,7 @@ class IncidentRun:
         self.opened = time.monotonic()
         self.captured = self.finished = self._discarded = False
         self.steps: dict[int, Sequence[Step]] = {}
+        self._begun: set[str] = set()
         self._tree = tree
         self._runtime = runtime
         self._settings = settings
@@ -370,6 +371,7 @@ class IncidentRun:
 
     def add_steps(self, process: TrackedProcess, steps: Sequence[Step]) -> None:
         """Take in the last steps of a scheduler, by number."""
+        self._begun.update(one.rid for step in steps if step.phase != PHASES[0] for one in step.requests)
         self.steps[process.pid] = without_requests(steps)
         self._steps_at = self._steps_at or time.monotonic()
 
@@ -429,7 +431,7 @@ class IncidentRun:
         name_suspects(self.incident)
         spare: list[str] = []
         try:
-            spare = count_repeat(self.incident, self.folder, self._settings.full_per_fault)
+            spare = count_repeat(self.incident, self.folder, self._settings.full_per_fault, self._begun)
         except Exception:
             # It is kept in full.
             logger.exception("whether the fault was seen before is not known")
@@ -443,6 +445,7 @@ class IncidentRun:
         self.finished = True
         # Megabytes, which nobody asks for any more.
         self.steps.clear()
+        self._begun.clear()
         logger.info("incident %s: %s", path, verdict.text)
         return path
 

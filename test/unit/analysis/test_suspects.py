@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.analysis.suspects import MAX_SUSPECTS, suspects_of
+from sglang_crashkit.analysis.suspects import MAX_SUSPECTS, ONLY, suspects_of
 from sglang_crashkit.model.incident import (
     Failure,
     Incident,
@@ -15,6 +15,9 @@ from sglang_crashkit.model.incident import (
     Trigger,
     Verdict,
 )
+
+RECEIVED = "the rank had received it last, and it was in no step yet"
+WAITED = "it had not been answered, and was in no step yet"
 
 
 def step(number: int, *rids: str, ended: bool = True) -> dict[str, Any]:
@@ -100,9 +103,45 @@ def test_between_two_batches_nobody_is_known_to_be_alone() -> None:
     assert told(made) == [("a", "unknown")]
 
 
+def between(*batch: str, received: tuple[str, ...] = (), role: str = "scheduler") -> Incident:
+    """An incident of a rank that failed after it had received requests, and before it began a step with them."""
+    made = incident(*batch)
+    (rank,) = made.processes
+    rank.role = role
+    assert rank.steps is not None
+    rank.steps.last.append(step(10, *received, ended=False) | {"phase": "received"})
+    if received and not batch:
+        rank.steps.in_step = InStep(10, "", "received", 0.1, len(received), list(received))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "unanswered", "expected"),
+    [
+        (between(received=("a",)), ["a"], [("a", "supported", ONLY)]),
+        (between(received=("a", "b")), ["b", "a"], [("a", "unknown", RECEIVED), ("b", "unknown", RECEIVED)]),
+        (between("a", received=("b",)), ["b"], [("b", "unknown", RECEIVED), ("a", "unknown", "it was in the step")]),
+        # One whose grammar is not there yet was received rounds ago.
+        (between(), ["a"], [("a", "supported", ONLY)]),
+        (between("a"), ["b"], [("b", "unknown", WAITED), ("a", "unknown", "it was in the step")]),
+        (between(), ["b", "a"], [("b", "unknown", WAITED), ("a", "unknown", WAITED)]),
+        # In a step it is one of that.
+        (incident("a"), ["b"], [("a", "supported", "it was the only request of the step that was not finished")]),
+        # The main process, or the detokenizer.
+        (between(role="server"), ["a"], [("a", "unknown", "it had not been answered")]),
+    ],
+)
+def test_outside_of_a_step_those_count_that_were_in_none(
+    made: Incident, unanswered: list[str], expected: list[tuple[str, str, str]]
+) -> None:
+    found = suspects_of(made, unanswered=unanswered)
+    assert [(one.rid, one.level, one.reasons[0]) for one in found] == expected
+
+
 def test_without_steps_or_a_first_failure_nobody_is_suspected() -> None:
     made = incident("a")
     made.processes[0].steps = None
     assert suspects_of(made) == []
+    assert [one.rid for one in suspects_of(made, unanswered=["a"])] == ["a"]
     made.verdict = None
-    assert suspects_of(made) == []
+    assert suspects_of(made, unanswered=["a"]) == []

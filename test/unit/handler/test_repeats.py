@@ -13,7 +13,7 @@ from sglang_crashkit.handler.collectors.repeats import count_repeat
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
 from sglang_crashkit.incident.quarantine import FILE, read_entries
 from sglang_crashkit.model.incident import Exit, Incident
-from unit.analysis.test_suspects import incident
+from unit.analysis.test_suspects import incident, step
 from unit.stored import NOON
 
 REQUEST = {"text": "a secret", "state": "unfinished", "sampling_params": {"top_k": 5}, "return_logprob": True}
@@ -65,6 +65,21 @@ def test_a_request_that_comes_again_under_another_id_is_known(tmp_path: Path) ->
     other = crash(tmp_path, 3, "third", request=REQUEST | {"text": "another"})
     assert other.fault is not None
     assert other.fault.seen == {}
+
+
+@pytest.mark.parametrize(("signal", "suspects"), [(None, ["late", 'ea"rly']), ("SIGKILL", [])])
+def test_between_two_batches_those_are_suspected_that_were_in_none(
+    tmp_path: Path, signal: str | None, suspects: list[str]
+) -> None:
+    made = incident(last=[step(8, "begun")])
+    made.processes[0].exit = Exit(None, signal, "signal", "", "") if signal else None
+    folder = IncidentFolder(tmp_path / "host" / "incidents", "killed", "00000001", NOON)
+    states = {"begun": "unfinished", 'ea"rly': "unfinished", "late": "unfinished", "answered": "finished"}
+    lines = [json.dumps({"rid": rid, "state": state, "text": "x"}) + "\n" for rid, state in states.items()]
+    folder.write_text(REQUESTS, "".join(lines))
+    count_repeat(made, folder, 0, {"begun"})
+    folder.publish()
+    assert [suspect.rid for suspect in made.suspects] == suspects
 
 
 @pytest.mark.parametrize("text", ["{", '{"rid": 1}\n', "[]\n", '{"state": 1}\n'])

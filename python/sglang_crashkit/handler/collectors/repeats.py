@@ -7,13 +7,14 @@ import itertools
 import json
 import logging
 import os
+import re
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.suspects import ALONE, suspects_of
+from sglang_crashkit.analysis.suspects import ALONE, ONLY, suspects_of
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 #: Of so many requests, the unanswered ones first, the suspects are looked up.
 _MAX_LINES = 2000
+#: How a line of one of those begins.
+_UNFINISHED = re.compile(rb'\{"rid": ("(?:[^"\\]|\\.){0,1024}"), "state": "unfinished"')
 _STACKS = "stacks/"
 #: An incident is finished without it rather than later, in seconds.
 _LOCK_SECS = 0.2
@@ -34,13 +37,16 @@ _LOCK_SECS = 0.2
 _SENT_BY_OTHERS = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
 
 
-def count_repeat(incident: Incident, folder: IncidentFolder, keep: int) -> list[str]:
+def count_repeat(
+    incident: Incident, folder: IncidentFolder, keep: int, begun: Collection[str] = frozenset()
+) -> list[str]:
     """Count the fault of an incident that is about to be written for the last time.
 
     Args:
         incident: with its verdict; it says afterwards what is not kept.
         folder: where it is written.
         keep: how many incidents of a fault are kept in full a day; 0 for all.
+        begun: the ids of the requests that were in a step of a rank.
 
     Returns:
         The files that are of no use any more, relative to the folder, to be removed when the incident is written.
@@ -51,15 +57,19 @@ def count_repeat(incident: Incident, folder: IncidentFolder, keep: int) -> list[
         return []
     pieces = (piece for report in incident.processes for piece in report.evidence)
     has_core = any(piece.kind == "cuda_core" and piece.status == "captured" for piece in pieces)
+    unanswered: list[str] = []
+    if fault.what not in _SENT_BY_OTHERS:
+        unanswered = _unanswered(folder.path / REQUESTS, begun if _is_of_scheduler(incident) else ())
+        name_suspects(incident, unanswered=unanswered)
     lines = _lines_of({suspect.rid for suspect in incident.suspects}, folder.path / REQUESTS)
     suspects = {rid: known.key for rid, fields in lines.items() if (known := fingerprint_of(fields)) is not None}
     incident.fault = count_fault(
         folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core, suspects=suspects
     )
-    name_suspects(incident, incident.fault.seen if incident.fault is not None else {}, _unusual(lines))
+    name_suspects(incident, incident.fault.seen if incident.fault is not None else {}, _unusual(lines), unanswered)
     if read_quarantine(os.environ) != "off" and fault.what not in _SENT_BY_OTHERS:
         origin = origin_of(document, incident.verdict.text if incident.verdict is not None else "", fault.key)
-        is_alone = len(incident.suspects) == 1 and ALONE in incident.suspects[0].reasons
+        is_alone = len(incident.suspects) == 1 and not {ALONE, ONLY}.isdisjoint(incident.suspects[0].reasons)
         _quarantine(folder, lines.values(), origin, is_alone=is_alone)
     return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
 
@@ -88,14 +98,36 @@ def _unusual(lines: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def name_suspects(
-    incident: Incident, seen: Mapping[str, int] | None = None, unusual: Mapping[str, str] | None = None
+    incident: Incident,
+    seen: Mapping[str, int] | None = None,
+    unusual: Mapping[str, str] | None = None,
+    unanswered: Sequence[str] = (),
 ) -> None:
     """Put the suspects into an incident; see `suspects_of`."""
     try:
-        incident.suspects = suspects_of(incident, seen, unusual)
+        incident.suspects = suspects_of(incident, seen, unusual, unanswered)
     except Exception:
         # What is known beside it is worth more.
         logger.exception("the requests of the last step cannot be judged")
+
+
+def _is_of_scheduler(incident: Incident) -> bool:
+    failure = incident.verdict.first_failure if incident.verdict is not None else None
+    report = incident.process(failure.pid) if failure is not None else None
+    return report is not None and report.role == "scheduler"
+
+
+def _unanswered(path: Path, begun: Collection[str]) -> list[str]:
+    """Return the ids of the requests that were not answered, latest first, without those of `begun`."""
+    found: list[str] = []
+    with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+        for line in itertools.islice(file, _MAX_LINES):
+            # The prompts may be long.
+            told = _UNFINISHED.match(line)
+            if told is None:
+                break
+            found.append(json.loads(told[1]))
+    return [rid for rid in reversed(found) if rid not in begun]
 
 
 def _lines_of(rids: Collection[str], path: Path) -> dict[str, dict[str, Any]]:
