@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.quarantine import (
     FILE,
     Index,
@@ -22,7 +24,9 @@ from sglang_crashkit.incident.quarantine import (
     entry_of_all,
     read_entries,
 )
+from sglang_crashkit.incident.request_fingerprint import names_of
 from sglang_crashkit.memory.request_record import decode_request, encode_begin, to_json
+from sglang_crashkit.redact import REDACTED
 from sglang_crashkit.srt.managers.quarantine import MAX_TURNS, Quarantine, QuarantinedError, guard_requests
 from sglang_crashkit.srt.request_journal import RequestReader
 
@@ -265,6 +269,11 @@ def test_a_request_that_comes_again_is_recognised_by_what_the_journal_has(drawn:
     quarantine = Quarantine(Path("none"), "/model", "")
     quarantine._index = Index([entry])
     assert quarantine.find(request) == entry
+    # So is one by any of its parameters, whatever value that has, but for a secret.
+    for name in names_of(line) if REDACTED not in json.dumps(line) else ():
+        with contextlib.suppress(CrashkitError):
+            quarantine._index = Index([entry_of(line, [name], "any", ORIGIN, time.time())])
+            assert quarantine.find(request) is not None
     # Upstream's pickle has the filled-in one as it is.
     pickled = {name: value for name, value in vars(whole).items() if value is not None}
     assert entry_of_all(json.loads(to_json(pickled)), ORIGIN, entry.first) is not None
