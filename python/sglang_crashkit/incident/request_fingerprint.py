@@ -79,7 +79,11 @@ def rest_of(fields: Mapping[str, Any]) -> str:
         told["sampling_params"] = kept
         if not kept:
             del told["sampling_params"]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    text = json.dumps(told, sort_keys=True)
+    if "NaN" in text or "Infinity" in text:
+        # An incident has words in their place.
+        text = json.dumps(json.loads(text, parse_constant=str), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def names_of(fields: Mapping[str, Any]) -> set[str]:

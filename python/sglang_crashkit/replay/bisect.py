@@ -84,6 +84,9 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
     result = Result(str(document.get("id")), words_of(document))
     stored = read_requests(incident)
     result.left_out = [f"request {one.rid}: {', '.join(one.lacks)} is not kept" for one in stored if one.lacks]
+    result.left_out += [
+        f"request {one.rid}: its session, which no other server has" for one in stored if one.body.get("session_params")
+    ]
     items = sorted((one for one in stored if one.is_complete), key=lambda one: not one.was_running)
     trials = Trials(document, plan, say)
     try:

@@ -27,6 +27,14 @@ _OF_THAT_SERVER = frozenset(
         *("parallel_sample_num", "need_wait_for_image", "need_wait_for_mm_inputs", "num_items_assigned"),
     }
 )
+#: Numbers, for which a line has a word where JSON has none.
+_NUMBERS = frozenset(
+    {
+        *("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+        "logit_bias",
+    }
+)
+_NOT_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
 _MAX_LINE = 64 << 20
 _SAFE = {("collections", "deque"), ("collections", "OrderedDict"), ("builtins", "set"), ("builtins", "frozenset")}
 
@@ -116,11 +124,23 @@ def _seconds(text: object) -> float:
 
 
 def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {
+    body = {
         name: value
         for name, value in fields.items()
         if value is not None and name not in _ABOUT and name not in _OF_THAT_SERVER
     }
+    sampling = body.get("sampling_params")
+    if isinstance(sampling, dict):
+        body["sampling_params"] = {
+            name: _number(value) if name in _NUMBERS else value for name, value in sampling.items()
+        }
+    return body
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _number(one) for name, one in value.items()}
+    return float(value) if isinstance(value, str) and value in _NOT_FINITE else value
 
 
 # -- upstream's pickle

@@ -138,8 +138,9 @@ def test_what_of_the_prompts_it_takes_is_found(
 def test_what_does_not_come_back_is_said(
     tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str], rule: str, what: str, reason: str
 ) -> None:
-    path = incident(tmp_path / "crash", {"text": "a", **POISON})
+    path = incident(tmp_path / "crash", {"text": "a", "session_params": {"id": "s"}, **POISON})
     result = bisect(path, tmp_path / "out", serve(rule, what), capsys, "--tries", "2")
+    assert result["left_out"] == ["request 0: its session, which no other server has"]
     assert not result["reproduced"]
     assert result["reason"].startswith(reason)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.errors import CrashkitError, NothingToDoError
+from sglang_crashkit.incident.quarantine import Origin, entry_of_all
 from sglang_crashkit.incident.store import find_one
 from sglang_crashkit.replay.requests import StoredRequest, read_requests
 from unit.stored import make_incident
@@ -61,6 +62,15 @@ def test_what_the_journal_does_not_keep_is_said(tmp_path: Path, more: dict[str, 
     (request,) = read(tmp_path, LINE | more)
     assert request.lacks == lacks
     assert not request.is_complete
+
+
+def test_a_number_that_json_does_not_have_is_sent_as_it_came(tmp_path: Path) -> None:
+    came = {"temperature": float("-inf"), "logit_bias": {"5": float("inf")}, "stop": "NaN", "top_k": 5}
+    line = LINE | {"sampling_params": {**came, "temperature": "-Infinity", "logit_bias": {"5": "Infinity"}}}
+    (request,) = read(tmp_path, line)
+    assert request.body["sampling_params"] == came
+    origin = Origin("", "", "", "")
+    assert entry_of_all(line, origin, 0.0) == entry_of_all(request.body, origin, 0.0)
 
 
 @pytest.mark.parametrize("line", ["{", "[]\n", "\n", "{" * 100_000])
