@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sglang_crashkit.model.incident import Incident, ProcessReport, Suspect
+from sglang_crashkit.model.incident import UNANSWERED, Incident, ProcessReport, Suspect
 
 #: An incident names so many.
 MAX_SUSPECTS = 16
@@ -22,9 +22,9 @@ _SCHEDULER = "scheduler"
 _NAMED, _SEEN, _ALONE, _UNUSUAL, _RECEIVED, _FIRST = 64, 32, 16, 4, 2, 1
 #: The reason of a request that was alone.
 ALONE = "it was the only request of the step that was not finished"
-ONLY = "no other request was under way, and it was in no step yet"
-_WAS_RECEIVED = "the rank had received it last, and it was in no step yet"
-_UNANSWERED, _WAITED = "it had not been answered", "it had not been answered, and was in no step yet"
+ONLY = f"{UNANSWERED}, was in no step yet, and no other one was under way"
+_WAITED = f"{UNANSWERED}, and was in no step yet"
+_RECEIVED_LAST = f"{_WAITED}; the rank had received it last"
 #: A shorter id may stand in any text.
 _MIN_NAMED = 6
 
@@ -73,9 +73,9 @@ def suspects_of(
         if size + len(waited) == 1 and rid in in_no_step and first.role == _SCHEDULER:
             reasons.append((_ALONE, ONLY))
         elif rid in received:
-            reasons.append((_RECEIVED, _WAS_RECEIVED))
+            reasons.append((_RECEIVED, _RECEIVED_LAST))
         elif rid in in_no_step:
-            reasons.append((_RECEIVED, _WAITED if first.role == _SCHEDULER else _UNANSWERED))
+            reasons.append((_RECEIVED, _WAITED if first.role == _SCHEDULER else UNANSWERED))
         if names := (unusual or {}).get(rid):
             reasons.append((_UNUSUAL, f"no other one of the step asks for {names}"))
         if are_all and finished and rid not in before and rid not in waited:

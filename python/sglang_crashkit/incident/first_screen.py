@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang_crashkit.incident.names import Names, join_names, stopped_state
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
+from sglang_crashkit.model.incident import UNANSWERED
 
 #: Columns of a line; with the heading of ``summary.md``, its blank line and its fence there are at most 20 lines.
 WIDTH, MAX_LINES = 80, 17
@@ -125,7 +126,8 @@ def undecided_in_words(suspects: Sequence[Mapping[str, Any]]) -> str:
     """Say that there is nothing between several suspects; empty where there is, or where there is one."""
     if is_suspected(suspects) or len(suspects) < 2:
         return ""
-    return f"none of the {len(suspects)} requests in that step is likelier than the others"
+    where = "under way" if any(UNANSWERED in str(one.get("reasons")) for one in suspects) else "in that step"
+    return f"none of the {len(suspects)} requests {where} is likelier than the others"
 
 
 def cut(text: str, most: int) -> str:

@@ -205,6 +205,10 @@ class Verdict:
     basis: list[str] = field(default_factory=list)  # the statements that it rests on
 
 
+#: What a reason begins with where a suspect is one although no step that was not finished has it.
+UNANSWERED = "it had not been answered"
+
+
 @dataclass
 class Suspect:
     """A request that may have brought the failure about."""

@@ -16,8 +16,8 @@ from sglang_crashkit.model.incident import (
     Verdict,
 )
 
-RECEIVED = "the rank had received it last, and it was in no step yet"
 WAITED = "it had not been answered, and was in no step yet"
+RECEIVED = f"{WAITED}; the rank had received it last"
 
 
 def step(number: int, *rids: str, ended: bool = True) -> dict[str, Any]:

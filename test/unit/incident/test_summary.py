@@ -7,6 +7,7 @@ import pytest
 
 from sglang_crashkit.incident.summary import environment_in_words, format_summary, format_termination_message, headline
 from sglang_crashkit.model.incident import (
+    UNANSWERED,
     Collectives,
     Evidence,
     Exit,
@@ -103,15 +104,16 @@ def test_a_process_that_raised_is_not_called_alive() -> None:
     assert "### sglang::scheduler_TP0 (pid 9): raised an exception\n" in text
 
 
-def test_the_suspect_is_the_same_above_and_below() -> None:
-    suspects = [{"rid": "r1", "level": "unknown", "reasons": ["it was in the step"]}, {"rid": "r2", "level": "unknown"}]
+@pytest.mark.parametrize(("reason", "where"), [("it was in the step", "in that step"), (UNANSWERED, "under way")])
+def test_the_suspect_is_the_same_above_and_below(reason: str, where: str) -> None:
+    suspects = [{"rid": "r1", "level": "unknown", "reasons": [reason]}, {"rid": "r2", "level": "unknown"}]
     text = format_summary(make_incident().to_json() | {"suspects": suspects})
-    words = "none of the 2 requests in that step is likelier than the others"
+    words = f"none of the 2 requests {where} is likelier than the others"
     assert f"\nsuspect {words}\n" in text
     assert f"\n- suspect: {words}; all in incident.json\n" in text
     suspects[0]["level"] = "supported"
     text = format_summary(make_incident().to_json() | {"suspects": suspects})
-    assert "\n- suspect: request r1 (supported): it was in the step; 1 more in incident.json\n" in text
+    assert f"\n- suspect: request r1 (supported): {reason}; 1 more in incident.json\n" in text
 
 
 def test_the_verdict_is_told_without_the_builders_path() -> None:
