@@ -39,6 +39,15 @@ def test_the_one_that_asks_for_what_no_other_does_is_first(tmp_path: Path, other
     assert ("no other one of the step asks for return_logprob" in suspects[0].reasons) is (others > 1)
 
 
+def test_a_few_of_many_parameters_are_named(tmp_path: Path) -> None:
+    plain = {"text": "x", "sampling_params": {}}
+    lines = {str(number): plain for number in range(3)} | {
+        "odd": plain | {"sampling_params": dict.fromkeys("abcdef", 1)}
+    }
+    words = "no other one of the step asks for " + ", ".join(f"sampling_params.{one}" for one in "abcd") + " and 2 more"
+    assert words in finish(tmp_path, lines).suspects[0].reasons
+
+
 def crash(
     crash_folder: Path, number: int, *rids: str, request: dict[str, Any] = REQUEST, signal: str | None = None
 ) -> Incident:

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 #: Of so many requests, the unanswered ones first, the suspects are looked up.
 _MAX_LINES = 2000
+_MAX_NAMES = 4
 #: How a line of one of those begins.
 _UNFINISHED = re.compile(rb'\{"rid": ("(?:[^"\\]|\\.){0,1024}"), "state": "unfinished"')
 _STACKS = "stacks/"
@@ -94,7 +95,13 @@ def _unusual(lines: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     asked = {rid: names_of(fields) for rid, fields in lines.items()}
     times = Counter(name for names in asked.values() for name in names)
     own = {rid: sorted(name for name in names if times[name] == 1) for rid, names in asked.items()}
-    return {rid: ", ".join(names) for rid, names in own.items() if names} if len(lines) > 2 else {}
+    return {rid: _first_few(names) for rid, names in own.items() if names} if len(lines) > 2 else {}
+
+
+def _first_few(names: Sequence[str]) -> str:
+    """Return names in words: a request of OpenAI's API has a value for each parameter."""
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def name_suspects(
