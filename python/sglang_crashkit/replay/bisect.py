@@ -17,7 +17,7 @@ from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 from sglang_crashkit.replay.fault import words_of
 from sglang_crashkit.replay.requests import StoredRequest, read_requests
-from sglang_crashkit.replay.search import isolate, lowest, minimize, needed
+from sglang_crashkit.replay.search import isolate, lowest, minimize, needed, shortest
 from sglang_crashkit.replay.trials import BudgetSpentError, Plan, Trials
 from sglang_crashkit.replay.values import reduce_value
 
@@ -238,7 +238,9 @@ class _Reduction:
             self.prompt, self.group = kinds[at][0], made(kinds[at][1])
             return
         self.prompt = "content"
-        kept = minimize(list(prompt), lambda groups: self._trials.first_failing([whole(parts) for parts in groups]))
+        # Cut from both ends first, which costs fewer servers the longer it is.
+        run = shortest(list(prompt), lambda groups: self._trials.first_failing([whole(parts) for parts in groups]))
+        kept = minimize(run, lambda groups: self._trials.first_failing([whole(parts) for parts in groups]))
         self.group = whole(kept)
 
     def _reduce_values(self, place: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.replay.search import isolate, lowest, minimize, needed
+from sglang_crashkit.replay.search import isolate, lowest, minimize, needed, shortest
 
 
 class Fault:
@@ -62,6 +62,20 @@ def test_a_minimal_part_loses_its_fault_with_any_of_it(guilty: set[int]) -> None
     fault = Fault(lambda group: guilty <= group)
     assert set(minimize(range(31), fault.first_failing)) == guilty
     assert set(isolate(range(31), [], fault.first_failing) or ()) == guilty
+
+
+@given(st.integers(0, 20_000), st.integers(1, 4), st.integers(0, 20_000))
+def test_the_shortest_run_is_found_in_few_failures(before: int, size: int, after: int) -> None:
+    failures = 0
+
+    def first_failing(runs: Sequence[str]) -> int | None:
+        nonlocal failures
+        at = next((place for place, run in enumerate(runs) if "x" * size in run), None)
+        failures += at is not None
+        return at
+
+    assert shortest("a" * before + "x" * size + "a" * after, first_failing) == "x" * size
+    assert failures <= 10
 
 
 def test_load_alone_is_kept_as_large_as_it_must_be() -> None:
