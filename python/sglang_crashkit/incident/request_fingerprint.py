@@ -18,6 +18,7 @@ PARAMETERS = (
     *("return_text_in_logprobs", "return_hidden_states", "return_routed_experts", "routed_experts_start_len"),
     *("return_indexer_topk", "return_entropy", "return_prompt_token_ids", "return_sampling_mask"),
     *("sampling_logprobs_mode", "return_pooled_hidden_states", "session_params", "lora_path", "extra_key"),
+    *("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_flat_raw_top_logprobs_b64"),
     *("dimensions", "is_cross_encoder_request", "require_reasoning", "max_thinking_tokens"),
 )
 #: What else a prompt may be made of, or an answer depend on, and an incident does not keep.

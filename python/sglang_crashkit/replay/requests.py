@@ -23,7 +23,15 @@ _OF_THAT_SERVER = frozenset(
     {
         *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"),
         *("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "http_worker_ipc", "lora_id"),
-        *("received_time", "validation_time", "external_trace_header", "time_stats", "is_single", "batch_size"),
+        *(
+            "received_time",
+            "received_time_perf",
+            "validation_time",
+            "external_trace_header",
+            "time_stats",
+            "is_single",
+            "batch_size",
+        ),
         *("parallel_sample_num", "need_wait_for_image", "need_wait_for_mm_inputs", "num_items_assigned"),
     }
 )

@@ -36,15 +36,16 @@ _KEPT = frozenset(
         "is_cross_encoder_request bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key decode_tp_size "
         "data_parallel_rank routed_dp_rank disagg_prefill_dp_rank routing_key extra_key priority background "
         "require_reasoning max_thinking_tokens no_logs max_dynamic_patch min_dynamic_patch image_max_dynamic_patch "
-        "video_max_dynamic_patch use_audio_in_video return_pooled_hidden_states"
+        "video_max_dynamic_patch use_audio_in_video return_pooled_hidden_states return_flat_raw_top_logprobs "
+        "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64"
     ).split()
 )
-#: What the server itself adds, of no use to anybody else.
+#: What the server itself adds, or no answer depends on, of no use to anybody else.
 _INTERNAL = frozenset(
     (  # noqa: SIM905 - as above
         "text input_ids is_single batch_size parallel_sample_num http_worker_ipc lora_id received_time "
         "validation_time external_trace_header need_wait_for_image need_wait_for_mm_inputs num_items_assigned "
-        "encoder_urls"
+        "encoder_urls received_time_perf custom_labels cache_salt"
     ).split()
 )
 #: Of those the ones that say what a prompt is made of, or is expected to be answered with.

@@ -137,6 +137,8 @@ def test_defaults_are_left_out_and_the_rest_is_kept() -> None:
         rid="a", text="prompt", sampling_params={"temperature": 0.5}, stream=True, routed_experts_start_len=3
     )
     request.is_single, request.batch_size = True, 1  # type: ignore[attr-defined]
+    # Of 0.5.9 each request of OpenAI's API has this.
+    request.received_time_perf, request.cache_salt = 1.5, "salt"  # type: ignore[attr-defined]
     fields, text, input_ids = read_request(request)
     assert (text, input_ids) == ("prompt", None)
     assert fields == {
