@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -69,6 +70,17 @@ def test_what_the_server_saved_counts_beside_the_journal(start_server: Start) ->
     requests, lines = told(server)
     assert (requests["source"], requests["finished"], requests["unfinished"]) == ("pickle", 3, 1)
     assert [line["rid"] for line in lines] == ["only"]
+
+
+@pytest.mark.parametrize(("steps", "suspect"), [(True, "begun"), (False, "only")])
+def test_a_rank_in_no_step_has_those_suspected_that_wait(start_server: Start, steps: bool, suspect: str) -> None:
+    server = start_server(journals=True)
+    server.ask("ask only hello")
+    for name in ("scheduler_TP0", "scheduler_TP1") if steps else ():
+        assert server.ask(f"tell {name} step 1 begun") == "in a step"
+    server.kill("scheduler_TP1", signal.SIGSEGV)
+    (told,) = server.wait_for_the_end().document["suspects"]
+    assert (told["rid"], told["level"]) == (suspect, "supported")
 
 
 def test_a_server_killed_while_it_saves_leaves_requests(start_server: Start) -> None:
