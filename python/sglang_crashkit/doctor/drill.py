@@ -103,7 +103,12 @@ def _problem_of(crash_folder: Path | None, environ: Mapping[str, str]) -> str:
 #: Nobody is to be woken by a drill, and no server's metrics are to be replaced.
 _PUBLISHING = frozenset(
     {"SGLANG_CRASHKIT_ON_INCIDENT", "SGLANG_CRASHKIT_WEBHOOK", "SGLANG_CRASHKIT_KUBERNETES_EVENT"}
-    | {"SGLANG_CRASHKIT_METRICS_FILE", "SGLANG_CRASHKIT_HTML", "PROMETHEUS_MULTIPROC_DIR"}
+    | {
+        "SGLANG_CRASHKIT_OTLP_ENDPOINT",
+        "SGLANG_CRASHKIT_METRICS_FILE",
+        "SGLANG_CRASHKIT_HTML",
+        "PROMETHEUS_MULTIPROC_DIR",
+    }
 )
 
 

@@ -10,6 +10,7 @@ from sglang_crashkit.doctor.findings import Finding
 from sglang_crashkit.doctor.variables import check_variables
 from sglang_crashkit.kernel.shared_memory import FOLDER
 from sglang_crashkit.policy import Action, Capture, Event, Mode, decide
+from sglang_crashkit.settings import OTLP_ENDPOINT
 
 _MB = 1 << 20
 #: On these each read waits for another machine.
@@ -38,7 +39,12 @@ _EVENTS = {Event.DIED: "a rank dies", Event.RAISED: "a rank raises", Event.HUNG:
 def judge(facts: Facts) -> list[Finding]:
     """Return all findings, in the order in which a person reads them."""
     findings = [*_installation(facts), *_servers(facts), *_tracing(facts), *_gpu(facts), *_folder(facts)]
-    findings += [*_shared_memory(facts), *_end(facts), *check_variables(facts.environ, list(facts.arguments))]
+    findings += [
+        *_shared_memory(facts),
+        *_end(facts),
+        *_opentelemetry(facts),
+        *check_variables(facts.environ, list(facts.arguments)),
+    ]
     return findings
 
 
@@ -82,6 +88,19 @@ def _servers(facts: Facts) -> Iterator[Finding]:
             )
         if is_watched:
             yield Finding("note", name, f"at a crash: {_policy_in_words(server.mode)}")
+
+
+def _opentelemetry(facts: Facts) -> Iterator[Finding]:
+    is_traced = "--enable-trace" in facts.arguments
+    where = facts.environ.get(OTLP_ENDPOINT)
+    if not (where or (is_traced and where is None)):
+        return
+    if facts.has_opentelemetry:
+        yield Finding("ok", "opentelemetry", "each incident is a log record where SGLang's traces go")
+    else:
+        why = "an incident is no log record there"
+        mend = ("pip install 'sglang[tracing]'",)
+        yield Finding("warning", "opentelemetry", "its exporter is not installed", why, mend)
 
 
 def _to_be_watched(facts: Facts) -> tuple[str, ...]:

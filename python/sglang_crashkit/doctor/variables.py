@@ -11,7 +11,7 @@ from sglang_crashkit.doctor.findings import Finding
 from sglang_crashkit.settings import Settings, earlier_names_in
 
 _PREFIX = "SGLANG_CRASHKIT_"
-_MAY_BE_SECRET = re.compile(r"WEBHOOK|SECR|TOKEN|KEY|PASS")
+_MAY_BE_SECRET = re.compile(r"WEBHOOK|OTLP|SECR|TOKEN|KEY|PASS")
 _TRUTH = r"(?i)1|true|yes|y|0|false|no|n"
 _NUMBER = r"\d{1,9}"
 _SECONDS = r"\d+(\.\d*)?|\.\d+"
@@ -50,6 +50,7 @@ VALUES = {
     "SGLANG_CRASHKIT_WEBHOOK_KIND": r"(?i)slack|alertmanager|json",
     "SGLANG_CRASHKIT_WEBHOOK_SECRET": _ANY,
     "SGLANG_CRASHKIT_KUBERNETES_EVENT": _TRUTH,
+    "SGLANG_CRASHKIT_OTLP_ENDPOINT": _ANY,
     "SGLANG_CRASHKIT_HTML": _TRUTH,
     "SGLANG_CRASHKIT_QUARANTINE": r"(?i)off|observe|refuse",
 }

@@ -38,6 +38,7 @@ def short_of(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "headline": headline(dict(document))[:_MAX_WORDS],
         "text": str(verdict.get("text") or "")[:_MAX_WORDS],
         "level": verdict.get("level"),
+        "rank": _rank_in(verdict),
         "cause": cause.get("class"),
         "cause_words": cause.get("words"),
         "requests_unfinished": requests.get("unfinished"),
@@ -45,6 +46,17 @@ def short_of(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "seen": fault.get("count"),
         "path": folder,
     }
+
+
+def is_observed(short: Mapping[str, Any]) -> bool:
+    """Say whether the server went on; see `short_of`."""
+    return short["kind"] in _OBSERVED
+
+
+def _rank_in(verdict: Mapping[str, Any]) -> str | None:
+    """Return the title of what failed first without SGLang's prefix, such as ``scheduler_TP1``; None if unknown."""
+    title = mapping_of(verdict.get("first_failure")).get("title")
+    return str(title).removeprefix("sglang::") if title else None
 
 
 def body_of(short: Mapping[str, Any], kind: Kind) -> bytes:
@@ -80,7 +92,7 @@ def _for_slack(short: Mapping[str, Any]) -> str:
 def _alert(short: Mapping[str, Any]) -> dict[str, Any]:
     labels = {
         "alertname": "SGLangIncident",
-        "severity": "warning" if short["kind"] in _OBSERVED else "critical",
+        "severity": "warning" if is_observed(short) else "critical",
         "instance": short["host"],
         "kind": short["kind"],
         "cause": short["cause"],

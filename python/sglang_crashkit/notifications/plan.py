@@ -10,7 +10,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from sglang_crashkit.notifications.kubernetes import EVENT
-from sglang_crashkit.settings import read_bool, read_seconds
+from sglang_crashkit.settings import OTLP_ENDPOINT, read_bool, read_seconds
 
 COMMAND, COMMAND_SECS = "SGLANG_CRASHKIT_ON_INCIDENT", "SGLANG_CRASHKIT_ON_INCIDENT_SECS"
 WEBHOOK, WEBHOOK_KIND = "SGLANG_CRASHKIT_WEBHOOK", "SGLANG_CRASHKIT_WEBHOOK_KIND"
@@ -37,6 +37,7 @@ class Plan:
         kind: what it takes.
         secret: what it is signed with; empty for none.
         makes_event: an Event of the pod is made.
+        otlp: where an OpenTelemetry log record goes; empty for none.
         problems: what cannot be done, and why, by ``command`` and ``webhook``.
     """
 
@@ -46,6 +47,7 @@ class Plan:
     kind: Kind
     secret: str
     makes_event: bool
+    otlp: str
     problems: Mapping[str, str]
 
     @classmethod
@@ -64,12 +66,15 @@ class Plan:
             url = ""
         secs = read_seconds(environ, COMMAND_SECS, _DEFAULT_COMMAND_SECS)
         kind, makes_event = _kind_of(url, environ), read_bool(environ, EVENT, False)
-        return cls(command, secs, url, kind, environ.get(SECRET, ""), makes_event, problems)
+        otlp = environ.get(OTLP_ENDPOINT, "").strip()
+        return cls(command, secs, url, kind, environ.get(SECRET, ""), makes_event, otlp, problems)
 
 
 def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:
     """Say whether anybody is to be told."""
-    return any(environ.get(name, "").strip() for name in (COMMAND, WEBHOOK)) or read_bool(environ, EVENT, False)
+    return any(environ.get(name, "").strip() for name in (COMMAND, WEBHOOK, OTLP_ENDPOINT)) or read_bool(
+        environ, EVENT, False
+    )
 
 
 def _is_http(url: str) -> bool:

@@ -5,10 +5,12 @@ Each command and each request has a deadline, and SIGKILL at its end. What fails
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,8 +23,11 @@ from sglang_crashkit.kernel.private_files import write_json
 from sglang_crashkit.notifications.kubernetes import event_of, find_cluster
 from sglang_crashkit.notifications.messages import body_of, short_of
 from sglang_crashkit.notifications.plan import INCIDENT, OUTCOME, QUIET_KINDS, SECRET, WEBHOOK, Plan
+from sglang_crashkit.settings import OTLP_ENDPOINT
 
 _REQUEST_SECS = 5.0
+#: OpenTelemetry tries again by itself.
+_OTLP_SECS = 15.0
 #: How long is waited before each try, in seconds.
 _WAITS_SECS = (0.0, 1.0, 3.0)
 #: Answers that say that another try may do.
@@ -65,6 +70,8 @@ def tell(folder: Path, environ: Mapping[str, str] = os.environ, wait: Wait = tim
             outcome["webhook"] = _post(plan, short, environ, wait)
         if plan.makes_event:
             outcome["kubernetes_event"] = _make_event(short, environ, wait)
+        if plan.otlp:
+            outcome["opentelemetry"] = _log(plan, short, environ)
         if plan.command:
             outcome["command"] = _run(plan, folder, environ)
         write_json(folder / OUTCOME, outcome)
@@ -112,11 +119,36 @@ def _make_event(short: Mapping[str, Any], environ: Mapping[str, str], wait: Wait
     return _send(event_of(short, cluster), options, kept, wait)
 
 
+def _log(plan: Plan, short: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    kept = {name: value for name, value in environ.items() if name not in (SECRET, WEBHOOK)}
+    argv = [sys.executable, "-m", "sglang_crashkit.notifications.otlp"]
+    with _in_memory(json.dumps(short).encode()) as stdin:
+        run = run_tool(argv, _OTLP_SECS, environ=kept | {OTLP_ENDPOINT: plan.otlp}, max_output=_MAX_OUTPUT, stdin=stdin)
+    return {"done": not run.reason} | ({"reason": _without_keys(_words_of(run), plan.otlp)} if run.reason else {})
+
+
+def _without_keys(text: str, url: str) -> str:
+    """Return a text without what of a URL may be a key: its name and password, and its path."""
+    place, _slash, path = url.partition("://")[2].partition("/")
+    for secret in (place.rpartition("@")[0], path.removesuffix("v1/traces").strip("/")):
+        text = text.replace(secret, "...") if secret else text
+    return text
+
+
+@contextlib.contextmanager
+def _in_memory(data: bytes) -> Iterator[int]:
+    descriptor = os.memfd_create("crashkit-notification", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, data)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def _send(data: bytes, options: Sequence[str], environ: Mapping[str, str], wait: Wait) -> dict[str, Any]:
     told: dict[str, Any] = {"done": False}
-    body = os.memfd_create("crashkit-notification", os.MFD_CLOEXEC)
-    try:
-        os.write(body, data)
+    with _in_memory(data) as body:
         for number, secs in enumerate(_WAITS_SECS, start=1):
             wait(secs)
             os.lseek(body, 0, os.SEEK_SET)
@@ -128,6 +160,4 @@ def _send(data: bytes, options: Sequence[str], environ: Mapping[str, str], wait:
             told |= {"status": status} if status is not None else {"reason": (said or run.reason)[:_MAX_WORDS]}
             if told["done"] or (status is not None and status not in _LATER):
                 break
-    finally:
-        os.close(body)
     return told

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ _MAX_BYTES = 1 << 16
 _CORE_FILE = "CUDA_COREDUMP_FILE"
 
 
-def start(crash_folder: str | None) -> None:
+def start(crash_folder: str | None, told: Mapping[str, str] | None = None) -> None:
     """Start the handler, and let this process and its children find it by environment variables.
 
     Its standard streams are its own, and it holds none of the server's descriptors but the socket: a program that reads
@@ -44,6 +45,7 @@ def start(crash_folder: str | None) -> None:
     Args:
         crash_folder: what the server was given as ``--crash-dump-folder``; a private folder in the temporary one where
             it was given none or cannot be written to.
+        told: variables for the handler alone.
     """
     socket_path = settings.socket_of(os.getpid())
     assert socket_path is not None
@@ -53,7 +55,7 @@ def start(crash_folder: str | None) -> None:
     for name in (settings.SOCKET_VARIABLE, settings.SPOOL_VARIABLE):
         os.environ.pop(name, None)
     try:
-        answer = _start(str(Path(crash_folder).absolute()) if crash_folder else None, socket_path)
+        answer = _start(str(Path(crash_folder).absolute()) if crash_folder else None, socket_path, told or {})
     except (OSError, CrashkitError, subprocess.SubprocessError) as error:
         logger.warning("crash kit: no crash handler, so a crash of this server leaves no incident: %s", error)
         return
@@ -93,7 +95,7 @@ def pid_below() -> int | None:
     return pid if stat is not None and stat.ppid == os.getpid() else None
 
 
-def _start(crash_folder: str | None, socket_path: Path) -> dict[str, Any]:
+def _start(crash_folder: str | None, socket_path: Path, told: Mapping[str, str]) -> dict[str, Any]:
     """Start the handler and return what it said when it was ready.
 
     Raises:
@@ -125,7 +127,7 @@ def _start(crash_folder: str | None, socket_path: Path) -> dict[str, Any]:
                 start_new_session=True,
                 # Python looks for modules in its working directory first, which is the user's.
                 cwd="/",
-                env=_environment(),
+                env=_environment() | dict(told),
             ) as process:
                 return _await_ready(process)
     except BaseException:

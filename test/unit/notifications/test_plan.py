@@ -3,9 +3,13 @@ from __future__ import annotations
 import pytest
 
 from sglang_crashkit.notifications.plan import COMMAND, COMMAND_SECS, WEBHOOK, WEBHOOK_KIND, Plan, is_wanted
+from sglang_crashkit.settings import OTLP_ENDPOINT
 
 
-@pytest.mark.parametrize(("environ", "wanted"), [({}, False), ({COMMAND: " "}, False), ({COMMAND: "a"}, True)])
+@pytest.mark.parametrize(
+    ("environ", "wanted"),
+    [({}, False), ({COMMAND: " "}, False), ({COMMAND: "a"}, True), ({OTLP_ENDPOINT: "a:1"}, True)],
+)
 def test_nobody_is_told_by_default(environ: dict[str, str], wanted: bool) -> None:
     assert is_wanted(environ) is wanted
 

@@ -63,7 +63,7 @@ def test_a_handler_is_started_where_one_is_wanted(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     started: list[str | None] = []
-    monkeypatch.setattr(handler_process, "start", started.append)
+    monkeypatch.setattr(handler_process, "start", lambda folder, _told: started.append(folder))
     on_engine_launch(SimpleNamespace(crash_dump_folder=folder))
     assert started == ([folder] if starts else [])
     assert watches == ([{"follows": False}] if starts else [])
@@ -71,7 +71,7 @@ def test_a_handler_is_started_where_one_is_wanted(
 
 def test_server_args_of_another_shape_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str | None] = []
-    monkeypatch.setattr(handler_process, "start", started.append)
+    monkeypatch.setattr(handler_process, "start", lambda folder, _told: started.append(folder))
     on_engine_launch(object())
     assert started == [None]
 
