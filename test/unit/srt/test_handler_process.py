@@ -24,9 +24,9 @@ logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s", level
 from sglang_crashkit.srt import handler_process
 from sglang_crashkit.srt.hooks import handler_pid
 began = time.monotonic()
-handler_process.start(sys.argv[1])
+handler_process.start(sys.argv[1], {"TOLD": "x"})
 took = time.monotonic() - began
-environ = {name: value for name, value in os.environ.items() if name.startswith("SGLANG_")}
+environ = {name: value for name, value in os.environ.items() if name.startswith(("SGLANG_", "TOLD"))}
 print(json.dumps({"took": took, "pid": handler_pid(), "environ": environ}))
 print("ready", flush=True)
 sys.stdin.readline()
@@ -36,6 +36,11 @@ NO_PIDFD = """
 import os, sys
 def refuse(pid, flags=0): raise PermissionError(1, "Operation not permitted")
 if "sglang_crashkit.handler" in sys.orig_argv: os.pidfd_open = refuse
+"""
+NOTES_WHAT_IT_IS_TOLD = """
+import os, sys
+if "sglang_crashkit.handler" in sys.orig_argv:
+    with open(os.environ["TMPDIR"] + "/told", "w") as file: file.write(os.environ.get("TOLD", ""))
 """
 BREAKS = """
 import sys
@@ -122,6 +127,12 @@ def left_in(temporary: Path) -> list[str]:
     """Return what is left of a handler at work."""
     run = temporary / f"sglang-crashkit-{os.getuid()}" / "run"
     return [path.name for path in (*run.iterdir(), *temporary.glob("**/.spool-*"), *temporary.glob("**/.partial-*"))]
+
+
+def test_the_handler_alone_has_what_it_is_told(temporary: Path) -> None:
+    with started(temporary, NOTES_WHAT_IT_IS_TOLD) as program:
+        assert (temporary / "told").read_text() == "x"
+        assert "TOLD" not in program.environ
 
 
 def test_a_ready_handler_says_where_incidents_go(temporary: Path) -> None:
