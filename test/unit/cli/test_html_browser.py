@@ -2,96 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
-from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from sglang_crashkit.cli.reporters.html import write_html
+from unit.cli.browser import NO_BROWSER, Browser, open_browser
 from unit.cli.html_incidents import FAULTY, hostile, many_ranks
 from unit.waiting import wait_until
 
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.skipif(not BROWSER or not DRIVER, reason="there is no chromium and chromium-driver"),
-    pytest.mark.wide,
-]
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
-)
+pytestmark = [pytest.mark.skipif(bool(NO_BROWSER), reason=NO_BROWSER), pytest.mark.wide]
 #: A page of 512 ranks opens in less, in seconds of the browser's own clock.
 OPENS_SECS = 2.0
 
 
-class Browser:
-    """A headless Chromium that is shown pages, and tells what they did."""
-
-    def __init__(self, driver: webdriver.Chrome) -> None:
-        self.driver = driver
-
-    def open(self, path: Path, width: int = 1600, scheme: str = "light") -> None:
-        self.log()
-        size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-        self.driver.get(path.as_uri())
-        wait_until(lambda: self.js("return document.documentElement.dataset.ready"), "the page is ready")
-
-    def js(self, code: str, *arguments: Any) -> Any:
-        return self.driver.execute_script(code, *arguments)
-
-    def all(self, selector: str) -> list[Any]:
-        return self.driver.find_elements(By.CSS_SELECTOR, selector)
-
-    def press(self, *keys: str) -> None:
-        self.driver.switch_to.active_element.send_keys(*keys)
-
-    def log(self) -> list[str]:
-        """Return what was said on the console since the last time: errors, and what the policy forbade."""
-        return [entry["message"] for entry in self.driver.get_log("browser")]
-
-    def requests(self) -> list[str]:
-        """Return what was asked for since the last time."""
-        events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        return [one["params"]["request"]["url"] for one in events if one["method"] == "Network.requestWillBeSent"]
-
-    def visible(self, selector: str) -> int:
-        code = "return [...document.querySelectorAll(arguments[0])].filter((one) => one.checkVisibility()).length"
-        return int(self.js(code, selector))
-
-    def copied(self) -> str:
-        """Return what is in the clipboard."""
-        self.driver.execute_cdp_cmd(
-            "Browser.grantPermissions", {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
-        )
-        code = "const done = arguments[0]; navigator.clipboard.readText().then(done, (error) => done(String(error)))"
-        return str(self.driver.execute_async_script(code))
-
-
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(BROWSER)
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
-    try:
-        # What the browser shows at its start is of its own.
-        driver.get("about:blank")
-        yield Browser(driver)
-    finally:
-        driver.quit()
+    with open_browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
 
 
 @pytest.fixture(scope="module")
