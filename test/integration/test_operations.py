@@ -1,4 +1,4 @@
-"""What is for operators, on one real server: the doctor, metrics in its own /metrics and in a file, and who is told."""
+"""What is for operators, on one real server: the doctor, metrics, the page of an incident, and who is told."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from integration.scenario import RELEASES
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
+from unit.cli.browser import NO_BROWSER, open_browser
+from unit.notifications.collector import Collector, collector, only_record_in, values_of
 from unit.notifications.hook import Hook, hook
 from unit.waiting import wait_until
 
@@ -31,6 +34,7 @@ class Operated(NamedTuple):
     copy: Path
     hook: Hook
     crash_folder: Path
+    collector: Collector
 
 
 @pytest.fixture(scope="module", params=RELEASES)
@@ -38,19 +42,31 @@ def operated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """A server that has answered a request."""
     folder = tmp_path_factory.mktemp("operated")
     lane = ensure_lane(request.param)
-    with hook(200) as told:
+    with hook(200) as told, collector() as receiver:
         env = {
+            "PYTHONPATH": str(tracing_packages(folder / "tracing")),
+            "SGLANG_CRASHKIT_HTML": "1",
             "SGLANG_CRASHKIT_METRICS_FILE": str(folder / "kit.prom"),
             "SGLANG_CRASHKIT_ON_INCIDENT": f"cp /dev/stdin {folder / 'copy.json'}",
             "SGLANG_CRASHKIT_WEBHOOK": told.url,
             "SGLANG_CRASHKIT_WEBHOOK_SECRET": "key",
         }
         arguments = ["--enable-metrics", "--crash-dump-folder", str(folder / "crash")]
+        arguments += ["--enable-trace", "--otlp-traces-endpoint", receiver.endpoint]
         with Server.start(lane, extra_args=arguments, env=env) as server:
             server.wait_ready()
             server.generate("Hello", max_new_tokens=4)
             python = Path(lane.python)
-            yield Operated(server, python, folder / "kit.prom", folder / "copy.json", told, folder / "crash")
+            yield Operated(server, python, folder / "kit.prom", folder / "copy.json", told, folder / "crash", receiver)
+
+
+def tracing_packages(folder: Path) -> Path:
+    """Make a folder of what SGLang's extra ``tracing`` brings: the lanes are without, the tests have it."""
+    packages = Path(grpc.__file__).parents[1]
+    (folder / "google").mkdir(parents=True)
+    for path in (*packages.glob("opentelemetry*"), packages / "google" / "rpc"):
+        (folder / path.relative_to(packages)).symlink_to(path)
+    return folder
 
 
 def values(text: str) -> dict[str, float]:
@@ -122,3 +138,53 @@ def test_a_crash_is_told_of(operated: Operated) -> None:
         60,
     )
     assert 'kind="killed"' in last
+
+
+def crash_of(operated: Operated) -> Path:
+    """Return the folder of the incident of a killed rank, which is killed here unless it was before."""
+    found = [*operated.crash_folder.glob("*/incidents/*-killed-*")]
+    if not found:
+        os.kill(operated.server.pid_of("sglang::scheduler"), signal.SIGKILL)
+        found = wait_until(lambda: [*operated.crash_folder.glob("*/incidents/*-killed-*")], "it is whole", 60)
+    return found[0]
+
+
+def test_a_crash_is_a_log_record_beside_the_traces(operated: Operated) -> None:
+    incident = crash_of(operated)
+    wait_until(lambda: operated.collector.requests, "the collector was told", 60)
+    (request,) = operated.collector.requests
+    service, record = only_record_in(request)
+    told = values_of(record.attributes)
+    document = json.loads((incident / "incident.json").read_text())
+    assert service["service.name"] == "sglang"
+    assert (record.event_name, told["sglang.incident.id"]) == ("sglang.incident", document["id"])
+    assert (told["sglang.incident.rank"], told["host.name"]) == ("scheduler", document["server"]["hostname"])
+    assert told["sglang.incident.cause"] == document["cause"]["class"]
+    assert told["sglang.incident.path"] == str(incident)
+    assert b"Hello" not in request.SerializeToString()
+    wait_until((incident / "notifications.json").exists, "the outcome is noted", 60)
+    assert json.loads((incident / "notifications.json").read_text())["opentelemetry"] == {"done": True}
+
+
+def test_a_crash_has_its_page_once_it_is_whole(operated: Operated) -> None:
+    incident = crash_of(operated)
+    page, document = incident / "incident.html", incident / "incident.json"
+    wait_until(page.exists, "the page is made", 60)
+    text = page.read_text()
+    assert json.loads(document.read_text())["complete"] is True
+    assert page.stat().st_mtime_ns >= document.stat().st_mtime_ns
+    assert page.stat().st_mode & 0o777 == 0o600
+    assert text.rstrip().endswith("</html>")
+    assert "Hello" not in text
+
+
+@pytest.mark.skipif(bool(NO_BROWSER), reason=NO_BROWSER)
+def test_the_page_of_a_crash_opens(operated: Operated, tmp_path: Path) -> None:
+    page = crash_of(operated) / "incident.html"
+    wait_until(page.exists, "the page is made", 60)
+    with open_browser(tmp_path) as browser:
+        browser.requests()
+        browser.open(page)
+        assert browser.log() == []
+        assert {url.partition(":")[0] for url in browser.requests()} == {"file"}
+        assert "SIGKILL" in browser.js("return document.body.innerText")
