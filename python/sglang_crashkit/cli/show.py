@@ -93,10 +93,11 @@ def _part(incident: StoredIncident, args: argparse.Namespace) -> Iterator[str]:
         return parts.timeline_lines(document)
     if args.env:
         return parts.environment_lines(incident.path, document)
-    return _screen(incident, args)
+    return screen_lines(incident, args)
 
 
-def _screen(incident: StoredIncident, args: argparse.Namespace) -> Iterator[str]:
+def screen_lines(incident: StoredIncident, args: argparse.Namespace) -> Iterator[str]:
+    """Return the first screen of an incident that was meant by ``args.incident`` and ``args.folder``."""
     from sglang_crashkit.cli.reporters.style import bold
     from sglang_crashkit.incident.first_screen import first_screen
 
