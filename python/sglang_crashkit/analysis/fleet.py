@@ -5,6 +5,7 @@ Pure: incidents in, groups out. A contrast is no more than counts of hosts, whic
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -162,7 +163,8 @@ def _contrasts(
 def _since_release(
     members: Sequence[FleetIncident], own: Mapping[str, set[str]], known: Mapping[str, set[str]]
 ) -> tuple[str | None, int]:
-    releases = [version for row in members if (version := _version_of(row.attributes.get(RELEASE))) is not None]
+    named = {row.attributes.get(RELEASE) for row in members}
+    releases = [version for name in named if (version := _version_of(name)) is not None]
     if not releases or len(own) < _LEAST_HOSTS:
         return None, 0
     oldest = min(releases)
@@ -174,6 +176,7 @@ def _since_release(
     return (str(oldest), len(older)) if len(older) >= _LEAST_HOSTS else (None, 0)
 
 
+@functools.lru_cache(maxsize=1024)
 def _version_of(text: str | None) -> Version | None:
     try:
         return Version(text) if text else None

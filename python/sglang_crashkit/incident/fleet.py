@@ -112,7 +112,7 @@ def _read_all(paths: Sequence[tuple[str, str]]) -> list[FleetIncident | None]:
 def _read(one: tuple[str, str]) -> FleetIncident | None:
     host, path = one
     try:
-        document = json.loads(read_regular(Path(path) / "incident.json", MAX_JSON))
+        document = json.loads(read_regular(Path(path, "incident.json"), MAX_JSON))
         return found_of(host, path, document) if isinstance(document, dict) else None
     except (OSError, ValueError, RecursionError, TypeError, AttributeError, LookupError):
         # Of a thousand hosts one may have written anything.
@@ -127,7 +127,7 @@ def found_of(host: str, path: str, document: Mapping[str, Any]) -> FleetIncident
         path: its folder.
         document: see `Incident.to_json`.
     """
-    name = parse_name(Path(path).name)
+    name = parse_name(path.rpartition("/")[2])
     fault, cause = fault_of(document), mapping_of(document.get("cause"))
     kind = str(document.get("kind"))
     told: tuple[str, ...] = ()

@@ -27,7 +27,7 @@ PARTIAL = ".partial-"
 #: In front of the name of one that is being removed.
 REMOVING = ".removing-"
 
-_NAME = re.compile(r"(?P<time>\d{8}T\d{6}\.\d{3}Z)-(?P<kind>[a-z_]+)-(?P<id>[0-9a-f]{8})")
+_NAME = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)\.(\d{3})Z-([a-z_]+)-([0-9a-f]{8})", re.ASCII)
 _CRASH_FOLDER = "--crash-dump-folder"
 
 #: Of an ``incident.json``, which may be anybody's; that of 512 ranks has 2 MB.
@@ -59,11 +59,14 @@ def parse_name(name: str) -> IncidentName | None:
     match = _NAME.fullmatch(name.removeprefix(PARTIAL))
     if match is None:
         return None
+    *day_and_second, thousandths, kind, its_id = match.groups()
+    year, month, day, hour, minute, second = map(int, day_and_second)
     try:
-        moment = datetime.strptime(match["time"], "%Y%m%dT%H%M%S.%fZ").replace(tzinfo=timezone.utc)
+        # A fleet has ten thousands of names, and `strptime` takes ten times as long.
+        moment = datetime(year, month, day, hour, minute, second, int(thousandths) * 1000, timezone.utc)
     except ValueError:
         return None
-    return IncidentName(moment.timestamp(), match["kind"], match["id"])
+    return IncidentName(moment.timestamp(), kind, its_id)
 
 
 def is_finished(name: str) -> bool:

@@ -156,4 +156,5 @@ def read_regular(path: Path, most: int, *, from_end: bool = False) -> bytes:
             raise OSError(errno.EINVAL, "is no regular file", str(path))
         if from_end:
             file.seek(max(0, found.st_size - most))
-        return file.read(most)
+        # Room is made for as much as is asked for. A size of 0 says nothing, as that of a file in /proc.
+        return file.read(min(most, found.st_size) or most)
