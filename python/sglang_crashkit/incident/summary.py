@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.incident import step_words
+from sglang_crashkit.incident import process_words, step_words
 from sglang_crashkit.incident.first_screen import (
-    consequence_in_words,
     counts_of,
     first_screen,
     sizes_in_words,
     undecided_in_words,
     without_build_paths,
 )
-from sglang_crashkit.incident.names import stopped_state
+from sglang_crashkit.incident.names import Names
+from sglang_crashkit.incident.timeline_words import runs_of
 from sglang_crashkit.model.checked_json import mapping_of as mapping_of
 from sglang_crashkit.model.checked_json import mappings_of as mappings_of
 
@@ -93,21 +93,15 @@ def _lines(document: Mapping[str, Any], where: str) -> Iterator[str]:
     yield from _collectives(document)
     yield from _gpus(document)
     yield "## Processes"
-    for process in mappings_of(document.get("processes")):
-        yield ""
-        yield f"### {process.get('title')} (pid {process.get('pid')}): {state_in_words(process)}"
-        yield from (f"- {frame}" for frame in process.get("doing") or ())
-        if sign := mapping_of(process.get("last_sign")):
-            yield f"- last sign: {last_sign_in_words(sign)}"
-        if step := mapping_of(mapping_of(process.get("steps")).get("in_step")):
-            yield f"- in {step_words.current_in_words(step)}"
-        yield from (f"- GPU: {line}" for line in process.get("gpu") or ())
-        yield from (f"- {piece_in_words(piece)}" for piece in mappings_of(process.get("evidence")))
+    yield from process_words.lines_of(document)
     yield ""
     yield "## Timeline"
     yield ""
-    for entry in timeline_of(document):
-        yield f"- {event_in_words(entry)}"
+    names = Names(document)
+    for run in runs_of(document):
+        many = [run.who(names)] if len(run.events) > 1 else []
+        told = ", ".join(filter(None, [*many, run.details(of_process=True)]))
+        yield f"- {run.first.get('time')} {run.first.get('event')}{': ' if told else ''}{told}"
 
 
 def _first_failure(document: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -199,24 +193,6 @@ def _gpus(document: Mapping[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def timeline_of(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the events in order of time."""
-    return sorted(mappings_of(document.get("timeline")), key=lambda entry: str(entry.get("time")))
-
-
-def event_in_words(entry: Mapping[str, Any]) -> str:
-    """Say what happened when, in a line; the whole of a message stands in the verdict, or in the process's own record.
-
-    Args:
-        entry: of the timeline.
-    """
-    told = {name: value for name, value in entry.items() if name not in ("time", "event") and value is not None}
-    if "message" in told:
-        told["message"] = consequence_in_words(str(told["message"]))
-    details = ", ".join(f"{name} {value}" for name, value in told.items())
-    return f"{entry.get('time')} {entry.get('event')}{': ' if details else ''}{details}"
-
-
 def environment_in_words(environment: Mapping[str, Any]) -> Iterator[str]:
     """Say in a few lines what surrounded the server, of what is known."""
     versions, place = mapping_of(environment.get("versions")), mapping_of(environment.get("place"))
@@ -270,31 +246,3 @@ def occurrence_in_words(fault: Mapping[str, Any]) -> str:
     """Say how often a fault had been seen by then, and where the stacks are of an incident that is kept in short."""
     short = f"; in short: incident {fault['repeats']} has the stacks of all processes" if fault.get("repeats") else ""
     return f"the same fault {fault.get('count')} times since {fault.get('first')}{short}"
-
-
-def piece_in_words(piece: Mapping[str, Any]) -> str:
-    """Say of a piece of evidence what it is, whether it is there, and where or why not."""
-    seconds = piece.get("seconds")
-    took = f", {seconds:.3f} s" if isinstance(seconds, (int, float)) else ""
-    parts = (piece.get("path"), piece.get("reason"))
-    where = "; ".join(str(part) for part in parts if part) or "in incident.json"
-    by = f" by {piece['source']}" if piece.get("source") else ""
-    return f"{piece.get('kind')}: {piece.get('status')}{by} ({where}{took})"
-
-
-def state_in_words(process: Mapping[str, Any]) -> str:
-    """Say whether a process was alive when it was looked at, was stopped, or raised; and how it ended otherwise."""
-    end = mapping_of(process.get("exit"))
-    if not end:
-        pieces = mappings_of(process.get("evidence"))
-        raised = any(piece.get("kind") == "exception" and piece.get("status") == "captured" for piece in pieces)
-        return stopped_state(process) or ("raised an exception" if raised else "alive then")
-    how = end.get("signal") or f"exit status {end.get('code')}"
-    return f"dead, {how} ({end.get('cause')}: {end.get('detail')})"
-
-
-def last_sign_in_words(sign: Mapping[str, Any]) -> str:
-    """Say what a scheduler was about when its heartbeat was last written to, and when that was."""
-    seconds = sign.get("seconds_before")
-    when = f", {seconds:.1f} s before" if isinstance(seconds, (int, float)) else ""
-    return f"{sign.get('doing')}{when}"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.incident.first_screen import consequence_in_words, cut
+from sglang_crashkit.incident.first_screen import cut
 from sglang_crashkit.incident.names import Names, join_names
-from sglang_crashkit.incident.summary import environment_in_words, mapping_of, mappings_of, state_in_words, timeline_of
+from sglang_crashkit.incident.process_words import state_in_words
+from sglang_crashkit.incident.summary import environment_in_words
+from sglang_crashkit.incident.timeline_words import runs_of, seconds_of
 from sglang_crashkit.kernel.private_files import read_regular
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
 _ENVIRONMENT = "environment.json"
 _REQUESTS = Path("requests", "requests.jsonl")
@@ -95,26 +97,14 @@ def _request_line(line: bytes, levels: Mapping[str, str]) -> str:
 
 
 def timeline_lines(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the events, with their seconds since the incident began."""
-    names, began = Names(document), _seconds(mapping_of(document.get("trigger")).get("time"))
-    for entry in timeline_of(document):
-        since = _seconds(entry.get("time")) - began
-        who = f" {names.short(entry)}:" if "pid" in entry else ""
-        told = {name: value for name, value in entry.items() if name not in ("time", "event", "pid", "title")}
-        if "message" in told:
-            told["message"] = consequence_in_words(str(told["message"]))
-        if entry.get("event") == "shared_memory_left":
-            yield cut(f"{since:+9.3f} s  shared_memory_left {_left_in_words(entry)}", _MAX_EVENT)
-            continue
-        words = ", ".join(f"{name} {value}" for name, value in told.items() if value is not None)
-        yield cut(f"{since:+9.3f} s  {entry.get('event')}{who} {words}".rstrip(" :"), _MAX_EVENT)
-
-
-def _left_in_words(entry: Mapping[str, Any]) -> str:
-    segments = mappings_of(entry.get("segments"))
-    size = sum(one["bytes"] for one in segments if isinstance(one.get("bytes"), int))
-    named = ", ".join(f"{one.get('name')} ({one.get('why')})" for one in segments)
-    return f"{len(segments)} segment{'' if len(segments) == 1 else 's'} left, {size / 1e3:,.0f} kB: {named}"
+    """Yield the events, with their seconds since the incident began; many that are alike are one line."""
+    names = Names(document)
+    began = seconds_of(mapping_of(document.get("trigger")).get("time")) or 0.0
+    for run in runs_of(document):
+        since = (seconds_of(run.first.get("time")) or 0.0) - began
+        who = run.who(names)
+        words = f"{since:+9.3f} s  {run.first.get('event')}{f' {who}:' if who else ''} {run.details()}"
+        yield cut(words.rstrip(" :"), _MAX_EVENT)
 
 
 def environment_lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
@@ -136,13 +126,6 @@ def _flat(value: object, name: str = "") -> Iterator[str]:
             yield from _flat(inner, f"{name}[{number}]")
     else:
         yield f"{name}  {value if isinstance(value, str) else json.dumps(value)}"
-
-
-def _seconds(time: object) -> float:
-    try:
-        return datetime.fromisoformat(str(time).replace("Z", "+00:00")).timestamp()
-    except ValueError:
-        return 0.0
 
 
 def _load(path: Path) -> Mapping[str, Any]:

@@ -10,7 +10,6 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from sglang_crashkit.analysis.divergence import DIVERGED, group_in_step
@@ -18,8 +17,9 @@ from sglang_crashkit.analysis.ranks import Rank, RankSet, rank_at
 from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut
 from sglang_crashkit.cli.reporters.merged_stacks import MAX_NAMES, cut_names, ranks_by_pid
 from sglang_crashkit.cli.steps import columns_of, in_words
+from sglang_crashkit.incident.process_words import last_sign_in_words, piece_in_words, state_in_words
 from sglang_crashkit.incident.steps import SUFFIX, StoredSteps
-from sglang_crashkit.incident.summary import last_sign_in_words, piece_in_words, state_in_words, timeline_of
+from sglang_crashkit.incident.timeline_words import seconds_of, timeline_of
 from sglang_crashkit.kernel import titles
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 from sglang_crashkit.model.step import Step
@@ -156,11 +156,11 @@ def timeline(document: Mapping[str, Any]) -> dict[str, Any]:
         ``seconds``: from the first to the last event. ``lanes``: each with ``name`` and ``events``. ``events``: each
         with ``after``, in seconds from the trigger; ``place``; ``tone``; ``event``; ``who``; ``words``.
     """
-    known = [(_seconds(one.get("time")), one) for one in timeline_of(document)]
+    known = [(seconds_of(one.get("time")), one) for one in timeline_of(document)]
     timed = [(seconds, one) for seconds, one in known if seconds is not None]
     if not timed:
         return {"lanes": [], "events": [], "seconds": 0.0, "begin": 0.0, "left_out": len(known)}
-    trigger = _seconds(mapping_of(document.get("trigger")).get("time"))
+    trigger = seconds_of(mapping_of(document.get("trigger")).get("time"))
     zero = trigger if trigger is not None else timed[0][0]
     times = [*(seconds for seconds, _one in timed), zero]
     begin, end = min(times), max(times)
@@ -215,13 +215,6 @@ def _merged(timed: Sequence[tuple[float, Mapping[str, Any]]], document: Mapping[
         if told["ranks"]:
             told["who"] = cut_names(RankSet(told["ranks"]).format())
     return events
-
-
-def _seconds(time: object) -> float | None:
-    try:
-        return datetime.fromisoformat(str(time).replace("Z", "+00:00")).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return None
 
 
 def _plain(value: object) -> str:

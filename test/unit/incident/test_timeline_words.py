@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.incident.names import Names
+from sglang_crashkit.incident.timeline_words import Run, runs_of, seconds_of
+
+
+def event(number: int, name: str = "process_exited", **fields: Any) -> dict[str, Any]:
+    time = f"2026-01-02T03:04:{number / 100:09.6f}Z"
+    return {"time": time, "event": name, "pid": number, "title": f"sglang::scheduler_TP{number}"} | fields
+
+
+def told(*events: dict[str, Any]) -> list[str]:
+    document = {"timeline": list(events)}
+    return [f"{run.who(Names(document))}: {run.details()}" for run in runs_of(document)]
+
+
+def test_many_that_are_alike_are_one_line() -> None:
+    assert told(*(event(number, signal="SIGKILL") for number in range(514))) == [
+        "TP0-513 (514 processes): within 5.130 s, signal SIGKILL"
+    ]
+
+
+def test_numbers_that_differ_are_those_of_the_first() -> None:
+    silent = [event(number, "no_progress", silent_secs=5.1 + number) for number in range(20)]
+    assert told(*silent) == ["TP0-19 (20 processes): within 0.190 s, silent_secs 5.1 (the first)"]
+
+
+def test_a_few_and_those_of_no_process_stand_each_for_itself() -> None:
+    assert len(told(*(event(number) for number in range(8)))) == 8
+    assert len(told(*({"time": str(number), "event": "note"} for number in range(20)))) == 20
+    # Another one between them may be what the rest follows from.
+    assert len(told(*(event(number, signal=f"SIG{'ABC'[number == 10]}") for number in range(20)))) == 3
+
+
+def test_what_is_long_is_cut() -> None:
+    segments = [{"name": f"s{number}", "bytes": 4096, "why": "it is held"} for number in range(9)]
+    run = Run([{"event": "x", "pids": list(range(512)), "segments": segments, "message": "m" * 300}])
+    words = run.details()
+    assert words.startswith("pids 0, 1, 2, 3, 4, 5, 6, 7 and 504 more, 9 segments left, 37 kB: s0 (it is held), ")
+    assert words.endswith(f"s7 (it is held) and 1 more, message {'m' * 97}...")
+
+
+@pytest.mark.parametrize("time", [None, 5, "yesterday", "0000-00-00T00:00:00Z"])
+def test_what_is_no_time_is_none(time: object) -> None:
+    assert seconds_of(time) is None
