@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_crashkit import settings
 from sglang_crashkit.errors import NothingToDoError
-from sglang_crashkit.incident.store import StoredIncident, find_one
+from sglang_crashkit.incident.store import StoredIncident, find_one, unreadable_in_words
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
 _HANDLER_LOG = "crash_handler.log"
@@ -44,22 +46,33 @@ def require_folders(folder: Path | None) -> list[Path]:
 def find_meant(text: str, folder: Path | None) -> StoredIncident:
     """Return the incident that is meant by an id, ``latest`` or a path; see `find_one`.
 
+    Of the latest it is told which folders cannot be read, where a later one may be.
+
     Raises:
         NothingToDoError: there is none.
         CrashkitError: it cannot be read.
     """
+    found, unreadable = [], list[OSError]()
     if folder is not None or "/" in text or Path(text).exists():
-        return find_one(text, folder)
-    found = []
+        incident = find_one(text, folder, unreadable)
+        tell_unreadable(unreadable)
+        return incident
     for one in require_folders(None):
         with contextlib.suppress(NothingToDoError):
-            found.append(find_one(text, one))
+            found.append(find_one(text, one, unreadable))
     if not found:
         raise NothingToDoError(
             f"no incident {text} where servers of this host leave theirs",
             next_step="name its folder, or its crash folder with --folder DIR",
         )
+    tell_unreadable(unreadable)
     return max(found, key=lambda one: one.name)
+
+
+def tell_unreadable(errors: Sequence[OSError]) -> None:
+    """Name on the standard error the folders that cannot be read, where others can."""
+    for error in errors:
+        print(f"{unreadable_in_words(error, Path())}; what is in it is left out", file=sys.stderr)
 
 
 def add_incident(parser: argparse.ArgumentParser) -> None:

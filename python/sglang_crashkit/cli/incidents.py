@@ -42,26 +42,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """List them.
+    """List them; the exit status is 5 where some of the folders cannot be read.
 
     Raises:
         NothingToDoError: there is no such folder, or no incident in it.
         CrashkitError: it cannot be read.
     """
     # Imported here, so that every command starts without what the others need.
-    from sglang_crashkit.cli.crash_folder import require_folders
+    from sglang_crashkit.cli.crash_folder import require_folders, tell_unreadable
 
     folders = require_folders(args.folder)
     where = ", ".join(map(str, folders))
+    unreadable: list[OSError] = []
     try:
-        found = [one for folder in folders for one in find_incidents(folder)]
+        found = [one for folder in folders for one in find_incidents(folder, unreadable)]
     except OSError as error:
         raise unreadable_error(error, folders[0]) from error
     incidents = _chosen(sorted(found, key=lambda one: one.name, reverse=True), args)
     faults = {folder: read_faults(folder) for folder in {incident.path.parent for incident in incidents}}
+    status = ExitCode.PARTIAL if unreadable else ExitCode.DONE
     if args.json:
         print(json.dumps([_as_json(incident, faults) for incident in incidents], indent=2))
-        return ExitCode.DONE if incidents else ExitCode.NOTHING
+        tell_unreadable(unreadable)
+        return status if incidents else ExitCode.NOTHING
+    tell_unreadable(unreadable)
     if not incidents:
         of_these = " that is asked for" if found else ""
         raise NothingToDoError(
@@ -70,7 +74,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         )
     for line in _as_text(incidents, faults):
         print(line)
-    return ExitCode.DONE
+    return status
 
 
 def _others(found: Sequence[StoredIncident], args: argparse.Namespace) -> str:

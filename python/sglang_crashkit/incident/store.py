@@ -96,11 +96,12 @@ class StoredIncident:
         return self.path.name.removeprefix(PARTIAL)
 
 
-def find_incidents(folder: Path) -> list[StoredIncident]:
+def find_incidents(folder: Path, unreadable: list[OSError] | None = None) -> list[StoredIncident]:
     """Return the incidents below `folder`, newest first.
 
     Args:
         folder: a crash folder, a host's folder in it, its ``incidents`` folder, or one incident's folder.
+        unreadable: gets why some of the folders in it cannot be read, where others can.
 
     Raises:
         NothingToDoError: there is no such folder.
@@ -115,16 +116,18 @@ def find_incidents(folder: Path) -> list[StoredIncident]:
             f"{folder} is not a folder",
             next_step="name the folder that the server was given as --crash-dump-folder",
         )
-    unreadable: list[OSError] = []
+    closed: list[OSError] = []
     if parse_name(folder.absolute().name):
         found = [folder]
     else:
-        found = list_entries(folder, unreadable)
+        found = list_entries(folder, closed)
         hosts = [path for path in found if not parse_name(path.name)]
-        found += [path for one in (folder, *hosts) for path in list_entries(one / "incidents", unreadable)]
+        found += [path for one in (folder, *hosts) for path in list_entries(one / "incidents", closed)]
     incidents = [_read(path) for path in found if parse_name(path.absolute().name) and path.is_dir()]
-    if unreadable and not incidents:
-        raise unreadable[0]
+    if closed and not incidents:
+        raise closed[0]
+    if unreadable is not None:
+        unreadable += closed
     return sorted(incidents, key=lambda incident: incident.name, reverse=True)
 
 
@@ -143,21 +146,24 @@ def list_entries(folder: Path, unreadable: list[OSError]) -> list[Path]:
         return []
 
 
+def unreadable_in_words(error: OSError, folder: Path) -> str:
+    """Say of a folder that it cannot be read, and why."""
+    return f"{error.filename or folder} cannot be read: {error.strerror or error}"
+
+
 def unreadable_error(error: OSError, folder: Path) -> CrashkitError:
     """Return what is reported of a folder that cannot be read."""
-    return CrashkitError(
-        f"{error.filename or folder} cannot be read: {error.strerror or error}",
-        next_step="read it as the user whom the server runs as",
-    )
+    return CrashkitError(unreadable_in_words(error, folder), next_step="read it as the user whom the server runs as")
 
 
-def find_one(text: str, folder: Path | None = None) -> StoredIncident:
+def find_one(text: str, folder: Path | None = None, unreadable: list[OSError] | None = None) -> StoredIncident:
     """Return the one finished incident that is meant.
 
     Args:
         text: an incident's folder, a crash folder, of which the newest one is taken, or one in `folder`: ``latest`` or
             its id.
         folder: a crash folder; by default the one of servers that were given none.
+        unreadable: see `find_incidents`; what is meant by an id needs no other folder.
 
     Raises:
         NothingToDoError: there is none.
@@ -166,13 +172,17 @@ def find_one(text: str, folder: Path | None = None) -> StoredIncident:
     is_name = "/" not in text and not Path(text).exists()
     place = (folder or settings.fallback_folder()) if is_name else Path(text)
     wanted = "" if not is_name or text == "latest" else text
+    closed: list[OSError] = []
     try:
-        found = [one for one in find_incidents(place) if one.finished and one.name.endswith(wanted)]
+        found = [one for one in find_incidents(place, closed) if one.finished and one.name.endswith(wanted)]
     except OSError as error:
         raise unreadable_error(error, place) from error
     if not found:
         named = f"incident {wanted}" if wanted else "finished incident"
-        raise NothingToDoError(f"no {named} below {place}", next_step=f"sglang-crashkit incidents {place}")
+        told = "; ".join([f"no {named} below {place}", *(unreadable_in_words(error, place) for error in closed)])
+        raise NothingToDoError(told, next_step=f"sglang-crashkit incidents {place}")
+    if unreadable is not None and not wanted:
+        unreadable += closed
     if found[0].document is None:
         raise CrashkitError(
             f"{found[0].path}: {found[0].problem}",

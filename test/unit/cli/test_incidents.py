@@ -239,6 +239,31 @@ def test_a_folder_of_another_user_is_said_to_be_unreadable(closed: str) -> None:
     assert len(told) == 3 * len(commands)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_host_that_is_closed_is_named_among_those_that_are_open() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        crash = Path(name) / "crash"
+        path = make_incident(crash, 1.0, "")
+        for each in [crash, *crash.rglob("*")]:
+            each.chmod(0o755 if each.is_dir() else 0o644)
+        closed = crash / "other"
+        closed.mkdir(0o700)
+        commands = [f"incidents {crash}", f"incidents {crash} --json", f"show {crash}"]
+        commands += [f"steps latest --folder {crash}", f"show {path}"]
+        commands += [f"show {path.name[-8:]} --folder {crash}", f"show 00000000 --folder {crash}"]
+        done = subprocess.run(
+            [sys.executable, "-c", AS_NOBODY, *commands], capture_output=True, text=True, timeout=60, check=False
+        )
+    why = f"{closed}/incidents cannot be read: Permission denied"
+    left_out = f"{why}; what is in it is left out"
+    steps = [left_out, f"sglang-crashkit steps: no steps in {path}", "  next: sglang-crashkit show ", "3"]
+    absent = [f"sglang-crashkit show: no incident 00000000 below {crash}; {why}", "  next: ", "3"]
+    expected = [left_out, "5", left_out, "5", left_out, "0", *steps, "0", "0", *absent]
+    told = done.stderr.splitlines()
+    assert [line for line, start in zip(told, expected, strict=True) if not line.startswith(start)] == []
+
+
 def test_of_an_unknown_kind_those_that_are_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_incident(tmp_path, 1.0, "")
     assert main(["incidents", str(tmp_path), "--kind", "foo"]) == 3
