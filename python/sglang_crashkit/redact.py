@@ -100,15 +100,16 @@ def redact_prompts(text: str, prompts: Iterable[str]) -> str:
     Of each prompt the first 4,096 characters are compared, of at most 64 prompts: this runs in a process that crashes.
     """
     prompts = [prompt[:_MAX_PROMPT_CHARS] for prompt, _ in zip(prompts, range(_MAX_PROMPTS), strict=False)]
-    for prompt in prompts:
-        if _MIN_VALUE <= len(prompt) < _RUN:
-            text = text.replace(prompt, REDACTED)
     # In a message a prompt stands as it is or as Python writes it.
-    text = _without_runs(text, [form for prompt in prompts for form in (prompt, repr(prompt)[1:-1])])
+    text = redact_shared(text, [form for prompt in prompts for form in (prompt, repr(prompt)[1:-1])])
     return _NUMBERS.sub(lambda match: f"<{match[0].count(',') + 1} numbers>", text)
 
 
-def _without_runs(text: str, prompts: Sequence[str]) -> str:
+def redact_shared(text: str, prompts: Sequence[str]) -> str:
+    """Return `text` without the runs of 24 characters that it shares with any of `prompts`, and the shorter ones."""
+    for prompt in prompts:
+        if _MIN_VALUE <= len(prompt) < _RUN:
+            text = text.replace(prompt, REDACTED)
     places: dict[str, list[int]] = {}
     for start in range(len(text) - _RUN + 1):
         places.setdefault(text[start : start + _RUN], []).append(start)

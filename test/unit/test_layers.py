@@ -63,6 +63,7 @@ ALLOWED = {
         "kernel",
         "model",
         "protocol",
+        "redact",
         "settings",
         "replay",
         "watch",

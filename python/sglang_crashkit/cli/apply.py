@@ -26,7 +26,6 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
     parser.add_argument("--python", metavar="PATH", help="interpreter or virtual environment; this one by default")
     parser.add_argument("--dry-run", action="store_true", help="check everything, change nothing")

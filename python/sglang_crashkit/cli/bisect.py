@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_crashkit.cli.argument_types import positive, seconds
-from sglang_crashkit.cli.crash_folder import add_incident, find_meant
+from sglang_crashkit.cli.argument_types import add_incident, positive, seconds
+from sglang_crashkit.cli.crash_folder import find_meant
 from sglang_crashkit.cli.ending import terminable
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 
@@ -29,9 +29,8 @@ command. Ctrl-C keeps what is known by then, and the same command again goes on 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLE
-    add_incident(parser)
+    add_incident(parser, default=None)
     parser.add_argument("--serve", metavar="COMMAND", required=True, help="starts a patched server like that one")
     parser.add_argument("--tries", type=positive, default=3, metavar="N", help="before it is not reproduced (3)")
     parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="servers that serve at once (1)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import tarfile
 from collections.abc import Iterator
@@ -15,11 +16,14 @@ from sglang_crashkit.cli.argument_types import add_incident
 from sglang_crashkit.errors import CrashkitError, ExitCode, RefusedError, UsageError
 
 if TYPE_CHECKING:
+    from sglang_crashkit.cli.without_prompts import PromptSearch
     from sglang_crashkit.incident.store import StoredIncident
 
 REPORT = "report.md"
 #: What holds prompts, of an incident's folder.
 _WITH_PROMPTS = ("requests",)
+#: So many of the files that are left out are named.
+_MAX_TOLD = 5
 _ZSTD, _GZIP = ".tar.zst", ".tar.gz"
 _LEVEL = 10
 _EXAMPLES = """\
@@ -29,21 +33,24 @@ examples:
   sglang-crashkit bundle latest --report
 
 The file holds the incident's folder and report.md, which can be pasted as it is. Logs, exceptions and the environment
-were searched for secrets and prompts as they were written. Look at what you hand on all the same: host names, paths and
-the server's arguments are in it.
+were searched for secrets and prompts as they were written. With --no-prompts every file is searched again, and what
+is no text, such as a GPU core, is left out. Look at what you hand on all the same: host names, paths and the server's
+arguments are in it.
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
     add_incident(parser)
-    parser.add_argument("--no-prompts", action="store_true", help="without the requests' file, which holds prompts")
+    parser.add_argument(
+        "--no-prompts", action="store_true", help="without the requests, and without their prompts in any file"
+    )
     parser.add_argument(
         "-o", "--out", metavar="FILE", type=Path, help="a new *.tar.zst or *.tar.gz (sglang-ID.tar.zst)"
     )
     parser.add_argument("--report", action="store_true", help="print the report, and write nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -58,11 +65,15 @@ def run(args: argparse.Namespace) -> ExitCode:
     # Imported here, so that every command starts without what the others need.
     from sglang_crashkit.cli.crash_folder import find_meant
     from sglang_crashkit.cli.reporters.incident_report import report_of
+    from sglang_crashkit.cli.without_prompts import PromptSearch
 
     incident = find_meant(args.incident, args.folder)
-    report = report_of(incident.path, incident.document or {})
+    search = PromptSearch(incident.path) if args.no_prompts else None
+    report = report_of(incident.path, incident.document or {}).encode(errors="backslashreplace")
+    report = (search.clean(REPORT, report) if search is not None else None) or report
     if args.report:
-        print(report, end="")
+        text = report.decode()
+        print(json.dumps({"incident": incident.name[-8:], "report": text}) if args.json else text, end="")
         return ExitCode.DONE
     path = args.out or Path(f"sglang-{incident.name[-8:]}{_ZSTD}")
     if not path.name.endswith((_ZSTD, _GZIP)):
@@ -70,17 +81,25 @@ def run(args: argparse.Namespace) -> ExitCode:
     if path.exists():
         raise RefusedError(f"{path} is there already", next_step="name another with -o FILE, or remove it")
     try:
-        count = _write(path, incident, report.encode(errors="backslashreplace"), prompts=not args.no_prompts)
+        count, left_out = _write(path, incident, report, search)
     except OSError as error:
         raise CrashkitError(f"{path} cannot be written: {error}", next_step="name another with -o FILE") from error
-    without = ", without prompts" if args.no_prompts else ", with the prompts of its requests"
-    print(f"{path}: {count} files of incident {incident.name[-8:]}{without}, {path.stat().st_size / 1e3:,.0f} kB")
+    size = path.stat().st_size
+    if args.json:
+        told = {"incident": incident.name[-8:], "path": str(path.absolute()), "files": count, "bytes": size}
+        print(json.dumps(told | {"prompts": search is None, "left_out": left_out}))
+        return ExitCode.DONE
+    without = ", without prompts" if search is not None else ", with the prompts of its requests"
+    print(f"{path}: {count} files of incident {incident.name[-8:]}{without}, {size / 1e3:,.0f} kB")
+    if left_out:
+        more = f" and {len(left_out) - _MAX_TOLD:,} more" if len(left_out) > _MAX_TOLD else ""
+        print(f"left out, as they may hold prompts: {', '.join(left_out[:_MAX_TOLD])}{more}")
     print(f"next: paste {REPORT} of it into the report: sglang-crashkit bundle {incident.path} --report")
     return ExitCode.DONE
 
 
-def _write(path: Path, incident: StoredIncident, report: bytes, *, prompts: bool) -> int:
-    """Write the file in one step, and return how many files it holds."""
+def _write(path: Path, incident: StoredIncident, report: bytes, search: PromptSearch | None) -> tuple[int, list[str]]:
+    """Write the file in one step, and return how many files it holds, and the names of those that are left out."""
     from sglang_crashkit.kernel.private_files import create_private
 
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
@@ -90,11 +109,11 @@ def _write(path: Path, incident: StoredIncident, report: bytes, *, prompts: bool
             _packer(path, raw) as packed,
             tarfile.open(fileobj=packed, mode="w|") as tar,
         ):
-            count = _add(tar, incident, report, prompts=prompts)
+            done = _add(tar, incident, report, search)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    return count
+    return done
 
 
 @contextlib.contextmanager
@@ -115,21 +134,32 @@ def _packer(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
         yield packed
 
 
-def _add(tar: tarfile.TarFile, incident: StoredIncident, report: bytes, *, prompts: bool) -> int:
+def _add(
+    tar: tarfile.TarFile, incident: StoredIncident, report: bytes, search: PromptSearch | None
+) -> tuple[int, list[str]]:
     top = f"sglang-{incident.name}"
-    info = tarfile.TarInfo(f"{top}/{REPORT}")
-    info.size, info.mode = len(report), 0o600
-    tar.addfile(info, io.BytesIO(report))
-    count = 1
+    _add_bytes(tar, tarfile.TarInfo(f"{top}/{REPORT}"), report)
+    count, left_out = 1, []
     for path in sorted(incident.path.rglob("*")):
         inner = path.relative_to(incident.path)
         # A link may lead anywhere.
-        if path.is_symlink() or not path.is_file() or (not prompts and inner.parts[0] in _WITH_PROMPTS):
+        if path.is_symlink() or not path.is_file() or (search is not None and inner.parts[0] in _WITH_PROMPTS):
             continue
         with path.open("rb") as file:
             info = tar.gettarinfo(arcname=f"{top}/{inner}", fileobj=file)
             info.uid = info.gid = 0
             info.uname = info.gname = ""
-            tar.addfile(info, file)
+            if search is None:
+                tar.addfile(info, file)
+            elif (data := search.clean(str(inner), file.read())) is not None:
+                _add_bytes(tar, info, data)
+            else:
+                left_out.append(str(inner))
+                continue
         count += 1
-    return count
+    return count, left_out
+
+
+def _add_bytes(tar: tarfile.TarFile, info: tarfile.TarInfo, data: bytes) -> None:
+    info.size, info.mode = len(data), 0o600
+    tar.addfile(info, io.BytesIO(data))

@@ -43,7 +43,6 @@ _SHARE, _END_SECS = 0.9, 20.0
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
     which = parser.add_argument_group("which processes")
     server = which.add_mutually_exclusive_group()

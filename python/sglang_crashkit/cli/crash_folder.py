@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import shlex
 import sys
@@ -73,14 +72,6 @@ def tell_unreadable(errors: Sequence[OSError]) -> None:
     """Name on the standard error the folders that cannot be read, where others can."""
     for error in errors:
         print(f"{unreadable_in_words(error, Path())}; what is in it is left out", file=sys.stderr)
-
-
-def add_incident(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `find_meant` to a command's."""
-    parser.add_argument("incident", help="id of an incident, latest, or the path of its folder or of a crash folder")
-    parser.add_argument(
-        "--folder", metavar="DIR", type=Path, help="crash folder in which an id and latest are looked up"
-    )
 
 
 def nothing_of(what: str, incident: StoredIncident) -> NothingToDoError:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         "examples:\n"
         "  sglang-crashkit doctor --crash-dump-folder /var/crash/sglang   before the server is started\n"

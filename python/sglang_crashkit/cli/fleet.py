@@ -14,7 +14,6 @@ from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
         "examples:\n"
         "  sglang-crashkit fleet /shared/crash --since 7d      a crash folder that all hosts share\n"

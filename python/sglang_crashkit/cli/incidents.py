@@ -29,7 +29,6 @@ Without DIR those of the servers that run here are listed, and of those that wer
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
     parser.add_argument(
         "folder", metavar="DIR", type=Path, nargs="?", help="what the server was given as --crash-dump-folder"

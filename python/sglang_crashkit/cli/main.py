@@ -34,6 +34,13 @@ COMMANDS = {
 }
 
 
+#: What the help of each command ends with.
+_STATUSES = """\
+exit status: 0 done, 1 failed, 2 the arguments make no sense, 3 nothing to do it on, 4 refused, 5 done in part,
+130 interrupted, 143 ended by SIGTERM
+"""
+
+
 class Command(Protocol):
     """What a module in ``sglang_crashkit.cli`` offers."""
 
@@ -63,13 +70,20 @@ def build_parser(called: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sglang-crashkit",
         description="Evidence from crashed and hung SGLang servers.",
+        epilog=f"next: sglang-crashkit COMMAND --help\n\n{_STATUSES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, words in COMMANDS.items():
-        sub = subparsers.add_parser(name, help=words, description=words)
+        sub = subparsers.add_parser(
+            name, help=words, description=words, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         if name == called:
             load_command(name).configure(sub)
+            # The lines of its examples stay as they are.
+            sub.epilog = f"{sub.epilog or ''}\n{_STATUSES}"
+            sub.set_defaults(own_parser=sub)
     return parser
 
 
@@ -102,7 +116,10 @@ def _run(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: the arguments make no sense, or help was asked for and is given.
     """
-    args = build_parser(next((word for word in argv if word in COMMANDS), None)).parse_args(argv)
+    args, unknown = build_parser(next((word for word in argv if word in COMMANDS), None)).parse_known_args(argv)
+    if unknown:
+        # With the command's own usage, which `parse_args` would not show.
+        args.own_parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     # Imported here, so that what is wrong with the arguments is told at once.
     from sglang_crashkit.kernel.guarded_read import GuardedReader, guard_reads
 

@@ -24,7 +24,6 @@ _ACTIONS = ("list", "add", "remove", "clear")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLE
     parser.add_argument("action", choices=_ACTIONS)
     parser.add_argument("folder", type=Path, help="what the server was given as --crash-dump-folder")

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_crashkit.cli.argument_types import seconds
-from sglang_crashkit.cli.crash_folder import add_incident, find_meant
+from sglang_crashkit.cli.argument_types import add_incident, seconds
+from sglang_crashkit.cli.crash_folder import find_meant
 from sglang_crashkit.cli.ending import terminable
 from sglang_crashkit.errors import ExitCode, NothingToDoError
 
@@ -27,9 +27,8 @@ EXAMPLE = """example:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLE
-    add_incident(parser)
+    add_incident(parser, default=None)
     parser.add_argument("--only", nargs="+", metavar="RID", help="these requests alone")
     parser.add_argument("--suspects", action="store_true", help="those alone that the incident suspects")
     where = parser.add_mutually_exclusive_group(required=True)

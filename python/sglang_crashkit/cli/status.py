@@ -28,7 +28,6 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
     parser.add_argument("--python", metavar="PATH", help="interpreter or virtual environment; this one by default")
     parser.add_argument(

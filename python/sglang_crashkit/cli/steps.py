@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_crashkit.cli.argument_types import positive
-from sglang_crashkit.cli.crash_folder import add_incident, find_meant, nothing_of
+from sglang_crashkit.cli.argument_types import add_incident, positive
+from sglang_crashkit.cli.crash_folder import find_meant, nothing_of
 from sglang_crashkit.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
     add_incident(parser)
     parser.add_argument("--rank", metavar="R", help="of this rank only, such as TP1 or, of one replica, DP0_TP1")

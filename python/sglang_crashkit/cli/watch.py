@@ -57,7 +57,6 @@ _NO_CRASH = ("hang", "peer_lost")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
     which = parser.add_argument_group("which server; at least one of them")
     which.add_argument("--pid", type=int, help="the server that this process belongs to")

@@ -18,7 +18,6 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
     parser.add_argument("source", metavar="RELEASE_OR_WHEEL", help="0.5.23, or the path of upstream's wheel")
     parser.add_argument("-o", "--out", metavar="DIR", type=Path, required=True, help="folder for both wheels")

@@ -64,6 +64,80 @@ def test_without_prompts_no_file_holds_one(incident: Path, tmp_path: Path) -> No
     assert [name for name, data in packed.items() if SECRET.encode() in data] == []
 
 
+CANARY = 'CANARY: "quoted", ünïcode\nand a second line that nobody else may read; CANARY.'
+TOKENS = list(range(90_001, 90_040))
+
+
+def test_a_prompt_that_stands_everywhere_is_nowhere_in_the_bundle(
+    incident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests = [
+        {"rid": "a", "state": "unfinished", "text": CANARY},
+        {"rid": "b", "state": "unfinished", "input_ids": TOKENS},
+        {"rid": "c", "state": "unfinished", "messages": [{"role": "user", "content": f"In a chat: {CANARY}"}]},
+    ]
+    (incident / "requests" / "requests.jsonl").write_text("".join(json.dumps(one) + "\n" for one in requests))
+    (incident / "requests" / "crash_dump.pkl").write_bytes(b"\x80\x04" + CANARY.encode())
+    plain = f"before {CANARY} between {CANARY!r} and {json.dumps(CANARY)}, {TOKENS}, {json.dumps(TOKENS)} after\n"
+    document = json.loads((incident / "incident.json").read_text())
+    document["verdict"]["text"] = document["timeline"][0]["message"] = f"ValueError: {CANARY}"
+    planted = {
+        "incident.json": json.dumps(document, indent=2),
+        "summary.md": plain,
+        "environment.json": json.dumps({"command_line": ["--prompt", CANARY], "versions": {"torch": CANARY}}),
+        "logs/scheduler_TP1-8.log": plain * 2000,
+        "stacks/scheduler_TP1-8.txt": f"Process 8: x\n    f (x.py:3)\n        prompt: {CANARY!r}\n",
+        "stacks/scheduler_TP1-8.json": json.dumps({"threads": [{"name": CANARY, "locals": {"prompt": CANARY}}]}),
+        "ranks/scheduler_TP1-8.exception.txt": plain,
+        "ranks/scheduler_TP1-8.steps.jsonl": json.dumps({"number": 1, "note": CANARY}) + "\n",
+        "gpu/core.cuda.8": f"\0\1{CANARY}",
+        "gpu/gloo_flight_recorder_0": "\0 calls",
+        "faults.json": json.dumps({"ids": TOKENS}),
+    }
+    for name, text in planted.items():
+        (incident / name).parent.mkdir(exist_ok=True)
+        (incident / name).write_text(text)
+    path = tmp_path / "x.tar.gz"
+    assert main(["bundle", str(incident), "--no-prompts", "-o", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    packed = contents(path)
+    assert told == {
+        "incident": incident.name[-8:],
+        "path": str(path),
+        "files": len(packed),
+        "bytes": path.stat().st_size,
+        "prompts": False,
+        # Without the list there is no JSON left.
+        "left_out": ["faults.json", "gpu/core.cuda.8"],
+    }
+    assert packed.keys() == {*planted, "report.md"} - {"faults.json", "gpu/core.cuda.8"}
+    signs = [b"CANARY", b"90020", b"nobody else may", "ünïcode".encode(), b"n\\u00efcode"]
+    assert [(name, sign) for name, data in packed.items() for sign in signs if sign in data] == []
+    for name, data in packed.items():
+        if name.endswith(".json"):
+            json.loads(data)
+    assert packed["summary.md"].startswith(b"before<redacted> between ")
+    assert packed["summary.md"].endswith(b" after\n")
+    # Without the option nothing is searched.
+    assert main(["bundle", str(incident), "-o", str(tmp_path / "y.tar.gz")]) == 0
+    assert CANARY.encode() in contents(tmp_path / "y.tar.gz")["gpu/core.cuda.8"]
+    assert main(["bundle", str(incident), "--no-prompts", "--report"]) == 0
+    assert "CANARY" not in capsys.readouterr().out
+
+
+def test_a_report_is_told_to_a_program_and_has_no_builders_path(
+    incident: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads((incident / "incident.json").read_text())
+    document["verdict"]["text"] = "TP0 raised: [/pytorch/third_party/gloo/pair.cc:561] Connection closed."
+    (incident / "incident.json").write_text(json.dumps(document))
+    assert main(["bundle", str(incident), "--report", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["incident"] == incident.name[-8:]
+    assert "TP0 raised: Connection closed." in told["report"]
+    assert "pair.cc" not in told["report"]
+
+
 def test_a_report_is_ready_to_paste_and_nothing_in_it_is_markup(
     incident: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

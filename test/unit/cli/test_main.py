@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,14 @@ from sglang_crashkit.errors import (
     RefusedError,
     UsageError,
 )
+from unit.stored import make_incident
+
+
+def options_of(command: str) -> dict[str, list[str]]:
+    """Return by each name of an option all its names."""
+    parser = argparse.ArgumentParser()
+    main.load_command(command).configure(parser)
+    return {name: action.option_strings for action in parser._actions for name in action.option_strings}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -28,6 +38,23 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert f"usage: sglang-crashkit {command}" in out
     assert f"\n  sglang-crashkit {command} " in out or f"\n  sglang-crashkit {command}\n" in out, "there is an example"
+    assert out.rstrip().endswith("130 interrupted, 143 ended by SIGTERM"), "its exit statuses are told"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_can_be_read_by_a_program(command: str) -> None:
+    options = options_of(command)
+    assert "--json" in options
+    assert [names for name, names in options.items() if name.startswith("--out") and "-o" not in names] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_makes_no_sense_is_said_with_the_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main.main([command, "--no-such-option"])
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"usage: sglang-crashkit {command}")
 
 
 def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,15 +115,58 @@ def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "interrupted" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["incidents", "--help"], ["--help"], ["status"]])
-def test_a_closed_pipe_is_no_traceback(arguments: list[str]) -> None:
+#: Arguments with which each command has something to print; a new command is to be added.
+ARGUMENTS = {
+    "apply": ["--python", "/absent", "--json"],
+    "revert": ["--python", "/absent", "--json"],
+    "status": ["--python", "/absent", "--json"],
+    "doctor": ["--json"],
+    "wheel": ["absent.whl", "-o", "/absent", "--json"],
+    "incidents": ["CRASH", "--json"],
+    "show": ["CRASH", "--json"],
+    "bundle": ["CRASH", "--report", "--json"],
+    "fleet": ["CRASH", "--json"],
+    "replay": ["CRASH", "--url", "http://127.0.0.1:9", "--json"],
+    "bisect": ["CRASH", "--serve", "false", "--json"],
+    "quarantine": ["list", "CRASH", "--json"],
+    "steps": ["CRASH", "--json"],
+    "core": ["/absent", "--json"],
+    "collect": ["--pid", "1", "--json"],
+    "watch": ["--pid", "1", "--once", "--json"],
+}
+#: Each command in a process of its own, whose output nobody reads.
+UNREAD = """
+import json, os, sys
+from sglang_crashkit.cli import main
+for arguments in json.loads(sys.argv[1]):
+    if not (pid := os.fork()):
+        status = main.main(arguments)
+        sys.stdout.flush()
+        os._exit(status)
+    _pid, status = os.waitpid(pid, 0)
+    print(arguments[0], os.waitstatus_to_exitcode(status), file=sys.stderr, flush=True)
+"""
+
+
+def test_output_that_nobody_reads_is_no_traceback(tmp_path: Path) -> None:
+    assert ARGUMENTS.keys() == COMMANDS.keys()
+    make_incident(tmp_path / "incidents", pieces={"ranks/scheduler_TP0-7.steps.jsonl": ""})
+    commands = [["--help"], ["show", "--help"], ["status"], ["incidents", str(tmp_path)], ["show", str(tmp_path)]]
+    for name, arguments in ARGUMENTS.items():
+        commands.append([name, *(str(tmp_path) if one == "CRASH" else one for one in arguments)])
     reads, writes = os.pipe()
     os.close(reads)
-    command = [sys.executable, "-m", "sglang_crashkit", *arguments]
-    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, timeout=30, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", UNREAD, json.dumps(commands)],
+        stdout=writes, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+    )  # fmt: skip
     os.close(writes)
-    assert b"Traceback" not in done.stderr
-    assert b"Broken" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Broken" not in done.stderr
+    known = {int(status) for status in ExitCode}
+    ended = dict(line.split() for line in done.stderr.splitlines() if re.fullmatch(r"\S+ -?\d+", line))
+    assert ended.keys() == {*COMMANDS, "--help"}
+    assert {name: status for name, status in ended.items() if int(status) not in known} == {}
 
 
 def test_the_module_is_the_command() -> None:

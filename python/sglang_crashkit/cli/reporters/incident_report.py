@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.cli.reporters.incident_parts import stack_lines, timeline_lines
-from sglang_crashkit.incident.first_screen import first_screen
+from sglang_crashkit.incident.first_screen import first_screen, without_build_paths
 from sglang_crashkit.incident.summary import mapping_of, mappings_of
 
 _TICKS = re.compile(r"`{3,}")
@@ -73,7 +73,7 @@ def _folded(title: str, lines: Iterable[str]) -> Iterator[str]:
 
 def _fenced(lines: Iterable[str]) -> Iterator[str]:
     """Yield lines that nothing in them can be Markdown or HTML: the fence is longer than any of theirs."""
-    text = "\n".join(lines)
+    text = without_build_paths("\n".join(lines))
     text = text if len(text) <= _MAX_SECTION else text[:_MAX_SECTION] + "\n..."
     fence = "`" * (1 + max([2, *map(len, _TICKS.findall(text))]))
     yield f"{fence}text"
