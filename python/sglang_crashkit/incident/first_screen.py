@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 import textwrap
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_crashkit.incident.names import Names, join_names, stopped_state
+from sglang_crashkit.incident.names import Names, join_some_names, stopped_state
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 from sglang_crashkit.model.incident import UNANSWERED
 
@@ -24,6 +25,10 @@ LOG_LINES = 5
 MAX_MESSAGE = 100
 _LABEL = 8
 _MAX_GROUPS, _MAX_CONSEQUENCES, _MAX_STEPS = 2, 2, 2
+#: So much of a line may be names, and the id of a request, which a user may choose.
+_MAX_NAMES, _MAX_RID = 36, 40
+#: Behind a character that takes two columns.
+_SECOND_COLUMN = "\0"
 #: Where a C++ library says that its own source raised an exception; a path on the machine that built it.
 _BUILD_PATH = re.compile(r"\[?/[^\s\]]+\.(?:cc|cpp|cu|cuh|h|hpp):\d+\]?:? ?")
 _SECONDS = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(\.\d{3})?")
@@ -154,11 +159,11 @@ class _Screen:
     def headline(self) -> list[str]:
         """Return who failed of what, what became of the server, and how many requests it cost, in one line or two."""
         what, behind = self._what(), "; ".join([*self._end(), *self._lost()])
-        if str(self._verdict.get("kind")) in _BY_DEATH and len(what) + len(behind) + 2 > WIDTH:
+        if str(self._verdict.get("kind")) in _BY_DEATH and _columns_of(f"{what}; {behind}") > WIDTH:
             what = what.partition(":")[0]
-        if not behind or len(what) + len(behind) + 2 <= WIDTH:
-            return [cut("; ".join(filter(None, (what, behind))), WIDTH)]
-        return [cut(what, WIDTH), cut(behind, WIDTH)]
+        told = "; ".join(filter(None, (what, behind)))
+        both = [told] if not behind or _columns_of(told) <= WIDTH else [what, behind]
+        return [_cut_columns(words, WIDTH) for words in both]
 
     def rows(self) -> Iterator[tuple[str, str, int]]:
         """Yield the rest: a label, a text, and how many lines that may take."""
@@ -218,6 +223,8 @@ class _Screen:
             words.append("never ready" if is_of_start(self._document) else f"up {_duration(secs)}")
         if isinstance(count := fault.get("count"), int):
             words.append(f"seen {count} times since {_moment(fault.get('first'))[:10]}" if count > 1 else "first time")
+        if self._document.get("complete") is False:
+            words.append("not complete")
         place = mapping_of(self._environment.get("place"))
         kubernetes, slurm = mapping_of(place.get("kubernetes")), mapping_of(place.get("slurm"))
         if kubernetes.get("pod_name"):
@@ -283,12 +290,11 @@ class _Screen:
 
     def _consequences(self) -> Iterator[str]:
         """Yield a line for those that made no progress, and one for those that then raised in the same way."""
-        silent: dict[str, list[str]] = {}
-        for event in self._events:
-            if event.get("event") in ("no_progress", "watchdog_timeout"):
-                silent.setdefault(str(event.get("silent_secs")), []).append(self._names.short(event))
-        for secs, names in list(silent.items())[:1]:
-            yield f"{join_names(names)} made no progress for {secs} s"
+        silent = [one for one in self._events if one.get("event") in ("no_progress", "watchdog_timeout")]
+        secs = sorted({one["silent_secs"] for one in silent if isinstance(one.get("silent_secs"), (int, float))})
+        if secs:
+            who = join_some_names(map(self._names.short, silent), _MAX_NAMES)
+            yield f"{who} made no progress for {secs[0]} s{' or more' if len(secs) > 1 else ''}"
         groups: dict[str, tuple[str, list[str]]] = {}
         since = self._first_place()
         for event in self._events[since:]:
@@ -298,7 +304,7 @@ class _Screen:
             _words, names = groups.setdefault(_DIGITS.sub("#", message), (consequence_in_words(message), []))
             names.append(self._names.short(event))
         for message, names in list(groups.values())[:_MAX_CONSEQUENCES]:
-            yield f"{join_names(names)} raised {message}"
+            yield f"{join_some_names(names, _MAX_NAMES)} raised {message}"
 
     def _first_place(self) -> int:
         """Return the place in the timeline behind the first failure's own event; 0 where nobody is known to have."""
@@ -316,8 +322,9 @@ class _Screen:
             if process.get("role") != "scheduler" or process is self._first:
                 continue
             groups.setdefault(", ".join(self._doing_of(process)), []).append(self._names.short(process))
-        told = sorted(((join_names(names), doing) for doing, names in groups.items() if doing), key=lambda one: one[0])
-        yield from (f"{names}: {doing}" for names, doing in told[:_MAX_GROUPS])
+        # Of more groups than there is room for those of most ranks.
+        told = sorted(((names, doing) for doing, names in groups.items() if doing), key=lambda one: -len(one[0]))
+        yield from (f"{join_some_names(names, _MAX_NAMES)}: {doing}" for names, doing in told[:_MAX_GROUPS])
 
     def _doing_of(self, process: Mapping[str, Any]) -> list[str]:
         frames = process.get("doing")
@@ -346,7 +353,7 @@ class _Screen:
             return undecided
         reasons = suspects[0].get("reasons")
         words = "; ".join(map(str, reasons if isinstance(reasons, list) else ()))
-        return f"request {suspects[0].get('rid')} ({suspects[0].get('level')}): {words}"
+        return f"request {cut(str(suspects[0].get('rid')), _MAX_RID)} ({suspects[0].get('level')}): {words}"
 
     def _next_steps(self) -> Iterator[tuple[str, str, int]]:
         """Yield what the cause asks for, commands as such, and the commands that show more and hand it on."""
@@ -381,9 +388,37 @@ def _lines(label: str, text: str, most: int) -> Iterator[str]:
         yield f"{label:<{_LABEL}}{text if len(text) <= WIDTH - _LABEL else text.partition(_COMMENT)[0]}"
         return
     words = text if _COMMENT in text else _one_line(text)
-    lines = textwrap.wrap(words, WIDTH - _LABEL, max_lines=most, placeholder="...") if words else []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(_wrapped(words, WIDTH - _LABEL, most)):
         yield f"{'' if number else label:<{_LABEL}}{line}"
+
+
+def _wrapped(text: str, columns: int, most: int) -> list[str]:
+    """Return a text in at most so many lines; the last one ends with an ellipsis where there is more."""
+    padded = _padded(text)
+    # A character of two columns may stand where a line is broken.
+    width = columns - (len(padded) > len(text))
+    every = textwrap.wrap(padded, width)
+    lines = textwrap.wrap(padded, width, max_lines=most, placeholder="...")
+    if len(every) > most and len(lines[-1]) < columns // 2:
+        # The next word is as long as a line.
+        lines = [*every[: most - 1], every[most - 1][: width - 3].rstrip() + "..."]
+    return [line.replace(_SECOND_COLUMN, "") for line in lines]
+
+
+def _padded(text: str) -> str:
+    """Return a text in which there is a character for each column that a terminal shows it in."""
+    if text.isascii():
+        return text
+    wide = ("W", "F")
+    return "".join(char + _SECOND_COLUMN * (unicodedata.east_asian_width(char) in wide) for char in text)
+
+
+def _columns_of(text: str) -> int:
+    return len(_padded(text))
+
+
+def _cut_columns(text: str, most: int) -> str:
+    return cut(_padded(text), most).replace(_SECOND_COLUMN, "")
 
 
 def _moment(value: object) -> str:

@@ -37,6 +37,13 @@ def join_names(names: Iterable[str]) -> str:
     return ", ".join(texts)
 
 
+def join_some_names(names: Iterable[str], most: int) -> str:
+    """Return names as `join_names` does; the first of them and how many there are where that is longer than `most`."""
+    every = list(dict.fromkeys(names))
+    text = join_names(every)
+    return text if len(text) <= most else f"{text.partition(', ')[0]}, ... ({len(every):,} in all)"
+
+
 def _in_order(name: str) -> tuple[str, int]:
     found = _NUMBERED.fullmatch(name)
     return (found[1], int(found[2])) if found else (name, -1)

@@ -33,7 +33,11 @@ def format_summary(document: Mapping[str, Any], folder: Path | None = None) -> s
             server runs.
     """
     where = shlex.quote(str(folder.absolute())) if folder is not None else ""
-    return "\n".join(_lines(document, where)) + "\n"
+    text = "\n".join(_lines(document, where)) + "\n"
+    if text.replace("\n", " ").isprintable():
+        return text
+    # Whoever wrote a message is not to move the cursor of whoever reads this on a terminal.
+    return "".join(char if char == "\n" or char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def headline(document: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The events of an incident in words; those of many processes that are alike and follow one another are one.
+"""The events of an incident in words; those of many processes that are alike and close to one another are one.
 
 As in `incident.summary`, what is missing or has another form is passed over.
 """
@@ -6,10 +6,10 @@ As in `incident.summary`, what is missing or has another form is passed over.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import groupby
+from math import inf
 from typing import Any
 
 from sglang_crashkit.incident.first_screen import consequence_in_words, cut
@@ -18,6 +18,8 @@ from sglang_crashkit.model.checked_json import mappings_of
 
 #: So many events that are alike are told one by one.
 _FEW = 8
+#: Two that are further apart are of two runs.
+_AT_ONCE_SECS = 1.0
 _MAX_LIST, _MAX_NAMES = 8, 160
 _DIGITS = re.compile(r"\d+")
 
@@ -26,7 +28,7 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """Events that follow one another and are alike but for their processes and numbers; often one alone.
+    """Events at about the same time that are alike but for their processes and numbers; often one alone.
 
     Attributes:
         events: in order of time.
@@ -70,14 +72,22 @@ def timeline_of(document: Mapping[str, Any]) -> list[Event]:
     return sorted(mappings_of(document.get("timeline")), key=lambda entry: str(entry.get("time")))
 
 
-def runs_of(document: Mapping[str, Any]) -> Iterator[Run]:
-    """Yield the events in order of time, more than a few alike as one run."""
-    for _alike, group in groupby(timeline_of(document), key=_likeness):
-        events = list(group)
-        if len(events) > _FEW and all("pid" in event for event in events):
-            yield Run(events)
-        else:
-            yield from (Run([event]) for event in events)
+def runs_of(document: Mapping[str, Any]) -> list[Run]:
+    """Return the events in order of time, more than a few alike as one run where the first of them stands."""
+    runs: list[list[tuple[int, Event]]] = []
+    open_runs: dict[tuple[str, str], tuple[float, list[tuple[int, Event]]]] = {}
+    for place, event in enumerate(timeline_of(document)):
+        seconds, alike = seconds_of(event.get("time")), _likeness(event)
+        before, run = open_runs.get(alike, (-inf, []))
+        if seconds is None or "pid" not in event or seconds - before > _AT_ONCE_SECS:
+            run = []
+            runs.append(run)
+        run.append((place, event))
+        if seconds is not None:
+            open_runs[alike] = (seconds, run)
+    placed = [[run] if len(run) > _FEW else [[one] for one in run] for run in runs]
+    told = sorted((run for some in placed for run in some), key=lambda run: run[0][0])
+    return [Run([event for _place, event in run]) for run in told]
 
 
 def seconds_of(time: object) -> float | None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import unicodedata
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,90 @@ def test_a_suspect_is_to_be_bisected(killed: dict[str, Any], level: str) -> None
 def test_a_comment_goes_before_the_line_is_too_long(killed: dict[str, Any]) -> None:
     where = "1a2b3c4d --folder /var/crash/sglang"
     assert first_screen(killed, where=where)[-1] == f"next    sglang-crashkit bundle {where} --no-prompts"
+
+
+def columns_of(line: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(char) in ("W", "F") else 1 for char in line)
+
+
+def many_ranks(document: dict[str, Any]) -> None:
+    """Make it an incident of 512 ranks, of which every other one does something else, and all of which raise."""
+    ranks, time = document["processes"], document["trigger"]["time"]
+    document["processes"] = ranks[:]
+    for number in range(512):
+        told = {"pid": 9000 + number, "title": f"sglang::scheduler_DP{number // 64}_PP{number // 8 % 8}_TP{number % 8}"}
+        doing = [f"function_{number % 2} (sglang/srt/a_rather_long_name_of_a_module.py:{number % 2})"]
+        document["processes"].append(told | {"role": "scheduler", "doing": doing})
+        document["timeline"] += [
+            {"time": time, "event": "exception", "message": f"RuntimeError: timeout at rank {number}"} | told,
+            {"time": time, "event": "no_progress", "silent_secs": 5.5 + number} | told,
+        ]
+
+
+def long_words(document: dict[str, Any], word: str) -> None:
+    """Put a word wherever a server, a user or a host may put one."""
+    document["verdict"]["basis"] = [f"TP1 raised ValueError: {word * 900}"]
+    for event in document["timeline"]:
+        event |= {"message": f"ValueError: {word * 900}"} if event["event"] == "exception" else {}
+    document["suspects"] = [{"rid": word * 300, "level": "supported", "reasons": [word * 300]}]
+    document["environment"] |= {"model": f"/models/{word * 300}"}
+    document["server"] |= {"hostname": word * 300, "sglang_version": word * 90}
+    document["cause"] |= {"words": word * 300, "known_issues": [{"issue": word * 90, "title": word * 300}]}
+    document["cause"]["next_steps"] = [word * 300, f"`{word} {word * 300}` does it", word * 300]
+    for process in document["processes"]:
+        process["doing"] = [f"{word * 99} (sglang/{word * 99}.py:3)"]
+
+
+EXTREMES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "512 ranks": many_ranks,
+    "long": lambda document: long_words(document, "x"),
+    "words": lambda document: long_words(document, "some words "),
+    "wide": lambda document: long_words(document, "漢字"),
+    "emoji": lambda document: long_words(document, "🏖️"),
+    "combining": lambda document: long_words(document, "e\u0301"),
+    "controls": lambda document: long_words(document, "\x1b[31m\u202e\0\n"),
+    "no cause": lambda document: document.update(cause=None, suspects=None),
+    "no processes": lambda document: document.update(processes=[]),
+    "cut short": lambda document: [
+        document.pop(name) for name in list(document) if name not in ("id", "kind", "trigger", "server", "timeline")
+    ],
+}
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_screen_of_an_extreme_incident_keeps_its_size(name: str, extreme: str) -> None:
+    document = load(name)
+    EXTREMES[extreme](document)
+    for lines in (first_screen(document), first_screen(document, wraps=False)):
+        assert len(lines) <= MAX_LINES
+        assert [line for line in lines if columns_of(line) > WIDTH] == []
+        assert [line for line in lines if not line.isprintable()] == []
+        # Of each row something is told.
+        assert [line for line in lines if len(line.strip()) < 3] == []
+    summary = format_summary(document)
+    assert summary.replace("\n", "").isprintable()
+    assert len(summary.split("\n")) < 250 or extreme == "controls"
+    assert summary.split("\n")[3 : 3 + len(first_screen(document))] == first_screen(document)
+
+
+def test_many_ranks_are_told_by_the_first_and_their_number(killed: dict[str, Any]) -> None:
+    many_ranks(killed)
+    lines = first_screen(killed)
+    assert "then    DP0_PP0_TP0, ... (512 in all) made no progress for 5.5 s or more" not in lines
+    assert "then    DP0_PP0_TP0-7, ... (512 in all) made no progress for 5.5 s or more" in lines
+    ranks = [line for line in lines if line.startswith("ranks")]
+    assert [line.partition(":")[0] for line in ranks] == [
+        "ranks   DP0_PP0_TP0, ... (256 in all)",
+        "ranks   DP0_PP0_TP1, ... (256 in all)",
+    ]
+
+
+def test_what_was_cut_short_is_said_to_be_so(killed: dict[str, Any]) -> None:
+    assert killed["complete"]
+    assert "not complete" not in "\n".join(first_screen(killed))
+    killed["complete"] = False
+    assert "up 113 s, first time, not complete" in "\n".join(first_screen(killed))
 
 
 def mangled(value: object, wrong: object) -> list[Any]:

@@ -32,8 +32,22 @@ def test_numbers_that_differ_are_those_of_the_first() -> None:
 def test_a_few_and_those_of_no_process_stand_each_for_itself() -> None:
     assert len(told(*(event(number) for number in range(8)))) == 8
     assert len(told(*({"time": str(number), "event": "note"} for number in range(20)))) == 20
-    # Another one between them may be what the rest follows from.
-    assert len(told(*(event(number, signal=f"SIG{'ABC'[number == 10]}") for number in range(20)))) == 3
+
+
+def test_what_happened_between_them_stands_at_its_own_time() -> None:
+    lines = told(*(event(number, signal=f"SIG{'AB'[number == 10]}") for number in range(20)), {"time": "2026-01-02"})
+    assert lines[1] == "TP0-9, TP11-19 (19 processes): within 0.190 s, signal SIGA"
+    assert lines[2] == "TP10: signal SIGB"
+
+
+def test_two_kinds_by_turns_are_two_lines_and_later_ones_a_third() -> None:
+    names = ("exception", "no_progress", "no_progress")
+    events = [event(number * 10 + 900 * (part == 2), name) for number in range(9) for part, name in enumerate(names)]
+    assert [line.partition(")")[0] for line in told(*events)] == [
+        "TP0, TP10, TP20, TP30, TP40, TP50, TP60, TP70, TP80 (9 processes",
+        "TP0, TP10, TP20, TP30, TP40, TP50, TP60, TP70, TP80 (9 processes",
+        "TP900, TP910, TP920, TP930, TP940, TP950, TP960, TP970, TP980 (9 processes",
+    ]
 
 
 def test_what_is_long_is_cut() -> None:
