@@ -289,9 +289,14 @@ def _read_tracing() -> TracingFacts:
 
 def _try_pyspy() -> str:
     """Have py-spy look at a process made for it, and return why it could not."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _TARGET], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as target:
+    try:
+        started = subprocess.Popen(
+            [sys.executable, "-c", _TARGET], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+    except OSError as error:
+        # A container's limit of processes, or an interpreter that only another user may start.
+        return f"the process to be looked at could not be started: {error.strerror}"
+    with started as target:
         try:
             assert target.stdout is not None
             # It says so at once, or ends.

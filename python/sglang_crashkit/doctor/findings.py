@@ -43,8 +43,12 @@ def printable(text: str) -> str:
 def format_findings(findings: Iterable[Finding]) -> list[str]:
     """Return the lines for a person, for all that is not in order with the reason and what mends it."""
     lines = []
-    for finding in findings:
+    found = list(findings)
+    for finding in found:
         lines.append(f"{finding.level:<8} {finding.topic}: {finding.what}")
         lines += [f"{'':8}   why: {finding.why}"] if finding.why else []
         lines += [f"{'':8}   next: {step}" for step in finding.next]
+    counts = {level: sum(finding.level == level for finding in found) for level in ("problem", "warning")}
+    told = [f"{count} {level}{'' if count == 1 else 's'}" for level, count in counts.items() if count]
+    lines.append(f"result   {', '.join(told) or 'nothing is wrong'}")
     return [printable(line) for line in lines]

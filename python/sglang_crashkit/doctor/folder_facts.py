@@ -19,6 +19,8 @@ from sglang_crashkit.settings import DiskLimits
 
 #: A disk that answers does it within this time, in seconds.
 _DEADLINE_SECS = 5.0
+#: What an incident of a few ranks takes with little evidence, in bytes.
+_LEAST_INCIDENT = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class FolderFacts:
 
     def has_no_room(self, limits: DiskLimits) -> bool:
         """Say whether so little is free that even the least of an incident may not fit."""
-        return self.free < min(limits.max_incident, self.max_use) // 16
+        return self.free < max(min(limits.max_incident, self.max_use) // 16, _LEAST_INCIDENT)
 
 
 def read_folder(path: Path, environ: dict[str, str]) -> FolderFacts:
@@ -83,8 +85,10 @@ def _look(path: Path, limits: DiskLimits) -> FolderFacts:
     if not there.is_dir():
         return FolderFacts(**told, problem=f"{there} is not a folder")
     for incidents in {*path.glob("incidents"), *path.glob("*/incidents")}:
-        told["use"] = told.get("use", 0) + use_of(incidents)
-        told["incidents"] = told.get("incidents", 0) + sum(is_finished(each.name) for each in incidents.iterdir())
+        # Those of another user are not this one's to count.
+        with contextlib.suppress(OSError):
+            told["incidents"] = told.get("incidents", 0) + sum(is_finished(each.name) for each in incidents.iterdir())
+            told["use"] = told.get("use", 0) + use_of(incidents)
     try:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=there) as trial:
             # More than a block: a full disk takes an empty file.

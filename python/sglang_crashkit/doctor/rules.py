@@ -33,7 +33,7 @@ _SECCOMP = (
     "Kubernetes: securityContext: {seccompProfile: {type: Unconfined}}, of the container",
 )
 #: Events of the rule table that a person asks about, with their words.
-_EVENTS = {Event.DIED: "a rank dies", Event.RAISED: "a rank raises", Event.HUNG: "a rank hangs"}
+_EVENTS = {Event.DIED: "dies", Event.RAISED: "raises", Event.HUNG: "hangs"}
 
 
 def judge(facts: Facts) -> list[Finding]:
@@ -52,14 +52,18 @@ def _installation(facts: Facts) -> Iterator[Finding]:
     found = facts.installation
     mend = (found.next,) if found.next else ()
     if not found.state:
-        yield Finding("problem", "kit", found.words, "there is no SGLang to look after", mend)
+        why = "nothing can be said of a server that this python does not run"
+        yield Finding("problem", "kit", found.words, why, mend or ("name the server's python with --python PATH",))
     elif found.state == "patched":
-        yield Finding("ok" if not mend else "warning", "kit", f"applied and intact: {found.words}", next=mend)
+        # As where the kit of this command is not the one that SGLang's python has.
+        why = "a server that starts now may not have what this command knows" if mend else ""
+        yield Finding("ok" if not mend else "warning", "kit", f"applied and intact: {found.words}", why, mend)
     elif found.supported:
         why = "no crash of it leaves an incident" if found.state == "pristine" else "what a crash leaves is uncertain"
         yield Finding("problem", "kit", f"{found.state}: {found.words}", why, mend)
     if found.state and not found.supported:
-        yield Finding("problem", "release", f"{found.words} is none of {found.range}", "it cannot be patched", mend)
+        other = mend or (f"pip install sglang==RELEASE, with one of {found.range}",)
+        yield Finding("problem", "release", f"{found.words} is none of {found.range}", "it cannot be patched", other)
     elif found.state:
         yield Finding("ok", "release", f"supported: {found.range}")
 
@@ -87,7 +91,7 @@ def _servers(facts: Facts) -> Iterator[Finding]:
                 ("run this command in that container: docker exec, kubectl exec",),
             )
         if is_watched:
-            yield Finding("note", name, f"at a crash: {_policy_in_words(server.mode)}")
+            yield Finding("note", name, _policy_in_words(server.mode))
 
 
 def _opentelemetry(facts: Facts) -> Iterator[Finding]:
@@ -127,10 +131,12 @@ def _policy_in_words(mode: Mode) -> str:
     told: dict[str, list[str]] = {}
     for event, words in _EVENTS.items():
         action = decide(mode, event)
-        done = "an incident" if action.captures is Capture.FULL else "an incident by means that hurt nobody"
-        told.setdefault(f"{done}, and the server {'ends' if action.ends else 'is left to SGLang'}", []).append(words)
-    parts = [f"{' or '.join(events)}: {done}" for done, events in told.items()]
-    return f"{'; '.join(parts)} (mode {mode.value}, docs/policy.md)"
+        how = "" if action.captures is Capture.FULL else ", taken without stopping a process"
+        told.setdefault(
+            f"an incident{how}; {'the server ends' if action.ends else 'SGLang decides what follows'}", []
+        ).append(words)
+    parts = [f"when a rank {' or '.join(events)}: {done}" for done, events in told.items()]
+    return f"{'; '.join(parts)} (mode {mode.value}, see docs/policy.md)"
 
 
 def _tracing(facts: Facts) -> Iterator[Finding]:
@@ -208,7 +214,8 @@ def _core_variables(facts: Facts) -> Iterator[Finding]:
     for server in facts.servers:
         for title, reason in server.without_pipe.items():
             why_not = "no core can be asked for while it hangs"
-            yield Finding("warning", topic, f"{title} of server {server.pid}: {reason}", why_not)
+            what = f"{title} of server {server.pid}: {reason}"
+            yield Finding("warning", topic, what, why_not, ("restart the server",))
     if not wrong and not any(server.without_pipe for server in facts.servers):
         yield Finding("ok", topic, "the driver is told to write them, and takes requests")
 
@@ -230,7 +237,7 @@ def _folder(facts: Facts) -> Iterator[Finding]:
             topic,
             f"{folder.path}: {folder.problem}",
             "incidents go to the temporary folder",
-            (f"df -h {quoted}; ls -ld {quoted}",),
+            (f"df -h {quoted}; ls -ld {quoted}", "--crash-dump-folder FOLDER, that this user may write to"),
         )
         return
     used = f"{folder.incidents} incidents take {_size(folder.use)} of {_size(folder.max_use)}"
@@ -256,7 +263,8 @@ def _folder(facts: Facts) -> Iterator[Finding]:
         yield Finding("note", topic, f"it is on a network ({kind}): a disk that does not answer is left after 2 s")
     if not folder.has_locks:
         why = "repeats of a fault are not counted, and each is kept in full"
-        yield Finding("warning", topic, f"flock(2) does not work on {kind or 'it'}", why)
+        elsewhere = ("--crash-dump-folder FOLDER, on a file system with locks",)
+        yield Finding("warning", topic, f"flock(2) does not work on {kind or 'it'}", why, elsewhere)
 
 
 def _shared_memory(facts: Facts) -> Iterator[Finding]:

@@ -21,8 +21,21 @@ def test_nothing_printed_is_a_command_to_a_terminal(text: str, shown: str) -> No
 
 def test_a_finding_has_its_reason_and_what_mends_it() -> None:
     lines = format_findings([Finding("warning", "disk", "is \x07full", "no room", ("rm a", "rm b"))])
-    assert [line.split(":")[0].strip() for line in lines] == ["warning  disk", "why", "next", "next"]
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "warning  disk",
+        "why",
+        "next",
+        "next",
+        "result   1 warning",
+    ]
     assert "\x07" not in "".join(lines)
+
+
+def test_what_is_wrong_is_counted_at_the_end() -> None:
+    found = [Finding("problem", "a", "b"), Finding("ok", "a", "b"), Finding("warning", "a", "b")]
+    assert format_findings(found)[-1] == "result   1 problem, 1 warning"
+    assert format_findings([*found, *found])[-1] == "result   2 problems, 2 warnings"
+    assert format_findings(found[1:2])[-1] == "result   nothing is wrong"
 
 
 def test_a_warning_is_no_problem() -> None:

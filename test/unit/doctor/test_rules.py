@@ -70,7 +70,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("topic", "level", "changes"), CASES.values(), ids=CASES)
 def test_one_thing_that_is_wrong_is_found(topic: str, level: str, changes: dict[str, Any]) -> None:
-    assert level in {finding.level for finding in findings_on(topic, facts(**changes))}
+    found = findings_on(topic, facts(**changes))
+    assert level in {finding.level for finding in found}
+    # Each says why it matters, and what mends it.
+    wrong = [finding for finding in found if finding.level in ("warning", "problem")]
+    assert [finding for finding in wrong if not (finding.why and finding.next)] == []
 
 
 def test_a_server_without_a_handler_has_no_policy() -> None:
@@ -145,7 +149,7 @@ def test_the_rule_table_is_that_of_the_policy(mode: Mode) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "words"),
-    [(Mode.SERVER, "a rank dies or a rank raises: an incident, and the server ends"), (Mode.LIBRARY, "left to SGLang")],
+    [(Mode.SERVER, "when a rank dies or raises: an incident; the server ends"), (Mode.LIBRARY, "SGLang decides")],
 )
 def test_what_the_mode_does_at_a_crash_is_told(mode: Mode, words: str) -> None:
     told = findings_on("server 7", facts(servers=(replace(SERVER, mode=mode),)))
