@@ -285,3 +285,20 @@ def test_the_program_gives_way_to_all_others(ranks: Path, tmp_path: Path) -> Non
 def test_nothing_hostile_is_lost(tmp_path: Path) -> None:
     assert "javascript:window.ran" in ALL_HOSTILE
     assert "javascript:window.ran" in Page(render(hostile(tmp_path))).text
+
+
+def test_events_and_suspects_are_told_in_the_summarys_words(tmp_path: Path) -> None:
+    message = "RuntimeError: [/pytorch/third_party/gloo/pair.cc:561] Connection closed by peer"
+    segment = {"name": "shm_1", "bytes": 4096, "why": "it is held"}
+    suspects = [{"rid": f"r{number}", "level": "unknown", "reasons": ["it was in the step"]} for number in range(3)]
+    events = [
+        {"time": "2026-01-02T03:04:05Z", "event": "exception", "pid": 7, "title": "sglang::x", "message": message},
+        {"time": "2026-01-02T03:04:06Z", "event": "shared_memory_left", "segments": [segment]},
+    ]
+    folder = make_incident(tmp_path, timeline=events, suspects=suspects)
+    text = Page(render(folder, prompts=False)).text
+    assert "RuntimeError: Connection closed by peer" in text
+    assert "pair.cc" not in text
+    assert "1 segment left, 4 kB: shm_1 (it is held)" in text
+    assert "none of the 3 requests in that step is likelier than the others" in text
+    assert "it was in the step" not in text

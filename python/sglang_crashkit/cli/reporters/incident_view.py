@@ -17,9 +17,10 @@ from sglang_crashkit.analysis.ranks import Rank, RankSet, rank_at
 from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut
 from sglang_crashkit.cli.reporters.merged_stacks import MAX_NAMES, cut_names, ranks_by_pid
 from sglang_crashkit.cli.steps import columns_of, in_words
+from sglang_crashkit.incident.first_screen import undecided_in_words
 from sglang_crashkit.incident.process_words import last_sign_in_words, piece_in_words, state_in_words
 from sglang_crashkit.incident.steps import SUFFIX, StoredSteps
-from sglang_crashkit.incident.timeline_words import seconds_of, timeline_of
+from sglang_crashkit.incident.timeline_words import Run, seconds_of, timeline_of
 from sglang_crashkit.kernel import titles
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 from sglang_crashkit.model.step import Step
@@ -192,8 +193,7 @@ def _merged(timed: Sequence[tuple[float, Mapping[str, Any]]], document: Mapping[
     for seconds, one in timed:
         event, pid = str(one.get("event")), one.get("pid")
         rank = places.get(pid) if isinstance(pid, int) else None
-        details = {key: value for key, value in one.items() if key not in ("time", "event", "pid", "title")}
-        words = ", ".join(f"{key} {_plain(value)}" for key, value in details.items() if value is not None)
+        words = Run([one]).details()
         alike = (event, words, rank is not None)
         at_once = many and rank is not None and before == alike
         if at_once and seconds - events[-1]["seconds"] <= _AT_ONCE_SECS:
@@ -337,7 +337,8 @@ def requests_of(document: Mapping[str, Any], files: IncidentFiles, *, prompts: b
         prompts: whether texts are shown that a user of the server wrote.
 
     Returns:
-        ``rows``: each with what `_OF_REQUEST` names, ``numbers``, ``texts`` and ``suspect``.
+        ``rows``: each with what `_OF_REQUEST` names, ``numbers``, ``texts`` and ``suspect``. ``undecided``: a sentence
+        where nothing is between the suspects.
     """
     suspects = {str(one.get("rid")): one for one in mappings_of(document.get("suspects"))}
     journal = mapping_of(mapping_of(document.get("requests")).get("journal"))
@@ -361,6 +362,7 @@ def requests_of(document: Mapping[str, Any], files: IncidentFiles, *, prompts: b
             {"rid": cut(str(one.get("rid")), 100), "level": one.get("level"), "reasons": _list(one.get("reasons"))}
             for one in list(suspects.values())[:50]
         ],
+        "undecided": undecided_in_words(mappings_of(document.get("suspects"))),
         "prompts": prompts,
     }
 
