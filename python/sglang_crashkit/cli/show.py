@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,10 +101,13 @@ def screen_lines(incident: StoredIncident, args: argparse.Namespace) -> Iterator
     from sglang_crashkit.cli.reporters.style import bold
     from sglang_crashkit.incident.first_screen import first_screen
 
-    # What finds it again from here: an id alone does where it was looked up by that.
-    path = Path(args.incident)
+    # What finds it again from here, once there are later ones, too: an id alone does where it was looked up by that.
+    path, folder = Path(args.incident), args.folder
     is_named = "/" in args.incident or path.exists()
-    where = str(path) if is_named else f"{incident.name[-8:]} --folder {args.folder}" if args.folder else ""
+    if is_named and path.absolute().name != incident.path.absolute().name:
+        is_named, folder = False, path
+    where = f"{incident.name[-8:]} --folder {shlex.quote(str(folder))}" if folder else ""
+    where = shlex.quote(str(path)) if is_named else where
     head, *rest = first_screen(incident.document or {}, where=where)
     yield bold(head)
     yield from rest

@@ -62,11 +62,14 @@ def test_the_newest_incident_is_shown_on_one_screen(crash_dir: Path, capsys: pyt
     assert any(line.endswith(f"show {path.name[-8:]} --folder {crash_dir} --stacks") for line in lines)
     # By its path, the commands name that.
     assert f"sglang-crashkit show {path} --stacks" in shown(capsys, str(path))
+    # A crash folder may have a later one by then.
+    assert f"show {path.name[-8:]} --folder {crash_dir} --stacks" in shown(capsys, str(crash_dir))
 
 
 def test_ranks_that_agree_have_one_stack(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, str(crash_dir), "--stacks")
     assert text.startswith("TP1 raised:\n    Traceback (most recent call last):\n    RuntimeError: x\n")
+    assert text.index("TP1: dead") < text.index("TP0: raised an exception")
     assert "detokenizer, the main process: alive then\n    waits (sglang/x.py:3)\n    runs (sglang/x.py:3)\n" in text
     # Of one that raised it is where it raised, and not the kit's own hook.
     assert "TP0: raised an exception\n    all_" in text

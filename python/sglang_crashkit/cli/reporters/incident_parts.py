@@ -35,13 +35,14 @@ def stack_lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
         yield f"{names.short({'pid': pid})} raised:"
         yield from (f"    {line}" for line in _read(path).splitlines())
         yield ""
-    groups: dict[tuple[bool, str, tuple[str, ...]], list[str]] = {}
+    groups: dict[tuple[bool, bool, str, tuple[str, ...]], list[str]] = {}
     for process in mappings_of(document.get("processes")):
         if process.get("role") != "helper":
-            key = (process.get("role") != "scheduler", state_in_words(process), _main_thread(folder, process))
+            is_first, is_rank = process.get("pid") == pid is not None, process.get("role") == "scheduler"
+            key = (not is_first, not is_rank, state_in_words(process), _main_thread(folder, process))
             groups.setdefault(key, []).append(names.short(process))
-    # The ranks first, and of them those of which there are most.
-    for (_is_other, state, frames), members in sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1]))):
+    # Who failed first, then the ranks, of them those of which there are most.
+    for (*_order, state, frames), members in sorted(groups.items(), key=lambda item: (*item[0][:2], -len(item[1]))):
         yield f"{join_names(members)}: {state}"
         yield from (f"    {frame}" for frame in frames)
     if groups:
