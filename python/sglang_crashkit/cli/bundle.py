@@ -94,7 +94,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     if left_out:
         more = f" and {len(left_out) - _MAX_TOLD:,} more" if len(left_out) > _MAX_TOLD else ""
         print(f"left out, as they may hold prompts: {', '.join(left_out[:_MAX_TOLD])}{more}")
-    print(f"next: paste {REPORT} of it into the report: sglang-crashkit bundle {incident.path} --report")
+    option = " --no-prompts" if search is not None else ""
+    print(f"next: paste {REPORT} of it into the report: sglang-crashkit bundle {incident.path} --report{option}")
     return ExitCode.DONE
 
 
