@@ -1,11 +1,14 @@
-"""What several commands take: an incident, and numbers as types for argparse, which say in words what is none."""
+"""What several commands take: an incident, and types for argparse, which say in words what is none of them."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 _LONGEST_SECS = 1e7
+#: A list of a hundred thousand hosts is shorter.
+_MAX_LIST = 16 << 20
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -69,3 +72,30 @@ def duration(text: str) -> float:
         return seconds(number) * _UNITS[unit]
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{text!r} is no time such as 30s, 90m, 12h or 2d") from None
+
+
+def host_names(text: str) -> list[str]:
+    """Return the names in a list: commas, blanks and new lines part them, and ``#`` begins a comment."""
+    lines = (line.partition("#")[0] for line in text.splitlines())
+    return [host for line in lines for host in line.replace(",", " ").split()]
+
+
+def host_names_in(path: str) -> list[str]:
+    """Return the names in a file; ``-`` is the standard input.
+
+    Raises:
+        argparse.ArgumentTypeError: it cannot be read, is no text, or longer than a list may be.
+    """
+    try:
+        if path == "-":
+            text = sys.stdin.read(_MAX_LIST + 1)
+        else:
+            with Path(path).open(encoding="utf-8") as file:
+                text = file.read(_MAX_LIST + 1)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{path} is no text") from None
+    if len(text) > _MAX_LIST:
+        raise argparse.ArgumentTypeError(f"{path} is longer than a list of hosts may be")
+    return host_names(text)

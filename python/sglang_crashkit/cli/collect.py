@@ -17,12 +17,14 @@ from pathlib import Path
 from sglang_crashkit.analysis.explain import explain
 from sglang_crashkit.capture.debug_config import DEFAULT_OUTPUT, expand_output, read_debug_config
 from sglang_crashkit.capture.server_arguments import port_of, side_of
-from sglang_crashkit.cli.argument_types import positive, seconds
+from sglang_crashkit.cli.argument_types import host_names, host_names_in, positive, seconds
 from sglang_crashkit.cli.ending import Terminated, terminable
-from sglang_crashkit.cli.reporters import collected, slurm_job
+from sglang_crashkit.cli.reporters import collected, collected_nodes
 from sglang_crashkit.collect.collection import Collection, Plan
-from sglang_crashkit.collect.slurm import Limits, find_job
-from sglang_crashkit.collect.slurm_gather import JobResult, gather
+from sglang_crashkit.collect.fan_out import Limits
+from sglang_crashkit.collect.gather import Gathered, Reach, gather
+from sglang_crashkit.collect.slurm import JobNodes, find_job
+from sglang_crashkit.collect.via import reach_hosts
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, RefusedError, UsageError
 from sglang_crashkit.kernel.discovery import Discovery, find_processes
 from sglang_crashkit.kernel.private_files import make_private_folder
@@ -36,6 +38,8 @@ examples:
   sglang-crashkit collect
   sglang-crashkit collect --pid 4711 --native -o hang
   sglang-crashkit collect --slurm-job 1234 --container-name sglang_{job_id}_{node} -o hang
+  sglang-crashkit collect --via "kubectl exec {host} -c sglang --" --hosts sglang-0,sglang-0-1
+  sglang-crashkit collect --via "ssh {host}" --hosts-file nodes.txt --remote-command /opt/sglang/bin/sglang-crashkit
 """
 #: The debuggers' part of the time that a node has: the start of its step and the end of one debugger are not in it.
 _SHARE, _END_SECS = 0.9, 20.0
@@ -76,24 +80,47 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--json", action="store_true", help="print a JSON object")
     where.add_argument("--with-snapshots", action="store_true", help="with the snapshots in the JSON object")
-    job = parser.add_argument_group("on every node of a Slurm job")
-    job.add_argument("--slurm-job", metavar="ID", help="on each node of this job, one result for all")
-    job.add_argument(
+    _configure_nodes(parser)
+
+
+def _configure_nodes(parser: argparse.ArgumentParser) -> None:
+    nodes = parser.add_argument_group("on every node of a Slurm job, or on several hosts")
+    reach = nodes.add_mutually_exclusive_group()
+    reach.add_argument("--slurm-job", metavar="ID", help="on each node of this job, one result for all")
+    reach.add_argument(
+        "--via",
+        metavar="COMMAND",
+        help="on each of --hosts by this command, such as 'kubectl exec {host} -c sglang --', 'docker exec {host}' or"
+        " 'ssh {host}', one result for all; {command} in it is what is run there, quoted for a shell, which ssh gets"
+        " anyway",
+    )
+    hosts = nodes.add_mutually_exclusive_group()
+    hosts.add_argument(
+        "--hosts", metavar="A,B,...", type=host_names, help="what {host} stands for, one after the other"
+    )
+    hosts.add_argument(
+        "--hosts-file",
+        metavar="FILE",
+        dest="hosts",
+        type=host_names_in,
+        help="the same from a file; - is the standard input",
+    )
+    nodes.add_argument(
         "--container-name",
         metavar="PATTERN",
         help="in each node's pyxis container of this name, such as sglang_{job_id}_{node}",
     )
-    job.add_argument("--fan-out", metavar="N", type=positive, default=32, help="nodes at a time (32)")
-    job.add_argument(
+    nodes.add_argument("--fan-out", metavar="N", type=positive, default=32, help="nodes at a time (32)")
+    nodes.add_argument(
         "--node-timeout", metavar="S", type=positive, default=300, help="seconds until a node is given up (300)"
     )
-    job.add_argument("--timeout", metavar="S", type=positive, help="seconds until all nodes are (no limit)")
-    job.add_argument(
+    nodes.add_argument("--timeout", metavar="S", type=positive, help="seconds until all nodes are (no limit)")
+    nodes.add_argument(
         "--remote-command",
         metavar="COMMAND",
-        help='the kit on the nodes (this Python; in a container "python3 -m sglang_crashkit")',
+        help='the kit on the nodes ("python3 -m sglang_crashkit"; in a Slurm job without a container this Python)',
     )
-    job.add_argument(
+    nodes.add_argument(
         "--srun-option",
         metavar="OPTION",
         action="append",
@@ -101,7 +128,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="one more option of srun, as --srun-option=...",
     )
     # What such a command runs on each node: the debuggers end in time for the answer.
-    job.add_argument("--gathered-within", metavar="S", type=positive, help=argparse.SUPPRESS)
+    nodes.add_argument("--gathered-within", metavar="S", type=positive, help=argparse.SUPPRESS)
+    # With --json: what is in the text files, too, for where its folder cannot be seen from here.
+    nodes.add_argument("--with-texts", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -120,8 +149,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         args.native = args.config is not None and not args.no_debugger
     try:
         with terminable():
-            if args.slurm_job is not None:
-                return _collect_job(args, wait_secs, output.absolute())
+            if args.slurm_job is not None or args.via is not None or args.hosts is not None:
+                return _collect_nodes(args, wait_secs, output.absolute())
             return _collect_here(args, wait_secs, output)
     except Terminated:
         _say("stopped by a signal before anything was collected")
@@ -174,7 +203,9 @@ def _collect_here(args: argparse.Namespace, wait_secs: float, output: Path) -> E
     if report is not None:
         report.ended()
     else:
-        document = collected.as_json(collection, output, status, found, with_snapshots=args.with_snapshots)
+        document = collected.as_json(
+            collection, output, status, found, with_snapshots=args.with_snapshots, with_texts=args.with_texts
+        )
         print(json.dumps(document, indent=None if args.with_snapshots else 2))
     return status
 
@@ -192,36 +223,64 @@ def _folder_or_substitute(output: Path) -> Path:
         return Path(tempfile.mkdtemp(prefix="sglang-crashkit-collect-"))
 
 
-def _collect_job(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
+def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
     if args.pid is not None:
-        raise UsageError("--pid names a process of one machine", next_step="leave it out, or leave --slurm-job out")
-    command = _remote_command(args)
+        raise UsageError(
+            "--pid names a process of one machine", next_step="leave it out, or leave --slurm-job and --via out"
+        )
+    reach = _reach(args)
+    command = _remote_command(args, reach)
     # What is wrong with it is better told before a long wait than after it.
-    find_job(args.slurm_job)
-    _wait(wait_secs, lambda: f"the nodes of job {args.slurm_job}")
-    job = find_job(args.slurm_job)
-    nodes = ", ".join(job.nodes[:_MAX_TITLES])
-    _say(f"collecting on {len(job.nodes)} nodes of job {job.name}, {args.fan_out} at a time: {nodes}")
-    limits = Limits(args.fan_out, args.node_timeout, args.timeout)
-    result = gather(job, command, output, _say, limits=limits, container=args.container_name, options=args.srun_option)
-    status, explanation = _status_of_job(result), explain(result.sightings)
+    if wait_secs:
+        _wait(wait_secs, lambda: reach.title)
+        reach = reach if args.via is not None else _reach(args)
+    names = ", ".join(reach.nodes[:_MAX_TITLES])
+    _say(f"collecting: {reach.title}, {args.fan_out} at a time: {names}")
+    result = gather(reach, command, output, _say, Limits(args.fan_out, args.node_timeout, args.timeout))
+    status, explanation = _status_of_nodes(result), explain(result.sightings)
     try:
-        slurm_job.write_explanation(result, explanation, output)
+        collected_nodes.write_explanation(result, explanation, output)
     except OSError as error:
-        _say(f"cannot write {output / slurm_job.EXPLANATION}: {error.strerror or error}")
+        _say(f"cannot write {output / collected_nodes.EXPLANATION}: {error.strerror or error}")
     if args.json:
-        print(json.dumps(slurm_job.as_json(result, explanation, output, status), indent=2))
+        print(json.dumps(collected_nodes.as_json(result, explanation, output, status), indent=2))
     else:
-        for line in slurm_job.as_text(result, explanation, output):
+        for line in collected_nodes.as_text(result, explanation, output):
             print(line)
     if result.interrupt is not None:
         _say("interrupted; what was collected until then is kept")
     return status
 
 
-def _remote_command(args: argparse.Namespace) -> list[str]:
-    # The image of a container has a Python of its own; its path is not this one's.
-    command = [sys.executable if args.container_name is None else "python3", "-m", "sglang_crashkit"]
+def _reach(args: argparse.Namespace) -> Reach:
+    """Return the nodes that are meant.
+
+    Raises:
+        UsageError: they are named in a way that makes no sense.
+        NothingToDoError: there is no such job.
+        CrashkitError: Slurm is not here or does not answer.
+    """
+    if args.slurm_job is not None:
+        if args.hosts is not None:
+            raise UsageError("a Slurm job has its own hosts", next_step="leave --hosts out, or --slurm-job")
+        return JobNodes(find_job(args.slurm_job), args.container_name, args.srun_option)
+    if args.via is None or args.hosts is None:
+        missing = "--via" if args.via is None else "--hosts"
+        raise UsageError(f"{missing} is missing: --via and --hosts belong together", next_step="collect --help")
+    if args.container_name is not None or args.srun_option:
+        raise UsageError(
+            "--container-name and --srun-option are for a Slurm job", next_step="say it in --via, or name --slurm-job"
+        )
+    reach = reach_hosts(args.via, args.hosts)
+    if len(reach.nodes) < len(args.hosts):
+        _say(f"{len(args.hosts) - len(reach.nodes)} of the hosts are named more than once; each is asked once")
+    return reach
+
+
+def _remote_command(args: argparse.Namespace, reach: Reach) -> list[str]:
+    # A container's or a host's image has a Python of its own; its path is not this one's.
+    same_image = args.slurm_job is not None and args.container_name is None
+    command = [sys.executable if same_image else "python3", "-m", "sglang_crashkit"]
     if args.remote_command is not None:
         try:
             command = shlex.split(args.remote_command)
@@ -230,6 +289,9 @@ def _remote_command(args: argparse.Namespace) -> list[str]:
         if not command:
             raise UsageError("--remote-command is empty", next_step="leave it out")
     command += ["collect", "--json", "--with-snapshots", f"--gathered-within={args.node_timeout}"]
+    # In a step of a Slurm job that job says which servers are meant.
+    every = args.slurm_job is None and (args.all_servers or args.config is not None)
+    command += [*(["--with-texts"] if reach.returns_files else []), *(["--all-servers"] if every else [])]
     command += [f"--snapshots={args.snapshots}", f"--interval={args.interval:g}"]
     command += [f"--{name.replace('_', '-')}" for name in ("all", "routers", "any_user") if getattr(args, name)]
     command += [f"--user={args.user}"] if args.user is not None else []
@@ -355,7 +417,7 @@ def _status_of_interrupt(interrupt: KeyboardInterrupt) -> ExitCode:
     return ExitCode.TERMINATED if isinstance(interrupt, Terminated) else ExitCode.INTERRUPTED
 
 
-def _status_of_job(result: JobResult) -> ExitCode:
+def _status_of_nodes(result: Gathered) -> ExitCode:
     if result.interrupt is not None:
         return _status_of_interrupt(result.interrupt)
     statuses = {node.status for node in result.nodes}

@@ -1,4 +1,4 @@
-"""Find a Slurm job's nodes, and run a command on each: one ``srun --overlap`` a node, from a bounded pool.
+"""Find a Slurm job's nodes, and run a command on each: one ``srun --overlap`` a node.
 
 Only options and formats that squeue(1), scontrol(1) and srun(1) have had since ``srun --overlap`` came (20.11) are
 used: ``--json`` has another form in every release.
@@ -7,21 +7,18 @@ used: ``--json`` has another form in every release.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
+import secrets
 import shutil
 import string
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_crashkit.capture.tools import ToolRun, run_tool
+from sglang_crashkit.collect.fan_out import Limits, NodeRun, run_on_nodes
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, UsageError
-from sglang_crashkit.kernel.private_files import make_private_folder, write_private
 
 #: What srun and the node say of the step.
 ERRORS = "srun.log"
@@ -31,11 +28,37 @@ _JOB_ID = re.compile(r"\d+(_\d+|\+\d+)?")
 _FORMAT = "%A|%i|%T|%N"
 #: The controller of a busy cluster takes seconds to answer.
 _ASK_SECS = 60.0
-#: No node has more to say.
-_MAX_BYTES = 1 << 28
 #: Of the variables that a job's environment holds, which srun would take for options, these say where Slurm is.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")
 _FOREIGN = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
+#: As `gather.Reach.reasons` has them.
+_REASONS = (
+    (
+        r"unrecognized option '--container",
+        "this Slurm has no pyxis: {said}",
+        "leave --container-name out, or run it where srun --help names --container-name",
+    ),
+    (
+        r"pyxis|container",
+        "its container cannot be entered: {said}",
+        "srun --overlap --jobid=JOB --nodelist={node} enroot list --fancy",
+    ),
+    (
+        r"Requested node configuration is not available|Invalid node name|DOWN|drained|not in this allocation",
+        "Slurm has no such node for the job: {said}",
+        "{look}",
+    ),
+    (
+        r"launch failed|Communication connection|Unable to contact|timed out|not responding|Connection refused",
+        "it does not answer Slurm: {said}",
+        "{look}",
+    ),
+    (
+        r"step creation temporarily disabled|Unable to create step|nodes are busy",
+        "Slurm starts no step on it: {said}",
+        "squeue --steps --jobs=JOB",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -48,25 +71,64 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How many nodes are asked at the same time, and how long each and all may take, in seconds; None for no limit."""
+class JobNodes:
+    """The nodes of a running job, as a `gather.Reach`: see `step_command` for what it is made of."""
 
-    at_once: int = 32
-    node_secs: float = 300.0
-    total_secs: float | None = None
+    job: Job
+    container: str | None = None
+    options: Sequence[str] = ()
 
+    noun = "node"
+    log = ERRORS
+    #: Words with which Slurm only says that something ended.
+    noise = re.compile(r"Exited with exit code|Terminating StepId|Terminating Job Step|Job step aborted|launch/slurm")
+    #: Before a message: the program, the node, the task, the level.
+    marks = re.compile(r"^(?:(?:srun|slurmstepd(?:-[\w.-]+)?|slurmd(?:-[\w.-]+)?): )?(?:error: |fatal: )?")
+    returns_files = False
 
-@dataclass(frozen=True)
-class NodeRun:
-    """What became of the command for one node."""
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Their names."""
+        return self.job.nodes
 
-    node: str
-    status: int | None  # srun's exit status, None where it did not end by itself or was not started
-    output: str = ""  # what the command printed on the node, to standard output
-    errors: str = ""  # what it and Slurm printed to standard error
-    problem: str = ""  # why there is no status; empty where there is one
-    secs: float = 0.0  # how long it took, in seconds
-    late: bool = False  # it was killed at its deadline, or at that of all nodes
+    @property
+    def title(self) -> str:
+        """What they are, for a person."""
+        return f"job {self.job.name} on {len(self.nodes)} nodes"
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """What they are, for a program."""
+        return {"job": self.job.name}
+
+    @property
+    def reasons(self) -> Sequence[tuple[str, str, str]]:
+        """See `gather.Reach.reasons`."""
+        return [(pattern, why, following.replace("JOB", self.job.job_id)) for pattern, why, following in _REASONS]
+
+    def look(self, node: str) -> str:
+        """Return the command that says more of a node."""
+        return f"scontrol show node {node}"
+
+    def run(
+        self,
+        commands: Mapping[str, Sequence[str]],
+        on_end: Callable[[NodeRun], None],
+        output: Path,
+        limits: Limits,
+    ) -> KeyboardInterrupt | None:
+        """Run the command of each node in a step of its own.
+
+        Raises:
+            UsageError: the container's name is no pattern.
+        """
+        # Two who collect at the same time must not cancel each other's steps.
+        step = f"crashkit-{secrets.token_hex(4)}"
+        steps = {
+            node: step_command(self.job, node, command, step=step, container=self.container, options=self.options)
+            for node, command in commands.items()
+        }
+        return run_steps(self.job, steps, on_end, step=step, output=output, limits=limits)
 
 
 def find_job(name: str) -> Job:
@@ -150,64 +212,27 @@ def run_steps(
     output: Path,
     limits: Limits,
 ) -> KeyboardInterrupt | None:
-    """Run the command of each node; Ctrl-C ends all that run and starts no more.
+    """Run the command of each node, and cancel the steps of those that are given up.
 
     Args:
         job: the job that the steps are in.
         commands: as `step_command` makes them, by the node's name.
-        on_end: called for each node in this thread, as it ends; once more where Ctrl-C came in between.
+        on_end: see `fan_out.run_on_nodes`, as for `output` and `limits`.
         step: what the commands name their steps by.
-        output: what each node's srun says is noted in a folder of the node's name in it.
+        output: where what each node's srun says is noted.
         limits: how many run at the same time, and for how long.
 
     Returns:
         What ended it before all nodes had answered, None where nothing did.
     """
-    stop, until = threading.Event(), time.monotonic() + (math.inf if limits.total_secs is None else limits.total_secs)
 
-    def run(node: str, argv: Sequence[str]) -> NodeRun:
-        secs = round(min(limits.node_secs, until - time.monotonic()), 1)
-        if stop.is_set() or secs <= 0:
-            why = "interrupted before its turn" if stop.is_set() else "not asked: the time for all nodes was over"
-            return NodeRun(node, None, problem=why, late=not stop.is_set())
-        ended = _run_one(node, argv, output / node, secs, stop)
-        if ended.status is None:
-            # Killing srun does not end what it has started on a node.
-            _cancel(job, step_name(step, node))
-        return ended
+    def cancel(node: str) -> None:
+        # Killing srun does not end what it has started on a node.
+        _cancel(job, step_name(step, node))
 
-    interrupt = None
-    with ThreadPoolExecutor(max_workers=limits.at_once) as pool:
-        pending = {pool.submit(run, node, argv): node for node, argv in commands.items()}
-        try:
-            for future in as_completed(tuple(pending)):
-                on_end(future.result())
-                # What a node printed is not kept, for a thousand nodes print much.
-                del pending[future]
-        except KeyboardInterrupt as error:
-            interrupt = error
-        finally:
-            stop.set()
-    # Those that the interruption ended, in the order of the commands.
-    for future in pending:
-        on_end(future.result())
-    return interrupt
-
-
-def _run_one(node: str, argv: Sequence[str], folder: Path, secs: float, stop: threading.Event) -> NodeRun:
-    try:
-        make_private_folder(folder)
-    except (OSError, CrashkitError) as error:
-        return NodeRun(node, None, problem=f"srun was not started: {error}")
-    done = run_tool(argv, secs, stop, environ=client_environ(os.environ), apart=True, max_output=_MAX_BYTES)
-    # An answer counts for more than what was said beside it.
-    with contextlib.suppress(OSError):
-        write_private(folder / ERRORS, done.errors.encode(errors="backslashreplace"))
-    if done.status is not None and not stop.is_set():
-        return NodeRun(node, done.status, done.text, done.errors, secs=done.seconds)
-    late = done.seconds >= secs and not stop.is_set()
-    problem = "interrupted" if stop.is_set() else f"no answer within {secs:.0f} s" if late else done.reason
-    return NodeRun(node, None, done.text, done.errors, problem, done.seconds, late)
+    return run_on_nodes(
+        commands, on_end, output=output, log=ERRORS, environ=client_environ(os.environ), limits=limits, give_up=cancel
+    )
 
 
 def _cancel(job: Job, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pwd
 from collections.abc import Iterator
@@ -9,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.capture.debugger import Debugged
+from sglang_crashkit.collect.account import SUMMARY, VERDICT
 from sglang_crashkit.collect.collection import Collected, Collection
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.discovery import Discovery
+from sglang_crashkit.kernel.private_files import read_regular
 from sglang_crashkit.model.sample import Sample
+
+#: Of a text file that is printed; a thousand threads fifty frames deep take 10 MB a moment.
+_MAX_TEXT = 32 << 20
 
 
 class TextReport:
@@ -78,9 +84,15 @@ def _place_of(moment: Sample) -> tuple[str, str]:
 
 
 def as_json(
-    collection: Collection, output: Path, status: ExitCode, found: Discovery, *, with_snapshots: bool
+    collection: Collection,
+    output: Path,
+    status: ExitCode,
+    found: Discovery,
+    *,
+    with_snapshots: bool,
+    with_texts: bool = False,
 ) -> dict[str, Any]:
-    """Return the same for a program, as JSON values."""
+    """Return the same for a program, as JSON values; on request with the snapshots, and what is in the text files."""
     return {
         "exit_code": int(status),
         "host": collection.host,
@@ -93,7 +105,19 @@ def as_json(
         "other_users": {name_of(user): list(pids) for user, pids in found.others.items()},
         "other_jobs": [{**vars(place), "pids": list(pids)} for place, pids in found.elsewhere.items()],
         **({"rounds": [one.to_json() for one in collection.rounds]} if with_snapshots else {}),
+        **({"texts": _texts(collection, output)} if with_texts else {}),
     }
+
+
+def _texts(collection: Collection, output: Path) -> dict[str, str]:
+    """Return what is in each text file, by its name."""
+    names = [SUMMARY, VERDICT, *(name for one in collection.collected for name in one.files)]
+    texts = {}
+    for name in names:
+        # One that was interrupted has not all of them.
+        with contextlib.suppress(OSError):
+            texts[name] = read_regular(output / name, _MAX_TEXT).decode(errors="replace")
+    return texts
 
 
 def _process_json(one: Collected) -> dict[str, Any]:

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from sglang_crashkit.collect.slurm import NodeRun
-from sglang_crashkit.collect.slurm_gather import find_answer, why_silent
+from sglang_crashkit.collect.fan_out import NodeRun
+from sglang_crashkit.collect.gather import find_answer, why_silent
+from sglang_crashkit.collect.slurm import Job, JobNodes
 
 #: What the srun of Slurm 22.05 prints, of which the last line never is the reason.
 NO_TOOL = """slurmstepd-n2: error: execve(): sglang-crashkit: No such file or directory
@@ -31,6 +32,7 @@ NO_PYXIS = """srun: unrecognized option '--container-name=x'
 Try "srun --help" for more information
 """
 NO_STEP = "srun: Job 7 step creation still disabled, retrying\n"
+JOB = JobNodes(Job("7", "7", ("n1", "n2")))
 LATE = {"status": None, "late": True, "problem": "no answer within 9 s"}
 
 
@@ -54,7 +56,7 @@ LATE = {"status": None, "late": True, "problem": "no answer within 9 s"}
 def test_why_a_node_is_silent_is_told_with_what_helps(
     errors: str, fields: dict[str, object], why: str, following: str
 ) -> None:
-    problem = why_silent(NodeRun(**{"node": "n2", "status": 1, "errors": errors, **fields}), "7")
+    problem = why_silent(NodeRun(**{"node": "n2", "status": 1, "errors": errors, **fields}), JOB)
     assert problem.what == "node n2"
     assert why in problem.why
     assert len(problem.why) < 400

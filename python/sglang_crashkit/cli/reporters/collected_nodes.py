@@ -1,4 +1,4 @@
-"""What ``sglang-crashkit collect --slurm-job`` tells of all nodes of a job, for a person and for a program."""
+"""What ``sglang-crashkit collect`` tells of all nodes of a job, or of all hosts, for a person and for a program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from sglang_crashkit.analysis.explain import Explanation, format_explanation
 from sglang_crashkit.analysis.sightings import Seen
 from sglang_crashkit.collect.account import SUMMARY, VERDICT
-from sglang_crashkit.collect.slurm_gather import JobResult, describe
+from sglang_crashkit.collect.gather import Gathered, describe
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 
@@ -19,8 +19,8 @@ EXPLANATION = "explanation.txt"
 _MAX_LINES = 100
 
 
-def write_explanation(result: JobResult, explanation: Explanation, output: Path) -> None:
-    """Write what is reported of the job, with the merged stacks of all its ranks.
+def write_explanation(result: Gathered, explanation: Explanation, output: Path) -> None:
+    """Write what is reported of all nodes, with the merged stacks of all ranks.
 
     Raises:
         CrashkitError: the folder is no folder of this user.
@@ -29,30 +29,34 @@ def write_explanation(result: JobResult, explanation: Explanation, output: Path)
     lines = [*_process_lines(result), *_problem_lines(result), ""]
     lines += format_explanation(explanation, result.sightings.tree)
     head = [f"# {explanation.kind} ({explanation.level})", "", f"**{explanation.statement}**", ""]
-    where = f"- job {result.job.name} on {len(result.nodes)} nodes; more: {EXPLANATION}, {VERDICT}, a folder each node"
+    head.append(f"- {result.reach.title}; more: {EXPLANATION}, {VERDICT}, a folder each {result.reach.noun}")
+    silent = [node for node in result.nodes if node.status is None]
+    for node in silent[:_MAX_LINES]:
+        head += [f"- {problem.what} gave no answer: {problem.why}" for problem in node.problems]
     make_private_folder(output)
-    for name, text in ((EXPLANATION, lines), (SUMMARY, [*head, where])):
+    for name, text in ((EXPLANATION, lines), (SUMMARY, head)):
         write_private(output / name, "".join(f"{line}\n" for line in text).encode(errors="backslashreplace"))
-    write_json(output / VERDICT, {"schema_version": 1, "job": result.job.name, "verdict": explanation.to_json()})
+    verdict = {"verdict": explanation.to_json(), "silent": [node.node for node in silent]}
+    write_json(output / VERDICT, {"schema_version": 1, **result.reach.identity, **verdict})
 
 
-def as_text(result: JobResult, explanation: Explanation, output: Path) -> Iterator[str]:
+def as_text(result: Gathered, explanation: Explanation, output: Path) -> Iterator[str]:
     """Yield the lines for a person."""
-    yield f"job {result.job.name} on {len(result.nodes)} nodes"
+    yield result.reach.title
     for lines in (list(_process_lines(result)), list(_problem_lines(result))):
         yield from lines[:_MAX_LINES]
         if len(lines) > _MAX_LINES:
             yield f"... and {len(lines) - _MAX_LINES} lines more in {output / EXPLANATION}"
-    yield f"files: {output}/<node>/, {output / EXPLANATION}"
+    yield f"files: {output}/<{result.reach.noun}>/, {output / EXPLANATION}"
     if any(node.processes for node in result.nodes):
         yield f"verdict ({explanation.level}): {explanation.statement}"
 
 
-def as_json(result: JobResult, explanation: Explanation, output: Path, status: ExitCode) -> dict[str, Any]:
+def as_json(result: Gathered, explanation: Explanation, output: Path, status: ExitCode) -> dict[str, Any]:
     """Return the same for a program, as JSON values."""
     return {
         "exit_code": int(status),
-        "job": result.job.name,
+        **result.reach.identity,
         "output_dir": str(output),
         "explanation": EXPLANATION,
         "nodes": [
@@ -80,7 +84,7 @@ def as_json(result: JobResult, explanation: Explanation, output: Path, status: E
     }
 
 
-def _process_lines(result: JobResult) -> Iterator[str]:
+def _process_lines(result: Gathered) -> Iterator[str]:
     width = max(len(node.node) for node in result.nodes)
     for node in result.nodes:
         if not node.processes:
@@ -91,7 +95,7 @@ def _process_lines(result: JobResult) -> Iterator[str]:
             yield f"{node.node:<{width}}  {rank:<12} pid {process.pid:<8} {_doing(seen)}"
 
 
-def _problem_lines(result: JobResult) -> Iterator[str]:
+def _problem_lines(result: Gathered) -> Iterator[str]:
     for problem in (problem for node in result.nodes for problem in node.problems):
         yield f"{problem.what}: {problem.why}"
         if problem.next:

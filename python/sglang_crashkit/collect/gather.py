@@ -1,0 +1,282 @@
+"""Run the collector on every node of a Slurm job, or of a list of hosts, and take in what the nodes answer.
+
+A node's answer is one JSON object, with its snapshots in it. It comes through the standard output of srun, ssh or
+kubectl, so that nothing depends on a file system that all nodes and containers share. Where a node's files cannot be
+seen here, the snapshots are written again, and the texts where the answer has them. Snapshots are merged as the answers
+come, and not kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from sglang_crashkit.analysis.sightings import Seen, Sightings
+from sglang_crashkit.collect.fan_out import Limits, NodeRun
+from sglang_crashkit.errors import ExitCode
+from sglang_crashkit.kernel.private_files import write_json, write_private
+from sglang_crashkit.model import snapshot
+from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
+
+_WIDEST = 300
+#: The answer is the last line, or nearly: containers print their farewell, and some print for ever.
+_MAX_LINES = 10_000
+#: A name that a file of a node may have here.
+_FILE_NAME = re.compile(r"\w[\w.@%+-]{0,254}")
+#: What has the collector not start, whatever carries its command; see `Reach.reasons`.
+_NOT_STARTED = (
+    r"execve\(\)|command not found|: not found$|executable file not found|No module named '?sglang_crashkit"
+    r"|invalid choice: 'collect'|can't open file|unrecognized arguments",
+    "the collector cannot be run there: {said}",
+    "install sglang-crashkit in that environment or container, or name its command with --remote-command",
+)
+
+
+class Reach(Protocol):
+    """Nodes, and how a command is run on each of them."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Their names, in the order in which they are shown; each is the name of a folder, too."""
+
+    @property
+    def noun(self) -> str:
+        """What one of them is called."""
+
+    @property
+    def title(self) -> str:
+        """What all of them are, for a person."""
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """What all of them are, for a program."""
+
+    @property
+    def log(self) -> str:
+        """The name of the file of what is said beside a node's answer."""
+
+    @property
+    def returns_files(self) -> bool:
+        """Whether the text files are to come with the answer, for the file systems are different ones."""
+
+    @property
+    def reasons(self) -> Sequence[tuple[str, str, str]]:
+        """A pattern of what is said, why there is no answer, and what to do about it.
+
+        The first that fits tells. ``{said}``, ``{node}`` and ``{look}`` (see `look`) stand in the last two.
+        """
+
+    @property
+    def noise(self) -> re.Pattern[str]:
+        """A pattern of lines that say nothing."""
+
+    @property
+    def marks(self) -> re.Pattern[str]:
+        """A pattern of what stands before each message."""
+
+    def look(self, node: str) -> str:
+        """Return the command that says more of a node that does not answer."""
+
+    def run(
+        self,
+        commands: Mapping[str, Sequence[str]],
+        on_end: Callable[[NodeRun], None],
+        output: Path,
+        limits: Limits,
+    ) -> KeyboardInterrupt | None:
+        """Run the command of each node; see `fan_out.run_on_nodes`."""
+
+
+@dataclass
+class NodeResult:
+    """What came of one node."""
+
+    node: str
+    status: int | None  # the collector's exit status there, None where it gave no answer
+    folder: Path  # where its files are, or would be if they could be seen here
+    files: tuple[str, ...] = ()  # names of the files in it
+    visible: bool = True  # whether these files can be seen here
+    problems: list[Problem] = field(default_factory=list)  # what could not be had, and why
+    #: What was seen of each process on it, in the order of their ranks.
+    processes: list[Seen] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What came of all nodes."""
+
+    reach: Reach
+    nodes: tuple[NodeResult, ...]  # a result for each of them
+    sightings: Sightings  # what all nodes saw, merged
+    interrupt: KeyboardInterrupt | None = None  # what ended it before all nodes had answered, None where nothing did
+
+
+def gather(reach: Reach, command: Sequence[str], output: Path, tell: Callable[[str], None], limits: Limits) -> Gathered:
+    """Collect on all nodes.
+
+    Args:
+        reach: which.
+        command: the collector's command and arguments, to which each node's own folder is added.
+        output: the folder for the files, with a folder for each node in it.
+        tell: called with a line for a person as each node ends.
+        limits: how many nodes are asked at the same time, and for how long.
+
+    Raises:
+        UsageError: no command for the nodes can be made of this.
+    """
+    commands = {node: [*command, f"--output-dir={output / node}"] for node in reach.nodes}
+    results: dict[str, NodeResult] = {}
+    sightings = Sightings()
+
+    def take_in(run: NodeRun) -> None:
+        if run.node in results:
+            return
+        result, rounds = _read(run, reach, output / run.node)
+        results[run.node] = result
+        for one in rounds:
+            sightings.add(one)
+        if not run.problem.startswith("interrupted"):
+            count = len({(seen.pid, seen.start_ticks) for one in rounds for seen in one.processes})
+            so_far = f"{len(results)} of {len(reach.nodes)} {reach.noun}s, {run.secs:.0f} s"
+            tell(f"{run.node}: {describe(result.status, count)} ({so_far})")
+
+    interrupt = reach.run(commands, take_in, output, limits)
+    for seen in sightings.processes():
+        results[seen.process.host].processes.append(seen)
+    for result in results.values():
+        result.processes.sort(key=_by_rank)
+    return Gathered(reach, tuple(results[node] for node in reach.nodes), sightings, interrupt)
+
+
+def describe(status: int | None, processes: int) -> str:
+    """Return in a few words what came of a node, by its collector's exit status, and of how many processes."""
+    if status is None:
+        return "no answer"
+    if not processes:
+        return "no process of SGLang" if status == ExitCode.NOTHING else "the collector failed there"
+    return f"{processes} process{'' if processes == 1 else 'es'}"
+
+
+def find_answer(output: str) -> dict[str, Any] | None:
+    """Return the JSON object of a collector on the last line of `output` that is one; containers print around it."""
+    end = len(output)
+    for _ in range(_MAX_LINES):
+        start = output.rfind("\n", 0, end) + 1
+        if output.startswith("{", start):
+            with contextlib.suppress(ValueError, RecursionError):
+                document: dict[str, Any] = json.loads(output[start:end])
+                if "exit_code" in document:
+                    return document
+        if start == 0:
+            break
+        end = start - 1
+    return None
+
+
+def why_silent(run: NodeRun, reach: Reach) -> Problem:
+    """Return why a node gave no answer, with the step that helps."""
+    what, reasons = f"{reach.noun} {run.node}", (_NOT_STARTED, *reach.reasons)
+    said = _telling_line(run.errors, reach, reasons) or _telling_line(run.output[-_WIDEST:], reach, reasons)
+    for pattern, why, following in reasons:
+        if re.search(pattern, said):
+            return Problem(what, why.format(said=said), following.format(node=run.node, look=reach.look(run.node)))
+    said = f": {said}" if said else ""
+    if run.late:
+        following = f"raise --node-timeout or --timeout, or look at it: {reach.look(run.node)}"
+        return Problem(what, f"{run.problem}{said}", following)
+    if run.problem:
+        return Problem(what, run.problem)
+    status = f"the collector ended there with status {run.status} and without a result"
+    return Problem(what, f"{status}{said}", f"read all it said: {run.node}/{reach.log}")
+
+
+def _telling_line(text: str, reach: Reach, reasons: Sequence[tuple[str, str, str]]) -> str:
+    """Return the line of what was said that tells the most: the first that has a known reason, else the last."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not reach.noise.search(line)]
+    telling = [line for line in lines if any(re.search(pattern, line) for pattern, _why, _next in reasons)]
+    return reach.marks.sub("", (telling or lines[-1:] or [""])[0])[:_WIDEST]
+
+
+def _read(run: NodeRun, reach: Reach, folder: Path) -> tuple[NodeResult, list[NodeSnapshot]]:
+    """Return what came of a node, and its snapshots."""
+    document, name = find_answer(run.output), f"{reach.noun} {run.node}"
+    if document is None:
+        return NodeResult(run.node, None, folder, problems=[why_silent(run, reach)]), []
+    status = document["exit_code"]
+    result = NodeResult(run.node, status if isinstance(status, int) else ExitCode.FAILED, folder)
+    rounds: list[NodeSnapshot] = []
+    try:
+        result.files = tuple(_files_in(document))
+        rounds += (_renamed(snapshot.from_json(entry), run.node) for entry in document.get("rounds", []))
+        _write_returned(document, rounds, folder)
+        result.visible = all((folder / file).is_file() for file in result.files)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        result.status = ExitCode.PARTIAL
+        result.problems.append(Problem(f"a snapshot of {name}", str(error), "install the same release of the kit"))
+    found = dict.fromkeys(problem for one in rounds for problem in one.problems)
+    result.problems += [replace(problem, what=f"{name}: {problem.what}") for problem in found]
+    # Where there is nothing to collect, that is the answer.
+    if "error" in document and status != ExitCode.NOTHING:
+        result.problems.append(Problem(name, str(document["error"]), str(document.get("next") or "")))
+    if not result.visible:
+        result.problems += _write_here(name, rounds, folder, str(document.get("output_dir") or folder))
+    return result, rounds
+
+
+def _files_in(document: Mapping[str, Any]) -> list[str]:
+    of_processes = [name for process in document.get("processes", []) for name in process["files"]]
+    names = (*document.get("snapshots", []), *of_processes, *document.get("texts", {}))
+    return list(dict.fromkeys(map(str, names)))
+
+
+def _write_returned(document: Mapping[str, Any], rounds: Sequence[NodeSnapshot], folder: Path) -> None:
+    """Write the files of a node whose texts came with its answer.
+
+    Raises:
+        OSError: it is not possible.
+        ValueError: one has no name that a file here may have.
+    """
+    texts = document.get("texts")
+    if texts is None:
+        return
+    snapshots = dict(zip(document["snapshots"], rounds, strict=True))
+    for name in (*snapshots, *texts):
+        if not _FILE_NAME.fullmatch(name):
+            raise ValueError(f"{name[:_WIDEST]!r} is no name of a file")
+    for name, one in snapshots.items():
+        write_json(folder / name, one.to_json())
+    for name, text in texts.items():
+        write_private(folder / name, text.encode(errors="backslashreplace"))
+
+
+def _renamed(one: NodeSnapshot, node: str) -> NodeSnapshot:
+    """Return a snapshot with the name by which its node is reached, which in a container is not the host's name."""
+    if one.host == node and all(process.host == node for process in one.processes):
+        return one
+    return replace(one, host=node, processes=tuple(replace(process, host=node) for process in one.processes))
+
+
+def _write_here(name: str, rounds: Sequence[NodeSnapshot], folder: Path, where: str) -> list[Problem]:
+    """Write the snapshots of a node whose files, in folder `where` on it, cannot be seen here.
+
+    Returns:
+        What is missing nevertheless.
+    """
+    why = f"they are where the collector ran, in {where}, which cannot be seen here"
+    following = "name a folder that the nodes and their containers share with --output-dir"
+    problems = [Problem(f"the text files of {name}", why, following)]
+    try:
+        for number, one in enumerate(rounds, start=1):
+            write_json(folder / f"snapshot.{number}.json", one.to_json())
+    except OSError as error:
+        problems.append(Problem(f"the snapshots of {name}", f"{error}"))
+    return problems
+
+
+def _by_rank(seen: Seen) -> tuple[bool, list[tuple[str, int]], int]:
+    return not seen.process.ranks, sorted(seen.process.ranks.items()), seen.process.pid

@@ -1,0 +1,143 @@
+"""Reach hosts through a command that a user names, such as ``kubectl exec {host} -c sglang --`` or ``ssh {host}``.
+
+No shell runs here: the template is split into words as a shell would do, and ``{host}`` is replaced in each. What is to
+be run there follows as further words, which kubectl and docker hand on as they are. Where the template says
+``{command}``, it stands there instead, as one word that a shell on the other side takes apart. ssh joins its words with
+blanks and has a shell take them apart, so that for ssh the command is always one such word.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_crashkit.collect.fan_out import Limits, NodeRun, run_on_nodes
+from sglang_crashkit.errors import UsageError
+
+_HOST, _COMMAND = "{host}", "{command}"
+_EXAMPLE = 'such as --via "kubectl exec {host} -c sglang --" or --via "ssh {host}"'
+#: A host's name is a folder's name here, and a shell on the other side may see it: no option, path or quote is one.
+_NAME = re.compile(r"[\w\[][\w.:@%+\[\]-]{0,252}", re.ASCII)
+_NO_LOGIN = r"[Pp]assword|passphrase|Permission denied \(|authentication fail"
+_BY_HAND = "try it by hand: {look}"
+#: As `gather.Reach.reasons` has them.
+_REASONS = (
+    (
+        r"Host key verification failed|REMOTE HOST IDENTIFICATION",
+        "its key is not known here, or another one: {said}",
+        "log in once by hand to compare and keep its key, or write it into known_hosts",
+    ),
+    (
+        _NO_LOGIN,
+        "it asks for more than is there to log in: {said}",
+        "have a key or an agent let you in without a question (ssh -o BatchMode=yes): {look}",
+    ),
+    (
+        r"NotFound|[Nn]o such container|[Cc]ontainer.* not found|is not running|is not valid for pod|"
+        r"cannot exec into a container in a completed pod",
+        "there is no such pod or container, or it does not run: {said}",
+        _BY_HAND,
+    ),
+    (r"[Ff]orbidden|[Uu]nauthorized|must be logged in", "it may not be entered: {said}", _BY_HAND),
+    (
+        r"resolve hostname|[Nn]ame or service not known|[Cc]onnection (?:refused|reset|closed)|[Tt]imed out|[Tt]imeout"
+        r"|No route to host|Network is unreachable|[Uu]nable to connect|[Cc]annot connect|was refused|i/o timeout",
+        "it cannot be reached: {said}",
+        _BY_HAND,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts, and the words of the command that reaches one, as a `gather.Reach`; made by `reach_hosts`."""
+
+    nodes: tuple[str, ...]
+    template: tuple[str, ...]
+
+    noun = "host"
+    #: What each command prints of itself, whatever comes of it.
+    noise = re.compile(
+        r"^Defaulted container|^Warning: Permanently added|^command terminated with exit code|^Connection to \S+ closed"
+    )
+    marks = re.compile(r"^(?:error: |Error from server )")
+    reasons = _REASONS
+    returns_files = True
+
+    @property
+    def title(self) -> str:
+        """What they are, for a person."""
+        return f"{len(self.nodes)} host{'' if len(self.nodes) == 1 else 's'} by {self._program}"
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """What they are, for a program; the words after the first may hold a secret."""
+        return {"via": self._program}
+
+    @property
+    def log(self) -> str:
+        """The name of the file of what is said beside a host's answer."""
+        return f"{self._program}.log"
+
+    @property
+    def _program(self) -> str:
+        return Path(self.template[0]).name
+
+    def look(self, node: str) -> str:
+        """Return the command that shows whether a host can be reached."""
+        return shlex.join(self.command(node, ["true"]))
+
+    def command(self, host: str, command: Sequence[str]) -> list[str]:
+        """Return the arguments that run `command` on a host."""
+        words, quoted = [word.replace(_HOST, host) for word in self.template], shlex.join(command)
+        if any(_COMMAND in word for word in words):
+            return [word.replace(_COMMAND, quoted) for word in words]
+        return [*words, quoted] if self._program == "ssh" else [*words, *command]
+
+    def run(
+        self,
+        commands: Mapping[str, Sequence[str]],
+        on_end: Callable[[NodeRun], None],
+        output: Path,
+        limits: Limits,
+    ) -> KeyboardInterrupt | None:
+        """Run the command of each host; see `fan_out.run_on_nodes`."""
+        argvs = {host: self.command(host, command) for host, command in commands.items()}
+        # Nobody sits there to answer what ssh would ask in a window.
+        environ = {**os.environ, "SSH_ASKPASS_REQUIRE": "never"}
+        return run_on_nodes(argvs, on_end, output=output, log=self.log, environ=environ, limits=limits)
+
+
+def reach_hosts(template: str, hosts: Sequence[str]) -> Hosts:
+    """Return the hosts, each once, to be reached by the command of which `template` is the pattern.
+
+    Raises:
+        UsageError: there is no such command here, it says nowhere which host, or a host's name is none.
+    """
+    try:
+        words = shlex.split(template)
+    except ValueError as error:
+        raise UsageError(f"--via {template}: {error}", next_step=f"name a command, {_EXAMPLE}") from None
+    if not any(_HOST in word for word in words[1:]):
+        raise UsageError(
+            f"--via {template!r} does not say where the host's name goes", next_step=f"put {{host}} there, {_EXAMPLE}"
+        )
+    if shutil.which(words[0]) is None:
+        raise UsageError(f"--via: there is no command {words[0]} here", next_step="name its path, or set PATH")
+    if not hosts:
+        raise UsageError("there is no host in the list", next_step="--hosts A,B, or --hosts-file FILE")
+    for host in hosts:
+        if not _NAME.fullmatch(host):
+            raise UsageError(
+                f"{host[:300]!r} is not the name of a host",
+                next_step="use letters, digits and _ . : @ % + - [ ], and put what is alike in all names into --via",
+            )
+    if Path(words[0]).name == "ssh":
+        # Nobody answers a question, and an empty password is a failed log-in. The first word on an option holds.
+        words[1:1] = ["-o", "BatchMode=yes"]
+    return Hosts(tuple(dict.fromkeys(hosts)), tuple(words))

@@ -1,0 +1,235 @@
+"""What ``collect --via`` asks a command for, here a stand-in, and what it makes of the hosts' answers."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.cli import main
+from sglang_crashkit.collect.fan_out import Limits
+from sglang_crashkit.errors import ExitCode
+from sglang_crashkit.model.sample import Sample
+from sglang_crashkit.model.snapshot import NodeSnapshot
+
+RANK = Sample("pod", 17, 1, "sglang::scheduler_TP0", "scheduler", {"tp": 0}, 1.0, state="S")
+#: Its ``asked.txt`` gets the words that it was given; what it does is in a file of the host's name.
+CARRIER = """
+import pathlib, sys
+folder, host, *words = sys.argv[1:]
+(pathlib.Path(folder) / f"{host}.asked").write_text("\\n".join(words))
+exec((pathlib.Path(folder) / host).read_text())
+"""
+HANGS = "import time; time.sleep(600)"
+FOREVER = "while True: print('{' * 9999)"
+REFUSES = "print('me@bad: Permission denied (publickey,password).', file=sys.stderr); sys.exit(255)"
+
+
+def answer(*looks: Sample, **fields: Any) -> dict[str, Any]:
+    """Return what the collector prints on a host, with its text files."""
+    rounds = [NodeSnapshot(look.host, look.time, (look,)) for look in looks]
+    names = [f"snapshot_pod_{number}.json" for number, _round in enumerate(rounds, start=1)]
+    texts = {"summary.md": "# stopped\n", "pyspy_pod_17.txt": "all_reduce\n"}
+    processes = [{"files": ["pyspy_pod_17.txt"]}]
+    document = {"exit_code": 0, "output_dir": "/elsewhere", "snapshots": names, "processes": processes}
+    return {**document, "rounds": [one.to_json() for one in rounds], "texts": texts, **fields}
+
+
+def does_print(document: object) -> str:
+    return f"print({json.dumps(document)!r})"
+
+
+STOPPED = replace(RANK, title="sglang::scheduler_TP1", ranks={"tp": 1}, state="T")
+ANSWERS = {
+    "h0": does_print(answer(RANK, replace(RANK, time=2.0))),
+    "h1": does_print(answer(STOPPED, replace(STOPPED, time=2.0))),
+}
+
+
+class Hosts:
+    """Hosts behind a command that runs a script for each of them.
+
+    Args:
+        folder: where the scripts are, and what each host was asked is noted.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._names = folder, list[str]()
+        (folder / "carrier.py").write_text(CARRIER)
+        self.via = shlex.join([sys.executable, str(folder / "carrier.py"), str(folder), "{host}"])
+        self.output = folder / "out put"
+
+    def collect(self, hosts: dict[str, str], *arguments: str) -> int:
+        for host, script in hosts.items():
+            (self._folder / host).write_text(script)
+        listed = [f"--via={self.via}", f"--hosts={','.join(hosts)}", f"--output-dir={self.output}"]
+        return main.main(["collect", *listed, *arguments])
+
+    def asked(self, host: str) -> list[str]:
+        return (self._folder / f"{host}.asked").read_text().splitlines()
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Hosts:
+    return Hosts(tmp_path)
+
+
+def test_the_ranks_of_all_hosts_are_one_result(hosts: Hosts, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hosts.collect(ANSWERS) == ExitCode.DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:-1] == [
+        "2 hosts by python",
+        "h0  TP0          pid 17       S  no Python frame",
+        "h1  TP1          pid 17       T  no Python frame",
+        f"files: {hosts.output}/<host>/, {hosts.output}/explanation.txt",
+    ]
+    assert lines[-1].startswith("verdict (established): ")
+    assert "sglang::scheduler_TP1 (pid 17 on h1) is stopped (state T)" in lines[-1]
+    verdict = json.loads((hosts.output / "verdict.json").read_text())
+    assert (verdict["via"], verdict["verdict"]["level"], verdict["silent"]) == ("python", "established", [])
+    assert "- 2 hosts by python; more:" in (hosts.output / "summary.md").read_text()
+
+
+def test_the_files_of_each_host_come_with_its_answer(hosts: Hosts, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hosts.collect(ANSWERS, "--json") == ExitCode.DONE
+    document = json.loads(capsys.readouterr().out)
+    names = ["snapshot_pod_1.json", "snapshot_pod_2.json", "pyspy_pod_17.txt", "summary.md"]
+    for node in document["nodes"]:
+        assert (node["files"], node["files_visible"], node["problems"]) == (names, True, [])
+        assert sorted(path.name for path in Path(node["folder"]).iterdir()) == sorted([*names, "python.log"])
+        assert (Path(node["folder"]) / "pyspy_pod_17.txt").read_text() == "all_reduce\n"
+    assert document["via"] == "python"
+
+
+def test_each_host_is_asked_for_its_files_by_the_command_of_the_user(hosts: Hosts) -> None:
+    hosts.collect(ANSWERS, "--all-servers", "--any-user", "--snapshots=2", "--remote-command=env 'X=a b' kit")
+    for host in ANSWERS:
+        assert hosts.asked(host) == [
+            *("env", "X=a b", "kit", "collect", "--json", "--with-snapshots", "--gathered-within=300"),
+            *("--with-texts", "--all-servers", "--snapshots=2", "--interval=5", "--any-user", "--no-native"),
+            f"--output-dir={hosts.output}/{host}",
+        ]
+    hosts.collect(ANSWERS)
+    assert hosts.asked("h0")[:4] == ["python3", "-m", "sglang_crashkit", "collect"]
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        (HANGS, "no answer within 2 s"),
+        (REFUSES, "it asks for more than is there to log in: me@bad: Permission denied"),
+        ("print('Welcome'); print('{no json')", "with status 0 and without a result: {no json"),
+        ("print('[]'); sys.exit(1)", "with status 1 and without a result: []"),
+        ("raise SystemExit('x' * 9999)", f"without a result: {'x' * 300}"),
+        ("import os; os.kill(os.getpid(), 9)", "with status -9 and without a result"),
+    ],
+    ids=["hangs", "wants a password", "junk", "no object", "long", "killed"],
+)
+def test_a_host_without_an_answer_is_named_and_the_others_are_there(
+    hosts: Hosts, capsys: pytest.CaptureFixture[str], script: str, why: str
+) -> None:
+    assert hosts.collect({**ANSWERS, "bad": script}, "--node-timeout=2", "--fan-out=3") == ExitCode.PARTIAL
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3] == "bad  no answer"
+    assert lines[4].startswith("host bad: ")
+    assert why in lines[4]
+    assert len(lines[4]) < 450
+    assert "(pid 17 on h1) is stopped" in lines[-1]
+    assert f"- host bad gave no answer: {lines[4].removeprefix('host bad: ')}" in (
+        (hosts.output / "summary.md").read_text().splitlines()
+    )
+    assert json.loads((hosts.output / "verdict.json").read_text())["silent"] == ["bad"]
+
+
+def test_a_host_that_prints_for_ever_is_given_up(
+    hosts: Hosts, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_crashkit.cli.collect.Limits", partial(Limits, max_output=1 << 20))
+    assert hosts.collect({**ANSWERS, "bad": FOREVER}) == ExitCode.PARTIAL
+    assert "host bad: python printed more than 1 MiB" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"texts": {"../../h0": "x"}}, "'../../h0' is no name of a file"),
+        ({"texts": {".bashrc": "x"}}, "'.bashrc' is no name of a file"),
+        ({"snapshots": ["/etc/x", "y"]}, "'/etc/x' is no name of a file"),
+        ({"snapshots": ["only one"]}, "argument"),
+        ({"texts": {"a": 5}}, "encode"),
+        ({"texts": 5}, "iterable"),
+        ({"texts": {"x" * 255: "x"}}, "File name too long"),
+    ],
+)
+def test_a_host_writes_nothing_but_files_of_its_own_folder(
+    hosts: Hosts, tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, object], why: str
+) -> None:
+    bad = does_print(answer(RANK, replace(RANK, time=2.0), **fields))
+    assert hosts.collect({"h1": ANSWERS["h1"], "bad": bad}) == ExitCode.PARTIAL
+    (problem,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("a snapshot of host bad: ")]
+    assert why in problem
+    assert sorted(path.name for path in hosts.output.iterdir()) == [
+        *("bad", "explanation.txt", "h1", "summary.md", "verdict.json")
+    ]
+    assert not list((hosts.output / "bad").glob(".*"))
+
+
+@pytest.mark.parametrize("listed", ["h0\n\n# spare: h9\nh1 # new\n", "h0, h1", "h0\th1,\r\nh0\n"])
+def test_hosts_may_be_in_a_file(hosts: Hosts, tmp_path: Path, capsys: pytest.CaptureFixture[str], listed: str) -> None:
+    hosts.collect(ANSWERS)
+    capsys.readouterr()
+    (tmp_path / "list").write_text(listed)
+    arguments = ["collect", f"--via={hosts.via}", f"--hosts-file={tmp_path / 'list'}", f"-o{hosts.output}"]
+    assert main.main(arguments) == ExitCode.DONE
+    captured = capsys.readouterr()
+    assert captured.out.startswith("2 hosts by python\n")
+    assert ("named more than once" in captured.err) == (listed.count("h0") == 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--via=sh {host}"], "--hosts is missing"),
+        (["--hosts=a"], "--via is missing"),
+        (["--via=sh {host}", "--hosts= , "], "there is no host in the list"),
+        (["--via=sh {host}", "--hosts-file=/dev/null"], "there is no host in the list"),
+        (["--via=sh", "--hosts=a"], "does not say where the host's name goes"),
+        (["--via=/no/such {host}", "--hosts=a"], "there is no command /no/such here"),
+        (["--via=sh {host}", "--hosts=a", "--pid=1"], "--pid names a process of one machine"),
+        (["--via=sh {host}", "--hosts=a", "--srun-option=--mem=0"], "are for a Slurm job"),
+        (["--via=sh {host}", "--hosts=a", "--container-name=x"], "are for a Slurm job"),
+        (["--via=sh {host}", "--hosts=a", "--remote-command="], "--remote-command is empty"),
+        (["--slurm-job=1", "--hosts=a"], "a Slurm job has its own hosts"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], why: str
+) -> None:
+    assert main.main(["collect", f"-o{tmp_path / 'out'}", *arguments]) == ExitCode.USAGE
+    assert why in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--hosts-file=/no/such"], "cannot read /no/such: No such file or directory"),
+        (["--hosts-file=/proc/self/mem"], "cannot read /proc/self/mem: "),
+        (["--hosts-file=/dev/zero"], "/dev/zero is longer than a list of hosts may be"),
+        ([f"--hosts-file={sys.executable}"], f"{sys.executable} is no text"),
+        (["--hosts=a", "--hosts-file=/dev/null"], "not allowed with argument"),
+        (["--hosts=a", "--slurm-job=1"], "not allowed with argument"),
+    ],
+)
+def test_a_list_that_cannot_be_read_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], why: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main.main(["collect", "--via=sh {host}", *arguments])
+    assert why in capsys.readouterr().err

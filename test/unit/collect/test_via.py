@@ -1,0 +1,139 @@
+"""The command lines that reach a host, and what is said where one does not answer."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from sglang_crashkit.collect.fan_out import NodeRun
+from sglang_crashkit.collect.gather import why_silent
+from sglang_crashkit.collect.via import Hosts, reach_hosts
+from sglang_crashkit.errors import UsageError
+
+#: With a blank, a quote and what a shell would replace.
+KIT = ["python3", "-m", "sglang_crashkit", "--output-dir=/tmp/it's $HOME/a"]
+QUOTED = shlex.join(KIT)
+KUBECTL = ("kubectl", "exec", "{host}", "-c", "sglang", "--")
+
+
+@pytest.fixture(autouse=True)
+def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None if name == "kubctl" else f"/usr/bin/{name}")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("kubectl exec {host} -c sglang --", ["kubectl", "exec", "h-0", "-c", "sglang", "--", *KIT]),
+        ("docker exec {host}", ["docker", "exec", "h-0", *KIT]),
+        ("docker -H ssh://{host} exec sglang", ["docker", "-H", "ssh://h-0", "exec", "sglang", *KIT]),
+        ("kubectl exec pod/{host} -- sh -lc {command}", ["kubectl", "exec", "pod/h-0", "--", "sh", "-lc", QUOTED]),
+        ("gcloud compute ssh {host} --command={command}", ["gcloud", "compute", "ssh", "h-0", f"--command={QUOTED}"]),
+        ("ssh {host}", ["ssh", "-o", "BatchMode=yes", "h-0", QUOTED]),
+        ("/usr/bin/ssh -p 22 me@{host}", ["/usr/bin/ssh", "-o", "BatchMode=yes", "-p", "22", "me@h-0", QUOTED]),
+        (
+            "ssh login kubectl exec {host} --",
+            ["ssh", "-o", "BatchMode=yes", "login", "kubectl", "exec", "h-0", "--", QUOTED],
+        ),
+        ("ssh {host} 'cd /opt && {command}'", ["ssh", "-o", "BatchMode=yes", "h-0", f"cd /opt && {QUOTED}"]),
+        ("env 'A=b c' run --on={host}", ["env", "A=b c", "run", "--on=h-0", *KIT]),
+    ],
+)
+def test_the_command_is_words_or_one_word_for_a_shell(template: str, expected: list[str]) -> None:
+    assert reach_hosts(template, ["h-0"]).command("h-0", KIT) == expected
+
+
+@pytest.mark.parametrize("host", ["h", "gpu_a-01.example.org", "me@h", "[::1]", "fe80::1%eth0", "h+1:22"])
+def test_a_hosts_name_may_be_any_that_is_in_use(host: str) -> None:
+    assert reach_hosts("ssh {host}", [host]).nodes == (host,)
+
+
+@pytest.mark.parametrize(
+    "host", ["", "-oProxyCommand=x", ".", "..", "a/b", "a b", "a;b", "$(x)", "a'b", "a\nb", "a\\b", "é", "h" * 254]
+)
+def test_what_is_no_hosts_name_is_given_to_no_command(host: str) -> None:
+    with pytest.raises(UsageError, match="is not the name of a host"):
+        reach_hosts("ssh {host}", ["well", host])
+
+
+@pytest.mark.parametrize(
+    ("template", "hosts", "why"),
+    [
+        ("", ["a"], "does not say where the host's name goes"),
+        ("ssh", ["a"], "does not say where the host's name goes"),
+        ("{host}", ["a"], "does not say where the host's name goes"),
+        ("ssh {node}", ["a"], "does not say where the host's name goes"),
+        ("ssh '{host}", ["a"], "No closing quotation"),
+        ("kubctl exec {host}", ["a"], "there is no command kubctl here"),
+        ("ssh {host}", [], "there is no host in the list"),
+    ],
+)
+def test_what_reaches_no_host_is_refused(template: str, hosts: list[str], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        reach_hosts(template, hosts)
+
+
+def test_a_host_that_is_named_twice_is_asked_once() -> None:
+    assert reach_hosts("ssh {host}", ["b", "a", "b"]).nodes == ("b", "a")
+
+
+@pytest.mark.parametrize(
+    ("errors", "why", "following"),
+    [
+        ("sh: 1: python3: not found\n", "the collector cannot be run there: sh: 1: python3", "--remote-command"),
+        (
+            'error: Internal error occurred: OCI runtime exec failed: "python3": executable file not found in $PATH',
+            "the collector cannot be run there: Internal error",
+            "--remote-command",
+        ),
+        (
+            'Error from server (NotFound): pods "h" not found\n',
+            "there is no such pod or container",
+            "kubectl exec h -c",
+        ),
+        (
+            'Defaulted container "a"\nerror: unable to upgrade connection: container not found ("sglang")\n',
+            "or it does not run: unable to upgrade connection: container not found",
+            "kubectl exec h -c sglang -- true",
+        ),
+        ("Error response from daemon: No such container: h\n", "there is no such pod or container", "kubectl exec h"),
+        (
+            'Error from server (Forbidden): pods "h" is forbidden: User\n',
+            "it may not be entered: (Forbidden)",
+            "-- true",
+        ),
+        (
+            "ssh: Could not resolve hostname h: Name or service not known\n",
+            "it cannot be reached: ssh: Could",
+            "-- true",
+        ),
+        ("ssh: connect to host h port 22: Connection timed out\n", "it cannot be reached: ssh: connect", "-- true"),
+        (
+            "me@h: Permission denied (publickey,password).\n",
+            "it asks for more than is there to log in",
+            "BatchMode=yes",
+        ),
+        ("Password: ", "it asks for more than is there to log in: Password:", "BatchMode=yes"),
+        ("Host key verification failed.\n", "its key is not known here, or another one", "known_hosts"),
+        ("command terminated with exit code 137\n", "ended there with status 1 and without a result", "h/kubectl.log"),
+        ("snapshot 1 of 3\nKilled\n", "without a result: Killed", "h/kubectl.log"),
+    ],
+)
+def test_why_a_host_is_silent_is_told_with_what_helps(errors: str, why: str, following: str) -> None:
+    problem = why_silent(NodeRun("h", 1, errors=errors), Hosts(("h",), KUBECTL))
+    assert problem.what == "host h"
+    assert why in problem.why
+    assert following in problem.next
+
+
+def test_a_late_host_is_told_with_what_it_said_last() -> None:
+    run = NodeRun("h", None, errors="snapshot 2 of 3\n", problem="no answer within 9 s", late=True)
+    problem = why_silent(run, Hosts(("h",), KUBECTL))
+    assert problem.why == "no answer within 9 s: snapshot 2 of 3"
+    assert problem.next == "raise --node-timeout or --timeout, or look at it: kubectl exec h -c sglang -- true"
+
+
+def test_what_a_host_prints_in_place_of_an_answer_is_shown() -> None:
+    problem = why_silent(NodeRun("h", 0, output="welcome\n/bin/kit: bad interpreter\n"), Hosts(("h",), KUBECTL))
+    assert problem.why == "the collector ended there with status 0 and without a result: /bin/kit: bad interpreter"
