@@ -33,7 +33,7 @@ _NOT_STARTED = (
     r"execve\(\)|command not found|: not found$|executable file not found|No module named '?sglang_crashkit"
     r"|invalid choice: 'collect'|can't open file|unrecognized arguments",
     "the collector cannot be run there: {said}",
-    "install sglang-crashkit in that environment or container, or name its command with --remote-command",
+    "install sglang-crashkit, of this release, in that environment or container, or name it with --remote-command",
 )
 
 

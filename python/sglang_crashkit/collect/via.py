@@ -34,8 +34,8 @@ _REASONS = (
     ),
     (
         _NO_LOGIN,
-        "it asks for more than is there to log in: {said}",
-        "have a key or an agent let you in without a question (ssh -o BatchMode=yes): {look}",
+        "it asks for a password, or takes no key: {said}",
+        "use a key or an agent, for nobody answers a question (ssh -o BatchMode=yes): {look}",
     ),
     (
         r"NotFound|[Nn]o such container|[Cc]ontainer.* not found|is not running|is not valid for pod|"
@@ -44,6 +44,11 @@ _REASONS = (
         _BY_HAND,
     ),
     (r"[Ff]orbidden|[Uu]nauthorized|must be logged in", "it may not be entered: {said}", _BY_HAND),
+    (
+        r"kex_exchange_identification|[Tt]oo many",
+        "it turned the connection away: {said}",
+        "ask fewer at a time, such as --fan-out 8",
+    ),
     (
         r"resolve hostname|[Nn]ame or service not known|[Cc]onnection (?:refused|reset|closed)|[Tt]imed out|[Tt]imeout"
         r"|No route to host|Network is unreachable|[Uu]nable to connect|[Cc]annot connect|was refused|i/o timeout",

@@ -14,6 +14,7 @@ import pytest
 
 from sglang_crashkit.cli.collect import debugger_secs
 from sglang_crashkit.cli.main import main
+from sglang_crashkit.cli.reporters import collected
 from sglang_crashkit.kernel.discovery import Discovery, FoundProcess, find_processes
 from sglang_crashkit.kernel.procfs import TreeScanner, read_title
 from sglang_crashkit.kernel.slurm_place import Place
@@ -136,6 +137,20 @@ def test_where_the_folder_cannot_be_made_the_snapshots_are_printed(
     document = json.loads(line)
     assert [[one.pid for one in from_json(each).processes] for each in document["rounds"]] == [[rank]] * 2
     assert Path(document["output_dir"]).parent == tmp_path
+
+
+def test_the_text_files_are_in_the_answer_where_there_is_room(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*QUICK, "--json", "--with-snapshots", "--with-texts"]
+    assert collect(rank, tmp_path, *arguments) == 0
+    document = json.loads(capsys.readouterr().out)
+    (one,) = document["processes"]
+    names = ["summary.md", "verdict.json", *one["files"]]
+    assert document["texts"] == {name: (tmp_path / name).read_text() for name in names}
+    monkeypatch.setattr(collected, "_MAX_TEXTS", len((tmp_path / "summary.md").read_bytes()) + 1)
+    assert collect(rank, tmp_path, *arguments) == 0
+    assert list(json.loads(capsys.readouterr().out)["texts"]) == ["summary.md"]
 
 
 @pytest.mark.parametrize(("node_secs", "used_secs", "left"), [(300, 12, 238), (20, 12, 0), (None, 12, None)])

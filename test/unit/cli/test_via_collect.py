@@ -123,7 +123,7 @@ def test_each_host_is_asked_for_its_files_by_the_command_of_the_user(hosts: Host
     ("script", "why"),
     [
         (HANGS, "no answer within 2 s"),
-        (REFUSES, "it asks for more than is there to log in: me@bad: Permission denied"),
+        (REFUSES, "it asks for a password, or takes no key: me@bad: Permission denied"),
         ("print('Welcome'); print('{no json')", "with status 0 and without a result: {no json"),
         ("print('[]'); sys.exit(1)", "with status 1 and without a result: []"),
         ("raise SystemExit('x' * 9999)", f"without a result: {'x' * 300}"),

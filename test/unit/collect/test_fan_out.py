@@ -51,6 +51,24 @@ def test_a_node_that_does_not_end_well_is_given_up_alone(argv: list[str], proble
     assert len(runs["bad"].errors) <= ONE_MIB
 
 
+def test_an_interruption_ends_what_runs_and_keeps_what_was_had(tmp_path: Path) -> None:
+    ended: dict[str, NodeRun] = {}
+
+    def on_end(run: NodeRun) -> None:
+        if run.node not in ended and not ended:
+            ended[run.node] = run
+            raise KeyboardInterrupt
+        ended.setdefault(run.node, run)
+
+    commands = {"well": WELL, "hangs": ["sleep", "600"], "waits": ["touch", str(tmp_path / "asked")]}
+    environ = {"PATH": os.environ["PATH"]}
+    limits = Limits(at_once=2)
+    interrupt = run_on_nodes(commands, on_end, output=tmp_path, log="sh.log", environ=environ, limits=limits)
+    assert isinstance(interrupt, KeyboardInterrupt)
+    assert set(ended) == {"well", "hangs", "waits"}
+    assert ended["hangs"].problem == "interrupted"
+
+
 def test_nothing_is_there_to_be_read(tmp_path: Path) -> None:
     (run,) = run_all({"a": ["cat"]}, tmp_path, Limits()).values()
     assert (run.status, run.output) == (0, "")

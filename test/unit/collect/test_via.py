@@ -111,10 +111,15 @@ def test_a_host_that_is_named_twice_is_asked_once() -> None:
         ("ssh: connect to host h port 22: Connection timed out\n", "it cannot be reached: ssh: connect", "-- true"),
         (
             "me@h: Permission denied (publickey,password).\n",
-            "it asks for more than is there to log in",
+            "it asks for a password, or takes no key",
             "BatchMode=yes",
         ),
-        ("Password: ", "it asks for more than is there to log in: Password:", "BatchMode=yes"),
+        ("Password: ", "it asks for a password, or takes no key: Password:", "BatchMode=yes"),
+        (
+            "kex_exchange_identification: Connection closed by remote host\n",
+            "it turned the connection away",
+            "--fan-out",
+        ),
         ("Host key verification failed.\n", "its key is not known here, or another one", "known_hosts"),
         ("command terminated with exit code 137\n", "ended there with status 1 and without a result", "h/kubectl.log"),
         ("snapshot 1 of 3\nKilled\n", "without a result: Killed", "h/kubectl.log"),

@@ -17,8 +17,8 @@ from sglang_crashkit.kernel.discovery import Discovery
 from sglang_crashkit.kernel.private_files import read_regular
 from sglang_crashkit.model.sample import Sample
 
-#: Of a text file that is printed; a thousand threads fifty frames deep take 10 MB a moment.
-_MAX_TEXT = 32 << 20
+#: What the text files that are printed may take together, in bytes: the snapshots beside them count for more.
+_MAX_TEXTS = 32 << 20
 
 
 class TextReport:
@@ -110,13 +110,15 @@ def as_json(
 
 
 def _texts(collection: Collection, output: Path) -> dict[str, str]:
-    """Return what is in each text file, by its name."""
+    """Return what is in each text file, by its name; one that is too long is left out."""
     names = [SUMMARY, VERDICT, *(name for one in collection.collected for name in one.files)]
-    texts = {}
+    texts, left = dict[str, str](), _MAX_TEXTS
     for name in names:
         # One that was interrupted has not all of them.
         with contextlib.suppress(OSError):
-            texts[name] = read_regular(output / name, _MAX_TEXT).decode(errors="replace")
+            text = read_regular(output / name, left + 1)
+            if len(text) <= left:
+                texts[name], left = text.decode(errors="replace"), left - len(text)
     return texts
 
 

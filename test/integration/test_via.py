@@ -1,0 +1,167 @@
+"""``sglang-crashkit collect --via ssh`` on two hosts, with a rank each, of one real server that hangs.
+
+Both hosts are names of this machine, behind a real sshd. What a host sees is one node's processes, and its files are
+where nobody else looks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sglang_crashkit
+from integration.loopback_sshd import HOST_VARIABLE, Sshd, why_not
+from integration.test_two_nodes import RANKS, two_nodes
+from lanelib.managed import wait_all_ready
+from sglang_crashkit.errors import ExitCode
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.model.snapshot import parse
+from unit.waiting import wait_until
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+HOSTS = ("h0", "h1")
+#: For a collector on a loaded machine, in seconds.
+LONG_S = 240.0
+#: The kit as a host has it. The last of two equal options counts.
+KIT = f"""#!/bin/sh
+export PYTHONPATH={shlex.quote(str(Path(sglang_crashkit.__file__).parents[1]))}
+here=$(dirname "$0")
+exec {shlex.quote(sys.executable)} -m sglang_crashkit "$@" \\
+    --pid="$(cat "$here/${HOST_VARIABLE}.pid")" --output-dir="$here/of ${HOST_VARIABLE}"
+"""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What one run of the command left.
+
+    Attributes:
+        status: its exit status.
+        document: what it printed.
+        folder: its files.
+    """
+
+    status: int
+    document: dict[str, Any]
+    folder: Path
+
+    def node(self, host: str) -> dict[str, Any]:
+        """Return what it printed of a host."""
+        (found,) = [node for node in self.document["nodes"] if node["node"] == host]
+        return found
+
+
+@dataclass(frozen=True)
+class Story:
+    """A server of which one rank is stopped, collected by both names of this machine.
+
+    Attributes:
+        ranks: pids of the ranks, by the name of their host.
+        both: what was collected of these.
+        more: what was collected of three hosts that do not answer as well.
+        answers: the server's to the same request before and after.
+    """
+
+    ranks: dict[str, int]
+    both: Collected
+    more: Collected
+    answers: tuple[list[int], list[int]]
+
+
+def collect(sshd: Sshd, kit: Path, output: Path, *hosts: str) -> Collected:
+    command = [sys.executable, "-m", "sglang_crashkit", "collect", "--json", "--snapshots=2", "--interval=0.2"]
+    command += [f"--via={shlex.join([*sshd.command, '{host}'])}", f"--hosts={','.join(hosts)}"]
+    command += [f"--remote-command={shlex.quote(str(kit))}", f"--output-dir={output}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=False)
+    assert done.stdout, done.stderr
+    return Collected(done.returncode, json.loads(done.stdout), output)
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    if reason := why_not():
+        pytest.skip(reason)
+    # GIVEN names that a shell would take apart
+    folder = tmp_path_factory.mktemp("ssh")
+    odd = folder / "it's $HOME; here"
+    odd.mkdir()
+    kit = odd / "the kit"
+    kit.write_text(KIT)
+    kit.chmod(0o755)
+    with two_nodes("0.5.23", folder / "crashes") as nodes, Sshd(folder, HOSTS) as sshd:
+        wait_all_ready(nodes)
+        for host, node in zip(HOSTS, nodes, strict=True):
+            (odd / f"{host}.pid").write_text(str(node.pid))
+        ranks = {host: node.pid_of(title) for host, node, title in zip(HOSTS, nodes, RANKS, strict=True)}
+        before = nodes[0].generate()["output_ids"]
+        os.kill(ranks["h1"], signal.SIGSTOP)
+        try:
+            wait_until(lambda: getattr(procfs.read_stat(ranks["h1"]), "state", "") == "T", "the rank is stopped")
+            both = collect(sshd, kit, odd / "both", *HOSTS)
+            more = collect(sshd, kit, odd / "more", *HOSTS, "locked", "stranger", "gone")
+        finally:
+            os.kill(ranks["h1"], signal.SIGCONT)
+        yield Story(ranks, both, more, (before, nodes[0].generate(timeout_s=LONG_S)["output_ids"]))
+
+
+def test_the_ranks_of_both_hosts_are_one_result(story: Story) -> None:
+    assert story.both.status == ExitCode.DONE, story.both.document
+    for number, host in enumerate(HOSTS):
+        (process,) = story.both.node(host)["processes"]
+        assert (process["pid"], process["ranks"]) == (story.ranks[host], {"tp": number})
+        assert set(process["states"]) == ({"T"} if host == "h1" else set(process["states"]) - {"T"})
+
+
+def test_the_verdict_names_the_rank_with_its_host(story: Story) -> None:
+    for collected in (story.both, story.more):
+        verdict = json.loads((collected.folder / "verdict.json").read_text())["verdict"]
+        assert verdict == collected.document["verdict"]
+        assert verdict["level"] == "established"
+        assert f"{RANKS[1]} (pid {story.ranks['h1']} on h1) is stopped (state T)" in verdict["statement"]
+        assert verdict["statement"] in (collected.folder / "summary.md").read_text()
+
+
+def test_the_files_of_both_hosts_are_here(story: Story) -> None:
+    for host, pid in story.ranks.items():
+        folder, node = story.both.folder / host, story.both.node(host)
+        assert node["files_visible"] is True
+        assert node["problems"] == []
+        (text,) = folder.glob(f"pyspy_*_{pid}.txt")
+        assert "torch/distributed" in text.read_text() or "event_loop" in text.read_text()
+        rounds = [parse(path.read_text()) for path in sorted(folder.glob("snapshot_*.json"))]
+        assert [[process.pid for process in one.processes] for one in rounds] == [[pid], [pid]]
+        assert (folder / "summary.md").read_text() == (folder.parents[1] / f"of {host}" / "summary.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("host", "why", "following"),
+    [
+        ("locked", "it asks for a password, or takes no key: ", "BatchMode=yes"),
+        ("stranger", "its key is not known here, or another one: ", "known_hosts"),
+        ("gone", "it cannot be reached: ssh: connect to host 127.0.0.1 port ", "ssh -o BatchMode=yes -F "),
+    ],
+)
+def test_a_host_that_lets_nobody_in_is_named(story: Story, host: str, why: str, following: str) -> None:
+    assert story.more.status == ExitCode.PARTIAL
+    (problem,) = story.more.node(host)["problems"]
+    assert problem["what"] == f"host {host}"
+    assert problem["why"].startswith(why)
+    assert following in problem["next"]
+    assert [len(story.more.node(one)["processes"]) for one in (*HOSTS, host)] == [1, 1, 0]
+    assert f"- host {host} gave no answer: {why}" in (story.more.folder / "summary.md").read_text()
+
+
+def test_the_server_serves_as_before(story: Story) -> None:
+    before, after = story.answers
+    assert before == after
