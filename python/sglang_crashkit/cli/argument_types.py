@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 _LONGEST_SECS = 1e7
@@ -87,11 +86,8 @@ def host_names_in(path: str) -> list[str]:
         argparse.ArgumentTypeError: it cannot be read, is no text, or longer than a list may be.
     """
     try:
-        if path == "-":
-            text = sys.stdin.read(_MAX_LIST + 1)
-        else:
-            with Path(path).open(encoding="utf-8") as file:
-                text = file.read(_MAX_LIST + 1)
+        with Path("/dev/stdin" if path == "-" else path).open(encoding="utf-8") as file:
+            text = file.read(_MAX_LIST + 1)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot read {path}: {error.strerror}") from None
     except ValueError:

@@ -23,7 +23,6 @@ _HOST, _COMMAND = "{host}", "{command}"
 _EXAMPLE = 'such as --via "kubectl exec {host} -c sglang --" or --via "ssh {host}"'
 #: A host's name is a folder's name here, and a shell on the other side may see it: no option, path or quote is one.
 _NAME = re.compile(r"[\w\[][\w.:@%+\[\]-]{0,252}", re.ASCII)
-_NO_LOGIN = r"[Pp]assword|passphrase|Permission denied \(|authentication fail"
 _BY_HAND = "try it by hand: {look}"
 #: As `gather.Reach.reasons` has them.
 _REASONS = (
@@ -33,7 +32,7 @@ _REASONS = (
         "log in once by hand to compare and keep its key, or write it into known_hosts",
     ),
     (
-        _NO_LOGIN,
+        r"[Pp]assword|passphrase|Permission denied \(|authentication fail",
         "it asks for a password, or takes no key: {said}",
         "use a key or an agent, for nobody answers a question (ssh -o BatchMode=yes): {look}",
     ),

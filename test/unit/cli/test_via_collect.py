@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from sglang_crashkit.collect.fan_out import Limits
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.model.sample import Sample
 from sglang_crashkit.model.snapshot import NodeSnapshot
+from unit.waiting import LONG
 
 RANK = Sample("pod", 17, 1, "sglang::scheduler_TP0", "scheduler", {"tp": 0}, 1.0, state="S")
 #: Its ``asked.txt`` gets the words that it was given; what it does is in a file of the host's name.
@@ -190,6 +192,19 @@ def test_hosts_may_be_in_a_file(hosts: Hosts, tmp_path: Path, capsys: pytest.Cap
     captured = capsys.readouterr()
     assert captured.out.startswith("2 hosts by python\n")
     assert ("named more than once" in captured.err) == (listed.count("h0") == 2)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "why"),
+    [("</dev/null", "there is no host in the list"), ("<&-", "cannot read -: ")],
+    ids=["empty", "closed"],
+)
+def test_the_standard_input_may_be_the_list(redirection: str, why: str) -> None:
+    command = [sys.executable, "-m", "sglang_crashkit", "collect", "--via=sh {host}", "--hosts-file=-"]
+    argv = ["sh", "-c", f"{shlex.join(command)} {redirection}"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=LONG, check=False)
+    assert done.returncode == ExitCode.USAGE
+    assert why in done.stderr
 
 
 @pytest.mark.parametrize(
