@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 
@@ -23,7 +24,9 @@ class LaneError(Exception):
 
 
 def run_script(name: str, main: Callable[[], int]) -> int:
-    """Run `main` and turn a `LaneError` or Ctrl-C into one message and an exit status."""
+    """Run `main` and turn a `LaneError`, Ctrl-C or SIGTERM into one message and an exit status."""
+    # Or what was started, each in a session of its own, would be left behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return main()
     except LaneError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import os
@@ -13,15 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lanelib.errors import LaneError
 from lanelib.paths import ROOT, write_whole
 
 FOLDER = ROOT / "benchmarks"
 DATA, PAGE, README = ROOT / "docs" / "benchmarks.json", ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
 #: Between these lines the README has the table that is made of the figures.
 BEGIN, END = "<!-- costs: made by scripts/bench -->", "<!-- end of costs -->"
-#: So many times as long as expected is the end of a benchmark.
+#: So many times as long as expected is the end of a benchmark, which has seconds then to end its servers.
 PATIENCE = 6
+END_S = 150
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,45 @@ BENCHMARKS = (
 )
 
 
+class Table:
+    """What a benchmark prints, row by row: text in columns, or one JSON object a row.
+
+    Args:
+        widths: of the columns, by name; the first is set on the left.
+        as_json: print objects.
+    """
+
+    def __init__(self, widths: Mapping[str, int], *, as_json: bool) -> None:
+        self._widths, self._as_json = dict(widths), as_json
+        if not as_json:
+            self._print(list(widths))
+
+    def row(self, *cells: str) -> None:
+        """Print a row."""
+        if self._as_json:
+            print(json.dumps(dict(zip(self._widths, cells, strict=True))), flush=True)
+        else:
+            self._print(cells)
+
+    def note(self, text: str) -> None:
+        """Print a line below."""
+        print(json.dumps({"note": text}) if self._as_json else text, flush=True)
+
+    def _print(self, cells: Sequence[str]) -> None:
+        (first, width), *others = self._widths.items()
+        sides = [f"{cells[0]:{max(width, len(first))}}"]
+        sides += [f"{cell:>{max(wide, len(name))}}" for cell, (name, wide) in zip(cells[1:], others, strict=True)]
+        print("  ".join(sides).rstrip(), flush=True)
+
+
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark with this docstring: ``--quick`` and ``--json``."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few minutes: what is most worth knowing")
+    parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    return parser
+
+
 @dataclass(frozen=True)
 class Run:
     """What one benchmark printed.
@@ -88,7 +128,7 @@ class Run:
         seconds: how long it took.
         status: its exit status; 1 where it missed a goal of its own.
         date: of its end, UTC.
-        why: what it said on standard error where it missed its goal.
+        why: what it said on standard error where it missed its goal, or how it failed.
     """
 
     name: str
@@ -103,48 +143,55 @@ class Run:
 def measure(benchmark: Benchmark, kept: Path, *, quick: bool, env: Mapping[str, str]) -> Run:
     """Run a benchmark, or return what was kept of it.
 
+    One that did not end in many times its time, or printed nothing, is not kept; `Run.why` says so.
+
     Args:
         benchmark: which.
         kept: the file that has it once it has ended.
         quick: with fewer rounds.
         env: its environment.
-
-    Raises:
-        LaneError: it printed nothing, or did not end in many times its time.
     """
     if kept.is_file():
         document = json.loads(kept.read_text())
         return Run(**document | {"lines": tuple(document["lines"])})
     arguments, began = benchmark.arguments(quick), time.monotonic()
     limit = PATIENCE * 60 * benchmark.minutes(quick)
-    argv = [str(FOLDER / benchmark.name), *arguments]
+    argv, failed = [str(FOLDER / benchmark.name), *arguments], ""
     with subprocess.Popen(
-        argv, cwd=ROOT, env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        argv, cwd=ROOT, env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
     ) as process:
         try:
             text, errors = process.communicate(timeout=limit)
-        except BaseException as error:
-            process.terminate()
-            try:
-                process.communicate(timeout=60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise LaneError(f"benchmarks/{benchmark.name} did not end in {limit / 60:.0f} minutes") from error
+        except subprocess.TimeoutExpired:
+            text, errors = _end(process)
+            failed = f"it did not end in {limit / 60:.0f} minutes"
+        except BaseException:
+            _end(process)
             raise
     if not text.strip():
-        raise LaneError(f"benchmarks/{benchmark.name} printed nothing, status {process.returncode}: {errors[-500:]}")
+        failed = failed or f"it printed nothing, status {process.returncode}: {errors.strip()[-500:]}"
     run = Run(
         name=benchmark.name,
         command=" ".join([f"benchmarks/{benchmark.name}", *arguments]),
         lines=tuple(line.rstrip() for line in text.splitlines()),
         seconds=round(time.monotonic() - began, 1),
-        status=process.returncode,
+        status=process.returncode or int(bool(failed)),
         date=time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
-        why="\n".join(errors.splitlines()[-3:]) if process.returncode else "",
+        why=failed or ("\n".join(errors.splitlines()[-3:]) if process.returncode else ""),
     )
-    write_whole(kept, json.dumps(asdict(run), indent=1))
+    if not failed:
+        write_whole(kept, json.dumps(asdict(run), indent=1))
     return run
+
+
+def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """End a benchmark, which ends what it has started, and return what it printed."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return "", ""
 
 
 def machine() -> str:
@@ -158,7 +205,10 @@ def write_documents(runs: Sequence[Run], where: str, load: float) -> None:
     document = json.loads(DATA.read_text()) if DATA.is_file() else {"benchmarks": {}}
     known: dict[str, Any] = document["benchmarks"]
     for run in runs:
-        known[run.name] = asdict(run) | {"machine": where, "load": round(load, 1)}
+        if run.lines or run.name not in known:
+            known[run.name] = asdict(run) | {"machine": where, "load": round(load, 1)}
+        else:
+            known[run.name] = known[run.name] | {"failed": f"{run.date} UTC: {run.why}"}
     write_whole(DATA, json.dumps(document, indent=1) + "\n")
     write_whole(PAGE, page(document))
     text = README.read_text()
@@ -175,7 +225,8 @@ def page(document: Mapping[str, Any]) -> str:
             continue
         lines += ["", f"## {one.name}", "", one.about, "", "```", f"$ {run['command']}", *run["lines"], "```", ""]
         missed = f" It missed its goal: {run['why'] or 'see the table'}." if run["status"] else ""
-        lines += [f"{run['date']} UTC, {run['machine']}, load {run['load']}, {run['seconds']:.0f} s.{missed}"]
+        failed = f" The run after it failed, {run['failed']}." if "failed" in run else ""
+        lines += [f"{run['date']} UTC, {run['machine']}, load {run['load']}, {run['seconds']:.0f} s.{missed}{failed}"]
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -22,6 +23,13 @@ def tool(name: str) -> Path:
             if not _is_current():  # another process may just have made it
                 _make()
     return TOOLS / "bin" / name
+
+
+def run_in_tools() -> None:
+    """Go on in the tools environment, where the kit and pytest are, unless this is there already."""
+    python = tool("python")
+    if Path(sys.prefix).resolve() != TOOLS.resolve():
+        os.execv(python, [str(python), *sys.argv])  # noqa: S606
 
 
 def _is_current() -> bool:

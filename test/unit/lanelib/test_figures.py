@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -7,8 +8,20 @@ from pathlib import Path
 import pytest
 
 from lanelib import figures
-from lanelib.errors import LaneError
-from lanelib.figures import BEGIN, DATA, END, PAGE, README, Benchmark, figure, measure, page, with_costs
+from lanelib.figures import (
+    BEGIN,
+    DATA,
+    END,
+    PAGE,
+    README,
+    Benchmark,
+    Table,
+    figure,
+    measure,
+    page,
+    with_costs,
+    write_documents,
+)
 
 TABLE = [
     "which         median    longest",
@@ -46,10 +59,47 @@ def test_a_missed_goal_has_its_reason(program: Path) -> None:
     assert (found.status, found.why) == (1, "much too slow")
 
 
-def test_a_benchmark_without_output_is_an_error(program: Path) -> None:
-    program.write_text("#!/bin/sh\necho broken >&2\nexit 3\n")
-    with pytest.raises(LaneError, match="printed nothing, status 3: broken"):
-        run(program, "")
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo broken >&2\nexit 3", "it printed nothing, status 3: broken"),
+        ("exec sleep 60", "it did not end in 0 minutes"),
+    ],
+)
+def test_one_that_fails_says_why_and_is_run_again(
+    program: Path, script: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    monkeypatch.setattr(figures, "PATIENCE", 0.05)
+    found = run(program, "")
+    assert (bool(found.status), found.why) == (True, why)
+    assert not (program.parent / "kept.json").exists()
+
+
+def test_one_that_fails_keeps_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DATA", "PAGE", "README"):
+        monkeypatch.setattr(figures, name, tmp_path / name)
+    (tmp_path / "README").touch()
+    good = figures.Run("beat", "benchmarks/beat", ("on  1 us",), 1.0, 0, "2026-01-01 00:00")
+    for one in (good, dataclasses.replace(good, lines=(), status=1, why="it printed nothing")):
+        write_documents([one], "2 cores", 1.0)
+    text = (tmp_path / "PAGE").read_text()
+    assert "on  1 us" in text
+    assert "The run after it failed, 2026-01-01 00:00 UTC: it printed nothing." in text
+
+
+@pytest.mark.parametrize(
+    ("as_json", "expected"),
+    [
+        (False, "fault  seconds\nslow       1.5\nseen\n"),
+        (True, '{"fault": "slow", "seconds": "1.5"}\n{"note": "seen"}\n'),
+    ],
+)
+def test_a_table_is_text_or_json(as_json: bool, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table({"fault": 4, "seconds": 5}, as_json=as_json)
+    table.row("slow", "1.5")
+    table.note("seen")
+    assert capsys.readouterr().out == expected
 
 
 @pytest.mark.parametrize(
