@@ -177,7 +177,7 @@ def measure(benchmark: Benchmark, kept: Path, *, quick: bool, env: Mapping[str, 
         seconds=round(time.monotonic() - began, 1),
         status=process.returncode or int(bool(failed)),
         date=time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
-        why=failed or ("\n".join(errors.splitlines()[-3:]) if process.returncode else ""),
+        why=failed or ("\n".join(errors.splitlines()[-1:]) if process.returncode else ""),
     )
     if not failed:
         write_whole(kept, json.dumps(asdict(run), indent=1))

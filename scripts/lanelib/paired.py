@@ -14,7 +14,7 @@ import random
 import signal
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,3 +162,12 @@ def spread(values: list[float], form: str) -> str:
     ordered, beside, middle = sorted(values), round(0.98 * math.sqrt(len(values))), len(values) // 2
     lower, upper = ordered[max(0, middle - beside)], ordered[min(len(ordered) - 1, middle + beside)]
     return f"{statistics.median(values):8{form}} ({len(values)} pairs; 95 %: {lower:{form}} to {upper:{form}})"
+
+
+def interval(ratios: Sequence[float], draws: int = 4000) -> tuple[float, float, float]:
+    """Return the geometric mean of ratios, and between what it lies with a probability of 95 %, by the bootstrap."""
+    logarithms, choose = [math.log(ratio) for ratio in ratios], random.Random(1)  # noqa: S311 - no secret
+    count = len(logarithms)
+    means = sorted(sum(choose.choices(logarithms, k=count)) / count for _ in range(draws))
+    middle, low, high = sum(logarithms) / count, means[draws // 40], means[-draws // 40]
+    return math.exp(middle), math.exp(low), math.exp(high)

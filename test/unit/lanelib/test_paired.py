@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lanelib.errors import LaneError
-from lanelib.paired import Load, Run, Switch, run_pairs, spread
+from lanelib.paired import Load, Run, Switch, interval, run_pairs, spread
 
 CODE = "def switch(is_on):\n    return True\n"
 OTHER = "def switch(is_on):\n    return False\n"
@@ -102,3 +102,15 @@ def test_a_process_without_the_part_is_an_error(tmp_path: Path, monkeypatch: pyt
 
 def test_a_median_is_told_with_its_spread() -> None:
     assert spread([5.0, 1.0, 3.0, 2.0, 4.0], ".1f").strip() == "3.0 (5 pairs; 95 %: 1.0 to 5.0)"
+
+
+def test_the_interval_of_a_ratio_holds_it_and_narrows_with_more_pairs() -> None:
+    few, many = (interval([0.99, 1.03] * pairs) for pairs in (5, 100))
+    for middle, low, high in (few, many):
+        assert low < middle < high
+        assert middle == pytest.approx((0.99 * 1.03) ** 0.5)
+    assert many[2] - many[1] < (few[2] - few[1]) / 3
+
+
+def test_equal_ratios_have_an_interval_of_no_width() -> None:
+    assert interval([2.0, 2.0, 2.0]) == pytest.approx((2.0, 2.0, 2.0))
