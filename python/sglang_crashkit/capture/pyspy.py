@@ -30,6 +30,8 @@ Mode = Literal["--nonblocking", "--native"]
 
 #: How often it is tried: a snapshot without a pause may be torn, one with a pause is not.
 _ATTEMPTS: dict[Mode, int] = {"--nonblocking": 6, "--native": 1}
+#: So many run side by side on any machine: a host's ranks, of which some may be slow to read.
+_LEAST_AT_ONCE = 8
 #: Two hundred threads a hundred frames deep take 6 MB.
 MAX_OUTPUT = 16 << 20
 
@@ -89,12 +91,17 @@ def sample_all(
                 break
         return Sample(pid=pid, threads=threads, problem=problem, seconds=round(time.monotonic() - since, 4))
 
-    with ThreadPoolExecutor(max(1, len(wanted))) as pool:
+    with ThreadPoolExecutor(max(1, min(len(wanted), _at_once()))) as pool:
         try:
             return [_result_of(pid, future) for pid, future in [(pid, _submit(pool, take, pid)) for pid in wanted]]
         finally:
             # Where this is interrupted, nobody waits for the rest.
             stop.set()
+
+
+def _at_once() -> int:
+    # Of many that share few cores none ends in time; of a few in turns most do.
+    return max(_LEAST_AT_ONCE, 4 * len(os.sched_getaffinity(0)))
 
 
 def _submit(pool: ThreadPoolExecutor, take: Callable[[int], Sample], pid: int) -> Future[Sample] | Exception:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 from pathlib import Path
 
@@ -55,6 +56,15 @@ def test_many_that_hang_are_killed_at_one_deadline_and_leave_nothing(use_tool) -
     assert max(result.seconds for result in results) < LONG / 4
     wait_until(lambda: children() <= before, "they are gone")
     assert descriptors().items() <= fds.items()
+
+
+def test_of_many_on_few_cores_some_run_at_a_time(tmp_path: Path, use_tool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
+    log = tmp_path / "log"
+    use_tool(f"echo 1 >> {log}; sleep 0.05; echo -1 >> {log}; echo '{GOOD}'")
+    assert all(result.threads for result in sample_all(range(1, 25), LONG))
+    running = list(itertools.accumulate(map(int, log.read_text().split())))
+    assert (len(running), max(running) <= 8) == (48, True)
 
 
 @pytest.mark.wide
