@@ -13,12 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from integration.scenario import worked_on
 from lanelib.managed import opener
 from lanelib.servers import Server
 from sglang_crashkit.incident.store import find_incidents
+from unit.waiting import wait_until
 
 HANG_SECS = 3.0
 LONG = 400.0
+#: An answer that takes some seconds.
+LONG_ANSWER = 1500
+#: An incident of what goes on is removed this soon on a busy machine.
+REMOVED_SECS = 60.0
 #: More than upstream lets a chunk be on any GPU.
 PROMPT_TOKENS = 40_000
 PROFILED_STEPS = 200
@@ -152,11 +158,16 @@ def prefill(server: Server) -> None:
 
 def compile_in_a_batch(server: Server, folder: Path) -> None:
     """Let the scheduler compile in the middle of a request."""
-    pid = server.pid_of("sglang::scheduler")
-    timer = threading.Timer(1.0, os.kill, (pid, signal.SIGUSR1))
-    timer.start()
-    assert generate(server, [1, 2, 3], 400) == 400
-    timer.join()
+    pid, log_from = server.pid_of("sglang::scheduler"), server.log_path.stat().st_size
+
+    def interrupt() -> None:
+        wait_until(lambda: worked_on(server, log_from), "the request is worked on", LONG)
+        os.kill(pid, signal.SIGUSR1)
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    assert generate(server, [1, 2, 3], LONG_ANSWER) == LONG_ANSWER
+    interrupting.join()
     assert int((folder / f"compiled-{pid}").read_text()) > 0
 
 
@@ -211,8 +222,11 @@ def watch(crash_folder: Path, work: Callable[[], None]) -> Busy:
         told.problem = repr(error)
     finally:
         told.secs = time.monotonic() - began
-        # Progress is noticed at the second sign of it.
+        # Progress is noticed at the second sign of it; before, an incident might still come.
         time.sleep(2.0)
+        end = time.monotonic() + REMOVED_SECS
+        while find_incidents(crash_folder) and time.monotonic() < end:
+            time.sleep(0.1)
         done.set()
         poller.join()
     told.left = [str(stored.path) for stored in find_incidents(crash_folder)]

@@ -31,7 +31,7 @@ def name_as_sglang_does(group: object) -> None:
 def main() -> None:
     folder, rank, common = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     # So long the other one is waited for; only its end ends this one.
-    limit = datetime.timedelta(seconds=120)
+    limit = datetime.timedelta(seconds=600)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit)
     group, numbers = dist.new_group([0, 1]), torch.ones(4, 3)
     name_as_sglang_does(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from integration.scenario import answers_of, handler_pid
+from integration.scenario import answers_of, handler_pid, worked_on
 from integration.stuck_rank import StuckRank
 from lanelib.managed import opener
 from lanelib.servers import Server
@@ -32,6 +33,10 @@ QUIET_SECS = HANG_SECS + 1.5
 LONG = 120.0
 #: So many tokens are a batch of a prompt.
 CHUNK = 64
+#: An answer that takes some seconds, so that a rank gets stuck in the middle of it.
+LONG_ANSWER = 250
+#: Whoever waits for an answer waits for the end of a hang first, in seconds.
+ANSWER_S = 400.0
 WAYS = ("spin", "hold_gil", "sleep_in_kernel")
 
 
@@ -108,12 +113,12 @@ def be_idle(told: Story) -> None:
 
 def prefill_slowly(server: Server, told: Story) -> None:
     """Take in a prompt whose chunks together, but not one by one, take longer than a hang would."""
-    post(server, "/slow_down", forward_sleep_time=HANG_SECS / 2)
+    post(server, "/slow_down", forward_sleep_time=HANG_SECS / 3)
     began = time.monotonic()
-    answer = server.generate("1 " * (2 * CHUNK), max_new_tokens=1, timeout_s=LONG)
+    answer = server.generate("1 " * (3 * CHUNK), max_new_tokens=1, timeout_s=LONG)
     secs = time.monotonic() - began
     post(server, "/slow_down", forward_sleep_time=0)
-    assert answer["meta_info"]["prompt_tokens"] > 3 * CHUNK
+    assert answer["meta_info"]["prompt_tokens"] > 5 * CHUNK
     assert secs > 1.5 * HANG_SECS
     told.quiet["long prefill"] = find_incidents(told.folder)
 
@@ -157,8 +162,7 @@ def hang_while_idle(server: Server, told: Story) -> None:
 def hang_by(server: Server, told: Story, stuck: StuckRank, way: str) -> None:
     """Let one rank be stuck while it works at a request, and let it go on when the hang was noticed."""
     pid = told.pids[VICTIM]
-    answer = ask_later(server, max_new_tokens=100)
-    time.sleep(1.0)
+    answer = have_answered(server, max_new_tokens=LONG_ANSWER)
     began = time.monotonic()
     stuck.stick(pid, way)
     hung = told.hung[way] = await_hang(told, began)
@@ -181,8 +185,7 @@ def stop_in_all_reduce(told: Story) -> bool:
 
 def hang_in_a_batch_and_die(server: Server, told: Story) -> None:
     """Stop the rank while it works at a batch, and kill it when that was noticed."""
-    ask_later(server, max_new_tokens=4000)
-    time.sleep(1.0)
+    have_answered(server, max_new_tokens=4000)
     wait_until(lambda: stop_in_all_reduce(told), "the other rank waits in an all-reduce", LONG)
     _path, told.second = next_incident(told.folder, len(told.hung) + 1)
     os.kill(told.pids[VICTIM], signal.SIGKILL)
@@ -255,8 +258,8 @@ def ask_later(server: Server, max_new_tokens: int) -> Callable[[], list[int]]:
 
     def ask() -> None:
         try:
-            got.append(server.generate("Hello", max_new_tokens=max_new_tokens, timeout_s=LONG)["output_ids"])
-        except (OSError, ValueError):
+            got.append(server.generate("Hello", max_new_tokens=max_new_tokens, timeout_s=ANSWER_S)["output_ids"])
+        except (OSError, ValueError, http.client.HTTPException):
             # The server that ends meanwhile answers nothing.
             got.append([])
 
@@ -264,10 +267,18 @@ def ask_later(server: Server, max_new_tokens: int) -> Callable[[], list[int]]:
     thread.start()
 
     def answer() -> list[int]:
-        thread.join(LONG)
+        thread.join(ANSWER_S)
         assert got, "no answer"
         return got[0]
 
+    return answer
+
+
+def have_answered(server: Server, max_new_tokens: int) -> Callable[[], list[int]]:
+    """Send a request, wait until the ranks work on it, and return what waits for its answer."""
+    log_from = server.log_path.stat().st_size
+    answer = ask_later(server, max_new_tokens)
+    wait_until(lambda: worked_on(server, log_from), "the ranks work on the request", LONG)
     return answer
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
+import re
+import signal
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,10 @@ from lanelib.procs import Process, alive, read_process, title_of, tree_of
 from lanelib.servers import Server
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
+from sglang_crashkit.memory.journal import JournalReader
+from sglang_crashkit.memory.ring import NAME as JOURNAL
+from sglang_crashkit.memory.ring import RingError
+from unit.waiting import wait_until
 
 #: For ``params``: a plain run takes the newest release, ``scripts/test --matrix`` the older ones.
 RELEASES = (
@@ -32,8 +39,15 @@ RELEASES = (
 EXIT_TIMEOUT_S = 120.0
 PROMPTS = ("Hello", "The quick brown fox", "1 2 3 4 5 6 7 8")
 HANDLER = "sglang::crash_handler"
-#: What is left of a server is gone this soon after its main process, in seconds.
-GONE_S = 5.0
+SCHEDULER = "sglang::scheduler"
+#: What is left of a server is gone this soon after its main process, in seconds; a busy machine takes its time to give
+#: the memory of those back that were killed.
+GONE_S = 20.0
+#: A busy machine works on a request this soon, its first one included, in seconds.
+IN_FLIGHT_S = 120.0
+#: What every release prints of each batch of a prompt, and now and then of one that decodes, by rank.
+BATCH = re.compile(r"^\[[-\d]+ [:\d]+(?P<rank>[^]]*)\] (?:Prefill|Decode) batch\b.*", re.MULTILINE)
+REQUESTS_IN_IT = re.compile(r"#(?:new-seq|running-req|queue-req): (\d+)")
 
 
 @dataclass(frozen=True)
@@ -133,16 +147,16 @@ def wreck(
     fault: Callable[[Server], None],
     *,
     requests: int = 3,
-    before_fault_s: float = 1.5,
+    breaks_by_itself: bool = False,
 ) -> Wreck:
     """Break a ready server while `requests` long requests are under way, and gather what is left.
 
     Args:
         server: ready.
         crash_folder: where its incidents are expected.
-        fault: what breaks it.
+        fault: what breaks it; called once the requests are in flight.
         requests: how many requests are in flight.
-        before_fault_s: seconds from the requests to the fault.
+        breaks_by_itself: it breaks once it works on them, so its schedulers are held until all have arrived.
     """
     members = members_of(server)
     handlers = handlers_of(server)
@@ -152,9 +166,14 @@ def wreck(
     known += [process for pid in handlers if (process := read_process(pid)) is not None]
     sent = [Sent(f"in-flight-{number}", f"Once upon a time there were {number}") for number in range(requests)]
     threads = [threading.Thread(target=ask, args=(server, request), daemon=True) for request in sent]
-    for thread in threads:
-        thread.start()
-    time.sleep(before_fault_s)
+    rids, log_size = {request.rid for request in sent}, server.log_path.stat().st_size
+    with held(server, SCHEDULER) if breaks_by_itself else contextlib.nullcontext():
+        for thread in threads:
+            thread.start()
+        if breaks_by_itself:
+            wait_until(lambda: rids <= journaled_rids(server), f"{sorted(rids)} have arrived", IN_FLIGHT_S)
+        else:
+            wait_in_flight(server, rids, log_size)
     # A request has compilers started.
     known += tree_of(server.pid) if server.popen.poll() is None else []
     began = time.monotonic()
@@ -175,6 +194,66 @@ def wreck(
         log=server.log_path.read_text(errors="replace"),
         seconds_to_exit=seconds_to_exit,
     )
+
+
+@contextlib.contextmanager
+def held(server: ManagedProcess, title: str) -> Iterator[None]:
+    """Stop the processes whose titles begin so, and let them go on."""
+    pids = [pid for pid, its in server.processes() if its.startswith(title)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def wait_in_flight(server: ManagedProcess, rids: Collection[str], log_from: int) -> None:
+    """Wait until a patched server has taken in all of these requests and its schedulers have them; see `worked_on`."""
+    wait_until(
+        lambda: worked_on(server, log_from) >= len(rids) and set(rids) <= journaled_rids(server),
+        f"{sorted(rids)} are in flight",
+        IN_FLIGHT_S,
+    )
+
+
+def ask_in_flight(server: ManagedProcess, *sent: Sent, tokens: int = 4000) -> None:
+    """Have these requests in flight, on threads of their own."""
+    log_from = server.log_path.stat().st_size
+    for request in sent:
+        threading.Thread(target=ask, args=(server, request, tokens), daemon=True).start()
+    wait_in_flight(server, [request.rid for request in sent], log_from)
+
+
+def journaled_rids(server: ManagedProcess) -> set[str]:
+    """Return the ids of the requests that a patched server has taken in and not answered yet."""
+    rids = set()
+    for process in tree_of(server.pid):
+        for path in Path(f"/proc/{process.pid}/fd").glob("*"):
+            # It is gone meanwhile, or written in this moment.
+            with contextlib.suppress(OSError, RingError):
+                if JOURNAL in path.readlink().name:
+                    with path.open("rb") as file:
+                        reader = JournalReader(file.fileno())
+                        read = [reader.load(request) for request in reader.requests if request.ended is None]
+                    rids |= {str(fields["rid"]) for fields in read if fields}
+    return rids
+
+
+def worked_on(server: ManagedProcess, log_from: int = 0) -> int:
+    """Return how many requests a server said to have at once in a batch or behind it, of any release, patched or not.
+
+    Args:
+        server: which prints what it runs, as by default.
+        log_from: what it said later counts, in bytes of its log.
+    """
+    log = server.log_path.read_bytes()[log_from:].decode(errors="replace")
+    most: dict[str, int] = {}
+    for line in BATCH.finditer(log):
+        count = sum(map(int, REQUESTS_IN_IT.findall(line[0])))
+        most[line["rank"]] = max(count, most.get(line["rank"], 0))
+    return sum(most.values())
 
 
 def members_of(server: ManagedProcess) -> list[Member]:
@@ -231,9 +310,9 @@ def _incidents(crash_folder: Path) -> list[Any]:
     return found
 
 
-def ask(server: ManagedProcess, sent: Sent) -> None:
+def ask(server: ManagedProcess, sent: Sent, tokens: int = 4000) -> None:
     """Ask for what takes longer than the test, and bear that it is cut off."""
-    parameters = {"max_new_tokens": 4000, "temperature": 0.0, "ignore_eos": True}
+    parameters = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
     body = json.dumps({"rid": sent.rid, "text": sent.text, "sampling_params": parameters}).encode()
     request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
     cut_off = contextlib.suppress(urllib.error.URLError, OSError, ValueError, http.client.HTTPException)

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from integration.scenario import RELEASES, Wreck, wreck
+from integration.scenario import EXIT_TIMEOUT_S, RELEASES, Wreck, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.kernel import procfs
 from unit.targets import make_tool
+from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
@@ -26,11 +27,12 @@ PR_CAPBSET_DROP, CAP_SYS_PTRACE = 24, 19
 #: What every Python of the server runs first: nobody may trace it without the capability, and SIGUSR2 makes it hold its
 #: GIL in C for ever, as a stuck extension does.
 UNTRACEABLE = """
-import ctypes, signal
+import ctypes, pathlib, signal
 ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
 def hold_the_lock(*_):
     library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     library.pthread_mutex_lock(mutex)
+    pathlib.Path(__file__).with_name("holds").touch()
     library.pthread_mutex_lock(mutex)
 signal.signal(signal.SIGUSR2, hold_the_lock)
 """
@@ -126,9 +128,9 @@ def test_without_permission_to_trace_every_rung_below_py_spy_delivers(tmp_path: 
     lane = ensure_lane("0.5.23")
 
     def fault(server: Server) -> None:
-        # The request may still be on its way; a rank that serves it runs Python, which takes the signal.
+        # A rank that serves a request runs Python, which takes the signal.
         os.kill(server.pid_of(FIRST), signal.SIGUSR2)
-        time.sleep(1.0)
+        wait_until((tmp_path / "holds").exists, "the rank holds its interpreter lock", EXIT_TIMEOUT_S)
         os.kill(server.pid_of(SECOND), signal.SIGKILL)
 
     with without_capability(

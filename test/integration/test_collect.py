@@ -221,8 +221,8 @@ def test_the_server_serves_as_before(story: Story) -> None:
 def test_a_healthy_server_answers_as_fast_as_before_and_no_debugger_is_started(story: Story) -> None:
     usual, meanwhile = story.secs
     assert len(meanwhile) >= 3
-    # A debugger holds an answer up for 16 to 19 s.
-    assert max(meanwhile) < 4 * max(usual) + 2, story.secs
+    # A debugger holds an answer up for 16 to 19 s, another test on this machine for some.
+    assert max(meanwhile) < 4 * max(usual) + 10, story.secs
     assert story.debuggers == []
 
 

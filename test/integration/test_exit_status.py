@@ -56,7 +56,7 @@ def contained(request: pytest.FixtureRequest, message: Path, tmp_path_factory: p
     arguments, env = ["--crash-dump-folder", str(folder)], CRASH | {VARIABLE: str(message)}
     with Server.start(ensure_lane(request.param), extra_args=arguments, env=env, prefix=CONTAINER) as server:
         server.wait_ready()
-        return wreck(server, folder, lambda _server: None)
+        return wreck(server, folder, lambda _server: None, breaks_by_itself=True)
 
 
 def test_a_crash_of_process_1_does_not_end_with_success(contained: Wreck) -> None:

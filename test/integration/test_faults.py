@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.faults import FAULTS, HANG_S, HOARD_SIGNAL, TP1, Fault, write_site
+from integration.faults import FAULTS, HANG_S, HOARD_SIGNAL, TP1, Fault, wait, write_site
 from integration.memory_group import MemoryGroup, NoMemoryGroupError, memory_group
 from integration.scenario import RELEASES, Wreck, wreck
 from integration.whole import assert_whole, times_of
@@ -56,7 +56,7 @@ def test_every_process_has_evidence_and_nothing_is_left(release: str, fault: Fau
 
     with Server.start(ensure_lane(release), tp=tp, dp=fault.dp, extra_args=options, env=env) as server:
         server.wait_ready()
-        left = wreck(server, folder, strike, requests=fault.requests)
+        left = wreck(server, folder, strike, requests=fault.requests, breaks_by_itself=fault.strike is wait)
     assert (left.status, left.left) == (fault.status, []), left.incidents
     assert_whole(left, {fault.first: fault.end} if fault.first and fault.end else {})
     assert_in_time(left, struck[0], fault.most_s)

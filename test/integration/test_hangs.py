@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from integration.hang_story import CHUNK, HANG_SECS, VICTIM, WAITING, Story, events_of, tell
+from integration.hang_story import CHUNK, HANG_SECS, LONG_ANSWER, VICTIM, WAITING, Story, events_of, tell
 from integration.stuck_rank import StuckRank
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
@@ -88,7 +88,7 @@ def test_the_rank_is_left_as_it_was_and_nothing_is_killed(story: Story) -> None:
 
 def test_when_the_rank_goes_on_the_request_is_answered_and_the_incident_says_so(story: Story) -> None:
     for way, hung in story.hung.items():
-        assert len(hung.late_answer) == (16 if way == "stop" else 100), way
+        assert len(hung.late_answer) == (16 if way == "stop" else LONG_ANSWER), way
         assert hung.over["verdict"]["first_failure"] == hung.document["verdict"]["first_failure"], way
         assert "Progress returned after " in hung.over["verdict"]["text"], way
     assert story.answers[0] == story.answers[1]

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import EXIT_TIMEOUT_S, HANDLER, RELEASES, Wreck, wreck
+from integration.scenario import EXIT_TIMEOUT_S, HANDLER, RELEASES, Wreck, wait_in_flight, wreck
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit import settings
@@ -100,8 +100,10 @@ def break_it(lane: Lane, server: Server, folder: Path, fault: Callable[[], None]
         {"rid": "ids", "input_ids": IDS, "sampling_params": SAMPLING, "stream": True},
         {"rid": ["one", "two"], "text": [PROMPT, PROMPT], "sampling_params": SAMPLING},
     ]
+    log_size = server.log_path.stat().st_size
     for body in bodies:
         threading.Thread(target=post, args=(server, body), daemon=True).start()
+    wait_in_flight(server, {"text", "ids", "one", "two"}, log_size)
     written: list[Path] = []
 
     def break_now(_server: Server) -> None:

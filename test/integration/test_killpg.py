@@ -49,7 +49,7 @@ def test_the_group_dies_after_the_dump_and_the_incident(release: str, tmp_path: 
     options = ["--crash-dump-folder", str(tmp_path)]
     with Server.start(lane, tp=2, extra_args=options, env=ENV) as server:
         server.wait_ready()
-        left = wreck(server, tmp_path, lambda _server: None)
+        left = wreck(server, tmp_path, lambda _server: None, breaks_by_itself=True)
         assert members_of(server.pid) == []
     # The main process, of the same group, is given the time to end with a status of its own.
     assert left.status == ServerExit.RAISED
@@ -64,7 +64,7 @@ def test_a_script_that_started_the_server_in_its_own_group_goes_on(release: str,
     options = ["--crash-dump-folder", str(crash)]
     with Server.start(lane, tp=2, extra_args=options, env=env, prefix=("sh", "-c", SCRIPT, "sh")) as server:
         server.wait_ready()
-        left = wreck(server, crash, lambda _server: None)
+        left = wreck(server, crash, lambda _server: None, breaks_by_itself=True)
     assert (left.status, left.left) == (ServerExit.RAISED, [])
     assert fate.read_text() == f"server {int(ServerExit.RAISED)}, neighbour alive\n"
     assert_told_before_the_group_died(left)

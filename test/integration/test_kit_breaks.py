@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,20 +12,31 @@ from pathlib import Path
 import pytest
 
 from integration.faults import DP1, send
-from integration.scenario import EXIT_TIMEOUT_S, RELEASES, answers_of, handler_pid, left_of, members_of, wreck
+from integration.scenario import (
+    EXIT_TIMEOUT_S,
+    IN_FLIGHT_S,
+    RELEASES,
+    answers_of,
+    handler_pid,
+    left_of,
+    members_of,
+    worked_on,
+    wreck,
+)
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.settings import socket_path
+from unit.waiting import wait_until
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 RELEASE = "0.5.23"
 SCHEDULER = "sglang::scheduler"
 #: Requests that are under way at SIGTERM, and how long their answers are: some seconds.
-REQUESTS, TOKENS = 3, 400
+REQUESTS, TOKENS = 3, 600
 #: In its log where nobody else was first to notice that a process had died.
 NO_HANDLER = "ended by SIGKILL and there is no crash handler; the server ends"
 
@@ -128,22 +138,21 @@ def test_a_healthy_server_that_gets_sigterm_answers_what_it_was_asked_and_leaves
         answers_of(server)
         handler = handler_pid(server)
         known = [member.process for member in members_of(server)]
+        log_from = server.log_path.stat().st_size
         with ThreadPoolExecutor(REQUESTS) as pool:
             asked = [
                 pool.submit(
-                    server.generate, f"Once upon a time there were {number}", max_new_tokens=TOKENS, timeout_s=120
+                    server.generate, f"Once upon a time there were {number}", max_new_tokens=TOKENS, timeout_s=300
                 )
                 for number in range(REQUESTS)
             ]
-            time.sleep(1.0)
+            wait_until(lambda: worked_on(server, log_from) >= REQUESTS, "the requests are worked on", IN_FLIGHT_S)
             assert not any(one.done() for one in asked)
             os.kill(server.pid, signal.SIGTERM)
             answers = [one.result() for one in asked]
         status = server.popen.wait(timeout=EXIT_TIMEOUT_S)
         left = left_of([server], known)
-        deadline = time.monotonic() + 10
-        while procfs.read_stat(handler) is not None and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: procfs.read_stat(handler) is None, "the handler leaves", EXIT_TIMEOUT_S)
     assert [len(answer["output_ids"]) for answer in answers] == [TOKENS] * REQUESTS
     # The older releases end themselves with their tree, by SIGKILL.
     assert status == (0 if release == RELEASE else -signal.SIGKILL)

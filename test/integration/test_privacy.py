@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import subprocess
@@ -71,7 +72,10 @@ def ask(server: Server) -> None:
     }
     request = urllib.request.Request(f"{server.url}/generate", json.dumps(body).encode(), headers)
     # That it is cut off is the point; that it is refused is not.
-    with contextlib.suppress(OSError), opener.open(request, timeout=EXIT_TIMEOUT_S) as response:
+    with (
+        contextlib.suppress(OSError, http.client.HTTPException),
+        opener.open(request, timeout=EXIT_TIMEOUT_S) as response,
+    ):
         response.read()
 
 
@@ -94,7 +98,7 @@ def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         client.start()
         server.popen.wait(timeout=EXIT_TIMEOUT_S)
         client.join(timeout=EXIT_TIMEOUT_S)
-    stored = wait_for_incident(folder, 10)
+    stored = wait_for_incident(folder, EXIT_TIMEOUT_S)
     assert stored is not None
     assert stored.document is not None
     return Left(lane, folder, stored.document)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import RELEASES, Member, Sent, ask, left_of, members_of
+from integration.scenario import RELEASES, Member, Sent, ask_in_flight, left_of, members_of
 from integration.whole import End, assert_ends, assert_present, assert_requests, assert_titled, assert_told
 from lanelib.lanes import ensure_lane
 from lanelib.managed import free_port, wait_all_ready
@@ -27,8 +26,8 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 RANKS = ("sglang::scheduler_TP0", "sglang::scheduler_TP1")
 TITLE_TIMEOUT_S = 400.0
 EXIT_TIMEOUT_S = 90.0
-#: Upstream's node of rank 1 is there 5 s later, and ends with 0.
-AT_ONCE_S = 4.0
+#: A machine that is not busy needs 4 s. Upstream's node of rank 1 is there then, and ends with 0 whenever it does.
+AT_ONCE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def end_of(
 
 def incidents_of(folder: Path) -> list[StoredIncident]:
     """Return the incidents of a node, once its crash handler has finished them."""
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
     while True:
         found = find_incidents(folder) if folder.is_dir() else []
         if all(one.finished for one in found) or time.monotonic() > deadline:
@@ -139,8 +138,7 @@ def loss(request: pytest.FixtureRequest, release: str, tmp_path_factory: pytest.
     with two_nodes(release, folder) as nodes:
         wait_all_ready(nodes)
         sent = Sent("in-flight", "Once upon a time")
-        threading.Thread(target=ask, args=(nodes[0], sent), daemon=True).start()
-        time.sleep(1.5)
+        ask_in_flight(nodes[0], sent)
         pid = nodes[victim].pid_of(RANKS[victim])
         both = end_of(nodes, folder, lambda: os.kill(pid, signal.SIGKILL), [sent])
     return both[victim], both[1 - victim]

@@ -100,8 +100,8 @@ def _tell(server: Server, watch: Watch, told: Story) -> None:
     time.sleep(QUIET_SECS)
     count = _pass_by(told, watch, "idle", count)
 
-    post(server, "/slow_down", forward_sleep_time=HANG_SECS / 2)
-    server.generate("1 " * CHUNK, max_new_tokens=1, timeout_s=LONG)
+    post(server, "/slow_down", forward_sleep_time=HANG_SECS / 3)
+    server.generate("1 " * (2 * CHUNK), max_new_tokens=1, timeout_s=LONG)
     post(server, "/slow_down", forward_sleep_time=0)
     count = _pass_by(told, watch, "long prefill", count)
 
