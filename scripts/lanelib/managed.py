@@ -21,7 +21,10 @@ from lanelib.errors import LaneError
 from lanelib.paths import LANES
 from lanelib.procs import Process, alive, send, title_of, tree_of, wait_gone, watchers_of
 
-READY_TIMEOUT_S = 300.0
+#: SGLang itself gives its health check 20 s; one that is given up earlier goes on in the server.
+HEALTH_TIMEOUT_S = 25.0
+#: A busy machine imports for minutes before a server answers.
+READY_TIMEOUT_S = 600.0
 #: Seconds between SIGTERM and SIGKILL; an idle server of today takes up to 11.
 GRACE_S = 20.0
 #: Seconds that the kit's handler is given to finish an incident once its server is gone.
@@ -114,7 +117,7 @@ class ManagedProcess:
         self._tree()
         self.require_running()
         with suppress(OSError, http.client.HTTPException):
-            self.ask("health", timeout_s=5)
+            self.ask("health", timeout_s=HEALTH_TIMEOUT_S)
             self.ready_s = time.monotonic() - self._started
             self._note_watchers()
             return True

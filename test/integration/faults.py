@@ -82,7 +82,7 @@ class Fault:
     env: Mapping[str, str] = field(default_factory=dict)
     args: tuple[str, ...] = ()
     requests: int = 3
-    most_s: float = 30.0
+    most_s: float = 60.0
     rare: bool = False
 
     def __str__(self) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import Wreck, answers_of, handler_pid, wreck
+from integration.scenario import Wreck, answers_of, handler_pid, worked_on, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.managed import opener
 from lanelib.servers import Server
@@ -187,8 +187,9 @@ def sleep_and_be_traced(server: Server, pipe: Path, told: Story) -> None:
     checking = threading.Thread(target=check_health, args=(server, told.health, over))
     with traced(detokenizer):
         told.tracers.append(procfs.read_tracer(detokenizer))
+        log_from = server.log_path.stat().st_size
         asking.start()
-        time.sleep(0.5)
+        wait_until(lambda: worked_on(server, log_from), "the request is worked on", LONG)
         checking.start()
         os.kill(rank, signal.SIGUSR2)
         try:

@@ -24,7 +24,7 @@ from lanelib.servers import Server
 from sglang_crashkit import settings
 from sglang_crashkit.incident.store import find_incidents
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
 
 SECRET = "sk-canary-4f1c7a90"
 PROMPT = "the canary prompt of the journal"

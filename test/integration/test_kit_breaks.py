@@ -37,6 +37,8 @@ RELEASE = "0.5.23"
 SCHEDULER = "sglang::scheduler"
 #: Requests that are under way at SIGTERM, and how long their answers are: some seconds.
 REQUESTS, TOKENS = 3, 600
+#: A server that lost a rank has ended this soon on a busy machine, in seconds.
+SOON_S = 50.0
 #: In its log where nobody else was first to notice that a process had died.
 NO_HANDLER = "ended by SIGKILL and there is no crash handler; the server ends"
 
@@ -71,7 +73,7 @@ def test_a_server_whose_handler_was_killed_serves_on_and_a_killed_rank_ends_it(
     # From 0.5.10 on upstream looks at its children every second, and may be the first to see it.
     assert left.status == ServerExit.KILLED or (release != "0.5.9" and left.status == ServerExit.CRASHED)
     assert left.status == ServerExit.CRASHED or NO_HANDLER in left.log
-    assert left.seconds_to_exit < 30
+    assert left.seconds_to_exit < SOON_S
     # Upstream's own dump is the fallback.
     assert list((tmp_path / "crash").glob("*/crash_dump_*.pkl"))
 
@@ -86,7 +88,7 @@ def test_so_does_a_killed_rank_that_upstream_does_not_look_at(tmp_path: Path, te
     assert left.status == ServerExit.KILLED
     assert f"process {left.pids[DP1]} ({DP1}) {NO_HANDLER}" in left.log
     # Upstream alone waits 60 s for cores of the scheduler that lives, pipes or not.
-    assert left.seconds_to_exit < 30
+    assert left.seconds_to_exit < SOON_S
     assert list((tmp_path / "crash").glob("*/crash_dump_*.pkl"))
 
 
@@ -118,7 +120,7 @@ def test_an_unusable_crash_folder_costs_neither_the_end_nor_the_evidence(
     assert left.left == []
     assert left.status == ServerExit.KILLED
     # Upstream's server is there, and useless, 100 s later.
-    assert left.seconds_to_exit < 30
+    assert left.seconds_to_exit < SOON_S
     assert "cannot be used" in left.log
     fallback = next(temporary.glob("sglang-crashkit-*"))
     assert f"Not a directory: '{tmp_path}/file/crash" in left.log

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from integration.copied_lane import copied_lane, pip, status_of
-from integration.scenario import answers_of, handlers_of
+from integration.scenario import EXIT_TIMEOUT_S, answers_of, handlers_of
 from lanelib.lanes import Lane
 from lanelib.servers import Server
 from sglang_crashkit.installer.lock import load_lock
@@ -53,7 +53,7 @@ def log_of_server(lane: Lane, folder: Path, *, crashkit: bool) -> list[str]:
         assert answers_of(server)
         assert len(handlers_of(server)) == crashkit
         server.popen.send_signal(signal.SIGTERM)
-        assert server.popen.wait(60) == 0
+        assert server.popen.wait(EXIT_TIMEOUT_S) == 0
         log = server.log_path.read_text()
     return log.splitlines()
 

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,7 +19,7 @@ import pytest
 
 from integration.faults import DP1
 from integration.programs import Program
-from integration.scenario import EXIT_TIMEOUT_S, RELEASES, Sent, ask, handlers_of, left_of, members_of
+from integration.scenario import EXIT_TIMEOUT_S, RELEASES, Sent, ask_in_flight, handlers_of, left_of, members_of
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.managed import free_port, opener
 from lanelib.procs import Process, alive, read_process, send, title_of, tree_of, wait_gone, watchers_of
@@ -377,10 +376,8 @@ def end_all_at_once(lane: Lane, crash: Path, requests: int) -> tuple[int, list[s
     with Server.start(lane, tp=2, extra_args=["--crash-dump-folder", str(crash)]) as server:
         server.wait_ready(READY_S)
         generate(server.url)
-        for number in range(requests):
-            sent = Sent(f"in-flight-{number}", f"Once upon a time there were {number}")
-            threading.Thread(target=ask, args=(server, sent), daemon=True).start()
-        time.sleep(1.5)
+        sent = [Sent(f"in-flight-{number}", f"Once upon a time there were {number}") for number in range(requests)]
+        ask_in_flight(server, *sent)
         handlers = [process for pid in handlers_of(server) if (process := read_process(pid)) is not None]
         known = [*tree_of(server.pid), *handlers]
         for process in known:

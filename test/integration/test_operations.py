@@ -79,6 +79,15 @@ def values(text: str) -> dict[str, float]:
     return found
 
 
+def whole_json(path: Path) -> dict[str, Any]:
+    """Return what a file holds; nothing before it is whole."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found
+
+
 def doctor(operated: Operated) -> tuple[int, dict[str, Any]]:
     command = [operated.python, "-m", "sglang_crashkit", "doctor", "--pid", str(operated.server.pid), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -118,9 +127,7 @@ def test_the_doctor_finds_nothing_wrong(operated: Operated) -> None:
 
 def test_a_crash_is_told_of(operated: Operated) -> None:
     os.kill(operated.server.pid_of("sglang::scheduler"), signal.SIGKILL)
-    document = json.loads(
-        wait_until(lambda: operated.copy.exists() and operated.copy.read_text(), "the command ran", 60)
-    )
+    document = wait_until(lambda: whole_json(operated.copy), "the command ran", 60)
     wait_until(lambda: operated.hook.bodies, "the hook was told", 60)
     (body,) = operated.hook.bodies
     assert json.loads(body)["id"] == document["id"]
