@@ -107,7 +107,8 @@ def test_one_that_does_not_end_is_killed_in_time(start_gpu_server: Start, cuda_g
     assert piece["status"] == "captured"
     assert "cuda-gdb did not end within" in piece["reason"]
     assert "it left the process stopped, which was sent SIGCONT" in piece["reason"]
-    assert piece["seconds"] <= 10.0
+    # It is late on a busy machine, and its debugger sleeps for 600 s.
+    assert piece["seconds"] <= LONG
     assert "spin_until" in (stored.path / piece["path"]).read_text()
 
 

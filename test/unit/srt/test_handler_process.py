@@ -166,7 +166,8 @@ def test_one_line_says_why_a_handler_died(temporary: Path, broken: str, reason: 
 @pytest.mark.wide
 def test_a_crash_folder_that_does_not_answer_holds_no_launch(temporary: Path) -> None:
     with started(temporary, STANDS_STILL) as program:
-        assert program.took < 12.0
+        # For ever, if it waited for the folder.
+        assert program.took < LONG
         warning, place = program.lines
         assert warning.startswith(f"WARNING crash kit: crash folder {temporary}/crash/host cannot be used (it did not")
         assert place.endswith(f"go to {temporary}/sglang-crashkit-{os.getuid()}/host/incidents")
@@ -205,5 +206,5 @@ def test_a_stuck_handler_does_not_hold_the_end(temporary: Path, signum: signal.S
     took = time.monotonic() - began
     with contextlib.suppress(ProcessLookupError):
         os.kill(program.handler, signal.SIGKILL)
-    # A second, and what an interpreter takes to end on a busy machine.
-    assert took < 6.0
+    # A second, and what an interpreter takes to end on a busy machine; the handler is stuck for ever.
+    assert took < LONG / 2
