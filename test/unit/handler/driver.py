@@ -21,6 +21,8 @@ from sglang_crashkit.kernel.pidfd import ProcessHandle
 from unit.waiting import LONG, wait_until, watched_pids
 
 HOST = "test-host"
+#: A busy machine takes longer for an incident than a server may be kept waiting for one.
+PATIENCE = {"SGLANG_CRASHKIT_BUDGET_SECS": "60"}
 _SCRIPT = Path(__file__).with_name("fake_server.py")
 
 
@@ -50,7 +52,7 @@ class Server:
             bufsize=0,
             start_new_session=True,
             umask=umask,
-            env=inherited | {"TMPDIR": str(folder), "HOSTNAME": HOST} | dict(environ),
+            env=inherited | PATIENCE | {"TMPDIR": str(folder), "HOSTNAME": HOST} | dict(environ),
         )
         self.pid = self.process.pid
         self._handles = [ProcessHandle(self.pid)]

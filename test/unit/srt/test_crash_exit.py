@@ -111,7 +111,7 @@ def is_gone(pid: int) -> bool:
         # It ends in time, whoever hangs and whatever is locked, unless the deadline is moved.
         (LOCKED, {}, 82),
         (STANDS_STILL, {}, 1),
-        ("crash_exit.begin(82, 0.2); crash_exit.allow(60); time.sleep(0.8); sys.exit(3)", {}, 3),
+        ("crash_exit.begin(82, 3); crash_exit.allow(60); time.sleep(3.5); sys.exit(3)", {}, 3),
         # A crash before the ranks were ready is a failed start, but for want of memory.
         (f"{NOT_STARTED}crash_exit.begin({ServerExit.RAISED:d}, 60); {KILL}", {}, ServerExit.FAILED_START),
         (f"{NOT_STARTED}crash_exit.begin({OUT_OF_MEMORY}, 60); {KILL}", {}, OUT_OF_MEMORY),

@@ -81,10 +81,10 @@ def test_a_killed_process_is_noticed_at_once_and_lost_later(made: list[Link]) ->
         peer.kill()
         began, moment = time.monotonic(), time.time()
         run_until(link, "since")
-        assert abs(link.since - moment) < 5
+        assert abs(link.since - moment) < LONG
         run_until(link, "lost")
         # Two pauses between three refusals; the rest is the machine's.
-        assert 0.4 < time.monotonic() - began < 10
+        assert 0.4 < time.monotonic() - began < LONG
         assert (link.lost, link.is_up) == ("refused", False)
 
 
