@@ -37,6 +37,8 @@ RELEASES = (
     "0.5.23",
 )
 EXIT_TIMEOUT_S = 120.0
+#: A busy machine takes longer to give all stacks than a server may be kept waiting; one that is not busy needs none.
+PATIENCE = {"SGLANG_CRASHKIT_CAPTURE_SECS": "10", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}
 PROMPTS = ("Hello", "The quick brown fox", "1 2 3 4 5 6 7 8")
 HANDLER = "sglang::crash_handler"
 SCHEDULER = "sglang::scheduler"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.scenario import EXIT_TIMEOUT_S, RELEASES, Sent, ask_in_flight, handler_pid
+from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, RELEASES, Sent, ask_in_flight, handler_pid
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
@@ -29,7 +29,8 @@ EVIDENCE_S = 15.0
 
 
 def start(release: str, folder: Path) -> Server:
-    server = Server.start(ensure_lane(release), tp=2, extra_args=["--crash-dump-folder", str(folder)])
+    arguments = ["--crash-dump-folder", str(folder)]
+    server = Server.start(ensure_lane(release), tp=2, extra_args=arguments, env=PATIENCE)
     server.wait_ready()
     return server
 

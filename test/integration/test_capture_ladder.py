@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.scenario import EXIT_TIMEOUT_S, RELEASES, Wreck, wreck
+from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, RELEASES, Wreck, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.kernel import procfs
@@ -51,7 +51,7 @@ def text_of(left: Wreck, title: str, kind: str) -> str:
 def without_pyspy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wreck]:
     """A server with a py-spy that never returns, of which one rank ends by SIGSEGV."""
     folder = tmp_path_factory.mktemp("crash")
-    env = {"SGLANG_CRASHKIT_PYSPY": make_tool(tmp_path_factory.mktemp("tool"), "exec sleep 600")}
+    env = PATIENCE | {"SGLANG_CRASHKIT_PYSPY": make_tool(tmp_path_factory.mktemp("tool"), "exec sleep 600")}
     args = ["--crash-dump-folder", str(folder)]
     with Server.start(ensure_lane(request.param), tp=2, extra_args=args, env=env) as server:
         server.wait_ready()
@@ -135,7 +135,7 @@ def test_without_permission_to_trace_every_rung_below_py_spy_delivers(tmp_path: 
 
     with without_capability(
         lambda: Server.start(
-            lane, tp=2, extra_args=["--crash-dump-folder", str(folder)], env={"PYTHONPATH": str(tmp_path)}
+            lane, tp=2, extra_args=["--crash-dump-folder", str(folder)], env=PATIENCE | {"PYTHONPATH": str(tmp_path)}
         )
     ) as server:
         server.wait_ready()

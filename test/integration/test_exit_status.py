@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.scenario import BATCH, RELEASES, Wreck, wreck
+from integration.scenario import BATCH, PATIENCE, RELEASES, Wreck, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.procs import send, tree_of
 from lanelib.servers import Server
@@ -54,7 +54,7 @@ def message(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def contained(request: pytest.FixtureRequest, message: Path, tmp_path_factory: pytest.TempPathFactory) -> Wreck:
     folder = tmp_path_factory.mktemp("crash")
     message.write_text("")
-    arguments, env = ["--crash-dump-folder", str(folder)], CRASH | {VARIABLE: str(message)}
+    arguments, env = ["--crash-dump-folder", str(folder)], PATIENCE | CRASH | {VARIABLE: str(message)}
     with Server.start(ensure_lane(request.param), extra_args=arguments, env=env, prefix=CONTAINER) as server:
         server.wait_ready()
         return wreck(server, folder, lambda _server: None, breaks_by_itself=True)

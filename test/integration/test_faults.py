@@ -12,7 +12,7 @@ import pytest
 
 from integration.faults import FAULTS, HANG_S, HOARD_SIGNAL, TP1, Fault, wait, write_site
 from integration.memory_group import MemoryGroup, NoMemoryGroupError, memory_group
-from integration.scenario import RELEASES, Wreck, wreck
+from integration.scenario import PATIENCE, RELEASES, Wreck, wreck
 from integration.whole import assert_whole, times_of
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
@@ -44,7 +44,7 @@ def cases() -> list[object]:
 @pytest.mark.parametrize(("release", "fault"), cases())
 def test_every_process_has_evidence_and_nothing_is_left(release: str, fault: Fault, tmp_path: Path) -> None:
     folder = tmp_path / "crash"
-    env = write_site(tmp_path / "site") | dict(fault.env)
+    env = PATIENCE | write_site(tmp_path / "site") | dict(fault.env)
     options = ["--crash-dump-folder", str(folder), *fault.args]
     tp = fault.tp if fault.dp == 1 else 1
     watch, struck = StateWatch(), [0.0]
@@ -134,7 +134,7 @@ def test_a_rank_that_the_kernel_kills_for_want_of_memory_is_named_so(release: st
 
 def _starve(release: str, group: MemoryGroup, folder: Path) -> Wreck:
     options = ["--crash-dump-folder", str(folder / "crash")]
-    env = write_site(folder / "site")
+    env = PATIENCE | write_site(folder / "site")
     with Server.start(ensure_lane(release), tp=2, extra_args=options, env=env) as server:
         # Before it imports anything, so that what its processes take is charged here.
         group.add(server.pid)

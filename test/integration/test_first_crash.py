@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.scenario import PROMPTS, Wreck, answers_of, wreck
+from integration.scenario import PATIENCE, PROMPTS, Wreck, answers_of, wreck
 from integration.whole import assert_whole
 from lanelib.lanes import Lane, ensure_lane
 from lanelib.servers import Server
@@ -43,7 +43,7 @@ class Crash:
 def crash(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crash]:
     lane = ensure_lane(request.param)
     folder = tmp_path_factory.mktemp("crash")
-    with Server.start(lane, tp=2, extra_args=["--crash-dump-folder", str(folder)]) as server:
+    with Server.start(lane, tp=2, extra_args=["--crash-dump-folder", str(folder)], env=PATIENCE) as server:
         server.wait_ready()
         answers = answers_of(server)
         left = wreck(server, folder, lambda s: os.kill(s.pid_of(VICTIM), signal.SIGKILL), requests=REQUESTS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.scenario import RELEASES, Wreck, wreck
+from integration.scenario import PATIENCE, RELEASES, Wreck, wreck
 from integration.whole import assert_saved, assert_whole
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
@@ -88,7 +88,7 @@ def start(release: str, folder: Path, env: Mapping[str, str] = {}) -> Server:
     site = folder.with_name(f"{folder.name}-site")
     site.mkdir()
     (site / "sitecustomize.py").write_text(SITE)
-    env = PATIENT | {"PYTHONPATH": str(site)} | dict(env)
+    env = PATIENT | PATIENCE | {"PYTHONPATH": str(site)} | dict(env)
     return Server.start(ensure_lane(release), extra_args=arguments, env=env)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import RELEASES, Member, left_of, members_of
+from integration.scenario import PATIENCE, RELEASES, Member, left_of, members_of
 from integration.whole import assert_ends, assert_present, assert_told
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
@@ -107,7 +107,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 def death(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Death]:
     folder = tmp_path_factory.mktemp("crash")
     arguments = ["--crash-dump-folder", str(folder)]
-    with Server.start(ensure_lane(case.release), extra_args=arguments, **case.parallel) as server:  # type: ignore[arg-type]
+    with Server.start(ensure_lane(case.release), extra_args=arguments, env=PATIENCE, **case.parallel) as server:  # type: ignore[arg-type]
         pid = wait_for(lambda: find(server, case.victim), TITLE_TIMEOUT_S)
         members = members_of(server)
         os.kill(pid, signal.SIGKILL)
@@ -190,7 +190,7 @@ def test_a_rank_that_raises_before_the_first_request_is_named_with_its_exception
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(RAISE)
     options = ["--crash-dump-folder", str(tmp_path / "crash")]
-    env = NO_REQUEST | {"PYTHONPATH": str(tmp_path / "site")}
+    env = PATIENCE | NO_REQUEST | {"PYTHONPATH": str(tmp_path / "site")}
     # One that sleeps is seldom in its loop itself.
     with Server.start(ensure_lane(release), extra_args=options, env=env, spins=True) as server:
         server.wait_ready()

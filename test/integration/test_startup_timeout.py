@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.scenario import PATIENCE
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server
 from sglang_crashkit.incident.exit_status import ServerExit
@@ -18,7 +19,7 @@ RANKS = ("sglang::scheduler_TP0", "sglang::scheduler_TP1")
 #: Long enough for the ranks to be where they stay, on a busy machine too.
 LIMIT_S = 120.0
 #: Upstream's own test hook: every scheduler sleeps while it initialises.
-ENV = {"SGLANG_TEST_STUCK_SCHEDULER_INIT": "3600", "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS": str(LIMIT_S)}
+ENV = PATIENCE | {"SGLANG_TEST_STUCK_SCHEDULER_INIT": "3600", "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS": str(LIMIT_S)}
 
 
 def test_ranks_that_stay_silent_end_the_server_at_its_limit(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import EXIT_TIMEOUT_S, RELEASES, answers_of
+from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, RELEASES, answers_of
 from lanelib.lanes import ensure_lane
 from lanelib.procs import title_of, tree_of, watchers_of
 from lanelib.servers import Server
@@ -82,7 +82,7 @@ class Left:
 def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
     folder, site = tmp_path_factory.mktemp("crash"), tmp_path_factory.mktemp("site")
     (site / "sitecustomize.py").write_text(SITE)
-    env = {"PYTHONPATH": str(site), "CRASHKIT_TEST_MARKER": str(site / "marker")}
+    env = PATIENCE | {"PYTHONPATH": str(site), "CRASHKIT_TEST_MARKER": str(site / "marker")}
     options, capture = ["--crash-dump-folder", str(folder)], (sys.executable, "-c", CAPTURE)
     with Server.start(ensure_lane(request.param), extra_args=options, env=env, prefix=capture) as server:
         server.wait_ready()

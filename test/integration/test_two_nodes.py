@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import RELEASES, Member, Sent, ask_in_flight, left_of, members_of
+from integration.scenario import PATIENCE, RELEASES, Member, Sent, ask_in_flight, left_of, members_of
 from integration.whole import End, assert_ends, assert_present, assert_requests, assert_titled, assert_told
 from lanelib.lanes import ensure_lane
 from lanelib.managed import free_port, wait_all_ready
@@ -69,7 +69,7 @@ def two_nodes(release: str, folder: Path) -> Iterator[tuple[Server, Server]]:
     def start(rank: int) -> Server:
         arguments = ["--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", address]
         arguments += ["--crash-dump-folder", str(folder / str(rank))]
-        return Server.start(lane, tp=2, extra_args=arguments, name=f"node{rank}-{release}")
+        return Server.start(lane, tp=2, extra_args=arguments, env=PATIENCE, name=f"node{rank}-{release}")
 
     with start(0) as first, start(1) as second:
         yield first, second
