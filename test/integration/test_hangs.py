@@ -161,9 +161,11 @@ def test_the_collective_that_it_has_not_entered_is_named_unless_it_cannot_answer
     story: Story, way: str, kind: str, status: str, reason: str | None
 ) -> None:
     hung = story.hung[way]
-    (piece,) = [
-        one for one in story.report_on(VICTIM, hung.document)["evidence"] if one["kind"] == "gloo_flight_recorder"
-    ]
+    victim = story.report_on(VICTIM, hung.document)
+    (piece,) = [one for one in victim["evidence"] if one["kind"] == "gloo_flight_recorder"]
+    is_late = status == "captured" and str(piece["reason"]).startswith("not whole within")
+    if is_late and (share := _share_of_cpu(victim["looks"])) < BUSY:
+        pytest.skip(f"the rank, busy all the time, had {share:.0%} of a core: too little to answer in its 2 s")
     assert (piece["status"], piece["reason"]) == (status, reason)
     finding = hung.document["collectives"]["findings"][0]
     assert (finding["kind"], finding["named"]) == (kind, [1])

@@ -195,7 +195,7 @@ def test_debuggers_that_do_not_end_are_called_off_before_their_nodes_are_given_u
     debugger.chmod(0o755)
     command = shlex.join(["env", f"PATH={debugger.parent}:/usr/bin:/bin", *KIT])
     output = tmp_path / "output"
-    arguments = ["--json", f"--output-dir={output}", f"--remote-command={command}", "--node-timeout=32"]
+    arguments = ["--json", f"--output-dir={output}", f"--remote-command={command}", "--node-timeout=60"]
     done = collect(cluster, crowd.job, *arguments, quick=(*QUICK, "--native"))
     document = result_of(done, ExitCode.DONE)
     assert pids_of(document) == {node: [pid] for node, pid in crowd.ranks.items()}
