@@ -66,7 +66,7 @@ def test_the_stopped_rank_is_named_before_the_grace_period_is_over(release: str,
             "the stacks are on disk",
             EVIDENCE_S,
         )
-        wait_until(lambda: find_incidents(folder)[0].finished, "the incident is finished", EVIDENCE_S)
+        wait_until(lambda: any(one.finished for one in find_incidents(folder)), "the incident is finished", EVIDENCE_S)
         assert server.popen.poll() is None
         # WHEN all of the container is killed
         for pid in (handler_pid(server), *(pid for pid, _title in server.processes())):

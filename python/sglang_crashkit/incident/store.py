@@ -30,6 +30,8 @@ REMOVING = ".removing-"
 _NAME = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)(\d\d)\.(\d{3})Z-([a-z_]+)-([0-9a-f]{8})", re.ASCII)
 _CRASH_FOLDER = "--crash-dump-folder"
 
+#: An incident gets another name when it is finished, and is gone when it is removed; whoever meets that looks again.
+_LOOKS = 5
 #: Of an ``incident.json``, which may be anybody's; that of 512 ranks has 2 MB.
 _MAX_BYTES = 64 << 20
 
@@ -116,6 +118,19 @@ def find_incidents(folder: Path, unreadable: list[OSError] | None = None) -> lis
             f"{folder} is not a folder",
             next_step="name the folder that the server was given as --crash-dump-folder",
         )
+    for _ in range(_LOOKS):
+        incidents, closed, is_whole = _look(folder)
+        if is_whole:
+            break
+    if closed and not incidents:
+        raise closed[0]
+    if unreadable is not None:
+        unreadable += closed
+    return sorted(incidents, key=lambda incident: incident.name, reverse=True)
+
+
+def _look(folder: Path) -> tuple[list[StoredIncident], list[OSError], bool]:
+    """Return what `find_incidents` sees at once, what cannot be read, and whether all of it has its name to the end."""
     closed: list[OSError] = []
     if parse_name(folder.absolute().name):
         found = [folder]
@@ -123,12 +138,9 @@ def find_incidents(folder: Path, unreadable: list[OSError] | None = None) -> lis
         found = list_entries(folder, closed)
         hosts = [path for path in found if not parse_name(path.name)]
         found += [path for one in (folder, *hosts) for path in list_entries(one / "incidents", closed)]
-    incidents = [_read(path) for path in found if parse_name(path.absolute().name) and path.is_dir()]
-    if closed and not incidents:
-        raise closed[0]
-    if unreadable is not None:
-        unreadable += closed
-    return sorted(incidents, key=lambda incident: incident.name, reverse=True)
+    named = [path for path in found if parse_name(path.absolute().name)]
+    incidents = [_read(path) for path in named if path.is_dir()]
+    return incidents, closed, all(map(os.path.lexists, named))
 
 
 def list_entries(folder: Path, unreadable: list[OSError]) -> list[Path]:

@@ -3,10 +3,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_crashkit.errors import CrashkitError, NothingToDoError
+from sglang_crashkit.incident import store
 from sglang_crashkit.incident.store import IncidentName, find_incidents, find_one, is_finished, parse_name
 from unit.stored import NOON, make_incident
 from unit.waiting import LONG
@@ -36,6 +38,25 @@ def test_one_incident_is_meant_by_its_folder_its_id_or_as_the_latest(tmp_path: P
     (new / "incident.json").write_text("{")
     with pytest.raises(CrashkitError, match=r"incident\.json cannot be read"):
         find_one("latest", tmp_path)
+
+
+@pytest.mark.parametrize("moment", ["is_dir", "read_regular"])
+def test_an_incident_that_is_finished_meanwhile_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    partial = make_incident(tmp_path, publish=False)
+    published = partial.with_name(partial.name.removeprefix(store.PARTIAL))
+    owner = Path if moment == "is_dir" else store
+    original = getattr(owner, moment)
+
+    def publish_first(path: Path, *arguments: Any) -> Any:
+        if partial.exists():
+            partial.rename(published)
+        return original(path, *arguments)
+
+    monkeypatch.setattr(owner, moment, publish_first)
+    (found,) = find_incidents(tmp_path)
+    assert (found.path, found.finished, found.problem) == (published, True, "")
 
 
 def test_what_is_no_incident_is_passed_over(tmp_path: Path) -> None:
