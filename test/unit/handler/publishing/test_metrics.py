@@ -19,7 +19,7 @@ from sglang_crashkit.memory.heartbeat import Heartbeat
 from sglang_crashkit.settings import DiskLimits
 from unit.handler.driver import Server
 from unit.stored import make_incident
-from unit.waiting import wait_until
+from unit.waiting import LONG, wait_until
 
 Values = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
@@ -103,7 +103,8 @@ def test_the_file_has_what_is_known(publisher: Callable[..., MetricsPublisher], 
     assert found["disk_limit_bytes"] == {(): float(1 << 30)}
     assert found["disk_bytes"][()] > 1000
     ((rank, at),) = found["rank_last_step_timestamp_seconds"].items()
-    assert (rank, round(time.time() - at)) == ((("rank", "DP0_TP1"),), 60)
+    assert rank == (("rank", "DP0_TP1"),)
+    assert 59 < time.time() - at < 60 + LONG
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert 'port="30001"' in path.read_text()
     assert not list(tmp_path.glob(".kit*"))
@@ -161,13 +162,13 @@ def test_a_file_that_cannot_be_written_costs_nothing(
 def test_a_disk_that_does_not_answer_holds_nobody_up(
     publisher: Callable[..., MetricsPublisher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "look_at_disk", lambda *_arguments: time.sleep(60))
+    monkeypatch.setattr(metrics, "look_at_disk", lambda *_arguments: time.sleep(600))
     made = publisher({"port": 1}, **{FILE: str(tmp_path / "kit.prom")})
     began = time.monotonic()
     made.act_on_time()
     assert not made._reap()
     wait_until(made._reap, "the child is gone")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < LONG
 
 
 def test_a_refused_process_costs_no_descriptor(
