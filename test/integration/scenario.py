@@ -232,7 +232,7 @@ def journaled_rids(server: ManagedProcess) -> set[str]:
     """Return the ids of the requests that a patched server has taken in and not answered yet."""
     rids = set()
     for process in tree_of(server.pid):
-        for path in Path(f"/proc/{process.pid}/fd").glob("*"):
+        for path in _entries(Path(f"/proc/{process.pid}/fd")):
             # It is gone meanwhile, or written in this moment.
             with contextlib.suppress(OSError, RingError):
                 if JOURNAL in path.readlink().name:
@@ -294,7 +294,7 @@ def handlers_of(server: Server) -> list[int]:
 
 
 def _watches(handler: int, watched: Collection[str]) -> bool:
-    for path in Path(f"/proc/{handler}/fdinfo").iterdir():
+    for path in _entries(Path(f"/proc/{handler}/fdinfo")):
         try:
             text = path.read_text()
         except OSError:
@@ -302,6 +302,14 @@ def _watches(handler: int, watched: Collection[str]) -> bool:
         if any(line in text for line in watched):
             return True
     return False
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return what is in a process's folder; nothing of one that ends in this moment, which may be another test's."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
 
 
 def _incidents(crash_folder: Path) -> list[Any]:

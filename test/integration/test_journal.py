@@ -118,9 +118,13 @@ def break_it(lane: Lane, server: Server, folder: Path, fault: Callable[[], None]
 
 
 def holding(text: str, *folders: Path) -> list[Path]:
-    """Return the files in which a text is."""
-    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    return [path for path in files if text.encode() in path.read_bytes()]
+    """Return the files in which a text is; those of other servers come and go meanwhile."""
+    found = []
+    for path in (Path(parent, name) for folder in folders for parent, _, names in os.walk(folder) for name in names):
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file() and text.encode() in path.read_bytes():
+                found.append(path)
+    return found
 
 
 def kill_all(server: Server) -> None:
