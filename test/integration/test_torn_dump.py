@@ -16,13 +16,11 @@ from typing import Any
 
 import pytest
 
-from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, RELEASES, answers_of
+from integration.scenario import EXIT_TIMEOUT_S, PATIENCE, RELEASES, answers_of, journaled_rids
 from lanelib.lanes import ensure_lane
 from lanelib.procs import title_of, tree_of, watchers_of
 from lanelib.servers import Server
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.memory.journal import JournalReader
-from sglang_crashkit.memory.ring import NAME
 from unit.stored import wait_for_incident
 from unit.waiting import wait_until
 
@@ -91,7 +89,7 @@ def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         (handler,) = [one.pid for one in watchers_of([main]) if title_of(one.pid) == "sglang::crash_handler"]
         for _ in range(REQUESTS):
             threading.Thread(target=ask, args=(server,), daemon=True).start()
-        wait_until(lambda: under_way(handler) == REQUESTS, "the requests are under way", LONG)
+        wait_until(lambda: len(journaled_rids(server)) == REQUESTS, "the requests are under way", LONG)
         os.kill(server.pid_of(SCHEDULER), signal.SIGKILL)
         wait_until((site / "marker").exists, "the server saves its requests", LONG)
         # Whatever it holds open is held open until the output has had its end.
@@ -113,14 +111,6 @@ def ask(server: Server) -> None:
     # That it is cut off is the point.
     with contextlib.suppress(OSError, http.client.HTTPException):
         server.generate("Once upon a time", max_new_tokens=4000, timeout_s=EXIT_TIMEOUT_S)
-
-
-def under_way(handler: int) -> int:
-    """Return how many requests are not answered yet by the server's journal, which its crash handler holds."""
-    held = [path for path in Path(f"/proc/{handler}/fd").iterdir() if NAME in path.readlink().name]
-    (journal,) = held
-    with journal.open("rb") as file:
-        return sum(request.ended is None for request in JournalReader(file.fileno()).requests)
 
 
 def test_the_incident_is_whole_and_has_the_requests(left: Left) -> None:
