@@ -173,7 +173,7 @@ def wreck(
         for thread in threads:
             thread.start()
         if breaks_by_itself:
-            wait_until(lambda: rids <= journaled_rids(server), f"{sorted(rids)} have arrived", IN_FLIGHT_S)
+            wait_until(lambda: rids <= journaled_rids(server.pid), f"{sorted(rids)} have arrived", IN_FLIGHT_S)
         else:
             wait_in_flight(server, rids, log_size)
     # A request has compilers started.
@@ -216,7 +216,7 @@ def wait_in_flight(server: ManagedProcess, rids: Collection[str], log_from: int)
     # Of one that nobody may trace only root can read the journal.
     is_open = os.access(f"/proc/{server.pid}/fd", os.R_OK)
     wait_until(
-        lambda: worked_on(server, log_from) >= len(rids) and (not is_open or set(rids) <= journaled_rids(server)),
+        lambda: worked_on(server, log_from) >= len(rids) and (not is_open or set(rids) <= journaled_rids(server.pid)),
         f"{sorted(rids)} are in flight",
         IN_FLIGHT_S,
     )
@@ -230,10 +230,10 @@ def ask_in_flight(server: ManagedProcess, *sent: Sent, tokens: int = 4000) -> No
     wait_in_flight(server, [request.rid for request in sent], log_from)
 
 
-def journaled_rids(server: ManagedProcess) -> set[str]:
-    """Return the ids of the requests that a patched server has taken in and not answered yet."""
+def journaled_rids(pid: int) -> set[str]:
+    """Return the ids of the requests that a patched server with this process id has taken in and not answered yet."""
     rids = set()
-    for process in tree_of(server.pid):
+    for process in tree_of(pid):
         for path in _entries(Path(f"/proc/{process.pid}/fd")):
             # It is gone meanwhile, or written in this moment.
             with contextlib.suppress(OSError, RingError):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.scenario import BATCH, PATIENCE, RELEASES, Wreck, wreck
+from integration.scenario import PATIENCE, RELEASES, Wreck, journaled_rids, wreck
 from lanelib.lanes import ensure_lane
 from lanelib.procs import send, tree_of
 from lanelib.servers import Server
@@ -82,8 +82,7 @@ def test_a_program_with_an_engine_ends_as_upstream_has_it_once_its_incident_is_w
         )
         try:
             scheduler = wait_for_scheduler(process, Path(log.name))
-            asked = "the engine works on the request"
-            wait_until(lambda: BATCH.search(log_after_ready(Path(log.name))), asked, PROGRAM_TIMEOUT_S)
+            wait_until(lambda: journaled_rids(process.pid), "the engine has the request", PROGRAM_TIMEOUT_S)
             os.kill(scheduler, signal.SIGKILL)
             assert process.wait(60) == -signal.SIGKILL
         finally:
@@ -96,11 +95,6 @@ def test_a_program_with_an_engine_ends_as_upstream_has_it_once_its_incident_is_w
     assert incidents[0].finished
     assert incidents[0].document["verdict"]["first_failure"]["pid"] == scheduler
     assert "answered" not in (tmp_path / "log").read_text()
-
-
-def log_after_ready(log: Path) -> str:
-    """Return what a program and its engine printed since it said that it asks; empty before that."""
-    return f"\n{log.read_text(errors='replace')}".partition("\nready\n")[2]
 
 
 def wait_for_scheduler(process: subprocess.Popen[bytes], log: Path) -> int:

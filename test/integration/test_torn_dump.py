@@ -89,7 +89,7 @@ def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         (handler,) = [one.pid for one in watchers_of([main]) if title_of(one.pid) == "sglang::crash_handler"]
         for _ in range(REQUESTS):
             threading.Thread(target=ask, args=(server,), daemon=True).start()
-        wait_until(lambda: len(journaled_rids(server)) == REQUESTS, "the requests are under way", LONG)
+        wait_until(lambda: len(journaled_rids(server.pid)) == REQUESTS, "the requests are under way", LONG)
         os.kill(server.pid_of(SCHEDULER), signal.SIGKILL)
         wait_until((site / "marker").exists, "the server saves its requests", LONG)
         # Whatever it holds open is held open until the output has had its end.
