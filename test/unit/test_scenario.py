@@ -1,4 +1,4 @@
-"""What a server prints of its batches, by which live tests know that their requests are in flight."""
+"""By what live tests know that their requests are in flight, and how they hold a server until all of them are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from integration.scenario import worked_on
+from integration.scenario import held, journaled_rids, worked_on
+from sglang_crashkit.kernel import procfs
+from unit.waiting import child, wait_until
 
 FIRST = (
     "[2026-11-23 08:32:10] Prefill batch, #new-seq: 1, #new-token: 22, #cached-token: 0, token usage: 0.00, "
@@ -41,3 +43,35 @@ def test_the_requests_of_all_ranks_are_counted(tmp_path: Path, log: str, count: 
     path.write_bytes(earlier + log.encode())
     server = SimpleNamespace(log_path=path)
     assert worked_on(server, len(earlier)) == count  # type: ignore[arg-type]
+
+
+JOURNALS = """
+from sglang_crashkit.memory.journal import JournalWriter
+journals = [JournalWriter(2**20) for _ in range(2)]
+journals[0].end(journals[0].begin({"rid": "answered"}), finished=True)
+for journal, rid in zip(journals, ("first", "second")):
+    journal.begin({"rid": rid})
+ready()
+pause()
+"""
+
+
+def test_the_requests_of_all_journals_that_are_not_answered_are_known_by_their_ids() -> None:
+    with child(JOURNALS) as process:
+        assert journaled_rids(process.pid) == {"first", "second"}
+    assert journaled_rids(process.pid) == set()
+
+
+def state_of(pid: int) -> str:
+    stat = procfs.read_stat(pid)
+    return stat.state if stat else ""
+
+
+def test_those_of_a_title_are_held_until_the_block_ends() -> None:
+    with child("ready(); pause()", title="sglang::scheduler_TP1") as rank, child("ready(); pause()") as other:
+        found = [(rank.pid, "sglang::scheduler_TP1"), (other.pid, "python")]
+        server = SimpleNamespace(processes=lambda: found)
+        with held(server, "sglang::scheduler"):  # type: ignore[arg-type]
+            wait_until(lambda: state_of(rank.pid) == "T", "it is stopped")
+            assert state_of(other.pid) == "S"
+        wait_until(lambda: state_of(rank.pid) == "S", "it goes on")
