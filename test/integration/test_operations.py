@@ -129,7 +129,8 @@ def test_a_crash_is_told_of(operated: Operated) -> None:
     os.kill(operated.server.pid_of("sglang::scheduler"), signal.SIGKILL)
     document = wait_until(lambda: whole_json(operated.copy), "the command ran", 60)
     wait_until(lambda: operated.hook.bodies, "the hook was told", 60)
-    (body,) = operated.hook.bodies
+    # A busy machine may be told the same twice: who is not answered within 5 s asks again.
+    (body,) = set(operated.hook.bodies)
     assert json.loads(body)["id"] == document["id"]
     assert (document["kind"], json.loads(body)["cause"]) == ("killed", document["cause"]["class"])
     assert "Hello" not in body.decode()
