@@ -18,6 +18,7 @@ from sglang_crashkit.notifications.messages import signature_of
 from sglang_crashkit.notifications.plan import COMMAND, COMMAND_SECS, OUTCOME, SECRET, WEBHOOK
 from unit.notifications.hook import hook
 from unit.stored import make_incident
+from unit.waiting import LONG
 
 WRITE_ITS_INPUT = f"{sys.executable} -c \"import os, sys; open(os.environ['TO'], 'w').write(sys.stdin.read())\""
 
@@ -29,8 +30,10 @@ def incident(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tell(incident: Path) -> Callable[..., dict[str, Any]]:
+def tell(incident: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Tell of the incident without waiting between tries, and return what came of it."""
+    # A busy machine takes seconds to start an interpreter, and one that is late is tried again.
+    monkeypatch.setattr(sending, "_REQUEST_SECS", LONG)
 
     def tell(**environ: str) -> dict[str, Any]:
         assert sending.tell(incident, dict(os.environ) | environ, lambda _secs: None)
