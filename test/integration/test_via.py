@@ -28,7 +28,7 @@ from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.snapshot import parse
 from unit.waiting import wait_until
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 
 HOSTS = ("h0", "h1")
 #: For a collector on a loaded machine, in seconds.

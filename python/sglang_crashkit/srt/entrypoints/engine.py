@@ -16,7 +16,7 @@ from sglang_crashkit.srt.entrypoints.surroundings import tell_ready, tell_surrou
 from sglang_crashkit.srt.hooks import Function, before, never_raises, notify
 from sglang_crashkit.srt.log_handler import keep_log_records
 from sglang_crashkit.srt.server_args import otlp_environment, set_crash_dump_env, withdraw_crash_dump_env
-from sglang_crashkit.srt.stack_hooks import arm_server
+from sglang_crashkit.srt.stack_hooks import install_in_server
 from sglang_crashkit.srt.startup import Startup, StartupError
 from sglang_crashkit.srt.utils.common import end_after_crash
 
