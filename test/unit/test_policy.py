@@ -95,6 +95,8 @@ SENDERS = {
     "srt/handler_process.py",
     "capture/gpu_facts.py",
     "replay/server.py",
+    "handler/publishing/children.py",
+    "handler/publishing/html_page.py",
     "handler/publishing/metrics.py",
     "doctor/drill.py",
     "doctor/drill_server.py",
