@@ -35,7 +35,12 @@ def answer(pipe: int, dump: str, content: bytes, seconds: float, how: str = "") 
             in the middle.
     """
     while True:
-        if not os.read(pipe, 128) or how == "deaf":
+        try:
+            is_asked = bool(os.read(pipe, 128))
+        except BlockingIOError:
+            # Somebody has opened the pipe and not written yet.
+            is_asked = False
+        if not is_asked or how == "deaf":
             time.sleep(_LOOK_SECS)
             continue
         data = content[: len(content) // 2] if how == "half" else content
