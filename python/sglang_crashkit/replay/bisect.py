@@ -136,10 +136,10 @@ def _find(trials: Trials, items: list[StoredRequest], document: Mapping[str, Any
         trials.can_start and trials.fails_afresh(reduction.group)
     )
     if result.is_confirmed:
-        result.requests = [_bare(one) for one in reduction.group]
+        result.rids, result.requests = [one.rid for one in reduction.group], [_bare(one) for one in reduction.group]
+        group = [one for one in group if one.rid in result.rids]
     if len(group) == 1:
-        whole = [name for name in _flat(group[0].body) if name not in (*_ALWAYS, "rid")]
-        result.parameters = reduction.parameters if result.is_confirmed else whole
+        result.parameters = reduction.parameters if result.is_confirmed else _parameters_of(group[0])
         result.prompt = reduction.prompt if result.is_confirmed else "unknown"
         result.entry = _entry(group[0], result, document)
 
@@ -187,13 +187,14 @@ class _Reduction:
 
     def __init__(self, group: Sequence[StoredRequest], trials: Trials) -> None:
         self.group = list(group)
-        self.parameters: list[str] = [name for name in _flat(group[0].body) if name not in (*_ALWAYS, "rid")]
+        self.parameters = _parameters_of(group[0])
         self.prompt: Prompt = "unknown"
         self._trials = trials
 
     def run(self) -> None:
-        """Reduce parameters, prompts and values, until no more servers may be started."""
+        """Reduce requests, parameters, prompts and values, until no more servers may be started."""
         try:
+            self._reduce_requests()
             self._reduce_parameters()
             for place in range(len(self.group)):
                 self._reduce_prompt(place)
@@ -202,14 +203,16 @@ class _Reduction:
         except BudgetSpentError:
             pass
 
+    def _reduce_requests(self) -> None:
+        if len(self.group) > 1:
+            # They meet by chance: fewer that survived once may still be all that it takes.
+            self._trials.forget_survivors()
+            self.group = minimize(self.group, self._trials.first_failing)
+            self.parameters = _parameters_of(self.group[0])
+
     def _reduce_parameters(self) -> None:
         group = list(self.group)
-        names = [
-            (place, name)
-            for place, request in enumerate(group)
-            for name in _flat(request.body)
-            if name not in (*_ALWAYS, "rid")
-        ]
+        names = [(place, name) for place, request in enumerate(group) for name in _parameters_of(request)]
 
         def kept(some: Sequence[tuple[int, str]]) -> list[StoredRequest]:
             return [_with(request, [name for its, name in some if its == place]) for place, request in enumerate(group)]
@@ -272,6 +275,11 @@ def _flat(body: Mapping[str, Any]) -> dict[str, Any]:
     elif sampling is not None:
         flat["sampling_params"] = sampling
     return flat
+
+
+def _parameters_of(request: StoredRequest) -> list[str]:
+    """Return the names of a request's parameters, without those that each request has."""
+    return [name for name in _flat(request.body) if name not in (*_ALWAYS, "rid")]
 
 
 def _with(request: StoredRequest, names: Sequence[str]) -> StoredRequest:

@@ -7,8 +7,10 @@ import os
 import shlex
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
@@ -21,6 +23,8 @@ from sglang_crashkit.watch.health import Address, Question
 #: answered everything and is about to fail does so by then.
 _END_SECS, _INCIDENT_SECS, _SETTLE_SECS = 30.0, 90.0, 0.25
 _LOOK_SECS, _HEALTH_SECS = 0.05, 5.0
+#: So often it is started at most: another program may take a port, or memory, that it needs.
+_MAX_STARTS = 3
 _PORT, _HOST, _CRASH_FOLDER = "--port", "--host", "--crash-dump-folder"
 #: Where it answers on the loopback address, too.
 _ALL_HOSTS = (None, "0.0.0.0", "::")  # noqa: S104 - what the command may say
@@ -70,9 +74,11 @@ def _without(words: list[str], name: str) -> list[str]:
 class OwnServer:
     """Runs a server with a crash folder of its own, from `start` to `end`.
 
+    Another thread may call `end` at any moment.
+
     Args:
         command: its words; the crash folder, and a port where it names none, are added.
-        folder: where its log and its crash folder go.
+        folder: where its log and its crash folder go; those of each start, if it takes several.
         environment: what is in its environment beside this process's own.
 
     Attributes:
@@ -83,10 +89,19 @@ class OwnServer:
 
     def __init__(self, command: list[str], folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self.folder = folder
-        self.crash_folder = folder / "crash"
-        self._log = folder / "server.log"
-        port = option_of(command, _PORT)
-        command = [*_without(command, _CRASH_FOLDER), _CRASH_FOLDER, str(self.crash_folder)]
+        self._given, self._environment = command, dict(os.environ) | _UNGUARDED | dict(environment or {})
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._is_over, self._lock = False, threading.Lock()
+        # An exception that a signal raises in the main thread cannot come between the start and what is known of it.
+        self._launcher = ThreadPoolExecutor(1)
+        self._prepare(1)
+
+    def _prepare(self, number: int) -> None:
+        """Choose the paths and the port of the start of this number."""
+        suffix = f"-{number}" if number > 1 else ""
+        self.crash_folder, self._log = self.folder / f"crash{suffix}", self.folder / f"server{suffix}.log"
+        port = option_of(self._given, _PORT)
+        command = [*_without(self._given, _CRASH_FOLDER), _CRASH_FOLDER, str(self.crash_folder)]
         if port is None:
             port = str(_free_port())
             command += [_PORT, port]
@@ -94,33 +109,40 @@ class OwnServer:
             raise UsageError(f"{port!r} is no port")
         host = option_of(command, _HOST)
         self.address = Address("http", host if host not in _ALL_HOSTS else "127.0.0.1", int(port))
-        self._command, self._environment = command, dict(os.environ) | _UNGUARDED | dict(environment or {})
-        self._popen: subprocess.Popen[bytes] | None = None
+        self._command = command
 
     def start(self, ready_secs: float) -> None:
-        """Start it and wait until it serves.
+        """Start it and wait until it serves; one that ends before that is started again, a few times.
 
         Args:
-            ready_secs: the longest to wait, in seconds.
+            ready_secs: the longest to wait each time, in seconds.
 
         Raises:
-            CrashkitError: it cannot be started, ended, or is not ready in time.
+            CrashkitError: it cannot be started, ended each time, or is not ready in time.
         """
+        for number in range(1, _MAX_STARTS + 1):
+            if self._serves(ready_secs):
+                return
+            with self._lock:
+                self._stop()
+            if self._is_over:
+                raise CrashkitError("the server was ended while it started")
+            if number < _MAX_STARTS:
+                self._prepare(number + 1)
+        raise CrashkitError(
+            f"the server ended before it was ready, {_MAX_STARTS} times: so its fault is no request's",
+            next_step=f"read {self._log}, and the incidents below {self.folder}",
+        )
+
+    def _serves(self, ready_secs: float) -> bool:
+        """Start it once; say whether it serves, or has failed before anything was sent to it."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         if not _is_free(self.address):
             raise CrashkitError(
                 f"something listens at {self.address}", next_step="name another --port in the command, or none"
             )
         try:
-            with self._log.open("wb") as log:
-                self._popen = subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=self._environment,
-                    start_new_session=True,
-                )
+            self._launcher.submit(self._launch).result()
         except OSError as error:
             raise CrashkitError(f"{self._command[0]} cannot be started: {error}") from error
         deadline = time.monotonic() + ready_secs
@@ -129,16 +151,29 @@ class OwnServer:
             while not question.is_over:
                 time.sleep(_LOOK_SECS)
             if question.status == 200:
-                return
+                return self.failure(wait=False) is None and not self.has_ended
             if self.has_ended:
-                raise CrashkitError(f"the server ended before it was ready; next: read {self._log}")
+                return False
             time.sleep(_LOOK_SECS)
-        raise CrashkitError(f"the server was not ready within {ready_secs:g} s; next: read {self._log}")
+        raise CrashkitError(f"the server was not ready within {ready_secs:g} s", next_step=f"read {self._log}")
+
+    def _launch(self) -> None:
+        with self._lock, self._log.open("wb") as log:
+            if not self._is_over:
+                self._popen = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=self._environment,
+                    start_new_session=True,
+                )
 
     @property
     def has_ended(self) -> bool:
         """Whether its main process has ended."""
-        return self._popen is None or self._popen.poll() is not None
+        popen = self._popen
+        return popen is None or popen.poll() is not None
 
     @property
     def is_failing(self) -> bool:
@@ -165,7 +200,12 @@ class OwnServer:
         return None
 
     def end(self) -> None:
-        """End it and everything that it started."""
+        """End it and everything that it started; it is not started again."""
+        with self._lock:
+            self._is_over = True
+            self._stop()
+
+    def _stop(self) -> None:
         popen = self._popen
         if popen is None:
             return

@@ -38,7 +38,7 @@ class Plan:
         command: the words of the command that serves.
         folder: where everything goes.
         tries: how often the whole is tried before it counts as not reproduced.
-        max_starts: how many servers are started at most.
+        max_starts: how many servers are started at most; one that did not get ready, and was started again, is one.
         jobs: how many of them serve at once.
         ready_secs: the longest that a server may take to start, in seconds.
         request_secs: the longest that an answer may take, in seconds.
@@ -70,7 +70,7 @@ class Trials:
         #: What failed as the first that its server got.
         self._afresh: set[str] = set()
         self._refusal: CrashkitError | None = None
-        self._was_accepted = False
+        self._was_accepted = self._is_over = False
         self._lock = threading.Lock()
 
     def first_failing(self, groups: Sequence[Sequence[StoredRequest]]) -> int | None:
@@ -96,6 +96,8 @@ class Trials:
                         worker.join(_LOOK_SECS)
             except BaseException:
                 turn.stop()
+                with self._lock:
+                    self._is_over = True
                 # One that still starts ends when its server does.
                 self.close()
                 for worker in workers:
@@ -133,9 +135,11 @@ class Trials:
             self._close(slot)
 
     def _close(self, slot: int) -> None:
-        server, self._servers[slot] = self._servers[slot], None
+        server = self._servers[slot]
         if server is not None:
+            # It is known until it has ended, for an interrupt may cut this.
             server.end()
+            self._servers[slot] = None
 
     def _work_beside(self, slot: int, turn: _Turn) -> None:
         try:
@@ -195,6 +199,8 @@ class Trials:
 
     def _start(self, slot: int) -> OwnServer:
         with self._lock:
+            if self._is_over:
+                raise CrashkitError("no server is started any more")
             if not self.can_start:
                 raise BudgetSpentError(
                     f"{self.starts} servers were started, which is what --starts allows",
@@ -205,14 +211,9 @@ class Trials:
             while folder.exists():
                 # Of a run before.
                 folder = folder.with_name(f"{folder.name}-again")
+            server = self._servers[slot] = OwnServer(self._plan.command, folder)
         self._say(f"{folder.name}: starting")
-        server = self._servers[slot] = OwnServer(self._plan.command, folder)
         server.start(self._plan.ready_secs)
-        if server.failure(wait=False) is not None or server.has_ended:
-            raise CrashkitError(
-                "the server failed before anything was sent to it, so its fault is no request's",
-                next_step=f"sglang-crashkit incidents {server.crash_folder}",
-            )
         return server
 
     def _read(self) -> dict[str, Outcome]:

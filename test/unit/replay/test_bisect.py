@@ -8,12 +8,14 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_crashkit.cli.main import main
+from sglang_crashkit.replay.requests import StoredRequest
 from unit.replay.breakable import VERDICT
 from unit.stored import make_incident
 from unit.waiting import LONG, wait_until
@@ -27,6 +29,8 @@ BY_CONTENT = "any('xyz' in b['text'] for b in bodies)"
 BY_LENGTH = "any(len(b['text']) > 20 for b in bodies)"
 BY_STOP = "any('##' in one for b in bodies for one in b.get('sampling_params', {}).get('stop', ()))"
 BY_TWO = "{'left', 'right'} <= {b['text'] for b in bodies}"
+#: What is sent at once is under way at once, however late a busy machine sends the last of it.
+MEETING = " --hold 0.5"
 BY_TWO_PARAMETERS = "any(b.get('lora_path') for b in bodies) and any(b.get('return_logprob') for b in bodies)"
 
 
@@ -117,7 +121,8 @@ def test_what_of_the_prompts_it_takes_is_found(
     prompt: str,
     texts: list[str],
 ) -> None:
-    result = bisect(incident(tmp_path / "crash", *bodies), tmp_path / "out", serve(rule), capsys)
+    command = serve(rule) + MEETING * (len(bodies) > 1)
+    result = bisect(incident(tmp_path / "crash", *bodies), tmp_path / "out", command, capsys)
     assert result["reproduced"]
     assert result["prompt"] == prompt
     assert [body["text"] for body in result["requests"]] == texts
@@ -153,9 +158,52 @@ def test_several_at_once_find_the_same(tmp_path: Path, serve: Any, capsys: pytes
     assert main(command) == 2
 
 
+class ChanceTrials:
+    """Fail where two requests are sent together, but not the first time that they are the only ones."""
+
+    starts, can_start = 0, True
+
+    def __init__(self, *_arguments: object) -> None:
+        self._survivors: set[tuple[str, ...]] = set()
+        self._missed = False
+
+    def first_failing(self, groups: Sequence[Sequence[StoredRequest]]) -> int | None:
+        return next((place for place, group in enumerate(groups) if self._fails(group)), None)
+
+    def fails_afresh(self, group: Sequence[StoredRequest]) -> bool:
+        return self._fails(group)
+
+    def failed_afresh(self, _group: Sequence[StoredRequest]) -> bool:
+        return False
+
+    def forget_survivors(self) -> None:
+        self._survivors.clear()
+
+    def close(self) -> None:
+        pass
+
+    def _fails(self, group: Sequence[StoredRequest]) -> bool:
+        texts = tuple(one.body["text"] for one in group)
+        met = {"left", "right"} <= {*texts} and texts not in self._survivors
+        misses = met and len(texts) == 2 and not self._missed
+        self._missed = self._missed or misses
+        if misses or not met:
+            self._survivors.add(texts)
+        return met and not misses
+
+
+def test_two_that_missed_each_other_once_are_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_crashkit.replay.bisect.Trials", ChanceTrials)
+    path = incident(tmp_path / "crash", {"text": "left"}, {"text": "right"})
+    result = bisect(path, tmp_path / "out", "serve", capsys)
+    assert (result["rids"], [body["text"] for body in result["requests"]]) == (["0", "1"], ["left", "right"])
+
+
 def test_what_each_of_two_takes_is_found(tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
     bodies = [{"text": "l", "lora_path": "x", "n": 3}, {"text": "r", "return_logprob": True}]
-    command = serve(BY_TWO_PARAMETERS) + " --hold 0.5"
+    command = serve(BY_TWO_PARAMETERS) + MEETING
     result = bisect(incident(tmp_path / "crash", *bodies), tmp_path / "out", command, capsys)
     shortest = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
     assert result["requests"] == [shortest | {"lora_path": "x"}, shortest | {"return_logprob": True}]
@@ -171,7 +219,7 @@ def test_ctrl_c_keeps_what_is_known_and_leaves_no_server(tmp_path: Path, serve: 
         popen.send_signal(signal.SIGINT)
         assert popen.wait(LONG) != 0
     assert json.loads((out / "trials.json").read_text())["trials"]
-    found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True, timeout=LONG)
+    found = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True, timeout=LONG)
     assert str(out) not in found.stdout
 
 
@@ -212,5 +260,5 @@ def test_nothing_that_was_started_is_left(tmp_path: Path, serve: Any) -> None:
     command = [sys.executable, "-m", "sglang_crashkit", "replay", str(path), "--max-gap", "0", "-o", "out"]
     done = subprocess.run([*command, "--serve", serve("False")], cwd=tmp_path, timeout=LONG, check=False)
     assert done.returncode == 0
-    found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True, timeout=LONG)
+    found = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True, timeout=LONG)
     assert str(tmp_path / "out") not in found.stdout

@@ -1,0 +1,67 @@
+"""A server of one's own: started again where it ends too early, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.replay import server
+from sglang_crashkit.replay.server import OwnServer
+from unit.waiting import LONG
+
+_TEST = Path(__file__).parents[2]
+_SERVE = [sys.executable, "-m", "unit.replay.breakable", "--rule", "False"]
+
+
+@pytest.fixture
+def paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(_TEST), *sys.path]))
+
+
+def test_one_that_ends_before_it_serves_is_started_again(tmp_path: Path, paths: None) -> None:
+    failing_once = f'mkdir {shlex.quote(str(tmp_path / "failed"))} && exit 1; exec {shlex.join(_SERVE)} "$0" "$@"'
+    with OwnServer(["sh", "-c", failing_once], tmp_path / "own") as own:
+        own.start(LONG)
+        assert not own.has_ended
+        assert own.crash_folder == tmp_path / "own" / "crash-2"
+
+
+def test_one_that_always_ends_is_given_up(tmp_path: Path) -> None:
+    with (
+        OwnServer([sys.executable, "-c", "raise SystemExit(1)"], tmp_path) as own,
+        pytest.raises(CrashkitError, match=r"ended before it was ready, 3 times"),
+    ):
+        own.start(LONG)
+    assert len([*tmp_path.glob("server*.log")]) == 3
+
+
+def test_an_interrupt_amid_its_start_leaves_no_server(
+    tmp_path: Path, paths: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def interrupted(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        started.append(real(*args, **kwargs))
+        os.kill(os.getpid(), signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(server.subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt), OwnServer(_SERVE, tmp_path) as own:
+        own.start(LONG)
+    assert [one.poll() is None for one in started] == [False]
+
+
+def test_one_that_was_ended_does_not_start(tmp_path: Path, paths: None) -> None:
+    own = OwnServer(_SERVE, tmp_path)
+    own.end()
+    with pytest.raises(CrashkitError, match="ended while it started"):
+        own.start(LONG)
