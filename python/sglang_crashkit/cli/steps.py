@@ -149,7 +149,10 @@ def columns_of(
         did = tuple((number, step.phase, step.mode, step.size, step.tokens, step.requests) for number, step in there)
         alike.setdefault(did if len(group) > _MAX_COLUMNS else position, []).append(position)
     for positions in alike.values():
-        yield RankSet(_rank(group[position]) for position in positions).format(), by_number[positions[0]]
+        first = group[positions[0]]
+        # A server's only scheduler has no place among others.
+        alone = "" if _rank(first).axis else first.title.removeprefix("sglang::")
+        yield alone or RankSet(_rank(group[position]) for position in positions).format(), by_number[positions[0]]
 
 
 def in_words(step: Step | None) -> str:

@@ -104,6 +104,20 @@ def test_of_many_ranks_those_that_did_the_same_share_a_column(
     assert capsys.readouterr().out.splitlines()[2].split() == ["step", "TP0-2,4-7", "TP3"]
 
 
+def test_of_a_server_with_one_rank_nothing_is_said_of_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_incident(tmp_path / "host" / "incidents", pieces={"ranks/scheduler-11.steps.jsonl": lines(TP0)})
+    assert main(["steps", str(path), "--last", "1"]) == 0
+    assert capsys.readouterr().out == (
+        "\n"
+        "step     scheduler\n"
+        "  1,101  decode, 2 req, 38 tok, forward begun\n"
+        "step 1,101 of scheduler: request ab12: 37 of 37 tokens\n"
+        "step 1,101 of scheduler: request cd34: 1 of 20 tokens\n"
+    )
+
+
 def test_a_torn_line_is_counted_and_the_others_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torn = lines(TP0[:2]) + "[]\n{}\n" + '{"number": 3, "bega'
     path = make_incident(tmp_path, pieces={"ranks/scheduler-7.steps.jsonl": torn})
@@ -111,7 +125,7 @@ def test_a_torn_line_is_counted_and_the_others_are_read(tmp_path: Path, capsys: 
     (found,) = json.loads(capsys.readouterr().out)["ranks"]
     assert (len(found["steps"]), found["unread_lines"]) == (2, 3)
     assert main(["steps", str(path)]) == 0
-    assert "the only rank" in capsys.readouterr().out
+    assert "scheduler" in capsys.readouterr().out
 
 
 def test_a_rank_that_is_not_there_is_named_with_those_that_are(
