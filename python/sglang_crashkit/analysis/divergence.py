@@ -12,19 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from sglang_crashkit.analysis.ranks import Rank, RankSet
 from sglang_crashkit.model.incident import Level
-from sglang_crashkit.model.step import PHASES, Step, StepRequest
+from sglang_crashkit.model.step import DIVERGED, PHASES, DivergenceKind, Step, StepRequest
 
-#: What differs. A decision explains a batch that differs with it, so it comes first; ``hash`` is that of all that must
-#: agree, where nothing else tells. ``ended_earlier`` is one that stopped where others went on, and no divergence.
-Kind = Literal["decision", "mode", "requests", "lengths", "hash", "ended_earlier", "unknown", "none"]
-#: The kinds that are a divergence.
-DIVERGED: tuple[Kind, ...] = ("decision", "mode", "requests", "lengths", "hash")
-
-_BY_WEIGHT: tuple[Kind, ...] = (*DIVERGED, "ended_earlier", "unknown", "none")
+_BY_WEIGHT: tuple[DivergenceKind, ...] = (*DIVERGED, "ended_earlier", "unknown", "none")
 #: A rank that has not begun what others began this long ago does not merely lag behind, in seconds.
 _LAG_SECS = 2.0
 #: Of so many requests it is told who they are.
@@ -68,7 +62,7 @@ class Divergence:
     """What the steps of the ranks that must agree say together.
 
     Attributes:
-        kind: see `Kind`.
+        kind: see `DivergenceKind`.
         level: how well it is supported.
         statement: it in words, a sentence.
         step: the first that differs, or that a rank has not; None where there is none.
@@ -81,7 +75,7 @@ class Divergence:
         compared: how many steps of at least two ranks were compared.
     """
 
-    kind: Kind
+    kind: DivergenceKind
     level: Level
     statement: str
     step: int | None = None
@@ -250,7 +244,7 @@ def _differ(
     )
 
 
-def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[Kind, str, str | None, str | None]:
+def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[DivergenceKind, str, str | None, str | None]:
     """Return in what two steps of one number differ, in words, and of which request and by which decision."""
     in_step = f"in step {ours.number:,}"
     mine, other = _only(ours, theirs), _only(theirs, ours)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from sglang_crashkit.analysis.divergence import DIVERGED
 from sglang_crashkit.analysis.groups import find_outlier, judge_group
 from sglang_crashkit.analysis.member import (
     Member,
@@ -29,6 +28,7 @@ from sglang_crashkit.analysis.waits import activity_of, of_frames
 from sglang_crashkit.model.incident import Failure, Incident, Level, ProcessReport, Verdict
 from sglang_crashkit.model.peers import describe as describe_peers
 from sglang_crashkit.model.sample import Frame, Sample, Thread
+from sglang_crashkit.model.step import DIVERGED
 
 FailureKind = Literal["exit", "exception", "hang"]
 

@@ -16,6 +16,7 @@ from typing import Any
 from sglang_crashkit.incident.names import Names, join_some_names, stopped_state
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 from sglang_crashkit.model.incident import UNANSWERED
+from sglang_crashkit.model.step import DIVERGED
 
 #: Columns of a line; with the heading of ``summary.md``, its blank line and its fence there are at most 20 lines.
 WIDTH, MAX_LINES = 80, 17
@@ -34,6 +35,8 @@ _BUILD_PATH = re.compile(r"\[?/[^\s\]]+\.(?:cc|cpp|cu|cuh|h|hpp):\d+\]?:? ?")
 _SECONDS = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(\.\d{3})?")
 _OWN_COMMAND, _COMMENT = "sglang-crashkit ", "   # "
 _BISECT = f"{_OWN_COMMAND}bisect"
+#: What the screen has in words of its own, where the cause has it.
+_TOLD_ANYWAY = (f"`{_BISECT} ", f"`{_OWN_COMMAND}steps ")
 #: A command with its arguments; a word alone may be anything.
 _COMMAND = re.compile(r"`([^` ]+ [^`]+)`")
 _LIBRARY = re.compile(r"\((?:torch|zmq|multiprocessing|concurrent|asyncio)/|\(<|\((?:threading|queue)\.py:")
@@ -172,6 +175,7 @@ class _Screen:
         yield "host", self._host(), 1
         yield "first", self._first_failure(), 2
         yield from (("then", words, 1) for words in self._consequences())
+        yield "steps", self._divergence(), 2
         yield from (("ranks", words, 1) for words in self._ranks())
         yield from self._cause()
         yield "suspect", self._suspect(), 1
@@ -324,7 +328,15 @@ class _Screen:
             groups.setdefault(", ".join(self._doing_of(process)), []).append(self._names.short(process))
         # Of more groups than there is room for those of most ranks.
         told = sorted(((names, doing) for doing, names in groups.items() if doing), key=lambda one: -len(one[0]))
-        yield from (f"{join_some_names(names, _MAX_NAMES)}: {doing}" for names, doing in told[:_MAX_GROUPS])
+        # Where they parted says more than where they are now.
+        most = _MAX_GROUPS - bool(self._divergence())
+        yield from (f"{join_some_names(names, _MAX_NAMES)}: {doing}" for names, doing in told[:most])
+
+    def _divergence(self) -> str:
+        """Return at which step the ranks went different ways; empty where they did not, or the headline says so."""
+        found, basis = mapping_of(self._document.get("divergence")), self._verdict.get("basis")
+        told = str(found.get("statement") or "") if found.get("kind") in DIVERGED else ""
+        return "" if isinstance(basis, list) and told in basis[:1] else self._names.in_words(told)
 
     def _doing_of(self, process: Mapping[str, Any]) -> list[str]:
         frames = process.get("doing")
@@ -359,9 +371,11 @@ class _Screen:
         """Yield what the cause asks for, commands as such, and the commands that show more and hand it on."""
         told = mapping_of(self._document.get("cause")).get("next_steps")
         steps = [str(step) for step in (told if isinstance(told, list) else ())]
-        others = [step for step in steps if not step.startswith(f"`{_BISECT} ")]
+        others = [step for step in steps if not step.startswith(_TOLD_ANYWAY)]
         most = _MAX_STEPS
-        if len(others) < len(steps) or is_suspected(mappings_of(self._document.get("suspects"))):
+        if any(step.startswith(_TOLD_ANYWAY[0]) for step in steps) or is_suspected(
+            mappings_of(self._document.get("suspects"))
+        ):
             most -= 1
             yield "next", f'{_BISECT} {self._where} --serve "COMMAND"{_COMMENT}finds the request', 1
         pid = str(self._first.get("pid"))

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from sglang_crashkit.model.checked_json import entries, number, text, whole
 
 #: How far a step has come, in this order.
 PHASES = ("received", "scheduled", "forward_begun", "forward_done", "processed")
+
+#: What differs where ranks are compared. A decision explains a batch that differs with it, so it comes first; ``hash``
+#: is that of all that must agree, where nothing else tells. ``ended_earlier`` is one that stopped where others went on,
+#: and no divergence.
+DivergenceKind = Literal["decision", "mode", "requests", "lengths", "hash", "ended_earlier", "unknown", "none"]
+#: The kinds that are a divergence.
+DIVERGED: tuple[DivergenceKind, ...] = ("decision", "mode", "requests", "lengths", "hash")
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ UPDATE = {
     "server": ["acquire (threading.py:1)", "update_weights_from_disk (sglang/srt/managers/tokenizer_manager.py:1)"]
 }
 DIVERGED = {"kind": "mode", "step": 18204, "statement": "TP1 ran extend where TP0 ran decode.", "level": "established"}
+ABORTED = killed("SIGABRT", "x")
 BUS = killed("SIGBUS", "no Python exception was reported")
 FULL_SHM = {"environment": {"shared_memory": {"used_bytes": 990, "total_bytes": 1000}}}
 AGAIN = {"suspects": [{"rid": "r1"}], "fault": {"count": 2, "seen": {"r1": 1}}}
@@ -54,6 +55,12 @@ def in_step(title: str, document: dict[str, Any]) -> dict[str, Any]:
     """Return the document with a rank in the middle of a step."""
     told = {"number": 7, "mode": "extend", "phase": "forward_begun"}
     next(one for one in document["processes"] if one["title"] == title)["steps"] = {"last": [], "in_step": told}
+    return document
+
+
+def of_stage(pp: int, document: dict[str, Any]) -> dict[str, Any]:
+    """Return the document with TP1 in another pipeline stage than TP0."""
+    next(one for one in document["processes"] if one["title"] == TP1)["rank"] = {"pp": pp, "tp": 0}
     return document
 
 
@@ -228,6 +235,19 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("one elsewhere", hung(TP1, doing={TP0: [WAITS], TP1: [WORKS]}), "rank_stuck", SUP),
     ("all in one", hung(doing=BOTH_WAIT), "symmetric_stall", SUP),
     ("two collectives", hung(doing={TP0: [WAITS], TP1: [GATHERS]}), "collective_mismatch", SUP),
+    ("spins in another collective", hung(TP1, doing={TP0: [WAITS], TP1: [WORKS, GATHERS]}), "rank_stuck", SUP),
+    (
+        "of two stages",
+        of_stage(1, hung(doing={TP0: [WAITS], TP1: [GATHERS]})),
+        "no_progress",
+        UNK,
+    ),
+    (
+        "crossed, and one elsewhere",
+        hung(TP1, doing={TP0: [WAITS], TP1: [WORKS]}, **crossed([10], [11])),
+        "rank_stuck",
+        SUP,
+    ),
     ("asked for in two places", hung(doing={TP0: [WAITS, WORKS], TP1: [WAITS, "f (y.py:1)"]}), "no_progress", UNK),
     ("each behind the other", hung(**crossed([10], [11])), "collective_mismatch", SUP),
     ("both behind a third", hung(**crossed([10], [10])), "no_progress", UNK),
@@ -245,6 +265,24 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         incident("signal", TP1, end=killed(), divergence=DIVERGED, **finding("mismatch")),
         "killed",
         EST,
+    ),
+    (
+        "aborted and apart",
+        incident("signal", TP1, end=ABORTED, divergence=DIVERGED),
+        "rank_divergence",
+        SUP,
+    ),
+    (
+        "aborted amid a mismatch",
+        incident("signal", TP1, end=ABORTED, **finding("mismatch")),
+        "collective_mismatch",
+        SUP,
+    ),
+    (
+        "aborted, apart, on an Xid",
+        incident("signal", TP0, end=ABORTED, divergence=DIVERGED, **xid(31, 10)),
+        "cuda_fault",
+        SUP,
     ),
     ("gloo's limit", incident("lost_peer", TP0, error=GLOO, frames=FORWARD, level=SUP), "symmetric_stall", SUP),
     ("a weight update", hung(doing=UPDATE), "weight_update_deadlock", SUP),
@@ -400,6 +438,11 @@ def test_an_incident_has_its_cause(document: dict[str, Any], name: str, level: s
 def test_where_a_request_is_suspected_it_is_to_be_bisected(document: dict[str, Any], has_it: bool) -> None:
     first = causes.explain(document)["next_steps"][0]
     assert first.startswith('`sglang-crashkit bisect 1a2b3c4d --serve "COMMAND"`') is has_it
+
+
+def test_where_ranks_diverged_the_command_that_shows_it_is_told() -> None:
+    steps = causes.explain(hung(doing=BOTH_WAIT, divergence=DIVERGED, id="1a2b3c4d"))["next_steps"]
+    assert steps[0].startswith("`sglang-crashkit steps 1a2b3c4d` ")
 
 
 def test_a_stopped_process_has_one_command_that_lets_it_go_on() -> None:

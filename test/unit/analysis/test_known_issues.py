@@ -46,7 +46,10 @@ ORDINARY = (
         "get_config (transformers/configuration_utils.py:1)",
     ),
     # What a seed of more than 64 bits brings about as well as a top_k and a logit_bias of as many.
-    ("ValueError: Overflow when unpacking long long", "from_schedule_batch (sglang/srt/sampling/sampling_batch_info.py:1)"),
+    (
+        "ValueError: Overflow when unpacking long long",
+        "from_schedule_batch (sglang/srt/sampling/sampling_batch_info.py:1)",
+    ),
     ("KeyError: 37", "pop (sglang/srt/managers/tokenizer_manager.py:1)"),
 )
 

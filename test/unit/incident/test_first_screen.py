@@ -141,6 +141,24 @@ def test_what_seen_before_and_known_upstream_is_said(killed: dict[str, Any]) -> 
     assert "host    8 x NVIDIA H200, Xid 79, cgroup memory" in text
 
 
+APART = "sglang::scheduler_TP1 ran extend of request ab12 in step 7 where TP0 ran decode."
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [("mode", True), ("none", False), ("ended_earlier", False)])
+def test_where_ranks_parted_is_told_of_a_death_too(killed: dict[str, Any], kind: str, is_told: bool) -> None:
+    killed["divergence"] = {"kind": kind, "statement": APART}
+    line = "steps   TP1 ran extend of request ab12 in step 7 where TP0 ran decode."
+    assert (line in first_screen(killed)) is is_told
+    killed["verdict"]["basis"] = [APART]
+    assert line not in first_screen(killed)
+
+
+def test_the_command_that_shows_the_steps_is_told_once(killed: dict[str, Any]) -> None:
+    killed["cause"] |= {"class": "rank_divergence", "next_steps": ["`sglang-crashkit steps 1a` shows it", "report it"]}
+    lines = [line for line in first_screen(killed, where="/crash/1") if line.startswith("next ")]
+    assert lines[:2] == ["next    report it", "next    sglang-crashkit show /crash/1 --steps"]
+
+
 def test_a_crowded_screen_gives_up_second_lines_and_no_command(killed: dict[str, Any]) -> None:
     killed["cause"]["known_issues"] = [{"issue": 1, "title": "words " * 40}]
     killed["cause"]["words"] = "words " * 40

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sglang_crashkit.analysis.causes.advice import ADVICE
+from sglang_crashkit.analysis.causes.advice import ADVICE, INCIDENT
 from sglang_crashkit.analysis.causes.case import Case, Finding
 from sglang_crashkit.analysis.causes.known_issues import load_issues, matching
 from sglang_crashkit.analysis.causes.rules import RULES
@@ -60,21 +60,21 @@ def _find(case: Case) -> tuple[str, Finding]:
 
 
 def _to_json(name: str, finding: Finding, case: Case) -> dict[str, Any]:
-    advice = ADVICE[name]
+    advice, incident = ADVICE[name], str(case.document.get("id") or "latest")
+    steps = [*finding.steps, *(step.replace(INCIDENT, incident) for step in advice.steps)]
     return {
         "class": name,
         "words": advice.words,
         "level": finding.level,
         "reasons": [*finding.reasons, *case.last_step],
-        "next_steps": [*_bisection(name, case), *finding.steps, *advice.steps],
+        "next_steps": [*_bisection(name, case, incident), *steps],
         "known_issues": [issue.to_json() for issue in case.known],
         "restart_helps": advice.restart,
     }
 
 
-def _bisection(name: str, case: Case) -> list[str]:
+def _bisection(name: str, case: Case, incident: str) -> list[str]:
     """Return the command that finds the request, where one is likely to be at fault."""
     if name != "poison_request" and not case.is_suspected:
         return []
-    incident = case.document.get("id") or "latest"
     return [f'`sglang-crashkit bisect {incident} --serve "COMMAND"` finds the request, and what of it is needed']

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+#: Stands in a step for the id of the incident.
+INCIDENT = "INCIDENT"
+
 #: Whether the server is likely to serve again by being started again.
 Restart = Literal["yes", "no", "unknown"]
 
@@ -75,7 +78,7 @@ ADVICE: dict[str, Advice] = {
         "ranks that must agree did different things",
         "yes",
         (
-            'read under "Divergence" at which step and by which request the ranks parted',
+            f"`sglang-crashkit steps {INCIDENT}` shows at which step, and by which request, the ranks parted",
             "report it with this incident; --disable-overlap-schedule often avoids it until it is mended",
         ),
     ),

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 from sglang_crashkit.model.incident import Level
+from sglang_crashkit.model.step import DIVERGED
 
 if TYPE_CHECKING:
     from sglang_crashkit.analysis.causes.known_issues import KnownIssue
@@ -28,7 +29,6 @@ _FRAME = re.compile(r"(?P<function>.*) \((?P<path>.*?)(?::\d+)?\)")
 _FAILED_STARTS = ("launch_failed", "startup_timeout")
 #: Through these a scheduler passes while it starts, and never later.
 _STARTING_PLACES = ("__init__ (scheduler.py)", "__init__ (tp_worker.py)", "__init__ (model_runner.py)")
-_DIVERGED = ("decision", "mode", "requests", "lengths", "hash")
 #: An Xid error of longer ago, in seconds, has nothing to do with it.
 _XID_SECS = 600.0
 _MAX_RIDS = 4
@@ -177,7 +177,7 @@ class Case:
     def divergence(self) -> Mapping[str, Any]:
         """The first step at which ranks differ; empty where they do not, or none is known."""
         found = mapping_of(self.document.get("divergence"))
-        return found if found.get("kind") in _DIVERGED else {}
+        return found if found.get("kind") in DIVERGED else {}
 
     @property
     def xids(self) -> list[Mapping[str, Any]]:

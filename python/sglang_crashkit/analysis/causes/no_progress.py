@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sglang_crashkit.analysis.causes.case import Case, Finding, name_of
+from sglang_crashkit.analysis.ranks import groups_of, rank_at
 from sglang_crashkit.model.checked_json import mapping_of
 from sglang_crashkit.model.incident import Level
 
 #: With less of a CPU than this, a process that wants to run is starved.
 _STARVED_SHARE = 0.1
+_ABORTED = "It ended by abort(), as PyTorch's watchdog has it where a collective does not end in time."
 #: Of so many processes it is told.
 _MAX_TOLD = 3
 _UPDATES = re.compile(
@@ -24,6 +26,8 @@ _RECEIVES = re.compile(r"(?:\w+\.)*(recv_requests|ingest_requests) \(")
 _RECEIVING = re.compile(r"(?:\w+\.)*(_broadcast_reqs_across_ranks|\w*broadcast_pyobj) \(")
 #: Files through which any collective passes.
 _DISTRIBUTED = re.compile(r"\((distributed_c10d|c10d_logger|parallel_state|communication_op|pynccl\w*)\.py\)")
+#: Who is within a collective in no other file than these waits in it; a signal's handler may run within one, too.
+_WITHIN = re.compile(rf"{_DISTRIBUTED.pattern}|\((_ops|_contextlib|streams)\.py\)")
 _COLLECTIVES = re.compile(
     r"(all_reduce|_?all_gather\w*|reduce_scatter\w*|broadcast\w*|barrier|all_to_all\w*|gather|scatter) \("
 )
@@ -91,6 +95,22 @@ def divergence(case: Case) -> Finding | None:
     return Finding(level, (str(found.get("statement")),))
 
 
+def aborted_apart(case: Case) -> Finding | None:
+    """Ranks that must agree went different ways, and one aborted, as PyTorch's NCCL watchdog has it upon a timeout."""
+    return _aborted(case, case.divergence)
+
+
+def aborted_in_mismatch(case: Case) -> Finding | None:
+    """Ranks were in different collectives of one group by their recorders, and one aborted."""
+    return _aborted(case, next(_mismatches(case), {}))
+
+
+def _aborted(case: Case, found: Mapping[str, Any]) -> Finding | None:
+    # It may have had another reason to.
+    is_so = bool(found) and case.signal == "SIGABRT"
+    return Finding("supported", (str(found.get("statement")), _ABORTED)) if is_so else None
+
+
 def _left_out(case: Case) -> Finding | None:
     """A rank waits for the next requests while one that must agree with it is in a step: it took it there was none."""
     if not case.is_hang:
@@ -126,20 +146,30 @@ def _replica(process: Mapping[str, Any]) -> tuple[object, object]:
 
 def mismatch(case: Case) -> Finding | None:
     """Ranks are in different collectives of one group, by their recorders or by their stacks."""
-    for finding in [] if case.signal else case.findings:
-        if finding.get("kind") == "mismatch" and finding.get("level") in ("established", "supported"):
-            return Finding(finding["level"], (str(finding.get("statement")),))
-    crossed = [] if case.signal else _crossed(case)
+    if case.signal:
+        return None
+    found = next(_mismatches(case), None)
+    if found is not None:
+        return Finding(found["level"], (str(found.get("statement")),))
+    if case.first and case.doing(case.first) and not _collective(case, case.first):
+        # It waits for nobody, so what the others wait in is its doing.
+        return None
+    crossed = _crossed(case)
     if crossed:
         return Finding("supported", tuple(str(finding.get("statement")) for finding in crossed))
-    waiting = (
-        {call: name_of(rank) for rank in case.schedulers if (call := _collective(case, rank))} if case.is_hang else {}
-    )
-    kinds = {call.split(" ")[0] for call in waiting}
-    if len(kinds) < 2:
-        return None
-    words = ", ".join(f"{name} in {call}" for call, name in sorted(waiting.items())[:4])
-    return Finding("supported", (f"Ranks wait in different collectives: {words}.",))
+    for group in groups_of((rank_at(mapping_of(rank.get("rank"))), rank) for rank in case.schedulers):
+        waiting = {call: name_of(rank) for rank in group if (call := _collective(case, rank))}
+        if case.is_hang and len({call.split(" ")[0] for call in waiting}) > 1:
+            words = ", ".join(f"{name} in {call}" for call, name in sorted(waiting.items())[:4])
+            return Finding("supported", (f"Ranks wait in different collectives: {words}.",))
+    return None
+
+
+def _mismatches(case: Case) -> Iterator[Mapping[str, Any]]:
+    """Yield the findings of the recorders that ranks are in different collectives of one group."""
+    for finding in case.findings:
+        if finding.get("kind") == "mismatch" and finding.get("level") in ("established", "supported"):
+            yield finding
 
 
 def _crossed(case: Case) -> list[Mapping[str, Any]]:
@@ -159,7 +189,13 @@ def _waits_for(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _collective(case: Case, rank: Mapping[str, Any]) -> str:
-    return next((place for place in case.doing(rank)[:3] if _COLLECTIVES.match(place)), "")
+    """Return the collective that a rank waits in; empty where it waits in none, or something else runs within one."""
+    for place in case.doing(rank)[:3]:
+        if _COLLECTIVES.match(place):
+            return place
+        if not _WITHIN.search(place):
+            break
+    return ""
 
 
 def _caller(case: Case, rank: Mapping[str, Any]) -> str:

@@ -379,6 +379,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("asked_to_stop", _asked_to_stop),
     ("detokenizer_lost", _lost("detokenizer")),
     ("tokenizer_lost", _lost("tokenizer_worker", "tokenizer")),
+    ("rank_divergence", no_progress.aborted_apart),
+    ("collective_mismatch", no_progress.aborted_in_mismatch),
     *((name, died_of(signal)) for signal, name in _BY_SIGNAL.items()),
     ("fatal_signal", died_of()),
     ("connection_lost", _connection),

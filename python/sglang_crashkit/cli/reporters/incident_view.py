@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sglang_crashkit.analysis.divergence import DIVERGED, group_in_step
+from sglang_crashkit.analysis.divergence import group_in_step
 from sglang_crashkit.analysis.ranks import Rank, RankSet, rank_at
 from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut
 from sglang_crashkit.cli.reporters.merged_stacks import MAX_NAMES, cut_names, ranks_by_pid
@@ -23,7 +23,7 @@ from sglang_crashkit.incident.steps import SUFFIX, StoredSteps
 from sglang_crashkit.incident.timeline_words import Run, seconds_of, timeline_of
 from sglang_crashkit.kernel import titles
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
-from sglang_crashkit.model.step import Step
+from sglang_crashkit.model.step import DIVERGED, Step
 
 _MAX_GROUPS, _MAX_EVENTS, _MAX_LANES, _MAX_REQUESTS, _MAX_COLUMNS = 100, 1000, 24, 500, 40
 _LAST_STEPS = 20
