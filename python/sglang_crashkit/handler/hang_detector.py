@@ -150,13 +150,15 @@ class HangDetector:
                 return
             limit = self._hang_secs * self._patience(states)
             late: list[Followed] = [one for one in heartbeats if one.silent_secs >= limit]
+            # Where no scheduler is late, patience is had with all of them: none hangs with the others that are stopped.
+            patient = () if late else heartbeats
             late += [one for one in others if one.silent_secs >= self._hang_secs]
             silent = by_last_sign(late)
             together = by_last_sign(one for one in everybody if one.silent_secs >= _TOGETHER * longest)
             if self._hang is None:
                 is_compiling = self._is_compiling(together, longest, limit)
                 if silent and not is_compiling and self._looked_at >= self._not_before:
-                    self._begin(together, "no_progress")
+                    self._begin([one for one in together if one not in patient], "no_progress")
             elif silent:
                 self._hang.spread(silent)
                 if self._hang.is_busy and longest >= _COMPILING_FACTOR * self._hang_secs:

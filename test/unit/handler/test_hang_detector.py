@@ -655,6 +655,15 @@ def test_a_detokenizer_that_is_stopped_hangs_until_it_goes_on(served: World) -> 
     assert len(served.hangs[0].progress) == 1
 
 
+@pytest.mark.parametrize(("is_busy", "hung"), [(True, [[20]]), (False, [[10, 11, 20]])])
+def test_who_has_more_time_does_not_hang_with_one_stopped(served: World, is_busy: bool, hung: list[list[int]]) -> None:
+    served.beat(10, 11, is_busy=is_busy)
+    served.pass_time(1)
+    served.stop(20)
+    served.pass_time(8)
+    assert [sorted(run.silent) for run in served.hangs] == hung
+
+
 @pytest.mark.parametrize(
     ("states", "hung"),
     [
