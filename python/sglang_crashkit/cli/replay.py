@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     folder = (args.output_dir or Path(f"replay-{document.get('id')}")).absolute()
     command = parse_command(args.serve)
     with terminable(), OwnServer(command, folder) as server:
-        server.start(args.ready_secs)
+        server.start(args.ready_secs, lambda line: print(line, file=sys.stderr, flush=True))
         answers = send(server.address, key or option_of(command, "--api-key") or "", lambda: server.is_failing)
         is_lost = len(answers) < len(chosen) or any(answer.is_lost for answer in answers)
         found = server.failure(wait=is_lost)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -111,11 +111,12 @@ class OwnServer:
         self.address = Address("http", host if host not in _ALL_HOSTS else "127.0.0.1", int(port))
         self._command = command
 
-    def start(self, ready_secs: float) -> None:
+    def start(self, ready_secs: float, say: Callable[[str], object] = lambda _line: None) -> None:
         """Start it and wait until it serves; one that ends before that is started again, a few times.
 
         Args:
             ready_secs: the longest to wait each time, in seconds.
+            say: called with a line where it is started again.
 
         Raises:
             CrashkitError: it cannot be started, ended each time, or is not ready in time.
@@ -128,6 +129,7 @@ class OwnServer:
             if self._is_over:
                 raise CrashkitError("the server was ended while it started")
             if number < _MAX_STARTS:
+                say(f"{self.folder.name}: it ended before it was ready (see {self._log}): starting once more")
                 self._prepare(number + 1)
         raise CrashkitError(
             f"the server ended before it was ready, {_MAX_STARTS} times: so its fault is no request's",

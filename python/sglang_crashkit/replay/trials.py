@@ -213,7 +213,7 @@ class Trials:
                 folder = folder.with_name(f"{folder.name}-again")
             server = self._servers[slot] = OwnServer(self._plan.command, folder)
         self._say(f"{folder.name}: starting")
-        server.start(self._plan.ready_secs)
+        server.start(self._plan.ready_secs, self._say)
         return server
 
     def _read(self) -> dict[str, Outcome]:

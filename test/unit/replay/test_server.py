@@ -28,10 +28,12 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_that_ends_before_it_serves_is_started_again(tmp_path: Path, paths: None) -> None:
     failing_once = f'mkdir {shlex.quote(str(tmp_path / "failed"))} && exit 1; exec {shlex.join(_SERVE)} "$0" "$@"'
+    said: list[str] = []
     with OwnServer(["sh", "-c", failing_once], tmp_path / "own") as own:
-        own.start(LONG)
+        own.start(LONG, said.append)
         assert not own.has_ended
         assert own.crash_folder == tmp_path / "own" / "crash-2"
+    assert said == [f"own: it ended before it was ready (see {tmp_path}/own/server.log): starting once more"]
 
 
 def test_one_that_always_ends_is_given_up(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from sglang_crashkit.model.incident import Level
 
 #: With less of a CPU than this, a process that wants to run is starved.
 _STARVED_SHARE = 0.1
-_ABORTED = "It ended by abort(), as PyTorch's watchdog has it where a collective does not end in time."
+_ABORTED = "It ended by abort(), as gloo has it where ranks do not match, and NCCL's watchdog where one waits too long."
 #: Of so many processes it is told.
 _MAX_TOLD = 3
 _UPDATES = re.compile(
@@ -96,7 +96,7 @@ def divergence(case: Case) -> Finding | None:
 
 
 def aborted_apart(case: Case) -> Finding | None:
-    """Ranks that must agree went different ways, and one aborted, as PyTorch's NCCL watchdog has it upon a timeout."""
+    """Ranks that must agree went different ways, and one aborted, as gloo and NCCL's watchdog then have it."""
     return _aborted(case, case.divergence)
 
 
