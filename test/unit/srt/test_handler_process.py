@@ -23,6 +23,7 @@ import json, logging, os, sys, time
 logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s", level="INFO")
 from sglang_crashkit.srt import handler_process
 from sglang_crashkit.srt.hooks import handler_pid
+handler_process._READY_SECS = float(os.environ.get("READY_SECS", handler_process._READY_SECS))
 began = time.monotonic()
 handler_process.start(sys.argv[1], {"TOLD": "x"})
 took = time.monotonic() - began
@@ -63,7 +64,7 @@ if "sglang_crashkit.handler" in sys.orig_argv:
     fork = os.fork
     def late():
         pid = fork()
-        if pid == 0: time.sleep(9)
+        if pid == 0: time.sleep(6)
         os.fork = fork
         return pid
     os.fork = late
@@ -177,9 +178,9 @@ def test_a_crash_folder_that_does_not_answer_holds_no_launch(temporary: Path) ->
 
 @pytest.mark.wide
 def test_a_handler_that_is_ready_too_late_ends(temporary: Path) -> None:
-    with started(temporary, SLOW) as program:
+    with started(temporary, SLOW, READY_SECS="3") as program:
         (line,) = program.lines
-        assert line.endswith("leaves no incident: it was not ready within 5 s")
+        assert line.endswith("leaves no incident: it was not ready within 3 s")
         (handler,) = handlers_in(temporary)
     wait_until(lambda: procfs.read_stat(handler) is None, "the handler leaves")
     assert left_in(temporary) == []
