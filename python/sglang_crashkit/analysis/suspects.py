@@ -1,4 +1,8 @@
-"""Which requests may have done it: those of the steps that the first failure had not finished, most suspicious first.
+"""Which requests may have done it: those of the step that the first failure was at, most suspicious first.
+
+With overlap scheduling a second step may be unfinished: one is launched before the results of the one before are
+processed. Where what failed was the scheduler's own thread, the step that it was at is the one. Where it may have been
+what a GPU still computed, or a step was being prepared, all that were not finished count.
 
 Where it failed in no step, while requests were received or a batch was made, or is no scheduler, those count that had
 not been answered.
@@ -8,25 +12,47 @@ A suspicion is not a proof; that takes a server which fails again by the request
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from sglang_crashkit.model.incident import UNANSWERED, Incident, ProcessReport, Suspect
+from sglang_crashkit.model.incident import IN_SEVERAL, UNANSWERED, Incident, InStep, ProcessReport, Suspect
 
 #: An incident names so many.
 MAX_SUSPECTS = 16
+#: By these others end a server, and no request does; but for the kernel's OOM killer.
+SENT_BY_OTHERS = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
 #: How the ids of SGLang's own health checks begin.
 _HEALTH_CHECK = "HEALTH_CHECK"
 _SCHEDULER = "scheduler"
 #: What a reason weighs. One of these makes a suspicion supported; that it is a request's first step, or asks for
 #: what others do not, does not.
 _NAMED, _SEEN, _ALONE, _UNUSUAL, _RECEIVED, _FIRST = 64, 32, 16, 4, 2, 1
-#: The reason of a request that was alone.
+#: The reason of a request that was alone in all that was not finished: the one that, twice, proves it.
 ALONE = "it was the only request of the step that was not finished"
+_ALONE_AT = "it was the only request of the step in which the rank failed"
 ONLY = f"{UNANSWERED}, was in no step yet, and no other one was under way"
+_ONLY_NEW = f"{UNANSWERED}, and was the only one in no step yet when the rank failed at taking in such"
 _WAITED = f"{UNANSWERED}, and was in no step yet"
 _RECEIVED_LAST = f"{_WAITED}; the rank had received it last"
 #: A shorter id may stand in any text.
 _MIN_NAMED = 6
+#: What a kernel brings about is told of whatever comes after it. Memory is missed where it is asked for.
+_OF_GPU = re.compile(r"\b(?:CUDA|HIP|XPU|NPU|CUBLAS|NCCL)|cuDNN|AcceleratorError|DistBackendError")
+_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory")
+#: Signals of the very instruction that a thread is at.
+_OF_THREAD = frozenset({"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
+#: Where a scheduler takes in requests that were in no step yet; innermost frames.
+_TAKES_IN = re.compile(
+    r"(?:[\w<>]+\.)*(?:handle_(?:generate|embedding)_request|_?get_new_batch_prefill\w*|prepare_for_extend) "
+)
+
+
+class _Step(NamedTuple):
+    """The requests of a step: ids as far as they are listed, and how many there are, both without health checks."""
+
+    rids: list[str]
+    size: int
 
 
 def suspects_of(
@@ -34,11 +60,11 @@ def suspects_of(
     seen: Mapping[str, int] | None = None,
     unusual: Mapping[str, str] | None = None,
     unanswered: Sequence[str] = (),
-) -> list[Suspect]:
-    """Return the suspects of an incident with its verdict.
+) -> tuple[list[Suspect], int]:
+    """Return the suspects of an incident with its verdict, and how many more there are than are listed.
 
     Args:
-        incident: with the last steps of its schedulers.
+        incident: with the last steps of its schedulers, and the counts of its journals.
         seen: of requests by id, in how many earlier incidents of the same fault one like it was suspected.
         unusual: of requests by id, the parameters that no other suspect has.
         unanswered: the ids of requests that were not answered, latest first, where a scheduler failed only those that
@@ -46,20 +72,32 @@ def suspects_of(
     """
     first = _first_failure(incident)
     if first is None or incident.kind == "peer_lost":
-        return []
+        return [], 0
     last = first.steps.last if first.steps is not None else []
     finished = [step for step in last if step.get("ended") is not None]
     before = {str(request.get("rid")) for step in finished for request in step.get("requests") or ()}
     # Of a large batch the first few are listed.
     are_all = all(len(step.get("requests") or ()) >= (step.get("size") or 0) for step in finished)
-    rids, size = _unfinished(first)
+    current = first.steps.in_step if first.steps is not None else None
+    is_by_others = _is_by_others(incident, first)
     # Between two batches nobody has noted yet who is in the next one, and it may be that one.
-    is_between = bool(last) and last[-1].get("phase") == "received"
+    is_between = bool(last) and last[-1].get("phase") == "received" and not _is_processed(current)
+    steps, alone = _unfinished(first), ""
+    if current is not None and not is_between:
+        alone = ALONE if _size(steps) == 1 else ""
+        if len(steps) > 1 and _is_of_thread(incident, first):
+            steps = steps[:1]
+            alone = alone or (_ALONE_AT if _size(steps) == 1 else "")
+    rids = list(dict.fromkeys(rid for step in steps for rid in step.rids))
     received = set(_received(first)) if is_between else set()
     waited = [rid for rid in unanswered if rid not in rids] if is_between or not rids else []
+    size = _size(steps) + len(waited)
     in_no_step = received.union(waited)
+    only = ""
+    if len(in_no_step) == 1 and first.role == _SCHEDULER and in_no_step <= set(unanswered):
+        only = _only_words(incident, first, size)
     rids += waited
-    text = " ".join(str(entry.get("message")) for entry in incident.timeline if entry.get("event") == "exception")
+    text = " ".join(_exceptions(incident))
     weighed = []
     for rid in rids:
         reasons = []
@@ -68,10 +106,10 @@ def suspects_of(
         if count := (seen or {}).get(rid, 0):
             times = "an earlier incident" if count == 1 else f"{count} earlier incidents"
             reasons.append((_SEEN, f"a request like it was suspected in {times} of the same fault"))
-        if size == 1 and not is_between:
-            reasons.append((_ALONE, ALONE))
-        if size + len(waited) == 1 and rid in in_no_step and first.role == _SCHEDULER:
-            reasons.append((_ALONE, ONLY))
+        if alone and not is_by_others:
+            reasons.append((_ALONE, alone))
+        if only and not is_by_others and rid in in_no_step:
+            reasons.append((_ALONE, only))
         elif rid in received:
             reasons.append((_RECEIVED, _RECEIVED_LAST))
         elif rid in in_no_step:
@@ -80,12 +118,17 @@ def suspects_of(
             reasons.append((_UNUSUAL, f"no other one of the step asks for {names}"))
         if are_all and finished and rid not in before and rid not in waited:
             reasons.append((_FIRST, f"it was in none of the {len(finished)} steps before"))
+        if len(steps) > 1 and rid not in waited:
+            reasons.append((0, IN_SEVERAL))
         weighed.append((sum(weight for weight, _words in reasons), rid, [words for _weight, words in reasons]))
     weighed.sort(key=lambda one: -one[0])
-    return [
-        Suspect(rid, "supported" if weight >= _ALONE else "unknown", reasons or ["it was in the step"])
+    listed = [
+        Suspect(
+            rid, "supported" if weight >= _ALONE and not is_by_others else "unknown", reasons or ["it was in the step"]
+        )
         for weight, rid, reasons in weighed[:MAX_SUSPECTS]
     ]
+    return listed, size - len(listed)
 
 
 def _first_failure(incident: Incident) -> ProcessReport | None:
@@ -93,23 +136,81 @@ def _first_failure(incident: Incident) -> ProcessReport | None:
     return incident.process(failure.pid) if failure is not None else None
 
 
-def _unfinished(process: ProcessReport) -> tuple[list[str], int]:
-    """Return the requests of the steps that a scheduler had not finished, and how many there are.
+def _exceptions(incident: Incident, pid: int | None = None) -> list[str]:
+    """Return the messages of the exceptions of one process, or of all, in the order in which they were told."""
+    told = [entry for entry in incident.timeline if entry.get("event") == "exception"]
+    return [str(entry.get("message")) for entry in told if pid is None or entry.get("pid") == pid]
 
-    With overlap scheduling these are two: results of one step are processed while the next one is computed.
+
+def _is_by_others(incident: Incident, process: ProcessReport) -> bool:
+    """Say whether somebody else ended or stopped the process that failed first, so that no request did."""
+    end = process.exit
+    if end is not None:
+        # One that raised, or hung, is killed later, when its server ends.
+        is_first = incident.verdict is not None and incident.verdict.kind != "hang"
+        is_first = is_first and not _exceptions(incident, process.pid)
+        return is_first and end.signal in SENT_BY_OTHERS and end.cause != "oom_kill"
+    state = process.samples[-1].state if process.samples else str((process.state or {}).get("State", ""))
+    return state.startswith(("T", "t"))
+
+
+def _is_processed(step: InStep | None) -> bool:
+    """Say whether the scheduler was at the results of a step."""
+    return step is not None and step.phase == "forward_done"
+
+
+def _is_of_thread(incident: Incident, process: ProcessReport) -> bool:
+    """Say whether a process failed by what its own thread was about, and not by what a GPU computed meanwhile."""
+    if raised := _exceptions(incident, process.pid):
+        return not _OF_GPU.search(raised[0]) or bool(_OUT_OF_MEMORY.search(raised[0]))
+    return process.exit is not None and process.exit.signal in _OF_THREAD
+
+
+def _only_words(incident: Incident, process: ProcessReport, size: int) -> str:
+    """Return what is said of the only request that was in no step yet; empty where that says nothing of it.
+
+    Args:
+        incident: as for `suspects_of`.
+        process: the scheduler.
+        size: how many requests there are to choose from; one that was aborted may be in a step still.
     """
+    journal = incident.requests.journal
+    if journal is None or not journal.path or journal.left_out or journal.lost or journal.torn or journal.reason:
+        # There may have been others.
+        return ""
+    if journal.unfinished == size == 1:
+        return ONLY
+    # The others had begun.
+    takes_in = bool(_exceptions(incident, process.pid)) and any(map(_TAKES_IN.match, process.doing))
+    return _ONLY_NEW if takes_in else ""
+
+
+def _unfinished(process: ProcessReport) -> list[_Step]:
+    """Return the steps that a scheduler had not finished and that hold requests, the one that it was at first."""
     steps = process.steps
     if steps is None:
-        return [], 0
-    rids = list(steps.in_step.rids) if steps.in_step is not None else []
-    size = steps.in_step.size if steps.in_step is not None else 0
-    for step in reversed(steps.last):
-        if step.get("ended") is None and (steps.in_step is None or step.get("number") != steps.in_step.number):
-            others = [str(request.get("rid")) for request in step.get("requests") or ()]
-            size += len(set(others) - set(rids))
-            rids += others
-    checks = {rid for rid in rids if rid.startswith(_HEALTH_CHECK)}
-    return [rid for rid in dict.fromkeys(rids) if rid not in checks], size - len(checks)
+        return []
+    current = steps.in_step
+    found = [_step(current.rids, current.size)] if current is not None else []
+    others = (step for step in reversed(steps.last) if current is None or step.get("number") != current.number)
+    found += [_step(_rids_of(step), step.get("size") or 0) for step in others if step.get("ended") is None]
+    return [step for step in found if step.size]
+
+
+def _step(rids: Sequence[str], size: int) -> _Step:
+    listed = [rid for rid in dict.fromkeys(rids) if not rid.startswith(_HEALTH_CHECK)]
+    checks = sum(rid.startswith(_HEALTH_CHECK) for rid in rids)
+    return _Step(listed, max(size - checks, len(listed)))
+
+
+def _rids_of(step: Mapping[str, Any]) -> list[str]:
+    return [str(request.get("rid")) for request in step.get("requests") or ()]
+
+
+def _size(steps: Sequence[_Step]) -> int:
+    """Return how many requests are in these steps; those of large ones that are not listed may be the same."""
+    listed = {rid for step in steps for rid in step.rids}
+    return len(listed) + max((step.size - len(step.rids) for step in steps), default=0)
 
 
 def _received(process: ProcessReport) -> list[str]:
@@ -118,4 +219,4 @@ def _received(process: ProcessReport) -> list[str]:
     assert steps is not None
     if steps.in_step is not None and steps.in_step.number == steps.last[-1].get("number"):
         return steps.in_step.rids
-    return [str(request.get("rid")) for request in steps.last[-1].get("requests") or ()]
+    return _rids_of(steps.last[-1])

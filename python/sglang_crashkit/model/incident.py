@@ -207,6 +207,8 @@ class Verdict:
 
 #: What a reason begins with where a suspect is one although no step that was not finished has it.
 UNANSWERED = "it had not been answered"
+#: The reason of one where several steps were not finished and it is not known at which of them the rank failed.
+IN_SEVERAL = "it was in one of several steps that were not finished"
 
 
 @dataclass
@@ -259,6 +261,7 @@ class Incident:
     divergence: dict[str, Any] | None = None
     #: The requests that may have brought the failure about, most suspicious first.
     suspects: list[Suspect] = field(default_factory=list)
+    suspects_left_out: int = 0  # how many more of the requests among which they were looked for are not listed
     #: What of ``environment.json`` a summary says first, see `handler.collectors.environment`; None before it was
     #: gathered.
     environment: dict[str, Any] | None = None

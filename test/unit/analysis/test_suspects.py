@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.analysis.suspects import MAX_SUSPECTS, ONLY, suspects_of
+from sglang_crashkit.analysis.suspects import ALONE, MAX_SUSPECTS, ONLY, suspects_of
 from sglang_crashkit.model.incident import (
+    IN_SEVERAL,
+    Exit,
     Failure,
     Incident,
     InStep,
+    JournaledRequests,
     LastSteps,
     ProcessReport,
     ServerInfo,
@@ -18,6 +21,8 @@ from sglang_crashkit.model.incident import (
 
 WAITED = "it had not been answered, and was in no step yet"
 RECEIVED = f"{WAITED}; the rank had received it last"
+IN_STEP, ALONE_AT = "it was in the step", "it was the only request of the step in which the rank failed"
+ONLY_NEW = "it had not been answered, and was the only one in no step yet when the rank failed at taking in such"
 
 
 def step(number: int, *rids: str, ended: bool = True) -> dict[str, Any]:
@@ -45,7 +50,7 @@ def incident(
 
 
 def told(made: Incident, seen: dict[str, int] | None = None) -> list[tuple[str, str]]:
-    return [(suspect.rid, suspect.level) for suspect in suspects_of(made, seen)]
+    return [(suspect.rid, suspect.level) for suspect in suspects_of(made, seen)[0]]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +84,7 @@ def test_the_requests_of_the_fatal_step_are_ranked(
 
 
 def test_each_suspect_has_its_reasons() -> None:
-    (suspect,) = suspects_of(incident("a", last=[step(8, "b")]), {"a": 2})
+    ((suspect,), _left_out) = suspects_of(incident("a", last=[step(8, "b")]), {"a": 2})
     assert suspect.reasons == [
         "a request like it was suspected in 2 earlier incidents of the same fault",
         "it was the only request of the step that was not finished",
@@ -88,12 +93,97 @@ def test_each_suspect_has_its_reasons() -> None:
 
 
 def test_what_is_not_listed_of_a_large_batch_is_no_first_time() -> None:
-    (suspect,) = suspects_of(incident("a", last=[step(8, "b") | {"size": 9}]))
+    ((suspect,), _left_out) = suspects_of(incident("a", last=[step(8, "b") | {"size": 9}]))
     assert suspect.reasons == ["it was the only request of the step that was not finished"]
 
 
-def test_no_more_than_a_few_are_named() -> None:
-    assert len(suspects_of(incident(*map(str, range(100))))) == MAX_SUSPECTS
+@pytest.mark.parametrize(
+    ("made", "listed", "left_out"),
+    [
+        (incident(*map(str, range(100))), MAX_SUSPECTS, 100 - MAX_SUSPECTS),
+        (incident("a", "b", size=15), 2, 13),
+        (incident("a", last=[step(8, *"bcdefghi", ended=False) | {"size": 15}]), 9, 7),
+        # Two decodes of the same large batch.
+        (incident("a", size=100, last=[step(8, "a", ended=False) | {"size": 100}]), 1, 99),
+        (incident("a", "HEALTH_CHECK_1"), 1, 0),
+    ],
+)
+def test_of_many_a_few_are_named_and_the_others_counted(made: Incident, listed: int, left_out: int) -> None:
+    found, more = suspects_of(made)
+    assert (len(found), more) == (listed, left_out)
+
+
+LAUNCHED = step(8, "b", "c", ended=False)
+
+
+@pytest.mark.parametrize(
+    ("message", "signal", "phase", "expected"),
+    [
+        # While the step was launched, or its results were processed.
+        ("RuntimeError: k not in range", None, "forward_begun", [("a", "supported", ALONE_AT)]),
+        ("RuntimeError: k not in range", None, "forward_done", [("a", "supported", ALONE_AT)]),
+        ("torch.OutOfMemoryError: CUDA out of memory.", None, "forward_begun", [("a", "supported", ALONE_AT)]),
+        ("", "SIGSEGV", "forward_begun", [("a", "supported", ALONE_AT)]),
+        # A kernel of the step before may have failed; a watchdog's thread, or a GPU that hangs.
+        ("RuntimeError: CUDA error: an illegal memory access", None, "forward_begun", None),
+        ("torch.AcceleratorError: device-side assert", None, "forward_begun", None),
+        ("", "SIGABRT", "forward_begun", None),
+        ("", None, "forward_begun", None),
+    ],
+)
+def test_of_two_unfinished_steps_the_one_that_the_rank_was_at_counts(
+    message: str, signal: str | None, phase: str, expected: list[tuple[str, str, str]] | None
+) -> None:
+    made = incident("a", last=[LAUNCHED], message=message)
+    (rank,) = made.processes
+    rank.exit = Exit(None, signal, "signal", "", "") if signal else None
+    assert rank.steps is not None
+    assert rank.steps.in_step is not None
+    rank.steps.in_step.phase = phase
+    found = [(one.rid, one.level, one.reasons[0]) for one in suspects_of(made)[0]]
+    assert found == (expected or [(rid, "unknown", IN_SEVERAL) for rid in "abc"])
+
+
+def test_the_older_step_counts_where_the_rank_was_at_its_results() -> None:
+    made = incident("a", message="IndexError: x")
+    (rank,) = made.processes
+    assert rank.steps is not None
+    rank.steps.last.append(step(10, "b", "c", ended=False) | {"phase": "forward_begun"})
+    assert told(made) == [("a", "supported")]
+    # Before the next one is made: where the scheduler does not overlap them.
+    rank.steps.last[-1] = step(10, ended=False) | {"phase": "received"}
+    assert told(made) == [("a", "unknown")]
+    assert rank.steps.in_step is not None
+    rank.steps.in_step.phase = "forward_done"
+    assert told(made) == [("a", "supported")]
+
+
+def test_one_alone_in_all_unfinished_steps_is_alone() -> None:
+    made = incident("a", last=[step(8, "a", ended=False)], message="RuntimeError: CUDA error: x")
+    (suspect,) = suspects_of(made)[0]
+    assert (suspect.level, suspect.reasons[0]) == ("supported", ALONE)
+
+
+@pytest.mark.parametrize(
+    ("end", "state", "raised", "level"),
+    [
+        (Exit(None, "SIGKILL", "signal", "", ""), "", "", "unknown"),
+        (Exit(None, "SIGTERM", "signal", "", ""), "", "", "unknown"),
+        (None, "T (stopped)", "", "unknown"),
+        (None, "t (tracing stop)", "", "unknown"),
+        # A request may be long enough for that.
+        (Exit(None, "SIGKILL", "oom_kill", "", ""), "", "", "supported"),
+        # So ends one that raised.
+        (Exit(None, "SIGKILL", "signal", "", ""), "", "ValueError: x", "supported"),
+        (Exit(None, "SIGSEGV", "signal", "", ""), "", "", "supported"),
+        (None, "R (running)", "", "supported"),
+    ],
+)
+def test_what_somebody_else_did_is_no_request_s_doing(end: Exit | None, state: str, raised: str, level: str) -> None:
+    made = incident("a", message=raised)
+    made.processes[0].exit, made.processes[0].state = end, {"State": state}
+    assert told(made, {"a": 1}) == [("a", "supported" if level == "supported" else "unknown")]
+    assert ALONE in suspects_of(made)[0][0].reasons or level == "unknown"
 
 
 def test_between_two_batches_nobody_is_known_to_be_alone() -> None:
@@ -103,15 +193,24 @@ def test_between_two_batches_nobody_is_known_to_be_alone() -> None:
     assert told(made) == [("a", "unknown")]
 
 
-def between(*batch: str, received: tuple[str, ...] = (), role: str = "scheduler") -> Incident:
+def between(
+    *batch: str,
+    received: tuple[str, ...] = (),
+    role: str = "scheduler",
+    unfinished: int = 1,
+    takes_in: bool = False,
+    **journal: Any,
+) -> Incident:
     """An incident of a rank that failed after it had received requests, and before it began a step with them."""
-    made = incident(*batch)
+    made = incident(*batch, message="ValueError: x" if takes_in else "")
     (rank,) = made.processes
     rank.role = role
+    rank.doing = ["from_schedule_batch (sglang/x.py:1)", "prepare_for_extend (sglang/y.py:2)"] if takes_in else []
     assert rank.steps is not None
     rank.steps.last.append(step(10, *received, ended=False) | {"phase": "received"})
     if received and not batch:
         rank.steps.in_step = InStep(10, "", "received", 0.1, len(received), list(received))
+    made.requests.journal = JournaledRequests("requests/requests.jsonl", unfinished=unfinished, **journal)
     return made
 
 
@@ -119,14 +218,39 @@ def between(*batch: str, received: tuple[str, ...] = (), role: str = "scheduler"
     ("made", "unanswered", "expected"),
     [
         (between(received=("a",)), ["a"], [("a", "supported", ONLY)]),
+        # Others run between two steps, or may.
+        (between(received=("a",), unfinished=2), ["a"], [("a", "unknown", RECEIVED)]),
+        (between(received=("a",), left_out=1), ["a"], [("a", "unknown", RECEIVED)]),
+        (between(received=("a",), lost=1), ["a"], [("a", "unknown", RECEIVED)]),
+        (between(received=("a",), torn=1), ["a"], [("a", "unknown", RECEIVED)]),
+        (between(received=("a",), reason="one was dropped"), ["a"], [("a", "unknown", RECEIVED)]),
+        # Where the rank took in new ones, those that run are not it.
+        (between(unfinished=2, takes_in=True), ["a"], [("a", "supported", ONLY_NEW)]),
+        (
+            between("r", received=("a",), unfinished=2, takes_in=True),
+            ["a"],
+            [("a", "supported", ONLY_NEW), ("r", "unknown", IN_SEVERAL)],
+        ),
+        (
+            between(unfinished=3, takes_in=True),
+            ["b", "a"],
+            [("b", "unknown", WAITED), ("a", "unknown", WAITED)],
+        ),
+        (between(unfinished=2, takes_in=True, left_out=1), ["a"], [("a", "unknown", WAITED)]),
         (between(received=("a", "b")), ["b", "a"], [("a", "unknown", RECEIVED), ("b", "unknown", RECEIVED)]),
-        (between("a", received=("b",)), ["b"], [("b", "unknown", RECEIVED), ("a", "unknown", "it was in the step")]),
+        # It was aborted, and is in its step still.
+        (between("a", received=("b",)), ["b"], [("b", "unknown", RECEIVED), ("a", "unknown", IN_SEVERAL)]),
+        (
+            between("a", received=("b",), unfinished=2),
+            ["b"],
+            [("b", "unknown", RECEIVED), ("a", "unknown", IN_SEVERAL)],
+        ),
         # One whose grammar is not there yet was received rounds ago.
         (between(), ["a"], [("a", "supported", ONLY)]),
-        (between("a"), ["b"], [("b", "unknown", WAITED), ("a", "unknown", "it was in the step")]),
-        (between(), ["b", "a"], [("b", "unknown", WAITED), ("a", "unknown", WAITED)]),
+        (between("a", unfinished=2), ["b"], [("b", "unknown", WAITED), ("a", "unknown", IN_STEP)]),
+        (between(unfinished=2), ["b", "a"], [("b", "unknown", WAITED), ("a", "unknown", WAITED)]),
         # In a step it is one of that.
-        (incident("a"), ["b"], [("a", "supported", "it was the only request of the step that was not finished")]),
+        (incident("a"), ["b"], [("a", "supported", ALONE)]),
         # The main process, or the detokenizer.
         (between(role="server"), ["a"], [("a", "unknown", "it had not been answered")]),
     ],
@@ -134,14 +258,15 @@ def between(*batch: str, received: tuple[str, ...] = (), role: str = "scheduler"
 def test_outside_of_a_step_those_count_that_were_in_none(
     made: Incident, unanswered: list[str], expected: list[tuple[str, str, str]]
 ) -> None:
-    found = suspects_of(made, unanswered=unanswered)
+    found, left_out = suspects_of(made, unanswered=unanswered)
     assert [(one.rid, one.level, one.reasons[0]) for one in found] == expected
+    assert left_out == 0
 
 
 def test_without_steps_or_a_first_failure_nobody_is_suspected() -> None:
     made = incident("a")
     made.processes[0].steps = None
-    assert suspects_of(made) == []
-    assert [one.rid for one in suspects_of(made, unanswered=["a"])] == ["a"]
+    assert suspects_of(made) == ([], 0)
+    assert [one.rid for one in suspects_of(made, unanswered=["a"])[0]] == ["a"]
     made.verdict = None
-    assert suspects_of(made, unanswered=["a"]) == []
+    assert suspects_of(made, unanswered=["a"]) == ([], 0)

@@ -8,23 +8,28 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.analysis.suspects import suspects_of
+from sglang_crashkit.analysis.suspects import ONLY, suspects_of
 from sglang_crashkit.handler.collectors.repeats import count_repeat
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
 from sglang_crashkit.incident.quarantine import FILE, read_entries
-from sglang_crashkit.model.incident import Exit, Incident
+from sglang_crashkit.model.incident import Exit, Incident, JournaledRequests
 from unit.analysis.test_suspects import incident, step
 from unit.stored import NOON
 
-REQUEST = {"text": "a secret", "state": "unfinished", "sampling_params": {"top_k": 5}, "return_logprob": True}
+REQUEST = {"text": "a secret", "sampling_params": {"top_k": 5}, "return_logprob": True}
+
+
+def line_of(rid: str | None, fields: dict[str, Any]) -> str:
+    """Return the line of a request as its incident has it."""
+    return json.dumps({"rid": rid, "state": "unfinished", **fields}) + "\n"
 
 
 def finish(crash_folder: Path, lines: dict[str, dict[str, Any]]) -> Incident:
     """Finish an incident with these requests in the step."""
     made = incident(*lines)
-    made.suspects = suspects_of(made)
+    made.suspects, _left_out = suspects_of(made)
     folder = IncidentFolder(crash_folder / "host" / "incidents", "killed", "00000009", NOON)
-    folder.write_text(REQUESTS, "".join(json.dumps(line | {"rid": rid}) + "\n" for rid, line in lines.items()))
+    folder.write_text(REQUESTS, "".join(line_of(rid, line) for rid, line in lines.items()))
     count_repeat(made, folder, keep=0)
     folder.publish()
     return made
@@ -55,10 +60,10 @@ def crash(
     made = incident(*rids)
     made.environment = {"model": "/model"}
     made.processes[0].exit = Exit(None, signal, "signal", "", "") if signal else None
-    made.suspects = suspects_of(made)
+    made.suspects, _left_out = suspects_of(made)
     folder = IncidentFolder(crash_folder / "host" / "incidents", "killed", f"0000000{number}", NOON + number)
-    lines = [json.dumps(request | {"rid": rid, "text": f"{request['text']} {place}"}) for place, rid in enumerate(rids)]
-    folder.write_text(REQUESTS, "\n".join(lines) + "\n")
+    lines = [line_of(rid, request | {"text": f"{request['text']} {place}"}) for place, rid in enumerate(rids)]
+    folder.write_text(REQUESTS, "".join(lines))
     count_repeat(made, folder, keep=0)
     folder.publish()
     return made
@@ -84,17 +89,43 @@ def test_between_two_batches_those_are_suspected_that_were_in_none(
     made.processes[0].exit = Exit(None, signal, "signal", "", "") if signal else None
     folder = IncidentFolder(tmp_path / "host" / "incidents", "killed", "00000001", NOON)
     states = {"begun": "unfinished", 'ea"rly': "unfinished", "late": "unfinished", "answered": "finished"}
-    lines = [json.dumps({"rid": rid, "state": state, "text": "x"}) + "\n" for rid, state in states.items()]
+    lines = [line_of(rid, {"state": state, "text": "x"}) for rid, state in states.items()]
     folder.write_text(REQUESTS, "".join(lines))
     count_repeat(made, folder, 0, {"begun"})
     folder.publish()
     assert [suspect.rid for suspect in made.suspects] == suspects
 
 
+def late(crash_folder: Path, rids: list[str | None]) -> Incident:
+    """Finish an incident of a rank between two batches, with these requests that were not answered."""
+    made = incident(last=[step(8, "begun")])
+    folder = IncidentFolder(crash_folder / "host" / "incidents", "killed", "00000001", NOON)
+    answered = line_of("answered", {"state": "finished", "text": "x"})
+    folder.write_text(REQUESTS, "".join(line_of(rid, {"text": f"of {rid}"}) for rid in rids) + answered)
+    count_repeat(made, folder, 0, {"begun"})
+    folder.publish()
+    return made
+
+
+def test_of_very_many_unanswered_requests_the_newest_are_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "observe")
+    made = late(tmp_path, [f"r{number}" for number in range(3000)])
+    assert [suspect.rid for suspect in made.suspects] == [f"r{number}" for number in range(2999, 2983, -1)]
+    # Their lines are found behind all others.
+    assert len(read_entries(tmp_path)) == len(made.suspects)
+
+
+@pytest.mark.parametrize("odd", ["x" * 1025, None])
+def test_an_id_that_is_none_or_too_long_is_left_out_and_no_more(tmp_path: Path, odd: str | None) -> None:
+    assert [suspect.rid for suspect in late(tmp_path, ["early", odd, "late"]).suspects] == ["late", "early"]
+
+
 @pytest.mark.parametrize("text", ["{", '{"rid": 1}\n', "[]\n", '{"state": 1}\n'])
 def test_requests_that_cannot_be_read_cost_nothing_else(tmp_path: Path, text: str) -> None:
     made = incident("a")
-    made.suspects = suspects_of(made)
+    made.suspects, _left_out = suspects_of(made)
     folder = IncidentFolder(tmp_path / "host" / "incidents", "killed", "00000001", NOON)
     folder.write_text(REQUESTS, text)
     count_repeat(made, folder, keep=0)
@@ -114,6 +145,20 @@ def test_the_only_request_of_a_second_fatal_step_is_proven(
     entries = read_entries(tmp_path)
     assert {entry.level for entry in entries} == levels
     assert all(entry.counts_for("/model", "0.5.23") for entry in entries)
+
+
+def test_what_was_in_no_step_is_no_request_of_a_fatal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "refuse")
+    for number in (1, 2):
+        made = incident(last=[step(8, "begun")])
+        made.requests.journal = JournaledRequests(REQUESTS, unfinished=1)
+        folder = IncidentFolder(tmp_path / "host" / "incidents", "killed", f"0000000{number}", NOON + number)
+        folder.write_text(REQUESTS, line_of("a", REQUEST))
+        count_repeat(made, folder, keep=0)
+        folder.publish()
+        assert [(one.rid, one.level) for one in made.suspects] == [("a", "supported")]
+        assert ONLY in made.suspects[0].reasons
+    assert [entry.level for entry in read_entries(tmp_path)] == ["suspected"]
 
 
 def test_one_of_several_is_a_suspect_and_without_a_quarantine_none_is(

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit.handler.collectors.steps import in_short
 from sglang_crashkit.memory.steps import STEPS
+from sglang_crashkit.model.step import Step, StepRequest
 from unit.handler.driver import Server, document_of, report_of
 from unit.waiting import descriptors, wait_until
 
@@ -97,6 +99,16 @@ def test_an_incident_names_few_steps_and_its_file_all(start_server: Start) -> No
     assert [len(line["requests"]) for line in process["steps"]["last"]] == [8] * 5
     assert (process["steps"]["in_step"]["size"], len(process["steps"]["in_step"]["rids"])) == (100, 64)
     assert (Path(document["folder"]) / "incident.json").stat().st_size < 60_000
+
+
+def test_of_a_second_step_that_is_not_finished_the_requests_are_told() -> None:
+    requests = tuple(StepRequest(f"r{number}", number, 1, 9) for number in range(100))
+    done, launched, current = (
+        Step(number, 1.0, 2.0 if number == 1 else None, "scheduled", "decode", requests, 100, 100)
+        for number in (1, 2, 3)
+    )
+    for step, most in ((done, 8), (launched, 64), (current, 8)):
+        assert in_short(step, current)["requests"] == step.to_json()["requests"][:most]
 
 
 @pytest.mark.parametrize("environ", [{}, {"SGLANG_CRASHKIT_STEPS": "0"}])

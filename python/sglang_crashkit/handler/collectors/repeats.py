@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import os
 import re
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.suspects import ALONE, ONLY, suspects_of
+from sglang_crashkit.analysis.suspects import ALONE, SENT_BY_OTHERS, suspects_of
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
@@ -26,16 +25,14 @@ from sglang_crashkit.settings import read_quarantine
 
 logger = logging.getLogger(__name__)
 
-#: Of so many requests, the unanswered ones first, the suspects are looked up.
-_MAX_LINES = 2000
+#: Of so many requests that were not answered, the newest, the suspects are chosen.
+_MAX_UNANSWERED = 2000
 _MAX_NAMES = 4
-#: How a line of one of those begins.
-_UNFINISHED = re.compile(rb'\{"rid": ("(?:[^"\\]|\\.){0,1024}"), "state": "unfinished"')
+#: How the line of a request begins, unless its id is longer than any that is looked for.
+_LINE = re.compile(rb'\{"rid": ("(?:[^"\\]|\\.){0,1024}"), "state": "(\w+)"')
 _STACKS = "stacks/"
 #: An incident is finished without it rather than later, in seconds.
 _LOCK_SECS = 0.2
-#: By these others end a server, and no request does.
-_SENT_BY_OTHERS = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
 
 
 def count_repeat(
@@ -59,7 +56,7 @@ def count_repeat(
     pieces = (piece for report in incident.processes for piece in report.evidence)
     has_core = any(piece.kind == "cuda_core" and piece.status == "captured" for piece in pieces)
     unanswered: list[str] = []
-    if fault.what not in _SENT_BY_OTHERS:
+    if fault.what not in SENT_BY_OTHERS:
         unanswered = _unanswered(folder.path / REQUESTS, begun if _is_of_scheduler(incident) else ())
         name_suspects(incident, unanswered=unanswered)
     lines = _lines_of({suspect.rid for suspect in incident.suspects}, folder.path / REQUESTS)
@@ -68,9 +65,9 @@ def count_repeat(
         folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core, suspects=suspects
     )
     name_suspects(incident, incident.fault.seen if incident.fault is not None else {}, _unusual(lines), unanswered)
-    if read_quarantine(os.environ) != "off" and fault.what not in _SENT_BY_OTHERS:
+    if read_quarantine(os.environ) != "off" and fault.what not in SENT_BY_OTHERS:
         origin = origin_of(document, incident.verdict.text if incident.verdict is not None else "", fault.key)
-        is_alone = len(incident.suspects) == 1 and not {ALONE, ONLY}.isdisjoint(incident.suspects[0].reasons)
+        is_alone = len(incident.suspects) == 1 and ALONE in incident.suspects[0].reasons
         _quarantine(folder, lines.values(), origin, is_alone=is_alone)
     return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
 
@@ -112,7 +109,7 @@ def name_suspects(
 ) -> None:
     """Put the suspects into an incident; see `suspects_of`."""
     try:
-        incident.suspects = suspects_of(incident, seen, unusual, unanswered)
+        incident.suspects, incident.suspects_left_out = suspects_of(incident, seen, unusual, unanswered)
     except Exception:
         # What is known beside it is worth more.
         logger.exception("the requests of the last step cannot be judged")
@@ -125,31 +122,38 @@ def _is_of_scheduler(incident: Incident) -> bool:
 
 
 def _unanswered(path: Path, begun: Collection[str]) -> list[str]:
-    """Return the ids of the requests that were not answered, latest first, without those of `begun`."""
-    found: list[str] = []
-    with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
-        for line in itertools.islice(file, _MAX_LINES):
-            # The prompts may be long.
-            told = _UNFINISHED.match(line)
-            if told is None:
-                break
-            found.append(json.loads(told[1]))
-    return [rid for rid in reversed(found) if rid not in begun]
+    """Return the ids of the newest requests that were not answered, latest first, without those of `begun`."""
+    newest: deque[str] = deque(maxlen=_MAX_UNANSWERED)
+    for state, rid, _line in _requests_in(path):
+        # Those that were not answered stand first in the file.
+        if state != b"unfinished":
+            break
+        if rid not in begun:
+            newest.appendleft(rid)
+    return list(newest)
 
 
 def _lines_of(rids: Collection[str], path: Path) -> dict[str, dict[str, Any]]:
-    """Return what the incident has of some requests, by id; those that were not answered stand first in the file."""
+    """Return what the incident has of some requests, by id; of two with one id what was not answered counts."""
     found: dict[str, dict[str, Any]] = {}
-    if not rids:
-        return found
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError), path.open("rb") as file:
-        for line in itertools.islice(file, _MAX_LINES):
-            fields = json.loads(line)
-            if fields["rid"] in rids:
-                found[fields["rid"]] = fields
-            if len(found) == len(rids):
-                break
+    for _state, rid, line in _requests_in(path) if rids else ():
+        if rid in rids and rid not in found:
+            with contextlib.suppress(ValueError, RecursionError):
+                found[rid] = json.loads(line)
+        if len(found) == len(rids):
+            break
     return found
+
+
+def _requests_in(path: Path) -> Iterator[tuple[bytes, str, bytes]]:
+    """Yield state, id and line of each request in a file; one with an overlong id, or none, is left out."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file:
+            # The prompts may be long.
+            told = _LINE.match(line)
+            if told is not None:
+                with contextlib.suppress(ValueError):
+                    yield told[2], json.loads(told[1]), line
 
 
 def incident_with_core(incident: Incident, folder: IncidentFolder, keep: int) -> str | None:

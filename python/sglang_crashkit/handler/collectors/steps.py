@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: So many steps, of so many requests each, stand in ``incident.json``.
+#: So many steps, of so many requests each, stand in ``incident.json``; of one that was not finished `MAX_RIDS`.
 _LAST, _REQUESTS_OF_LAST = 5, 8
 _MAX_MODES = 64
 #: So many records of dead schedulers are held, of 1.5 MB each.
@@ -100,7 +100,7 @@ class StepRecords:
             found = StepReader(held.descriptor, held.modes).read()
             run.add_steps(process, found.steps)
             report.steps = incident.LastSteps(
-                last=[_in_short(step) for step in found.steps[-_LAST:]],
+                last=[in_short(step, found.current) for step in found.steps[-_LAST:]],
                 in_step=None if found.current is None else _in_step(found.current, _seen_at(process)),
             )
             lines = "".join(json.dumps(step.to_json()) + "\n" for step in found.steps)
@@ -118,9 +118,12 @@ def _seen_at(process: TrackedProcess) -> float:
     return now if process.exited_at is None else now - (time.time() - process.exited_at)
 
 
-def _in_short(step: Step) -> dict[str, object]:
+def in_short(step: Step, current: Step | None) -> dict[str, object]:
+    """Return a step as ``incident.json`` has it, where the scheduler was in step `current`."""
     told = step.to_json()
-    told["requests"] = told["requests"][:_REQUESTS_OF_LAST]
+    # The one that it was in is told apart; one that it had launched, or not processed, may be at fault as well.
+    is_open = step.ended is None and step is not current
+    told["requests"] = told["requests"][: MAX_RIDS if is_open else _REQUESTS_OF_LAST]
     return told
 
 
