@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang_crashkit.incident.names import Names, join_some_names, stopped_state
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
-from sglang_crashkit.model.incident import UNANSWERED
+from sglang_crashkit.model.incident import IN_SEVERAL, UNANSWERED
 from sglang_crashkit.model.step import DIVERGED
 
 #: Columns of a line; with the heading of ``summary.md``, its blank line and its fence there are at most 20 lines.
@@ -46,6 +46,7 @@ _BY_DEATH = frozenset({"signal", "oom_kill", "exit_status", "parent_ended"})
 #: Events by which a server tells of its ranks that it had not served yet.
 _FAILED_STARTS = ("launch_failed", "startup_timeout")
 _LEVELS = frozenset({"established", "supported"})
+_IN_STEP = "in that step"
 #: Why there are no requests of an incident that was only observed.
 SERVER_WENT_ON = "the server went on"
 
@@ -130,12 +131,15 @@ def is_suspected(suspects: Sequence[Mapping[str, Any]]) -> bool:
     return bool(suspects) and str(suspects[0].get("level")) in _LEVELS
 
 
-def undecided_in_words(suspects: Sequence[Mapping[str, Any]]) -> str:
-    """Say that there is nothing between several suspects; empty where there is, or where there is one."""
-    if is_suspected(suspects) or len(suspects) < 2:
+def undecided_in_words(document: Mapping[str, Any]) -> str:
+    """Say that there is nothing between the several suspects of an incident; empty where there is, or there is one."""
+    suspects, left_out = mappings_of(document.get("suspects")), document.get("suspects_left_out")
+    count = len(suspects) + (left_out if type(left_out) is int else 0)
+    if not suspects or is_suspected(suspects) or count < 2:
         return ""
-    where = "under way" if any(UNANSWERED in str(one.get("reasons")) for one in suspects) else "in that step"
-    return f"none of the {len(suspects)} requests {where} is likelier than the others"
+    reasons = " ".join(str(one.get("reasons")) for one in suspects)
+    where = "under way" if UNANSWERED in reasons else "in the unfinished steps" if IN_SEVERAL in reasons else _IN_STEP
+    return f"none of the {count:,} requests {where} is likelier than the others"
 
 
 def cut(text: str, most: int) -> str:
@@ -178,7 +182,7 @@ class _Screen:
         yield "steps", self._divergence(), 2
         yield from (("ranks", words, 1) for words in self._ranks())
         yield from self._cause()
-        yield "suspect", self._suspect(), 1
+        yield "suspect", self._suspect(), 2
         yield from self._next_steps()
 
     # -- the headline
@@ -287,8 +291,8 @@ class _Screen:
             time, how = None, ", ".join(self._doing_of(self._first))
         in_step = ""
         if step:
-            size = step.get("size")
-            in_step = f", in step {step.get('number')} ({step.get('mode')} of {size})"
+            batch = f"{step['mode']} of {step.get('size')}" if step.get("mode") else "not yet scheduled"
+            in_step = f", in step {step.get('number')} ({batch})"
         at = f" at {_moment(time)[11:]}" if time else ""
         return f"{self._names.short(self._first)} (pid {self._first.get('pid')}){at}: {how}{in_step}"
 
@@ -361,7 +365,7 @@ class _Screen:
         suspects = mappings_of(self._document.get("suspects"))
         if not suspects:
             return ""
-        if undecided := undecided_in_words(suspects):
+        if undecided := undecided_in_words(self._document):
             return undecided
         reasons = suspects[0].get("reasons")
         words = "; ".join(map(str, reasons if isinstance(reasons, list) else ()))

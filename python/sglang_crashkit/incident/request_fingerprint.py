@@ -89,10 +89,15 @@ def rest_of(fields: Mapping[str, Any]) -> str:
 
 def names_of(fields: Mapping[str, Any]) -> set[str]:
     """Return the names of what a request asks for, those of ``sampling_params`` with a dot."""
+    return set(parameters_of(fields))
+
+
+def parameters_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a request asks for beside its prompt, by name, those of ``sampling_params`` with a dot."""
     told = _set_in(fields)
     sampling = told.pop("sampling_params", None)
     inner = sampling if isinstance(sampling, dict) else {}
-    return told.keys() | {f"sampling_params.{name}" for name, value in inner.items() if value is not None}
+    return {f"sampling_params.{name}": value for name, value in inner.items() if value is not None} | told
 
 
 def _set_in(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def _lines(document: Mapping[str, Any], where: str) -> Iterator[str]:
     yield from (f"- {line}" for line in environment_in_words(mapping_of(document.get("environment"))))
     yield f"- requests: {requests_in_words(mapping_of(document.get('requests')))}"
     if suspects := mappings_of(document.get("suspects")):
-        yield f"- {suspect_in_words(suspects)}"
+        yield f"- {suspect_in_words(document, suspects)}"
     fault = mapping_of(document.get("fault"))
     if fault and fault.get("count") != 1:
         yield f"- {occurrence_in_words(fault)}"
@@ -177,14 +177,22 @@ def _collectives(document: Mapping[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def suspect_in_words(suspects: Sequence[Mapping[str, Any]]) -> str:
-    """Say which request is suspected most, and why; or that nothing is between them."""
-    if undecided := undecided_in_words(suspects):
-        return f"suspect: {undecided}; all in incident.json"
+def suspect_in_words(document: Mapping[str, Any], suspects: Sequence[Mapping[str, Any]]) -> str:
+    """Say which request is suspected most, and why; or that nothing is between them.
+
+    Args:
+        document: the incident.
+        suspects: those in it, at least one.
+    """
+    left_out = document.get("suspects_left_out")
+    is_cut = type(left_out) is int and left_out > 0
+    if undecided := undecided_in_words(document):
+        return f"suspect: {undecided}; {len(suspects) if is_cut else 'all'} in incident.json"
     first, more = suspects[0], len(suspects) - 1
     reasons = "; ".join(str(reason) for reason in first.get("reasons") or ())
     others = f"; {more} more in incident.json" if more else ""
-    return f"suspect: request {first.get('rid')} ({first.get('level')}): {reasons}{others}"
+    cut_off = f"; {left_out:,} more are not listed" if is_cut else ""
+    return f"suspect: request {first.get('rid')} ({first.get('level')}): {reasons}{others}{cut_off}"
 
 
 def _gpus(document: Mapping[str, Any]) -> Iterator[str]:

@@ -443,6 +443,27 @@ def test_where_a_request_is_suspected_it_is_to_be_bisected(document: dict[str, A
 def test_where_ranks_diverged_the_command_that_shows_it_is_told() -> None:
     steps = causes.explain(hung(doing=BOTH_WAIT, divergence=DIVERGED, id="1a2b3c4d"))["next_steps"]
     assert steps[0].startswith("`sglang-crashkit steps 1a2b3c4d` ")
+@pytest.mark.parametrize(
+    ("suspects", "step"),
+    [
+        ([{"rid": "r7", "level": "supported"}, {"rid": "r8"}], "find request r7 in requests/requests.jsonl, and"),
+        ([{"rid": "r7", "level": "unknown"}], "find it in requests/requests.jsonl by the ids that the rank names, and"),
+    ],
+)
+def test_the_request_that_is_to_be_blocked_is_named(suspects: list[dict[str, Any]], step: str) -> None:
+    taken_in = "handle_generate_request (sglang/srt/managers/scheduler.py:1)"
+    found = causes.explain(raised("TypeError: x", taken_in, *FORWARD[1:], suspects=suspects))
+    assert f"{step} block its like at the gateway" in found["next_steps"]
+    assert ("Request r7 is suspected most." in found["reasons"]) is ("r7" in step)
+    # It would end the server again.
+    assert found["restart_helps"] == "unknown"
+
+
+def test_a_step_without_a_batch_is_said_to_be_none() -> None:
+    document = in_step(TP0, raised("ValueError: x", *FORWARD))
+    first = next(one for one in document["processes"] if one["title"] == TP0)
+    first["steps"]["in_step"] = {"number": 43, "mode": "", "phase": "received", "size": 0, "rids": []}
+    assert causes.explain(document)["reasons"][-1] == "It was in step 43 (not yet scheduled)."
 
 
 def test_a_stopped_process_has_one_command_that_lets_it_go_on() -> None:

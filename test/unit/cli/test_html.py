@@ -302,3 +302,9 @@ def test_events_and_suspects_are_told_in_the_summarys_words(tmp_path: Path) -> N
     assert "1 segment left, 4 kB: shm_1 (it is held)" in text
     assert "none of the 3 requests in that step is likelier than the others" in text
     assert "it was in the step" not in text
+
+
+def test_suspects_that_an_incident_does_not_list_are_counted(tmp_path: Path) -> None:
+    suspects = [{"rid": "r1", "level": "supported", "reasons": ["it was alone"]}]
+    folder = make_incident(tmp_path, suspects=suspects, suspects_left_out=1200)
+    assert "1,200 more suspects left out" in Page(render(folder, prompts=False)).text

@@ -19,6 +19,18 @@ REQUESTS = [
     | {"text": SECRET, "sampling_params": {"max_new_tokens": 2000}},
     {"rid": "done", "state": "finished", "arrived": "2026-11-23T04:57:27.000000Z", "input_ids": [1, 2, 3]},
 ]
+#: As OpenAI's API writes them.
+DEFAULTS = {
+    **{"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "n": 1, "stop": []},
+    **{
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "regex": None,
+        "no_stop_trim": False,
+    },
+    **{"skip_special_tokens": True, "spaces_between_special_tokens": True, "json_schema": ""},
+}
 
 
 def stack(pid: int, *functions: str) -> str:
@@ -83,6 +95,29 @@ def test_requests_are_shown_without_prompts(crash_dir: Path, capsys: pytest.Capt
     assert second.startswith("  finished")
     assert second.endswith("3 tokens")
     assert SECRET not in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sampling_params": DEFAULTS, "return_logprob": False, "logprob_start_len": -1}, ""),
+        ({"sampling_params": DEFAULTS | {"top_k": 10**12}}, ", top_k 1000000000000"),
+        ({"sampling_params": {"temperature": 0.0, "n": 2}}, ", temperature 0.0, n 2"),
+        ({"return_logprob": True, "top_logprobs_num": 600}, ", return_logprob true, top_logprobs_num 600"),
+        ({"sampling_params": {"logit_bias": {"1": 1e39}}}, ', logit_bias {"1": 1e+39}'),
+        ({"sampling_params": {"regex": "a" * 99}}, f", regex {'a' * 51}..."),
+        ({"sampling_params": {"stop": ["\x1b[2J"]}}, ', stop ["\\u001b[2J"]'),
+        ({"sampling_params": {"regex": "\x1b[2J"}}, ', regex "\\u001b[2J"'),
+        ({"sampling_params": 5}, ""),
+    ],
+)
+def test_all_that_a_request_asks_for_is_shown(
+    crash_dir: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, Any], words: str
+) -> None:
+    (path,) = crash_dir.rglob("requests.jsonl")
+    path.write_text(json.dumps(REQUESTS[1] | fields) + "\n")
+    line = next(line for line in shown(capsys, str(crash_dir), "--requests").splitlines() if "done" in line)
+    assert line.endswith(f" 3 tokens{words}")
 
 
 def test_the_timeline_counts_from_the_incident(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

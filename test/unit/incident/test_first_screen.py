@@ -20,6 +20,7 @@ from sglang_crashkit.incident.first_screen import (
     short_frame,
 )
 from sglang_crashkit.incident.summary import format_summary
+from sglang_crashkit.model.incident import IN_SEVERAL, UNANSWERED
 
 DATA = Path(__file__).parent / "data"
 #: Incidents of real servers, with other names of hosts and folders.
@@ -185,6 +186,41 @@ def test_a_suspect_is_to_be_bisected(killed: dict[str, Any], level: str) -> None
     # The cause has it, too, with the id.
     killed["cause"]["next_steps"].insert(0, '`sglang-crashkit bisect 1a --serve "COMMAND"` finds the request')
     assert first_screen(killed, where="/crash/1") == lines
+
+
+@pytest.mark.parametrize(
+    ("reason", "left_out", "words"),
+    [
+        ("it was in the step", 13, "none of the 15 requests in that step is likelier than the others"),
+        ("it was in the step", 1998, "none of the 2,000 requests in that step is likelier than the others"),
+        (IN_SEVERAL, 0, "none of the 2 requests in the unfinished steps is likelier than the others"),
+        (UNANSWERED, 0, "none of the 2 requests under way is likelier than the others"),
+        ("it was in the step", "13", "none of the 2 requests in that step is likelier than the others"),
+    ],
+)
+def test_suspects_that_are_not_listed_are_counted(
+    killed: dict[str, Any], reason: str, left_out: object, words: str
+) -> None:
+    killed["suspects"] = [{"rid": rid, "level": "unknown", "reasons": [reason]} for rid in "ab"]
+    killed["suspects_left_out"] = left_out
+    assert words in " ".join(line[8:] for line in first_screen(killed))
+
+
+def test_the_reasons_of_a_suspect_may_take_a_second_line(killed: dict[str, Any]) -> None:
+    reasons = ["it was the only request of the step that was not finished", "it was in none of the 4 steps before"]
+    killed["suspects"] = [{"rid": "r", "level": "supported", "reasons": reasons}]
+    text = " ".join(line[8:] for line in first_screen(killed))
+    assert f"request r (supported): {'; '.join(reasons)} " in text
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"), [("decode", "in step 13 (decode of 3)"), ("", "in step 13 (not yet scheduled)")]
+)
+def test_a_step_that_was_not_scheduled_is_said_to_be_so(killed: dict[str, Any], mode: str, words: str) -> None:
+    for process in killed["processes"]:
+        if process["steps"]:
+            process["steps"]["in_step"]["mode"] = mode
+    assert words in " ".join(line[8:] for line in first_screen(killed))
 
 
 def test_a_comment_goes_before_the_line_is_too_long(killed: dict[str, Any]) -> None:

@@ -116,6 +116,15 @@ def test_the_suspect_is_the_same_above_and_below(reason: str, where: str) -> Non
     assert f"\n- suspect: request r1 (supported): {reason}; 1 more in incident.json\n" in text
 
 
+def test_suspects_that_are_not_listed_are_said_not_to_be() -> None:
+    suspects = [{"rid": rid, "level": "unknown", "reasons": ["it was in the step"]} for rid in ("r1", "r2")]
+    document = make_incident().to_json() | {"suspects": suspects, "suspects_left_out": 1200}
+    words = "none of the 1,202 requests in that step is likelier than the others"
+    assert f"\n- suspect: {words}; 2 in incident.json\n" in format_summary(document)
+    suspects[0]["level"] = "supported"
+    assert "; 1 more in incident.json; 1,200 more are not listed\n" in format_summary(document)
+
+
 def test_the_verdict_is_told_without_the_builders_path() -> None:
     incident = make_incident()
     incident.verdict = Verdict("exception", None, "established", "TP1 raised: [/__w/gloo/pair.cc:561] Closed.")

@@ -34,7 +34,7 @@ def test_the_json_form_holds_everything_and_changes_nothing() -> None:
     assert list(document)[:2] == ["schema_version", "id"]
     assert document.keys() == {
         *("schema_version", "id", "kind", "trigger", "server", "processes", "requests", "timeline", "verdict"),
-        *("peers", "collectives", "divergence", "suspects", "environment", "gpus", "cause"),
+        *("peers", "collectives", "divergence", "suspects", "suspects_left_out", "environment", "gpus", "cause"),
         *("handler", "fault", "complete"),
     }
     assert [entry["event"] for entry in incident.timeline] == ["second", "first"]

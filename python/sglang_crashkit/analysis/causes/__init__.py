@@ -75,6 +75,6 @@ def _to_json(name: str, finding: Finding, case: Case) -> dict[str, Any]:
 
 def _bisection(name: str, case: Case, incident: str) -> list[str]:
     """Return the command that finds the request, where one is likely to be at fault."""
-    if name != "poison_request" and not case.is_suspected:
+    if name != "poison_request" and not case.suspected:
         return []
     return [f'`sglang-crashkit bisect {incident} --serve "COMMAND"` finds the request, and what of it is needed']

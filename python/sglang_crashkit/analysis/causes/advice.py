@@ -197,11 +197,9 @@ ADVICE: dict[str, Advice] = {
     ),
     "poison_request": Advice(
         "one request ends the server, and will again",
-        "yes",
-        (
-            "find it in requests/requests.jsonl by the ids that the rank names, and block its like at the gateway",
-            "switch retries off until then: they carry it to the next server",
-        ),
+        # Until it comes again.
+        "unknown",
+        ("switch retries off until it is blocked: they carry it to the next server",),
     ),
     "asked_to_stop": Advice(
         "somebody asked it to stop",

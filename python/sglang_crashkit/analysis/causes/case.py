@@ -223,9 +223,10 @@ class Case:
         return next((rid for rid in suspects if seen.get(rid)), "")
 
     @property
-    def is_suspected(self) -> bool:
-        """Whether more speaks for the first of the suspects than that it was in the step."""
-        return any(one.get("level") in _LEVELS for one in mappings_of(self.document.get("suspects"))[:1])
+    def suspected(self) -> str:
+        """The id of the first of the suspects, where more speaks for it than that it was in the step; empty without."""
+        first = mappings_of(self.document.get("suspects"))[:1]
+        return next((str(one.get("rid")) for one in first if one.get("level") in _LEVELS), "")
 
     @property
     def last_step(self) -> list[str]:
@@ -235,7 +236,8 @@ class Case:
             return []
         rids = _texts(step.get("rids"))[:_MAX_RIDS]
         who = f", with {', '.join(rids)}" if rids else ""
-        return [f"It was in step {step.get('number')} ({step.get('mode')}, {step.get('size')} requests{who})."]
+        batch = f"{step['mode']}, {step.get('size')} requests" if step.get("mode") else "not yet scheduled"
+        return [f"It was in step {step.get('number')} ({batch}{who})."]
 
     def doing(self, process: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the places in which a process was, innermost first."""

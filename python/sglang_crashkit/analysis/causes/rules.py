@@ -225,13 +225,17 @@ def _poison(case: Case) -> Finding | None:
     by_issue = next((issue for issue in case.known if issue.by_request), None)
     if by_issue is not None:
         reason = f"Upstream's issue {by_issue.issue} tells of one request that ends a server so: {by_issue.title}."
-        return Finding("supported", (_sentence(case, error), reason))
-    if case.repeated:
+    elif case.repeated:
         reason = f"A request like {case.repeated} was suspected in an earlier incident of the same fault."
-        return Finding("supported", (_sentence(case, error), reason))
-    if any(error.came_through(place) for place in _TAKING_IN):
-        return Finding("supported", (_sentence(case, error), "It came while one request was taken in."))
-    return None
+    elif any(error.came_through(place) for place in _TAKING_IN):
+        reason = "It came while one request was taken in."
+    else:
+        return None
+    which = case.suspected or case.repeated
+    suspected = (f"Request {which} is suspected most.",) if which and which not in reason else ()
+    what, by = (f"request {which}", "") if which else ("it", " by the ids that the rank names")
+    step = f"find {what} in requests/requests.jsonl{by}, and block its like at the gateway"
+    return Finding("supported", (_sentence(case, error), reason, *suspected), (step,))
 
 
 def _port_logged(case: Case) -> Finding | None:

@@ -10,6 +10,7 @@ from typing import Any
 from sglang_crashkit.incident.first_screen import cut
 from sglang_crashkit.incident.names import Names, join_names
 from sglang_crashkit.incident.process_words import state_in_words
+from sglang_crashkit.incident.request_fingerprint import parameters_of
 from sglang_crashkit.incident.summary import environment_in_words
 from sglang_crashkit.incident.timeline_words import runs_of, seconds_of
 from sglang_crashkit.kernel.private_files import read_regular
@@ -17,14 +18,21 @@ from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
 _ENVIRONMENT = "environment.json"
 _REQUESTS = Path("requests", "requests.jsonl")
-#: So many requests are told; the file has them all.
 #: Of one file of an incident, which may be anybody's.
 _MAX_BYTES = 64 << 20
+#: So many requests are told; the file has them all.
 _MAX_REQUESTS = 1000
 #: A line of the timeline is no longer than this; incident.json has the whole.
 _MAX_EVENT = 200
-#: What of a request says how much it asks for, beside its prompt.
-_PARAMETERS = ("max_new_tokens", "temperature", "n", "json_schema", "regex")
+#: A parameter of a request, and all of them, are no longer than this.
+_MAX_PARAMETER, _MAX_PARAMETERS = 60, 400
+_SAMPLING = "sampling_params."
+#: What SGLang takes where a request does not say; OpenAI's API writes these down.
+_DEFAULTS: Mapping[str, object] = {
+    **{"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0, "n": 1},
+    **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
+    **{"skip_special_tokens": True, "spaces_between_special_tokens": True},
+}
 
 
 def stack_lines(folder: Path, document: Mapping[str, Any]) -> Iterator[str]:
@@ -86,15 +94,24 @@ def _request_line(line: bytes, levels: Mapping[str, str]) -> str:
         fields = mapping_of(json.loads(line))
     except (ValueError, RecursionError):
         return ""
-    rid, parameters = str(fields.get("rid")), mapping_of(fields.get("sampling_params"))
+    rid = str(fields.get("rid"))
     text, ids = fields.get("text"), fields.get("input_ids")
     prompt = (
         f"{len(text)} characters" if isinstance(text, str) else f"{len(ids)} tokens" if isinstance(ids, list) else ""
     )
-    asked = [f"{name} {parameters[name]}" for name in _PARAMETERS if parameters.get(name) not in (None, "")]
     mark = "*" if rid in levels else " "
-    words = ", ".join(filter(None, [prompt, *asked]))
-    return f"{mark} {fields.get('state')!s:<11} {str(fields.get('arrived'))[11:23]:<14} {rid:<33} {cut(words, 100)}"
+    words = cut(", ".join(filter(None, [prompt, *_asked(fields)])), _MAX_PARAMETERS)
+    return f"{mark} {fields.get('state')!s:<11} {str(fields.get('arrived'))[11:23]:<14} {rid:<33} {words}"
+
+
+def _asked(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the parameters of a request, without those that are SGLang's defaults, or empty."""
+    for name, value in parameters_of(fields).items():
+        short = name.removeprefix(_SAMPLING)
+        if value is False or value in ("", [], {}) or (short != name and _DEFAULTS.get(short) == value):
+            continue
+        is_plain = isinstance(value, str) and value.isprintable()
+        yield cut(f"{short} {value if is_plain else json.dumps(value)}", _MAX_PARAMETER)
 
 
 def timeline_lines(document: Mapping[str, Any]) -> Iterator[str]:

@@ -338,7 +338,7 @@ def requests_of(document: Mapping[str, Any], files: IncidentFiles, *, prompts: b
 
     Returns:
         ``rows``: each with what `_OF_REQUEST` names, ``numbers``, ``texts`` and ``suspect``. ``undecided``: a sentence
-        where nothing is between the suspects.
+        where nothing is between the suspects. ``suspects_left_out``: how many the incident does not list.
     """
     suspects = {str(one.get("rid")): one for one in mappings_of(document.get("suspects"))}
     journal = mapping_of(mapping_of(document.get("requests")).get("journal"))
@@ -362,7 +362,8 @@ def requests_of(document: Mapping[str, Any], files: IncidentFiles, *, prompts: b
             {"rid": cut(str(one.get("rid")), 100), "level": one.get("level"), "reasons": _list(one.get("reasons"))}
             for one in list(suspects.values())[:50]
         ],
-        "undecided": undecided_in_words(mappings_of(document.get("suspects"))),
+        "undecided": undecided_in_words(document),
+        "suspects_left_out": left_out if type(left_out := document.get("suspects_left_out")) is int else 0,
         "prompts": prompts,
     }
 
