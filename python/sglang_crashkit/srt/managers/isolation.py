@@ -91,21 +91,23 @@ class Isolation:
             rids: its ids, of a batch all of them.
             connection: FastAPI's request.
             on_answer: called when all of it was answered, or the server said what is wrong with it.
-            on_turn: called when it has had its turn otherwise, and the server goes on.
+            on_turn: called when it was sent while no other was under way, and the server, which goes on, was done with
+                it in whatever way. A client that gives up says nothing of the server.
             is_single: it has one answer, and is no batch.
         """
         token, has_turn = self._enter(rids), False
-        has_answer, is_begun = False, False
+        has_answer, is_begun, is_alone, is_done = False, False, False, False
         try:
             try:
                 has_turn = await self._begin(token)
             finally:
                 is_aborted = self._leave(token)
             await _check(connection, is_aborted)
-            is_begun = True
+            is_begun, is_alone = True, has_turn and not self._is_busy()
             async for response in responses:
+                is_whole = is_single or isinstance(response, list)
                 if _is_answer(response):
-                    if is_single or isinstance(response, list):
+                    if is_whole:
                         on_answer()
                         # Who wants one response only never asks for the next one.
                         has_turn = self._end(has_turn)
@@ -113,18 +115,21 @@ class Isolation:
                         # Of a batch that is streamed each item has a last response of its own.
                         has_answer = True
                 is_aborted = is_aborted or _is_abort(response)
+                is_done = is_done or (is_whole and _is_abort(response))
                 yield response
+            is_done = True
             if has_answer and not is_aborted:
                 on_answer()
         except Exception as error:
-            # A server that refuses it lives; of an error of its own that is not as certain.
-            is_refused = is_begun and is_single and _is_refusal(error) and not self._is_ending()
-            if is_refused and not await _has_gone(connection):
+            is_done = is_begun and not self._is_ending() and not await _has_gone(connection)
+            # A server that refuses it lives; of an error of its own that is not as certain. Beside others it may be
+            # refused for their sake: one of them has its id.
+            if is_done and is_alone and is_single and _is_refusal(error):
                 on_answer()
             raise
         finally:
             self._end(has_turn)
-            if is_begun and not self._is_ending():
+            if is_done and is_alone and not self._is_ending():
                 on_turn()
 
     async def _begin(self, token: object) -> bool:

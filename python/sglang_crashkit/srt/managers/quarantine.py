@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 #: How often the file is looked at, in seconds.
 READ_SECS = 5.0
-#: A suspect is sent alone so often at most, whatever comes of it, as long as the server goes on.
+#: A suspect is sent alone so often at most, whatever the server makes of it, as long as it goes on.
 MAX_TURNS = 3
 #: Of the requests that are recognised so many are logged each time the file is looked at.
 _MAX_LOGGED = 10
@@ -64,8 +64,8 @@ class Quarantine:
         self._folder, self._model, self._release = folder, model, release
         self._index = Index()
         self._innocent: set[str] = set()
-        #: How often each suspect was sent.
-        self._turns: Counter[str] = Counter()
+        #: How often each suspect was sent alone since the incident that it is suspected of.
+        self._turns: Counter[tuple[str, str]] = Counter()
         self._problem = ""
         self._to_log = _MAX_LOGGED
 
@@ -129,13 +129,17 @@ class Quarantine:
         self._innocent.add(entry.key)
 
     def count_turn(self, entry: Entry) -> None:
-        """Count that a suspect was sent and the server goes on; after a few times it is not isolated again.
+        """Count that a suspect was sent alone and the server goes on; after a few times it is not isolated again.
 
-        Its client may give up each time, or SGLang fail it.
+        SGLang may fail it each time.
         """
-        if len(self._turns) < MAX_ENTRIES:
-            self._turns[entry.key] += 1
-        if self._turns[entry.key] >= MAX_TURNS:
+        turn = entry.key, entry.origin.incident
+        if len(self._turns) >= MAX_ENTRIES:
+            self._turns.clear()
+        self._turns[turn] += 1
+        if self._turns[turn] >= MAX_TURNS:
+            # If it is suspected again, it begins anew.
+            del self._turns[turn]
             self.acquit(entry)
 
 

@@ -291,8 +291,9 @@ class Client:
         # It may be that the rank is about to die.
         (StatusError(500), None, True, False, ["turn"]),
         (RuntimeError("x"), None, True, False, ["turn"]),
-        # This is what SGLang says of a client that has gone.
-        (ValueError("disconnected"), Client(False, True), True, False, ["turn"]),
+        # This is what SGLang says of a client that has gone; the server may hang.
+        (ValueError("disconnected"), Client(False, True), True, False, []),
+        (RuntimeError("x"), Client(False, True), True, False, []),
         # It may be about another one of the batch.
         (ValueError("too long"), None, False, False, ["turn"]),
         (ValueError("too long"), None, True, True, []),
@@ -318,6 +319,79 @@ def test_one_that_is_refused_is_no_suspect(
     server = Server()
     run(loop, story)
     assert seen == told
+
+
+@pytest.mark.parametrize(("is_beside", "told"), [(True, []), (False, ["answered", "turn"])])
+def test_beside_others_a_refusal_acquits_nobody(loop: FakeLoop, is_beside: bool, told: list[str]) -> None:
+    """As of one whose id another one has that is under way."""
+    seen: list[str] = []
+
+    async def failing() -> AsyncIterator[Any]:
+        raise ValueError("Duplicate request ID detected: a")
+        yield
+
+    async def story(server: Server) -> None:
+        other = asyncio.ensure_future(server.ask("a", 1000.0 if is_beside else 1.0))
+        await asyncio.sleep(0.1)
+        answered, turn = (lambda: seen.append("answered")), (lambda: seen.append("turn"))
+        with pytest.raises(ValueError, match="Duplicate"):
+            await server.isolation.alone(failing(), ["a"], None, answered, turn).__anext__()
+        other.cancel()
+
+    run(loop, story)
+    assert seen == told
+
+
+ABORTED = {"meta_info": {"finish_reason": {"type": "abort"}}}
+
+
+@pytest.mark.parametrize(
+    ("chunks", "gives_up", "turns"),
+    [([], True, 0), ([{"meta_info": {}}], True, 0), ([ABORTED], False, 1), ([ABORTED], True, 1), ([], False, 1)],
+)
+def test_a_client_that_gives_up_says_nothing_of_the_server(
+    loop: FakeLoop, chunks: list[Any], gives_up: bool, turns: int
+) -> None:
+    seen: list[str] = []
+
+    async def responses() -> AsyncIterator[Any]:
+        for chunk in chunks:
+            yield chunk
+        if gives_up:
+            await asyncio.sleep(1000.0)
+
+    async def ask(server: Server) -> None:
+        suspect = server.isolation.alone(responses(), ["a"], None, lambda: None, lambda: seen.append("turn"))
+        async for _response in suspect:
+            pass
+
+    async def story(server: Server) -> None:
+        asked = asyncio.ensure_future(ask(server))
+        await asyncio.sleep(50.0)
+        asked.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asked
+
+    run(loop, story)
+    assert len(seen) == turns
+
+
+def test_one_that_did_not_get_its_turn_had_none(loop: FakeLoop) -> None:
+    seen: list[str] = []
+
+    async def failing() -> AsyncIterator[Any]:
+        raise RuntimeError("status 500")
+        yield
+
+    async def story(server: Server) -> None:
+        first = asyncio.ensure_future(server.ask("hangs", 1000.0, suspected=True))
+        await asyncio.sleep(0.5)
+        with pytest.raises(RuntimeError):
+            await server.isolation.alone(failing(), ["a"], None, lambda: None, lambda: seen.append("turn")).__anext__()
+        first.cancel()
+
+    run(loop, story)
+    assert seen == []
 
 
 def test_an_error_of_sglang_is_its_own(loop: FakeLoop) -> None:

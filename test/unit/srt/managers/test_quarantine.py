@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import sys
 import time
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.quarantine import (
     FILE,
+    Entry,
     Index,
     Origin,
     add_entry,
@@ -338,6 +340,24 @@ def test_a_suspect_that_always_fails_is_forgotten(suspected: Manager, caplog: py
     for _ in range(MAX_TURNS + 2):
         asyncio.run(ask())
     assert caplog.text.count("sent alone") == MAX_TURNS
+
+
+def test_one_that_is_suspected_again_has_all_its_turns(suspected: Manager) -> None:
+    quarantine = Quarantine(Path(suspected.crash_dump_folder), "/model", "")
+    (entry,) = [one for one in read_entries(quarantine._folder) if one.level == "suspected"]
+
+    def turns(of: Entry) -> int:
+        """Count how often it is sent until it is suspected no more."""
+        for number in itertools.count(1):
+            quarantine.count_turn(of)
+            if of.key in quarantine._innocent:
+                quarantine._innocent.clear()
+                return number
+        raise AssertionError
+
+    again = replace(entry, origin=replace(entry.origin, incident="another"))
+    quarantine.count_turn(again)
+    assert [turns(entry), turns(entry), turns(again)] == [MAX_TURNS, MAX_TURNS, MAX_TURNS - 1]
 
 
 @pytest.mark.parametrize("case", ["library", "warm-up", "one of a pair"])
