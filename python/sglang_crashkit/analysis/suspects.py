@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sglang_crashkit.model.incident import IN_SEVERAL, UNANSWERED, Incident, InStep, ProcessReport, Suspect
+from sglang_crashkit.model.incident import IN_SEVERAL, UNANSWERED, Incident, InStep, Level, ProcessReport, Suspect
 
 #: An incident names so many.
 MAX_SUSPECTS = 16
@@ -55,6 +55,14 @@ class _Step(NamedTuple):
     size: int
 
 
+class _Choice(NamedTuple):
+    """The requests that are suspects: their ids, how many there are, and what the place of each weighs and says."""
+
+    rids: list[str]
+    size: int
+    places: dict[str, tuple[int, str]]
+
+
 def suspects_of(
     incident: Incident,
     seen: Mapping[str, int] | None = None,
@@ -75,13 +83,39 @@ def suspects_of(
         return [], 0
     last = first.steps.last if first.steps is not None else []
     finished = [step for step in last if step.get("ended") is not None]
-    before = {str(request.get("rid")) for step in finished for request in step.get("requests") or ()}
+    before = {rid for step in finished for rid in _rids_of(step)}
     # Of a large batch the first few are listed.
     are_all = all(len(step.get("requests") or ()) >= (step.get("size") or 0) for step in finished)
+    chosen, is_by_others = _choose(incident, first, unanswered), _is_by_others(incident, first)
+    text = " ".join(_exceptions(incident))
+    weighed = []
+    for rid in chosen.rids:
+        reasons = []
+        if len(rid) >= _MIN_NAMED and rid in text:
+            reasons.append((_NAMED, "the exception names it"))
+        if count := (seen or {}).get(rid, 0):
+            times = "an earlier incident" if count == 1 else f"{count} earlier incidents"
+            reasons.append((_SEEN, f"a request like it was suspected in {times} of the same fault"))
+        if (place := chosen.places.get(rid)) and not (is_by_others and place[0] == _ALONE):
+            reasons.append(place)
+        if names := (unusual or {}).get(rid):
+            reasons.append((_UNUSUAL, f"no other one of the step asks for {names}"))
+        if are_all and finished and rid not in before and rid not in unanswered:
+            reasons.append((_FIRST, f"it was in none of the {len(finished)} steps before"))
+        weight = sum(weight for weight, _words in reasons)
+        level: Level = "supported" if weight >= _ALONE and not is_by_others else "unknown"
+        weighed.append((weight, Suspect(rid, level, [words for _weight, words in reasons] or ["it was in the step"])))
+    weighed.sort(key=lambda one: -one[0])
+    listed = [suspect for _weight, suspect in weighed[:MAX_SUSPECTS]]
+    return listed, chosen.size - len(listed)
+
+
+def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str]) -> _Choice:
+    """Return the requests that the first failure may be of, by where they were; see `suspects_of`."""
+    last = first.steps.last if first.steps is not None else []
     current = first.steps.in_step if first.steps is not None else None
-    is_by_others = _is_by_others(incident, first)
     # Between two batches nobody has noted yet who is in the next one, and it may be that one.
-    is_between = bool(last) and last[-1].get("phase") == "received" and not _is_processed(current)
+    is_between = bool(last) and last[-1].get("phase") == "received" and not _has_results(current)
     steps, alone = _unfinished(first), ""
     if current is not None and not is_between:
         alone = ALONE if _size(steps) == 1 else ""
@@ -89,46 +123,18 @@ def suspects_of(
             steps = steps[:1]
             alone = alone or (_ALONE_AT if _size(steps) == 1 else "")
     rids = list(dict.fromkeys(rid for step in steps for rid in step.rids))
-    received = set(_received(first)) if is_between else set()
+    # That there are several weighs nothing.
+    place = (_ALONE, alone) if alone else (0, IN_SEVERAL) if len(steps) > 1 else None
+    places = dict.fromkeys(rids, place) if place else {}
+    received = _received(first) if is_between else []
     waited = [rid for rid in unanswered if rid not in rids] if is_between or not rids else []
-    size = _size(steps) + len(waited)
-    in_no_step = received.union(waited)
-    only = ""
-    if len(in_no_step) == 1 and first.role == _SCHEDULER and in_no_step <= set(unanswered):
-        only = _only_words(incident, first, size)
-    rids += waited
-    text = " ".join(_exceptions(incident))
-    weighed = []
-    for rid in rids:
-        reasons = []
-        if len(rid) >= _MIN_NAMED and rid in text:
-            reasons.append((_NAMED, "the exception names it"))
-        if count := (seen or {}).get(rid, 0):
-            times = "an earlier incident" if count == 1 else f"{count} earlier incidents"
-            reasons.append((_SEEN, f"a request like it was suspected in {times} of the same fault"))
-        if alone and not is_by_others:
-            reasons.append((_ALONE, alone))
-        if only and not is_by_others and rid in in_no_step:
-            reasons.append((_ALONE, only))
-        elif rid in received:
-            reasons.append((_RECEIVED, _RECEIVED_LAST))
-        elif rid in in_no_step:
-            reasons.append((_RECEIVED, _WAITED if first.role == _SCHEDULER else UNANSWERED))
-        if names := (unusual or {}).get(rid):
-            reasons.append((_UNUSUAL, f"no other one of the step asks for {names}"))
-        if are_all and finished and rid not in before and rid not in waited:
-            reasons.append((_FIRST, f"it was in none of the {len(finished)} steps before"))
-        if len(steps) > 1 and rid not in waited:
-            reasons.append((0, IN_SEVERAL))
-        weighed.append((sum(weight for weight, _words in reasons), rid, [words for _weight, words in reasons]))
-    weighed.sort(key=lambda one: -one[0])
-    listed = [
-        Suspect(
-            rid, "supported" if weight >= _ALONE and not is_by_others else "unknown", reasons or ["it was in the step"]
-        )
-        for weight, rid, reasons in weighed[:MAX_SUSPECTS]
-    ]
-    return listed, size - len(listed)
+    places |= dict.fromkeys(waited, (_RECEIVED, _WAITED if first.role == _SCHEDULER else UNANSWERED))
+    places |= dict.fromkeys(received, (_RECEIVED, _RECEIVED_LAST))
+    size, in_no_step = _size(steps) + len(waited), {*received, *waited}
+    is_one = len(in_no_step) == 1 and in_no_step <= set(unanswered)
+    if is_one and (only := _only_words(incident, first, size)):
+        places |= dict.fromkeys(in_no_step, (_ALONE, only))
+    return _Choice(rids + waited, size, places)
 
 
 def _first_failure(incident: Incident) -> ProcessReport | None:
@@ -154,7 +160,7 @@ def _is_by_others(incident: Incident, process: ProcessReport) -> bool:
     return state.startswith(("T", "t"))
 
 
-def _is_processed(step: InStep | None) -> bool:
+def _has_results(step: InStep | None) -> bool:
     """Say whether the scheduler was at the results of a step."""
     return step is not None and step.phase == "forward_done"
 
@@ -171,10 +177,12 @@ def _only_words(incident: Incident, process: ProcessReport, size: int) -> str:
 
     Args:
         incident: as for `suspects_of`.
-        process: the scheduler.
+        process: who failed first.
         size: how many requests there are to choose from; one that was aborted may be in a step still.
     """
     journal = incident.requests.journal
+    if process.role != _SCHEDULER:
+        return ""
     if journal is None or not journal.path or journal.left_out or journal.lost or journal.torn or journal.reason:
         # There may have been others.
         return ""
