@@ -86,7 +86,7 @@ def suspects_of(
     before = {rid for step in finished for rid in _rids_of(step)}
     # Of a large batch the first few are listed.
     are_all = all(len(step.get("requests") or ()) >= (step.get("size") or 0) for step in finished)
-    chosen, is_by_others = _choose(incident, first, unanswered), _is_by_others(incident, first)
+    chosen, is_nobodys = _choose(incident, first, unanswered), is_by_others(incident)
     text = " ".join(_exceptions(incident))
     weighed = []
     for rid in chosen.rids:
@@ -96,18 +96,31 @@ def suspects_of(
         if count := (seen or {}).get(rid, 0):
             times = "an earlier incident" if count == 1 else f"{count} earlier incidents"
             reasons.append((_SEEN, f"a request like it was suspected in {times} of the same fault"))
-        if (place := chosen.places.get(rid)) and not (is_by_others and place[0] == _ALONE):
+        if (place := chosen.places.get(rid)) and not (is_nobodys and place[0] == _ALONE):
             reasons.append(place)
         if names := (unusual or {}).get(rid):
             reasons.append((_UNUSUAL, f"no other one of the step asks for {names}"))
         if are_all and finished and rid not in before and rid not in unanswered:
             reasons.append((_FIRST, f"it was in none of the {len(finished)} steps before"))
         weight = sum(weight for weight, _words in reasons)
-        level: Level = "supported" if weight >= _ALONE and not is_by_others else "unknown"
+        level: Level = "supported" if weight >= _ALONE and not is_nobodys else "unknown"
         weighed.append((weight, Suspect(rid, level, [words for _weight, words in reasons] or ["it was in the step"])))
     weighed.sort(key=lambda one: -one[0])
     listed = [suspect for _weight, suspect in weighed[:MAX_SUSPECTS]]
     return listed, chosen.size - len(listed)
+
+
+def is_by_others(incident: Incident) -> bool:
+    """Say whether somebody else ended or stopped the process that failed first, so that no request did."""
+    process = _first_failure(incident)
+    if process is None:
+        return False
+    if process.exit is not None:
+        # One that raised, or hung, is killed later, when its server ends.
+        is_later = incident.verdict is None or incident.verdict.kind == "hang" or _exceptions(incident, process.pid)
+        return not is_later and process.exit.signal in SENT_BY_OTHERS and process.exit.cause != "oom_kill"
+    state = process.samples[-1].state if process.samples else str((process.state or {}).get("State", ""))
+    return state.startswith(("T", "t"))
 
 
 def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str]) -> _Choice:
@@ -146,18 +159,6 @@ def _exceptions(incident: Incident, pid: int | None = None) -> list[str]:
     """Return the messages of the exceptions of one process, or of all, in the order in which they were told."""
     told = [entry for entry in incident.timeline if entry.get("event") == "exception"]
     return [str(entry.get("message")) for entry in told if pid is None or entry.get("pid") == pid]
-
-
-def _is_by_others(incident: Incident, process: ProcessReport) -> bool:
-    """Say whether somebody else ended or stopped the process that failed first, so that no request did."""
-    end = process.exit
-    if end is not None:
-        # One that raised, or hung, is killed later, when its server ends.
-        is_first = incident.verdict is not None and incident.verdict.kind != "hang"
-        is_first = is_first and not _exceptions(incident, process.pid)
-        return is_first and end.signal in SENT_BY_OTHERS and end.cause != "oom_kill"
-    state = process.samples[-1].state if process.samples else str((process.state or {}).get("State", ""))
-    return state.startswith(("T", "t"))
 
 
 def _has_results(step: InStep | None) -> bool:

@@ -443,6 +443,14 @@ def test_where_a_request_is_suspected_it_is_to_be_bisected(document: dict[str, A
 def test_where_ranks_diverged_the_command_that_shows_it_is_told() -> None:
     steps = causes.explain(hung(doing=BOTH_WAIT, divergence=DIVERGED, id="1a2b3c4d"))["next_steps"]
     assert steps[0].startswith("`sglang-crashkit steps 1a2b3c4d` ")
+
+
+def test_a_stopped_process_has_one_command_that_lets_it_go_on() -> None:
+    document = next(row[1] for row in TABLE if row[2] == "stopped_process")
+    steps = causes.explain(document)["next_steps"]
+    assert [step.startswith("`kill -CONT 1") for step in steps if "kill -CONT" in step] == [True]
+
+
 @pytest.mark.parametrize(
     ("suspects", "step"),
     [
@@ -464,12 +472,6 @@ def test_a_step_without_a_batch_is_said_to_be_none() -> None:
     first = next(one for one in document["processes"] if one["title"] == TP0)
     first["steps"]["in_step"] = {"number": 43, "mode": "", "phase": "received", "size": 0, "rids": []}
     assert causes.explain(document)["reasons"][-1] == "It was in step 43 (not yet scheduled)."
-
-
-def test_a_stopped_process_has_one_command_that_lets_it_go_on() -> None:
-    document = next(row[1] for row in TABLE if row[2] == "stopped_process")
-    steps = causes.explain(document)["next_steps"]
-    assert [step.startswith("`kill -CONT 1") for step in steps if "kill -CONT" in step] == [True]
 
 
 def test_every_class_has_advice_and_a_row() -> None:

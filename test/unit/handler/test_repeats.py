@@ -161,6 +161,19 @@ def test_what_was_in_no_step_is_no_request_of_a_fatal_one(tmp_path: Path, monkey
     assert [entry.level for entry in read_entries(tmp_path)] == ["suspected"]
 
 
+def test_what_was_in_a_rank_that_somebody_stopped_is_not_in_quarantine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "refuse")
+    made = incident("a")
+    made.processes[0].state = {"State": "T (stopped)"}
+    folder = IncidentFolder(tmp_path / "host" / "incidents", "hang", "00000001", NOON)
+    folder.write_text(REQUESTS, line_of("a", REQUEST))
+    count_repeat(made, folder, keep=0)
+    assert made.fault is not None
+    assert read_entries(tmp_path) == []
+
+
 def test_one_of_several_is_a_suspect_and_without_a_quarantine_none_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.suspects import ALONE, SENT_BY_OTHERS, suspects_of
+from sglang_crashkit.analysis.suspects import ALONE, SENT_BY_OTHERS, is_by_others, suspects_of
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
@@ -56,7 +56,8 @@ def count_repeat(
     pieces = (piece for report in incident.processes for piece in report.evidence)
     has_core = any(piece.kind == "cuda_core" and piece.status == "captured" for piece in pieces)
     unanswered: list[str] = []
-    if fault.what not in SENT_BY_OTHERS:
+    may_be_a_request = fault.what not in SENT_BY_OTHERS and not is_by_others(incident)
+    if may_be_a_request:
         unanswered = _unanswered(folder.path / REQUESTS, begun if _is_of_scheduler(incident) else ())
         name_suspects(incident, unanswered=unanswered)
     lines = _lines_of({suspect.rid for suspect in incident.suspects}, folder.path / REQUESTS)
@@ -65,7 +66,7 @@ def count_repeat(
         folder.path.parent, fault, incident.id, folder.name, keep, has_core=has_core, suspects=suspects
     )
     name_suspects(incident, incident.fault.seen if incident.fault is not None else {}, _unusual(lines), unanswered)
-    if read_quarantine(os.environ) != "off" and fault.what not in SENT_BY_OTHERS:
+    if read_quarantine(os.environ) != "off" and may_be_a_request:
         origin = origin_of(document, incident.verdict.text if incident.verdict is not None else "", fault.key)
         is_alone = len(incident.suspects) == 1 and ALONE in incident.suspects[0].reasons
         _quarantine(folder, lines.values(), origin, is_alone=is_alone)
