@@ -28,7 +28,7 @@ _SCHEDULER = "scheduler"
 #: What a reason weighs. One of these makes a suspicion supported; that it is a request's first step, or asks for
 #: what others do not, does not.
 _NAMED, _SEEN, _ALONE, _UNUSUAL, _RECEIVED, _FIRST = 64, 32, 16, 4, 2, 1
-#: The reason of a request that was alone in all that was not finished: the one that, twice, proves it.
+#: The reasons of a request beside which nothing else was under way: these, and a suspicion before, prove it.
 ALONE = "it was the only request of the step that was not finished"
 _ALONE_AT = "it was the only request of the step in which the rank failed"
 ONLY = f"{UNANSWERED}, was in no step yet, and no other one was under way"

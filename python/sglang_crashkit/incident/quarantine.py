@@ -459,12 +459,12 @@ def add_entry(folder: Path, entry: Entry) -> None:
 def note_suspects(folder: Path, suspects: Iterable[Entry], *, is_alone: bool, lock_secs: float) -> None:
     """List what may have killed a server; see `change_entries`.
 
-    What was suspected of the same fault before, and was the only request of the fatal step this time, is proven by it.
+    What was suspected of the same fault before, and was alone as the server failed this time, is proven by it.
 
     Args:
         folder: the crash folder.
         suspects: an entry each.
-        is_alone: there was no other request in the step.
+        is_alone: no other request was under way.
         lock_secs: see `change_entries`.
     """
 
@@ -478,9 +478,7 @@ def note_suspects(folder: Path, suspects: Iterable[Entry], *, is_alone: bool, lo
                 known[entry.key] = replace(before, last=entry.last)
             else:
                 is_proven = is_alone and before.origin.fault == entry.origin.fault != ""
-                reason = (
-                    f"{entry.origin.reason} (alone in its step, and suspected in incident {before.origin.incident})"
-                )
+                reason = f"{entry.origin.reason} (alone, and suspected in incident {before.origin.incident})"
                 origin = replace(entry.origin, reason=reason) if is_proven else entry.origin
                 level: Level = "proven" if is_proven else "suspected"
                 known[entry.key] = replace(entry, first=before.first, level=level, origin=origin)

@@ -147,18 +147,21 @@ def test_the_only_request_of_a_second_fatal_step_is_proven(
     assert all(entry.counts_for("/model", "0.5.23") for entry in entries)
 
 
-def test_what_was_in_no_step_is_no_request_of_a_fatal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("unfinished", "listed"), [(1, "proven"), (2, "suspected")])
+def test_what_was_in_no_step_is_proven_where_nothing_else_was_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unfinished: int, listed: str
+) -> None:
     monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "refuse")
     for number in (1, 2):
         made = incident(last=[step(8, "begun")])
-        made.requests.journal = JournaledRequests(REQUESTS, unfinished=1)
+        made.requests.journal = JournaledRequests(REQUESTS, unfinished=unfinished)
         folder = IncidentFolder(tmp_path / "host" / "incidents", "killed", f"0000000{number}", NOON + number)
         folder.write_text(REQUESTS, line_of("a", REQUEST))
         count_repeat(made, folder, keep=0)
         folder.publish()
-        assert [(one.rid, one.level) for one in made.suspects] == [("a", "supported")]
-        assert ONLY in made.suspects[0].reasons
-    assert [entry.level for entry in read_entries(tmp_path)] == ["suspected"]
+        assert [one.rid for one in made.suspects] == ["a"]
+        assert (ONLY in made.suspects[0].reasons) is (unfinished == 1)
+    assert [entry.level for entry in read_entries(tmp_path)] == [listed]
 
 
 def test_what_was_in_a_rank_that_somebody_stopped_is_not_in_quarantine(

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.suspects import ALONE, SENT_BY_OTHERS, is_by_others, suspects_of
+from sglang_crashkit.analysis.suspects import ALONE, ONLY, SENT_BY_OTHERS, is_by_others, suspects_of
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
@@ -68,7 +68,7 @@ def count_repeat(
     name_suspects(incident, incident.fault.seen if incident.fault is not None else {}, _unusual(lines), unanswered)
     if read_quarantine(os.environ) != "off" and may_be_a_request:
         origin = origin_of(document, incident.verdict.text if incident.verdict is not None else "", fault.key)
-        is_alone = len(incident.suspects) == 1 and ALONE in incident.suspects[0].reasons
+        is_alone = len(incident.suspects) == 1 and not {ALONE, ONLY}.isdisjoint(incident.suspects[0].reasons)
         _quarantine(folder, lines.values(), origin, is_alone=is_alone)
     return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
 
