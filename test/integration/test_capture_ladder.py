@@ -51,7 +51,11 @@ def text_of(left: Wreck, title: str, kind: str) -> str:
 def without_pyspy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wreck]:
     """A server with a py-spy that never returns, of which one rank ends by SIGSEGV."""
     folder = tmp_path_factory.mktemp("crash")
-    env = PATIENCE | {"SGLANG_CRASHKIT_PYSPY": make_tool(tmp_path_factory.mktemp("tool"), "exec sleep 600")}
+    # A rank that raises waits two seconds for its stacks: with more time for py-spy it would be gone before its turn.
+    env = {
+        "SGLANG_CRASHKIT_PYSPY": make_tool(tmp_path_factory.mktemp("tool"), "exec sleep 600"),
+        "SGLANG_CRASHKIT_BUDGET_SECS": PATIENCE["SGLANG_CRASHKIT_BUDGET_SECS"],
+    }
     args = ["--crash-dump-folder", str(folder)]
     with Server.start(ensure_lane(request.param), tp=2, extra_args=args, env=env) as server:
         server.wait_ready()
