@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_crashkit.incident.likeness import without_own_numbers
 from sglang_crashkit.incident.names import Names, join_some_names, stopped_state
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 from sglang_crashkit.model.incident import IN_SEVERAL, UNANSWERED
@@ -40,7 +41,6 @@ _TOLD_ANYWAY = (f"`{_BISECT} ", f"`{_OWN_COMMAND}steps ")
 #: A command with its arguments; a word alone may be anything.
 _COMMAND = re.compile(r"`([^` ]+ [^`]+)`")
 _LIBRARY = re.compile(r"\((?:torch|zmq|multiprocessing|concurrent|asyncio)/|\(<|\((?:threading|queue)\.py:")
-_DIGITS = re.compile(r"\d+")
 #: Verdicts whose first sentence says more behind its colon than the headline has room for.
 _BY_DEATH = frozenset({"signal", "oom_kill", "exit_status", "parent_ended"})
 #: Events by which a server tells of its ranks that it had not served yet.
@@ -309,7 +309,7 @@ class _Screen:
             if event.get("event") != "exception" or event.get("pid") == self._first.get("pid"):
                 continue
             message = str(event.get("message"))
-            _words, names = groups.setdefault(_DIGITS.sub("#", message), (consequence_in_words(message), []))
+            _words, names = groups.setdefault(without_own_numbers(message), (consequence_in_words(message), []))
             names.append(self._names.short(event))
         for message, names in list(groups.values())[:_MAX_CONSEQUENCES]:
             yield f"{join_some_names(names, _MAX_NAMES)} raised {message}"

@@ -5,19 +5,18 @@ As in `incident.summary`, what is missing or has another form is passed over.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sglang_crashkit.incident import step_words
 from sglang_crashkit.incident.first_screen import cut
+from sglang_crashkit.incident.likeness import without_own_numbers
 from sglang_crashkit.incident.names import Names, join_names, stopped_state
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
-#: Of so many processes of a group the pids are told, and so many lines of evidence.
-_MAX_PIDS, _MAX_LINES = 8, 24
+#: Of so many processes of a group the pids are told, and so many lines of their GPUs and of evidence.
+_MAX_PIDS, _MAX_GPU_LINES, _MAX_LINES = 8, 8, 24
 _MAX_NAMES = 160
-_DIGITS = re.compile(r"\d+")
 
 Process = Mapping[str, Any]
 
@@ -67,7 +66,7 @@ def _likeness(process: Process, *, is_first: bool) -> str:
     """Return what processes of one group have in common; numbers that differ with the process are left out."""
     sign, step = mapping_of(process.get("last_sign")), _step_of(process)
     at = [step.get(name) for name in ("number", "mode", "phase", "size")]
-    gpu = [_DIGITS.sub("", line) for line in _texts(process.get("gpu"))]
+    gpu = [without_own_numbers(line) for line in _texts(process.get("gpu"))]
     told = (process.get("role"), state_in_words(process), _texts(process.get("doing")), sign.get("doing"), at, gpu)
     return repr((is_first, *told))
 
@@ -104,16 +103,21 @@ def _section_of_many(members: Sequence[Process], names: Names) -> Iterator[str]:
             of_gpu.setdefault(line, []).append(names.short(one))
         for piece in mappings_of(one.get("evidence")):
             its = [str(piece.get(name) or "") for name in ("kind", "status", "source")]
-            key = (*its, _DIGITS.sub("", str(piece.get("reason") or "")))
+            key = (*its, without_own_numbers(str(piece.get("reason") or "")))
             of_evidence.setdefault(key, []).append((names.short(one), piece))
-    lines = [f"GPU of {join_names(some)}: {line}" for line, some in of_gpu.items()]
+    yield from _few([f"GPU of {join_names(some)}: {line}" for line, some in of_gpu.items()], _MAX_GPU_LINES)
+    lines = []
     for having in of_evidence.values():
         some = dict.fromkeys(name for name, _piece in having)
         of = "" if len(some) == len(members) else cut(join_names(some), _MAX_NAMES)
         lines.append(_evidence_in_words([piece for _name, piece in having], of=of))
-    yield from (f"- {line}" for line in lines[:_MAX_LINES])
-    if len(lines) > _MAX_LINES:
-        yield f"- {len(lines) - _MAX_LINES:,} more in incident.json"
+    yield from _few(lines, _MAX_LINES)
+
+
+def _few(lines: Sequence[str], most: int) -> Iterator[str]:
+    yield from (f"- {line}" for line in lines[:most])
+    if len(lines) > most:
+        yield f"- {len(lines) - most:,} more in incident.json"
 
 
 def _evidence_in_words(pieces: Sequence[Mapping[str, Any]], *, of: str = "") -> str:
@@ -127,7 +131,7 @@ def _evidence_in_words(pieces: Sequence[Mapping[str, Any]], *, of: str = "") -> 
     paths = list(dict.fromkeys(str(piece["path"]) for piece in pieces if piece.get("path")))
     reasons = list(dict.fromkeys(str(piece["reason"]) for piece in pieces if piece.get("reason")))
     # Such as the pid in a path; whose it is, is no more than a number here.
-    why = reasons if len(reasons) < 2 else [_DIGITS.sub("N", reasons[0])]
+    why = reasons if len(reasons) < 2 else [without_own_numbers(reasons[0], "N")]
     folder = [f"{paths[0].rpartition('/')[0]}/, {len(paths):,} files"] if len(paths) > 1 else paths
     where = "; ".join([*folder, *why]) or "in incident.json"
     by = f" by {one['source']}" if one.get("source") else ""

@@ -5,7 +5,6 @@ As in `incident.summary`, what is missing or has another form is passed over.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,6 +12,7 @@ from math import inf
 from typing import Any
 
 from sglang_crashkit.incident.first_screen import consequence_in_words, cut
+from sglang_crashkit.incident.likeness import without_own_numbers
 from sglang_crashkit.incident.names import Names, join_names
 from sglang_crashkit.model.checked_json import mappings_of
 
@@ -21,7 +21,6 @@ _FEW = 8
 #: Two that are further apart are of two runs.
 _AT_ONCE_SECS = 1.0
 _MAX_LIST, _MAX_NAMES = 8, 160
-_DIGITS = re.compile(r"\d+")
 
 Event = Mapping[str, Any]
 
@@ -99,7 +98,7 @@ def seconds_of(time: object) -> float | None:
 
 
 def _likeness(event: Event) -> tuple[str, str]:
-    return str(event.get("event")), _DIGITS.sub("", _details(event, of_process=False))
+    return str(event.get("event")), without_own_numbers(_details(event, of_process=False))
 
 
 def _details(event: Event, *, of_process: bool) -> str:

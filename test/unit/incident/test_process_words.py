@@ -82,5 +82,22 @@ def test_a_group_has_no_end_of_lines() -> None:
     ranks = [rank(number, evidence=[{"kind": f"{'k' * number}", "status": "captured"}]) for number in range(99)]
     lines = text_of(*ranks).splitlines()
     assert len(lines) < 40
-    assert lines[-1] == "- 76 more in incident.json"
+    assert lines[-1] == "- 75 more in incident.json"
     assert max(map(len, lines)) < 250
+
+
+def test_many_lines_of_gpus_push_out_no_evidence() -> None:
+    ranks = [rank(number, gpu=[f"kernel spin on GPU {number}"]) for number in range(64)]
+    text = text_of(*ranks)
+    assert "- GPU of TP7: kernel spin on GPU 7\n- 56 more in incident.json\n- stack: captured" in text
+    assert "- proc_state: captured" in text
+
+
+def test_evidence_that_failed_with_another_number_stands_apart() -> None:
+    ranks = [rank(number) for number in range(16)]
+    for number, one in enumerate(ranks):
+        why = f"py-spy ended with status {2 if number == 9 else 1} after {number}.5 s"
+        one["evidence"].append({"kind": "native", "status": "failed", "reason": why})
+    text = text_of(*ranks)
+    assert "- native: failed of TP0-8, TP10-15 (py-spy ended with status 1 after N.N s)" in text
+    assert "- native: failed of TP9 (py-spy ended with status 2 after 9.5 s)" in text

@@ -29,6 +29,17 @@ def test_numbers_that_differ_are_those_of_the_first() -> None:
     assert told(*silent) == ["TP0-19 (20 processes): within 0.190 s, silent_secs 5.1 (the first)"]
 
 
+@pytest.mark.parametrize(
+    ("of_all", "of_one"),
+    [({"code": 1}, {"code": 139}), ({"message": "expected 8 ranks, 7 came"}, {"message": "expected 8 ranks, 6 came"})],
+)
+def test_the_one_number_that_tells_stands_apart(of_all: dict[str, Any], of_one: dict[str, Any]) -> None:
+    lines = told(*(event(number, **(of_one if number == 5 else of_all)) for number in range(20)))
+    assert len(lines) == 2
+    assert lines[0].startswith("TP0-4, TP6-19 (19 processes)")
+    assert lines[1].startswith("TP5: ")
+
+
 def test_a_few_and_those_of_no_process_stand_each_for_itself() -> None:
     assert len(told(*(event(number) for number in range(8)))) == 8
     assert len(told(*({"time": str(number), "event": "note"} for number in range(20)))) == 20
