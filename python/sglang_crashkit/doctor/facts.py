@@ -76,6 +76,7 @@ class ServerFacts:
         mode: what the kit does about its crashes follows from it.
         handler: the pid of its crash handler; None where it has none.
         problem: why it has none.
+        is_starting: none of its ranks runs yet, so that nobody can know of a handler.
         is_elsewhere: it runs in another container than this command.
         is_others: it runs as another user.
         without_pipe: why the driver of a rank takes no request for a core, by its title.
@@ -86,6 +87,7 @@ class ServerFacts:
     mode: Mode
     handler: int | None
     problem: str = ""
+    is_starting: bool = False
     is_elsewhere: bool = False
     is_others: bool = False
     without_pipe: Mapping[str, str] = field(default_factory=dict)
@@ -241,8 +243,9 @@ def server_facts(
         handler, problem = known or (None, "it was started without the kit, or switched it off")
         pipes = {one.title: why for one in members if one.role == "scheduler" and (why := _why_no_pipe(one.pid))}
         is_others = any(one.user != os.geteuid() for one in members)
+        is_starting = known is None and all(one.way == "command line" for one in members)
         mode, is_elsewhere = _mode_of(arguments), _is_elsewhere(pid)
-        found.append(ServerFacts(pid, arguments, mode, handler, problem, is_elsewhere, is_others, pipes))
+        found.append(ServerFacts(pid, arguments, mode, handler, problem, is_starting, is_elsewhere, is_others, pipes))
     return sorted(found, key=lambda server: server.pid)
 
 

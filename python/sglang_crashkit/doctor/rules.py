@@ -76,6 +76,9 @@ def _servers(facts: Facts) -> Iterator[Finding]:
         is_watched = server.handler is not None and not server.problem
         if is_watched:
             yield Finding("ok", name, f"watched by crash handler {server.handler}")
+        elif server.is_starting:
+            words = "is still starting: whether a crash handler watches it shows when its ranks run"
+            yield Finding("note", name, words, next=(f"sglang-crashkit doctor --pid {server.pid}   # once it serves",))
         else:
             why = "a crash of it leaves no incident"
             yield Finding("problem", name, f"has no crash handler: {server.problem}", why, _to_be_watched(facts))

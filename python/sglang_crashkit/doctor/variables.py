@@ -66,6 +66,8 @@ OWN = frozenset(
 )
 #: SGLang's own default of ``--watchdog-timeout``, in seconds.
 _WATCHDOG_SECS = 300.0
+#: The least that SGLANG_CRASHKIT_HANG_SECS may be, in seconds.
+_SHORTEST_HANG_SECS = 2.0
 _TOPIC = "settings"
 
 
@@ -120,7 +122,9 @@ def _in_conflict(environ: Mapping[str, str], arguments: list[str]) -> Iterator[F
             "no crash handler is started",
             ("unset SGLANG_PYSPY_DUMP_BEFORE_CRASH", "--crash-dump-folder FOLDER"),
         )
-    if settings.budget_secs + settings.end_secs > settings.exit_secs:
+    # Whoever lowers SGLANG_CRASHKIT_EXIT_SECS alone wants what is left at its default to have less time.
+    is_longer = settings.budget_secs + settings.end_secs > settings.exit_secs
+    if is_longer and not environ.keys().isdisjoint(("SGLANG_CRASHKIT_BUDGET_SECS", "SGLANG_CRASHKIT_END_SECS")):
         needed = f"{settings.budget_secs + settings.end_secs:g}"
         yield Finding(
             "warning",
@@ -133,14 +137,15 @@ def _in_conflict(environ: Mapping[str, str], arguments: list[str]) -> Iterator[F
     watchdog = _seconds(value_of(arguments, ("--watchdog-timeout",)), _WATCHDOG_SECS)
     if settings.hang_secs == 0:
         yield Finding("note", _TOPIC, "SGLANG_CRASHKIT_HANG_SECS=0: hangs are not looked for")
-    elif settings.hang_secs >= watchdog:
+    elif settings.hang_secs >= watchdog > 0:
+        # What was not set is no mistake of the user's.
         yield Finding(
-            "warning",
+            "warning" if "SGLANG_CRASHKIT_HANG_SECS" in environ else "note",
             _TOPIC,
             f"SGLANG_CRASHKIT_HANG_SECS ({settings.hang_secs:g} s) is no shorter than SGLang's --watchdog-timeout "
             f"({watchdog:g} s)",
             "SGLang ends a server that hangs before the kit has looked at it",
-            ("unset SGLANG_CRASHKIT_HANG_SECS",),
+            (f"SGLANG_CRASHKIT_HANG_SECS={max(_SHORTEST_HANG_SECS, watchdog / 2):g}",),
         )
     use, incident = settings.disk.max_use, settings.disk.max_incident
     if use is not None and use < incident:

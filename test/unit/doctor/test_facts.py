@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,15 @@ def test_a_server_has_the_handler_that_one_of_its_workers_knows() -> None:
     assert (watched.handler, watched.problem) == (12, "")
     assert alone.handler is None
     assert "without the kit" in alone.problem
+
+
+def test_a_server_whose_ranks_have_no_title_yet_is_starting() -> None:
+    launched = replace(process(7, "python -m sglang.launch_server"), role="server", way="command line")
+    spawned = replace(process(9, "python -c multiprocessing.spawn"), way="command line")
+    (server,) = server_facts([launched, spawned], {})
+    assert server.is_starting
+    (server,) = server_facts([launched, process(9, "sglang::scheduler_TP0")], {})
+    assert not server.is_starting
 
 
 def test_a_python_without_sglang_is_no_installation() -> None:

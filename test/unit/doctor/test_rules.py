@@ -86,6 +86,13 @@ def test_a_server_without_a_handler_has_no_policy() -> None:
     assert finding.next == (unpatched.next, "restart the server")
 
 
+def test_a_server_that_starts_is_no_problem() -> None:
+    starting = replace(SERVER, handler=None, problem="it was started without the kit", is_starting=True)
+    (finding,) = findings_on("server 7", facts(servers=(starting,)))
+    assert finding.level == "note"
+    assert "still starting" in finding.what
+
+
 def test_the_supported_releases_are_counted() -> None:
     (finding,) = findings_on("release", facts())
     assert finding.what == "supported: 19 releases, 0.5.9 to 0.5.23"

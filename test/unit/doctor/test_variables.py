@@ -49,7 +49,7 @@ def test_a_misspelt_variable_is_named_right() -> None:
         ({"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}, [], "problem"),
         ({"SGLANG_CRASHKIT_BUDGET_SECS": "120"}, FOLDER, "warning"),
         ({"SGLANG_CRASHKIT_HANG_SECS": "0"}, FOLDER, "note"),
-        ({}, [*FOLDER, "--watchdog-timeout=20"], "warning"),
+        ({"SGLANG_CRASHKIT_HANG_SECS": "30"}, [*FOLDER, "--watchdog-timeout=20"], "warning"),
         ({"SGLANG_CRASHKIT_MAX_USE_MB": "100"}, FOLDER, "warning"),
         ({"SGLANG_CRASHKIT_QUARANTINE": "refuse"}, [], "warning"),
         ({"SGLANG_CRASHKIT_PHOTOGRAPH_SECS": "1"}, FOLDER, "note"),
@@ -57,6 +57,12 @@ def test_a_misspelt_variable_is_named_right() -> None:
 )
 def test_settings_against_each_other_are_found(environ: dict[str, str], arguments: list[str], level: str) -> None:
     assert levels(environ, arguments) == [level]
+
+
+def test_no_default_is_warned_of() -> None:
+    assert levels({"SGLANG_CRASHKIT_EXIT_SECS": "15"}) == ["ok"]
+    (finding,) = check_variables({}, [*FOLDER, "--watchdog-timeout=20"])
+    assert (finding.level, finding.next) == ("note", ("SGLANG_CRASHKIT_HANG_SECS=10",))
 
 
 @pytest.mark.parametrize("name", ["SGLANG_CRASHKIT_WEBHOOK", "SGLANG_CRASHKIT_WEBHOOK_SECRT"])
