@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_crashkit.incident.names import stopped_state
 from sglang_crashkit.incident.store import PARTIAL
 from sglang_crashkit.incident.summary import mapping_of, mappings_of
 from sglang_crashkit.kernel.folder_lock import FolderLock
@@ -54,7 +55,7 @@ class Fault:
         release: SGLang's version.
         kind: the verdict's, such as ``oom_kill``.
         who: role and ranks above 0 of what failed first, such as ``scheduler tp=1``.
-        what: its signal, exit status or type of exception.
+        what: its signal, exit status or type of exception; ``stopped (T)`` or ``alive`` of one that lived on.
         frames: where it failed, innermost first; where it could not say, where the other ranks were, or that the server
             was starting.
     """
@@ -110,7 +111,7 @@ def _what_happened_to(process: Mapping[str, Any], document: Mapping[str, Any]) -
             # The rest of the message holds addresses and sizes.
             return str(entry.get("message")).partition(":")[0]
     end = mapping_of(process.get("exit"))
-    return str(end.get("signal") or f"status {end.get('code')}") if end else "alive"
+    return str(end.get("signal") or f"status {end.get('code')}") if end else stopped_state(process) or "alive"
 
 
 def _frames_of(first: Mapping[str, Any], processes: list[Mapping[str, Any]], document: Mapping[str, Any]) -> list[str]:

@@ -57,6 +57,13 @@ def test_a_fault_says_who_failed_of_what_and_where() -> None:
     assert fault_of(KILLED) == Fault("0.5.23", "oom_kill", "scheduler tp=1", "SIGKILL", ("run (x.py)", "wait (y.py)"))
 
 
+def test_a_stopped_process_is_not_alive() -> None:
+    golden = json.loads((Path(__file__).parent / "data" / "stopped.json").read_text())
+    fault = fault_of(golden)
+    assert fault is not None
+    assert fault.what == "stopped (T)"
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [
