@@ -15,14 +15,17 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.incident.names import stopped_state
 from sglang_crashkit.incident.store import PARTIAL
-from sglang_crashkit.incident.summary import mapping_of, mappings_of
 from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.kernel.private_files import write_json
-from sglang_crashkit.model.incident import Occurrence, iso_time
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of
+from sglang_crashkit.model.times import iso_time
+
+if TYPE_CHECKING:
+    from sglang_crashkit.model.incident import Occurrence
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +156,9 @@ def count_fault(
     Returns:
         None where the index could not be had or written; then the incident is to be kept in full.
     """
+    # A command that only reads the index starts without the whole model.
+    from sglang_crashkit.model.incident import Occurrence
+
     lock = FolderLock(incidents)
     try:
         if lock.acquire(_LOCK_SECS) != "held":

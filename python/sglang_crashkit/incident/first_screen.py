@@ -16,7 +16,6 @@ from typing import Any
 from sglang_crashkit.incident.likeness import without_own_numbers
 from sglang_crashkit.incident.names import Names, join_some_names, stopped_state
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
-from sglang_crashkit.model.incident import IN_SEVERAL, UNANSWERED
 from sglang_crashkit.model.step import DIVERGED
 
 #: Columns of a line; with the heading of ``summary.md``, its blank line and its fence there are at most 20 lines.
@@ -137,6 +136,9 @@ def undecided_in_words(document: Mapping[str, Any]) -> str:
     count = len(suspects) + (left_out if type(left_out) is int else 0)
     if not suspects or is_suspected(suspects) or count < 2:
         return ""
+    # The table of `sglang-crashkit incidents` has its columns from here, and starts without the whole model.
+    from sglang_crashkit.model.incident import IN_SEVERAL, UNANSWERED
+
     reasons = " ".join(str(one.get("reasons")) for one in suspects)
     where = "under way" if UNANSWERED in reasons else "in the unfinished steps" if IN_SEVERAL in reasons else _IN_STEP
     return f"none of the {count:,} requests {where} is likelier than the others"

@@ -16,8 +16,8 @@ from typing import Any
 from sglang_crashkit.incident.fingerprint import fault_of
 from sglang_crashkit.incident.retention import MAX_JSON
 from sglang_crashkit.incident.store import is_finished, list_entries, parse_name
-from sglang_crashkit.incident.summary import mapping_of, mappings_of
 from sglang_crashkit.kernel.private_files import read_regular
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 from sglang_crashkit.model.fleet import FleetIncident
 
 _PLACE = "incidents"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.store import parse_name
-from sglang_crashkit.incident.summary import mapping_of
+from sglang_crashkit.model.checked_json import mapping_of
 
 #: How far it looks back, in seconds.
 RECENT_SECS = 3600.0

@@ -7,11 +7,11 @@ Times are UTC in ISO 8601 with microseconds, durations are seconds.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timezone
 from typing import Any, Literal
 
 from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.model.sample import Sample
+from sglang_crashkit.model.times import iso_time as iso_time
 
 SCHEMA_VERSION = 1
 #: So many requests of a step are named in ``incident.json``.
@@ -37,11 +37,6 @@ EvidenceKind = Literal[
 EvidenceStatus = Literal["captured", "failed", "skipped"]
 Level = Literal["established", "supported", "unknown"]
 Cause = Literal["oom_kill", "signal", "exception", "exit_status", "parent_ended", "unknown"]
-
-
-def iso_time(seconds: float) -> str:
-    """Return seconds since the epoch as UTC in ISO 8601."""
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 @dataclass

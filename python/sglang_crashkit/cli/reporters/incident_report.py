@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_crashkit.cli.reporters.incident_parts import stack_lines, timeline_lines
 from sglang_crashkit.incident.first_screen import first_screen, without_build_paths
-from sglang_crashkit.incident.summary import mapping_of, mappings_of
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
 _TICKS = re.compile(r"`{3,}")
 #: GitHub takes 65,536 characters.

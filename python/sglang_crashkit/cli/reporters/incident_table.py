@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sglang_crashkit.incident.first_screen import counts_of, cut
 from sglang_crashkit.incident.names import Names
 from sglang_crashkit.incident.store import StoredIncident, parse_name
-from sglang_crashkit.incident.summary import mapping_of, mappings_of
-from sglang_crashkit.model.incident import iso_time
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
 _HEAD = ("id", "time (UTC)", "kind", "who", "cause", "requests", "seen")
 #: Which column gives way where there is no room, and how narrow it may become.
@@ -40,12 +40,12 @@ def _row(incident: StoredIncident, total: int | None, of_time: slice) -> tuple[s
     name, document = parse_name(incident.path.absolute().name), incident.document
     assert name is not None
     kind = name.kind if incident.finished else f"{name.kind} (not finished)"
-    time = iso_time(name.seconds)[of_time].replace("T", " ")
+    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(name.seconds))[of_time]
     if document is None:
-        return (name.id, time, kind, "-", incident.problem, "-", "-")
+        return (name.id, moment, kind, "-", incident.problem, "-", "-")
     counts = counts_of(mapping_of(document.get("requests")))
     lost = str(counts.unfinished) if counts is not None else "-"
-    return (name.id, time, kind, _who(document), cause_of(document), lost, str(total) if total else "-")
+    return (name.id, moment, kind, _who(document), cause_of(document), lost, str(total) if total else "-")
 
 
 def _who(document: Mapping[str, Any]) -> str:
