@@ -13,6 +13,10 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+#: What ends a next step in which DIR stands for a crash folder, and one that looks at a path that cannot be read.
+WHAT_DIR_IS = "   # DIR: what the server was given as --crash-dump-folder"
+WHOSE_IT_IS = "   # says whose it is: run this as that user"
+
 
 class ExitCode(IntEnum):
     """What a command's exit status says."""

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,11 +80,11 @@ def run(args: argparse.Namespace) -> ExitCode:
     if not path.name.endswith((_ZSTD, _GZIP)):
         raise UsageError(f"{path} ends neither with {_ZSTD} nor with {_GZIP}", next_step=f"-o {path.stem}{_ZSTD}")
     if path.exists():
-        raise RefusedError(f"{path} is there already", next_step="name another with -o FILE, or remove it")
+        raise RefusedError(f"{path} is there already", next_step=f"rm {shlex.quote(str(path))}, or -o FILE")
     try:
         count, left_out = _write(path, incident, report, search)
     except OSError as error:
-        raise CrashkitError(f"{path} cannot be written: {error}", next_step="name another with -o FILE") from error
+        raise CrashkitError(f"{path} cannot be written: {error}", next_step="-o FILE, elsewhere") from error
     size = path.stat().st_size
     if args.json:
         told = {"incident": incident.name[-8:], "path": str(path.absolute()), "files": count, "bytes": size}
@@ -95,7 +96,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         more = f" and {len(left_out) - _MAX_TOLD:,} more" if len(left_out) > _MAX_TOLD else ""
         print(f"left out, as they may hold prompts: {', '.join(left_out[:_MAX_TOLD])}{more}")
     option = " --no-prompts" if search is not None else ""
-    print(f"next: paste {REPORT} of it into the report: sglang-crashkit bundle {incident.path} --report{option}")
+    shown = shlex.quote(str(incident.path))
+    print(f"next: sglang-crashkit bundle {shown} --report{option}   # the text of the report, to be pasted")
     return ExitCode.DONE
 
 

@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         raise
     except OSError as error:
         raise CrashkitError(
-            f"cannot write to {output}: {error.strerror or error}", next_step="name another: --output-dir DIR"
+            f"cannot write to {output}: {error.strerror or error}", next_step="--output-dir DIR, another one"
         ) from error
 
 
@@ -266,7 +266,9 @@ def _reach(args: argparse.Namespace) -> Reach:
         return JobNodes(find_job(args.slurm_job), args.container_name, args.srun_option)
     if args.via is None or args.hosts is None:
         missing = "--via" if args.via is None else "--hosts"
-        raise UsageError(f"{missing} is missing: --via and --hosts belong together", next_step="collect --help")
+        raise UsageError(
+            f"{missing} is missing: --via and --hosts belong together", next_step="sglang-crashkit collect --help"
+        )
     if args.container_name is not None or args.srun_option:
         raise UsageError(
             "--container-name and --srun-option are for a Slurm job", next_step="say it in --via, or name --slurm-job"
@@ -396,7 +398,8 @@ def _nothing(args: argparse.Namespace, found: Discovery) -> NothingToDoError:
         return NothingToDoError("there are only other users' SGLang processes", next_step="--any-user, as root")
     if args.pid is not None:
         return NothingToDoError(
-            f"process {args.pid} is no SGLang server, nor is one below it", next_step="leave --pid out to find all"
+            f"process {args.pid} is no SGLang server, nor is one below it",
+            next_step="sglang-crashkit collect   # finds all of yours",
         )
     return NothingToDoError(
         "there is no SGLang process on this host",

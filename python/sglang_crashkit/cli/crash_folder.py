@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_crashkit import settings
-from sglang_crashkit.errors import NothingToDoError
+from sglang_crashkit.errors import WHAT_DIR_IS, NothingToDoError
 from sglang_crashkit.incident.store import StoredIncident, find_one, unreadable_in_words
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
@@ -37,7 +37,7 @@ def require_folders(folder: Path | None) -> list[Path]:
     if not folders:
         raise NothingToDoError(
             "no server runs here whose crash folder would be known",
-            next_step="sglang-crashkit incidents DIR, with what the server was given as --crash-dump-folder",
+            next_step=f"sglang-crashkit incidents DIR{WHAT_DIR_IS}",
         )
     return folders
 
@@ -62,7 +62,7 @@ def find_meant(text: str, folder: Path | None) -> StoredIncident:
     if not found:
         raise NothingToDoError(
             f"no incident {text} where servers of this host leave theirs",
-            next_step="name its folder, or its crash folder with --folder DIR",
+            next_step=f"the same with --folder DIR{WHAT_DIR_IS}",
         )
     tell_unreadable(unreadable)
     return max(found, key=lambda one: one.name)

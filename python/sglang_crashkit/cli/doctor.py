@@ -48,7 +48,9 @@ def run(args: argparse.Namespace) -> ExitCode:
     from sglang_crashkit.doctor.findings import format_findings, has_problem
 
     if args.drill and args.pid is not None:
-        raise UsageError("--drill is of no server, so that --pid has no place in it", next_step="leave one of them out")
+        raise UsageError(
+            "--drill is of no server, so that --pid has no place in it", next_step="sglang-crashkit doctor --drill"
+        )
     document: dict[str, object] = {"schema_version": 1}
     if args.drill:
         from sglang_crashkit.doctor.drill import drill

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from sglang_crashkit.cli.argument_types import duration
-from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError
+from sglang_crashkit.errors import WHAT_DIR_IS, WHOSE_IT_IS, CrashkitError, ExitCode, NothingToDoError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,11 +41,13 @@ def run(args: argparse.Namespace) -> ExitCode:
     problems = [f"{path} cannot be read: {why}" for path, why in fleet.problems.items()]
     missing = [f"{path} is not a folder" for path in fleet.missing]
     if not fleet.incidents and problems:
-        raise CrashkitError("; ".join([*problems, *missing]), next_step="read it as the user whom the server runs as")
+        raise CrashkitError(
+            "; ".join([*problems, *missing]), next_step=f"ls -ld {next(iter(fleet.problems))}{WHOSE_IT_IS}"
+        )
     if not fleet.incidents:
         raise NothingToDoError(
             "; ".join([*missing, f"no incident of {len(fleet.hosts)} hosts that can be read"]),
-            next_step="name what servers have as --crash-dump-folder",
+            next_step=f"sglang-crashkit fleet DIR{WHAT_DIR_IS}",
         )
     for line in [*problems, *missing]:
         print(line, file=sys.stderr)
@@ -58,7 +60,9 @@ def run(args: argparse.Namespace) -> ExitCode:
             if not write_to_device(args.html, page):
                 args.html.write_bytes(page)
         except OSError as error:
-            raise CrashkitError(f"{args.html} cannot be written: {error}", next_step="name another file") from error
+            raise CrashkitError(
+                f"{args.html} cannot be written: {error}", next_step="--html FILE, another one"
+            ) from error
     if args.json:
         told = {"schema_version": 1, "hosts": hosts, "incidents": len(fleet.incidents), "unreadable": unreadable}
         print(json.dumps(told | {"faults": [one.to_json() for one in groups]}, indent=1))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.cli.argument_types import duration, positive
-from sglang_crashkit.errors import ExitCode, NothingToDoError
+from sglang_crashkit.errors import WHAT_DIR_IS, ExitCode, NothingToDoError
 from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.store import StoredIncident, find_incidents, parse_name, unreadable_error
-from sglang_crashkit.incident.summary import headline, mapping_of
+from sglang_crashkit.model.checked_json import mapping_of
 
 #: What the index of each folder has of each fault.
 Faults = Mapping[Path, Mapping[str, Mapping[str, Any]]]
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         of_these = " that is asked for" if found else ""
         raise NothingToDoError(
             f"no incident{of_these} below {where}",
-            next_step=_others(found, args) if found else "name the folder given as --crash-dump-folder",
+            next_step=_others(found, args) if found else f"sglang-crashkit incidents DIR{WHAT_DIR_IS}",
         )
     for line in _as_text(incidents, faults):
         print(line)
@@ -112,6 +113,9 @@ def _fault_of(incident: StoredIncident, faults: Faults) -> dict[str, Any] | None
 
 
 def _as_json(incident: StoredIncident, faults: Faults) -> dict[str, Any]:
+    # A table needs no words of a whole incident.
+    from sglang_crashkit.incident.summary import headline
+
     document = incident.document or {}
     fields = {name: document.get(name) for name in ("id", "kind", "trigger", "server", "requests", "peers", "verdict")}
     return {
@@ -137,5 +141,5 @@ def _as_text(incidents: Sequence[StoredIncident], faults: Faults) -> list[str]:
     newest = incidents[0]
     lines = [*table_lines(incidents, totals, columns()), f"newest: {newest.path}"]
     if newest.document is not None:
-        lines.append(f"next: sglang-crashkit show {newest.path}")
+        lines.append(f"next: sglang-crashkit show {shlex.quote(str(newest.path))}")
     return lines

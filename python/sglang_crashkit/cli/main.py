@@ -82,7 +82,7 @@ def build_parser(called: str | None) -> argparse.ArgumentParser:
         if name == called:
             load_command(name).configure(sub)
             # The lines of its examples stay as they are.
-            sub.epilog = f"{sub.epilog or ''}\n{_STATUSES}"
+            sub.epilog = f"{(sub.epilog or '').rstrip()}\n\n{_STATUSES}"
             sub.set_defaults(own_parser=sub)
     return parser
 
@@ -116,7 +116,11 @@ def _run(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: the arguments make no sense, or help was asked for and is given.
     """
-    args, unknown = build_parser(next((word for word in argv if word in COMMANDS), None)).parse_known_args(argv)
+    parser = build_parser(next((word for word in argv if word in COMMANDS), None))
+    if not argv:
+        parser.print_help(sys.stderr)
+        raise SystemExit(int(ExitCode.USAGE))
+    args, unknown = parser.parse_known_args(argv)
     if unknown:
         # With the command's own usage, which `parse_args` would not show.
         args.own_parser.error(f"unrecognized arguments: {' '.join(unknown)}")

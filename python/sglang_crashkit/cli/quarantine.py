@@ -4,31 +4,64 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, UsageError
+from sglang_crashkit.errors import WHAT_DIR_IS, CrashkitError, ExitCode, NothingToDoError, UsageError
 
-EXAMPLE = """example:
-  sglang-crashkit quarantine add /crash bisect-1a2b3c4d/reproducer.json
-  sglang-crashkit quarantine list /crash
-  sglang-crashkit quarantine remove /crash 0c4f81d2a67b
+EXAMPLE = """examples:
+  sglang-crashkit quarantine list --folder /var/crash/sglang
+  sglang-crashkit quarantine add bisect-1a2b3c4d/reproducer.json --folder /var/crash/sglang
+  sglang-crashkit quarantine remove 0c4f81d2a67b --folder /var/crash/sglang
 
 A server with that crash folder, the same model and release, and SGLANG_CRASHKIT_QUARANTINE=refuse (or observe) heeds it
 within seconds. An entry counts for 24 hours. What is proven is refused; what is only suspected is sent alone.
 """
-_BISECT = "sglang-crashkit bisect INCIDENT --serve COMMAND, which writes one"
-_ACTIONS = ("list", "add", "remove", "clear")
+_BISECT = 'sglang-crashkit bisect INCIDENT --serve "COMMAND"   # writes one'
+#: What each action does, and takes beside the folder.
+_ACTIONS = {
+    "list": ("print the entries", ""),
+    "add": ("add what a reproducer.json of `bisect` proves", "FILE"),
+    "remove": ("remove the entry of a key", "KEY"),
+    "clear": ("remove all entries, also of a file that cannot be read", ""),
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.epilog = EXAMPLE
-    parser.add_argument("action", choices=_ACTIONS)
-    parser.add_argument("folder", type=Path, help="what the server was given as --crash-dump-folder")
-    parser.add_argument("what", nargs="?", help="of add: a reproducer.json of `bisect`; of remove: an entry's key")
-    parser.add_argument("--json", action="store_true", help="print the entries that are left as a JSON list")
+    _add_json(parser)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, (words, what) in _ACTIONS.items():
+        sub = actions.add_parser(name, help=words, description=words)
+        sub.usage = f"{sub.prog} [-h] --folder DIR [--json]{f' {what}' if what else ''}"
+        # The folder may also be the first of them.
+        sub.add_argument("words", nargs="+" if what else "*", metavar=what or "DIR", help=argparse.SUPPRESS)
+        sub.add_argument("--folder", type=Path, metavar="DIR", help="what the server was given as --crash-dump-folder")
+        _add_json(sub, default=argparse.SUPPRESS)
+
+
+def _add_json(parser: argparse.ArgumentParser, **how: Any) -> None:
+    parser.add_argument("--json", action="store_true", help="print the entries that are left as a JSON list", **how)
+
+
+def _folder_and_what(args: argparse.Namespace) -> tuple[Path, str | None]:
+    """Return the crash folder, and the file or key; None for the actions that take none."""
+    words = [*args.words]
+    takes = _ACTIONS[args.action][1]
+    what = words.pop() if takes else None
+    folder = args.folder or (Path(words.pop()) if words else None)
+    if folder is None or words:
+        raise UsageError(
+            "one crash folder is wanted" + (f", and one {takes}" if takes else ""),
+            next_step=f"sglang-crashkit quarantine {args.action} --folder DIR {takes}".rstrip(),
+        )
+    if not folder.is_dir():
+        raise NothingToDoError(f"{folder} is not a folder", next_step=f"--folder DIR{WHAT_DIR_IS}")
+    return folder, what
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -40,37 +73,33 @@ def run(args: argparse.Namespace) -> ExitCode:
     from sglang_crashkit.incident.quarantine import Entry, add_entry, change_entries, clear_entries, read_entries
     from sglang_crashkit.replay.bisect import Result, entry_for
 
-    if not args.folder.is_dir():
-        raise NothingToDoError(f"{args.folder} is not a folder", next_step="name the server's --crash-dump-folder")
-    if (args.what is None) == (args.action in ("add", "remove")):
-        raise UsageError(f"{args.action} takes " + ("one thing more" if args.what is None else "no more than a folder"))
+    folder, what = _folder_and_what(args)
 
     def left(entries: list[Entry]) -> list[Entry]:
-        kept = [entry for entry in entries if entry.key != args.what]
+        kept = [entry for entry in entries if entry.key != what]
         if len(kept) == len(entries):
-            raise NothingToDoError(
-                f"there is no entry {args.what}", next_step=f"sglang-crashkit quarantine list {args.folder}"
-            )
+            listed = f"sglang-crashkit quarantine list --folder {shlex.quote(str(folder))}"
+            raise NothingToDoError(f"there is no entry {what}", next_step=listed)
         return kept
 
-    if args.action == "add":
+    if args.action == "add" and what is not None:
         try:
-            told = json.loads(Path(args.what).read_text())
+            told = json.loads(Path(what).read_text())
             entry = entry_for(Result(**told), time.time())
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise CrashkitError(
-                f"{args.what} is no reproducer.json: {getattr(error, 'strerror', None) or error}", next_step=_BISECT
+                f"{what} is no reproducer.json: {getattr(error, 'strerror', None) or error}", next_step=_BISECT
             ) from error
         if entry is None:
             raise CrashkitError(
-                f"{args.what} does not prove of one request that it brings the fault back", next_step=_BISECT
+                f"{what} does not prove of one request that it brings the fault back", next_step=_BISECT
             )
-        add_entry(args.folder, entry)
+        add_entry(folder, entry)
     elif args.action == "remove":
-        change_entries(args.folder, left)
+        change_entries(folder, left)
     elif args.action == "clear":
-        clear_entries(args.folder)
-    entries = read_entries(args.folder)
+        clear_entries(folder)
+    entries = read_entries(folder)
     if args.json:
         print(json.dumps([asdict(entry) for entry in entries], indent=2))
         return ExitCode.DONE

@@ -32,8 +32,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     part.add_argument("--stacks", action="store_true", help="where the processes were, those that agree once")
     part.add_argument("--requests", action="store_true", help="the requests in flight, without prompts")
     part.add_argument("--steps", action="store_true", help="the last steps of the ranks side by side")
-    part.add_argument("--timeline", action="store_true", help="what happened when")
-    part.add_argument("--env", action="store_true", help="what surrounded the server")
+    part.add_argument("--timeline", action="store_true", help="the events in order, in seconds since the first failure")
+    part.add_argument("--env", action="store_true", help="model, versions, memory, and where the server ran")
     part.add_argument("--json", action="store_true", help="print incident.json")
     part.add_argument("--html", metavar="FILE", type=Path, help="write it as one page, to look at in a browser")
     parser.add_argument("--prompts", action="store_true", help="with --html: with what users of the server wrote")
@@ -121,6 +121,6 @@ def _page(incident: StoredIncident, args: argparse.Namespace) -> ExitCode:
         write_html(incident.path, args.html, prompts=args.prompts)
     except OSError as error:
         why = error.strerror or error
-        raise CrashkitError(f"{args.html} cannot be written: {why}", next_step="name another file") from error
+        raise CrashkitError(f"{args.html} cannot be written: {why}", next_step="--html FILE, another one") from error
     print(args.html)
     return ExitCode.DONE

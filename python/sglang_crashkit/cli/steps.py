@@ -55,7 +55,7 @@ def print_steps(
     """Print the last steps of the ranks in an incident; see `run`."""
     # Imported here, so that every command starts without what the others need.
     from sglang_crashkit.incident.steps import read_steps
-    from sglang_crashkit.incident.summary import mapping_of
+    from sglang_crashkit.model.checked_json import mapping_of
 
     everyone = read_steps(incident.path)
     if not everyone:
@@ -63,8 +63,9 @@ def print_steps(
     divergence = mapping_of(mapping_of(incident.document).get("divergence")) or _divergence_of(everyone)
     shown = [one for one in everyone if rank is None or _is_meant(one, rank)]
     if not shown:
-        titles = ", ".join(one.title.removeprefix("sglang::") for one in everyone)
-        raise UsageError(f"there is no rank {rank}", next_step=f"name one of {titles}")
+        first, *others = (one.title.rpartition("scheduler_")[2] for one in everyone)
+        more = f"   # or {', '.join(others)}" if others else ""
+        raise UsageError(f"there is no rank {rank}", next_step=f"--rank {first}{more}")
     if as_json:
         print(json.dumps(_as_json(incident.path, divergence, shown, last), indent=2))
         return ExitCode.DONE

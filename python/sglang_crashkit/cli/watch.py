@@ -16,8 +16,9 @@ from sglang_crashkit.cli.ending import Terminated, terminable
 from sglang_crashkit.collect.collection import Collection, Plan
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, UsageError
 from sglang_crashkit.incident.store import find_incident_of
-from sglang_crashkit.incident.summary import headline, mapping_of
+from sglang_crashkit.incident.summary import headline
 from sglang_crashkit.kernel.discovery import FoundProcess, find_processes
+from sglang_crashkit.model.checked_json import mapping_of
 from sglang_crashkit.settings import read_seconds
 from sglang_crashkit.watch.health import Address, Health, HealthProbe, read_api_key
 from sglang_crashkit.watch.server import Death, WatchedServer, find_listener, first_death, is_here
@@ -198,7 +199,7 @@ class _Watch:
             self._server.close()
             raise NothingToDoError(
                 f"process {pid} is no SGLang server, nor does it belong to one",
-                next_step="name its main process, or --url",
+                next_step="sglang-crashkit watch --pid PID   # of its main process, or --url",
             )
 
     def _connect(self) -> None:
@@ -343,7 +344,7 @@ class _Watch:
     def _introduction(self) -> str:
         where = f" at {self._probe.address}" if self._probe is not None else ""
         who = f"server {self._server.pid}" if self._server is not None else "the server"
-        return f"watching {who}{where}; {self._hang_secs:g} s without an answer are a hang"
+        return f"{who}{where}; {self._hang_secs:g} s without an answer are a hang"
 
     def _tell_event(self, event: Event) -> None:
 

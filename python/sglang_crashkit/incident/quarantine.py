@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import stat
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -19,11 +20,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.errors import WHOSE_IT_IS, CrashkitError
 from sglang_crashkit.incident.request_fingerprint import digest_of, fingerprint_of, prompt_of
-from sglang_crashkit.incident.summary import mapping_of, mappings_of
 from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.kernel.private_files import write_json
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
 FILE = "quarantine.json"
 MAX_ENTRIES = 1000
@@ -330,21 +331,22 @@ def read_entries(folder: Path, now: float | None = None) -> list[Entry]:
         CrashkitError: the file is broken, too large, or somebody else's; nothing of it counts.
     """
     now = time.time() if now is None else now
-    path, clear = folder / FILE, f"sglang-crashkit quarantine clear {folder}, which forgets what is in it"
+    # It forgets what is in it.
+    path, clear = folder / FILE, f"sglang-crashkit quarantine clear --folder {shlex.quote(str(folder))}"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CrashkitError(
-            f"{path} cannot be read: {error.strerror}", next_step="read it as the user whom the server runs as"
+            f"{path} cannot be read: {error.strerror}", next_step=f"ls -l {shlex.quote(str(path))}{WHOSE_IT_IS}"
         ) from error
     try:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode) or about.st_uid not in (os.geteuid(), 0) or about.st_mode & 0o022:
             raise CrashkitError(
                 f"{path} is no file of this user that nobody else may write",
-                next_step=f"the same as its owner, or chmod go-w: ls -l {path}",
+                next_step=f"chmod go-w {shlex.quote(str(path))}   # as its owner; ls -l says who that is",
             )
         if about.st_size > _MAX_BYTES:
             raise CrashkitError(f"{path} has {about.st_size} bytes, more than {_MAX_BYTES}", next_step=clear)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.errors import WHOSE_IT_IS, CrashkitError
 from sglang_crashkit.kernel import titles
 from sglang_crashkit.model.step import Step
 
@@ -45,7 +46,9 @@ def read_steps(incident: Path, number: int | None = None) -> list[StoredSteps]:
     try:
         return [_read(path, number) for path in sorted(incident.glob(f"ranks/*{SUFFIX}"))]
     except OSError as error:
-        raise CrashkitError(f"{incident} cannot be read: {error}", next_step="read it as the server's user") from error
+        raise CrashkitError(
+            f"{incident} cannot be read: {error}", next_step=f"ls -l {shlex.quote(str(incident))}{WHOSE_IT_IS}"
+        ) from error
 
 
 def _read(path: Path, number: int | None) -> StoredSteps:

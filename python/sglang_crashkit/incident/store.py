@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit import settings
-from sglang_crashkit.errors import CrashkitError, NothingToDoError
+from sglang_crashkit.errors import WHAT_DIR_IS, WHOSE_IT_IS, CrashkitError, NothingToDoError
 from sglang_crashkit.kernel.private_files import read_regular
 
 #: In front of the name of an incident that is not finished.
@@ -116,7 +116,7 @@ def find_incidents(folder: Path, unreadable: list[OSError] | None = None) -> lis
     if not is_folder:
         raise NothingToDoError(
             f"{folder} is not a folder",
-            next_step="name the folder that the server was given as --crash-dump-folder",
+            next_step=f"sglang-crashkit incidents DIR{WHAT_DIR_IS}",
         )
     for _ in range(_LOOKS):
         incidents, closed, is_whole = _look(folder)
@@ -165,7 +165,10 @@ def unreadable_in_words(error: OSError, folder: Path) -> str:
 
 def unreadable_error(error: OSError, folder: Path) -> CrashkitError:
     """Return what is reported of a folder that cannot be read."""
-    return CrashkitError(unreadable_in_words(error, folder), next_step="read it as the user whom the server runs as")
+    return CrashkitError(
+        unreadable_in_words(error, folder),
+        next_step=f"ls -ld {shlex.quote(str(error.filename or folder))}{WHOSE_IT_IS}",
+    )
 
 
 def find_one(text: str, folder: Path | None = None, unreadable: list[OSError] | None = None) -> StoredIncident:
@@ -192,13 +195,13 @@ def find_one(text: str, folder: Path | None = None, unreadable: list[OSError] | 
     if not found:
         named = f"incident {wanted}" if wanted else "finished incident"
         told = "; ".join([f"no {named} below {place}", *(unreadable_in_words(error, place) for error in closed)])
-        raise NothingToDoError(told, next_step=f"sglang-crashkit incidents {place}")
+        raise NothingToDoError(told, next_step=f"sglang-crashkit incidents {shlex.quote(str(place))}")
     if unreadable is not None and not wanted:
         unreadable += closed
     if found[0].document is None:
         raise CrashkitError(
             f"{found[0].path}: {found[0].problem}",
-            next_step=f"read it as the user whom the server runs as, or see what else is there: {found[0].path}",
+            next_step=f"ls -l {shlex.quote(str(found[0].path))}{WHOSE_IT_IS}",
         )
     return found[0]
 

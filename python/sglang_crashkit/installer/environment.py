@@ -99,7 +99,7 @@ def find_python(given: str | None) -> Path:
     if not (path.is_file() and os.access(path, os.X_OK)):
         raise UsageError(
             f"{path} is not a python interpreter",
-            next_step="name one with --python PATH, for instance .venv/bin/python",
+            next_step="--python PATH, such as .venv/bin/python",
         )
     # Not resolved: a virtual environment's python is a link, and only its own name finds it.
     return path.absolute()
@@ -121,7 +121,7 @@ def find_environment(given: str | None, *, calls: Sequence[str] = ()) -> Environ
         where = f", but {found['package_dirs'][0]} is importable" if found["package_dirs"] else ""
         raise NothingToDoError(
             f"{python} has no SGLang installed{where}",
-            next_step="name the python that runs the server with --python PATH",
+            next_step="the same with --python PATH   # of the python that runs the server",
         )
     dist_info = Path(found["dist_infos"][0])
     site, version = dist_info.parent, str(found["version"])

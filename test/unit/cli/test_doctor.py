@@ -46,4 +46,4 @@ def test_a_process_of_no_server_is_nothing_to_look_at(
 
 def test_a_drill_is_of_no_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--drill", "--pid", "7"]) == 2
-    assert "next: leave one of them out" in capsys.readouterr().err
+    assert "next: sglang-crashkit doctor --drill" in capsys.readouterr().err

@@ -42,6 +42,16 @@ def test_an_entry_is_added_listed_and_removed(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == "nothing is in quarantine\n"
 
 
+def test_the_folder_is_named_as_in_other_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = ["--folder", str(tmp_path)]
+    assert main(["quarantine", "add", *folder, reproducer(tmp_path)]) == 0
+    key = capsys.readouterr().out.split(maxsplit=1)[0]
+    assert main(["quarantine", "list", *folder]) == 0
+    assert capsys.readouterr().out.startswith(key)
+    assert main(["quarantine", "remove", key, *folder]) == 0
+    assert main(["quarantine", "clear", *folder]) == 0
+
+
 def test_all_are_cleared_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["quarantine", "add", str(tmp_path), reproducer(tmp_path)])
     assert main(["quarantine", "clear", str(tmp_path)]) == 0
@@ -53,6 +63,9 @@ def test_all_are_cleared_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         (["add", "{folder}"], 2),
         (["list", "{folder}", "x"], 2),
+        (["list"], 2),
+        (["list", "--folder", "{folder}", "x"], 2),
+        (["remove", "--folder", "{folder}", "x"], 3),
         (["list", "{folder}/none"], 3),
         (["add", "{folder}", "{folder}/none"], 1),
         (["add", "{folder}", "{unproven}"], 1),
@@ -72,7 +85,7 @@ def test_what_is_no_reproducer_has_a_next_step(tmp_path: Path, capsys: pytest.Ca
     if made:
         path.write_text(made)
     assert main(["quarantine", "add", str(tmp_path), str(path)]) == 1
-    assert "next: sglang-crashkit bisect INCIDENT --serve COMMAND" in capsys.readouterr().err
+    assert "next: sglang-crashkit bisect INCIDENT --serve" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["{", "{}"])
@@ -80,4 +93,4 @@ def test_a_broken_list_has_a_next_step(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "quarantine.json").write_text(text)
     (tmp_path / "quarantine.json").chmod(0o600)
     assert main(["quarantine", "list", str(tmp_path)]) == 1
-    assert f"next: sglang-crashkit quarantine clear {tmp_path}" in capsys.readouterr().err
+    assert f"next: sglang-crashkit quarantine clear --folder {tmp_path}" in capsys.readouterr().err

@@ -132,7 +132,7 @@ def test_a_rank_that_is_not_there_is_named_with_those_that_are(
     incident: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["steps", str(incident), "--rank", "TP7"]) == 2
-    assert "there is no rank TP7\n  next: name one of scheduler_TP0, scheduler_TP1" in capsys.readouterr().err
+    assert "there is no rank TP7\n  next: --rank TP0   # or TP1" in capsys.readouterr().err
 
 
 def test_an_incident_without_steps_is_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

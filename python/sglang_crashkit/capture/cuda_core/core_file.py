@@ -14,6 +14,7 @@ version.
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 import struct
 import time
@@ -82,13 +83,20 @@ class Source:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         except (OSError, ValueError) as error:
             if path.is_symlink():
-                raise CudaCoreError(f"{path} is a link", next_step="name the file itself") from error
+                raise CudaCoreError(
+                    f"{path} is a link", next_step=f"readlink -f {shlex.quote(str(path))}   # names the file itself"
+                ) from error
             why = error.strerror if isinstance(error, OSError) else error
-            raise CudaCoreError(f"{path} cannot be opened: {why}", next_step="name a file that you may read") from error
+            raise CudaCoreError(
+                f"{path} cannot be opened: {why}", next_step=f"ls -l {shlex.quote(str(path))}"
+            ) from error
         found = os.fstat(self._descriptor)
         if not stat.S_ISREG(found.st_mode):
             self.close()
-            raise CudaCoreError(f"{path} is no file", next_step="name the file that the CUDA driver wrote")
+            raise CudaCoreError(
+                f"{path} is no file",
+                next_step=f"ls -l {shlex.quote(str(path))}   # wanted is what the CUDA driver wrote",
+            )
         self.size = found.st_size
 
     def close(self) -> None:
