@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lanelib.paths import ROOT
+from sglang_crashkit.cli.reporters.incident_parts import timeline_lines
 from sglang_crashkit.cli.show import screen_lines
 from sglang_crashkit.incident.store import StoredIncident
 
@@ -37,8 +38,9 @@ MAX_LINES = 26
 _BLOCK = re.compile(r"(?<=^```console\n)\$ (sglang-crashkit (?:[^\n\\]|\\\n)*)\n.*?(?=^```$)", re.MULTILINE | re.DOTALL)
 _PACKAGES, _SHOWN_PACKAGES = re.compile(r"/[^\s\"']*/site-packages/"), "/venv/lib/python3.11/site-packages/"
 _FIRST_PID, _LEAST_PID = 4101, 100
-#: Of a process; the first screen needs none of it.
-_LEFT_OUT = ("evidence", "looks", "state")
+#: Of a process; the first screen needs of its state only whether it is stopped.
+_LEFT_OUT = ("evidence", "looks")
+_STATE = "State"
 #: So many of the last steps of each rank are kept.
 _STEPS = 2
 
@@ -73,6 +75,11 @@ def screen(document: Mapping[str, Any]) -> str:
     return "\n".join(screen_lines(stored, argparse.Namespace(incident="latest", folder=Path(SHOWN_FOLDER))))
 
 
+def told_of(document: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the commands print that need no more than a kept incident, by command."""
+    return {SHOW: screen(document), f"{SHOW} --timeline": "\n".join(timeline_lines(document))}
+
+
 def kept_incident(name: str) -> dict[str, Any]:
     """Return the incident that is kept for a page."""
     document: dict[str, Any] = json.loads((INCIDENTS / f"{name}.json").read_text())
@@ -89,6 +96,8 @@ def keep_incident(name: str, document: Mapping[str, Any], names: Names) -> None:
     """
     processes = [{k: v for k, v in one.items() if k not in _LEFT_OUT} for one in document["processes"]]
     for one in processes:
+        if one.get("state"):
+            one["state"] = {_STATE: one["state"].get(_STATE)}
         if one.get("steps"):
             one["steps"] = {**one["steps"], "last": one["steps"]["last"][-_STEPS:]}
     text = json.dumps({**document, "processes": processes}, indent=1)

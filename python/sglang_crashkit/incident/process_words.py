@@ -45,7 +45,9 @@ def state_in_words(process: Process) -> str:
         raised = any(piece.get("kind") == "exception" and piece.get("status") == "captured" for piece in pieces)
         return stopped_state(process) or ("raised an exception" if raised else "alive then")
     how = end.get("signal") or f"exit status {end.get('code')}"
-    return f"dead, {how} ({end.get('cause')}: {end.get('detail')})"
+    # That it was a signal goes without saying.
+    cause = "" if end.get("cause") == "signal" else f"{end.get('cause')}: "
+    return f"dead, {how} ({cause}{end.get('detail')})"
 
 
 def last_sign_in_words(sign: Mapping[str, Any]) -> str:

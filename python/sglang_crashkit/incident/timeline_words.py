@@ -110,7 +110,7 @@ def _details(event: Event, *, of_process: bool) -> str:
 def _detail_in_words(name: str, value: object) -> str:
     if name == "message":
         # The whole of it stands in the verdict, or in the process's own record.
-        return f"{name} {consequence_in_words(str(value))}"
+        return consequence_in_words(str(value))
     if name == "segments" and isinstance(value, list):
         return _segments_in_words(mappings_of(value))
     if isinstance(value, list):

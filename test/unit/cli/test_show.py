@@ -127,7 +127,7 @@ def test_the_timeline_counts_from_the_incident(crash_dir: Path, capsys: pytest.C
         "shared_memory_left 2 segments left, 25 kB: sgl_shm_mq_27323_13bd8015 (what process 1 maps cannot be read), "
         "sglang_loads_0448488d1936_01b7d292.shm (its name does not say whose it is)"
     )
-    assert any("exception TP0: message RuntimeError: Connection closed by peer" in line for line in rest)
+    assert any("exception TP0: RuntimeError: Connection closed by peer" in line for line in rest)
 
 
 def test_the_surroundings_are_shown_value_by_value(crash_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,7 @@ def test_what_is_long_is_cut() -> None:
     run = Run([{"event": "x", "pids": list(range(512)), "segments": segments, "message": "m" * 300}])
     words = run.details()
     assert words.startswith("pids 0, 1, 2, 3, 4, 5, 6, 7 and 504 more, 9 segments left, 37 kB: s0 (it is held), ")
-    assert words.endswith(f"s7 (it is held) and 1 more, message {'m' * 97}...")
+    assert words.endswith(f"s7 (it is held) and 1 more, {'m' * 97}...")
 
 
 @pytest.mark.parametrize("time", [None, 5, "yesterday", "0000-00-00T00:00:00Z"])
