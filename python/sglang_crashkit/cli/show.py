@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     part.add_argument("--stacks", action="store_true", help="where the processes were, those that agree once")
     part.add_argument("--requests", action="store_true", help="the requests in flight, without prompts")
     part.add_argument("--steps", action="store_true", help="the last steps of the ranks side by side")
-    part.add_argument("--timeline", action="store_true", help="the events in order, in seconds since the incident began")
+    part.add_argument("--timeline", action="store_true", help="the events in order, by seconds since it began")
     part.add_argument("--env", action="store_true", help="model, versions, memory, and where the server ran")
     part.add_argument("--json", action="store_true", help="print incident.json")
     part.add_argument("--html", metavar="FILE", type=Path, help="write it as one page, to look at in a browser")
