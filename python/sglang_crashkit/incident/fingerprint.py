@@ -7,7 +7,6 @@ share the folder share the index, under a lock; without the lock an incident is 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -72,6 +71,9 @@ class Fault:
     @property
     def key(self) -> str:
         """A short name for it."""
+        # It loads OpenSSL, of which a command that only reads the index has no need.
+        import hashlib
+
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
 
 
