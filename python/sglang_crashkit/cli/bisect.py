@@ -66,11 +66,11 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.json:
         print(json.dumps(asdict(result), indent=2))
         return ExitCode.DONE if result.reproduced else ExitCode.PARTIAL
-    for line in result.left_out:
-        print(f"left out: {line}")
     print(_words(result, folder))
     if told:
         print(told)
+    for line in result.left_out:
+        print(f"left out: {line}")
     return ExitCode.DONE if result.reproduced else ExitCode.PARTIAL
 
 
@@ -102,5 +102,5 @@ def _words(result: Result, folder: Path) -> str:
         lines.append(f"by one request ({result.rids[0]}), with {parameters}; of its prompt: {result.prompt}")
     else:
         lines.append(f"by {len(result.requests)} requests at once: {', '.join(result.rids[:8])}")
-    lines.append(f"next: {folder / SCRIPT} http://HOST:PORT   (or see {folder / REPRODUCER})")
+    lines.append(f"next: {folder / SCRIPT} http://HOST:PORT   # or see {folder / REPRODUCER}")
     return "\n".join(lines)

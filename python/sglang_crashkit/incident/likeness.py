@@ -11,7 +11,7 @@ _NUMBER = r"""
     (?P<kept> (?:status|code|signal|errno|error|xid|seqnum|numel\w*|ranks)\W{0,3}\d+ )
     # Of a process: a path, an address, an identity.
     | (?P<whole> 0x[0-9a-f]+ | [0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12} )
-    | (?<![\w/])/\S+
+    | (?<![\w/])/\S+ | (?<=[\]\d]):\d+
     | (?<![a-z])(?:rank|tp|dp|pp|ep|gpu|device|cuda|pid|process|thread|port|batch|batches|host|node)[\s:=\#]{0,2}\d+
     # Of a moment: a time, a size, a count of what was under way; and what is too long for anything but these.
     | \d+(?:\.\d+)+ | \d{5,} | \d+(?=\s?(?:[kmgt]i?b|bytes|[munμ]?s|secs?|seconds|requests?|tokens?)\b)

@@ -10,6 +10,8 @@ from sglang_crashkit.incident.likeness import without_own_numbers
     [
         ("there is no pipe /run/1003.pipe", "there is no pipe /run/7.pipe"),
         ("Connection closed by peer [127.0.0.1]:31107", "Connection closed by peer [127.0.0.2]:41100"),
+        ("Connection closed by peer [10.0.0.1]:2785. This", "Connection closed by peer [10.0.0.2]:941. This"),
+        ("10.0.0.1:2785 refused", "10.0.0.2:941 refused"),
         ("GPU 3: 79.10 GiB, of which 640 MiB are free", "GPU 5: 79.10 GiB, of which 12 MiB are free"),
         ("[Rank 3] the watchdog waited 600012 ms", "[Rank 12] the watchdog waited 599 ms"),
         ("silent_secs 5.1, doing batch 14, of 3 requests", "silent_secs 9.25, doing batch 9, of 1 requests"),
