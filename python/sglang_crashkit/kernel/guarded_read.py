@@ -219,7 +219,8 @@ class _Helper:
                     poller.poll(left * 1000)
                 elif _is_runnable(self.pid) and -left < _STARVED_SECS:
                     poller.poll(_STARVED_STEP_SECS * 1000)
-                else:
+                # It may have answered while this process waited for a processor, after the last look.
+                elif not poller.poll(0):
                     raise BlockedReadError(
                         errno.ETIMEDOUT, "it did not let itself be read in time", str(path)
                     ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
@@ -96,7 +97,26 @@ def test_many_that_wait_cost_less_each(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_several_threads_may_read(reader: GuardedReader, tmp_path: Path) -> None:
+def test_an_answer_that_came_while_nobody_looked_is_taken(
+    reader: GuardedReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine may give the reader no processor until the deadline is over and the helper waits again."""
+
+    def has_answered(_pid: int) -> bool:
+        assert reader._helper is not None
+        assert select.select([reader._helper._answers], [], [], LONG)[0]
+        return False
+
+    (tmp_path / "file").write_bytes(b"x")
+    monkeypatch.setattr(guarded_read, "_is_runnable", has_answered)
+    for _time in range(20):
+        monkeypatch.setattr(reader, "_deadline_secs", -1.0)
+        assert reader.read(tmp_path / "file") == b"x"
+
+
+def test_several_threads_may_read(reader: GuardedReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A lock that many want is not given in turns.
+    monkeypatch.setattr(guarded_read, "_LOCK_SECS", LONG)
     got: list[bytes] = []
 
     def read(name: str) -> None:
