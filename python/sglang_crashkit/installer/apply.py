@@ -45,8 +45,8 @@ from sglang_crashkit.installer.status import (
 
 #: In the dist-info folder while a change runs; one without a holder tells of a change that was cut off.
 LOCK_FILE = ".sglang-crashkit.lock"
-#: Seconds to wait for another process; a change takes well under one.
-LOCK_WAIT = 5.0
+#: Seconds to wait for other processes. A change takes well under one, and many on a disk that syncs slowly.
+LOCK_WAIT = 60.0
 #: The name of a file that waits to take the place of another, and the names of all that any version of the kit left.
 _STAGED, _LEFT_OVER = ".{}.sglang-crashkit-new", ".*.sglang-crashkit-*"
 

@@ -9,10 +9,12 @@ import stat
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sglang_crashkit.errors import CrashkitError, ExitCode, RefusedError
+from sglang_crashkit.installer import apply as installer
 from sglang_crashkit.installer.apply import apply, exclusive, revert
 from sglang_crashkit.installer.environment import Kit
 from sglang_crashkit.installer.record import format_row, read_rows, rewrite_record
@@ -378,6 +380,22 @@ def test_commands_at_once_take_their_turns(environment, kit, ready, actions):
     assert overall(environment, kit) in {MEANT[action] for action in actions}
     revert(environment, kit.patches, kit.lock)
     assert snapshot(environment.site) == pristine
+
+
+def test_a_change_on_a_slow_disk_is_waited_for(tmp_path, monkeypatch):
+    now, seconds = 0.0, 45.0
+
+    def sleep(_secs):
+        nonlocal now
+        now += 5.0
+        if now >= seconds:
+            another.close()
+
+    monkeypatch.setattr(installer, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    with contextlib.ExitStack() as another:
+        another.enter_context(exclusive(tmp_path))
+        with exclusive(tmp_path):
+            assert now == seconds
 
 
 def test_a_second_process_gets_a_clear_error_and_is_not_held_up_by_a_killed_one(tmp_path):
