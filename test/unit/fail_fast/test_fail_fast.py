@@ -221,7 +221,7 @@ def test_the_survivors_are_captured_and_then_killed_with_their_children(tmp_path
             assert survivor.stdout is not None
             grandchild = int(survivor.stdout.readline())
             watch = Watch([("victim", victim), ("survivor", survivor)], tmp_path / "evidence")
-            time.sleep(0.2)
+            wait_until(lambda: len(watch.watcher._held) == 2, "both are watched")
             victim.kill()
             death = watch.death()
             assert watch.ended.wait(LONG)

@@ -237,15 +237,22 @@ def test_a_test_that_does_not_depend_on_the_dead_process_is_not_interrupted(run)
         @pytest.fixture(scope="session")
         def server(crashkit_watch):
             process = start()
-            with crashkit_watch([("server", process)]):
+            with crashkit_watch([("server", process)]) as watcher:
+                watched.extend([process, watcher])
                 yield process
             end(process)
 
+        watched = []
+
         def test_1(server):
-            kill_later(server)
+            pass
 
         def test_2_unrelated():
-            time.sleep(1)
+            process, watcher = watched
+            process.kill()
+            while watcher.death is None:
+                time.sleep(0.01)
+            time.sleep(0.5)
 
         def test_3(server):
             pass

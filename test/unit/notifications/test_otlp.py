@@ -19,15 +19,18 @@ from sglang_crashkit.settings import OTLP_ENDPOINT
 from unit.notifications.collector import collector, only_record_in, values_of
 from unit.notifications.hook import hook
 from unit.stored import NOON, make_incident
+from unit.waiting import LONG
 
 VERDICT = {"kind": "killed", "first_failure": {"pid": 9, "title": "sglang::scheduler_TP1"}, "level": "established"}
 CAUSE: dict[str, Any] = {"cause": {"class": "host_oom"}, "trigger": {"time": iso_time(NOON)}}
 
 
 @pytest.fixture
-def tell(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Tell of an incident, and return what came of the log record."""
     (tmp_path / "incidents").mkdir()
+    # A busy machine takes long to import an exporter.
+    monkeypatch.setattr(sending, "_OTLP_SECS", LONG)
 
     def tell(endpoint: str, kind: str = "killed", **environ: str) -> dict[str, Any]:
         incident = make_incident(tmp_path / "incidents", kind=kind, verdict=VERDICT, **CAUSE)

@@ -24,13 +24,14 @@ UPSTREAM, OFF = {"SGLANG_CRASHKIT_EXIT_STATUS": "upstream"}, {"SGLANG_CRASHKIT_E
 REPLACED = """
 from sglang_crashkit.srt.utils import common
 
-wait = common._OwnNames._wait_for_reap_or_raise
-common._OwnNames._wait_for_reap_or_raise = staticmethod(lambda *arguments: (wait(*arguments), time.sleep(0.3)))
+wait, is_replaced = common._OwnNames._wait_for_reap_or_raise, threading.Event()
+common._OwnNames._wait_for_reap_or_raise = staticmethod(lambda *arguments: (wait(*arguments), is_replaced.wait(60)))
 first = subprocess.Popen(["sleep", "120"])
 
 def start_another():
     first.wait()
     print(subprocess.Popen(["sleep", "120"]).pid, flush=True)
+    is_replaced.set()
 
 threading.Thread(target=start_another, daemon=True).start()
 """
