@@ -52,7 +52,7 @@ def core_of(server: Server, stored: StoredIncident, title: str) -> dict[str, Any
     [
         ({}, "0.1 1 - foreign", "captured", None),
         # One that grows is waited for beyond the wait.
-        ({WAIT: "1.5"}, "4 1", "captured", None),
+        ({WAIT: "2.5"}, "4 1 - hung 40", "captured", None),
         ({WAIT: "1.5"}, "0.1 0.5 hang", "failed", r"not whole, and nothing was written for 1.5 s: .* bytes so far"),
         ({WAIT: "1.5"}, "0.1 0 hang", "failed", "not whole, and nothing was written for 1.5 s: "),
         ({}, "0.2 0.5", "failed", ".*is no whole core"),
@@ -100,7 +100,7 @@ def test_a_core_is_waited_for_or_the_reason_is_said(
 
 def test_the_servers_end_waits_while_a_core_is_written(start_gpu_server: Start) -> None:
     # Longer than the whole budget of the incident, and than what the server waits for by itself.
-    server = start_gpu_server(SGLANG_CRASHKIT_BUDGET_SECS="1", SGLANG_CRASHKIT_END_SECS="1")
+    server = start_gpu_server(SGLANG_CRASHKIT_BUDGET_SECS="4", SGLANG_CRASHKIT_END_SECS="1")
     assert server.ask("tell scheduler_TP0 cuda 5 1") == "listening"
     stored = crash(server)
     piece = core_of(server, stored, "scheduler_TP0")
@@ -187,7 +187,7 @@ def test_native_stacks_are_taken_before_the_cores_and_never_again(start_gpu_serv
 
 def test_the_flight_recorder_comes_before_the_core(start_gpu_server: Start, tmp_path: Path) -> None:
     """A process that writes a core answers nothing else."""
-    content, dump_secs = tmp_path / "content", 2.0
+    content, dump_secs = tmp_path / "content", 1.0
     content.write_bytes(pickled(document([entry(0, 1, state="scheduled")])))
     folder = str(tmp_path / "crash" / HOST / "flight_recorder")
     server = start_gpu_server(TORCH_NCCL_TRACE_BUFFER_SIZE="2000", SGLANG_CRASHKIT_FLIGHT_FOLDER=folder)

@@ -74,6 +74,8 @@ def test_a_parent_says_how_one_ended_that_is_closed(
     tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     asked = []
+    # One that is not stuck may be slow.
+    monkeypatch.setattr(exits, "_ASK_SECS", LONG if answers else 0.3)
     monkeypatch.setattr(exits, "ask_exit", lambda *arguments: asked.append(arguments[2]) or ask_exit(*arguments))
     folder, title = str(short_folder), "sglang::server"
     with handling(ARMED_SERVER, tmp_path, short_folder, folder, title=title) as (handler, process):
