@@ -124,7 +124,7 @@ def test_each_host_is_asked_for_its_files_by_the_command_of_the_user(hosts: Host
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        (HANGS, "no answer within 2 s"),
+        (HANGS, "no answer within 4 s"),
         (REFUSES, "it asks for a password, or takes no key: me@bad: Permission denied"),
         ("print('Welcome'); print('{no json')", "with status 0 and without a result: {no json"),
         ("print('[]'); sys.exit(1)", "with status 1 and without a result: []"),
@@ -136,7 +136,9 @@ def test_each_host_is_asked_for_its_files_by_the_command_of_the_user(hosts: Host
 def test_a_host_without_an_answer_is_named_and_the_others_are_there(
     hosts: Hosts, capsys: pytest.CaptureFixture[str], script: str, why: str
 ) -> None:
-    assert hosts.collect({**ANSWERS, "bad": script}, "--node-timeout=2", "--fan-out=3") == ExitCode.PARTIAL
+    # The others are to answer within that, too.
+    limit = 4 if script == HANGS else int(LONG)
+    assert hosts.collect({**ANSWERS, "bad": script}, f"--node-timeout={limit}", "--fan-out=3") == ExitCode.PARTIAL
     lines = capsys.readouterr().out.splitlines()
     assert lines[3] == "bad  no answer"
     assert lines[4].startswith("host bad: ")

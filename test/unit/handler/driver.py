@@ -21,8 +21,8 @@ from sglang_crashkit.kernel.pidfd import ProcessHandle
 from unit.waiting import LONG, wait_until, watched_pids
 
 HOST = "test-host"
-#: A busy machine takes longer for an incident than a server may be kept waiting for one.
-PATIENCE = {"SGLANG_CRASHKIT_BUDGET_SECS": "60"}
+#: A busy machine takes longer for stacks, and for an incident, than a server may be kept waiting for them.
+PATIENCE = {"SGLANG_CRASHKIT_BUDGET_SECS": "60", "SGLANG_CRASHKIT_CAPTURE_SECS": "10"}
 _SCRIPT = Path(__file__).with_name("fake_server.py")
 
 

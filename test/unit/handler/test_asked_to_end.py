@@ -17,14 +17,12 @@ from unit.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
 RANKS = ("scheduler_TP0", "scheduler_TP1")
-#: Time for stacks on a loaded machine.
-SLOW = {"SGLANG_CRASHKIT_CAPTURE_SECS": "10", "SGLANG_CRASHKIT_BUDGET_SECS": "60"}
 #: After so long a scheduler is silent: of a server whose health check failed, and of any other.
 UNHEALTHY_SECS, HEALTHY_SECS = 2.0, 5.0
 
 
 def start_beating(start_server: Start, **environ: str) -> Server:
-    server = start_server(environ=SLOW | environ)
+    server = start_server(environ=environ)
     for name in RANKS:
         assert server.ask(f"tell {name} beat") == "beating"
     return server

@@ -78,7 +78,8 @@ def test_what_it_was_doing_is_of_the_first_good_round(
 
 @pytest.fixture
 def with_tool(tmp_path: Path) -> Callable[[str], dict[str, str]]:
-    return lambda script: {"SGLANG_CRASHKIT_PYSPY": make_tool(tmp_path, script)}
+    # One that hangs is waited for.
+    return lambda script: {"SGLANG_CRASHKIT_PYSPY": make_tool(tmp_path, script), "SGLANG_CRASHKIT_CAPTURE_SECS": "3"}
 
 
 @pytest.mark.story

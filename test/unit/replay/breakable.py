@@ -1,6 +1,6 @@
 """A server that breaks on some requests and leaves an incident, as a patched one does; run as a program.
 
-Its rule is an expression over ``bodies``, the requests under way, and ``age``, the seconds since it serves.
+Its rule is an expression over ``bodies``, the requests under way, and ``served``, how many it got so far.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def main() -> None:
     parser.add_argument("--hold", type=float, default=0.05)
     args = parser.parse_args()
     under_way: dict[int, dict[str, object]] = {}
-    lock, began = threading.Lock(), time.monotonic()
+    lock, served = threading.Lock(), 0
 
     def breaks() -> bool:
         bodies = list(under_way.values())
-        return bool(eval(args.rule, {"bodies": bodies, "age": time.monotonic() - began}))
+        return bool(eval(args.rule, {"bodies": bodies, "served": served}))
 
     def end() -> None:
         folder = make_private_folder(Path(args.crash_dump_folder) / "host" / "incidents")
@@ -45,8 +45,10 @@ def main() -> None:
             self.end_headers()
 
         def do_POST(self) -> None:
+            nonlocal served
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
+                served += 1
                 under_way[id(body)] = body
                 if breaks():
                     end()
