@@ -15,7 +15,7 @@ from typing import TypeVar
 Value = TypeVar("Value")
 
 #: Longer than anything takes on a loaded machine; only a failing test ever waits this long.
-LONG = 60.0
+LONG = 120.0
 
 
 def wait_until(condition: Callable[[], Value], what: str, timeout_secs: float = LONG) -> Value:

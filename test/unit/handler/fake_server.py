@@ -23,7 +23,7 @@ from typing import Any
 
 import setproctitle
 
-from sglang_crashkit.srt import crash_exit
+from sglang_crashkit.srt import crash_exit, handler_process
 from sglang_crashkit.srt.disaggregation.prefill import watch_decode_servers
 from sglang_crashkit.srt.entrypoints.engine import on_engine_launch, on_launch_phase_sigquit
 from sglang_crashkit.srt.hooks import notify, request
@@ -44,6 +44,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from unit import cuda_driver, torch_recorder
 from unit.srt import stepping
+from unit.waiting import LONG
+
+# A busy machine takes longer to start a handler than a server waits for one.
+handler_process._START_SECS = handler_process._READY_SECS = LONG
 
 PR_SET_PDEATHSIG = 1
 SCHEDULER = SimpleNamespace(_engine_paused=False)
