@@ -63,9 +63,10 @@ def test_patches_apply_compile_and_revert_to_the_same_bytes(environment, patches
 def test_each_function_that_a_patch_calls_is_called_exactly_once(wheels, patches, release):
     refs = patches.resolve(release)
     table = read_hooks(apply_patch(None, refs[HOOK_FILE].read()))
+    with zipfile.ZipFile(wheels[release]) as archive:
+        published = {path: read_package_file(archive, path) for path in refs}
     for path, ref in refs.items():
-        with zipfile.ZipFile(wheels[release]) as archive:
-            patched = apply_patch(read_package_file(archive, path), ref.read())
+        patched = apply_patch(published[path], ref.read())
         nodes = list(ast.walk(ast.parse(patched)))
         imported = {
             alias.asname or alias.name: table[alias.name]
