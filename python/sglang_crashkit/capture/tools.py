@@ -118,18 +118,14 @@ def _read(
                 selector.register(pipe, selectors.EVENT_READ)
         while selector.get_map() or process.poll() is None:
             left = deadline - time.monotonic()
-            if left <= 0:
-                return None
-            if stop is not None and stop.is_set():
-                return "was called off"
+            is_over = left <= 0 or (stop is not None and stop.is_set())
+            # Asked before the look: what it printed until then is there, also where this process had no processor.
+            has_ended = process.poll() is not None
+            wait_secs = 0.0 if is_over or has_ended else min(left, _POLL_SECS)
             if not selector.get_map():
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(min(left, _POLL_SECS))
-                continue
-            ready = selector.select(min(left, _POLL_SECS))
-            if not ready and process.poll() is not None:
-                # Whoever holds a pipe open now is a child that it left behind.
-                return ""
+                    process.wait(wait_secs)
+            ready = selector.select(wait_secs) if selector.get_map() else []
             for key, _events in ready:
                 chunk = os.read(key.fd, 1 << 16)
                 output[cast("IO[bytes]", key.fileobj)] += chunk
@@ -137,6 +133,11 @@ def _read(
                     selector.unregister(key.fileobj)
             if sum(map(len, output.values())) > max_output:
                 return f"printed more than {max_output >> 20} MiB"
+            if has_ended and (is_over or not ready):
+                # Whoever holds a pipe open now is a child that it left behind.
+                return ""
+            if is_over:
+                return None if left <= 0 else "was called off"
     return ""
 
 

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import gc
 import os
+import selectors
 import subprocess
 import threading
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,14 +90,45 @@ def test_one_that_prints_for_ever_is_killed() -> None:
     assert run.reason == "sh printed more than 1 MiB"
 
 
-def test_it_is_called_off() -> None:
+def test_it_is_called_off(tmp_path: Path) -> None:
     stop = threading.Event()
-    timer = threading.Timer(0.3, stop.set)
-    timer.start()
-    run = run_tool(shell("echo first; sleep 600"), 2 * LONG, stop)
-    timer.join(LONG)
+
+    def call_off(_pid: int) -> None:
+        wait_until((tmp_path / "begun").exists, "it has begun")
+        stop.set()
+
+    run = run_tool(shell(f"echo first; touch {tmp_path}/begun; sleep 600"), 2 * LONG, stop, on_start=call_off)
     assert (run.text, run.reason) == ("first\n", "sh was called off")
     assert run.seconds < LONG
+
+
+def test_one_that_ended_before_anybody_looked_was_in_time() -> None:
+    """A busy machine may give the reader no processor until the time is over."""
+
+    def look_late(pid: int) -> None:
+        wait_until(lambda: is_gone(pid), "it has ended")
+
+    run = run_tool(shell("echo all"), LONG, since=time.monotonic() - 2 * LONG, on_start=look_late)
+    assert (run.text, run.reason, run.status) == ("all\n", "", 0)
+
+
+def test_what_it_printed_as_it_ended_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids: list[int] = []
+
+    class Selector(selectors.DefaultSelector):
+        def select(self, timeout: float | None = None) -> list[Any]:
+            """Come back empty-handed, and late, the first time."""
+            if not pids:
+                return super().select(timeout)
+            pid = pids.pop()
+            (tmp_path / "go").touch()
+            wait_until(lambda: is_gone(pid), "it has ended")
+            return []
+
+    monkeypatch.setattr(selectors, "DefaultSelector", Selector)
+    script = f"until [ -e {tmp_path}/go ]; do sleep 0.01; done; echo all; exit 3"
+    run = run_tool(shell(script), LONG, on_start=pids.append)
+    assert (run.text, run.reason) == ("all\n", "sh ended with status 3")
 
 
 def test_ctrl_c_does_not_reach_it() -> None:
