@@ -34,7 +34,7 @@ import dataclasses, json, pathlib, sys
 from sglang_crashkit.capture.ladder import capture_all
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 processes = {int(pid): ProcessHandle(int(pid)).start_ticks for pid in sys.argv[2:]}
-found = capture_all(processes, pathlib.Path(sys.argv[1]), 3, may_signal=True)
+found = capture_all(processes, pathlib.Path(sys.argv[1]), 10, may_signal=True)
 print(json.dumps([dataclasses.asdict(one) for one in found]))
 """
 
@@ -150,7 +150,7 @@ def test_a_thread_in_uninterruptible_sleep_is_waited_for_by_no_rung(runtime: Pat
         assert sample.source == "py-spy"
         assert "sleep_uninterruptibly" in functions_of(sample.threads)
         use_tool("exit 1")
-        (sample,) = capture_all({target.pid: target.start_ticks}, runtime, 3.0, may_signal=True)
+        (sample,) = capture_all({target.pid: target.start_ticks}, runtime, 10.0, may_signal=True)
         assert sample.source == "faulthandler"
         assert "sleep_uninterruptibly" in functions_of(sample.threads)
         assert state_of(target.pid) == "D"

@@ -86,10 +86,10 @@ def test_processes_are_asked_side_by_side_and_one_that_cannot_answer_costs_the_o
     fds = descriptors()
     with armed(runtime, LOCK_HOLDER) as held, armed(runtime, SLEEPER) as free:
         sockets = {one.pid: sock(runtime, one.pid, one.start_ticks) for one in (held, free)}
-        first, second = ask_responders(sockets, 0.5)
+        first, second = ask_responders(sockets, 1.5)
     assert first.pid == held.pid
     assert not first.threads
-    assert first.problem == "no answer within 0.5 s: the GIL is not to be had"
+    assert first.problem == "no answer within 1.5 s: the GIL is not to be had"
     assert second.threads
     assert second.seconds < first.seconds
     assert (first.gil, second.gil) == ("taken", "")

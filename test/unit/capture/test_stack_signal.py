@@ -115,8 +115,9 @@ def test_one_that_writes_nothing_costs_no_more_than_the_time(runtime: Path) -> N
     with child("signal.signal(45, lambda *_: None); ready(); pause()") as other, armed(runtime, LOCK_HOLDER) as target:
         silent = dataclasses.replace(target, pid=other.pid, start_ticks=start_ticks(other.pid))
         HookFiles.of(runtime, silent.pid, silent.start_ticks).stack.touch()
-        first, second = ask(runtime, silent, target, secs=0.4)
+        first, second = ask(runtime, silent, target, secs=1.0)
     assert not first.threads
-    assert first.problem.startswith("it wrote nothing within 0.4")
+    assert first.problem.startswith("it wrote nothing within ")
+    assert first.seconds >= 1.0
     assert second.threads
     assert second.seconds < first.seconds

@@ -122,7 +122,7 @@ def test_processes_are_captured_side_by_side_whatever_server_they_are_of(
     with child(SLEEPER) as one, child(SLEEPER) as another, child(SLEEPER) as third:
         # The servers of two are gone, so that each counts as one.
         processes = [found(one.pid), found(another.pid, server=None), found(third.pid, server=None)]
-        _collection, (seen,) = collect(tmp_path / "out", *processes, tool_secs=10.0)
+        _collection, (seen,) = collect(tmp_path / "out", *processes)
     assert [functions_of(process.threads) for process in seen.processes] == [["waits"]] * 3, seen.problems
 
 
