@@ -83,8 +83,13 @@ def ask_responders(sockets: Mapping[int, Path], deadline_secs: float) -> list[Sa
                 finish(pid, None, f"{path.name}: {error.strerror or error}")
             else:
                 selector.register(conversation.connection, selectors.EVENT_READ, conversation)
-        while selector.get_map() and (remaining := started + deadline_secs - time.monotonic()) > 0:
-            for key, _events in selector.select(remaining):
+        while selector.get_map():
+            remaining = max(0.0, started + deadline_secs - time.monotonic())
+            ready = selector.select(remaining)
+            if not ready and not remaining:
+                # What was said while this process had no processor is taken in, also when the time is over.
+                break
+            for key, _events in ready:
                 conversation = key.data
                 reason = conversation.read()
                 if reason is not None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import threading
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.capture.responder import ask_responders
+from sglang_crashkit.capture.responder import Conversation, ask_responders
 from sglang_crashkit.kernel.stack_hooks import HookFiles
 from unit.targets import LOCK_HOLDER, SLEEPER, armed, functions_of, settle
 from unit.waiting import LONG, descriptors
@@ -94,6 +95,27 @@ def test_processes_are_asked_side_by_side_and_one_that_cannot_answer_costs_the_o
     assert second.seconds < first.seconds
     assert (first.gil, second.gil) == ("taken", "")
     assert descriptors().items() <= fds.items()
+
+
+def test_an_answer_that_came_while_nobody_looked_is_no_lock_that_is_held(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine may give the reader no processor until the time is over."""
+    begin = Conversation.begin
+
+    def begin_and_be_late(path: Path, pid: int, question: bytes) -> Conversation:
+        conversation = begin(path, pid, question)
+        poller = select.poll()
+        poller.register(conversation.connection, select.POLLRDHUP)
+        assert poller.poll(LONG * 1000), "it does not answer"
+        return conversation
+
+    monkeypatch.setattr(Conversation, "begin", begin_and_be_late)
+    with armed(runtime, SLEEPER) as target:
+        sockets = {target.pid: sock(runtime, target.pid, target.start_ticks)}
+        (sample,) = ask_responders(sockets, 0.0)
+    assert (sample.problem, sample.gil) == ("", "")
+    assert sample.threads
 
 
 def test_a_process_that_was_stopped_answers_once_it_goes_on(runtime: Path) -> None:
