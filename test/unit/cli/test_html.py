@@ -19,6 +19,7 @@ from sglang_crashkit.cli.reporters import html
 from sglang_crashkit.cli.reporters.html import main, render, write_html
 from unit.cli.html_incidents import ALL_HOSTILE, FAULTY, PROMPT, hostile, many_ranks
 from unit.stored import make_incident
+from unit.waiting import LONG
 
 #: What a page of an incident may be made of.
 ELEMENTS = frozenset(
@@ -278,7 +279,7 @@ def test_the_program_gives_way_to_all_others(ranks: Path, tmp_path: Path) -> Non
         "runpy.run_module('sglang_crashkit.cli.reporters.html', run_name='__main__')"
     )
     argv = [sys.executable, "-c", code, str(ranks), str(tmp_path / "page.html")]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=LONG)
     assert done.stdout.split() == ["19", "1000", str(8 << 20)]
 
 
