@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import tempfile
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_crashkit.capture.cuda_core import reading
 from sglang_crashkit.capture.cuda_core.core_file import CudaCoreError
 from sglang_crashkit.capture.cuda_core.model import CudaCore
 from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
@@ -44,6 +46,15 @@ from unit.synthetic_core import (
 )
 
 Write = Callable[[bytes], Path]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def demangled_once() -> Iterator[None]:
+    """Have the same names demangled once: each time takes a process, and cores that differ little have the same."""
+    known = functools.cache(reading.demangle)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "demangle", lambda names: known(tuple(names)))
+        yield
 
 
 @contextmanager
