@@ -18,6 +18,7 @@ from sglang_crashkit.incident.fingerprint import Fault, count_fault, read_faults
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.model.incident import Incident, ServerInfo, Trigger, Verdict
 from unit import stored
+from unit.waiting import LONG
 
 
 def make_incident(folder: Path, seconds: float, text: str, *, publish: bool = True) -> Path:
@@ -118,7 +119,7 @@ def run_command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[
         [sys.executable, "-m", "sglang_crashkit", *arguments],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=LONG,
         check=False,
         **options,
     )
@@ -180,7 +181,7 @@ def test_what_reads_no_more_ends_it_quietly(tmp_path: Path) -> None:
         assert process.stdout.readline() == b"[\n"
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(30) == 0
+        assert process.wait(LONG) == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -193,7 +194,7 @@ def test_a_folder_that_may_not_be_read_is_said_to_be_so(tmp_path: Path) -> None:
         [sys.executable, "-c", code, "incidents", str(path.parent)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=LONG,
         check=False,
     )
     assert done.returncode == 1, done.stderr

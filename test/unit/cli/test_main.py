@@ -22,6 +22,7 @@ from sglang_crashkit.errors import (
     UsageError,
 )
 from unit.stored import make_incident
+from unit.waiting import LONG
 
 
 def options_of(command: str) -> dict[str, list[str]]:
@@ -173,6 +174,6 @@ def test_output_that_nobody_reads_is_no_traceback(tmp_path: Path) -> None:
 
 def test_the_module_is_the_command() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "sglang_crashkit", "--version"], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-m", "sglang_crashkit", "--version"], capture_output=True, text=True, timeout=LONG, check=True
     )
     assert done.stdout == f"sglang-crashkit {sglang_crashkit.__version__}\n"

@@ -323,7 +323,7 @@ def obey(line: str, options: dict[str, Any]) -> None:
     elif verb == "disperse":
         for process in options["helpers"]:
             process.kill()
-            process.wait(30)
+            process.wait(LONG)
         options["helpers"].clear()
         answer("done")
     elif verb == "dump_begun":

@@ -9,6 +9,7 @@ import pytest
 
 from unit.handler.driver import HOST, Server
 from unit.small_disk import fill, mounted
+from unit.waiting import LONG
 
 Start = Callable[..., Server]
 
@@ -32,7 +33,7 @@ def test_a_crash_folder_that_cannot_be_written_to_is_replaced(start_server: Star
 
 def end(server: Server) -> None:
     server.kill("scheduler_TP1")
-    server.process.wait(30)
+    server.process.wait(LONG)
     server.wait_for_handler()
 
 

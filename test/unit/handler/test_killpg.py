@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from unit.handler.driver import HOST, Server
-from unit.waiting import wait_until
+from unit.waiting import LONG, wait_until
 
 Start = Callable[..., Server]
 FLAG = "SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION"
@@ -22,7 +22,7 @@ def test_without_a_handler_the_dump_is_written_before_the_kill(start_server: Sta
     server.handler.send_signal(signal.SIGKILL)
     server.wait_for_handler()
     server.say("tell scheduler_TP1 raise odd")
-    server.process.wait(30)
+    server.process.wait(LONG)
     assert server.crash_folder is not None
     assert (server.crash_folder / HOST / "crash_dump.pkl").read_bytes() == b"requests"
     wait_until(lambda: not any(map(_alive, server.ranks.values())), "all ranks are gone")
@@ -34,7 +34,7 @@ def test_a_server_that_does_not_end_is_killed(start_server: Start) -> None:
     server.handler.send_signal(signal.SIGKILL)
     server.wait_for_handler()
     server.say("tell scheduler_TP1 raise odd")
-    assert server.process.wait(30) == -signal.SIGKILL
+    assert server.process.wait(LONG) == -signal.SIGKILL
 
 
 def _alive(pid: int) -> bool:

@@ -195,7 +195,7 @@ pause()
             begin(session, *args)
             notify(str(path), "teardown", pid=server.pid)
             server.kill()
-            server.wait(30)
+            server.wait(LONG)
 
         monkeypatch.setattr(Session, "_open", begin_late)
         handler = CrashHandler(server.pid, Mailbox(receiver), place, Settings.from_environ({}))
@@ -236,7 +236,7 @@ def test_a_lost_crash_folder_loses_no_incident(start_server: Start) -> None:
     server.crash_folder.rename(server.crash_folder.with_name("elsewhere"))
     server.crash_folder.write_text("not a folder")
     server.kill("scheduler_TP1")
-    server.process.wait(30)
+    server.process.wait(LONG)
     server.wait_for_handler()
     assert server.incident(server.fallback).document is not None
 
@@ -266,7 +266,7 @@ def test_a_handler_that_dies_does_not_hold_up_the_server(start_server: Start) ->
     wait_until(server.handler.has_exited, "the handler is dead")
     server.say("tell scheduler_TP0 raise x")
     assert server.line() == "sigquit"
-    assert server.process.wait(30) == ServerExit.CRASHED
+    assert server.process.wait(LONG) == ServerExit.CRASHED
     assert server.crash_folder is not None
     assert (server.crash_folder / HOST / "crash_dump.pkl").read_bytes() == b"requests"
 

@@ -17,6 +17,7 @@ from sglang_crashkit.kernel.private_files import (
     write_named,
     write_private,
 )
+from unit.waiting import LONG
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077], ids=oct)
@@ -96,7 +97,7 @@ except OSError as error:
     print(error.errno)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True, timeout=30
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True, timeout=LONG
     )
     assert done.stdout == "27\n"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -9,7 +9,7 @@ import pytest
 from lanelib import commands, procs
 from lanelib.commands import NO_END, clean_environment, exclusive, run_command, run_in_terminal
 from lanelib.errors import LaneError, run_script
-from unit.waiting import wait_until
+from unit.waiting import LONG, wait_until
 
 
 def test_clean_environment_drops_what_misleads_a_child_python(monkeypatch):
@@ -32,7 +32,7 @@ def test_one_holder_at_a_time_has_a_lock(tmp_path):
 def test_a_failed_or_missing_program_is_named_with_the_end_of_what_it_printed(programs, capsys):
     source = "import sys; print(*range(100), sep='\\n'); sys.exit(7)"
     with pytest.raises(LaneError, match="exit status 7") as caught:
-        run_command([sys.executable, "-c", source], timeout_s=30)
+        run_command([sys.executable, "-c", source], timeout_s=LONG)
     assert caught.value.message.splitlines()[-15:] == [str(number) for number in range(85, 100)]
 
     assert run_script("lane", lambda: run_command(["no-such-program"], timeout_s=5)) == 1
@@ -55,4 +55,4 @@ def test_a_check_is_interrupted_at_its_end_and_then_killed(monkeypatch, capsys, 
     source = f"{ignored}import time; time.sleep(600)"
     assert run_in_terminal([sys.executable, "-c", source], timeout_s=1, env=os.environ) == NO_END
     assert "no end after 1 s" in capsys.readouterr().err
-    assert run_in_terminal([sys.executable, "-c", "raise SystemExit(5)"], timeout_s=30, env=os.environ) == 5
+    assert run_in_terminal([sys.executable, "-c", "raise SystemExit(5)"], timeout_s=LONG, env=os.environ) == 5

@@ -8,6 +8,7 @@ import pytest
 
 from lanelib import lanes
 from lanelib.errors import LaneError
+from unit.waiting import LONG
 
 
 class FakeInstaller:
@@ -103,7 +104,7 @@ def test_two_calls_at_once_install_once(installer):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=LONG)
 
     assert installer.steps == ALL_STEPS
 

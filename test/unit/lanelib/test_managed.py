@@ -14,6 +14,7 @@ import pytest
 from lanelib import procs
 from lanelib.errors import LaneError
 from lanelib.managed import ManagedProcess, free_port
+from unit.waiting import LONG
 
 #: Answers everything; has a child that ignores SIGTERM and an orphan in its session.
 SERVER = textwrap.dedent(
@@ -63,11 +64,11 @@ def test_wait_ready_fails_at_once_with_the_log_when_the_process_dies(start):
     began = time.monotonic()
 
     with pytest.raises(LaneError, match="ended with status 1 before it was ready") as caught:
-        server.wait_ready(60)
+        server.wait_ready(3 * LONG)
 
     assert "out of luck" in caught.value.message
     assert str(server.log_path) in str(caught.value.next_step)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < LONG
 
 
 def test_a_port_is_given_to_one_process_only():
@@ -93,7 +94,7 @@ def test_a_signal_never_hits_a_pid_used_again():
 def test_watchers_of_finds_who_holds_a_pidfd(start):
     watched = start("import time; time.sleep(60)")
     watcher = start(f"import os, time; fd = os.pidfd_open({watched.pid}); print('held', flush=True); time.sleep(60)")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LONG
     while "held" not in watcher.log_path.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -105,13 +106,13 @@ def test_watchers_of_finds_who_holds_a_pidfd(start):
 def test_stop_ends_all_of_a_server_and_nothing_else(start, is_killed):
     server, other = start(SERVER), start(SERVER)
     for one in (server, other):
-        one.wait_ready(30)
+        one.wait_ready(LONG)
     members, before = procs.tree_of(server.pid), other.processes()
     assert {title.split()[-1] for _pid, title in server.processes()} >= {"stubborn", "orphan"}
     assert "text" in server.generate("Hi", max_new_tokens=3)["echo"]
     if is_killed:
         os.kill(server.pid, signal.SIGKILL)
-        server.popen.wait(timeout=10)
+        server.popen.wait(LONG)
     server.stop(grace_s=0.5)
     assert procs.alive(members) == []
     assert other.processes() == before

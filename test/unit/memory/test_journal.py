@@ -11,7 +11,7 @@ import pytest
 from sglang_crashkit.memory import journal
 from sglang_crashkit.memory.journal import KEPT_SECS, JournalReader, JournalWriter
 from sglang_crashkit.memory.ring import RingError
-from unit.waiting import child
+from unit.waiting import LONG, child
 
 SIZE = 2**20
 
@@ -126,7 +126,7 @@ def test_a_server_that_is_killed_leaves_its_requests() -> None:
             descriptor = os.open(f"/proc/{process.pid}/fd/{process.first_line.strip()}", os.O_RDONLY)
             time.sleep(random.random() * 0.1)
             process.send_signal(signal.SIGKILL)
-            process.wait(timeout=30)
+            process.wait(LONG)
         reader = JournalReader(descriptor)
         assert reader.torn <= 1
         assert reader.lost == 0

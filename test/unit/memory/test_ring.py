@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_crashkit.memory.ring import Record, RingError, RingReader, RingWriter, is_ring
-from unit.waiting import child
+from unit.waiting import LONG, child
 
 SIZE = 4096 + 64 * 1024
 CAPACITY = 64 * 1024
@@ -291,7 +291,7 @@ def test_a_writer_that_is_killed_leaves_all_but_the_last_record() -> None:
             descriptor = os.open(f"/proc/{process.pid}/fd/{process.first_line.strip()}", os.O_RDONLY)
             time.sleep(random.random() * 0.05)
             process.send_signal(signal.SIGKILL)
-            process.wait(timeout=30)
+            process.wait(LONG)
         reader = RingReader(descriptor)
         list(reader.records())
         assert reader.torn <= 1

@@ -79,7 +79,7 @@ def test_a_process_that_is_no_server_is_not_taken_for_one() -> None:
 
 def test_a_process_that_is_not_there_is_an_error() -> None:
     with child("ready()") as process:
-        process.wait(30)
+        process.wait(LONG)
         with pytest.raises(ProcessLookupError):
             WatchedServer(process.pid)
 
