@@ -118,11 +118,21 @@ def redact_shared(text: str, prompts: Sequence[str]) -> str:
         for start in range(len(prompt) - _RUN + 1):
             for place in places.pop(prompt[start : start + _RUN], ()):
                 hidden[place : place + _RUN] = b"\1" * _RUN
-    if not any(hidden):
-        return text
-    runs = (match.span() for match in re.finditer(b"\1+", hidden))
+    return _without(text, hidden)
+
+
+def redact_spans(text: str, spans: Iterable[tuple[int, int]]) -> str:
+    """Return `text` without these places; those that touch are taken for one."""
+    hidden = bytearray(len(text))
+    for start, end in spans:
+        hidden[start:end] = b"\1" * (end - start)
+    return _without(text, hidden)
+
+
+def _without(text: str, hidden: bytearray) -> str:
+    """Return `text` without the characters at whose places there is a 1."""
     parts, done = [], 0
-    for start, end in runs:
-        parts += [text[done:start], REDACTED]
-        done = end
+    for match in re.finditer(b"\1+", hidden):
+        parts += [text[done : match.start()], REDACTED]
+        done = match.end()
     return "".join(parts) + text[done:]

@@ -8,8 +8,10 @@ import io
 import json
 import os
 import shlex
+import sys
 import tarfile
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -34,9 +36,10 @@ examples:
   sglang-crashkit bundle latest --report
 
 The file holds the incident's folder and report.md, which can be pasted as it is. Logs, exceptions and the environment
-were searched for secrets and prompts as they were written. With --no-prompts every file is searched again, and what
-is no text, such as a GPU core, is left out. Look at what you hand on all the same: host names, paths and the server's
-arguments are in it.
+were searched for secrets and prompts as they were written. With --no-prompts every file is searched again for the
+prompts of the requests that the incident has. What cannot be searched, such as a GPU core, is left out; so are logs and
+the like where not all of these prompts are known. Look at what you hand on all the same: host names, paths and the
+server's arguments are in it.
 """
 
 
@@ -66,14 +69,21 @@ def run(args: argparse.Namespace) -> ExitCode:
     # Imported here, so that every command starts without what the others need.
     from sglang_crashkit.cli.crash_folder import find_meant
     from sglang_crashkit.cli.reporters.incident_report import report_of
-    from sglang_crashkit.cli.without_prompts import PromptSearch
+    from sglang_crashkit.cli.without_prompts import MayHoldError, PromptSearch
 
     incident = find_meant(args.incident, args.folder)
-    search = PromptSearch(incident.path) if args.no_prompts else None
-    report = report_of(incident.path, incident.document or {}).encode(errors="backslashreplace")
-    report = (search.clean(REPORT, report) if search is not None else None) or report
+    document = incident.document or {}
+    search = PromptSearch(incident.path, document) if args.no_prompts else None
+    report = report_of(incident.path, document).replace("\0", " ").encode(errors="backslashreplace")
+    if search is not None:
+        try:
+            report = search.clean(REPORT, report)
+        except MayHoldError as error:
+            raise CrashkitError(f"the report may hold prompts: {error}", next_step="leave --no-prompts out") from error
     if args.report:
         text = report.decode()
+        for line in search.shortcomings() if search is not None else ():
+            print(line, file=sys.stderr)
         print(json.dumps({"incident": incident.name[-8:], "report": text}) if args.json else text, end="")
         return ExitCode.DONE
     path = args.out or Path(f"sglang-{incident.name[-8:]}{_ZSTD}")
@@ -88,21 +98,27 @@ def run(args: argparse.Namespace) -> ExitCode:
     size = path.stat().st_size
     if args.json:
         told = {"incident": incident.name[-8:], "path": str(path.absolute()), "files": count, "bytes": size}
-        print(json.dumps(told | {"prompts": search is None, "left_out": left_out}))
+        told |= {"prompts": search is None, "left_out": list(left_out), "why_left_out": left_out}
+        print(json.dumps(told | ({} if search is None else {"gaps": search.gaps, "short_prompts": search.short})))
         return ExitCode.DONE
-    without = ", without prompts" if search is not None else ", with the prompts of its requests"
+    without = ", without the prompts of its requests" if search is not None else ", with the prompts of its requests"
     print(f"{path}: {count} files of incident {incident.name[-8:]}{without}, {size / 1e3:,.0f} kB")
     if left_out:
+        names = ", ".join(f"{name} ({why})" for name, why in islice(left_out.items(), _MAX_TOLD))
         more = f" and {len(left_out) - _MAX_TOLD:,} more" if len(left_out) > _MAX_TOLD else ""
-        print(f"left out, as they may hold prompts: {', '.join(left_out[:_MAX_TOLD])}{more}")
+        print(f"left out, as they may hold prompts: {names}{more}")
+    for line in search.shortcomings() if search is not None else ():
+        print(line)
     option = " --no-prompts" if search is not None else ""
     shown = shlex.quote(str(incident.path))
     print(f"next: sglang-crashkit bundle {shown} --report{option}   # the text of the report, to be pasted")
     return ExitCode.DONE
 
 
-def _write(path: Path, incident: StoredIncident, report: bytes, search: PromptSearch | None) -> tuple[int, list[str]]:
-    """Write the file in one step, and return how many files it holds, and the names of those that are left out."""
+def _write(
+    path: Path, incident: StoredIncident, report: bytes, search: PromptSearch | None
+) -> tuple[int, dict[str, str]]:
+    """Write the file in one step, and return how many files it holds, and why which others are left out."""
     from sglang_crashkit.kernel.private_files import create_private
 
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
@@ -139,14 +155,17 @@ def _packer(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
 
 def _add(
     tar: tarfile.TarFile, incident: StoredIncident, report: bytes, search: PromptSearch | None
-) -> tuple[int, list[str]]:
-    top = f"sglang-{incident.name}"
+) -> tuple[int, dict[str, str]]:
+    from sglang_crashkit.cli.without_prompts import MayHoldError
+
+    top, left_out = f"sglang-{incident.name}", {}
     _add_bytes(tar, tarfile.TarInfo(f"{top}/{REPORT}"), report)
-    count, left_out = 1, []
-    for path in sorted(incident.path.rglob("*")):
+    # A link may lead anywhere.
+    paths = [path for path in incident.path.rglob("*") if path.is_file() and not path.is_symlink()]
+    count = 1
+    for path in sorted(paths):
         inner = path.relative_to(incident.path)
-        # A link may lead anywhere.
-        if path.is_symlink() or not path.is_file() or (search is not None and inner.parts[0] in _WITH_PROMPTS):
+        if search is not None and inner.parts[0] in _WITH_PROMPTS:
             continue
         with path.open("rb") as file:
             info = tar.gettarinfo(arcname=f"{top}/{inner}", fileobj=file)
@@ -154,11 +173,12 @@ def _add(
             info.uname = info.gname = ""
             if search is None:
                 tar.addfile(info, file)
-            elif (data := search.clean(str(inner), file.read())) is not None:
-                _add_bytes(tar, info, data)
             else:
-                left_out.append(str(inner))
-                continue
+                try:
+                    _add_bytes(tar, info, search.clean_file(str(inner), file))
+                except MayHoldError as error:
+                    left_out[str(inner)] = f"{error}, {info.size / 1e6:,.1f} MB"
+                    continue
         count += 1
     return count, left_out
 

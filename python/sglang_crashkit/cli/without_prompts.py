@@ -1,30 +1,49 @@
 """Search the files of an incident for the prompts that its requests' file has, before they are handed on.
 
 What a server writes of an incident was searched as it was written, within the little time that a crash leaves. This is
-the second look, which takes its time.
+the second look, which takes its time. What cannot be searched is not handed on: a file that is too large or no text,
+and, where not all prompts are known, what the server said in its own words.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from sglang_crashkit.cli.prompt_index import RUN, PromptIndex
 from sglang_crashkit.incident.folder import REQUESTS
+from sglang_crashkit.incident.summary import mapping_of
 from sglang_crashkit.kernel.private_files import read_regular
-from sglang_crashkit.redact import redact_shared
+from sglang_crashkit.redact import redact_spans
 
+#: More of a file, and of the requests' file, is not read.
 _MAX_BYTES = 64 << 20
-#: So many characters of each prompt, and of all, are looked for.
-_MAX_PROMPT, _MAX_PROMPTS = 16 << 10, 1 << 20
-#: So much of a file is searched at a time.
-_AT_A_TIME = 256 << 10
+#: By so much of it a file is known to be no text.
+_HEAD = 256 << 10
+#: So many characters of prompts, in all forms, are looked for; they take 300 MB of memory.
+_MAX_CHARACTERS = 16 << 20
+#: A shorter prompt is too likely part of an ordinary word or name.
+_LEAST = 12
 #: What of a request tells which one it is; whatever else is long may be a user's words.
-_HARMLESS = frozenset({"rid", "state", "arrived", "ended", "kind"})
-_LEAST = 24
+_HARMLESS = frozenset({"rid", "state", "arrived", "ended", "kind", "omitted", "truncated"})
+#: What is a user's words however short it is.
+_PROMPTS = frozenset({"text", "content", "prompt"})
+#: What of a request is noted as left out that may have been its prompt.
+_OMITTED = frozenset({"text", "input_ids", "request"})
 #: Of what is no text, a flight recorder has calls and sizes. A core may have anything that was in memory.
-_HARMLESS_FILE = "flight_recorder"
+_FLIGHT_RECORDER = "flight_recorder"
+#: What the kit makes of facts, where messages of the server are a small part.
+_FACTS = ("incident.json", "summary.md", "report.md", "environment.json", "gpu/facts.json", "stacks/")
+_STEPS = ".steps.jsonl"
+#: Parts two texts that are searched at a time.
+_BETWEEN = "\0"
+
+
+class MayHoldError(Exception):
+    """A file cannot be said to be without prompts."""
 
 
 class PromptSearch:
@@ -32,73 +51,179 @@ class PromptSearch:
 
     Args:
         folder: an incident's.
+        document: what its ``incident.json`` holds.
+
+    Attributes:
+        short: how many prompts are too short to be looked for.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._forms: list[str] = []
-        left = _MAX_PROMPTS
-        for prompt in dict.fromkeys(_prompts_in(folder)):
-            told = prompt[: min(left, _MAX_PROMPT)]
-            left -= len(told)
-            # As it is, as Python writes it, and as JSON does.
-            self._forms += dict.fromkeys((told, repr(told)[1:-1], json.dumps(told)[1:-1]))
+    def __init__(self, folder: Path, document: Mapping[str, Any]) -> None:
+        self.short = 0
+        self._gaps: Counter[str] = Counter()
+        journal = mapping_of(mapping_of(document.get("requests")).get("journal"))
+        if journal.get("reason") or any(journal.get(name) for name in ("lost", "torn", "left_out")):
+            self._gaps["the request journal was not whole"] = 1
+        self._index = PromptIndex(self._forms_in(folder))
 
-    def clean(self, name: str, data: bytes) -> bytes | None:
-        """Return a file without prompts; None where it cannot be said to be without.
+    @property
+    def gaps(self) -> tuple[str, ...]:
+        """Why there may be prompts that are not known."""
+        return tuple(f"{why} ({count:,} requests)" if count > 1 else why for why, count in self._gaps.items())
+
+    def shortcomings(self) -> Iterator[str]:
+        """Yield what a person is to know of what was not looked for."""
+        if self._gaps:
+            yield f"a message may still hold a prompt, as {'; '.join(self.gaps)}: look before you hand it on"
+        if self.short:
+            yield f"prompts shorter than {_LEAST} characters were not looked for: {self.short:,}"
+
+    def clean_file(self, name: str, file: IO[bytes]) -> bytes:
+        """Return what is in a file, without prompts.
+
+        Raises:
+            MayHoldError: it cannot be said to be without.
+            OSError: it cannot be read.
+        """
+        if name.endswith(".html"):
+            raise MayHoldError("show --html makes it anew")
+        data = file.read(_HEAD)
+        is_recorder = _FLIGHT_RECORDER in name
+        if b"\0" in data and not is_recorder:
+            raise MayHoldError("no text")
+        if self._gaps and not (is_recorder or name.startswith(_FACTS) or name.endswith(_STEPS)):
+            raise MayHoldError("not all prompts are known")
+        data += file.read(_MAX_BYTES)
+        if len(data) > _MAX_BYTES:
+            raise MayHoldError("too large to be searched")
+        return self.clean(name, data)
+
+    def clean(self, name: str, data: bytes) -> bytes:
+        """Return a text without prompts; in JSON they are looked for in the values alone, so that it stays JSON.
 
         Args:
             name: the file's.
             data: what is in it.
+
+        Raises:
+            MayHoldError: it cannot be said to be without.
         """
         if b"\0" in data:
-            return data if _HARMLESS_FILE in name else None
+            if _FLIGHT_RECORDER in name:
+                return data
+            raise MayHoldError("no text")
         text = data.decode(errors="surrogateescape")
-        cleaned = "".join(redact_shared(chunk, self._forms) for chunk in _chunks(text))
-        if cleaned == text:
-            return data
-        if name.endswith(".json"):
-            try:
-                json.loads(cleaned)
-            except ValueError:
-                return None
-        return cleaned.encode(errors="surrogateescape")
-
-
-def _chunks(text: str) -> Iterator[str]:
-    """Yield a text in parts that end with a line, where no line is longer than a part."""
-    start = 0
-    while start < len(text):
-        end = text.rfind("\n", start, start + _AT_A_TIME) + 1 if len(text) - start > _AT_A_TIME else 0
-        end = end or start + _AT_A_TIME
-        yield text[start:end]
-        start = end
-
-
-def _prompts_in(folder: Path) -> Iterator[str]:
-    try:
-        lines = read_regular(folder / REQUESTS, _MAX_BYTES).splitlines()
-    except OSError:
-        return
-    for line in lines:
         try:
-            request = json.loads(line)
+            cleaned = self._clean_json(name, text)
         except (ValueError, RecursionError):
-            continue
-        if isinstance(request, dict):
-            yield from _texts({name: value for name, value in request.items() if name not in _HARMLESS}, "")
+            # It may be cut off, or be no JSON after all.
+            cleaned = self._clean_text(text)
+        return data if cleaned == text else cleaned.encode(errors="surrogateescape")
+
+    def _clean_json(self, name: str, text: str) -> str:
+        if name.endswith(".json"):
+            before = json.loads(text)
+            after = self._clean_values(before)
+            return text if after == before else json.dumps(after, indent=2) + "\n"
+        if name.endswith(".jsonl"):
+            lines = [json.loads(line) for line in text.splitlines()]
+            cleaned = self._clean_values(lines)
+            return text if cleaned == lines else "".join(json.dumps(line) + "\n" for line in cleaned)
+        return self._clean_text(text)
+
+    def _clean_values(self, document: Any) -> Any:
+        """Return a JSON value without prompts; all its texts are searched at once."""
+        texts = dict.fromkeys(text.replace(_BETWEEN, " ") for text in _texts_in(document))
+        cleaned = self._clean_text(_BETWEEN.join(texts)).split(_BETWEEN)
+        if len(cleaned) != max(1, len(texts)):
+            raise MayHoldError("its texts cannot be told apart")
+        return _replaced(document, dict(zip(texts, cleaned, strict=False)))
+
+    def _clean_text(self, text: str) -> str:
+        return redact_spans(text, self._index.spans_in(text))
+
+    def _forms_in(self, folder: Path) -> Iterator[str]:
+        characters = 0
+        for prompt in dict.fromkeys(self._prompts_in(folder)):
+            # As it is, as Python writes it, and as JSON does.
+            for form in dict.fromkeys((prompt, repr(prompt)[1:-1], json.dumps(prompt)[1:-1])):
+                characters += len(form)
+                if characters > _MAX_CHARACTERS:
+                    self._gaps["there is more of prompts than is looked for"] = 1
+                    return
+                yield form
+
+    def _prompts_in(self, folder: Path) -> Iterator[str]:
+        try:
+            data = read_regular(folder / REQUESTS, _MAX_BYTES + 1)
+        except OSError:
+            self._gaps[f"there is no {REQUESTS}"] = 1
+            return
+        if len(data) > _MAX_BYTES:
+            self._gaps[f"{REQUESTS} is too large"] = 1
+        for line in data.splitlines():
+            try:
+                request = json.loads(line)
+                omitted, truncated = mapping_of(request.get("omitted")), request.get("truncated")
+            except (ValueError, RecursionError, AttributeError):
+                self._gaps["a request cannot be read"] += 1
+                continue
+            if truncated or not _OMITTED.isdisjoint(omitted):
+                self._gaps["a prompt was not kept whole"] += 1
+            fields = {name: value for name, value in request.items() if name not in _HARMLESS}
+            for text, is_prompt in _words_of(fields, ""):
+                if len(text) >= (_LEAST if is_prompt else RUN):
+                    yield text
+                elif is_prompt and text:
+                    self.short += 1
 
 
-def _texts(value: Any, name: str) -> Iterator[str]:
-    """Yield the texts in what a user sent, and lists of tokens as they are written."""
+def _words_of(value: Any, name: str) -> Iterator[tuple[str, bool]]:
+    """Yield the texts in what a user sent, and lists of tokens as they are written; and whether it is a prompt."""
     if isinstance(value, str):
-        if name == "text" or len(value) >= _LEAST:
-            yield value
+        yield value, name in _PROMPTS
     elif isinstance(value, dict):
         for inner, one in value.items():
-            yield from _texts(one, inner)
-    elif isinstance(value, list) and value and all(type(one) is int for one in value):
-        written = ", ".join(map(str, value))
-        yield from (form for form in (written, written.replace(" ", "")) if len(form) >= _LEAST)
+            yield from _words_of(one, inner)
+    elif _is_numbers(value):
+        written = _written(value)
+        yield written, False
+        yield written.replace(" ", ""), False
     elif isinstance(value, list):
         for one in value:
-            yield from _texts(one, name)
+            yield from _words_of(one, name)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts of a JSON value, and lists of numbers as they are written."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _texts_in(one)
+    elif _is_numbers(value):
+        yield _written(value)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts_in(one)
+
+
+def _replaced(value: Any, texts: Mapping[str, str]) -> Any:
+    """Return a JSON value with its texts replaced; a list of numbers by a text, where that is another."""
+    if isinstance(value, str):
+        return texts[value.replace(_BETWEEN, " ")]
+    if isinstance(value, dict):
+        return {name: _replaced(one, texts) for name, one in value.items()}
+    if _is_numbers(value):
+        written = _written(value)
+        return value if texts[written] == written else texts[written]
+    if isinstance(value, list):
+        return [_replaced(one, texts) for one in value]
+    return value
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+
+
+def _written(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -6,6 +6,7 @@ import os
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -92,7 +93,7 @@ def test_a_prompt_that_stands_everywhere_is_nowhere_in_the_bundle(
         "ranks/scheduler_TP1-8.steps.jsonl": json.dumps({"number": 1, "note": CANARY}) + "\n",
         "gpu/core.cuda.8": f"\0\1{CANARY}",
         "gpu/gloo_flight_recorder_0": "\0 calls",
-        "faults.json": json.dumps({"ids": TOKENS}),
+        "faults.json": json.dumps({"ids": TOKENS, "calls": [1, 2]}),
     }
     for name, text in planted.items():
         (incident / name).parent.mkdir(exist_ok=True)
@@ -107,10 +108,13 @@ def test_a_prompt_that_stands_everywhere_is_nowhere_in_the_bundle(
         "files": len(packed),
         "bytes": path.stat().st_size,
         "prompts": False,
-        # Without the list there is no JSON left.
-        "left_out": ["faults.json", "gpu/core.cuda.8"],
+        "left_out": ["gpu/core.cuda.8"],
+        "why_left_out": {"gpu/core.cuda.8": "no text, 0.0 MB"},
+        "gaps": [],
+        "short_prompts": 0,
     }
-    assert packed.keys() == {*planted, "report.md"} - {"faults.json", "gpu/core.cuda.8"}
+    assert packed.keys() == {*planted, "report.md"} - {"gpu/core.cuda.8"}
+    assert json.loads(packed["faults.json"]) == {"ids": "<redacted>", "calls": [1, 2]}
     signs = [b"CANARY", b"90020", b"nobody else may", "ünïcode".encode(), b"n\\u00efcode"]
     assert [(name, sign) for name, data in packed.items() for sign in signs if sign in data] == []
     for name, data in packed.items():
@@ -179,3 +183,107 @@ def test_a_pipe_of_that_name_stays(incident: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.tar.gz")
     assert main(["bundle", str(incident), "-o", str(tmp_path / "x.tar.gz")]) == 4
     assert (tmp_path / "x.tar.gz").is_fifo()
+
+
+def plant(incident: Path, requests: list[dict[str, object]] | None, **pieces: str) -> None:
+    """Write requests, none for no such file, and a log and the document, where they are given."""
+    path = incident / "requests" / "requests.jsonl"
+    path.unlink()
+    if requests is not None:
+        path.write_text("".join(json.dumps(one) + "\n" for one in requests))
+    for name, text in {"logs/a.log": pieces.get("log", ""), "incident.json": pieces.get("document", "")}.items():
+        if text:
+            (incident / name).parent.mkdir(exist_ok=True)
+            (incident / name).write_text(text)
+
+
+def bundled(incident: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Bundle an incident without prompts, and return what was told, and the files."""
+    path = incident.parents[1] / "x.tar.gz"
+    assert main(["bundle", str(incident), "--no-prompts", "-o", str(path), "--json"]) == 0
+    return json.loads(capsys.readouterr().out), contents(path)
+
+
+@pytest.mark.parametrize("place", [0, 30_000, 250_000])
+def test_long_prompts_are_searched_for_to_their_end(
+    incident: Path, capsys: pytest.CaptureFixture[str], place: int
+) -> None:
+    filler = "".join(f"{number:x} " for number in range(50_000))
+    prompt = f"{filler[:place]}{CANARY}{filler[place:]}"
+    plant(incident, [{"rid": "a", "state": "unfinished", "text": prompt}], log=f"it said:{CANARY}\n")
+    told, packed = bundled(incident, capsys)
+    assert packed["logs/a.log"] == b"it said:<redacted>\n"
+    assert (told["left_out"], told["gaps"]) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("requests", "gap"),
+    [
+        (None, "there is no requests/requests.jsonl"),
+        ([{"rid": "a", "text": "x" * 99, "truncated": {"text": {"of": 999}}}], "a prompt was not kept whole"),
+        ([{"rid": name, "omitted": {"text": "withheld"}} for name in "ab"], "a prompt was not kept whole (2 requests)"),
+        ([[]], "a request cannot be read"),
+    ],
+)
+def test_where_not_all_prompts_are_known_the_servers_words_are_left_out(
+    incident: Path, capsys: pytest.CaptureFixture[str], requests: list[dict[str, object]] | None, gap: str
+) -> None:
+    plant(incident, requests, log="a prompt of nobody knows whom\n")
+    told, packed = bundled(incident, capsys)
+    assert told["gaps"] == [gap]
+    assert told["why_left_out"] == {"logs/a.log": "not all prompts are known, 0.0 MB"}
+    assert {"incident.json", "summary.md", "report.md", "environment.json", "stacks/scheduler_TP1-8.txt"} == set(packed)
+    assert main(["bundle", str(incident), "--no-prompts", "--report"]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"a message may still hold a prompt, as {gap}: look before you hand it on\n"
+
+
+def test_a_journal_that_lost_requests_is_a_gap(incident: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads((incident / "incident.json").read_text())
+    document["requests"] = {**(document.get("requests") or {}), "journal": {"lost": 3}}
+    plant(incident, [], document=json.dumps(document), log="x\n")
+    assert bundled(incident, capsys)[0]["gaps"] == ["the request journal was not whole"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "why"),
+    [
+        ("_MAX_BYTES", 90_000, "too large to be searched, 0.1 MB"),
+        ("_MAX_CHARACTERS", 5, "not all prompts are known, 0.1 MB"),
+    ],
+)
+def test_what_takes_too_much_to_search_is_left_out(
+    incident: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    value: int,
+    why: str,
+) -> None:
+    monkeypatch.setattr(f"sglang_crashkit.cli.without_prompts.{limit}", value)
+    plant(incident, [{"rid": "a", "text": "x" * 40}], log="a line of a log\n" * 6000)
+    told, packed = bundled(incident, capsys)
+    assert told["why_left_out"] == {"logs/a.log": why}
+    assert "incident.json" in packed
+
+
+def test_a_core_is_not_read_to_its_end(incident: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (incident / "gpu").mkdir()
+    with (incident / "gpu" / "core.cuda.8").open("wb") as core:
+        core.truncate(1 << 40)
+    told, _packed = bundled(incident, capsys)
+    assert told["why_left_out"] == {"gpu/core.cuda.8": "no text, 1,099,511.6 MB"}
+
+
+@pytest.mark.parametrize("prompt", ["processes", "kind", "incident_id", "schema_version", "sglang::scheduler_TP1"])
+def test_a_prompt_that_is_a_word_of_the_kit_leaves_it_readable(
+    incident: Path, capsys: pytest.CaptureFixture[str], prompt: str
+) -> None:
+    before = json.loads((incident / "incident.json").read_text())
+    plant(incident, [{"rid": "a", "text": prompt}])
+    told, packed = bundled(incident, capsys)
+    after = json.loads(packed["incident.json"])
+    assert after.keys() == before.keys()
+    assert [one.keys() for one in after["processes"]] == [one.keys() for one in before["processes"]]
+    assert (after == before) == (prompt != "sglang::scheduler_TP1")
+    assert told["short_prompts"] == (len(prompt) < 12)
