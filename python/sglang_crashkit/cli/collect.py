@@ -18,7 +18,7 @@ from sglang_crashkit.analysis.explain import explain
 from sglang_crashkit.capture.debug_config import DEFAULT_OUTPUT, expand_output, read_debug_config
 from sglang_crashkit.capture.server_arguments import port_of, side_of
 from sglang_crashkit.cli.argument_types import host_names, host_names_in, positive, seconds
-from sglang_crashkit.cli.ending import Terminated, terminable
+from sglang_crashkit.cli.ending import Terminated, ends_with_reader, terminable
 from sglang_crashkit.cli.reporters import collected, collected_nodes
 from sglang_crashkit.collect.collection import Collection, Plan
 from sglang_crashkit.collect.fan_out import Limits
@@ -127,7 +127,7 @@ def _configure_nodes(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="one more option of srun, as --srun-option=...",
     )
-    # What such a command runs on each node: the debuggers end in time for the answer.
+    # What such a command runs on each node: it ends then, or with its reader, and the debuggers in time for the answer.
     nodes.add_argument("--gathered-within", metavar="S", type=positive, help=argparse.SUPPRESS)
     # With --json: what is in the text files, too, for where its folder cannot be seen from here.
     nodes.add_argument("--with-texts", action="store_true", help=argparse.SUPPRESS)
@@ -151,7 +151,10 @@ def run(args: argparse.Namespace) -> ExitCode:
         with terminable():
             if args.slurm_job is not None or args.via is not None or args.hosts is not None:
                 return _collect_nodes(args, wait_secs, output.absolute())
-            return _collect_here(args, wait_secs, output)
+            with contextlib.ExitStack() as stack:
+                if args.gathered_within is not None:
+                    stack.enter_context(ends_with_reader(sys.stdout.fileno(), args.gathered_within))
+                return _collect_here(args, wait_secs, output)
     except Terminated:
         _say("stopped by a signal before anything was collected")
         return ExitCode.TERMINATED
@@ -290,7 +293,8 @@ def _remote_command(args: argparse.Namespace, reach: Reach) -> list[str]:
             raise UsageError(f"--remote-command {args.remote_command}: {error}") from None
         if not command:
             raise UsageError("--remote-command is empty", next_step="leave it out")
-    command += ["collect", "--json", "--with-snapshots", f"--gathered-within={args.node_timeout}"]
+    within = min(args.node_timeout, args.timeout or args.node_timeout)
+    command += ["collect", "--json", "--with-snapshots", f"--gathered-within={within}"]
     # In a step of a Slurm job that job says which servers are meant.
     every = args.slurm_job is None and (args.all_servers or args.config is not None)
     command += [*(["--with-texts"] if reach.returns_files else []), *(["--all-servers"] if every else [])]

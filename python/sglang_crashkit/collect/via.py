@@ -3,7 +3,10 @@
 No shell runs here: the template is split into words as a shell would do, and ``{host}`` is replaced in each. What is to
 be run there follows as further words, which kubectl and docker hand on as they are. Where the template says
 ``{command}``, it stands there instead, as one word that a shell on the other side takes apart. ssh joins its words with
-blanks and has a shell take them apart, so that for ssh the command is always one such word.
+blanks and has a shell take them apart, so that for ssh the command is always one such word. Where ssh is called by
+another command, the template has to say ``{command}``.
+
+Killing such a command does not end what it runs there: the collector ends by itself with its reader.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ _HOST, _COMMAND = "{host}", "{command}"
 _EXAMPLE = 'such as --via "kubectl exec {host} -c sglang --" or --via "ssh {host}"'
 #: A host's name is a folder's name here, and a shell on the other side may see it: no option, path or quote is one.
 _NAME = re.compile(r"[\w\[][\w.:@%+\[\]-]{0,252}", re.ASCII)
+#: What joins its words for a shell on the other side; the command is quoted for the first, where a template begins so.
+_JOINING = ("ssh", "autossh", "gsissh", "rsh", "slogin")
 _BY_HAND = "try it by hand: {look}"
 #: As `gather.Reach.reasons` has them.
 _REASONS = (
@@ -131,6 +136,11 @@ def reach_hosts(template: str, hosts: Sequence[str]) -> Hosts:
         raise UsageError(
             f"--via {template!r} does not say where the host's name goes", next_step=f"put {{host}} there, {_EXAMPLE}"
         )
+    if joining := _find_joining(words):
+        raise UsageError(
+            f"--via {template!r}: {joining} has a shell take the command apart, so say where it goes",
+            next_step=f"--via {shlex.quote(f'{template} {_COMMAND}')}",
+        )
     if shutil.which(words[0]) is None:
         raise UsageError(f"--via: there is no command {words[0]} here", next_step="name its path, or set PATH")
     if not hosts:
@@ -141,7 +151,17 @@ def reach_hosts(template: str, hosts: Sequence[str]) -> Hosts:
                 f"{host[:300]!r} is not the name of a host",
                 next_step="use letters, digits and _ . : @ % + - [ ], and put what is alike in all names into --via",
             )
-    if Path(words[0]).name == "ssh":
+    if Path(words[0]).name == _JOINING[0]:
         # Nobody answers a question, and an empty password is a failed log-in. The first word on an option holds.
         words[1:1] = ["-o", "BatchMode=yes"]
     return Hosts(tuple(dict.fromkeys(hosts)), tuple(words))
+
+
+def _find_joining(words: Sequence[str]) -> str:
+    """Return the word of a template behind which its command would be quoted for no shell; empty without one."""
+    if Path(words[0]).name == _JOINING[0] or any(_COMMAND in word for word in words):
+        return ""
+    # Elsewhere it may be a name, as in ``-c ssh``.
+    host = next(number for number, word in enumerate(words) if _HOST in word)
+    behind = words.index("--") if "--" in words else len(words)
+    return next((word for word in (*words[:host], *words[behind:]) if Path(word).name in _JOINING), "")

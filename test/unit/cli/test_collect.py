@@ -15,8 +15,9 @@ import pytest
 from sglang_crashkit.cli.collect import debugger_secs
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.cli.reporters import collected
+from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.discovery import Discovery, FoundProcess, find_processes
-from sglang_crashkit.kernel.procfs import TreeScanner, read_title
+from sglang_crashkit.kernel.procfs import TreeScanner, is_dead, read_title
 from sglang_crashkit.kernel.slurm_place import Place
 from sglang_crashkit.model.snapshot import from_json, parse
 from unit.cli.conftest import GDB, native_stack
@@ -101,6 +102,24 @@ def test_the_verdict_is_there_before_the_debuggers_end(rank: int, tmp_path: Path
         collector.send_signal(signal.SIGINT)
         rest, _nothing = collector.communicate(timeout=LONG)
     assert rest.splitlines() == [f"{TITLE} (pid {rank}): cuda-gdb: cuda-gdb was called off", f"files: {output}"]
+
+
+@pytest.mark.parametrize("is_debugging", [False, True])
+def test_for_another_machine_it_ends_with_its_reader(rank: int, tmp_path: Path, gdb: Path, is_debugging: bool) -> None:
+    gdb.write_text(f"{GDB}exec sleep 600\n")
+    wanted = ["--native", "--snapshots=1"] if is_debugging else ["--interval=600"]
+    arguments = [f"--pid={rank}", f"-o{tmp_path / 'out'}", "--json", "--gathered-within=6000", *wanted]
+    with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as collector:
+        wait_until(lambda: list((tmp_path / "out").glob("snapshot_*.json")), "there is a snapshot")
+        if is_debugging:
+            wait_until(lambda: "sleep" in _titles_below(collector.pid), "the debugger sleeps")
+        tools = set(TreeScanner(collector.pid).scan()) - {collector.pid}
+        assert collector.stdout is not None
+        collector.stdout.close()
+        collector.wait(LONG)
+    assert collector.returncode == ExitCode.TERMINATED
+    wait_until(lambda: all(map(is_dead, tools)), "the debugger is gone")
+    assert state_of(rank) == "S"
 
 
 def test_what_native_stacks_add_to_the_verdict_is_told_after_them(

@@ -37,6 +37,8 @@ def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
             ["ssh", "-o", "BatchMode=yes", "login", "kubectl", "exec", "h-0", "--", QUOTED],
         ),
         ("ssh {host} 'cd /opt && {command}'", ["ssh", "-o", "BatchMode=yes", "h-0", f"cd /opt && {QUOTED}"]),
+        ("kubectl exec {host} -c ssh --", ["kubectl", "exec", "h-0", "-c", "ssh", "--", *KIT]),
+        ("sudo -n ssh {host} {command}", ["sudo", "-n", "ssh", "h-0", QUOTED]),
         ("env 'A=b c' run --on={host}", ["env", "A=b c", "run", "--on=h-0", *KIT]),
     ],
 )
@@ -72,6 +74,17 @@ def test_what_is_no_hosts_name_is_given_to_no_command(host: str) -> None:
 def test_what_reaches_no_host_is_refused(template: str, hosts: list[str], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         reach_hosts(template, hosts)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["sudo -n ssh {host}", "timeout 5 /usr/bin/ssh {host}", "autossh {host}", "kubectl exec {host} -- ssh in"],
+)
+def test_ssh_behind_another_word_has_to_be_told_where_the_command_goes(template: str) -> None:
+    with pytest.raises(UsageError, match="has a shell take the command apart") as caught:
+        reach_hosts(template, ["h"])
+    assert caught.value.next_step == f"--via '{template} {{command}}'"
+    reach_hosts(f"{template} {{command}}", ["h"])
 
 
 def test_a_host_that_is_named_twice_is_asked_once() -> None:
