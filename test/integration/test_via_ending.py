@@ -1,4 +1,4 @@
-"""What ``collect --via ssh`` began on a host ends there, where it is interrupted here; a stand-in for a rank is collected."""
+"""What ``collect --via ssh`` began on a host ends there where it is interrupted here."""
 
 from __future__ import annotations
 

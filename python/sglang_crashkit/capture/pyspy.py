@@ -9,6 +9,8 @@ taken again. ``--native`` stops the target while it reads, so it is run only whe
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
 import shutil
 import sys
@@ -56,6 +58,9 @@ def sample_all(
 ) -> list[Sample]:
     """Take the stacks of all of `pids` side by side; return a result for each, in the order given.
 
+    Where they are too many to run at once, each gets an equal part of the time that is left when its turn comes: py-spy
+    of one that blocks, as in uninterruptible sleep, does not cost another its turn.
+
     Args:
         pids: the processes.
         deadline_secs: the longest that the whole round may take, in seconds; py-spy is killed at its end.
@@ -67,16 +72,23 @@ def sample_all(
     if path is None:
         return [Sample(pid=pid, problem="py-spy is not installed; next: pip install py-spy") for pid in wanted]
 
+    at_once, begun = max(1, min(len(wanted), _at_once())), itertools.count()
+
     def take(pid: int) -> Sample:
         threads: tuple[Thread, ...] = ()
         problem = ""
+        secs, start = deadline_secs, since
+        turns = math.ceil((len(wanted) - next(begun)) / at_once)
+        if turns > 1:
+            start = time.monotonic()
+            secs = round(max(0.0, since + deadline_secs - start) / turns, 2)
         for _attempt in range(_ATTEMPTS[mode]):
             run = run_tool(
                 [path, "dump", mode, "--json", "--pid", str(pid)],
-                deadline_secs,
+                secs,
                 stop,
                 (on_start or {}).get(pid),
-                since=since,
+                since=start,
                 apart=True,
                 max_output=MAX_OUTPUT,
             )
@@ -91,7 +103,7 @@ def sample_all(
                 break
         return Sample(pid=pid, threads=threads, problem=problem, seconds=round(time.monotonic() - since, 4))
 
-    with ThreadPoolExecutor(max(1, min(len(wanted), _at_once()))) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         try:
             return [_result_of(pid, future) for pid, future in [(pid, _submit(pool, take, pid)) for pid in wanted]]
         finally:
