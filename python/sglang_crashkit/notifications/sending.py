@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -128,10 +129,15 @@ def _log(plan: Plan, short: Mapping[str, Any], environ: Mapping[str, str]) -> di
 
 
 def _without_keys(text: str, url: str) -> str:
-    """Return a text without what of a URL may be a key: its name and password, and its path."""
+    """Return a text without what of a URL may be a key: its name and password, and the parts of its path.
+
+    They are taken out where they stand as in a URL: a part may be as short as a word of the text.
+    """
     place, _slash, path = url.partition("://")[2].partition("/")
-    for secret in (place.rpartition("@")[0], path.removesuffix("v1/traces").strip("/")):
-        text = text.replace(secret, "...") if secret else text
+    if user := place.rpartition("@")[0]:
+        text = text.replace(f"{user}@", "...@")
+    for part in filter(None, re.split("[/?&]", path.removesuffix("v1/traces"))):
+        text = re.sub(rf"([/?&]){re.escape(part)}(?!\w)", r"\1...", text)
     return text
 
 

@@ -149,3 +149,21 @@ def test_nobody_is_woken_for_nothing(tmp_path: Path, kind: str, verdict: object)
 def test_an_incident_that_was_withdrawn_is_an_error(tmp_path: Path) -> None:
     with pytest.raises((OSError, CrashkitError)):
         sending.tell(tmp_path / "gone", {COMMAND: "true"})
+
+
+@pytest.mark.parametrize(
+    ("url", "text", "expected"),
+    [
+        (
+            "http://h:1/e/r/v1/traces",
+            "error: no route to http://h:1/e/r/v1/traces",
+            "error: no route to http://h:1/.../.../v1/traces",
+        ),
+        ("http://h/kEy5/v1/traces", "url: /kEy5/v1/traces (kEy55 refused)", "url: /.../v1/traces (kEy55 refused)"),
+        ("http://h/v1/traces", "url: /v1/traces", "url: /v1/traces"),
+        ("http://h/a?token=kEy5", "POST /a?token=kEy5: a timeout", "POST /...?...: a timeout"),
+        ("http://e:pw@h/x", "for http://e:pw@h/x, e:pw is", "for http://...@h/..., e:pw is"),
+    ],
+)
+def test_a_reason_is_told_without_the_keys_of_its_url(url: str, text: str, expected: str) -> None:
+    assert sending._without_keys(text, url) == expected
