@@ -206,10 +206,14 @@ def free_port() -> int:
     derives from it. A server listens long after it was given its port.
     """
     for port in random.SystemRandom().sample(range(20000, 30000), 100):
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            holder = socket.socket(socket.AF_UNIX)
-            _holders.append(holder)
+        holder = socket.socket(socket.AF_UNIX)
+        try:
             holder.bind(f"\0sglang-crashkit-port-{port}")
-            return port
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            holder.close()
+            continue
+        _holders.append(holder)
+        return port
     raise LaneError("no free TCP port between 20000 and 29999", next_step="stop other servers")

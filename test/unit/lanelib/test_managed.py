@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from lanelib import procs
 from lanelib.errors import LaneError
 from lanelib.managed import ManagedProcess, free_port
-from unit.waiting import LONG
+from unit.waiting import LONG, descriptors
 
 #: Answers everything; has a child that ignores SIGTERM and an orphan in its session.
 SERVER = textwrap.dedent(
@@ -69,6 +70,14 @@ def test_wait_ready_fails_at_once_with_the_log_when_the_process_dies(start):
     assert "out of luck" in caught.value.message
     assert str(server.log_path) in str(caught.value.next_step)
     assert time.monotonic() - began < LONG
+
+
+def test_a_port_that_was_taken_costs_no_descriptor(monkeypatch):
+    mine, spare = free_port(), random.SystemRandom().randrange(40_000, 50_000)
+    monkeypatch.setattr("random.SystemRandom.sample", lambda *_: [mine] * 20 + list(range(spare, spare + 50)))
+    before = descriptors()
+    assert free_port() >= spare
+    assert len(descriptors()) == len(before) + 1
 
 
 def test_a_port_is_given_to_one_process_only():
