@@ -33,6 +33,7 @@ from sglang_crashkit.kernel.slurm_place import Place
 #: Seconds between two lines of the overview while it waits, on a terminal and elsewhere.
 _REDRAW_SECS, _REPEAT_SECS = 2.0, 60.0
 _MAX_TITLES = 8
+_STDOUT = 1
 _EXAMPLES = """\
 examples:
   sglang-crashkit collect
@@ -153,7 +154,7 @@ def run(args: argparse.Namespace) -> ExitCode:
                 return _collect_nodes(args, wait_secs, output.absolute())
             with contextlib.ExitStack() as stack:
                 if args.gathered_within is not None:
-                    stack.enter_context(ends_with_reader(sys.stdout.fileno(), args.gathered_within))
+                    stack.enter_context(ends_with_reader(_STDOUT, args.gathered_within))
                 return _collect_here(args, wait_secs, output)
     except Terminated:
         _say("stopped by a signal before anything was collected")

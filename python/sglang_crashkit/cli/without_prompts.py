@@ -17,6 +17,7 @@ from sglang_crashkit.cli.prompt_index import RUN, PromptIndex
 from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.incident.summary import mapping_of
 from sglang_crashkit.kernel.private_files import read_regular
+from sglang_crashkit.model.incident import NOT_SERVING
 from sglang_crashkit.redact import redact_spans
 
 #: More of a file, and of the requests' file, is not read.
@@ -60,7 +61,9 @@ class PromptSearch:
     def __init__(self, folder: Path, document: Mapping[str, Any]) -> None:
         self.short = 0
         self._gaps: Counter[str] = Counter()
-        journal = mapping_of(mapping_of(document.get("requests")).get("journal"))
+        requests = mapping_of(document.get("requests"))
+        self._had_requests = requests.get("reason") != NOT_SERVING
+        journal = mapping_of(requests.get("journal"))
         if journal.get("reason") or any(journal.get(name) for name in ("lost", "torn", "left_out")):
             self._gaps["the request journal was not whole"] = 1
         self._index = PromptIndex(self._forms_in(folder))
@@ -156,7 +159,8 @@ class PromptSearch:
         try:
             data = read_regular(folder / REQUESTS, _MAX_BYTES + 1)
         except OSError:
-            self._gaps[f"there is no {REQUESTS}"] = 1
+            if self._had_requests:
+                self._gaps[f"there is no {REQUESTS}"] = 1
             return
         if len(data) > _MAX_BYTES:
             self._gaps[f"{REQUESTS} is too large"] = 1

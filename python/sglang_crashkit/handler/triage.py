@@ -17,6 +17,7 @@ from sglang_crashkit import policy
 from sglang_crashkit.analysis.verdict import UNHEALTHY
 from sglang_crashkit.handler.state import OBSERVED_SECS, Action, Do, Seen, Shutdown, Stage
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, is_orderly
+from sglang_crashkit.model.incident import NOT_SERVING
 from sglang_crashkit.policy import Capture, Event, Mode
 
 #: A soft exit is a shutdown when it is announced within this time.
@@ -209,7 +210,7 @@ class Triage:
 
     def _on_launch_failed(self, seen: Seen, now: float) -> None:
         # Before the exits are taken in: a rank that died when it had hardly begun to run looks like a helper.
-        self._on_failure("failed_start", seen, now, "the server had not started to serve", learns_ranks=True)
+        self._on_failure("failed_start", seen, now, NOT_SERVING, learns_ranks=True)
 
     _on_startup_timeout = _on_launch_failed
 

@@ -167,6 +167,10 @@ class HandlerInfo:
     start_ticks: int
 
 
+#: Why there are no requests of a server that never had one.
+NOT_SERVING = "the server had not started to serve"
+
+
 @dataclass
 class Requests:
     """The requests that were saved."""

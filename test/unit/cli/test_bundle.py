@@ -238,6 +238,14 @@ def test_where_not_all_prompts_are_known_the_servers_words_are_left_out(
     assert said.err == f"a message may still hold a prompt, as {gap}: look before you hand it on\n"
 
 
+def test_where_a_server_never_served_there_are_no_prompts(incident: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads((incident / "incident.json").read_text())
+    document["requests"] = {"reason": "the server had not started to serve"}
+    plant(incident, None, document=json.dumps(document), log="loading\n")
+    told, packed = bundled(incident, capsys)
+    assert (told["gaps"], packed["logs/a.log"]) == ([], b"loading\n")
+
+
 def test_a_journal_that_lost_requests_is_a_gap(incident: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads((incident / "incident.json").read_text())
     document["requests"] = {**(document.get("requests") or {}), "journal": {"lost": 3}}
