@@ -101,8 +101,9 @@ def run(args: argparse.Namespace) -> ExitCode:
         told |= {"prompts": search is None, "left_out": list(left_out), "why_left_out": left_out}
         print(json.dumps(told | ({} if search is None else {"gaps": search.gaps, "short_prompts": search.short})))
         return ExitCode.DONE
-    without = ", without the prompts of its requests" if search is not None else ", with the prompts of its requests"
-    print(f"{path}: {count} files of incident {incident.name[-8:]}{without}, {size / 1e3:,.0f} kB")
+    prompts = "with the" if search is None else "without the known" if search.gaps else "without the"
+    of_incident = f"{count} files of incident {incident.name[-8:]}"
+    print(f"{path}: {of_incident}, {prompts} prompts of its requests, {size / 1e3:,.0f} kB")
     if left_out:
         names = ", ".join(f"{name} ({why})" for name, why in islice(left_out.items(), _MAX_TOLD))
         more = f" and {len(left_out) - _MAX_TOLD:,} more" if len(left_out) > _MAX_TOLD else ""
