@@ -326,28 +326,16 @@ def _read_shared_memory() -> SharedMemoryFacts:
     folder = shared_memory.FOLDER
     try:
         space = os.statvfs(folder)
-        of_dead = [segment for path in folder.iterdir() if (segment := _of_dead(path)) is not None]
-        used = shared_memory.why_in_use(of_dead) if of_dead else {}
-        left = [(segment.name, (folder / segment.name).lstat()) for segment in of_dead if not used[segment]]
+        left = [segment for segment in shared_memory.of_gone() if not segment.why]
     except OSError:
         return SharedMemoryFacts()
     return SharedMemoryFacts(
         total=space.f_blocks * space.f_frsize,
         free=space.f_bavail * space.f_frsize,
         file_system=file_system_of(folder),
-        left=tuple(sorted(name for name, _status in left)),
-        left_bytes=sum(status.st_blocks * 512 for _name, status in left),
+        left=tuple(segment.name for segment in left),
+        left_bytes=sum(segment.bytes for segment in left),
     )
-
-
-def _of_dead(path: Path) -> shared_memory.Segment | None:
-    """Return this user's segment whose name bears the pid of a process that is gone; None for any other."""
-    with contextlib.suppress(OSError):
-        status = path.lstat()
-        segment = shared_memory.Segment(path.name, status.st_ino)
-        is_own = segment.creator is not None and status.st_uid == os.geteuid()
-        return segment if is_own and procfs.read_stat(segment.creator or 0) is None else None
-    return None
 
 
 def _read_end(place: Mapping[str, object], environ: Mapping[str, str], grace_secs: float | None, pid: int) -> EndFacts:

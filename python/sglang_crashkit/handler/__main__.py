@@ -29,6 +29,7 @@ from sglang_crashkit.handler.folders import (
     remove_runtime_folders,
 )
 from sglang_crashkit.handler.server import CrashHandler
+from sglang_crashkit.handler.shared_memory import left_by_others
 from sglang_crashkit.incident.history import recent_crashes
 from sglang_crashkit.incident.recovery import finish_abandoned
 from sglang_crashkit.kernel import procfs
@@ -116,7 +117,7 @@ def _serve(args: argparse.Namespace, undo: contextlib.ExitStack) -> int:
         remove_empty_spools(folder / "incidents")
         handler.session.after.catch_up(folder / "incidents")
     remove_runtime_folders(args.runtime.parent)
-    handler.history = recent_crashes(place.host_folder / "incidents")
+    handler.history = [line for line in (recent_crashes(place.host_folder / "incidents"), left_by_others()) if line]
     # From here on the handler cleans up itself: while the server lives, its ranks use what is there.
     undo.pop_all()
     handler.run()

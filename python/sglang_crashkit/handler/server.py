@@ -53,7 +53,7 @@ class CrashHandler:
     """Watches one server.
 
     Attributes:
-        history: a line for the server's own log, written as soon as its main process listens; empty for none.
+        history: lines for the server's own log, written as soon as its main process listens.
 
     Raises:
         ProcessLookupError: there is no process `server_pid`.
@@ -66,7 +66,7 @@ class CrashHandler:
         self._mailbox = mailbox
         self._place = place
         self._hangs = HangDetector(self.tree, self.session, settings, self._log.say)
-        self.history = ""
+        self.history: list[str] = []
         self._metrics = MetricsPublisher(self.tree, self.session, place.host_folder / "incidents", settings.disk)
         self._kept = KeptFolder(place.runtime)
         self._prober = PeerProber(PeerLosses(self.tree, self.session, self._log.say).report)
@@ -126,8 +126,9 @@ class CrashHandler:
             self.tree.recent_unexplained()
         self.tree.refresh()
         if self.history and self._log.is_heard:
-            self._log.say(self.history)
-            self.history = ""
+            for line in self.history:
+                self._log.say(line)
+            self.history = []
 
     def take(self, message: Message, sender: TrackedProcess | None) -> None:
         """Take in what a process of the server said; None is any other, whose word counts for a teardown only."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 
 from sglang_crashkit.handler.processes import ProcessTree
@@ -56,6 +57,26 @@ class SharedMemory:
             named = ", ".join(f"{one.name} ({one.why})" for one in left)
             logger.info("the server left in %s: %s", shared_memory.FOLDER, named)
         return removed, left
+
+
+def left_by_others() -> str:
+    """Return in one line what processes that are gone left, servers among them; empty where nothing is there.
+
+    Whose it was is not certain, and so nothing is removed.
+    """
+    try:
+        left = [segment for segment in shared_memory.of_gone() if not segment.why]
+    except OSError:
+        return ""
+    if not left:
+        return ""
+    count, size = len(left), sum(segment.bytes for segment in left) / (1 << 30)
+    largest = max(left, key=lambda segment: segment.bytes)
+    return (
+        f"{count} segment{'s' if count > 1 else ''} of user {os.geteuid()} in {shared_memory.FOLDER} "
+        f"({size:.2f} GiB; the largest is {largest.name}) {'are' if count > 1 else 'is'} of processes that are gone; "
+        "next: sglang-crashkit doctor"
+    )
 
 
 def _is_alive(pid: int, start_ticks: int) -> bool:

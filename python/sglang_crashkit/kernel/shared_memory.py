@@ -8,6 +8,7 @@ without a pid (``psm_*``, ``nccl-*``, ``sem.mp-*``, ``sglang_loads_*``) do not s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -84,6 +85,21 @@ def of_server(pid: int) -> set[Segment]:
         return {Segment(name, (FOLDER / name).lstat().st_ino)}
     except OSError:
         return set()
+
+
+def of_gone() -> list[LeftSegment]:
+    """Return this user's segments that bear the pid of a process that is gone, and why each may be in use; see `clear`.
+
+    Nothing is removed. `LeftSegment.why` is empty where every process says that it does not map it.
+
+    Raises:
+        OSError: there is no `FOLDER`, or it cannot be read.
+    """
+    there = [Segment(path.name, inode) for path in sorted(FOLDER.iterdir()) if (inode := _inode_of(path))]
+    left = {one for one in there if one.creator is not None and procfs.read_stat(one.creator) is None}
+    sizes = {one: size for one in left if (size := _size_of(one)) is not None}
+    used = why_in_use(sizes) if sizes else {}
+    return [LeftSegment(one.name, sizes[one], used[one]) for one in there if one in sizes]
 
 
 def clear(segments: Iterable[Segment], dead: Mapping[int, int]) -> tuple[list[str], list[LeftSegment]]:
@@ -172,6 +188,12 @@ def _why_unseen() -> str:
     if any(option.startswith("hidepid=") and option not in ("hidepid=0", "hidepid=off") for option in options):
         return "/proc hides the processes of others"
     return ""
+
+
+def _inode_of(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return path.lstat().st_ino
+    return 0
 
 
 def _size_of(segment: Segment) -> int | None:

@@ -36,16 +36,17 @@ def test_one_that_does_not_listen_is_logged(short_folder: Path, caplog: pytest.L
     assert record.getMessage().startswith("the server's own log does not report it: ")
 
 
-def test_a_line_of_the_start_waits_until_somebody_listens(short_folder: Path) -> None:
+def test_lines_of_the_start_wait_until_somebody_listens(short_folder: Path) -> None:
     place = Place(short_folder / "host", short_folder / "spool", short_folder / "runtime")
     place.runtime.mkdir()
     with Mailbox.bind(place.runtime / "handler.sock") as messages:
         handler = CrashHandler(os.getpid(), Mailbox(messages), place, Settings.from_environ({}))
-        handler.history = "3 crashes in the last hour"
+        handler.history = ["3 crashes in the last hour", "12 segments"]
         handler.look()
         with Mailbox.bind(HookFiles.of(place.runtime, os.getpid(), start_ticks(os.getpid())).say) as receiver:
             handler.look()
             handler.look()
-            (message,) = Mailbox(receiver).receive()
+            messages_of_it = Mailbox(receiver).receive()
         handler.close()
-    assert (message.event, message.fields["text"]) == ("say", "3 crashes in the last hour")
+    said = [(message.event, message.fields["text"]) for message in messages_of_it]
+    assert said == [("say", "3 crashes in the last hour"), ("say", "12 segments")]

@@ -6,10 +6,10 @@ import pytest
 
 from sglang_crashkit.handler import shared_memory
 from sglang_crashkit.handler.processes import ProcessTree
-from sglang_crashkit.handler.shared_memory import SharedMemory
+from sglang_crashkit.handler.shared_memory import SharedMemory, left_by_others
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.pidfd import ProcessHandle
-from sglang_crashkit.kernel.shared_memory import FOLDER
+from sglang_crashkit.kernel.shared_memory import FOLDER, LeftSegment
 from unit.strangers import nothing_where_forbidden
 from unit.waiting import LONG, child
 
@@ -90,3 +90,21 @@ def test_what_is_mapped_is_noted_now_and_then(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(shared_memory, "_MAPS_AFTER_A_CHANGE_SECS", 0.0)
         leftovers.act_on_time()
         assert notes == [None]
+
+
+@pytest.mark.parametrize(
+    ("left", "line"),
+    [
+        ([], ""),
+        ([LeftSegment("torch_1_2_3", 1 << 30, "process 7 maps it")], ""),
+        (
+            [LeftSegment("torch_1_2_3", 1 << 29, ""), LeftSegment("sgl_shm_mq_1_0123abcd", 1 << 30, "")],
+            "2 segments of user 0 in /dev/shm (1.50 GiB; the largest is sgl_shm_mq_1_0123abcd) are of processes "
+            "that are gone; next: sglang-crashkit doctor",
+        ),
+    ],
+)
+def test_what_others_left_is_one_line(monkeypatch: pytest.MonkeyPatch, left: list[LeftSegment], line: str) -> None:
+    monkeypatch.setattr(shared_memory.shared_memory, "of_gone", lambda: left)
+    monkeypatch.setattr(shared_memory.os, "geteuid", lambda: 0)
+    assert left_by_others() == line

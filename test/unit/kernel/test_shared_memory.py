@@ -8,7 +8,7 @@ import pytest
 
 from sglang_crashkit.kernel import procfs, shared_memory
 from sglang_crashkit.kernel.guarded_read import BlockedReadError
-from sglang_crashkit.kernel.shared_memory import FOLDER, Segment, clear, mapped_by
+from sglang_crashkit.kernel.shared_memory import FOLDER, LeftSegment, Segment, clear, mapped_by, of_gone
 from unit.strangers import nothing_where_forbidden
 from unit.waiting import child
 
@@ -77,6 +77,20 @@ def test_what_a_dead_process_made_is_removed_when_nobody_maps_it(left_behind, pa
     assert clear([segment], dead) == ([segment.name], [])
     assert not (FOLDER / segment.name).exists()
     assert clear([segment], dead) == ([], [])
+
+
+def test_what_processes_left_that_are_gone_is_told_and_stays(left_behind) -> None:
+    segment, _dead = left_behind("sgl_shm_mq_PID_0123abcd")
+    nameless, _dead = left_behind("sgl_shm_PID")
+    with child(HOLDS_A_SEGMENT, "torch_PID_3456_1") as process:
+        living = FOLDER / process.first_line  # type: ignore[attr-defined]
+        try:
+            left = of_gone()
+        finally:
+            living.unlink()
+    assert LeftSegment(segment.name, 4096, "") in left
+    assert not {nameless.name, living.name} & {one.name for one in left}
+    assert (FOLDER / segment.name).exists()
 
 
 @pytest.mark.parametrize(
