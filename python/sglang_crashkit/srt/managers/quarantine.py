@@ -34,8 +34,9 @@ logger = logging.getLogger(__name__)
 
 #: How often the file is looked at, in seconds.
 READ_SECS = 5.0
-#: A suspect is sent alone so often at most, whatever the server makes of it, as long as it goes on.
-MAX_TURNS = 3
+#: A suspect that the server fails and survives is sent alone so often; and so often at most, whatever became of it, as
+#: where its client gives up each time.
+MAX_TURNS, MAX_SENT = 3, 10
 #: Of the requests that are recognised so many are logged each time the file is looked at.
 _MAX_LOGGED = 10
 #: So many requests of a batch are looked at: the event loop waits for it.
@@ -66,6 +67,8 @@ class Quarantine:
         self._innocent: set[str] = set()
         #: How often each suspect was sent alone since the incident that it is suspected of.
         self._turns: Counter[tuple[str, str]] = Counter()
+        #: The same, whatever became of it.
+        self._sent: Counter[tuple[str, str]] = Counter()
         self._problem = ""
         self._to_log = _MAX_LOGGED
 
@@ -127,6 +130,17 @@ class Quarantine:
     def acquit(self, entry: Entry) -> None:
         """Have a suspect not be isolated again, as the server has answered it."""
         self._innocent.add(entry.key)
+
+    def may_isolate(self, entry: Entry) -> bool:
+        """Count that a suspect is to be sent alone, and say whether it may: others are held for each time.
+
+        A client that gives up each time leaves it neither acquitted nor proven, and the server goes on all the same.
+        """
+        turn = entry.key, entry.origin.incident
+        if len(self._sent) >= MAX_ENTRIES:
+            self._sent.clear()
+        self._sent[turn] += 1
+        return self._sent[turn] <= MAX_SENT
 
     def count_turn(self, entry: Entry) -> None:
         """Count that a suspect was sent alone and the server goes on; after a few times it is not isolated again.
@@ -228,7 +242,7 @@ def guard_requests(manager: Any) -> None:
             return generate(obj, request)
         # What runs in the background goes on without its client.
         rids, client = _rids_of(obj), None if getattr(obj, "background", False) else request
-        if entry is not None and entry.level == "suspected":
+        if entry is not None and entry.level == "suspected" and quarantine.may_isolate(entry):
             quarantine.note(entry, "sent alone")
             on_answer = functools.partial(quarantine.acquit, entry)
             on_turn = functools.partial(quarantine.count_turn, entry)

@@ -29,7 +29,7 @@ from sglang_crashkit.incident.quarantine import (
 from sglang_crashkit.incident.request_fingerprint import names_of
 from sglang_crashkit.memory.request_record import decode_request, encode_begin, to_json
 from sglang_crashkit.redact import REDACTED
-from sglang_crashkit.srt.managers.quarantine import MAX_TURNS, Quarantine, QuarantinedError, guard_requests
+from sglang_crashkit.srt.managers.quarantine import MAX_SENT, MAX_TURNS, Quarantine, QuarantinedError, guard_requests
 from sglang_crashkit.srt.request_journal import RequestReader
 
 ORIGIN = Origin("It raised.", "1a2b", "/model", "")
@@ -340,6 +340,25 @@ def test_a_suspect_that_always_fails_is_forgotten(suspected: Manager, caplog: py
     for _ in range(MAX_TURNS + 2):
         asyncio.run(ask())
     assert caplog.text.count("sent alone") == MAX_TURNS
+
+
+def test_a_suspect_whose_client_gives_up_each_time_holds_others_a_few_times_only(
+    suspected: Manager, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def stream() -> Any:
+        while True:
+            yield {"meta_info": {"finish_reason": None}}
+
+    async def give_up() -> None:
+        responses = suspected.generate_request(Request(), object())
+        await responses.__anext__()
+        await responses.aclose()
+
+    suspected.answers = stream
+    for _ in range(MAX_SENT + 2):
+        asyncio.run(give_up())
+    assert caplog.text.count("sent alone") == MAX_SENT
+    assert [one for one in read_entries(Path(suspected.crash_dump_folder)) if one.level == "suspected"]
 
 
 def test_one_that_is_suspected_again_has_all_its_turns(suspected: Manager) -> None:
