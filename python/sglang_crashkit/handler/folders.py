@@ -40,14 +40,18 @@ from sglang_crashkit.settings import RUN, DiskLimits, fallback_folder
 logger = logging.getLogger(__name__)
 
 #: A disk that answers does it within this time, a busy network disk included, in seconds. A server that gives up on its
-#: crash folder as it starts has none for as long as it lives.
-ANSWER_SECS = 10.0
+#: crash folder as it starts has none for as long as it lives. All disks that it names share that time, as the launch
+#: waits for it; one that is asked when that is over has a second.
+ANSWER_SECS, _LEAST_SECS = 10.0, 1.0
 #: The shortest age that a cleaner goes by is a day; seconds.
 _TOUCH_SECS = 6 * 3600.0
 #: A cleaner that looks at a folder just now has it locked for a moment, in seconds.
 _LOCK_SECS = 0.5
 #: A folder without an owner may be one that its owner is about to lock, for this long, in seconds.
 _AGE_SECS = 10.0
+
+#: Runs what makes folders in a child, and returns what went wrong; see `make_within`.
+_Make = Callable[[Callable[[], object]], str]
 
 _MAX_FOLDERS = 1000
 #: So much is written at once (PIPE_BUF).
@@ -83,19 +87,23 @@ def make_work_folders(
         key: the server's; see `identity_key`.
         core_file: the template of the names of GPU cores, as CUDA expands it; empty for none.
         flight_folder: where PyTorch's flight recorder is to write; empty where it is not used.
-        secs: how long a disk may take, in seconds.
+        secs: how long the disks may take, in seconds.
 
     Raises:
         OSError: none of the places can be used.
     """
     hostname = os.getenv("HOSTNAME", socket.gethostname())
-    fallback = fallback_folder() / hostname
+    fallback, deadline = fallback_folder() / hostname, time.monotonic() + secs
+
+    def make(make_them: Callable[[], object]) -> str:
+        return make_within(max(_LEAST_SECS, deadline - time.monotonic()), make_them)
+
     candidates = [Path(crash_folder) / hostname, fallback] if crash_folder else [fallback]
     warnings = []
     for host_folder in candidates:
         spool = host_folder / "incidents" / f"{SPOOL}{key}"
         # A folder that is there may still be full or read-only; the spool shows it.
-        problem = make_within(secs, functools.partial(_make_each, host_folder, spool.parent, spool))
+        problem = make(functools.partial(_make_each, host_folder, spool.parent, spool))
         if not problem:
             break
         advice = "next: check the --crash-dump-folder" if crash_folder else "next: set TMPDIR"
@@ -106,9 +114,9 @@ def make_work_folders(
     # A disk that did not answer is not asked again.
     moved = crash_folder is not None and host_folder == fallback
     if core_file:
-        _make_core_folder(folders, core_file, crash_folder, secs, moved=moved)
+        _make_core_folder(folders, core_file, crash_folder, make, moved=moved)
     if flight_folder:
-        _make_flight_folder(folders, flight_folder, secs, moved=moved)
+        _make_flight_folder(folders, flight_folder, make, moved=moved)
     return folders
 
 
@@ -168,7 +176,7 @@ def _make_each(*folders: Path) -> None:
 
 
 def _make_core_folder(
-    folders: WorkFolders, core_file: str, crash_folder: str | None, secs: float, *, moved: bool
+    folders: WorkFolders, core_file: str, crash_folder: str | None, make: _Make, *, moved: bool
 ) -> None:
     """Make the folder in which the driver will write, for its owner alone: the driver makes none."""
     folders.core_file = core_file
@@ -178,7 +186,7 @@ def _make_core_folder(
     is_own = crash_folder is not None and core_file == f"{crash_folder}/%h/{name}"
     problem = "it is in the crash folder" if moved and is_own else ""
     if not problem:
-        problem = make_within(secs, functools.partial(_make_folder_of, core_file, is_own=is_own))
+        problem = make(functools.partial(_make_folder_of, core_file, is_own=is_own))
     if not problem:
         return
     # Upstream's words, which people search for.
@@ -188,7 +196,7 @@ def _make_core_folder(
     )
     if is_own:
         folders.core_file = f"{fallback_folder()}/%h/{name}"
-        make_within(secs, functools.partial(_make_folder_of, folders.core_file, is_own=True))
+        make(functools.partial(_make_folder_of, folders.core_file, is_own=True))
 
 
 def _make_folder_of(core_file: str, *, is_own: bool) -> None:
@@ -205,11 +213,11 @@ def _make_folder_of(core_file: str, *, is_own: bool) -> None:
         raise OSError(errno.EACCES, "it cannot be written to", str(folder))
 
 
-def _make_flight_folder(folders: WorkFolders, wanted: str, secs: float, *, moved: bool) -> None:
+def _make_flight_folder(folders: WorkFolders, wanted: str, make: _Make, *, moved: bool) -> None:
     other = folders.host_folder / Path(wanted).name
     for folder in [other] if moved else [Path(wanted), other]:
         # What is not there when it is asked for is never written.
-        if not make_within(secs, functools.partial(_make_each, folder.parent, folder)):
+        if not make(functools.partial(_make_each, folder.parent, folder)):
             folders.flight_folder = folder
             return
 

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 #: An interpreter starts within this time, in seconds.
 _START_SECS = 20.0
-#: From then on the handler has this long to say that it is ready, in seconds: longer than it waits for three disks.
-_READY_SECS = 45.0
+#: From then on the handler has this long to say that it is ready, in seconds: longer than it waits for disks.
+_READY_SECS = 20.0
 #: At the server's end the handler has this long to remove what nobody needs any more, in seconds.
 _FAREWELL_SECS = 3.0
 _MAX_BYTES = 1 << 16

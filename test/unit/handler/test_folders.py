@@ -6,7 +6,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -406,3 +406,21 @@ def test_what_the_servers_processes_could_not_finish_is_removed(tmp_path: Path) 
     assert sorted(path.name for path in flight.iterdir()) == ["7-5-2-rank0", "7-6-1-rank0"]
     shutil.rmtree(flight)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_disks_that_do_not_answer_share_the_time_that_the_launch_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, given = [100.0], []
+
+    def make(secs: float, _make: Callable[[], object]) -> str:
+        given.append(secs)
+        if len(given) == 2:
+            # The fallback folder.
+            return ""
+        now[0] += secs
+        return "it did not answer"
+
+    monkeypatch.setattr(folders_module, "make_within", make)
+    monkeypatch.setattr(folders_module.time, "monotonic", lambda: now[0])
+    made = make_work_folders("/crash", "1-2-3", "/dead/core", "/dead/flight", secs=10.0)
+    assert given == [10.0, 1.0, 1.0, 1.0]
+    assert made.flight_folder is None
