@@ -16,7 +16,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sglang_crashkit.model.incident import IN_SEVERAL, UNANSWERED, Incident, InStep, Level, ProcessReport, Suspect
+from sglang_crashkit.model.incident import (
+    IN_SEVERAL,
+    UNANSWERED,
+    Incident,
+    InStep,
+    JournaledRequests,
+    Level,
+    ProcessReport,
+    Suspect,
+)
 
 #: An incident names so many.
 MAX_SUSPECTS = 16
@@ -28,7 +37,7 @@ _SCHEDULER = "scheduler"
 #: What a reason weighs. One of these makes a suspicion supported; that it is a request's first step, or asks for
 #: what others do not, does not.
 _NAMED, _SEEN, _ALONE, _UNUSUAL, _RECEIVED, _FIRST = 64, 32, 16, 4, 2, 1
-#: The reasons of a request beside which nothing else was under way: these, and a suspicion before, prove it.
+#: Where nothing else was under way one of these, and a suspicion before, proves a request.
 ALONE = "it was the only request of the step that was not finished"
 _ALONE_AT = "it was the only request of the step in which the rank failed"
 ONLY = f"{UNANSWERED}, was in no step yet, and no other one was under way"
@@ -123,6 +132,21 @@ def is_by_others(incident: Incident) -> bool:
     return state.startswith(("T", "t"))
 
 
+def is_alone(incident: Incident) -> bool:
+    """Say whether an incident has one suspect, and no other request was under way in its server."""
+    journal = _whole_journal(incident)
+    if len(incident.suspects) != 1 or journal is None or journal.unfinished != 1:
+        return False
+    return not {ALONE, ONLY}.isdisjoint(incident.suspects[0].reasons)
+
+
+def _whole_journal(incident: Incident) -> JournaledRequests | None:
+    journal = incident.requests.journal
+    if journal is None or not journal.path or journal.left_out or journal.lost or journal.torn or journal.reason:
+        return None
+    return journal
+
+
 def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str]) -> _Choice:
     """Return the requests that the first failure may be of, by where they were; see `suspects_of`."""
     last = first.steps.last if first.steps is not None else []
@@ -181,10 +205,8 @@ def _only_words(incident: Incident, process: ProcessReport, size: int) -> str:
         process: who failed first.
         size: how many requests there are to choose from; one that was aborted may be in a step still.
     """
-    journal = incident.requests.journal
-    if process.role != _SCHEDULER:
-        return ""
-    if journal is None or not journal.path or journal.left_out or journal.lost or journal.torn or journal.reason:
+    journal = _whole_journal(incident)
+    if process.role != _SCHEDULER or journal is None:
         # There may have been others.
         return ""
     if journal.unfinished == size == 1:

@@ -54,10 +54,16 @@ def test_a_few_of_many_parameters_are_named(tmp_path: Path) -> None:
 
 
 def crash(
-    crash_folder: Path, number: int, *rids: str, request: dict[str, Any] = REQUEST, signal: str | None = None
+    crash_folder: Path,
+    number: int,
+    *rids: str,
+    request: dict[str, Any] = REQUEST,
+    signal: str | None = None,
+    beside: int = 0,
 ) -> Incident:
-    """Finish one more incident of the same fault, with these requests in the step."""
+    """Finish one more incident of the same fault, with these requests in the step, and others under way beside it."""
     made = incident(*rids)
+    made.requests.journal = JournaledRequests(REQUESTS, unfinished=len(rids) + beside)
     made.environment = {"model": "/model"}
     made.processes[0].exit = Exit(None, signal, "signal", "", "") if signal else None
     made.suspects, _left_out = suspects_of(made)
@@ -134,14 +140,17 @@ def test_requests_that_cannot_be_read_cost_nothing_else(tmp_path: Path, text: st
     assert [suspect.rid for suspect in made.suspects] == ["a"]
 
 
-@pytest.mark.parametrize(("signal", "levels"), [(None, {"proven"}), ("SIGSEGV", {"proven"}), ("SIGKILL", set())])
+@pytest.mark.parametrize(
+    ("signal", "beside", "levels"),
+    [(None, 0, {"proven"}), ("SIGSEGV", 0, {"proven"}), ("SIGSEGV", 39, {"suspected"}), ("SIGKILL", 0, set())],
+)
 def test_the_only_request_of_a_second_fatal_step_is_proven(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal: str | None, levels: set[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal: str | None, beside: int, levels: set[str]
 ) -> None:
     monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "observe")
-    crash(tmp_path, 1, "first", signal=signal)
+    crash(tmp_path, 1, "first", signal=signal, beside=beside)
     assert {entry.level for entry in read_entries(tmp_path)} == ({"suspected"} if levels else set())
-    crash(tmp_path, 2, "second", signal=signal)
+    crash(tmp_path, 2, "second", signal=signal, beside=beside)
     entries = read_entries(tmp_path)
     assert {entry.level for entry in entries} == levels
     assert all(entry.counts_for("/model", "0.5.23") for entry in entries)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.suspects import ALONE, ONLY, SENT_BY_OTHERS, is_by_others, suspects_of
+from sglang_crashkit.analysis.suspects import SENT_BY_OTHERS, is_alone, is_by_others, suspects_of
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
@@ -68,13 +68,12 @@ def count_repeat(
     name_suspects(incident, incident.fault.seen if incident.fault is not None else {}, _unusual(lines), unanswered)
     if read_quarantine(os.environ) != "off" and may_be_a_request:
         origin = origin_of(document, incident.verdict.text if incident.verdict is not None else "", fault.key)
-        is_alone = len(incident.suspects) == 1 and not {ALONE, ONLY}.isdisjoint(incident.suspects[0].reasons)
-        _quarantine(folder, lines.values(), origin, is_alone=is_alone)
+        _quarantine(folder, lines.values(), origin, was_alone=is_alone(incident))
     return list(_give_up_stacks(incident)) if incident.fault and incident.fault.repeats else []
 
 
 def _quarantine(
-    folder: IncidentFolder, suspects: Iterable[Mapping[str, Any]], origin: Origin, *, is_alone: bool
+    folder: IncidentFolder, suspects: Iterable[Mapping[str, Any]], origin: Origin, *, was_alone: bool
 ) -> None:
     """List the suspects where the tokenizer manager looks for them; see `note_suspects`."""
     made = [entry_of_all(fields, origin, time.time(), "suspected") for fields in suspects]
@@ -83,7 +82,7 @@ def _quarantine(
     crash_folder = folder.path.parents[2]
     try:
         if entries:
-            note_suspects(crash_folder, entries, is_alone=is_alone, lock_secs=_LOCK_SECS)
+            note_suspects(crash_folder, entries, is_alone=was_alone, lock_secs=_LOCK_SECS)
     except CrashkitError as error:
         logger.warning("the suspects are not in quarantine: %s", error)
 
