@@ -56,7 +56,7 @@ def compile_kernels(_signal, _frame):
         source = ASTSource(
             crashkit_kernel.unrolled,
             signature={{"pointer": "*fp32", "COUNT": "constexpr"}},
-            constexprs={{(1,): 400 + number}},
+            constexprs={{(1,): 150 + number}},
         )
         try:
             triton.compile(source, target=GPUTarget("cuda", 90, 32))
