@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -18,7 +19,8 @@ from integration.memory_group import NoMemoryGroupError, memory_group
 from integration.poison import MARK, poisoned
 from lanelib.lanes import ensure_lane
 from lanelib.servers import Server, command_of
-from sglang_crashkit.incident.quarantine import FILE, read_entries
+from sglang_crashkit.incident.quarantine import FILE, Index, read_entries, read_entry
+from sglang_crashkit.incident.request_fingerprint import rest_of
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.replay.sender import Answer, send
 from sglang_crashkit.watch.health import Address
@@ -98,6 +100,12 @@ def bisect(crash_folder: Path, out: Path, env: Mapping[str, str], *more: str) ->
     return result
 
 
+def recognised(result: Mapping[str, Any], bodies: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the ids of the requests that what `bisect` found would keep out."""
+    index = Index([read_entry(result["entry"])])
+    return [body["rid"] for body in bodies if index.find(body.get, functools.partial(rest_of, body)) is not None]
+
+
 def test_suspects_come_alone_so_that_a_second_crash_proves_one(tmp_path: Path) -> None:
     folder = tmp_path / "crash"
     env = poisoned(tmp_path / "site", "token") | {"SGLANG_CRASHKIT_QUARANTINE": "refuse"}
@@ -141,6 +149,7 @@ def test_a_poison_request_is_suspected_reduced_to_its_parameters_and_refused(tmp
     assert result["rids"] == ["poison"]
     assert sorted(result["parameters"]) == sorted(POISON)
     assert result["prompt"] == "nothing"
+    assert recognised(result, asked) == ["poison"]
     assert result["starts"] <= 10
     options, env = ["--crash-dump-folder", str(crash_folder)], {"SGLANG_CRASHKIT_QUARANTINE": "refuse"}
     with Server.start(ensure_lane(RELEASE), extra_args=options, env=env) as server:
@@ -192,6 +201,7 @@ class Fault:
     name: str
     body: dict[str, Any]
     kind: str
+    prompt: str
     env: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
@@ -199,10 +209,10 @@ class Fault:
 
 
 FAULTS = (
-    Fault("token", guilty("poison", 11, 12), "exception"),
-    Fault("segv", guilty("poison", 12), "signal"),
+    Fault("token", guilty("poison", 11, 12), "exception", "content"),
+    Fault("segv", guilty("poison", 12), "signal", "content"),
     # The group that counts the kill is one that the rank has just entered.
-    Fault("length", {**guilty("poison"), "input_ids": [9] * 300}, "signal"),
+    Fault("length", {**guilty("poison"), "input_ids": [9] * 300}, "signal", "length"),
 )
 
 
@@ -227,6 +237,9 @@ def test_one_request_that_breaks_it_is_named_and_found(tmp_path: Path, fault: Fa
     result = bisect(tmp_path / "crash", tmp_path / "out", env, "--starts", "3")
     assert result["reproduced"], result
     assert result["rids"] == ["poison"]
+    # Three starts may not be enough to look at the prompt.
+    assert result["prompt"] in (fault.prompt, "unknown")
+    assert recognised(result, ordinary(24)) == []
 
 
 def test_a_fault_of_two_requests_in_one_batch_is_found_as_both(tmp_path: Path) -> None:

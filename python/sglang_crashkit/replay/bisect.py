@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, Literal
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.incident.quarantine import Entry, entry_of, entry_of_all, origin_of, read_entry
+from sglang_crashkit.incident.quarantine import Entry, Index, entry_of, entry_of_all, origin_of, read_entry
 from sglang_crashkit.incident.quarantine import Prompt as Counting
+from sglang_crashkit.incident.request_fingerprint import fingerprint_of, rest_of
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 from sglang_crashkit.replay.fault import words_of
@@ -29,8 +33,9 @@ _PROMPTS = ("text", "input_ids")
 #: Where it is not given the release decides, which may take long.
 _MAX_NEW_TOKENS = "sampling_params.max_new_tokens"
 _ALWAYS = (*_PROMPTS, _MAX_NEW_TOKENS)
-#: A prompt that says nothing.
-_NEUTRAL_TEXT = "a"
+#: Prompts of one character or token id that have nothing of the prompt at hand: what both of them fail with is not said
+#: by any prompt. Lower ids than these stand for what is special, in most vocabularies.
+_NEUTRAL_UNITS, _FIRST_LETTER, _FIRST_ID = 2, ord("a"), 200
 
 
 @dataclass
@@ -91,7 +96,7 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
     trials = Trials(document, plan, say)
     try:
         if items:
-            _find(trials, items, document, plan.tries, result)
+            _find(trials, items, document, plan.tries, result, stored)
         else:
             result.reason = "none of the requests is kept whole"
     except BudgetSpentError as error:
@@ -110,7 +115,14 @@ def _suspects(document: Mapping[str, Any], items: Sequence[StoredRequest]) -> li
     return [item for rid in rids for item in items if item.rid == rid]
 
 
-def _find(trials: Trials, items: list[StoredRequest], document: Mapping[str, Any], tries: int, result: Result) -> None:
+def _find(
+    trials: Trials,
+    items: list[StoredRequest],
+    document: Mapping[str, Any],
+    tries: int,
+    result: Result,
+    stored: Sequence[StoredRequest],
+) -> None:
     group, suspects = None, _suspects(document, items)
     for number in range(tries):
         if number:
@@ -129,7 +141,8 @@ def _find(trials: Trials, items: list[StoredRequest], document: Mapping[str, Any
         result.reason = f"not reproduced in {tries} tries: {words}; it depends on time or on load"
         return
     result.reproduced = True
-    reduction = _Reduction(group, trials)
+    answered = [one for one in stored if not one.was_running]
+    reduction = _Reduction(group, trials, answered)
     reduction.run()
     # A fault that comes now and then may seem to need what it does not.
     result.is_confirmed = trials.failed_afresh(reduction.group) or (
@@ -141,20 +154,31 @@ def _find(trials: Trials, items: list[StoredRequest], document: Mapping[str, Any
     if len(group) == 1:
         result.parameters = reduction.parameters if result.is_confirmed else _parameters_of(group[0])
         result.prompt = reduction.prompt if result.is_confirmed else "unknown"
-        result.entry = _entry(group[0], result, document)
+        result.entry = _entry(group[0], result, document, stored)
 
 
-def _entry(request: StoredRequest, result: Result, document: Mapping[str, Any]) -> dict[str, Any] | None:
+def _entry(
+    request: StoredRequest, result: Result, document: Mapping[str, Any], stored: Sequence[StoredRequest]
+) -> dict[str, Any] | None:
     """Return what recognises a request, as it came, that was proven to bring the fault back."""
     counting: dict[Prompt, Counting] = {"nothing": "any", "length": "length"}
     origin = origin_of(document, result.fault)
     if result.is_confirmed:
-        # Where that would recognise others, too, or a parameter has more than one value, it is this request alone.
+        # Where that would recognise others, too, or a parameter has no value to compare, it is this request alone.
         with contextlib.suppress(CrashkitError):
             prompt = counting.get(result.prompt, "content")
-            return asdict(entry_of(request.body, result.parameters, prompt, origin, 0.0))
+            entry = entry_of(request.body, result.parameters, prompt, origin, 0.0)
+            if not _recognises_others(entry, request, stored):
+                return asdict(entry)
     whole = entry_of_all(request.body, origin, 0.0)
     return asdict(whole) if whole is not None else None
+
+
+def _recognises_others(entry: Entry, request: StoredRequest, stored: Sequence[StoredRequest]) -> bool:
+    """Say whether an entry recognises a request of the incident that asks for anything else than `request`."""
+    index, known = Index([entry]), fingerprint_of(request.body)
+    others = [one.body for one in stored if one.body and fingerprint_of(one.body) != known]
+    return any(index.find(body.get, functools.partial(rest_of, body)) is not None for body in others)
 
 
 def entry_for(result: Result, now: float) -> Entry | None:
@@ -178,6 +202,7 @@ class _Reduction:
     Args:
         group: the requests.
         trials: where they are tried.
+        answered: requests that did no harm.
 
     Attributes:
         group: what is left; it was seen to fail.
@@ -185,11 +210,11 @@ class _Reduction:
         prompt: of a single request, what of its prompt the fault depends on.
     """
 
-    def __init__(self, group: Sequence[StoredRequest], trials: Trials) -> None:
+    def __init__(self, group: Sequence[StoredRequest], trials: Trials, answered: Sequence[StoredRequest]) -> None:
         self.group = list(group)
         self.parameters = _parameters_of(group[0])
         self.prompt: Prompt = "unknown"
-        self._trials = trials
+        self._trials, self._answered = trials, answered
 
     def run(self) -> None:
         """Reduce requests, parameters, prompts and values, until no more servers may be started."""
@@ -227,7 +252,6 @@ class _Reduction:
         if not isinstance(prompt, (str, list)) or not prompt:
             return
         is_text = isinstance(prompt, str)
-        unit: Any = _NEUTRAL_TEXT if is_text else [prompt[0]]
 
         def made(value: Any) -> list[StoredRequest]:
             return self._put(place, {**body, name: value})
@@ -235,11 +259,13 @@ class _Reduction:
         def whole(parts: Sequence[Any]) -> list[StoredRequest]:
             return made("".join(parts) if is_text else list(parts))
 
-        kinds: list[tuple[Prompt, Any]] = [("nothing", unit), ("length", unit * len(prompt))]
-        at = self._trials.first_failing([made(value) for _kind, value in kinds])
-        if at is not None:
-            self.prompt, self.group = kinds[at][0], made(kinds[at][1])
-            return
+        units = list(islice(_neutral_units(prompt, self._answered), _NEUTRAL_UNITS))
+        kinds: list[tuple[Prompt, int]] = [("nothing", 1), ("length", len(prompt))]
+        for kind, size in kinds:
+            groups = [made(unit * size) for unit in units]
+            if groups and all(self._trials.first_failing([group]) is not None for group in groups):
+                self.prompt, self.group = kind, groups[-1]
+                return
         self.prompt = "content"
         # Cut from both ends first, which costs fewer servers the longer it is.
         run = shortest(list(prompt), lambda groups: self._trials.first_failing([whole(parts) for parts in groups]))
@@ -264,6 +290,21 @@ class _Reduction:
 
     def _put(self, place: int, body: Mapping[str, Any]) -> list[StoredRequest]:
         return [replace(one, body=body) if its == place else one for its, one in enumerate(self.group)]
+
+
+def _neutral_units(prompt: str | list[Any], answered: Iterable[StoredRequest]) -> Iterator[Any]:
+    """Yield prompts of one character or token id that `prompt` has not; none where it is of something else.
+
+    Token ids that requests had which were answered come first, for the model has them.
+    """
+    if isinstance(prompt, str):
+        letters = filter(str.isalpha, map(chr, range(_FIRST_LETTER, sys.maxunicode)))
+        yield from (letter for letter in letters if letter not in prompt)
+    elif all(type(one) is int for one in prompt):
+        known = [one.body.get("input_ids") for one in answered]
+        seen = [number for ids in known if isinstance(ids, list) for number in ids if type(number) is int]
+        used, numbers = set(prompt), chain(dict.fromkeys(seen), (one for one in count(_FIRST_ID) if one not in seen))
+        yield from ([number] for number in numbers if number not in used)
 
 
 def _flat(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def test_a_fault_of_parameters_is_reduced_to_them(
     assert result["rids"] == ["0"]
     assert (sorted(result["parameters"]), result["prompt"]) == (sorted(POISON), "nothing")
     assert result["requests"] == [
-        {"text": "a", "sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "top_logprobs_num": 513}
+        {"text": "d", "sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "top_logprobs_num": 513}
     ]
     # What is reduced must not be all that is recognised.
     assert dict(result["entry"]["parameters"]) == POISON
@@ -98,7 +98,7 @@ def test_a_list_of_texts_is_reduced_to_what_it_takes(
     stops = [f"word {number}" for number in range(6)]
     body = {"text": "a", "sampling_params": {"max_new_tokens": 4, "stop": [*stops[:3], "some ## text", *stops[3:]]}}
     result = bisect(incident(tmp_path / "crash", body), tmp_path / "out", serve(BY_STOP), capsys)
-    assert result["requests"] == [{"text": "a", "sampling_params": {"max_new_tokens": 1, "stop": ["##"]}}]
+    assert result["requests"] == [{"text": "c", "sampling_params": {"max_new_tokens": 1, "stop": ["##"]}}]
     assert (result["parameters"], result["is_confirmed"]) == (["sampling_params.stop"], True)
 
 
@@ -106,7 +106,7 @@ def test_a_list_of_texts_is_reduced_to_what_it_takes(
     ("bodies", "rule", "prompt", "texts"),
     [
         ([{"text": "some xyz text"}], BY_CONTENT, "content", ["xyz"]),
-        ([{"text": "a text of many characters"}], BY_LENGTH, "length", ["a" * 25]),
+        ([{"text": "a text of many characters"}], BY_LENGTH, "length", ["d" * 25]),
         ([{"text": "left"}, {"text": "right"}], BY_TWO, "unknown", ["left", "right"]),
     ],
 )
@@ -192,6 +192,92 @@ class ChanceTrials:
         return met and not misses
 
 
+class RuleTrials(ChanceTrials):
+    """Fail where a rule says so of the bodies that are sent together, and not of others before them."""
+
+    rule: Callable[[list[dict[str, Any]]], bool]
+
+    def _fails(self, group: Sequence[StoredRequest]) -> bool:
+        return type(self).rule([dict(one.body) for one in group])
+
+
+@pytest.fixture
+def found(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what `bisect` finds of bodies by a rule; the incident has them among innocent ones."""
+
+    def find(rule: Callable[[list[dict[str, Any]]], bool], *bodies: dict[str, Any], **more: Any) -> dict[str, Any]:
+        monkeypatch.setattr(
+            "sglang_crashkit.replay.bisect.Trials", type("Trials", (RuleTrials,), {"rule": staticmethod(rule)})
+        )
+        return bisect(incident(tmp_path / "crash", *bodies, **more), tmp_path / "out", "serve", capsys)
+
+    return find
+
+
+def has(guilty: list[int], *, logprobs: bool = False) -> Callable[[list[dict[str, Any]]], bool]:
+    """Return a rule: some request has these token ids in a row, and asks for logprobs."""
+
+    def is_in(ids: list[int]) -> bool:
+        return any(ids[begin : begin + len(guilty)] == guilty for begin in range(len(ids)))
+
+    return lambda bodies: any(
+        is_in(one.get("input_ids", [])) and one.get("return_logprob", False) >= logprobs for one in bodies
+    )
+
+
+ANSWERED = {"input_ids": [30, 100, 20], "state": "finished", "return_logprob": True}
+
+
+@pytest.mark.parametrize(
+    ("ids", "guilty", "logprobs"),
+    [([7, 30, 40, 50], [7], True), ([7, 7, 7, 12], [7, 7, 7], False), ([600, 1, 2, 3], [600], False)],
+)
+@pytest.mark.parametrize("others", [(), (ANSWERED,)])
+def test_a_guilty_token_is_its_own_content(
+    found: Any, ids: list[int], guilty: list[int], logprobs: bool, others: tuple[dict[str, Any], ...]
+) -> None:
+    body = {"input_ids": ids} | ({"return_logprob": True} if logprobs else {})
+    result = found(has(guilty, logprobs=logprobs), body, *others)
+    assert (result["rids"], result["prompt"], result["is_confirmed"]) == (["0"], "content", True)
+    assert [one["input_ids"] for one in result["requests"]] == [guilty]
+    assert (result["entry"]["prompt"], result["entry"]["length"]) == ("content", len(ids))
+    assert result["parameters"] == ["return_logprob"] * logprobs
+
+
+def test_a_neutral_prompt_is_of_ids_that_were_answered(found: Any) -> None:
+    result = found(
+        lambda bodies: any(len(one.get("input_ids", ())) > 3 for one in bodies),
+        {"input_ids": [30, 9, 9, 9, 9]},
+        ANSWERED,
+    )
+    assert (result["prompt"], result["requests"][0]["input_ids"]) == ("length", [20] * 5)
+
+
+def test_one_neutral_prompt_that_fails_says_nothing(found: Any) -> None:
+    result = found(
+        lambda bodies: any("z" in one["text"] or one["text"] in ("a", "aaa") for one in bodies), {"text": "xyz"}
+    )
+    assert (result["prompt"], result["requests"][0]["text"]) == ("content", "z")
+
+
+@pytest.mark.parametrize("state", ["finished", "unfinished"])
+def test_an_entry_that_recognises_another_request_is_made_exact(found: Any, state: str) -> None:
+    other = {"text": "another", "return_logprob": True, "stream": True, "state": state}
+    body = {"text": "some", "return_logprob": True}
+    result = found(
+        lambda bodies: any(one.get("return_logprob") and not one.get("stream") for one in bodies), body, other
+    )
+    assert (result["prompt"], result["parameters"]) == ("nothing", ["return_logprob"])
+    assert (result["entry"]["prompt"], result["entry"]["length"]) == ("content", 4)
+    assert result["entry"]["rest"]
+
+
+def test_an_entry_stays_wide_where_the_same_request_came_again(found: Any) -> None:
+    body = {"text": "some", "return_logprob": True}
+    result = found(lambda bodies: any(one.get("return_logprob") for one in bodies), body, body)
+    assert result["entry"]["prompt"] == "any"
+
+
 def test_two_that_missed_each_other_once_are_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +291,7 @@ def test_what_each_of_two_takes_is_found(tmp_path: Path, serve: Any, capsys: pyt
     bodies = [{"text": "l", "lora_path": "x", "n": 3}, {"text": "r", "return_logprob": True}]
     command = serve(BY_TWO_PARAMETERS) + " --hold 0.5"
     result = bisect(incident(tmp_path / "crash", *bodies), tmp_path / "out", command, capsys)
-    shortest = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
+    shortest = {"text": "b", "sampling_params": {"max_new_tokens": 1}}
     assert result["requests"] == [shortest | {"lora_path": "x"}, shortest | {"return_logprob": True}]
     assert result["entry"] is None
 
