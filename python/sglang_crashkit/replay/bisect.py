@@ -48,7 +48,7 @@ class Result:
         reproduced: whether the same fault came back twice, the second time by `requests` alone on a server of its own.
         reason: why not; empty otherwise.
         starts: how many servers were started.
-        requests: the bodies to be sent, all at once.
+        requests: the bodies to be sent, all at once; with their ids where it takes these, or was not tried without.
         parameters: which of the only request's parameters it takes.
         prompt: what of the only request's prompt it depends on.
         rids: the ids that the requests had.
@@ -134,7 +134,7 @@ def _find(
     if group is None:
         result.reason = f"not reproduced in {tries} tries of {len(items)} requests"
         return
-    result.rids, result.requests = [one.rid for one in group], [_bare(one) for one in group]
+    result.rids, result.requests = [one.rid for one in group], [dict(one.body) for one in group]
     result.path = group[0].path
     if not any(trials.fails_afresh(group) for _ in range(tries)):
         words = "it came back once, and not by the same requests alone"
@@ -149,7 +149,8 @@ def _find(
         trials.can_start and trials.fails_afresh(reduction.group)
     )
     if result.is_confirmed:
-        result.rids, result.requests = [one.rid for one in reduction.group], [_bare(one) for one in reduction.group]
+        result.rids = [one.rid for one in reduction.group]
+        result.requests = [dict(one.body) for one in reduction.group]
         group = [one for one in group if one.rid in result.rids]
     if len(group) == 1:
         result.parameters = reduction.parameters if result.is_confirmed else _parameters_of(group[0])
@@ -238,6 +239,8 @@ class _Reduction:
     def _reduce_parameters(self) -> None:
         group = list(self.group)
         names = [(place, name) for place, request in enumerate(group) for name in _parameters_of(request)]
+        # What needs no id is tried first.
+        names += [(place, "rid") for place, request in enumerate(group) if "rid" in request.body]
 
         def kept(some: Sequence[tuple[int, str]]) -> list[StoredRequest]:
             return [_with(request, [name for its, name in some if its == place]) for place, request in enumerate(group)]
@@ -340,10 +343,6 @@ def _replaced(body: Mapping[str, Any], name: str, value: object) -> dict[str, An
     """Return a request's body with another value of a parameter, named as by `_flat`."""
     parent, _, child = name.partition(".")
     return {**body, parent: {**body[parent], child: value} if child else value}
-
-
-def _bare(request: StoredRequest) -> dict[str, Any]:
-    return {name: value for name, value in request.body.items() if name != "rid"}
 
 
 def _write_reproducer(folder: Path, result: Result) -> None:

@@ -285,5 +285,5 @@ class _Turn:
 
 
 def _key(group: Iterable[StoredRequest]) -> str:
-    bodies = [{name: value for name, value in one.body.items() if name != "rid"} for one in group]
+    bodies = [dict(one.body) for one in group]
     return hashlib.sha256(json.dumps(bodies, sort_keys=True).encode()).hexdigest()

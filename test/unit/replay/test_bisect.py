@@ -272,6 +272,15 @@ def test_an_entry_that_recognises_another_request_is_made_exact(found: Any, stat
     assert result["entry"]["rest"]
 
 
+def test_an_id_is_kept_where_it_takes_that(tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = incident(tmp_path / "crash", {"text": "a"}, suspects=["0"])
+    result = bisect(path, tmp_path / "out", serve("any(b.get('rid') == '0' for b in bodies)"), capsys)
+    assert (result["parameters"], result["prompt"], result["is_confirmed"]) == (["rid"], "nothing", True)
+    assert result["requests"] == [{"rid": "0", "text": "c", "sampling_params": {"max_new_tokens": 1}}]
+    assert '"rid": "0"' in (tmp_path / "out" / "reproduce.sh").read_text()
+    assert result["entry"]["parameters"] == [["rid", "0"]]
+
+
 def test_an_entry_stays_wide_where_the_same_request_came_again(found: Any) -> None:
     body = {"text": "some", "return_logprob": True}
     result = found(lambda bodies: any(one.get("return_logprob") for one in bodies), body, body)
