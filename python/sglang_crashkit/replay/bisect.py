@@ -18,6 +18,7 @@ from sglang_crashkit.incident.quarantine import Entry, Index, entry_of, entry_of
 from sglang_crashkit.incident.quarantine import Prompt as Counting
 from sglang_crashkit.incident.request_fingerprint import fingerprint_of, rest_of
 from sglang_crashkit.incident.store import StoredIncident
+from sglang_crashkit.incident.summary import mappings_of
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 from sglang_crashkit.replay.fault import words_of
 from sglang_crashkit.replay.requests import StoredRequest, read_requests
@@ -36,6 +37,8 @@ _ALWAYS = (*_PROMPTS, _MAX_NEW_TOKENS)
 #: Prompts of one character or token id that have nothing of the prompt at hand: what both of them fail with is not said
 #: by any prompt. Lower ids than these stand for what is special, in most vocabularies.
 _NEUTRAL_UNITS, _FIRST_LETTER, _FIRST_ID = 2, ord("a"), 200
+#: So many suspects at most are named that could not be sent.
+_MAX_UNSENT = 3
 
 
 @dataclass
@@ -88,10 +91,7 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
     make_private_folder(plan.folder)
     result = Result(str(document.get("id")), words_of(document))
     stored = read_requests(incident)
-    result.left_out = [f"request {one.rid}: {', '.join(one.lacks)} is not kept" for one in stored if one.lacks]
-    result.left_out += [
-        f"request {one.rid}: its session, which no other server has" for one in stored if one.body.get("session_params")
-    ]
+    result.left_out = [f"request {one.rid}: {why}" for one in stored for why in _unsent(one)]
     items = sorted((one for one in stored if one.is_complete), key=lambda one: not one.was_running)
     trials = Trials(document, plan, say)
     try:
@@ -104,15 +104,35 @@ def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = 
     finally:
         trials.close()
         result.starts = trials.starts
+        if not result.reproduced:
+            result.reason = "; ".join(filter(None, [result.reason, *_unsent_suspects(document, stored)]))
         if result.requests:
             _write_reproducer(plan.folder, result)
     return result
 
 
+def _unsent(request: StoredRequest) -> list[str]:
+    """Return what of a request cannot be sent as it came, in words."""
+    lacks = [f"{', '.join(request.lacks)} is not kept"] if request.lacks else []
+    return lacks + ["its session, which no other server has"] * bool(request.body.get("session_params"))
+
+
+def _unsent_suspects(document: Mapping[str, Any], stored: Sequence[StoredRequest]) -> list[str]:
+    """Return which of the most suspicious requests could not be sent as they came, a phrase each."""
+    known = {one.rid: one for one in stored}
+    whys = {
+        rid: _unsent(known[rid]) if rid in known else ["it is not among the requests that are kept"]
+        for rid in _suspected(document)[:_MAX_UNSENT]
+    }
+    return [f"suspect {rid} could not be sent as it came: {', '.join(why)}" for rid, why in whys.items() if why]
+
+
+def _suspected(document: Mapping[str, Any]) -> list[str]:
+    return [str(one.get("rid")) for one in mappings_of(document.get("suspects"))]
+
+
 def _suspects(document: Mapping[str, Any], items: Sequence[StoredRequest]) -> list[StoredRequest]:
-    named = document.get("suspects")
-    rids = [one.get("rid") for one in named if isinstance(one, dict)] if isinstance(named, list) else []
-    return [item for rid in rids for item in items if item.rid == rid]
+    return [item for rid in _suspected(document) for item in items if item.rid == rid]
 
 
 def _find(

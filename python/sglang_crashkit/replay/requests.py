@@ -196,10 +196,14 @@ def _of_pickle(path: Path) -> Iterator[StoredRequest]:
             continue
         asked, answered, created = entry[0].fields, mapping_of(entry[1]), entry[2]
         plain = {name: value for name, value in asked.items() if _is_plain(value)}
-        lacks = tuple(f"its {name}" for name in asked.keys() - plain.keys() if name not in _OF_THAT_SERVER)
+        lacks = [f"its {name}" for name in asked.keys() - plain.keys() if name not in _OF_THAT_SERVER]
+        if not lacks and plain.get("text") is None and plain.get("input_ids") is None:
+            lacks.append("its prompt, as text or token ids,")
         meta = mapping_of(answered.get("meta_info"))
         arrived = float(created) if isinstance(created, (int, float)) else 0.0
-        yield StoredRequest(str(plain.get("rid")), arrived, meta.get("finish_reason") is None, _body(plain), lacks)
+        yield StoredRequest(
+            str(plain.get("rid")), arrived, meta.get("finish_reason") is None, _body(plain), tuple(lacks)
+        )
 
 
 def _is_plain(value: object) -> bool:

@@ -200,6 +200,9 @@ class RuleTrials(ChanceTrials):
     def _fails(self, group: Sequence[StoredRequest]) -> bool:
         return type(self).rule([dict(one.body) for one in group])
 
+    def raise_refusal(self) -> None:
+        pass
+
 
 @pytest.fixture
 def found(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -270,6 +273,22 @@ def test_an_entry_that_recognises_another_request_is_made_exact(found: Any, stat
     assert (result["prompt"], result["parameters"]) == ("nothing", ["return_logprob"])
     assert (result["entry"]["prompt"], result["entry"]["length"]) == ("content", 4)
     assert result["entry"]["rest"]
+
+
+@pytest.mark.parametrize(
+    ("body", "suspect", "why"),
+    [
+        ({"omitted": {"input_embeds": "a list"}}, "0", "its input_embeds (a list) is not kept"),
+        ({"text": "ab", "truncated": {"text": 900}}, "0", "the middle of its text is not kept"),
+        ({"omitted": {"text": "off"}}, "0", "its text (off) is not kept"),
+        ({"text": "a", "session_params": {"id": "s"}}, "0", "its session, which no other server has"),
+        ({"text": "a"}, "gone", "it is not among the requests that are kept"),
+    ],
+)
+def test_a_suspect_that_was_never_sent_is_a_reason(found: Any, body: dict[str, Any], suspect: str, why: str) -> None:
+    result = found(lambda _bodies: False, body, suspects=[suspect, "1"])
+    assert result["reason"].startswith("not reproduced in 3 tries of 1")
+    assert result["reason"].endswith(f"; suspect {suspect} could not be sent as it came: {why}")
 
 
 def test_an_id_is_kept_where_it_takes_that(tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
