@@ -97,7 +97,11 @@ def _words(result: Result, folder: Path) -> str:
     if not result.reproduced:
         return f"{result.reason} ({result.starts} servers)"
     lines = [f"reproduced with {result.starts} servers: {result.fault}"]
-    if len(result.requests) == 1:
+    if result.in_order:
+        lines.append(
+            f"by {len(result.requests)} requests one by one; it needs these in order: {', '.join(result.rids)}"
+        )
+    elif len(result.requests) == 1:
         parameters = ", ".join(result.parameters) or "no parameter"
         lines.append(f"by one request ({result.rids[0]}), with {parameters}; of its prompt: {result.prompt}")
     else:

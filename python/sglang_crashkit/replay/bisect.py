@@ -51,13 +51,15 @@ class Result:
         reproduced: whether the same fault came back twice, the second time by `requests` alone on a server of its own.
         reason: why not; empty otherwise.
         starts: how many servers were started.
-        requests: the bodies to be sent, all at once; with their ids where it takes these, or was not tried without.
+        requests: the bodies to be sent, all at once or `in_order`; with their ids where it takes these, or it was not
+            tried without.
         parameters: which of the only request's parameters it takes.
         prompt: what of the only request's prompt it depends on.
         rids: the ids that the requests had.
         left_out: what could not be sent as it came, a sentence each.
         path: where they are sent.
         is_confirmed: what was reduced brought it back once more, alone on a server of its own.
+        in_order: each of `requests` has to be answered before the next one is sent.
         entry: what recognises the only request as it came (`quarantine.Entry`); None where nothing does.
     """
 
@@ -73,6 +75,7 @@ class Result:
     left_out: list[str] = field(default_factory=list)
     path: str = "/generate"
     is_confirmed: bool = False
+    in_order: bool = False
     entry: dict[str, Any] | None = None
 
 
@@ -153,12 +156,14 @@ def _find(
         trials.raise_refusal()
     if group is None:
         result.reason = f"not reproduced in {tries} tries of {len(items)} requests"
+        _find_in_order(trials, items, result)
         return
     result.rids, result.requests = [one.rid for one in group], [dict(one.body) for one in group]
     result.path = group[0].path
     if not any(trials.fails_afresh(group) for _ in range(tries)):
         words = "it came back once, and not by the same requests alone"
         result.reason = f"not reproduced in {tries} tries: {words}; it depends on time or on load"
+        _find_in_order(trials, items, result)
         return
     result.reproduced = True
     answered = [one for one in stored if not one.was_running]
@@ -176,6 +181,25 @@ def _find(
         result.parameters = reduction.parameters if result.is_confirmed else _parameters_of(group[0])
         result.prompt = reduction.prompt if result.is_confirmed else "unknown"
         result.entry = _entry(group[0], result, document, stored)
+
+
+def _find_in_order(trials: Trials, items: Sequence[StoredRequest], result: Result) -> None:
+    """Look whether requests that do nothing at once bring the fault back one after the other, and which of them."""
+    group = sorted(items, key=lambda one: one.arrived)
+    if len(group) < 2 or trials.starts_left < 2 or not trials.fails_afresh(group, in_order=True):
+        return
+
+    def first_failing(groups: Sequence[Sequence[StoredRequest]]) -> int | None:
+        # What those before it left behind counts, so each has a server of its own; one more start is kept for the end.
+        tried = (trials.starts_left > 1 and trials.fails_afresh(some, in_order=True) for some in groups)
+        return next((number for number, fails in enumerate(tried) if fails), None)
+
+    group = minimize(group, first_failing)
+    if not trials.fails_afresh(group, in_order=True):
+        return
+    result.reproduced = result.is_confirmed = result.in_order = True
+    result.reason, result.path = "", group[0].path
+    result.rids, result.requests = [one.rid for one in group], [dict(one.body) for one in group]
 
 
 def _entry(
@@ -376,6 +400,6 @@ def _write_reproducer(folder: Path, result: Result) -> None:
     for body in result.requests:
         # On its standard input: an argument holds 128 KiB.
         send = f"curl -sS --data-binary @- -H 'Content-Type: application/json' \"$url{result.path}\""
-        lines.append(f"printf '%s' {shlex.quote(json.dumps(body))} | {send} &")
+        lines.append(f"printf '%s' {shlex.quote(json.dumps(body))} | {send}{'' if result.in_order else ' &'}")
     write_private(folder / SCRIPT, "\n".join([*lines, "wait", ""]).encode())
     (folder / SCRIPT).chmod(0o700)

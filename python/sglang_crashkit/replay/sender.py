@@ -16,7 +16,7 @@ from sglang_crashkit.replay.requests import StoredRequest
 from sglang_crashkit.watch.health import Address
 
 #: No more requests are under way at once.
-_MAX_AT_ONCE = 512
+MAX_AT_ONCE = 512
 _LOOK_SECS = 0.05
 
 
@@ -87,10 +87,11 @@ def send_all(
     *,
     api_key: str = "",
     max_gap_secs: float = 0.0,
+    at_once: int = MAX_AT_ONCE,
     is_over: Callable[[], bool] = lambda: False,
     on_answer: Callable[[Answer], object] = lambda _answer: None,
 ) -> list[Answer]:
-    """Send requests in their order, without waiting for the answers of those before.
+    """Send requests in their order, as long as it may without waiting for the answers of those before.
 
     Args:
         address: the server.
@@ -98,6 +99,7 @@ def send_all(
         timeout_secs: see `send`.
         api_key: see `send`.
         max_gap_secs: they are sent as far apart as they arrived, but no further than this, in seconds.
+        at_once: how many are under way at once.
         is_over: whether to stop waiting, as the server has ended.
         on_answer: called with each answer, in any thread.
 
@@ -105,7 +107,7 @@ def send_all(
         The answers that came, in no order.
     """
     answers: list[Answer] = []
-    free = threading.Semaphore(_MAX_AT_ONCE)
+    free = threading.Semaphore(at_once)
 
     def ask(request: StoredRequest) -> None:
         with contextlib.suppress(Exception):

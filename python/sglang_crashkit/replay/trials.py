@@ -15,7 +15,7 @@ from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.kernel.private_files import write_json
 from sglang_crashkit.replay.fault import is_same_fault, words_of
 from sglang_crashkit.replay.requests import StoredRequest
-from sglang_crashkit.replay.sender import send_all
+from sglang_crashkit.replay.sender import MAX_AT_ONCE, send_all
 from sglang_crashkit.replay.server import OwnServer, option_of
 
 TRIALS = "trials.json"
@@ -105,10 +105,15 @@ class Trials:
                 raise
         return turn.result()
 
-    def fails_afresh(self, group: Sequence[StoredRequest]) -> bool:
-        """Say whether a group brings the fault back on a server to which nothing was sent before; see above."""
+    def fails_afresh(self, group: Sequence[StoredRequest], *, in_order: bool = False) -> bool:
+        """Say whether a group brings the fault back on a server to which nothing was sent before; see above.
+
+        Args:
+            group: the requests.
+            in_order: each is sent when the one before it was answered.
+        """
         self.close()
-        return self._try(0, group) == "same"
+        return self._try(0, group, in_order=in_order) == "same"
 
     def failed_afresh(self, group: Sequence[StoredRequest]) -> bool:
         """Say whether a group brought the fault back as the first that a server got."""
@@ -117,7 +122,12 @@ class Trials:
     @property
     def can_start(self) -> bool:
         """Whether one more server may be started."""
-        return self.starts < self._plan.max_starts
+        return self.starts_left > 0
+
+    @property
+    def starts_left(self) -> int:
+        """How many more servers may be started."""
+        return self._plan.max_starts - self.starts
 
     def forget_survivors(self) -> None:
         """Have those tried again that did not fail: a fault may not come every time."""
@@ -162,14 +172,26 @@ class Trials:
             if outcome == "same":
                 turn.found(number)
 
-    def _try(self, slot: int, group: Sequence[StoredRequest], is_moot: Callable[[], bool] = lambda: False) -> Outcome:
+    def _try(
+        self,
+        slot: int,
+        group: Sequence[StoredRequest],
+        is_moot: Callable[[], bool] = lambda: False,
+        *,
+        in_order: bool = False,
+    ) -> Outcome:
         server = self._servers[slot]
         is_first = server is None
         if server is None:
             server = self._start(slot)
         key = option_of(self._plan.command, "--api-key") or ""
         answers = send_all(
-            server.address, group, self._plan.request_secs, api_key=key, is_over=lambda: server.is_failing or is_moot()
+            server.address,
+            group,
+            self._plan.request_secs,
+            api_key=key,
+            at_once=1 if in_order else MAX_AT_ONCE,
+            is_over=lambda: server.is_failing or is_moot(),
         )
         if is_moot():
             return "other"
@@ -184,7 +206,9 @@ class Trials:
             self._was_accepted = True
         is_lost = len(answers) < len(group) or any(answer.is_lost for answer in answers)
         found = server.failure(wait=is_lost)
-        what = f"{len(group)} requests" if len(group) != 1 else f"request {group[0].rid}"
+        what = (
+            f"{len(group)} requests{' in order' if in_order else ''}" if len(group) != 1 else f"request {group[0].rid}"
+        )
         name = server.folder.name
         if found is None and not is_lost and not server.has_ended:
             self._say(f"{name}: {what}: it serves on")
@@ -193,7 +217,7 @@ class Trials:
         told = words_of(found.document or {}) if found is not None else "it answers no more, and there is no incident"
         self._say(f"{name}: {what}: {'the same fault' if is_same else 'another fault'}: {told}")
         self._close(slot)
-        if is_same and is_first:
+        if is_same and is_first and not in_order:
             self._afresh.add(_key(group))
         return "same" if is_same else "other"
 

@@ -161,7 +161,7 @@ def test_several_at_once_find_the_same(tmp_path: Path, serve: Any, capsys: pytes
 class ChanceTrials:
     """Fail where two requests are sent together, but not the first time that they are the only ones."""
 
-    starts, can_start = 0, True
+    starts, can_start, starts_left = 0, True, 0
 
     def __init__(self, *_arguments: object) -> None:
         self._survivors: set[tuple[str, ...]] = set()
@@ -298,6 +298,60 @@ def test_an_id_is_kept_where_it_takes_that(tmp_path: Path, serve: Any, capsys: p
     assert result["requests"] == [{"rid": "0", "text": "c", "sampling_params": {"max_new_tokens": 1}}]
     assert '"rid": "0"' in (tmp_path / "out" / "reproduce.sh").read_text()
     assert result["entry"]["parameters"] == [["rid", "0"]]
+
+
+class OrderTrials(RuleTrials):
+    """Fail where the rule says so of the bodies of a group that is sent in order; at once they do once only."""
+
+    starts_left = 30
+
+    def first_failing(self, groups: Sequence[Sequence[StoredRequest]]) -> int | None:
+        return len(groups) - 1 if self.comes_once else None
+
+    def fails_afresh(self, group: Sequence[StoredRequest], *, in_order: bool = False) -> bool:
+        self.starts_left -= 1
+        assert self.starts_left >= 0
+        return in_order and self._fails(group)
+
+    comes_once = False
+
+
+def _left_then_right(bodies: list[dict[str, Any]]) -> bool:
+    texts = [body["text"] for body in bodies]
+    return {"left", "right"} <= {*texts} and texts.index("left") < texts.index("right")
+
+
+@pytest.mark.parametrize("comes_once", [False, True])
+@pytest.mark.parametrize(("starts", "most"), [(30, 2), (3, 7), (2, 14)])
+def test_requests_that_are_needed_in_order_are_found(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    comes_once: bool,
+    starts: int,
+    most: int,
+) -> None:
+    afresh = 3 if comes_once else 0
+    more = {"rule": staticmethod(_left_then_right), "comes_once": comes_once, "starts_left": starts + afresh}
+    monkeypatch.setattr("sglang_crashkit.replay.bisect.Trials", type("Trials", (OrderTrials,), more))
+    # What was answered is sent last, where all are sent at once.
+    path = incident(tmp_path / "crash", {"text": "left", "state": "finished"}, {"text": "right"})
+    result = bisect(path, tmp_path / "out", "serve", capsys)
+    assert (result["in_order"], result["is_confirmed"], result["reason"]) == (True, True, "")
+    assert result["rids"][:2] == ["0", "1"]
+    assert len(result["rids"]) <= most
+    assert result["entry"] is None
+    assert " &" not in (tmp_path / "out" / "reproduce.sh").read_text()
+
+
+def test_what_does_not_come_in_order_either_depends_on_time_or_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"rule": staticmethod(lambda _bodies: False), "comes_once": True}
+    monkeypatch.setattr("sglang_crashkit.replay.bisect.Trials", type("Trials", (OrderTrials,), more))
+    result = bisect(incident(tmp_path / "crash", {"text": "a"}), tmp_path / "out", "serve", capsys)
+    assert not result["reproduced"]
+    assert result["reason"].endswith("it depends on time or on load")
 
 
 def test_an_entry_stays_wide_where_the_same_request_came_again(found: Any) -> None:
