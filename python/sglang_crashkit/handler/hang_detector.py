@@ -158,7 +158,8 @@ class HangDetector:
             if self._hang is None:
                 is_compiling = self._is_compiling(together, longest, limit)
                 if silent and not is_compiling and self._looked_at >= self._not_before:
-                    self._begin([one for one in together if one not in patient], "no_progress")
+                    # One with whom patience is had may be silent for so long that nobody is together with it.
+                    self._begin([one for one in together if one not in patient] or silent, "no_progress")
             elif silent:
                 self._hang.spread(silent)
                 if self._hang.is_busy and longest >= _COMPILING_FACTOR * self._hang_secs:

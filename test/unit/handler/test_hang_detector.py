@@ -664,6 +664,17 @@ def test_who_has_more_time_does_not_hang_with_one_stopped(served: World, is_busy
     assert [sorted(run.silent) for run in served.hangs] == hung
 
 
+@pytest.mark.parametrize("busy_secs", [8, 30])
+def test_one_stopped_hangs_beside_a_far_longer_control_request(served: World, busy_secs: float) -> None:
+    served.beat(10, 11, is_busy=True)
+    served.pass_time(busy_secs)
+    served.stop(20)
+    served.pass_time(4)
+    assert served.hangs == []
+    served.pass_time(2.5)
+    assert [run.silent for run in served.hangs] == [[20]]
+
+
 @pytest.mark.parametrize(
     ("states", "hung"),
     [
