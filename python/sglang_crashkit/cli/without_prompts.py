@@ -31,7 +31,7 @@ _LEAST = 12
 #: What of a request tells which one it is; whatever else is long may be a user's words.
 _HARMLESS = frozenset({"rid", "state", "arrived", "ended", "kind", "omitted", "truncated"})
 #: What is a user's words however short it is.
-_PROMPTS = frozenset({"text", "content", "prompt"})
+_PROMPTS = frozenset({"text", "content", "prompt", "input_ids"})
 #: What of a request is noted as left out that may have been its prompt.
 _OMITTED = frozenset({"text", "input_ids", "request"})
 #: Of what is no text, a flight recorder has calls and sizes. A core may have anything that was in memory.
@@ -173,6 +173,9 @@ class PromptSearch:
                 continue
             if truncated or not _OMITTED.isdisjoint(omitted):
                 self._gaps["a prompt was not kept whole"] += 1
+            # The server may have written the text that they were made of, as of a chat's messages.
+            if request.get("input_ids") and not request.get("text"):
+                self._gaps["a prompt is known by its tokens only"] += 1
             fields = {name: value for name, value in request.items() if name not in _HARMLESS}
             for text, is_prompt in _words_of(fields, ""):
                 if len(text) >= (_LEAST if is_prompt else RUN):
@@ -190,8 +193,10 @@ def _words_of(value: Any, name: str) -> Iterator[tuple[str, bool]]:
             yield from _words_of(one, inner)
     elif _is_numbers(value):
         written = _written(value)
-        yield written, False
-        yield written.replace(" ", ""), False
+        yield written.replace(" ", ""), name in _PROMPTS
+        # One that is too short is counted above.
+        if len(written) >= _LEAST:
+            yield written, name in _PROMPTS
     elif isinstance(value, list):
         for one in value:
             yield from _words_of(one, name)

@@ -74,7 +74,7 @@ def test_a_prompt_that_stands_everywhere_is_nowhere_in_the_bundle(
 ) -> None:
     requests = [
         {"rid": "a", "state": "unfinished", "text": CANARY},
-        {"rid": "b", "state": "unfinished", "input_ids": TOKENS},
+        {"rid": "b", "state": "unfinished", "text": "of which these are the tokens", "input_ids": TOKENS},
         {"rid": "c", "state": "unfinished", "messages": [{"role": "user", "content": f"In a chat: {CANARY}"}]},
     ]
     (incident / "requests" / "requests.jsonl").write_text("".join(json.dumps(one) + "\n" for one in requests))
@@ -223,6 +223,10 @@ def test_long_prompts_are_searched_for_to_their_end(
         ([{"rid": "a", "text": "x" * 99, "truncated": {"text": {"of": 999}}}], "a prompt was not kept whole"),
         ([{"rid": name, "omitted": {"text": "withheld"}} for name in "ab"], "a prompt was not kept whole (2 requests)"),
         ([[]], "a request cannot be read"),
+        # As of a chat: its messages were made tokens before the request was taken in.
+        ([{"rid": "a", "input_ids": TOKENS}], "a prompt is known by its tokens only"),
+        ([{"rid": "a", "input_ids": TOKENS, "text": None}], "a prompt is known by its tokens only"),
+        ([{"rid": name, "input_ids": [TOKENS]} for name in "ab"], "a prompt is known by its tokens only (2 requests)"),
     ],
 )
 def test_where_not_all_prompts_are_known_the_servers_words_are_left_out(
@@ -236,6 +240,23 @@ def test_where_not_all_prompts_are_known_the_servers_words_are_left_out(
     assert main(["bundle", str(incident), "--no-prompts", "--report"]) == 0
     said = capsys.readouterr()
     assert said.err == f"a message may still hold a prompt, as {gap}: look before you hand it on\n"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "short", "kept"),
+    [([7, 8], 1, ["7, 8", "7,8"]), ([101, 102, 103], 1, ["101,102,103"]), ([1001, 1002, 1003], 0, [])],
+)
+def test_tokens_too_short_to_be_looked_for_are_counted(
+    incident: Path, capsys: pytest.CaptureFixture[str], tokens: list[int], short: int, kept: list[str]
+) -> None:
+    document = json.loads((incident / "incident.json").read_text())
+    forms = [", ".join(map(str, tokens)), ",".join(map(str, tokens))]
+    document["verdict"]["text"] = f"not [{forms[0]}], and not [{forms[1]}]"
+    plant(incident, [{"rid": "a", "input_ids": tokens}], document=json.dumps(document))
+    told, packed = bundled(incident, capsys)
+    assert told["short_prompts"] == short
+    text = json.loads(packed["incident.json"])["verdict"]["text"]
+    assert [form for form in forms if f"[{form}]" in text] == kept
 
 
 def test_where_a_server_never_served_there_are_no_prompts(incident: Path, capsys: pytest.CaptureFixture[str]) -> None:
