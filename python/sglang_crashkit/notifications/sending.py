@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from sglang_crashkit.capture.tools import ToolRun, run_tool
 from sglang_crashkit.incident.store import find_incidents
@@ -35,6 +35,10 @@ _WAITS_SECS = (0.0, 1.0, 3.0)
 _LATER = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MAX_OUTPUT = 1 << 20
 _MAX_WORDS = 300
+#: A part of a URL that is as long, in characters, is no word of a reason by chance.
+_LONG_KEY = 8
+#: Of OpenTelemetry's path; and a URL without a name has an empty one.
+_NO_KEYS = frozenset({"", "v1", "traces"})
 
 Wait = Callable[[float], None]
 
@@ -100,9 +104,10 @@ def _run(plan: Plan, folder: Path, environ: Mapping[str, str]) -> dict[str, Any]
     return told | ({"reason": _words_of(run)} if run.reason else {})
 
 
-def _words_of(run: ToolRun) -> str:
+def _words_of(run: ToolRun, url: str = "") -> str:
     last = run.text.strip().splitlines()[-1:]
-    return "; ".join([run.reason, *last])[:_MAX_WORDS]
+    # A key that is cut off would not be found.
+    return _without_keys("; ".join([run.reason, *last]), url)[:_MAX_WORDS]
 
 
 def _post(plan: Plan, short: Mapping[str, Any], environ: Mapping[str, str], wait: Wait) -> dict[str, Any]:
@@ -125,19 +130,26 @@ def _log(plan: Plan, short: Mapping[str, Any], environ: Mapping[str, str]) -> di
     argv = [sys.executable, "-m", "sglang_crashkit.notifications.otlp"]
     with _in_memory(json.dumps(short).encode()) as stdin:
         run = run_tool(argv, _OTLP_SECS, environ=kept | {OTLP_ENDPOINT: plan.otlp}, max_output=_MAX_OUTPUT, stdin=stdin)
-    return {"done": not run.reason} | ({"reason": _without_keys(_words_of(run), plan.otlp)} if run.reason else {})
+    return {"done": not run.reason} | ({"reason": _words_of(run, plan.otlp)} if run.reason else {})
 
 
 def _without_keys(text: str, url: str) -> str:
-    """Return a text without what of a URL may be a key: its name and password, and the parts of its path.
+    """Return a text without what of a URL may be a key: its name and password, and the parts of its path and query.
 
-    They are taken out where they stand as in a URL: a part may be as short as a word of the text.
+    A long one is taken out wherever it stands. A short one may be a word of the text, and is where it stands as in a
+    URL; so is a name with its password anywhere.
     """
-    place, _slash, path = url.partition("://")[2].partition("/")
-    if user := place.rpartition("@")[0]:
-        text = text.replace(f"{user}@", "...@")
-    for part in filter(None, re.split("[/?&]", path.removesuffix("v1/traces"))):
-        text = re.sub(rf"([/?&]){re.escape(part)}(?!\w)", r"\1...", text)
+    rest = url.partition("://")[2]
+    place = re.split("[/?#]", rest, maxsplit=1)[0]
+    name, _colon, password = place.rpartition("@")[0].partition(":")
+    if name and password:
+        text = text.replace(f"{name}:{password}", "...")
+    keys = {name, password, *re.split("[/?&=#]", rest[len(place) :])}
+    for key in sorted((keys | set(map(unquote, keys))) - _NO_KEYS, key=len, reverse=True):
+        written = re.escape(key)
+        if len(key) < _LONG_KEY:
+            written = rf"(?<=[/?&=]){written}(?!\w)|(?<!\w){written}(?=[@/])"
+        text = re.sub(written, "...", text)
     return text
 
 

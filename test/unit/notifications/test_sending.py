@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from sglang_crashkit.capture.tools import ToolRun
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.notifications import sending
@@ -161,9 +162,26 @@ def test_an_incident_that_was_withdrawn_is_an_error(tmp_path: Path) -> None:
         ),
         ("http://h/kEy5/v1/traces", "url: /kEy5/v1/traces (kEy55 refused)", "url: /.../v1/traces (kEy55 refused)"),
         ("http://h/v1/traces", "url: /v1/traces", "url: /v1/traces"),
-        ("http://h/a?token=kEy5", "POST /a?token=kEy5: a timeout", "POST /...?...: a timeout"),
-        ("http://e:pw@h/x", "for http://e:pw@h/x, e:pw is", "for http://...@h/..., e:pw is"),
+        ("http://h/a?token=kEy5", "POST /a?token=kEy5: a timeout", "POST /...?...=...: a timeout"),
+        ("http://h?token=kEy5", "POST h?token=kEy5", "POST h?...=..."),
+        ("http://e:pw@h/x", "for http://e:pw@h/x, e is pw", "for http://...@h/..., e is pw"),
+        ("http://e:pw@h/x", "auth failed for e:pw", "auth failed for ..."),
+        ("http://user:pa55word@h", "nonnumeric port: 'pa55word@h'", "nonnumeric port: '...@h'"),
+        ("http://user:pw@h", "nonnumeric port: 'pw@h'; pwd", "nonnumeric port: '...@h'; pwd"),
+        ("http://user:p%40ssword@h", "the password p@ssword is not p%40ssword", "the password ... is not ..."),
+        ("http://a-long-token@h", "no a-long-token, user", "no ..., user"),
+        ("http://key@h", "key: http://key@h, http://key", "key: http://...@h, http://..."),
+        ("http://h/SECRETabc/v1/traces", "path='SECRETabc/v1/logs'", "path='.../v1/logs'"),
+        ("http://h/kEy5", "path='kEy5/v1/logs'", "path='.../v1/logs'"),
+        ("http://h/a/SECRETabc?k=SECRETabcdef", "SECRETabcdef, SECRETabc: a", "..., ...: a"),
+        ("", "a reason: /v1/traces", "a reason: /v1/traces"),
     ],
 )
 def test_a_reason_is_told_without_the_keys_of_its_url(url: str, text: str, expected: str) -> None:
     assert sending._without_keys(text, url) == expected
+
+
+def test_a_key_is_taken_out_before_a_reason_is_cut_off() -> None:
+    text = f"{'x' * (sending._MAX_WORDS - 17)} SECRETabc"
+    run = ToolRun(text, "it failed", 0.0)
+    assert "SECRE" not in sending._words_of(run, "http://h/SECRETabc")
