@@ -9,14 +9,13 @@ taken again. ``--native`` stops the target while it reads, so it is run only whe
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +58,9 @@ def sample_all(
     """Take the stacks of all of `pids` side by side; return a result for each, in the order given.
 
     Where they are too many to run at once, each gets an equal part of the time that is left when its turn comes: py-spy
-    of one that blocks, as in uninterruptible sleep, does not cost another its turn.
+    of one that blocks, as in uninterruptible sleep, does not cost another its turn. Once all had theirs, those whose
+    part was too short are tried once more in the time that is left, but not with ``--native``: it may have left them
+    stopped.
 
     Args:
         pids: the processes.
@@ -72,13 +73,12 @@ def sample_all(
     if path is None:
         return [Sample(pid=pid, problem="py-spy is not installed; next: pip install py-spy") for pid in wanted]
 
-    at_once, begun = max(1, min(len(wanted), _at_once())), itertools.count()
+    at_once, cut_off = max(1, min(len(wanted), _at_once())), set[int]()
 
-    def take(pid: int) -> Sample:
+    def take(pid: int, turns: int) -> Sample:
         threads: tuple[Thread, ...] = ()
         problem = ""
         secs, start = deadline_secs, since
-        turns = math.ceil((len(wanted) - next(begun)) / at_once)
         if turns > 1:
             start = time.monotonic()
             secs = round(max(0.0, since + deadline_secs - start) / turns, 2)
@@ -101,11 +101,22 @@ def sample_all(
             if threads or run.status is None:
                 problem = run.reason or problem
                 break
+        if not threads and time.monotonic() >= start + secs:
+            cut_off.add(pid)
         return Sample(pid=pid, threads=threads, problem=problem, seconds=round(time.monotonic() - since, 4))
 
     with ThreadPoolExecutor(at_once) as pool:
+
+        def take_all(pids: Sequence[int]) -> dict[int, Sample]:
+            turns = math.ceil(len(pids) / at_once)
+            futures = {pid: _submit(pool, take, pid, turns - begun // at_once) for begun, pid in enumerate(pids)}
+            return {pid: _result_of(pid, future) for pid, future in futures.items()}
+
         try:
-            return [_result_of(pid, future) for pid, future in [(pid, _submit(pool, take, pid)) for pid in wanted]]
+            results = take_all(wanted)
+            if mode == "--nonblocking" and time.monotonic() < since + deadline_secs:
+                results |= take_all([pid for pid in wanted if pid in cut_off])
+            return list(results.values())
         finally:
             # Where this is interrupted, nobody waits for the rest.
             stop.set()
@@ -116,9 +127,11 @@ def _at_once() -> int:
     return max(_LEAST_AT_ONCE, 4 * len(os.sched_getaffinity(0)))
 
 
-def _submit(pool: ThreadPoolExecutor, take: Callable[[int], Sample], pid: int) -> Future[Sample] | Exception:
+def _submit(
+    pool: ThreadPoolExecutor, take: Callable[[int, int], Sample], pid: int, turns: int
+) -> Future[Sample] | Exception:
     try:
-        return pool.submit(take, pid)
+        return pool.submit(take, pid, turns)
     except RuntimeError as error:
         # As at a container's limit of processes, which may be what the server died of.
         return error

@@ -5,11 +5,14 @@ import errno
 import itertools
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from sglang_crashkit.capture import pyspy
 from sglang_crashkit.capture.pyspy import find_pyspy, sample_all
+from sglang_crashkit.capture.tools import ToolRun
 from sglang_crashkit.kernel import procfs
 from unit.targets import SLEEPER, make_tool
 from unit.waiting import LONG, child, descriptors, wait_until
@@ -66,6 +69,33 @@ def test_those_that_block_leave_the_others_their_turn(use_tool, monkeypatch: pyt
     results = sample_all(range(1, 25), 6.0)
     assert [bool(result.threads) for result in results] == [False] * 8 + [True] * 16
     assert all(result.problem.startswith("py-spy did not end within ") for result in results[:8])
+
+
+@pytest.mark.parametrize(("mode", "is_tried_again"), [("--nonblocking", True), ("--native", False)])
+def test_one_cut_off_at_its_share_is_tried_again(
+    tmp_path: Path, use_tool, monkeypatch: pytest.MonkeyPatch, mode: pyspy.Mode, is_tried_again: bool
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
+    use_tool(f"[ $5 = 1 ] && mkdir {tmp_path}/tried && exec sleep 600; echo '{GOOD}'")
+    results = sample_all(range(1, 10), 4.0, mode)
+    assert [bool(result.threads) for result in results] == [is_tried_again] + [True] * 8
+    assert [result.pid for result in results] == list(range(1, 10))
+
+
+def test_those_of_one_round_get_the_same_time(use_tool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
+    use_tool("true")
+    given: dict[str, float] = {}
+
+    def run_tool(argv: Sequence[str], secs: float, *_others: object, **_options: object) -> ToolRun:
+        given[argv[-1]] = secs
+        return ToolRun(GOOD, "", 0.0, status=0)
+
+    monkeypatch.setattr(pyspy, "run_tool", run_tool)
+    sample_all(range(1, 18), 3000.0)
+    # What the earlier ones left is for the later ones.
+    expected = [1000.0] * 8 + [1500.0] * 8 + [3000.0]
+    assert [given[str(pid)] for pid in range(1, 18)] == pytest.approx(expected, abs=100)
 
 
 def test_of_many_on_few_cores_some_run_at_a_time(tmp_path: Path, use_tool, monkeypatch: pytest.MonkeyPatch) -> None:
