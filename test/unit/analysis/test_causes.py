@@ -43,6 +43,7 @@ DIVERGED = {"kind": "mode", "step": 18204, "statement": "TP1 ran extend where TP
 ABORTED = killed("SIGABRT", "x")
 BUS = killed("SIGBUS", "no Python exception was reported")
 FULL_SHM = {"environment": {"shared_memory": {"used_bytes": 990, "total_bytes": 1000}}}
+SUSPECTED = {"suspects": [{"rid": "r1", "level": "supported", "reasons": ["it was alone"]}]}
 AGAIN = {"suspects": [{"rid": "r1"}], "fault": {"count": 2, "seen": {"r1": 1}}}
 
 
@@ -105,6 +106,7 @@ def on_gpu(document: dict[str, Any], line: str) -> dict[str, Any]:
 
 
 EST, SUP, UNK = "established", "supported", "unknown"
+APART, DETOKENIZER = ("rank_divergence", SUP), ("detokenizer_lost", EST)
 STARTING = ("launch_failed",)
 TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     # -- the kernel's word
@@ -155,7 +157,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("Xid 79 of its GPU", incident("signal", TP0, end=killed("SIGABRT", "x"), **xid(79, 10)), "gpu_hardware", EST),
     ("Xid 79 of some GPU", raised("RuntimeError: x", *FORWARD, **xid(79)), "gpu_hardware", SUP),
     ("Xid 31 is a program's", incident("signal", TP0, end=killed("SIGABRT", "x"), **xid(31, 10)), "cuda_fault", SUP),
-    ("an old Xid", at(raised("RuntimeError: x", **xid(79)), "1970-01-01T01:00:00Z", 60.0), "exception", EST),
+    ("an old Xid", at(raised("RuntimeError: x", **xid(79)), "1970-01-01T01:00:00Z", 60.0), "exception", SUP),
     ("a fresh Xid", at(raised("RuntimeError: x", **xid(79)), "1970-01-01T01:00:00Z", 3590.0), "gpu_hardware", SUP),
     ("Xid, and killed", incident("signal", TP0, end=killed(), **xid(79, 10)), "killed", EST),
     ("Xid 45 follows", incident("signal", TP0, end=killed("SIGABRT", "x"), **xid(45, 10)), "aborted", EST),
@@ -319,19 +321,39 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         SUP,
     ),
     ("again", raised("ValueError: x", *FORWARD, **AGAIN), "poison_request", SUP),
-    ("for the first time", raised("ValueError: x", *FORWARD, suspects=[{"rid": "r1"}]), "exception_in_sglang", EST),
+    ("for the first time", raised("ValueError: x", *FORWARD, suspects=[{"rid": "r1"}]), "exception_in_sglang", SUP),
+    ("new, and suspected", raised("IndexError: x", *FORWARD, **SUSPECTED), "poison_request", SUP),
+    ("SIGSEGV, and suspected", incident("signal", TP1, end=killed("SIGSEGV", "x"), **SUSPECTED), "poison_request", SUP),
+    ("exits, and suspected", incident("exit_status", TP1, end=STATUS, **SUSPECTED), "poison_request", SUP),
+    ("hangs, and suspected", hung(TP1, **SUSPECTED), "poison_request", SUP),
+    # What is told of something else stands before that.
+    ("for memory, and suspected", incident("oom_kill", TP1, end=OOM, **SUSPECTED), "host_oom", EST),
+    ("GPU memory, and suspected", raised("torch.OutOfMemoryError: x", *FORWARD, **SUSPECTED), "gpu_oom_serving", EST),
+    (
+        "a leak, and suspected",
+        raised("ValueError: pool memory leak detected! x", *CHECK, **SUSPECTED),
+        "kv_pool_leak",
+        EST,
+    ),
+    ("illegal access, and suspected", on_gpu(raised("X: y", **SUSPECTED), "exception: x"), "cuda_fault", EST),
+    ("elsewhere, and suspected", hung(TP1, doing={TP0: [WAITS], TP1: [WORKS]}, **SUSPECTED), "rank_stuck", SUP),
+    ("stopped, and suspected", hung(TP1, state={TP1: "T"}, **SUSPECTED), "stopped_process", EST),
+    ("aborted, apart, suspected", incident("signal", TP1, end=ABORTED, divergence=DIVERGED, **SUSPECTED), *APART),
+    ("a node's, and suspected", incident("lost_peer", TP0, error="X: y", **SUSPECTED), "connection_lost", SUP),
+    ("the detokenizer, and suspected", raised("X: y", first="sglang::detokenizer", **SUSPECTED), *DETOKENIZER),
+    ("asked, and suspected", incident("signal", TP1, end=killed("SIGTERM", "x"), **SUSPECTED), "asked_to_stop", EST),
     # -- words that must not fool it
     (
         "a missing file while serving",
         raised("FileNotFoundError: [Errno 2] 'x'", "f (transformers/x.py:1)", *FORWARD),
         "exception_in_sglang",
-        EST,
+        SUP,
     ),
     (
         "somebody else's code",
         raised("RuntimeError: asked to raise", "fail (/site/sitecustomize.py:1)"),
         "exception",
-        EST,
+        SUP,
     ),
     (
         "one who is a consequence",
@@ -363,10 +385,10 @@ RAISED = [
     ("torch.cuda.OutOfMemoryError: CUDA out of memory.", FORWARD, "gpu_oom_serving", EST),
     ("RuntimeError: CUDA out of memory. Tried", FORWARD, "gpu_oom_serving", SUP),
     ("RuntimeError: CUDA error: out of memory" + ASYNC, FORWARD, "gpu_oom_serving", SUP),
-    ("RuntimeError: CUDA out of memory, as a prompt says", FORWARD, "exception_in_sglang", EST),
+    ("RuntimeError: CUDA out of memory, as a prompt says", FORWARD, "exception_in_sglang", SUP),
     ("torch.OutOfMemoryError: CUDA out of memory.", LOADING, "gpu_oom_at_start", EST),
     ("Exception: Capture cuda graph failed: CUDA out of memory. Tried", LOADING, "gpu_oom_at_start", SUP),
-    ("ValueError: CUDA out of memory", FORWARD, "exception_in_sglang", EST),
+    ("ValueError: CUDA out of memory", FORWARD, "exception_in_sglang", SUP),
     ("ValueError: pool memory leak detected! [full] total=1", CHECK, "kv_pool_leak", EST),
     ("ValueError: token_to_kv_pool_allocator memory leak detected! x", FORWARD, "kv_pool_leak", SUP),
     ("OSError: [Errno 28] No space left on device: '/dev/shm/x'", FORWARD, "shm_exhausted", SUP),
@@ -391,8 +413,8 @@ RAISED = [
     ("ValueError: Cannot find the config file for awq", (LOADER, *LOADING), "startup_model", SUP),
     ("AssertionError: ", (LOADER, *LOADING), "startup_model", SUP),
     ("ImportError: no fastsafetensors", (LOADER, *LOADING), "startup_version", SUP),
-    ("ValueError: x", (LOADER, *FORWARD), "exception_in_sglang", EST),
-    ("safetensors_rust.SafetensorError: x", FORWARD, "exception_in_sglang", EST),
+    ("ValueError: x", (LOADER, *FORWARD), "exception_in_sglang", SUP),
+    ("safetensors_rust.SafetensorError: x", FORWARD, "exception_in_sglang", SUP),
     (
         "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
         LOADING,
@@ -402,16 +424,16 @@ RAISED = [
     ("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", LOADING, "startup_memory", SUP),
     ("ImportError: /x/common_ops.so: undefined symbol: _ZN3c10", LOADING, "startup_version", SUP),
     ("ModuleNotFoundError: No module named 'flashinfer'", LOADING, "startup_version", SUP),
-    ("ValueError: tp 3 does not divide", LOADING, "startup_failed", EST),
-    ("RuntimeError: selected index k out of range", FORWARD, "exception_in_sglang", EST),
-    ("ValueError: bad prompt 'CUDA error: an illegal memory access'", FORWARD, "exception_in_sglang", EST),
-    ("KeyError: 'torch.OutOfMemoryError: CUDA out of memory'", FORWARD, "exception_in_sglang", EST),
-    ("x.OutOfMemoryError: CUDA", FORWARD, "exception_in_sglang", EST),
-    ("ValueError: the user wrote [Errno 28] No space left on device", FORWARD, "exception_in_sglang", EST),
-    ("RuntimeError: failed on 'pool memory leak detected!'", FORWARD, "exception_in_sglang", EST),
-    ("ValueError: input 'Address already in use'", FORWARD, "exception_in_sglang", EST),
-    ("KeyError: 'MemoryError'", FORWARD, "exception_in_sglang", EST),
-    ("ImportError: lazily", FORWARD, "exception_in_sglang", EST),
+    ("ValueError: tp 3 does not divide", LOADING, "startup_failed", SUP),
+    ("RuntimeError: selected index k out of range", FORWARD, "exception_in_sglang", SUP),
+    ("ValueError: bad prompt 'CUDA error: an illegal memory access'", FORWARD, "exception_in_sglang", SUP),
+    ("KeyError: 'torch.OutOfMemoryError: CUDA out of memory'", FORWARD, "exception_in_sglang", SUP),
+    ("x.OutOfMemoryError: CUDA", FORWARD, "exception_in_sglang", SUP),
+    ("ValueError: the user wrote [Errno 28] No space left on device", FORWARD, "exception_in_sglang", SUP),
+    ("RuntimeError: failed on 'pool memory leak detected!'", FORWARD, "exception_in_sglang", SUP),
+    ("ValueError: input 'Address already in use'", FORWARD, "exception_in_sglang", SUP),
+    ("KeyError: 'MemoryError'", FORWARD, "exception_in_sglang", SUP),
+    ("ImportError: lazily", FORWARD, "exception_in_sglang", SUP),
 ]
 TABLE += [(error, raised(error, *frames), name, level) for error, frames, name, level in RAISED]
 
@@ -433,7 +455,7 @@ def test_an_incident_has_its_cause(document: dict[str, Any], name: str, level: s
         (raised("ValueError: x", *FORWARD, id="1a2b3c4d", suspects=[{"rid": "r", "level": "supported"}]), True),
         (raised("ValueError: x", *FORWARD, id="1a2b3c4d", suspects=[{"rid": "r", "level": "unknown"}]), False),
     ],
-    ids=["poison", "another cause with a suspect", "a request of the step"],
+    ids=["poison", "suspected", "a request of the step"],
 )
 def test_where_a_request_is_suspected_it_is_to_be_bisected(document: dict[str, Any], has_it: bool) -> None:
     first = causes.explain(document)["next_steps"][0]
@@ -465,6 +487,12 @@ def test_the_request_that_is_to_be_blocked_is_named(suspects: list[dict[str, Any
     assert ("Request r7 is suspected most." in found["reasons"]) is ("r7" in step)
     # It would end the server again.
     assert found["restart_helps"] == "unknown"
+
+
+def test_a_suspect_alone_makes_it_the_request_and_says_why() -> None:
+    found = causes.explain(incident("signal", TP1, end=killed("SIGSEGV", "x"), **SUSPECTED))
+    assert found["reasons"] == ["It failed.", "Request r1 is suspected most: it was alone."]
+    assert found["next_steps"][1] == "find request r1 in requests/requests.jsonl, and block its like at the gateway"
 
 
 def test_a_step_without_a_batch_is_said_to_be_none() -> None:

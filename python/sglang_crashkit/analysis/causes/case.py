@@ -229,6 +229,12 @@ class Case:
         return next((str(one.get("rid")) for one in first if one.get("level") in _LEVELS), "")
 
     @property
+    def suspicions(self) -> list[str]:
+        """What speaks for the first of the suspects."""
+        first = mappings_of(self.document.get("suspects"))[:1]
+        return [reason for one in first for reason in _texts(one.get("reasons"))]
+
+    @property
     def last_step(self) -> list[str]:
         """In which step the first failure was, with which requests, in a sentence; empty where that is not known."""
         step = mapping_of(mapping_of(self.first.get("steps")).get("in_step"))

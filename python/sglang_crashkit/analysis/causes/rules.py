@@ -5,7 +5,8 @@ the driver says stands before what a process says of itself, and that before wha
 
 A rule about an exception is *established* where something beside the words tells: an exception class of its own
 (``torch.OutOfMemoryError``) or the frames that it came through. By its words alone it is *supported* at most, since
-anybody can raise an exception with the same words.
+anybody can raise an exception with the same words. So is a class that says no more than that there was an exception:
+what brought it about may have a class of its own.
 """
 
 from __future__ import annotations
@@ -233,9 +234,26 @@ def _poison(case: Case) -> Finding | None:
         return None
     which = case.suspected or case.repeated
     suspected = (f"Request {which} is suspected most.",) if which and which not in reason else ()
-    what, by = (f"request {which}", "") if which else ("it", " by the ids that the rank names")
-    step = f"find {what} in requests/requests.jsonl{by}, and block its like at the gateway"
-    return Finding("supported", (_sentence(case, error), reason, *suspected), (step,))
+    return Finding("supported", (_sentence(case, error), reason, *suspected), (_block(which),))
+
+
+def _block(rid: str) -> str:
+    what, by = (f"request {rid}", "") if rid else ("it", " by the ids that the rank names")
+    return f"find {what} in requests/requests.jsonl{by}, and block its like at the gateway"
+
+
+def _suspected(case: Case) -> Finding | None:
+    """Something speaks for one request, and nothing above for anything else."""
+    which = case.suspected
+    if not which or case.is_starting:
+        return None
+    what = _sentence(case, case.error) if case.error is not None else str(case.verdict.get("text"))
+    why = "; ".join(case.suspicions)
+    return Finding("supported", (what, f"Request {which} is suspected most: {why}."), (_block(which),))
+
+
+def _hangs_by_request(case: Case) -> Finding | None:
+    return _suspected(case) if case.is_hang else None
 
 
 def _port_logged(case: Case) -> Finding | None:
@@ -262,7 +280,7 @@ def _startup_failed(case: Case) -> Finding | None:
     if not case.is_starting:
         return None
     if case.error is not None:
-        return Finding("established", (_sentence(case, case.error),))
+        return Finding("supported", (_sentence(case, case.error),))
     if case.end.get("cause") == "exit_status":
         reason = f"{name_of(case.first)} ended by exit status {case.end.get('code')} before the server was ready."
         return Finding("established", (reason,))
@@ -272,7 +290,7 @@ def _startup_failed(case: Case) -> Finding | None:
 def _exception(case: Case) -> Finding | None:
     if case.error is None or case.verdict.get("kind") not in ("exception", "unknown"):
         return None
-    return Finding("established", (_sentence(case, case.error),))
+    return Finding("supported", (_sentence(case, case.error),))
 
 
 def _exception_in_sglang(case: Case) -> Finding | None:
@@ -325,6 +343,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("symmetric_stall", no_progress.stall),
     ("symmetric_stall", raises("DistBackendError|RuntimeError", _TIMED_OUT)),
     ("rank_stuck", no_progress.rank_stuck),
+    ("poison_request", _hangs_by_request),
     ("no_progress", no_progress.no_progress),
     # Whose failure it is, where that is elsewhere.
     ("transfer_stuck", _transfer),
@@ -385,9 +404,10 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("tokenizer_lost", _lost("tokenizer_worker", "tokenizer")),
     ("rank_divergence", no_progress.aborted_apart),
     ("collective_mismatch", no_progress.aborted_in_mismatch),
+    ("connection_lost", _connection),
+    ("poison_request", _suspected),
     *((name, died_of(signal)) for signal, name in _BY_SIGNAL.items()),
     ("fatal_signal", died_of()),
-    ("connection_lost", _connection),
     ("startup_failed", _startup_failed),
     ("exception_in_sglang", _exception_in_sglang),
     ("exception", _exception),
