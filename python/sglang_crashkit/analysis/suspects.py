@@ -100,7 +100,7 @@ def suspects_of(
     weighed = []
     for rid in chosen.rids:
         reasons = []
-        if len(rid) >= _MIN_NAMED and rid in text:
+        if len(rid) >= _MIN_NAMED and re.search(rf"(?<![\w-]){re.escape(rid)}(?![\w-])", text):
             reasons.append((_NAMED, "the exception names it"))
         if count := (seen or {}).get(rid, 0):
             times = "an earlier incident" if count == 1 else f"{count} earlier incidents"

@@ -65,6 +65,12 @@ def told(made: Incident, seen: dict[str, int] | None = None) -> list[tuple[str, 
             {},
             [("request-2", "supported"), ("request-1", "unknown")],
         ),
+        # The whole id, not the beginning or the end of another one's.
+        (
+            incident("ordinary-1", "ordinary-12", "my-ordinary-12", message="ValueError: bad request 'ordinary-12'."),
+            {},
+            [("ordinary-12", "supported"), ("ordinary-1", "unknown"), ("my-ordinary-12", "unknown")],
+        ),
         # An id that may stand in any text names nobody.
         (incident("1", "2", message="index 2"), {}, [("1", "unknown"), ("2", "unknown")]),
         # Results of the step before are processed while this one is computed.
