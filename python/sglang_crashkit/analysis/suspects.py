@@ -51,7 +51,7 @@ _OF_GPU = re.compile(r"\b(?:CUDA|HIP|XPU|NPU|CUBLAS|NCCL)|cuDNN|AcceleratorError
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory")
 #: Signals of the very instruction that a thread is at.
 _OF_THREAD = frozenset({"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
-#: Where a scheduler takes in requests that were in no step yet; innermost frames.
+#: Where a scheduler takes in requests that were in no step yet.
 _TAKES_IN = re.compile(
     r"(?:[\w<>]+\.)*(?:handle_(?:generate|embedding)_request|_?get_new_batch_prefill\w*|prepare_for_extend) "
 )
@@ -212,7 +212,8 @@ def _only_words(incident: Incident, process: ProcessReport, size: int) -> str:
     if journal.unfinished == size == 1:
         return ONLY
     # The others had begun.
-    takes_in = bool(_exceptions(incident, process.pid)) and any(map(_TAKES_IN.match, process.doing))
+    frames = process.raised_through or process.doing
+    takes_in = bool(_exceptions(incident, process.pid)) and any(map(_TAKES_IN.match, frames))
     return _ONLY_NEW if takes_in else ""
 
 

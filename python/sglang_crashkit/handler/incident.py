@@ -300,7 +300,8 @@ class IncidentRun:
         else:
             content = _read_record(record)
             states.adopt_record(record, report, self.folder)
-            report.doing = states.exception_frames(content) or report.doing
+            report.raised_through = states.exception_frames(content)
+            report.doing = report.raised_through[: states.MAX_DOING] or report.doing
             stacks.quote_anew(report, self.folder)
         if self.captured:
             self._checkpoint()

@@ -118,6 +118,9 @@ class ProcessReport:
     #: What the heartbeat of a scheduler that died or hangs said last; None where nobody followed it.
     last_sign: LastSign | None = None
     steps: LastSteps | None = None  # what a scheduler's record of its steps says; None where there is none
+    #: The frames of the exception that it raised, innermost first. In the JSON are those of `doing` only; its own record
+    #: has all.
+    raised_through: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -286,7 +289,7 @@ class Incident:
         # The stacks of the samples are in files of their own.
         document = asdict(replace(self, processes=[replace(process, samples=[]) for process in self.processes]))
         for entry, process in zip(document["processes"], self.processes, strict=True):
-            del entry["samples"]
+            del entry["samples"], entry["raised_through"]
             entry["looks"] = [_look(sample) for sample in process.samples]
         document["timeline"].sort(key=lambda entry: entry["time"])
         return {"schema_version": document.pop("schema_version"), **document}

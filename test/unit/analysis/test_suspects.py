@@ -269,6 +269,16 @@ def test_outside_of_a_step_those_count_that_were_in_none(
     assert left_out == 0
 
 
+def test_where_a_rank_was_is_looked_for_in_the_whole_traceback() -> None:
+    made = between(unfinished=2, takes_in=True)
+    (rank,) = made.processes
+    inner = [f"inner{number} (sglang/x.py:1)" for number in range(6)]
+    rank.raised_through, rank.doing = [*inner, *rank.doing, "event_loop_overlap (sglang/z.py:3)"], inner[:4]
+    ((suspect,), _left_out) = suspects_of(made, unanswered=["a"])
+    assert (suspect.level, suspect.reasons[0]) == ("supported", ONLY_NEW)
+    assert "raised_through" not in made.to_json()["processes"][0]
+
+
 def test_without_steps_or_a_first_failure_nobody_is_suspected() -> None:
     made = incident("a")
     made.processes[0].steps = None

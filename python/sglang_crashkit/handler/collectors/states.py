@@ -18,6 +18,9 @@ from sglang_crashkit.model.incident import Evidence, Exit, ProcessReport, iso_ti
 
 logger = logging.getLogger(__name__)
 
+#: What a process that raised was doing is told by so many frames.
+MAX_DOING = 4
+_MAX_FRAMES = 1000
 _STATUS_FIELDS = ("State", "Threads", "VmRSS", "VmHWM", "SigCgt", "voluntary_ctxt_switches")
 
 
@@ -83,11 +86,11 @@ def capture_states(processes: Sequence[TrackedProcess], reports: dict[int, Proce
             report.evidence.append(Evidence("proc_state", "captured"))
 
 
-def exception_frames(record: dict[str, Any], most: int = 4) -> list[str]:
-    """Return the innermost frames of the traceback in a failing rank's own record, innermost first."""
+def exception_frames(record: dict[str, Any]) -> list[str]:
+    """Return the frames of the traceback in a failing rank's own record, innermost first."""
     traceback = record.get("traceback")
     frames = traceback if isinstance(traceback, list) else []
-    return [str(frame) for frame in reversed(frames[-most:])]
+    return [str(frame) for frame in reversed(frames[-_MAX_FRAMES:])]
 
 
 def adopt_record(source: Path, report: ProcessReport, folder: IncidentFolder) -> None:
