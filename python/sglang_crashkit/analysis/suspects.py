@@ -30,7 +30,7 @@ from sglang_crashkit.model.incident import (
 #: An incident names so many.
 MAX_SUSPECTS = 16
 #: By these others end a server, and no request does; but for the kernel's OOM killer.
-SENT_BY_OTHERS = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
+_SENT_BY_OTHERS = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
 #: How the ids of SGLang's own health checks begin.
 _HEALTH_CHECK = "HEALTH_CHECK"
 _SCHEDULER = "scheduler"
@@ -127,7 +127,7 @@ def is_by_others(incident: Incident) -> bool:
     if process.exit is not None:
         # One that raised, or hung, is killed later, when its server ends.
         is_later = incident.verdict is None or incident.verdict.kind == "hang" or _exceptions(incident, process.pid)
-        return not is_later and process.exit.signal in SENT_BY_OTHERS and process.exit.cause != "oom_kill"
+        return not is_later and process.exit.signal in _SENT_BY_OTHERS and process.exit.cause != "oom_kill"
     state = process.samples[-1].state if process.samples else str((process.state or {}).get("State", ""))
     return state.startswith(("T", "t"))
 

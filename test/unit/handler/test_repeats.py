@@ -87,12 +87,21 @@ def test_a_request_that_comes_again_under_another_id_is_known(tmp_path: Path) ->
     assert other.fault.seen == {}
 
 
-@pytest.mark.parametrize(("signal", "suspects"), [(None, ["late", 'ea"rly']), ("SIGKILL", [])])
+@pytest.mark.parametrize(
+    ("end", "suspects"),
+    [
+        (None, ["late", 'ea"rly']),
+        (Exit(None, "SIGKILL", "signal", "", ""), []),
+        # By the kernel, for what a request asked for.
+        (Exit(None, "SIGKILL", "oom_kill", "", ""), ["late", 'ea"rly']),
+    ],
+)
 def test_between_two_batches_those_are_suspected_that_were_in_none(
-    tmp_path: Path, signal: str | None, suspects: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Exit | None, suspects: list[str]
 ) -> None:
+    monkeypatch.setenv("SGLANG_CRASHKIT_QUARANTINE", "observe")
     made = incident(last=[step(8, "begun")])
-    made.processes[0].exit = Exit(None, signal, "signal", "", "") if signal else None
+    made.processes[0].exit = end
     folder = IncidentFolder(tmp_path / "host" / "incidents", "killed", "00000001", NOON)
     states = {"begun": "unfinished", 'ea"rly': "unfinished", "late": "unfinished", "answered": "finished"}
     lines = [line_of(rid, {"state": state, "text": "x"}) for rid, state in states.items()]
@@ -100,6 +109,7 @@ def test_between_two_batches_those_are_suspected_that_were_in_none(
     count_repeat(made, folder, 0, {"begun"})
     folder.publish()
     assert [suspect.rid for suspect in made.suspects] == suspects
+    assert bool(read_entries(tmp_path)) is bool(suspects)
 
 
 def late(crash_folder: Path, rids: list[str | None]) -> Incident:

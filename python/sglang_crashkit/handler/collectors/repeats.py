@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.suspects import SENT_BY_OTHERS, is_alone, is_by_others, suspects_of
+from sglang_crashkit.analysis.suspects import is_alone, is_by_others, suspects_of
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident import fingerprint
 from sglang_crashkit.incident.fingerprint import count_fault, fault_of
@@ -56,7 +56,7 @@ def count_repeat(
     pieces = (piece for report in incident.processes for piece in report.evidence)
     has_core = any(piece.kind == "cuda_core" and piece.status == "captured" for piece in pieces)
     unanswered: list[str] = []
-    may_be_a_request = fault.what not in SENT_BY_OTHERS and not is_by_others(incident)
+    may_be_a_request = not is_by_others(incident)
     if may_be_a_request:
         unanswered = _unanswered(folder.path / REQUESTS, begun if _is_of_scheduler(incident) else ())
         name_suspects(incident, unanswered=unanswered)
