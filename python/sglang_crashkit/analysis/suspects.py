@@ -5,7 +5,8 @@ processed. Where what failed was the scheduler's own thread, the step that it wa
 what a GPU still computed, or a step was being prepared, all that were not finished count.
 
 Where it failed in no step, while requests were received or a batch was made, or is no scheduler, those count that had
-not been answered.
+not been answered. So they do beside those of a step where it may have failed by something else than the step: another
+thread, such as one that compiles a grammar, or memory that a request took that waits.
 
 A suspicion is not a proof; that takes a server which fails again by the request alone.
 """
@@ -21,7 +22,6 @@ from sglang_crashkit.model.incident import (
     UNANSWERED,
     Incident,
     InStep,
-    JournaledRequests,
     Level,
     ProcessReport,
     Suspect,
@@ -134,17 +134,9 @@ def is_by_others(incident: Incident) -> bool:
 
 def is_alone(incident: Incident) -> bool:
     """Say whether an incident has one suspect, and no other request was under way in its server."""
-    journal = _whole_journal(incident)
-    if len(incident.suspects) != 1 or journal is None or journal.unfinished != 1:
+    if len(incident.suspects) != 1 or _under_way(incident) != 1:
         return False
     return not {ALONE, ONLY}.isdisjoint(incident.suspects[0].reasons)
-
-
-def _whole_journal(incident: Incident) -> JournaledRequests | None:
-    journal = incident.requests.journal
-    if journal is None or not journal.path or journal.left_out or journal.lost or journal.torn or journal.reason:
-        return None
-    return journal
 
 
 def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str]) -> _Choice:
@@ -154,9 +146,11 @@ def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str])
     # Between two batches nobody has noted yet who is in the next one, and it may be that one.
     is_between = bool(last) and last[-1].get("phase") == "received" and not _has_results(current)
     steps, alone = _unfinished(first), ""
+    is_beside = _may_be_beside(incident, first)
     if current is not None and not is_between:
-        alone = ALONE if _size(steps) == 1 else ""
-        if len(steps) > 1 and _is_of_thread(incident, first):
+        is_sure = not is_beside or (not _has_grammars(first) and _under_way(incident) == 1)
+        alone = ALONE if is_sure and _size(steps) == 1 else ""
+        if len(steps) > 1 and not is_beside and _is_of_thread(incident, first):
             steps = steps[:1]
             alone = alone or (_ALONE_AT if _size(steps) == 1 else "")
     rids = list(dict.fromkeys(rid for step in steps for rid in step.rids))
@@ -164,8 +158,10 @@ def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str])
     place = (_ALONE, alone) if alone else (0, IN_SEVERAL) if len(steps) > 1 else None
     places = dict.fromkeys(rids, place) if place else {}
     received = _received(first) if is_between else []
-    waited = [rid for rid in unanswered if rid not in rids] if is_between or not rids else []
-    places |= dict.fromkeys(waited, (_RECEIVED, _WAITED if first.role == _SCHEDULER else UNANSWERED))
+    waited = [rid for rid in unanswered if rid not in rids] if is_between or is_beside or not rids else []
+    # Those of the step are as likely, unless a grammar is.
+    weight = _RECEIVED if is_between or not rids or _has_grammars(first) else 0
+    places |= dict.fromkeys(waited, (weight, _WAITED if first.role == _SCHEDULER else UNANSWERED))
     places |= dict.fromkeys(received, (_RECEIVED, _RECEIVED_LAST))
     size, in_no_step = _size(steps) + len(waited), {*received, *waited}
     is_one = len(in_no_step) == 1 and in_no_step <= set(unanswered)
@@ -197,6 +193,30 @@ def _is_of_thread(incident: Incident, process: ProcessReport) -> bool:
     return process.exit is not None and process.exit.signal in _OF_THREAD
 
 
+def _may_be_beside(incident: Incident, process: ProcessReport) -> bool:
+    """Say whether a process may have failed by what had nothing to do with the step that it was at."""
+    if _exceptions(incident, process.pid) or process.hit_in_main:
+        return False
+    is_out_of_memory = process.exit is not None and process.exit.cause == "oom_kill"
+    # Grammars are compiled in threads of the scheduler.
+    return is_out_of_memory or process.hit_in_main is False or _has_grammars(process)
+
+
+def _has_grammars(process: ProcessReport) -> bool:
+    """Say whether requests waited for their grammars as the last batch was made."""
+    last = process.steps.last if process.steps is not None else []
+    scheduled = [step for step in last if step.get("phase") != "received"]
+    return bool(scheduled and (scheduled[-1].get("decisions") or {}).get("grammar"))
+
+
+def _under_way(incident: Incident) -> int | None:
+    """Return how many requests had not been answered; None where the journal may not have all of them."""
+    journal = incident.requests.journal
+    if journal is None or not journal.path or journal.left_out or journal.lost or journal.torn or journal.reason:
+        return None
+    return journal.unfinished
+
+
 def _only_words(incident: Incident, process: ProcessReport, size: int) -> str:
     """Return what is said of the only request that was in no step yet; empty where that says nothing of it.
 
@@ -205,11 +225,10 @@ def _only_words(incident: Incident, process: ProcessReport, size: int) -> str:
         process: who failed first.
         size: how many requests there are to choose from; one that was aborted may be in a step still.
     """
-    journal = _whole_journal(incident)
-    if process.role != _SCHEDULER or journal is None:
-        # There may have been others.
+    under_way = _under_way(incident)
+    if process.role != _SCHEDULER or under_way is None:
         return ""
-    if journal.unfinished == size == 1:
+    if under_way == size == 1:
         return ONLY
     # The others had begun.
     frames = process.raised_through or process.doing

@@ -121,6 +121,8 @@ class ProcessReport:
     #: The frames of the exception that it raised, innermost first. In the JSON are those of `doing` only; its own record
     #: has all.
     raised_through: list[str] = field(default_factory=list)
+    #: Whether the fatal signal that ended it hit its main thread; None where that is not known. Not in the JSON.
+    hit_in_main: bool | None = None
 
 
 @dataclass
@@ -289,7 +291,7 @@ class Incident:
         # The stacks of the samples are in files of their own.
         document = asdict(replace(self, processes=[replace(process, samples=[]) for process in self.processes]))
         for entry, process in zip(document["processes"], self.processes, strict=True):
-            del entry["samples"], entry["raised_through"]
+            del entry["samples"], entry["raised_through"], entry["hit_in_main"]
             entry["looks"] = [_look(sample) for sample in process.samples]
         document["timeline"].sort(key=lambda entry: entry["time"])
         return {"schema_version": document.pop("schema_version"), **document}

@@ -188,6 +188,7 @@ def test_one_alone_in_all_unfinished_steps_is_alone() -> None:
 def test_what_somebody_else_did_is_no_request_s_doing(end: Exit | None, state: str, raised: str, level: str) -> None:
     made = incident("a", message=raised)
     made.processes[0].exit, made.processes[0].state = end, {"State": state}
+    made.requests.journal = JournaledRequests("requests/requests.jsonl", unfinished=1)
     assert told(made, {"a": 1}) == [("a", "supported" if level == "supported" else "unknown")]
     assert ALONE in suspects_of(made)[0][0].reasons or level == "unknown"
 
@@ -267,6 +268,55 @@ def test_outside_of_a_step_those_count_that_were_in_none(
     found, left_out = suspects_of(made, unanswered=unanswered)
     assert [(one.rid, one.level, one.reasons[0]) for one in found] == expected
     assert left_out == 0
+
+
+SEGFAULT, OUT_OF_MEMORY = Exit(None, "SIGSEGV", "signal", "", ""), Exit(None, "SIGKILL", "oom_kill", "", "")
+#: By whether another thread failed, whether requests waited for their grammars, and how many were under way.
+BESIDE = [
+    # A grammar is compiled in another thread, which faulthandler tells where it can.
+    (SEGFAULT, None, 1, 2, [("b", "unknown", WAITED), ("a", "unknown", IN_STEP)]),
+    (SEGFAULT, False, 1, 1, [("b", "unknown", WAITED), ("a", "unknown", IN_STEP)]),
+    (SEGFAULT, False, 0, 2, [("a", "unknown", IN_STEP), ("b", "unknown", WAITED)]),
+    (None, None, 1, 2, [("b", "unknown", WAITED), ("a", "unknown", IN_STEP)]),
+    # The scheduler's own.
+    (SEGFAULT, True, 1, 2, [("a", "supported", ALONE)]),
+    (SEGFAULT, None, 0, 2, [("a", "supported", ALONE)]),
+    # One that waits may have taken the memory.
+    (OUT_OF_MEMORY, None, 0, 2, [("a", "unknown", IN_STEP), ("b", "unknown", WAITED)]),
+]
+
+
+@pytest.mark.parametrize(("end", "in_main", "grammars", "unfinished", "expected"), BESIDE)
+def test_those_that_wait_count_where_it_may_not_have_been_the_step(
+    end: Exit | None, in_main: bool | None, grammars: int, unfinished: int, expected: list[tuple[str, str, str]]
+) -> None:
+    made = incident("a")
+    (rank,) = made.processes
+    rank.exit, rank.hit_in_main = end, in_main
+    assert rank.steps is not None
+    rank.steps.last[-1]["decisions"] = {"grammar": grammars}
+    made.requests.journal = JournaledRequests("requests/requests.jsonl", unfinished=unfinished)
+    found = [(one.rid, one.level, one.reasons[0]) for one in suspects_of(made, unanswered=["b"])[0]]
+    assert found == expected
+    assert "hit_in_main" not in made.to_json()["processes"][0]
+
+
+@pytest.mark.parametrize(("end", "in_main"), [(SEGFAULT, False), (OUT_OF_MEMORY, None)])
+@pytest.mark.parametrize(("lost", "level"), [(0, "supported"), (1, "unknown")])
+def test_where_no_other_one_was_under_way_it_is_still_alone(
+    end: Exit, in_main: bool | None, lost: int, level: str
+) -> None:
+    made = incident("a")
+    made.processes[0].exit, made.processes[0].hit_in_main = end, in_main
+    made.requests.journal = JournaledRequests("requests/requests.jsonl", unfinished=1, lost=lost)
+    assert told(made) == [("a", level)]
+
+
+def test_an_exception_is_of_the_step_whatever_waits_for_its_grammar() -> None:
+    made = incident("a", message="IndexError: x")
+    assert made.processes[0].steps is not None
+    made.processes[0].steps.last[-1]["decisions"] = {"grammar": 1}
+    assert told(made) == [("a", "supported")]
 
 
 def test_where_a_rank_was_is_looked_for_in_the_whole_traceback() -> None:

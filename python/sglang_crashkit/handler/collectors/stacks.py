@@ -108,6 +108,9 @@ def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentF
         return
     output = parse_faulthandler(text, process.pid, hooks.main_thread, hooks.roots)
     faulty = next((thread for thread in output.threads if thread.active), None)
+    if output.error and output.is_whole:
+        # Of a thread that is none of Python's there is no stack.
+        report.hit_in_main = faulty is not None and faulty.native_id == report.pid
     doing = _of_interest(faulty.frames) if faulty else innermost(output.threads, report.pid)
     name = f"stacks/{titles.label_of(report.title, report.pid)}.fault"
     try:
