@@ -6,7 +6,8 @@ what a GPU still computed, or a step was being prepared, all that were not finis
 
 Where it failed in no step, while requests were received or a batch was made, or is no scheduler, those count that had
 not been answered. So they do beside those of a step where it may have failed by something else than the step: another
-thread, such as one that compiles a grammar, or memory that a request took that waits.
+thread, such as one that compiles a grammar, or memory that a request took that waits. Where all were answered, those of
+the last step count: a check that runs when nothing else does finds what they left.
 
 A suspicion is not a proof; that takes a server which fails again by the request alone.
 """
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sglang_crashkit.model.incident import (
+    IN_LAST,
     IN_SEVERAL,
     UNANSWERED,
     Incident,
@@ -167,6 +169,8 @@ def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str])
     is_one = len(in_no_step) == 1 and in_no_step <= set(unanswered)
     if is_one and (only := _only_words(incident, first, size)):
         places |= dict.fromkeys(in_no_step, (_ALONE, only))
+    if size == 0 and not _is_nobodys(incident) and (answered := _last_finished(first)).size:
+        return _Choice(answered.rids, answered.size, dict.fromkeys(answered.rids, (0, IN_LAST)))
     return _Choice(rids + waited, size, places)
 
 
@@ -191,6 +195,11 @@ def _is_of_thread(incident: Incident, process: ProcessReport) -> bool:
     if raised := _exceptions(incident, process.pid):
         return not _OF_GPU.search(raised[0]) or bool(_OUT_OF_MEMORY.search(raised[0]))
     return process.exit is not None and process.exit.signal in _OF_THREAD
+
+
+def _is_nobodys(incident: Incident) -> bool:
+    """Say whether what was answered has nothing to do with it: an idle rank was ended, or hangs."""
+    return is_by_others(incident) or (incident.verdict is not None and incident.verdict.kind == "hang")
 
 
 def _may_be_beside(incident: Incident, process: ProcessReport) -> bool:
@@ -246,6 +255,13 @@ def _unfinished(process: ProcessReport) -> list[_Step]:
     others = (step for step in reversed(steps.last) if current is None or step.get("number") != current.number)
     found += [_step(_rids_of(step), step.get("size") or 0) for step in others if step.get("ended") is None]
     return [step for step in found if step.size]
+
+
+def _last_finished(process: ProcessReport) -> _Step:
+    """Return the last step with requests, all of which are finished; an empty one where there is none."""
+    last = process.steps.last if process.steps is not None else []
+    steps = (_step(_rids_of(step), step.get("size") or 0) for step in reversed(last) if step.get("ended") is not None)
+    return next((step for step in steps if step.size), _Step([], 0))
 
 
 def _step(rids: Sequence[str], size: int) -> _Step:

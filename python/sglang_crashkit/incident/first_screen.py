@@ -137,10 +137,11 @@ def undecided_in_words(document: Mapping[str, Any]) -> str:
     if not suspects or is_suspected(suspects) or count < 2:
         return ""
     # The table of `sglang-crashkit incidents` has its columns from here, and starts without the whole model.
-    from sglang_crashkit.model.incident import IN_SEVERAL, UNANSWERED
+    from sglang_crashkit.model.incident import IN_LAST, IN_SEVERAL, UNANSWERED
 
     reasons = " ".join(str(one.get("reasons")) for one in suspects)
-    where = "under way" if UNANSWERED in reasons else "in the unfinished steps" if IN_SEVERAL in reasons else _IN_STEP
+    places = {UNANSWERED: "under way", IN_SEVERAL: "in the unfinished steps", IN_LAST: "in the last step"}
+    where = next((words for reason, words in places.items() if reason in reasons), _IN_STEP)
     return f"none of the {count:,} requests {where} is likelier than the others"
 
 

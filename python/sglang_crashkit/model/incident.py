@@ -118,8 +118,8 @@ class ProcessReport:
     #: What the heartbeat of a scheduler that died or hangs said last; None where nobody followed it.
     last_sign: LastSign | None = None
     steps: LastSteps | None = None  # what a scheduler's record of its steps says; None where there is none
-    #: The frames of the exception that it raised, innermost first. In the JSON are those of `doing` only; its own record
-    #: has all.
+    #: The frames of the exception that it raised, innermost first. Not in the JSON: `doing` has the innermost, and its
+    #: own record all.
     raised_through: list[str] = field(default_factory=list)
     #: Whether the fatal signal that ended it hit its main thread; None where that is not known. Not in the JSON.
     hit_in_main: bool | None = None
@@ -213,6 +213,8 @@ class Verdict:
 UNANSWERED = "it had not been answered"
 #: The reason of one where several steps were not finished and it is not known at which of them the rank failed.
 IN_SEVERAL = "it was in one of several steps that were not finished"
+#: The reason of one that was finished, as all steps were.
+IN_LAST = "it was in the last step, and no step was unfinished"
 
 
 @dataclass

@@ -77,7 +77,11 @@ def told(made: Incident, seen: dict[str, int] | None = None) -> list[tuple[str, 
         (incident("b", last=[step(8, "a", ended=False)]), {}, [("b", "unknown"), ("a", "unknown")]),
         (incident("HEALTH_CHECK_1", "a"), {}, [("a", "supported")]),
         (incident("HEALTH_CHECK_1"), {}, []),
-        (incident(last=[step(8, "a")]), {}, []),
+        # A check when nothing runs finds what they left.
+        (incident(last=[step(7, "z"), step(8, "a", "HEALTH_CHECK_1"), step(9)]), {}, [("a", "unknown")]),
+        (incident(last=[step(8, "a", "b")]), {"b": 1}, [("b", "supported"), ("a", "unknown")]),
+        (incident(last=[step(8, "HEALTH_CHECK_1")]), {}, []),
+        (incident(), {}, []),
         (incident("a", kind="peer_lost"), {}, []),
         # More than are named.
         (incident("a", size=300), {}, [("a", "unknown")]),
@@ -317,6 +321,19 @@ def test_an_exception_is_of_the_step_whatever_waits_for_its_grammar() -> None:
     assert made.processes[0].steps is not None
     made.processes[0].steps.last[-1]["decisions"] = {"grammar": 1}
     assert told(made) == [("a", "supported")]
+
+
+def test_those_that_were_answered_count_only_where_nobody_waits() -> None:
+    made = incident(last=[step(8, "a") | {"size": 3}])
+    found, left_out = suspects_of(made)
+    assert [(one.rid, one.reasons) for one in found] == [("a", ["it was in the last step, and no step was unfinished"])]
+    assert left_out == 2
+    assert [one.rid for one in suspects_of(made, unanswered=["b"])[0]] == ["b"]
+    # Whoever ended an idle one, it was no request.
+    made.processes[0].exit = Exit(None, "SIGTERM", "signal", "", "")
+    assert suspects_of(made) == ([], 0)
+    made.processes[0].exit, made.verdict = None, Verdict("hang", Failure(7, "x"), "supported", "It hangs.")
+    assert suspects_of(made) == ([], 0)
 
 
 def test_where_a_rank_was_is_looked_for_in_the_whole_traceback() -> None:

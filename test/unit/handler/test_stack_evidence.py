@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.handler.collectors import stacks
-from sglang_crashkit.handler.collectors.stacks import capture_stacks, innermost
+from sglang_crashkit.handler.collectors.stacks import capture_stacks, innermost, take_fault
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
+from sglang_crashkit.kernel.stack_hooks import HookFiles
 from sglang_crashkit.model.incident import ProcessReport
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 from unit.handler.driver import Server, document_of, events_of, report_of
@@ -161,6 +162,40 @@ def test_what_a_fatal_signal_ended_left_its_own_last_stack(
     # The server repeats it on its own standard error.
     words = f"crash kit: process {server.ranks['scheduler_TP1']} of this server wrote before it died:"
     assert f"{words}\nFatal Python error: {error}" in capfd.readouterr().err
+
+
+FATAL = "Fatal Python error: Segmentation fault\n\n"
+MAIN_THREAD = 'hread 0x10 (most recent call first):\n  File "m.py", line 1 in step\n  File "m.py", line 2 in <module>\n'
+OTHER_THREAD = 'hread 0x20 (most recent call first):\n  File "g.py", line 1 in compile\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "in_main"),
+    [
+        (f"{FATAL}Current t{MAIN_THREAD}\nT{OTHER_THREAD}", True),
+        (f"{FATAL}Current t{OTHER_THREAD}\nT{MAIN_THREAD}", False),
+        # One that never ran Python.
+        (f"{FATAL}T{OTHER_THREAD}\nT{MAIN_THREAD}", False),
+        # Nobody hit anything, or nobody knows who.
+        (f"Current t{MAIN_THREAD}", None),
+        (f"{FATAL}T{OTHER_THREAD}", None),
+    ],
+)
+def test_the_thread_that_a_fatal_signal_hit_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, in_main: bool | None
+) -> None:
+    ended: Any = SimpleNamespace(
+        pid=7,
+        handle=SimpleNamespace(start_ticks=9),
+        exit_status=lambda: SimpleNamespace(known=True, signal="SIGSEGV"),
+    )
+    hooks = SimpleNamespace(main_thread=0x10, roots=())
+    monkeypatch.setattr(stacks, "read_stack_hooks", lambda *_which: hooks)
+    HookFiles.of(tmp_path, 7, 9).fault.write_text(text)
+    report = ProcessReport(7, "sglang::scheduler", "scheduler", {})
+    take_fault(ended, report, IncidentFolder(tmp_path / "incidents", "killed", new_id(), 0.0), tmp_path)
+    assert report.hit_in_main is in_main
+    assert [piece.status for piece in report.evidence] == ["captured"]
 
 
 def test_native_stacks_are_taken_when_asked_for(start_server: Start) -> None:

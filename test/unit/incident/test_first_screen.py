@@ -20,7 +20,7 @@ from sglang_crashkit.incident.first_screen import (
     short_frame,
 )
 from sglang_crashkit.incident.summary import format_summary
-from sglang_crashkit.model.incident import IN_SEVERAL, UNANSWERED
+from sglang_crashkit.model.incident import IN_LAST, IN_SEVERAL, UNANSWERED
 
 DATA = Path(__file__).parent / "data"
 #: Incidents of real servers, with other names of hosts and folders.
@@ -194,6 +194,7 @@ def test_a_suspect_is_to_be_bisected(killed: dict[str, Any], level: str) -> None
         ("it was in the step", 13, "none of the 15 requests in that step is likelier than the others"),
         ("it was in the step", 1998, "none of the 2,000 requests in that step is likelier than the others"),
         (IN_SEVERAL, 0, "none of the 2 requests in the unfinished steps is likelier than the others"),
+        (IN_LAST, 0, "none of the 2 requests in the last step is likelier than the others"),
         (UNANSWERED, 0, "none of the 2 requests under way is likelier than the others"),
         ("it was in the step", "13", "none of the 2 requests in that step is likelier than the others"),
     ],
