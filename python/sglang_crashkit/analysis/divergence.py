@@ -23,6 +23,11 @@ _BY_WEIGHT: tuple[DivergenceKind, ...] = (*DIVERGED, "ended_earlier", "unknown",
 _LAG_SECS = 2.0
 #: Of so many requests it is told who they are.
 _MAX_NAMED = 3
+#: Forward modes that take requests in.
+_TAKES_IN = frozenset({"extend", "mixed", "split_prefill", "dllm_extend"})
+#: Decisions that a rank takes by what it has itself, so that who took one alone is the odd one; and those that follow
+#: from a request that all have, so that who did not take it is.
+_BY_ITSELF, _OF_REQUEST = ("retract",), ("prefetch",)
 #: What the ranks count as they go; told where only the hash differs, for it says where to look.
 _COUNTS = ("received", "waiting", "running", "retracted", "kv_free")
 
@@ -66,9 +71,9 @@ class Divergence:
         level: how well it is supported.
         statement: it in words, a sentence.
         step: the first that differs, or that a rank has not; None where there is none.
-        ranks: the outliers, in words; of as many on each side, not the first one.
+        ranks: the outliers, in words; of as many on each side, all of them where nothing tells who it is.
         pids: of those.
-        against: from whom, in words.
+        against: from whom, in words; empty where nothing tells who the outliers are.
         request: the request that one has and another has not, or has otherwise; None where it is not one.
         decision: the name of the decision that differs, None where none does.
         seconds_before: how long before the moment that step began, in seconds; None where that is not known.
@@ -214,10 +219,13 @@ def _differ(
         ways.setdefault(way, []).append((one, step))
     if len(ways) == 1:
         return None
-    # Of as many on each side, the one with the first rank is reported as the others.
-    usual, *others = sorted(ways.values(), key=len, reverse=True)
-    (_, ours), (_, theirs) = others[0][0], usual[0]
-    odd, rest = [one for one, _step in others[0]], [one for one, _step in usual]
+    usual, second, *_fewer = sorted(ways.values(), key=len, reverse=True)
+    known: Level = "established"
+    if len(usual) == len(second):
+        is_second, known = _outlier(second[0][1], usual[0][1])
+        usual, second = (second, usual) if is_second is False else (usual, second)
+    (_, ours), (_, theirs) = second[0], usual[0]
+    odd, rest = [one for one, _step in second], [one for one, _step in usual]
     kind, words, request, decision = _difference(ours, theirs, names.of(odd), names.of(rest))
     number = ours.number
     if kind == "hash" and is_oldest:
@@ -227,21 +235,48 @@ def _differ(
     elif is_oldest:
         words += "; it is the oldest step that both still have, and they may have diverged before"
     secs, when = _before(min(ours.began, theirs.began), moment)
-    level: Level = "established" if kind != "hash" and not is_oldest else "supported"
-    pids = tuple(one.pid for one in odd)
+    level: Level = known if kind != "hash" and not is_oldest else "supported"
+    named = odd if known != "unknown" else [*rest, *odd]
     return Divergence(
         kind,
-        level,
+        "supported" if level == "unknown" else level,
         f"{words}{when}.",
         number,
-        names.of(odd),
-        pids,
-        names.of(rest),
+        names.of(named),
+        tuple(one.pid for one in named),
+        names.of(rest) if named is odd else "",
         request,
         decision,
         secs,
         compared,
     )
+
+
+def _outlier(ours: Step, theirs: Step) -> tuple[bool | None, Level]:
+    """Return whether of two ways that as many ranks went the first is the odd one, and how well that is supported.
+
+    No rank makes a request up, so who has not taken in what another one has lost it. Of one that goes on, the other may
+    have missed that it was aborted. None with level ``unknown`` where nothing tells.
+    """
+    decision = _decision(ours, theirs)
+    if decision is not None:
+        did, other_did = bool(ours.decisions.get(decision)), bool(theirs.decisions.get(decision))
+        if did == other_did or decision not in (*_BY_ITSELF, *_OF_REQUEST):
+            return None, "unknown"
+        return did is (decision in _BY_ITSELF), "supported"
+    mine, other = _only(ours, theirs), _only(theirs, ours)
+    taken, other_taken = (bool(own) and step.mode in _TAKES_IN for own, step in ((mine, ours), (other, theirs)))
+    if taken != other_taken:
+        return not taken, "established"
+    if not taken and bool(mine) != bool(other):
+        return not mine, "supported"
+    return None, "unknown"
+
+
+def _decision(ours: Step, theirs: Step) -> str | None:
+    """Return the name of the first decision that differs."""
+    names = sorted({*ours.decisions, *theirs.decisions})
+    return next((name for name in names if ours.decisions.get(name, 0) != theirs.decisions.get(name, 0)), None)
 
 
 def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[DivergenceKind, str, str | None, str | None]:
@@ -254,8 +289,7 @@ def _difference(ours: Step, theirs: Step, odd: str, rest: str) -> tuple[Divergen
     # Of one that is taken in and one that goes on, the former is what the ranks differ about.
     first = max((*mine, *other), key=lambda one: one.tokens, default=None)
     request = first.rid if first is not None else None
-    names = sorted({*ours.decisions, *theirs.decisions})
-    decision = next((name for name in names if ours.decisions.get(name, 0) != theirs.decisions.get(name, 0)), None)
+    decision = _decision(ours, theirs)
     if decision is not None:
         did, did_not = (odd, rest) if ours.decisions.get(decision) else (rest, odd)
         both = ours.decisions.get(decision) and theirs.decisions.get(decision)

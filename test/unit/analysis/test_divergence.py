@@ -15,6 +15,7 @@ from sglang_crashkit.model.step import PHASES, Step, StepRequest
 
 TP0, TP1, TP2 = (rank_at({"tp": number}) for number in range(3))
 AB12, CD34 = StepRequest("ab12", 0xAB12, 37, 37), StepRequest("cd34", 0xCD34, 1, 20)
+EF56 = StepRequest("ef56", 0xEF56, 5, 5)
 #: What the first step runs, and each after it: a request is taken in, and one token more comes out of it.
 LAST = 18_204
 
@@ -39,14 +40,16 @@ def judge(*ranks: tuple[Rank, list[Step]], moment: Moment | None = None) -> Dive
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "kind", "rid", "statement"),
+    ("ours", "theirs", "kind", "rid", "statement", "ranks", "level"),
     [
         (
             step(LAST, "extend", AB12),
             step(LAST, "decode", CD34),
             "mode",
             "ab12",
-            "TP1 ran extend of request ab12 (37 tokens) in step 18,204 where TP0 ran decode of request cd34 (1 token)",
+            "TP0 ran decode of request cd34 (1 token) in step 18,204 where TP1 ran extend of request ab12 (37 tokens)",
+            "TP0",
+            "established",
         ),
         (
             step(LAST, "decode", CD34),
@@ -54,6 +57,8 @@ def judge(*ranks: tuple[Rank, list[Step]], moment: Moment | None = None) -> Dive
             "mode",
             "ab12",
             "TP1 ran decode of request cd34 (1 token) in step 18,204 where TP0 ran extend of request ab12 (37 tokens)",
+            "TP1",
+            "established",
         ),
         (
             step(LAST, "decode", CD34),
@@ -62,6 +67,74 @@ def judge(*ranks: tuple[Rank, list[Step]], moment: Moment | None = None) -> Dive
             "ab12",
             "TP1 ran decode of request cd34 (1 token) in step 18,204 where TP0 ran decode of request ab12 (1 token)"
             " and 1 other (request ab12 is TP0's only)",
+            "TP1",
+            "supported",
+        ),
+        (
+            step(LAST, "decode", replace(AB12, tokens=1), CD34),
+            step(LAST, "decode", CD34),
+            "requests",
+            "ab12",
+            "TP0 ran decode of request cd34 (1 token) in step 18,204 where TP1 ran decode of request ab12 (1 token)"
+            " and 1 other (request ab12 is TP1's only)",
+            "TP0",
+            "supported",
+        ),
+        (
+            step(LAST, "extend", AB12, EF56),
+            step(LAST, "extend", AB12),
+            "requests",
+            "ef56",
+            "TP0 ran extend of request ab12 (37 tokens) in step 18,204 where TP1 ran extend of request ef56 (5 tokens)"
+            " and 1 other (request ef56 is TP1's only)",
+            "TP0",
+            "established",
+        ),
+        # Each took in another one.
+        (
+            step(LAST, "extend", AB12),
+            step(LAST, "extend", EF56),
+            "requests",
+            "ab12",
+            "TP1 ran extend of request ab12 (37 tokens) in step 18,204 where TP0 ran extend of request ef56 (5 tokens)",
+            "TP0-1",
+            "supported",
+        ),
+        (
+            step(LAST, "decode", CD34, decisions={"retract": 1}),
+            step(LAST, "decode", CD34),
+            "decision",
+            "cd34",
+            "TP1 decided retract on the way to step 18,204 where TP0 did not",
+            "TP1",
+            "supported",
+        ),
+        (
+            step(LAST, "decode", CD34),
+            step(LAST, "decode", CD34, decisions={"retract": 1}),
+            "decision",
+            "cd34",
+            "TP0 decided retract on the way to step 18,204 where TP1 did not",
+            "TP0",
+            "supported",
+        ),
+        (
+            step(LAST, "decode", CD34),
+            step(LAST, "decode", CD34, decisions={"prefetch": 1}),
+            "decision",
+            "cd34",
+            "TP0 decided prefetch on the way to step 18,204 where TP1 did not",
+            "TP1",
+            "supported",
+        ),
+        (
+            step(LAST, "decode", CD34, decisions={"prefetch": 1}),
+            step(LAST, "decode", CD34),
+            "decision",
+            "cd34",
+            "TP1 decided prefetch on the way to step 18,204 where TP0 did not",
+            "TP0",
+            "supported",
         ),
         (
             step(LAST, "decode", AB12, CD34),
@@ -69,6 +142,8 @@ def judge(*ranks: tuple[Rank, list[Step]], moment: Moment | None = None) -> Dive
             "requests",
             "ab12",
             "TP1 ran decode of 2 requests (38 tokens) in step 18,204 where TP0 ran the same requests in another order",
+            "TP0-1",
+            "supported",
         ),
         (
             step(LAST, "extend", AB12),
@@ -76,6 +151,8 @@ def judge(*ranks: tuple[Rank, list[Step]], moment: Moment | None = None) -> Dive
             "lengths",
             "ab12",
             "TP1 ran extend in step 18,204 with 37 tokens of request ab12 (37 long) where TP0 had 38 (38 long)",
+            "TP0-1",
+            "supported",
         ),
         (
             step(LAST, "decode", CD34, AB12, size=300, tokens=300),
@@ -84,6 +161,8 @@ def judge(*ranks: tuple[Rank, list[Step]], moment: Moment | None = None) -> Dive
             None,
             "TP1 ran decode of 300 requests (300 tokens) in step 18,204 where TP0 ran decode of 300 requests"
             " (299 tokens)",
+            "TP0-1",
+            "supported",
         ),
         (
             step(LAST, "decode", CD34, decisions={"abort": 1}),
@@ -92,6 +171,8 @@ def judge(*ranks: tuple[Rank, list[Step]], moment: Moment | None = None) -> Dive
             "ab12",
             "TP1 decided abort on the way to step 18,204 where TP0 did not: TP1 ran decode of request cd34 (1 token) in"
             " step 18,204 where TP0 ran decode of request ab12 (37 tokens) and 1 other (request ab12 is TP0's only)",
+            "TP0-1",
+            "supported",
         ),
         (
             step(LAST, "decode", CD34, decisions={"abort": 0, "prefetch": 7}),
@@ -99,6 +180,8 @@ def judge(*ranks: tuple[Rank, list[Step]], moment: Moment | None = None) -> Dive
             "decision",
             "cd34",
             "TP1 decided another prefetch on the way to step 18,204 than TP0",
+            "TP0-1",
+            "supported",
         ),
         (
             step(LAST, "decode", CD34, agreed_hash=1, received=2),
@@ -107,11 +190,13 @@ def judge(*ranks: tuple[Rank, list[Step]], moment: Moment | None = None) -> Dive
             None,
             "TP1 and TP0 ran the same batch in step 18,204, and what led to it differs: received 2 and 3, waiting None"
             " and 1",
+            "TP0-1",
+            "supported",
         ),
     ],
 )
 def test_the_first_step_that_differs_is_told_and_in_what(
-    ours: Step, theirs: Step, kind: str, rid: str | None, statement: str
+    ours: Step, theirs: Step, kind: str, rid: str | None, statement: str, ranks: str, level: str
 ) -> None:
     after = [step(LAST + 1, "extend", AB12)]
     # After the first difference nothing is alike any more, and who was first says nothing.
@@ -120,9 +205,10 @@ def test_the_first_step_that_differs_is_told_and_in_what(
     )
     assert (found.kind, found.request, found.step) == (kind, rid, LAST)
     assert found.statement == f"{statement}; 16 minutes before it."
-    assert (found.ranks, found.pids, found.against) == ("TP1", (1,), "TP0")
+    odd = {"TP0": ("TP0", (0,), "TP1"), "TP1": ("TP1", (1,), "TP0"), "TP0-1": ("TP0-1", (0, 1), "")}
+    assert (found.ranks, found.pids, found.against) == odd[ranks]
     assert (found.seconds_before, found.compared, found.diverged) == (960.0, 10, True)
-    assert found.level == ("supported" if kind == "hash" else "established")
+    assert found.level == level
 
 
 def test_of_several_ranks_those_are_named_that_are_fewer() -> None:
@@ -218,7 +304,7 @@ def test_ranks_of_other_stages_and_replicas_need_not_agree() -> None:
     four = [({"dp": n // 2, "tp": n}, [alike, alike, odd, odd][n]) for n in range(4)]
     found = judge(*[(rank_at(numbers), of) for numbers, of in four])
     assert found.kind == "none"
-    assert judge(*[(rank_at(four[n][0]), four[0 if n == 2 else n][1]) for n in range(4)]).against == "DP1 TP2"
+    assert judge(*[(rank_at(four[n][0]), four[0 if n == 2 else n][1]) for n in range(4)]).against == "DP1 TP3"
     stages = [(rank_at({"pp": n // 2, "tp": n % 2}), [odd, odd, alike, alike][n]) for n in range(4)]
     assert judge(*stages).kind == "none"
 

@@ -51,7 +51,7 @@ def test_the_ranks_stand_side_by_side_and_the_diverging_step_is_marked(
     assert main(["steps", str(incident), "--last", "3"]) == 0
     assert capsys.readouterr().out == (
         "TP1 decided retract on the way to step 1,100 where TP0 did not: TP1 ran extend of request ab12 (37 tokens) in"
-        " step 1,100 where TP0 ran decode of request cd34 (1 token). (established)\n"
+        " step 1,100 where TP0 ran decode of request cd34 (1 token). (supported)\n"
         "\n"
         "step     TP0                                   TP1\n"
         "  1,099  decode, 1 req, 1 tok, 12.5 ms         decode, 1 req, 1 tok, 12.5 ms\n"

@@ -42,7 +42,7 @@ def rank(pid: int, number: int, server: int = 1) -> FoundProcess:
         (False, "No divergence in the last 3 steps of TP0-1."),
         (
             True,
-            "TP1 ran extend of request ab12 (5 tokens) in step 3 where TP0 ran decode of request cd34 (5 tokens); 20"
+            "TP0 ran decode of request cd34 (5 tokens) in step 3 where TP1 ran extend of request ab12 (5 tokens); 20"
             " minutes before it was looked at.",
         ),
     ],

@@ -52,7 +52,7 @@ def test_an_incident_tells_where_the_ranks_diverged(
     assert found is not None
     assert found["statement"].endswith(expected)
     assert (found["request"] == "b") == ("before" in expected)
-    assert found["pids"] == ([11] if "before" in expected else [])
+    assert found["pids"] == ([10, 11] if "before" in expected else [])
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(2, {}), (2, {10: [], 11: []}), (1, {10: ALIKE})])
