@@ -41,7 +41,7 @@ _SCHEDULER = "scheduler"
 _NAMED, _SEEN, _ALONE, _UNUSUAL, _RECEIVED, _FIRST = 64, 32, 16, 4, 2, 1
 #: Where nothing else was under way one of these, and a suspicion before, proves a request.
 ALONE = "it was the only request of the step that was not finished"
-_ALONE_AT = "it was the only request of the step in which the rank failed"
+ALONE_AT = "it was the only request of the step in which the rank failed"
 ONLY = f"{UNANSWERED}, was in no step yet, and no other one was under way"
 _ONLY_NEW = f"{UNANSWERED}, and was the only one in no step yet when the rank failed at taking in such"
 _WAITED = f"{UNANSWERED}, and was in no step yet"
@@ -154,7 +154,7 @@ def _choose(incident: Incident, first: ProcessReport, unanswered: Sequence[str])
         alone = ALONE if is_sure and _size(steps) == 1 else ""
         if len(steps) > 1 and not is_beside and _is_of_thread(incident, first):
             steps = steps[:1]
-            alone = alone or (_ALONE_AT if _size(steps) == 1 else "")
+            alone = alone or (ALONE_AT if _size(steps) == 1 else "")
     rids = list(dict.fromkeys(rid for step in steps for rid in step.rids))
     # That there are several weighs nothing.
     place = (_ALONE, alone) if alone else (0, IN_SEVERAL) if len(steps) > 1 else None

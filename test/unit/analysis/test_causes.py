@@ -10,6 +10,7 @@ import pytest
 from sglang_crashkit.analysis import causes
 from sglang_crashkit.analysis.causes import rules
 from sglang_crashkit.analysis.causes.advice import ADVICE
+from sglang_crashkit.analysis.suspects import ALONE
 from sglang_crashkit.model.incident import Exit
 from unit.analysis.cases import TP0, TP1, hung, incident, killed, raised
 
@@ -43,6 +44,8 @@ DIVERGED = {"kind": "mode", "step": 18204, "statement": "TP1 ran extend where TP
 ABORTED = killed("SIGABRT", "x")
 BUS = killed("SIGBUS", "no Python exception was reported")
 FULL_SHM = {"environment": {"shared_memory": {"used_bytes": 990, "total_bytes": 1000}}}
+ONLY_ONE = {"suspects": [{"rid": "r1", "level": "supported", "reasons": [ALONE]}]}
+OF_THREE = {"requests": {"unfinished": 3}}
 SUSPECTED = {"suspects": [{"rid": "r1", "level": "supported", "reasons": ["it was alone"]}]}
 AGAIN = {"suspects": [{"rid": "r1"}], "fault": {"count": 2, "seen": {"r1": 1}}}
 
@@ -323,8 +326,10 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("again", raised("ValueError: x", *FORWARD, **AGAIN), "poison_request", SUP),
     ("for the first time", raised("ValueError: x", *FORWARD, suspects=[{"rid": "r1"}]), "exception_in_sglang", SUP),
     ("new, and suspected", raised("IndexError: x", *FORWARD, **SUSPECTED), "poison_request", SUP),
-    ("SIGSEGV, and suspected", incident("signal", TP1, end=killed("SIGSEGV", "x"), **SUSPECTED), "poison_request", SUP),
-    ("exits, and suspected", incident("exit_status", TP1, end=STATUS, **SUSPECTED), "poison_request", SUP),
+    ("new, and alone in a server", raised("IndexError: x", *FORWARD, **ONLY_ONE), "exception_in_sglang", SUP),
+    ("new, and alone in its step", raised("IndexError: x", *FORWARD, **ONLY_ONE, **OF_THREE), "poison_request", SUP),
+    ("SIGSEGV, and suspected", incident("signal", TP1, end=killed("SIGSEGV", "x"), **SUSPECTED), "segfault", EST),
+    ("exits, and suspected", incident("exit_status", TP1, end=STATUS, **SUSPECTED), "exited", EST),
     ("hangs, and suspected", hung(TP1, **SUSPECTED), "poison_request", SUP),
     # What is told of something else stands before that.
     ("for memory, and suspected", incident("oom_kill", TP1, end=OOM, **SUSPECTED), "host_oom", EST),
@@ -490,8 +495,8 @@ def test_the_request_that_is_to_be_blocked_is_named(suspects: list[dict[str, Any
 
 
 def test_a_suspect_alone_makes_it_the_request_and_says_why() -> None:
-    found = causes.explain(incident("signal", TP1, end=killed("SIGSEGV", "x"), **SUSPECTED))
-    assert found["reasons"] == ["It failed.", "Request r1 is suspected most: it was alone."]
+    found = causes.explain(raised("IndexError: x", *FORWARD, **SUSPECTED))
+    assert found["reasons"][1] == "Request r1 is suspected most: it was alone."
     assert found["next_steps"][1] == "find request r1 in requests/requests.jsonl, and block its like at the gateway"
 
 

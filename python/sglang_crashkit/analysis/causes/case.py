@@ -235,6 +235,13 @@ class Case:
         return [reason for one in first for reason in _texts(one.get("reasons"))]
 
     @property
+    def is_beside_others(self) -> bool:
+        """Whether more than one request was under way in the server."""
+        requests = mapping_of(self.document.get("requests"))
+        counts = (requests.get("unfinished"), mapping_of(requests.get("journal")).get("unfinished"))
+        return any(isinstance(count, int) and count > 1 for count in counts)
+
+    @property
     def last_step(self) -> list[str]:
         """In which step the first failure was, with which requests, in a sentence; empty where that is not known."""
         step = mapping_of(mapping_of(self.first.get("steps")).get("in_step"))

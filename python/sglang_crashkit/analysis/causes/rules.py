@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from sglang_crashkit.analysis.causes import no_progress
 from sglang_crashkit.analysis.causes.case import Case, Finding, Raised, name_of
+from sglang_crashkit.analysis.suspects import ALONE, ALONE_AT
 from sglang_crashkit.model.checked_json import mappings_of
 from sglang_crashkit.model.incident import Level
 
@@ -237,15 +238,25 @@ def _poison(case: Case) -> Finding | None:
     return Finding("supported", (_sentence(case, error), reason, *suspected), (_block(which),))
 
 
+#: What is said of any request that a server fails with whose only one it is.
+_BY_PLACE = frozenset({ALONE, ALONE_AT})
+
+
 def _block(rid: str) -> str:
     what, by = (f"request {rid}", "") if rid else ("it", " by the ids that the rank names")
     return f"find {what} in requests/requests.jsonl{by}, and block its like at the gateway"
 
 
 def _suspected(case: Case) -> Finding | None:
-    """Something speaks for one request, and nothing above for anything else."""
+    """An exception or a hang that more speaks for one request in than that no other one was there.
+
+    A signal is a cause of its own: whoever sent it, or what the process had done to its memory, may have nothing to do
+    with the request that was in the step.
+    """
     which = case.suspected
-    if not which or case.is_starting:
+    if not which or case.is_starting or (case.error is None and not case.is_hang):
+        return None
+    if not case.is_beside_others and all(reason in _BY_PLACE for reason in case.suspicions):
         return None
     what = _sentence(case, case.error) if case.error is not None else str(case.verdict.get("text"))
     why = "; ".join(case.suspicions)
