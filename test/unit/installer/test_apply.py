@@ -382,6 +382,25 @@ def test_commands_at_once_take_their_turns(environment, kit, ready, actions):
     assert snapshot(environment.site) == pristine
 
 
+@pytest.mark.parametrize("action", [apply, revert])
+def test_what_another_is_in_the_middle_of_is_read_again(environment, kit, ready, action, monkeypatch):
+    ready(action)
+    reads = []
+
+    def read_between_two_files(*args):
+        tree = read_tree(*args)
+        reads.append(tree)
+        if len(reads) == 1:
+            tree.files.update(dict.fromkeys(tree.files, FileState.FOREIGN))
+        return tree
+
+    read_tree = installer.read_tree
+    monkeypatch.setattr(installer, "read_tree", read_between_two_files)
+    action(environment, kit.patches, kit.lock)
+    assert len(reads) == 2
+    assert overall(environment, kit) is MEANT[action]
+
+
 def test_a_change_on_a_slow_disk_is_waited_for(tmp_path, monkeypatch):
     now, seconds = 0.0, 45.0
 
