@@ -110,22 +110,15 @@ def _bring_to(
     is_done = tree.overall is target and not (environment.dist_info / LOCK_FILE).exists()
     if is_done or (target is Overall.PRISTINE and tree.overall is Overall.UNSUPPORTED):
         return Outcome(tree.overall, ())
-    refused: RefusedError | None = None
     try:
-        try:
-            plan = _plan(target, tree, patches)
-        except RefusedError as error:
-            if dry_run:
-                raise
-            # Another process may have been between two files just then.
-            refused = error
-        if not dry_run:
-            with exclusive(environment.dist_info):
-                # Read again: what another process did meanwhile counts.
-                plan = _plan(target, read_tree(environment, locked), patches)
-                _carry_out(plan)
+        if dry_run:
+            return _plan(target, tree, patches).outcome
+        with exclusive(environment.dist_info):
+            # Read again: what another process did meanwhile counts, and it may have been between two files before.
+            plan = _plan(target, read_tree(environment, locked), patches)
+            _carry_out(plan)
     except OSError as error:
-        raise refused or _explain(error, environment.dist_info) from error
+        raise _explain(error, environment.dist_info) from error
     return plan.outcome
 
 
