@@ -134,7 +134,7 @@ def test_without_permission_to_trace_every_rung_below_py_spy_delivers(tmp_path: 
     def fault(server: Server) -> None:
         # A rank that serves a request runs Python, which takes the signal.
         os.kill(server.pid_of(FIRST), signal.SIGUSR2)
-        wait_until((tmp_path / "holds").exists, "the rank holds its interpreter lock", EXIT_TIMEOUT_S)
+        wait_until((tmp_path / "holds").exists, "the rank holds the GIL", EXIT_TIMEOUT_S)
         os.kill(server.pid_of(SECOND), signal.SIGKILL)
 
     with without_capability(

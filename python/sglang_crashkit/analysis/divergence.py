@@ -25,7 +25,7 @@ _LAG_SECS = 2.0
 _MAX_NAMED = 3
 #: Forward modes that take requests in.
 _TAKES_IN = frozenset({"extend", "mixed", "split_prefill", "dllm_extend"})
-#: Decisions that a rank takes by what it has itself, so that who took one alone is the odd one; and those that follow
+#: Decisions that a rank takes by what it has itself, so that who took one alone is the outlier; and those that follow
 #: from a request that all have, so that who did not take it is.
 _BY_ITSELF, _OF_REQUEST = ("retract",), ("prefetch",)
 #: What the ranks count as they go; told where only the hash differs, for it says where to look.
@@ -253,7 +253,7 @@ def _differ(
 
 
 def _outlier(ours: Step, theirs: Step) -> tuple[bool | None, Level]:
-    """Return whether of two ways that as many ranks went the first is the odd one, and how well that is supported.
+    """Return whether of two ways that as many ranks went the first is the outlier, and how well that is supported.
 
     No rank makes a request up, so who has not taken in what another one has lost it. Of one that goes on, the other may
     have missed that it was aborted. None with level ``unknown`` where nothing tells.

@@ -48,7 +48,7 @@ _WAITED = f"{UNANSWERED}, and was in no step yet"
 _RECEIVED_LAST = f"{_WAITED}; the rank had received it last"
 #: A shorter id may stand in any text.
 _MIN_NAMED = 6
-#: What a kernel brings about is told of whatever comes after it. Memory is missed where it is asked for.
+#: What a kernel brings about is reported by whatever comes after it. Memory is missed where it is asked for.
 _OF_GPU = re.compile(r"\b(?:CUDA|HIP|XPU|NPU|CUBLAS|NCCL)|cuDNN|AcceleratorError|DistBackendError")
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory")
 #: Signals of the very instruction that a thread is at.

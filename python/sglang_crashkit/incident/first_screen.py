@@ -335,7 +335,7 @@ class _Screen:
             groups.setdefault(", ".join(self._doing_of(process)), []).append(self._names.short(process))
         # Of more groups than there is room for those of most ranks.
         told = sorted(((names, doing) for doing, names in groups.items() if doing), key=lambda one: -len(one[0]))
-        # Where they parted says more than where they are now.
+        # Where they diverged says more than where they are now.
         most = _MAX_GROUPS - bool(self._divergence())
         yield from (f"{join_some_names(names, _MAX_NAMES)}: {doing}" for names, doing in told[:most])
 

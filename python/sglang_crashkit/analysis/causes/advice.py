@@ -78,7 +78,7 @@ ADVICE: dict[str, Advice] = {
         "ranks that must agree did different things",
         "yes",
         (
-            f"`sglang-crashkit steps {INCIDENT}` shows at which step, and by which request, the ranks parted",
+            f"`sglang-crashkit steps {INCIDENT}` shows at which step, and by which request, the ranks diverged",
             "report it with this incident; --disable-overlap-schedule often avoids it until it is mended",
         ),
     ),
