@@ -6,8 +6,6 @@ import argparse
 from pathlib import Path
 
 _LONGEST_SECS = 1e7
-#: A list of a hundred thousand hosts is shorter.
-_MAX_LIST = 16 << 20
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -71,27 +69,3 @@ def duration(text: str) -> float:
         return seconds(number) * _UNITS[unit]
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{text!r} is no time such as 30s, 90m, 12h or 2d") from None
-
-
-def host_names(text: str) -> list[str]:
-    """Return the names in a list: commas, blanks and new lines part them, and ``#`` begins a comment."""
-    lines = (line.partition("#")[0] for line in text.splitlines())
-    return [host for line in lines for host in line.replace(",", " ").split()]
-
-
-def host_names_in(path: str) -> list[str]:
-    """Return the names in a file; ``-`` is the standard input.
-
-    Raises:
-        argparse.ArgumentTypeError: it cannot be read, is no text, or longer than a list may be.
-    """
-    try:
-        with Path("/dev/stdin" if path == "-" else path).open(encoding="utf-8") as file:
-            text = file.read(_MAX_LIST + 1)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{path} is no text") from None
-    if len(text) > _MAX_LIST:
-        raise argparse.ArgumentTypeError(f"{path} is longer than a list of hosts may be")
-    return host_names(text)

@@ -17,13 +17,12 @@ from pathlib import Path
 from sglang_crashkit.analysis.explain import explain
 from sglang_crashkit.capture.debug_config import DEFAULT_OUTPUT, expand_output, read_debug_config
 from sglang_crashkit.capture.server_arguments import port_of, side_of
-from sglang_crashkit.cli.argument_types import host_names, host_names_in, positive, seconds
+from sglang_crashkit.cli.argument_types import positive, seconds
 from sglang_crashkit.cli.ending import Terminated, ends_with_reader, terminable
-from sglang_crashkit.cli.reporters import collected, collected_nodes
+from sglang_crashkit.cli.reporters import collected
 from sglang_crashkit.collect.collection import Collection, Plan
-from sglang_crashkit.collect.fan_out import Limits
-from sglang_crashkit.collect.gather import Gathered, Reach, gather
-from sglang_crashkit.collect.slurm import JobNodes, find_job
+from sglang_crashkit.collect.gather import Gathered, Limits, Reach, gather
+from sglang_crashkit.collect.slurm import find_job, job_nodes
 from sglang_crashkit.collect.via import reach_hosts
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, RefusedError, UsageError
 from sglang_crashkit.kernel.discovery import Discovery, find_processes
@@ -34,6 +33,8 @@ from sglang_crashkit.kernel.slurm_place import Place
 _REDRAW_SECS, _REPEAT_SECS = 2.0, 60.0
 _MAX_TITLES = 8
 _STDOUT = 1
+#: A list of a hundred thousand hosts is shorter, in characters.
+_MAX_LIST = 16 << 20
 _EXAMPLES = """\
 examples:
   sglang-crashkit collect
@@ -97,13 +98,13 @@ def _configure_nodes(parser: argparse.ArgumentParser) -> None:
     )
     hosts = nodes.add_mutually_exclusive_group()
     hosts.add_argument(
-        "--hosts", metavar="A,B,...", type=host_names, help="what {host} stands for, one after the other"
+        "--hosts", metavar="A,B,...", type=_host_names, help="what {host} stands for, one after the other"
     )
     hosts.add_argument(
         "--hosts-file",
         metavar="FILE",
         dest="hosts",
-        type=host_names_in,
+        type=_host_names_in,
         help="the same from a file; - is the standard input",
     )
     nodes.add_argument(
@@ -132,6 +133,30 @@ def _configure_nodes(parser: argparse.ArgumentParser) -> None:
     nodes.add_argument("--gathered-within", metavar="S", type=positive, help=argparse.SUPPRESS)
     # With --json: what is in the text files, too, for where its folder cannot be seen from here.
     nodes.add_argument("--with-texts", action="store_true", help=argparse.SUPPRESS)
+
+
+def _host_names(text: str) -> list[str]:
+    """Return the names in a list: commas, blanks and new lines part them, and ``#`` begins a comment."""
+    lines = (line.partition("#")[0] for line in text.splitlines())
+    return [host for line in lines for host in line.replace(",", " ").split()]
+
+
+def _host_names_in(path: str) -> list[str]:
+    """Return the names in a file; ``-`` is the standard input.
+
+    Raises:
+        argparse.ArgumentTypeError: it cannot be read, is no text, or longer than a list may be.
+    """
+    try:
+        with Path("/dev/stdin" if path == "-" else path).open(encoding="utf-8") as file:
+            text = file.read(_MAX_LIST + 1)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{path} is no text") from None
+    if len(text) > _MAX_LIST:
+        raise argparse.ArgumentTypeError(f"{path} is longer than a list of hosts may be")
+    return _host_names(text)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -243,13 +268,13 @@ def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> 
     result = gather(reach, command, output, _say, Limits(args.fan_out, args.node_timeout, args.timeout))
     status, explanation = _status_of_nodes(result), explain(result.sightings)
     try:
-        collected_nodes.write_explanation(result, explanation, output)
+        collected.write_explanation(result, explanation, output)
     except OSError as error:
-        _say(f"cannot write {output / collected_nodes.EXPLANATION}: {error.strerror or error}")
+        _say(f"cannot write {output / collected.EXPLANATION}: {error.strerror or error}")
     if args.json:
-        print(json.dumps(collected_nodes.as_json(result, explanation, output, status), indent=2))
+        print(json.dumps(collected.nodes_as_json(result, explanation, output, status), indent=2))
     else:
-        for line in collected_nodes.as_text(result, explanation, output):
+        for line in collected.nodes_as_text(result, explanation, output):
             print(line)
     if result.interrupt is not None:
         _say("interrupted; what was collected until then is kept")
@@ -267,7 +292,7 @@ def _reach(args: argparse.Namespace) -> Reach:
     if args.slurm_job is not None:
         if args.hosts is not None:
             raise UsageError("a Slurm job has its own hosts", next_step="leave --hosts out, or --slurm-job")
-        return JobNodes(find_job(args.slurm_job), args.container_name, args.srun_option)
+        return job_nodes(find_job(args.slurm_job), args.container_name, args.srun_option)
     if args.via is None or args.hosts is None:
         missing = "--via" if args.via is None else "--hosts"
         raise UsageError(

@@ -22,9 +22,7 @@ from sglang_crashkit.analysis.sightings import Sightings
 from sglang_crashkit.capture.debugger import MAY_TRACE, SUBSTITUTE, Debugged, debug_all, find_debugger, substitute
 from sglang_crashkit.capture.server_arguments import side_of
 from sglang_crashkit.collect import account
-from sglang_crashkit.collect import text as collected_text
-from sglang_crashkit.collect.observing import is_python, observe
-from sglang_crashkit.collect.steps import read_steps
+from sglang_crashkit.collect.observing import is_python, observe, read_steps
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 from sglang_crashkit.model.sample import Sample
@@ -189,7 +187,7 @@ class Collection:
         self._write_round()
         for one, moment in zip(self.collected, seen, strict=True):
             one.moments.append(moment)
-            self._write(one, "pyspy", collected_text.python_stacks(one.process, self.host, one.moments))
+            self._write(one, "pyspy", account.python_stacks(one.process, self.host, one.moments))
 
     def _take_in(self, one: Collected, debugged: Debugged) -> None:
         """Put what came of the debugger into the process's file and into the last round."""
@@ -205,7 +203,7 @@ class Collection:
 
     def _write_debugged(self, one: Collected) -> None:
         assert one.debugged is not None
-        self._write(one, "cudagdb", collected_text.native_stacks(one.process, self.host, one.debugged, self.missing))
+        self._write(one, "cudagdb", account.native_stacks(one.process, self.host, one.debugged, self.missing))
 
     def _write_round(self) -> None:
         write_json(self._plan.output / self.snapshot_files[-1], self.rounds[-1].to_json())

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sglang_crashkit.analysis.sightings import Seen, Sightings
-from sglang_crashkit.collect.fan_out import Limits, NodeRun
-from sglang_crashkit.errors import ExitCode
-from sglang_crashkit.kernel.private_files import write_json, write_private
+from sglang_crashkit.capture.tools import run_tool
+from sglang_crashkit.errors import CrashkitError, ExitCode
+from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 from sglang_crashkit.model import snapshot
 from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 
@@ -28,6 +32,8 @@ _WIDEST = 300
 _MAX_LINES = 10_000
 #: A name that a file of a node may have here.
 _FILE_NAME = re.compile(r"\w[\w.@%+-]{0,254}")
+#: Of what was said beside an answer, the last is kept.
+_MAX_ERRORS = 1 << 20
 #: What has the collector not start, whatever carries its command; see `Reach.reasons`.
 _NOT_STARTED = (
     r"execve\(\)|command not found|: not found$|executable file not found|No module named '?sglang_crashkit"
@@ -37,59 +43,47 @@ _NOT_STARTED = (
 )
 
 
-class Reach(Protocol):
+@dataclass(frozen=True)
+class Limits:
+    """How many nodes are asked at the same time, and how long each and all may take, in seconds; None for no limit."""
+
+    at_once: int = 32
+    node_secs: float = 300.0
+    total_secs: float | None = None
+    max_output: int = 1 << 28  # of how many bytes of output a node is given up; none has more to say
+
+
+@dataclass(frozen=True)
+class NodeRun:
+    """What became of the command for one node."""
+
+    node: str
+    status: int | None  # the carrier's exit status, None where it did not end by itself or was not started
+    output: str = ""  # what the command printed on the node, to standard output
+    errors: str = ""  # what it and the carrier printed to standard error
+    problem: str = ""  # why there is no status; empty where there is one
+    secs: float = 0.0  # how long it took, in seconds
+    late: bool = False  # it was killed at its deadline, or at that of all nodes
+
+
+@dataclass(frozen=True)
+class Reach:
     """Nodes, and how a command is run on each of them."""
 
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """Their names, in the order in which they are shown; each is the name of a folder, too."""
-
-    @property
-    def noun(self) -> str:
-        """What one of them is called."""
-
-    @property
-    def title(self) -> str:
-        """What all of them are, for a person."""
-
-    @property
-    def identity(self) -> Mapping[str, str]:
-        """What all of them are, for a program."""
-
-    @property
-    def log(self) -> str:
-        """The name of the file of what is said beside a node's answer."""
-
-    @property
-    def returns_files(self) -> bool:
-        """Whether the text files are to come with the answer, for the file systems are different ones."""
-
-    @property
-    def reasons(self) -> Sequence[tuple[str, str, str]]:
-        """A pattern of what is said, why there is no answer, and what to do about it.
-
-        The first that fits tells. ``{said}``, ``{node}`` and ``{look}`` (see `look`) stand in the last two.
-        """
-
-    @property
-    def noise(self) -> re.Pattern[str]:
-        """A pattern of lines that say nothing."""
-
-    @property
-    def marks(self) -> re.Pattern[str]:
-        """A pattern of what stands before each message."""
-
-    def look(self, node: str) -> str:
-        """Return the command that says more of a node that does not answer."""
-
-    def run(
-        self,
-        commands: Mapping[str, Sequence[str]],
-        on_end: Callable[[NodeRun], None],
-        output: Path,
-        limits: Limits,
-    ) -> KeyboardInterrupt | None:
-        """Run the command of each node; see `fan_out.run_on_nodes`."""
+    nodes: tuple[str, ...]  # their names, in the order in which they are shown; each is the name of a folder, too
+    noun: str  # what one of them is called
+    title: str  # what all of them are, for a person
+    identity: Mapping[str, str]  # the same for a program
+    log: str  # the name of the file of what is said beside a node's answer
+    returns_files: bool  # the text files are to come with the answer, for the file systems are different ones
+    #: A pattern of what is said, why there is no answer, and what to do about it. The first that fits tells.
+    #: ``{said}``, ``{node}`` and ``{look}`` (see `look`) stand in the last two.
+    reasons: Sequence[tuple[str, str, str]]
+    noise: re.Pattern[str]  # of lines that say nothing
+    marks: re.Pattern[str]  # of what stands before each message
+    look: Callable[[str], str]  # returns the command that says more of a node that does not answer
+    #: Runs the command of each node, by its name, and notes in the folder what it says; see `run_on_nodes`.
+    run: Callable[[Mapping[str, Sequence[str]], Callable[[NodeRun], None], Path, Limits], KeyboardInterrupt | None]
 
 
 @dataclass
@@ -280,3 +274,73 @@ def _write_here(name: str, rounds: Sequence[NodeSnapshot], folder: Path, where: 
 
 def _by_rank(seen: Seen) -> tuple[bool, list[tuple[str, int]], int]:
     return not seen.process.ranks, sorted(seen.process.ranks.items()), seen.process.pid
+
+
+def run_on_nodes(
+    commands: Mapping[str, Sequence[str]],
+    on_end: Callable[[NodeRun], None],
+    *,
+    output: Path,
+    log: str,
+    environ: Mapping[str, str],
+    limits: Limits,
+    give_up: Callable[[str], None] = lambda _node: None,
+) -> KeyboardInterrupt | None:
+    """Run the command of each node, from a bounded pool; Ctrl-C ends all that run and starts no more.
+
+    What runs here is the program that carries the command to its node, such as srun, ssh or kubectl. It reads nothing,
+    and is killed, with all that it started, at its deadline. Whatever one of them does, the others' answers are had.
+
+    Args:
+        commands: by the node's name.
+        on_end: called for each node in this thread, as it ends; once more where Ctrl-C came in between.
+        output: what is said of each node is noted in a folder of the node's name in it.
+        log: the name of the file there.
+        environ: the environment of all commands.
+        limits: how many run at the same time, and for how long.
+        give_up: ends what runs on the node of this name, where killing the command here does not.
+
+    Returns:
+        What ended it before all nodes had answered, None where nothing did.
+    """
+    stop, until = threading.Event(), time.monotonic() + (math.inf if limits.total_secs is None else limits.total_secs)
+
+    def run(node: str, argv: Sequence[str]) -> NodeRun:
+        secs = round(min(limits.node_secs, until - time.monotonic()), 1)
+        if stop.is_set() or secs <= 0:
+            why = "interrupted before its turn" if stop.is_set() else "not asked: the time for all nodes was over"
+            return NodeRun(node, None, problem=why, late=not stop.is_set())
+        try:
+            make_private_folder(output / node)
+        except (OSError, CrashkitError) as error:
+            return NodeRun(node, None, problem=f"{argv[0]} was not started: {error}")
+        done = run_tool(argv, secs, stop, environ=environ, apart=True, max_output=limits.max_output)
+        ended = NodeRun(node, done.status, done.text, done.errors[-_MAX_ERRORS:], secs=done.seconds)
+        if stop.is_set():
+            ended = replace(ended, status=None, problem="interrupted")
+        elif done.status is None:
+            late = done.seconds >= secs
+            ended = replace(ended, problem=f"no answer within {secs:.0f} s" if late else done.reason, late=late)
+        # An answer counts for more than what was said beside it.
+        with contextlib.suppress(OSError):
+            write_private(output / node / log, ended.errors.encode(errors="backslashreplace"))
+        if ended.status is None:
+            give_up(node)
+        return ended
+
+    interrupt = None
+    with ThreadPoolExecutor(max_workers=limits.at_once) as pool:
+        pending = {pool.submit(run, node, argv): node for node, argv in commands.items()}
+        try:
+            for future in as_completed(tuple(pending)):
+                on_end(future.result())
+                # What a node printed is not kept, for a thousand nodes print much.
+                del pending[future]
+        except KeyboardInterrupt as error:
+            interrupt = error
+        finally:
+            stop.set()
+    # Those that the interruption ended, in the order of the commands.
+    for future in pending:
+        on_end(future.result())
+    return interrupt

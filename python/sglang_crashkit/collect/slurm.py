@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_crashkit.capture.tools import ToolRun, run_tool
-from sglang_crashkit.collect.fan_out import Limits, NodeRun, run_on_nodes
+from sglang_crashkit.collect.gather import Limits, NodeRun, Reach, run_on_nodes
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, UsageError
 
 #: What srun and the node say of the step.
@@ -31,6 +31,10 @@ _ASK_SECS = 60.0
 #: Of the variables that a job's environment holds, which srun would take for options, these say where Slurm is.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")
 _FOREIGN = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
+#: Words with which Slurm only says that something ended.
+_NOISE = re.compile(r"Exited with exit code|Terminating StepId|Terminating Job Step|Job step aborted|launch/slurm")
+#: Before a message: the program, the node, the task, the level.
+_MARKS = re.compile(r"^(?:(?:srun|slurmstepd(?:-[\w.-]+)?|slurmd(?:-[\w.-]+)?): )?(?:error: |fatal: )?")
 #: As `gather.Reach.reasons` has them.
 _REASONS = (
     (
@@ -70,65 +74,33 @@ class Job:
     nodes: tuple[str, ...]  # the names of its nodes, in Slurm's order
 
 
-@dataclass(frozen=True)
-class JobNodes:
-    """The nodes of a running job, as a `gather.Reach`: see `step_command` for what it is made of."""
-
-    job: Job
-    container: str | None = None
-    options: Sequence[str] = ()
-
-    noun = "node"
-    log = ERRORS
-    #: Words with which Slurm only says that something ended.
-    noise = re.compile(r"Exited with exit code|Terminating StepId|Terminating Job Step|Job step aborted|launch/slurm")
-    #: Before a message: the program, the node, the task, the level.
-    marks = re.compile(r"^(?:(?:srun|slurmstepd(?:-[\w.-]+)?|slurmd(?:-[\w.-]+)?): )?(?:error: |fatal: )?")
-    returns_files = False
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """Their names."""
-        return self.job.nodes
-
-    @property
-    def title(self) -> str:
-        """What they are, for a person."""
-        return f"job {self.job.name} on {len(self.nodes)} nodes"
-
-    @property
-    def identity(self) -> Mapping[str, str]:
-        """What they are, for a program."""
-        return {"job": self.job.name}
-
-    @property
-    def reasons(self) -> Sequence[tuple[str, str, str]]:
-        """See `gather.Reach.reasons`."""
-        return [(pattern, why, following.replace("JOB", self.job.job_id)) for pattern, why, following in _REASONS]
-
-    def look(self, node: str) -> str:
-        """Return the command that says more of a node."""
-        return f"scontrol show node {node}"
+def job_nodes(job: Job, container: str | None = None, options: Sequence[str] = ()) -> Reach:
+    """Return the nodes of a running job, each to be reached by a step of its own; see `step_command`."""
 
     def run(
-        self,
-        commands: Mapping[str, Sequence[str]],
-        on_end: Callable[[NodeRun], None],
-        output: Path,
-        limits: Limits,
+        commands: Mapping[str, Sequence[str]], on_end: Callable[[NodeRun], None], output: Path, limits: Limits
     ) -> KeyboardInterrupt | None:
-        """Run the command of each node in a step of its own.
-
-        Raises:
-            UsageError: the container's name is no pattern.
-        """
         # Two who collect at the same time must not cancel each other's steps.
         step = f"crashkit-{secrets.token_hex(4)}"
         steps = {
-            node: step_command(self.job, node, command, step=step, container=self.container, options=self.options)
+            node: step_command(job, node, command, step=step, container=container, options=options)
             for node, command in commands.items()
         }
-        return run_steps(self.job, steps, on_end, step=step, output=output, limits=limits)
+        return run_steps(job, steps, on_end, step=step, output=output, limits=limits)
+
+    return Reach(
+        nodes=job.nodes,
+        noun="node",
+        title=f"job {job.name} on {len(job.nodes)} nodes",
+        identity={"job": job.name},
+        log=ERRORS,
+        returns_files=False,
+        reasons=[(pattern, why, following.replace("JOB", job.job_id)) for pattern, why, following in _REASONS],
+        noise=_NOISE,
+        marks=_MARKS,
+        look=lambda node: f"scontrol show node {node}",
+        run=run,
+    )
 
 
 def find_job(name: str) -> Job:
@@ -212,18 +184,9 @@ def run_steps(
     output: Path,
     limits: Limits,
 ) -> KeyboardInterrupt | None:
-    """Run the command of each node, and cancel the steps of those that are given up.
+    """Run the commands that `step_command` made, and cancel the steps, which `step` names, of nodes that are given up.
 
-    Args:
-        job: the job that the steps are in.
-        commands: as `step_command` makes them, by the node's name.
-        on_end: see `fan_out.run_on_nodes`, as for `output` and `limits`.
-        step: what the commands name their steps by.
-        output: where what each node's srun says is noted.
-        limits: how many run at the same time, and for how long.
-
-    Returns:
-        What ended it before all nodes had answered, None where nothing did.
+    See `gather.run_on_nodes` for the rest.
     """
 
     def cancel(node: str) -> None:

@@ -16,10 +16,9 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_crashkit.collect.fan_out import Limits, NodeRun, run_on_nodes
+from sglang_crashkit.collect.gather import Limits, NodeRun, Reach, run_on_nodes
 from sglang_crashkit.errors import UsageError
 
 _HOST, _COMMAND = "{host}", "{command}"
@@ -29,6 +28,11 @@ _NAME = re.compile(r"[\w\[][\w.:@%+\[\]-]{0,252}", re.ASCII)
 #: What joins its words for a shell on the other side; the command is quoted for the first, where a template begins so.
 _JOINING = ("ssh", "autossh", "gsissh", "rsh", "slogin")
 _BY_HAND = "try it by hand: {look}"
+#: What each command prints of itself, whatever comes of it.
+_NOISE = re.compile(
+    r"^Defaulted container|^Warning: Permanently added|^command terminated with exit code|^Connection to \S+ closed"
+)
+_MARKS = re.compile(r"^(?:error: |Error from server )")
 #: As `gather.Reach.reasons` has them.
 _REASONS = (
     (
@@ -62,71 +66,61 @@ _REASONS = (
 )
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """Hosts, and the words of the command that reaches one, as a `gather.Reach`; made by `reach_hosts`."""
-
-    nodes: tuple[str, ...]
-    template: tuple[str, ...]
-
-    noun = "host"
-    #: What each command prints of itself, whatever comes of it.
-    noise = re.compile(
-        r"^Defaulted container|^Warning: Permanently added|^command terminated with exit code|^Connection to \S+ closed"
-    )
-    marks = re.compile(r"^(?:error: |Error from server )")
-    reasons = _REASONS
-    returns_files = True
-
-    @property
-    def title(self) -> str:
-        """What they are, for a person."""
-        return f"{len(self.nodes)} host{'' if len(self.nodes) == 1 else 's'} by {self._program}"
-
-    @property
-    def identity(self) -> Mapping[str, str]:
-        """What they are, for a program; the words after the first may hold a secret."""
-        return {"via": self._program}
-
-    @property
-    def log(self) -> str:
-        """The name of the file of what is said beside a host's answer."""
-        return f"{self._program}.log"
-
-    @property
-    def _program(self) -> str:
-        return Path(self.template[0]).name
-
-    def look(self, node: str) -> str:
-        """Return the command that shows whether a host can be reached."""
-        return shlex.join(self.command(node, ["true"]))
-
-    def command(self, host: str, command: Sequence[str]) -> list[str]:
-        """Return the arguments that run `command` on a host."""
-        words, quoted = [word.replace(_HOST, host) for word in self.template], shlex.join(command)
-        if any(_COMMAND in word for word in words):
-            return [word.replace(_COMMAND, quoted) for word in words]
-        return [*words, quoted] if self._program == "ssh" else [*words, *command]
-
-    def run(
-        self,
-        commands: Mapping[str, Sequence[str]],
-        on_end: Callable[[NodeRun], None],
-        output: Path,
-        limits: Limits,
-    ) -> KeyboardInterrupt | None:
-        """Run the command of each host; see `fan_out.run_on_nodes`."""
-        argvs = {host: self.command(host, command) for host, command in commands.items()}
-        # Nobody sits there to answer what ssh would ask in a window.
-        environ = {**os.environ, "SSH_ASKPASS_REQUIRE": "never"}
-        return run_on_nodes(argvs, on_end, output=output, log=self.log, environ=environ, limits=limits)
-
-
-def reach_hosts(template: str, hosts: Sequence[str]) -> Hosts:
+def reach_hosts(template: str, hosts: Sequence[str]) -> Reach:
     """Return the hosts, each once, to be reached by the command of which `template` is the pattern.
 
     Raises:
         UsageError: there is no such command here, it says nowhere which host, or a host's name is none.
+    """
+    words = words_of(template)
+    if not hosts:
+        raise UsageError("there is no host in the list", next_step="--hosts A,B, or --hosts-file FILE")
+    for host in hosts:
+        if not _NAME.fullmatch(host):
+            raise UsageError(
+                f"{host[:300]!r} is not the name of a host",
+                next_step="use letters, digits and _ . : @ % + - [ ], and put what is alike in all names into --via",
+            )
+    nodes, program = tuple(dict.fromkeys(hosts)), Path(words[0]).name
+    log = f"{program}.log"
+
+    def run(
+        commands: Mapping[str, Sequence[str]], on_end: Callable[[NodeRun], None], output: Path, limits: Limits
+    ) -> KeyboardInterrupt | None:
+        argvs = {host: command_on(words, host, command) for host, command in commands.items()}
+        # Nobody sits there to answer what ssh would ask in a window.
+        environ = {**os.environ, "SSH_ASKPASS_REQUIRE": "never"}
+        return run_on_nodes(argvs, on_end, output=output, log=log, environ=environ, limits=limits)
+
+    return Reach(
+        nodes=nodes,
+        noun="host",
+        title=f"{len(nodes)} host{'' if len(nodes) == 1 else 's'} by {program}",
+        # The words after the first may hold a secret.
+        identity={"via": program},
+        log=log,
+        returns_files=True,
+        reasons=_REASONS,
+        noise=_NOISE,
+        marks=_MARKS,
+        look=lambda node: shlex.join(command_on(words, node, ["true"])),
+        run=run,
+    )
+
+
+def command_on(template: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
+    """Return the arguments that run `command` on a host, by the words of a template."""
+    words, quoted = [word.replace(_HOST, host) for word in template], shlex.join(command)
+    if any(_COMMAND in word for word in words):
+        return [word.replace(_COMMAND, quoted) for word in words]
+    return [*words, quoted] if Path(words[0]).name == _JOINING[0] else [*words, *command]
+
+
+def words_of(template: str) -> list[str]:
+    """Return the words of a template; see `reach_hosts`.
+
+    Raises:
+        UsageError: there is no such command here, or it says nowhere which host.
     """
     try:
         words = shlex.split(template)
@@ -143,18 +137,10 @@ def reach_hosts(template: str, hosts: Sequence[str]) -> Hosts:
         )
     if shutil.which(words[0]) is None:
         raise UsageError(f"--via: there is no command {words[0]} here", next_step="name its path, or set PATH")
-    if not hosts:
-        raise UsageError("there is no host in the list", next_step="--hosts A,B, or --hosts-file FILE")
-    for host in hosts:
-        if not _NAME.fullmatch(host):
-            raise UsageError(
-                f"{host[:300]!r} is not the name of a host",
-                next_step="use letters, digits and _ . : @ % + - [ ], and put what is alike in all names into --via",
-            )
     if Path(words[0]).name == _JOINING[0]:
         # Nobody answers a question, and an empty password is a failed log-in. The first word on an option holds.
         words[1:1] = ["-o", "BatchMode=yes"]
-    return Hosts(tuple(dict.fromkeys(hosts)), tuple(words))
+    return words
 
 
 def _find_joining(words: Sequence[str]) -> str:

@@ -6,15 +6,14 @@ import shlex
 
 import pytest
 
-from sglang_crashkit.collect.fan_out import NodeRun
-from sglang_crashkit.collect.gather import why_silent
-from sglang_crashkit.collect.via import Hosts, reach_hosts
+from sglang_crashkit.collect.gather import NodeRun, why_silent
+from sglang_crashkit.collect.via import command_on, reach_hosts, words_of
 from sglang_crashkit.errors import UsageError
 
 #: With a blank, a quote and what a shell would replace.
 KIT = ["python3", "-m", "sglang_crashkit", "--output-dir=/tmp/it's $HOME/a"]
 QUOTED = shlex.join(KIT)
-KUBECTL = ("kubectl", "exec", "{host}", "-c", "sglang", "--")
+KUBECTL = "kubectl exec {host} -c sglang --"
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +42,7 @@ def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_command_is_words_or_one_word_for_a_shell(template: str, expected: list[str]) -> None:
-    assert reach_hosts(template, ["h-0"]).command("h-0", KIT) == expected
+    assert command_on(words_of(template), "h-0", KIT) == expected
 
 
 @pytest.mark.parametrize("host", ["h", "gpu_a-01.example.org", "me@h", "[::1]", "fe80::1%eth0", "h+1:22"])
@@ -139,7 +138,7 @@ def test_a_host_that_is_named_twice_is_asked_once() -> None:
     ],
 )
 def test_why_a_host_is_silent_is_told_with_what_helps(errors: str, why: str, following: str) -> None:
-    problem = why_silent(NodeRun("h", 1, errors=errors), Hosts(("h",), KUBECTL))
+    problem = why_silent(NodeRun("h", 1, errors=errors), reach_hosts(KUBECTL, ["h"]))
     assert problem.what == "host h"
     assert why in problem.why
     assert following in problem.next
@@ -147,11 +146,11 @@ def test_why_a_host_is_silent_is_told_with_what_helps(errors: str, why: str, fol
 
 def test_a_late_host_is_told_with_what_it_said_last() -> None:
     run = NodeRun("h", None, errors="snapshot 2 of 3\n", problem="no answer within 9 s", late=True)
-    problem = why_silent(run, Hosts(("h",), KUBECTL))
+    problem = why_silent(run, reach_hosts(KUBECTL, ["h"]))
     assert problem.why == "no answer within 9 s: snapshot 2 of 3"
     assert problem.next == "raise --node-timeout or --timeout, or look at it: kubectl exec h -c sglang -- true"
 
 
 def test_what_a_host_prints_in_place_of_an_answer_is_shown() -> None:
-    problem = why_silent(NodeRun("h", 0, output="welcome\n/bin/kit: bad interpreter\n"), Hosts(("h",), KUBECTL))
+    problem = why_silent(NodeRun("h", 0, output="welcome\n/bin/kit: bad interpreter\n"), reach_hosts(KUBECTL, ["h"]))
     assert problem.why == "the collector ended there with status 0 and without a result: /bin/kit: bad interpreter"

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_crashkit.cli.reporters.collected import TextReport
 from sglang_crashkit.collect.collection import Collection, Plan
-from sglang_crashkit.collect.steps import read_steps
+from sglang_crashkit.collect.observing import read_steps
 from sglang_crashkit.kernel.discovery import FoundProcess
 from sglang_crashkit.memory.steps import StepWriter
 from sglang_crashkit.model.step import Step
