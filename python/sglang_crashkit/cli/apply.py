@@ -1,67 +1,66 @@
-"""``sglang-crashkit apply``: patch an installed SGLang."""
+"""``sglang-crashkit apply`` and ``revert``: patch an installed SGLang, or give it upstream's bytes back."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.errors import ExitCode
-
-if TYPE_CHECKING:
-    from sglang_crashkit.installer.apply import Outcome
-    from sglang_crashkit.installer.environment import Environment
 
 #: What the installation was → what it is now.
 _DONE = {
     "outdated": "patched anew, over an earlier kit's patches",
     "interrupted": "patched; a change that was cut off is finished",
 }
-_EXAMPLES = """\
+_EXAMPLES = {
+    "apply": """\
 examples:
   sglang-crashkit apply --dry-run
   sglang-crashkit apply --python /opt/sglang/bin/python
-"""
+""",
+    "revert": """\
+examples:
+  sglang-crashkit revert
+  sglang-crashkit revert --python /opt/sglang/bin/python --json
+""",
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.epilog = _EXAMPLES
+    parser.epilog = _EXAMPLES.get(parser.prog.rpartition(" ")[2])
     parser.add_argument("--python", metavar="PATH", help="interpreter or virtual environment; this one by default")
     parser.add_argument("--dry-run", action="store_true", help="check everything, change nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Do it and say what was done."""
+    """Do what ``args.command`` says, and say what was done."""
     # Imported here, so that every command starts without what the others need.
-    from sglang_crashkit.installer.apply import apply
+    from sglang_crashkit.installer.apply import apply, revert
     from sglang_crashkit.installer.environment import open_session
     from sglang_crashkit.installer.status import Overall
 
-    session = open_session(args.python)
-    outcome = apply(session.environment, session.patches, session.lock, dry_run=args.dry_run)
+    session, is_apply = open_session(args.python), args.command == "apply"
+    change = apply if is_apply else revert
+    outcome = change(session.environment, session.patches, session.lock, dry_run=args.dry_run)
+    before = outcome.before.value
     if args.json:
-        print(json.dumps(outcome_json(session.environment, outcome, dry_run=args.dry_run), indent=1))
+        told = {"release": session.environment.version, "package": str(session.environment.package)}
+        changed = {"before": before, "changed": [str(path) for path in outcome.changed], "dry_run": args.dry_run}
+        print(json.dumps(told | changed, indent=1))
         return ExitCode.DONE
     name = f"SGLang {session.environment.version} in {session.environment.package}"
-    if not outcome.changed and outcome.before is Overall.PATCHED:
-        print(f"{name} is already patched")
+    goals = (Overall.PATCHED,) if is_apply else (Overall.PRISTINE, Overall.UNSUPPORTED)
+    if not outcome.changed and outcome.before in goals:
+        print(f"{name} is {'already' if is_apply else 'not'} patched")
     elif args.dry_run:
-        print(f"{name} would be patched (it is {outcome.before.value}):")
+        goal = "be patched" if is_apply else "get upstream's bytes back"
+        print(f"{name} would {goal} (it is {before}):")
+    elif is_apply:
+        print(f"{name} is {_DONE.get(before, 'patched')}:")
     else:
-        print(f"{name} is {_DONE.get(outcome.before.value, 'patched')}:")
+        print(f"{name} has upstream's bytes again:")
     for path in outcome.changed:
         print(f"  {path}")
     return ExitCode.DONE
-
-
-def outcome_json(environment: Environment, outcome: Outcome, *, dry_run: bool) -> dict[str, Any]:
-    """Return for a program what was done, or would be: ``before`` is one of `installer.status.Overall`."""
-    return {
-        "release": environment.version,
-        "package": str(environment.package),
-        "before": outcome.before.value,
-        "changed": [str(path) for path in outcome.changed],
-        "dry_run": dry_run,
-    }

@@ -1,31 +1,11 @@
-"""What several commands take: an incident, and types for argparse, which say in words what is none of them."""
+"""Types for argparse, which say in words what is none of them."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 _LONGEST_SECS = 1e7
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def add_incident(parser: argparse.ArgumentParser, *, default: str | None = "latest") -> None:
-    """Add the arguments that name an incident; see `crash_folder.find_meant`.
-
-    Args:
-        parser: the command's.
-        default: what is meant where none is named; None where one has to be.
-    """
-    parser.add_argument(
-        "incident",
-        nargs="?" if default else None,
-        default=default,
-        help=f"id of an incident, latest{' (the default)' if default else ''}, or the path of its folder or of a crash "
-        "folder",
-    )
-    parser.add_argument(
-        "--folder", metavar="DIR", type=Path, help="crash folder in which an id and latest are looked up"
-    )
 
 
 def positive(text: str) -> int:

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_crashkit.cli.argument_types import add_incident, positive, seconds
-from sglang_crashkit.cli.crash_folder import find_meant
-from sglang_crashkit.cli.ending import terminable
+from sglang_crashkit.cli.argument_types import positive, seconds
+from sglang_crashkit.cli.crash_folder import add_incident, find_meant
+from sglang_crashkit.cli.running import terminable
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 
 if TYPE_CHECKING:

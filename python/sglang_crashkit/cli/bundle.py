@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from sglang_crashkit.cli.argument_types import add_incident
+from sglang_crashkit.cli.crash_folder import add_incident, find_meant
 from sglang_crashkit.errors import CrashkitError, ExitCode, RefusedError, UsageError
 
 if TYPE_CHECKING:
@@ -67,8 +67,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         CrashkitError: the incident cannot be read, or the file not be written.
     """
     # Imported here, so that every command starts without what the others need.
-    from sglang_crashkit.cli.crash_folder import find_meant
-    from sglang_crashkit.cli.reporters.incident_report import report_of
+    from sglang_crashkit.cli.reporters.incident_text import report_of
     from sglang_crashkit.cli.without_prompts import MayHoldError, PromptSearch
 
     incident = find_meant(args.incident, args.folder)

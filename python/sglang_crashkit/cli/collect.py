@@ -18,8 +18,8 @@ from sglang_crashkit.analysis.explain import explain
 from sglang_crashkit.capture.debug_config import DEFAULT_OUTPUT, expand_output, read_debug_config
 from sglang_crashkit.capture.server_arguments import port_of, side_of
 from sglang_crashkit.cli.argument_types import positive, seconds
-from sglang_crashkit.cli.ending import Terminated, ends_with_reader, terminable
 from sglang_crashkit.cli.reporters import collected
+from sglang_crashkit.cli.running import Terminated, ends_with_reader, terminable
 from sglang_crashkit.collect.collection import Collection, Plan
 from sglang_crashkit.collect.gather import Gathered, Limits, Reach, gather
 from sglang_crashkit.collect.slurm import find_job, job_nodes

@@ -1,7 +1,8 @@
-"""Which crash folders are meant where none is named: those of the servers that run here, and that of those without."""
+"""Which incident is meant; and which crash folders, where none is named: those of running servers, and the fallback."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import shlex
 import sys
@@ -14,6 +15,20 @@ from sglang_crashkit.incident.store import StoredIncident, find_one, unreadable_
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
 _HANDLER_LOG = "crash_handler.log"
+
+
+def add_incident(parser: argparse.ArgumentParser, *, default: str | None = "latest") -> None:
+    """Add the arguments that name an incident, see `find_meant`: by default `default`; without, one has to be."""
+    parser.add_argument(
+        "incident",
+        nargs="?" if default else None,
+        default=default,
+        help=f"id of an incident, latest{' (the default)' if default else ''}, or the path of its folder or of a crash "
+        "folder",
+    )
+    parser.add_argument(
+        "--folder", metavar="DIR", type=Path, help="crash folder in which an id and latest are looked up"
+    )
 
 
 def known_folders() -> list[Path]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.argument_types import seconds
+from sglang_crashkit.cli.running import printable
 from sglang_crashkit.errors import ExitCode, NothingToDoError, UsageError
 
 if TYPE_CHECKING:
     from sglang_crashkit.doctor.facts import ServerFacts
+    from sglang_crashkit.doctor.rules import Finding
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,12 +48,12 @@ def run(args: argparse.Namespace) -> ExitCode:
         UsageError: the options make no sense together.
         NothingToDoError: there is no server with that pid.
     """
-    from sglang_crashkit.doctor.findings import format_findings, has_problem
-
     if args.drill and args.pid is not None:
         raise UsageError(
             "--drill is of no server, so that --pid has no place in it", next_step="sglang-crashkit doctor --drill"
         )
+    from sglang_crashkit.doctor.rules import has_problem
+
     document: dict[str, object] = {"schema_version": 1}
     if args.drill:
         from sglang_crashkit.doctor.drill import drill
@@ -61,8 +64,9 @@ def run(args: argparse.Namespace) -> ExitCode:
         from sglang_crashkit.doctor.rules import judge, servers_to_json
 
         servers = _find_servers(args.pid)
-        installation = read_installation(args.python)
-        facts = gather(installation, servers, crash_folder=args.crash_dump_folder, grace_secs=args.grace_secs)
+        facts = gather(
+            read_installation(args.python), servers, crash_folder=args.crash_dump_folder, grace_secs=args.grace_secs
+        )
         findings = judge(facts)
         document["servers"] = servers_to_json(facts.servers)
     is_bad = has_problem(findings)
@@ -72,6 +76,19 @@ def run(args: argparse.Namespace) -> ExitCode:
         for line in format_findings(findings):
             print(line)
     return ExitCode.FAILED if is_bad else ExitCode.DONE
+
+
+def format_findings(findings: Sequence[Finding]) -> list[str]:
+    """Return the lines for a person, for all that is not in order with the reason and what mends it."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.level:<8} {finding.topic}: {finding.what}")
+        lines += [f"{'':8}   why: {finding.why}"] if finding.why else []
+        lines += [f"{'':8}   next: {step}" for step in finding.next]
+    counts = {level: sum(finding.level == level for finding in findings) for level in ("problem", "warning")}
+    told = [f"{count} {level}{'' if count == 1 else 's'}" for level, count in counts.items() if count]
+    lines.append(f"result   {', '.join(told) or 'nothing is wrong'}")
+    return [printable(line) for line in lines]
 
 
 def _find_servers(pid: int | None) -> list[ServerFacts]:

@@ -6,10 +6,51 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sglang_crashkit.cli.argument_types import duration
+from sglang_crashkit.cli.running import printable
 from sglang_crashkit.errors import WHAT_DIR_IS, WHOSE_IT_IS, CrashkitError, ExitCode, NothingToDoError
+
+if TYPE_CHECKING:
+    from sglang_crashkit.analysis.fleet import Group
+
+_MAX_VALUES = 3
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Incidents of {{ hosts }} hosts</title>
+<style>
+:root { color-scheme: light dark }
+body { font: 14px/1.5 system-ui, sans-serif; margin: 1rem auto; max-width: 90rem; padding: 0 1rem }
+.table { overflow-x: auto }
+table { border-collapse: collapse; width: 100% }
+th, td { border-bottom: 1px solid #8884; padding: .4rem .6rem; text-align: left; vertical-align: top }
+.number { text-align: right }
+code { overflow-wrap: anywhere }
+</style>
+<h1>{{ count }} incidents of {{ groups | length }} faults on {{ hosts }} hosts</h1>
+<div class="table">
+<table>
+<tr><th>Fault<th class="number">Hosts<th class="number">Incidents<th>First and last<th>What, who, where<th>Cause
+<th>What its hosts have in common<th>Latest</tr>
+{% for one in groups %}
+<tr><td><code>{{ one.key }}</code><td class="number">{{ one.hosts | length }}<td class="number">{{ one.count }}
+<td>{{ one.first | day }}<br>{{ one.last | day }}
+<td>{{ one.kind }}{% for part in one.fault %}<br><code>{{ part }}</code>{% endfor %}
+<td>{% for cause, number in one.causes.items() %}{{ cause }} ({{ number }})<br>{% endfor %}
+<td>{% for line in one.lines(hosts) %}{{ line }}<br>{% endfor %}
+{% for name, values in one.values.items() %}{{ name }}: {{ values | values }}<br>{% endfor %}
+<td><code>{{ one.path }}</code></tr>
+{% endfor %}
+</table>
+</div>
+</html>
+"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +74,6 @@ def run(args: argparse.Namespace) -> ExitCode:
         CrashkitError: no folder can be read, or the page cannot be written.
     """
     from sglang_crashkit.analysis.fleet import group
-    from sglang_crashkit.cli.reporters.fleet import format_groups, format_page
     from sglang_crashkit.incident.fleet import read_fleet
     from sglang_crashkit.kernel.private_files import write_to_device
 
@@ -56,7 +96,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     groups, hosts = group(fleet.incidents), len(fleet.hosts)
     if args.html is not None:
         try:
-            page = format_page(groups, hosts).encode(errors="backslashreplace")
+            page = _page(groups, hosts).encode(errors="backslashreplace")
             if not write_to_device(args.html, page):
                 args.html.write_bytes(page)
         except OSError as error:
@@ -67,8 +107,40 @@ def run(args: argparse.Namespace) -> ExitCode:
         told = {"schema_version": 1, "hosts": hosts, "incidents": len(fleet.incidents), "unreadable": unreadable}
         print(json.dumps(told | {"faults": [one.to_json() for one in groups]}, indent=1))
         return status
-    for line in format_groups(groups, hosts):
+    for line in _table(groups, hosts):
         print(line)
     if fleet.unreadable:
         print(f"{len(fleet.unreadable)} incidents could not be read, such as {fleet.unreadable[0]!r}")
     return status
+
+
+def _table(groups: Sequence[Group], hosts: int) -> Iterator[str]:
+    """Yield the lines of a table, with what the hosts of each fault have in common below it; of so many hosts."""
+    yield f"{'fault':8}  {'hosts':>5}  {'times':>5}  {'first':10}  {'last':10}  what"
+    for one in groups:
+        what = printable(" ".join([one.kind, *one.fault[:3]]))
+        yield f"{one.key:8}  {len(one.hosts):>5}  {one.count:>5}  {_day(one.first)}  {_day(one.last)}  {what}"
+        for line in one.lines(hosts):
+            yield f"{'':10}{printable(line)}"
+        causes = ", ".join(f"{cause} ({number})" for cause, number in list(one.causes.items())[:_MAX_VALUES])
+        yield f"{'':10}{printable(f'cause: {causes}; latest: {one.path}')}"
+
+
+def _page(groups: Sequence[Group], hosts: int) -> str:
+    """Return a page of HTML that loads nothing; all that is in it is text."""
+    # Imported here: nothing else needs it.
+    from jinja2 import Environment
+
+    environment = Environment(autoescape=True)
+    environment.filters |= {"day": _day, "values": _format_values}
+    count = sum(one.count for one in groups)
+    return environment.from_string(_PAGE).render(groups=groups, hosts=hosts, count=count)
+
+
+def _day(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(seconds))
+
+
+def _format_values(values: Mapping[str, int]) -> str:
+    told = [f"{value} ({number})" for value, number in list(values.items())[:_MAX_VALUES]]
+    return ", ".join(told) + (f" and {len(values) - len(told)} more" if len(values) > len(told) else "")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,17 @@ from sglang_crashkit.cli.argument_types import duration, positive
 from sglang_crashkit.errors import WHAT_DIR_IS, ExitCode, NothingToDoError
 from sglang_crashkit.incident.fingerprint import read_faults
 from sglang_crashkit.incident.store import StoredIncident, find_incidents, parse_name, unreadable_error
-from sglang_crashkit.model.checked_json import mapping_of
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 
 #: What the index of each folder has of each fault.
 Faults = Mapping[Path, Mapping[str, Mapping[str, Any]]]
+_HEAD = ("id", "time (UTC)", "kind", "who", "cause", "requests", "seen")
+#: Which column gives way where there is no room, and how narrow it may become.
+_CAUSE, _LEAST = 4, 12
+#: With fewer columns than this the times have neither year nor second.
+_WIDE = 100
+#: Columns of the table where the output is no terminal and ``COLUMNS`` is not set, and the fewest that it has.
+_COLUMNS, _LEAST_COLUMNS = 120, 40
 _EXAMPLES = """\
 examples:
   sglang-crashkit incidents /var/crash/sglang
@@ -130,16 +138,61 @@ def _as_json(incident: StoredIncident, faults: Faults) -> dict[str, Any]:
 
 def _as_text(incidents: Sequence[StoredIncident], faults: Faults) -> list[str]:
     """Return the table, where the newest one lies, and how to look at it."""
-    from sglang_crashkit.cli.reporters.incident_table import table_lines
-    from sglang_crashkit.cli.reporters.style import columns
-
     totals = {}
     for one in incidents:
         fault = _fault_of(one, faults)
         if fault is not None and isinstance(fault.get("total"), int):
             totals[one.name] = fault["total"]
-    newest = incidents[0]
-    lines = [*table_lines(incidents, totals, columns()), f"newest: {newest.path}"]
+    newest, columns = incidents[0], max(_LEAST_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns)
+    lines = [*_table(incidents, totals, columns), f"newest: {newest.path}"]
     if newest.document is not None:
         lines.append(f"next: sglang-crashkit show {shlex.quote(str(newest.path))}")
     return lines
+
+
+def _table(incidents: Sequence[StoredIncident], totals: Mapping[str, int], columns: int) -> Iterator[str]:
+    """Yield the head and a line for each incident; `totals` has how often the fault of each was seen, by its name."""
+    from sglang_crashkit.incident.first_screen import cut
+
+    of_time = slice(0, 19) if columns >= _WIDE else slice(5, 16)
+    rows = [_HEAD, *(_row(one, totals.get(one.name), of_time) for one in incidents)]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(_HEAD))]
+    spare = columns - sum(widths) - 2 * (len(widths) - 1)
+    widths[_CAUSE] = max(_LEAST, min(widths[_CAUSE], widths[_CAUSE] + spare))
+    for row in rows:
+        cells = (cut(cell, width).ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield "  ".join(cells).rstrip()
+
+
+def _row(incident: StoredIncident, total: int | None, of_time: slice) -> tuple[str, ...]:
+    # A program needs none of these words.
+    from sglang_crashkit.incident.first_screen import counts_of
+
+    name, document = parse_name(incident.path.absolute().name), incident.document
+    assert name is not None
+    kind = name.kind if incident.finished else f"{name.kind} (not finished)"
+    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(name.seconds))[of_time]
+    if document is None:
+        return (name.id, moment, kind, "-", incident.problem, "-", "-")
+    counts = counts_of(mapping_of(document.get("requests")))
+    lost = str(counts.unfinished) if counts is not None else "-"
+    return (name.id, moment, kind, _who(document), _cause_of(document), lost, str(total) if total else "-")
+
+
+def _who(document: Mapping[str, Any]) -> str:
+    from sglang_crashkit.incident.names import Names
+
+    verdict = mapping_of(document.get("verdict"))
+    if first := mapping_of(verdict.get("first_failure")):
+        return Names(document).short(first)
+    peers = mappings_of(document.get("peers"))
+    return ", ".join(f"{peer.get('role')} {peer.get('address')}" for peer in peers[:1]) or "-"
+
+
+def _cause_of(document: Mapping[str, Any]) -> str:
+    """Return the class of the cause with its level, what the verdict says where there is none."""
+    cause, verdict = mapping_of(document.get("cause")), mapping_of(document.get("verdict"))
+    if cause.get("class"):
+        return f"{cause['class']} ({cause.get('level')})"
+    text = verdict.get("text")
+    return f"{text} [{verdict.get('level', 'unknown')}]" if isinstance(text, str) and text else "-"

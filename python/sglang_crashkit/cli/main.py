@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sglang_crashkit import __version__
-from sglang_crashkit.cli.output import guarded, problem_of
+from sglang_crashkit.cli.running import guarded, problem_of
 from sglang_crashkit.errors import CrashkitError, ExitCode
 
-#: What each command does; that of the same name in this package is imported when it is called.
+#: What each command does; the module of the same name, but for `_MODULES`, is imported when it is called.
 COMMANDS = {
     "apply": "patch the SGLang that a python imports",
     "revert": "take the patches out again, to the exact bytes",
@@ -32,8 +32,7 @@ COMMANDS = {
     "collect": "take the stacks of the SGLang processes on this host, of a server that hangs",
     "watch": "watch a server from outside, patched or not, and take its stacks when it hangs or crashes",
 }
-
-
+_MODULES = {"revert": "apply"}
 #: What the help of each command ends with.
 _STATUSES = """\
 exit status: 0 done, 1 failed, 2 the arguments make no sense, 3 nothing to do it on, 4 refused, 5 done in part,
@@ -57,7 +56,7 @@ class Command(Protocol):
 
 def load_command(name: str) -> Command:
     """Return the module of the command called `name`."""
-    module: Command = importlib.import_module(f"sglang_crashkit.cli.{name}")
+    module: Command = importlib.import_module(f"sglang_crashkit.cli.{_MODULES.get(name, name)}")
     return module
 
 

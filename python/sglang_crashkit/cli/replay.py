@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_crashkit.cli.argument_types import add_incident, seconds
-from sglang_crashkit.cli.crash_folder import find_meant
-from sglang_crashkit.cli.ending import terminable
+from sglang_crashkit.cli.argument_types import seconds
+from sglang_crashkit.cli.crash_folder import add_incident, find_meant
+from sglang_crashkit.cli.running import terminable
 from sglang_crashkit.errors import ExitCode, NothingToDoError
 
 if TYPE_CHECKING:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from sglang_crashkit.cli.argument_types import add_incident
+from sglang_crashkit.cli.crash_folder import add_incident, find_meant, nothing_of
 from sglang_crashkit.errors import CrashkitError, ExitCode, UsageError
 from sglang_crashkit.incident.store import StoredIncident
 from sglang_crashkit.model.incident import SCHEMA_VERSION
@@ -47,9 +48,6 @@ def run(args: argparse.Namespace) -> ExitCode:
         NothingToDoError: there is no such incident, or it has no such part.
         CrashkitError: it cannot be read.
     """
-    # Imported here, so that every command starts without what the others need.
-    from sglang_crashkit.cli.crash_folder import find_meant, nothing_of
-
     if args.prompts and args.html is None:
         raise UsageError("--prompts is for a page", next_step="sglang-crashkit show INCIDENT --html FILE --prompts")
     incident = find_meant(args.incident, args.folder)
@@ -82,7 +80,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _part(incident: StoredIncident, args: argparse.Namespace) -> Iterator[str]:
-    from sglang_crashkit.cli.reporters import incident_parts as parts
+    from sglang_crashkit.cli.reporters import incident_text as parts
 
     document = incident.document or {}
     if args.stacks:
@@ -98,7 +96,6 @@ def _part(incident: StoredIncident, args: argparse.Namespace) -> Iterator[str]:
 
 def screen_lines(incident: StoredIncident, args: argparse.Namespace) -> Iterator[str]:
     """Return the first screen of an incident that was meant by ``args.incident`` and ``args.folder``."""
-    from sglang_crashkit.cli.reporters.style import bold
     from sglang_crashkit.incident.first_screen import first_screen
 
     # What finds it again from here, once there are later ones, too: an id alone does where it was looked up by that.
@@ -109,7 +106,9 @@ def screen_lines(incident: StoredIncident, args: argparse.Namespace) -> Iterator
     where = f"{incident.name[-8:]} --folder {shlex.quote(str(folder))}" if folder else ""
     where = shlex.quote(str(path)) if is_named else where
     head, *rest = first_screen(incident.document or {}, where=where)
-    yield bold(head)
+    # https://no-color.org switches it off on a terminal, too.
+    is_bold = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    yield f"\033[1m{head}\033[0m" if is_bold else head
     yield from rest
     yield f"files   {incident.path}"
 

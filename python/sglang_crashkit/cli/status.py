@@ -57,21 +57,13 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server, by one of its workers.
+    """A server, by one of its workers."""
 
-    Attributes:
-        pid: the worker; one below the main process where there are several.
-        title: the worker's.
-        runtime: the runtime folder of its crash handler.
-        handler: the crash handler's pid; None where nobody knows it any more.
-        problem: why the handler does not hear of a crash; empty where it does.
-    """
-
-    pid: int
-    title: str
-    runtime: str
-    handler: int | None
-    problem: str
+    pid: int  # the worker; one below the main process where there are several
+    title: str  # the worker's
+    runtime: str  # the runtime folder of its crash handler
+    handler: int | None  # the crash handler's pid; None where nobody knows it any more
+    problem: str  # why the handler does not hear of a crash; empty where it does
 
     def to_json(self) -> dict[str, Any]:
         """Return it for a program."""

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_crashkit.cli.argument_types import add_incident, positive
-from sglang_crashkit.cli.crash_folder import find_meant, nothing_of
+from sglang_crashkit.cli.argument_types import positive
+from sglang_crashkit.cli.crash_folder import add_incident, find_meant, nothing_of
 from sglang_crashkit.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.analysis.member import describe
-from sglang_crashkit.cli.ending import Terminated, terminable
+from sglang_crashkit.cli.running import Terminated, terminable
 from sglang_crashkit.collect.collection import Collection, Plan
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, UsageError
 from sglang_crashkit.incident.store import find_incident_of

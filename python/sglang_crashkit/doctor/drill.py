@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.doctor.drill_server import RANKS
-from sglang_crashkit.doctor.findings import Finding
 from sglang_crashkit.doctor.folder_facts import read_folder
-from sglang_crashkit.doctor.variables import OWN
+from sglang_crashkit.doctor.rules import OWN, Finding
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from sglang_crashkit.incident.summary import mapping_of, mappings_of

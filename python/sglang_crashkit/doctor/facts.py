@@ -49,69 +49,41 @@ _KILL_WAIT = re.compile(r"^KillWait\s*=\s*(\d+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Installation:
-    """The SGLang that a python imports.
+    """The SGLang that a python imports."""
 
-    Attributes:
-        state: as `installer.status.Overall` has it; empty where there is none.
-        words: which release it is, for a person; or why none was found.
-        next: what to run.
-        supported: the kit knows the release; `range` is what it knows.
-        range: see above.
-    """
-
-    state: str
-    words: str
-    next: str | None = None
-    supported: bool = True
+    state: str  # as `installer.status.Overall` has it; empty where there is none
+    words: str  # which release it is, for a person; or why none was found
+    next: str | None = None  # what to run
+    supported: bool = True  # the kit knows the release; `range` is what it knows
     range: str = ""
 
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """A server that runs on this host.
+    """A server that runs on this host."""
 
-    Attributes:
-        pid: its main process.
-        arguments: the command line of that.
-        mode: what the kit does about its crashes follows from it.
-        handler: the pid of its crash handler; None where it has none.
-        problem: why it has none.
-        is_starting: none of its ranks runs yet, so that nobody can know of a handler.
-        is_elsewhere: it runs in another container than this command.
-        is_others: it runs as another user.
-        without_pipe: why the driver of a rank takes no request for a core, by its title.
-    """
-
-    pid: int
-    arguments: tuple[str, ...]
-    mode: Mode
-    handler: int | None
-    problem: str = ""
-    is_starting: bool = False
-    is_elsewhere: bool = False
-    is_others: bool = False
+    pid: int  # its main process
+    arguments: tuple[str, ...]  # the command line of that
+    mode: Mode  # what the kit does about its crashes follows from it
+    handler: int | None  # the pid of its crash handler; None where it has none
+    problem: str = ""  # why it has none
+    is_starting: bool = False  # none of its ranks runs yet, so that nobody can know of a handler
+    is_elsewhere: bool = False  # it runs in another container than this command
+    is_others: bool = False  # it runs as another user
+    #: Why the driver of a rank takes no request for a core, by its title.
     without_pipe: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class TracingFacts:
-    """Whether py-spy can look at another process of this user.
+    """Whether py-spy can look at another process of this user."""
 
-    Attributes:
-        executable: py-spy's; None where there is none.
-        version: what it says of itself.
-        problem: why it could not look at a process that lets everybody trace it; empty where it could.
-        ptrace_scope: Yama's; None where the kernel has no Yama.
-        has_capability: this process has CAP_SYS_PTRACE.
-        has_seccomp: a seccomp filter holds for this process.
-    """
-
-    executable: str | None
-    version: str = ""
-    problem: str = ""
-    ptrace_scope: int | None = None
-    has_capability: bool = False
-    has_seccomp: bool = False
+    executable: str | None  # py-spy's; None where there is none
+    version: str = ""  # what it says of itself
+    problem: str = ""  # why it could not look at a process that lets everybody trace it; empty where it could
+    ptrace_scope: int | None = None  # Yama's; None where the kernel has no Yama
+    has_capability: bool = False  # this process has CAP_SYS_PTRACE
+    has_seccomp: bool = False  # a seccomp filter holds for this process
 
 
 @dataclass(frozen=True)
@@ -127,21 +99,13 @@ class SharedMemoryFacts:
 
 @dataclass(frozen=True)
 class EndFacts:
-    """Who ends a server that was asked to end and does not.
+    """Who ends a server that was asked to end and does not."""
 
-    Attributes:
-        grace_secs: after how long, in seconds; None where that is not known.
-        who: ``Kubernetes``, ``Slurm``, ``systemd``, ``--grace-secs``; empty where nobody is known.
-        unit: systemd's name of the service.
-        termination_log: the file of the container's termination message; empty where it is switched off.
-        has_termination_log: it can be written to.
-    """
-
-    grace_secs: float | None = None
-    who: str = ""
-    unit: str = ""
-    termination_log: str = ""
-    has_termination_log: bool = False
+    grace_secs: float | None = None  # after how long, in seconds; None where that is not known
+    who: str = ""  # ``Kubernetes``, ``Slurm``, ``systemd``, ``--grace-secs``; empty where nobody is known
+    unit: str = ""  # systemd's name of the service
+    termination_log: str = ""  # the file of the container's termination message; empty where it is switched off
+    has_termination_log: bool = False  # it can be written to
 
 
 @dataclass(frozen=True)

@@ -25,33 +25,19 @@ _LEAST_INCIDENT = 4 << 20
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """A crash folder, or the nearest folder above it that is there.
+    """A crash folder, or the nearest folder above it that is there."""
 
-    Attributes:
-        path: the crash folder.
-        problem: why no incident can be written to it; empty where one can.
-        exists: it is there.
-        file_system: the type of the file system, as in ``/proc/self/mountinfo``; empty where it is not known.
-        total: the size of the file system in bytes.
-        free: what is free of it for this user.
-        max_use: what all incidents may take of it, and `keep_free` what they leave.
-        keep_free: see above.
-        use: what they take.
-        incidents: how many are finished.
-        has_locks: flock(2) works there.
-    """
-
-    path: str
-    problem: str = ""
-    exists: bool = True
-    file_system: str = ""
-    total: int = 0
-    free: int = 0
-    max_use: int = 0
+    path: str  # the crash folder
+    problem: str = ""  # why no incident can be written to it; empty where one can
+    exists: bool = True  # it is there
+    file_system: str = ""  # the type of the file system, as in ``/proc/self/mountinfo``; empty where it is not known
+    total: int = 0  # the size of the file system in bytes
+    free: int = 0  # what is free of it for this user
+    max_use: int = 0  # what all incidents may take of it, and `keep_free` what they leave
     keep_free: int = 0
-    use: int = 0
-    incidents: int = 0
-    has_locks: bool = True
+    use: int = 0  # what they take
+    incidents: int = 0  # how many are finished
+    has_locks: bool = True  # flock(2) works there
 
     def has_no_room(self, limits: DiskLimits) -> bool:
         """Say whether so little is free that even the least of an incident may not fit."""

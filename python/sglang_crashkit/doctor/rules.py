@@ -1,18 +1,45 @@
-"""The doctor's rules: pure functions from facts to findings."""
+"""The doctor's rules: pure functions from facts, and from the kit's environment variables, to findings."""
 
 from __future__ import annotations
 
+import difflib
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
 
-from sglang_crashkit.doctor.facts import Facts, ServerFacts
-from sglang_crashkit.doctor.findings import Finding
-from sglang_crashkit.doctor.variables import check_variables
+from sglang_crashkit.capture.server_arguments import value_of
 from sglang_crashkit.kernel.shared_memory import FOLDER
-from sglang_crashkit.policy import Action, Capture, Event, Mode, decide
-from sglang_crashkit.settings import OTLP_ENDPOINT
+from sglang_crashkit.policy import Capture, Event, Mode, decide
+from sglang_crashkit.settings import OTLP_ENDPOINT, Settings, earlier_names_in
+
+if TYPE_CHECKING:
+    from sglang_crashkit.doctor.facts import Facts, ServerFacts
+
+#: ``note``: to know, and nothing is wrong; ``warning``: some evidence will be missing; ``problem``: there will be no
+#: incident, or not a whole one.
+Level = Literal["ok", "note", "warning", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one thing."""
+
+    level: Level  # how bad it is
+    topic: str  # what was looked at, in a word or two
+    what: str  # what is the case, one sentence
+    why: str = ""  # why it matters; empty where nothing is wrong
+    next: tuple[str, ...] = ()  # the commands or lines that mend it, one each
+
+
+def has_problem(findings: Iterable[Finding]) -> bool:
+    """Say whether one of them is a problem."""
+    return any(finding.level == "problem" for finding in findings)
+
 
 _MB = 1 << 20
+_FOLDER_OPTION = "--crash-dump-folder FOLDER"
 #: On these each read waits for another machine.
 _NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "beegfs", "9p", "fuse.glusterfs"})
 _MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -38,14 +65,9 @@ _EVENTS = {Event.DIED: "dies", Event.RAISED: "raises", Event.HUNG: "hangs"}
 
 def judge(facts: Facts) -> list[Finding]:
     """Return all findings, in the order in which a person reads them."""
-    findings = [*_installation(facts), *_servers(facts), *_tracing(facts), *_gpu(facts), *_folder(facts)]
-    findings += [
-        *_shared_memory(facts),
-        *_end(facts),
-        *_opentelemetry(facts),
-        *check_variables(facts.environ, list(facts.arguments)),
-    ]
-    return findings
+    rules = (_installation, _servers, _tracing, _gpu, _folder, _shared_memory, _end, _opentelemetry)
+    findings = [finding for rule in rules for finding in rule(facts)]
+    return [*findings, *check_variables(facts.environ, list(facts.arguments))]
 
 
 def _installation(facts: Facts) -> Iterator[Finding]:
@@ -86,13 +108,10 @@ def _servers(facts: Facts) -> Iterator[Finding]:
             why = "who may look at whom, and write where, differs between users"
             yield Finding("note", name, "runs as another user", why, ("run this command as that user",))
         if server.is_elsewhere:
-            yield Finding(
-                "note",
-                name,
-                "runs in another container than this command, which saw its own surroundings",
-                "who may look at whom, disks and shared memory may differ there",
-                ("run this command in that container: docker exec, kubectl exec",),
-            )
+            what = "runs in another container than this command, which saw its own surroundings"
+            why = "who may look at whom, disks and shared memory may differ there"
+            mend = "run this command in that container: docker exec, kubectl exec"
+            yield Finding("note", name, what, why, (mend,))
         if is_watched:
             yield Finding("note", name, _policy_in_words(server.mode))
 
@@ -118,16 +137,8 @@ def _to_be_watched(facts: Facts) -> tuple[str, ...]:
 
 def policy_table(mode: Mode) -> dict[str, dict[str, object]]:
     """Return what is done about each event, as `policy` has it, for a program."""
-    return {event.value: _as_json(decide(mode, event)) for event in Event}
-
-
-def _as_json(action: Action) -> dict[str, object]:
-    return {
-        "records": action.records,
-        "tells": action.tells,
-        "ends": action.ends,
-        "captures": action.captures.value,
-    }
+    actions = {event.value: decide(mode, event) for event in Event}
+    return {event: asdict(action) | {"captures": action.captures.value} for event, action in actions.items()}
 
 
 def _policy_in_words(mode: Mode) -> str:
@@ -135,9 +146,8 @@ def _policy_in_words(mode: Mode) -> str:
     for event, words in _EVENTS.items():
         action = decide(mode, event)
         how = "" if action.captures is Capture.FULL else ", taken without stopping a process"
-        told.setdefault(
-            f"an incident{how}; {'the server ends' if action.ends else 'SGLang decides what follows'}", []
-        ).append(words)
+        follows = "the server ends" if action.ends else "SGLang decides what follows"
+        told.setdefault(f"an incident{how}; {follows}", []).append(words)
     parts = [f"when a rank {' or '.join(events)}: {done}" for done, events in told.items()]
     return f"{'; '.join(parts)} (mode {mode.value}, see docs/policy.md)"
 
@@ -196,13 +206,9 @@ def _core_variables(facts: Facts) -> Iterator[Finding]:
         yield Finding("note", topic, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH is off: none is written")
         return
     if not facts.has_own_folder:
-        yield Finding(
-            "warning",
-            topic,
-            "CUDA's core variables are set with --crash-dump-folder alone",
-            "a GPU exception leaves no core, so no kernel is named",
-            ("--crash-dump-folder FOLDER",),
-        )
+        what = "CUDA's core variables are set with --crash-dump-folder alone"
+        lost = "a GPU exception leaves no core, so no kernel is named"
+        yield Finding("warning", topic, what, lost, (_FOLDER_OPTION,))
         return
     wanted = {"CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1", "CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1"}
     wanted["CUDA_ENABLE_CPU_COREDUMP_ON_EXCEPTION"] = "0"
@@ -211,9 +217,8 @@ def _core_variables(facts: Facts) -> Iterator[Finding]:
     for name, value in wrong.items():
         yield Finding("warning", topic, f"{name}={environ[name]} was set", why[value], (f"unset {name}",))
     if "%t" in environ.get("CUDA_COREDUMP_PIPE", ""):
-        yield Finding(
-            "warning", topic, "CUDA_COREDUMP_PIPE holds %t", "no pipe is found by it", ("unset CUDA_COREDUMP_PIPE",)
-        )
+        mend = "unset CUDA_COREDUMP_PIPE"
+        yield Finding("warning", topic, "CUDA_COREDUMP_PIPE holds %t", "no pipe is found by it", (mend,))
     for server in facts.servers:
         for title, reason in server.without_pipe.items():
             why_not = "no core can be asked for while it hangs"
@@ -227,21 +232,12 @@ def _folder(facts: Facts) -> Iterator[Finding]:
     folder, topic = facts.folder, "crash folder"
     quoted = shlex.quote(folder.path)
     if not facts.has_own_folder:
-        yield Finding(
-            "warning",
-            topic,
-            f"none is set: incidents go to {folder.path}",
-            "requests are not saved, GPU cores not written, and a container takes the incidents with it",
-            ("--crash-dump-folder FOLDER",),
-        )
+        why = "requests are not saved, GPU cores not written, and a container takes the incidents with it"
+        yield Finding("warning", topic, f"none is set: incidents go to {folder.path}", why, (_FOLDER_OPTION,))
     if folder.problem:
-        yield Finding(
-            "problem",
-            topic,
-            f"{folder.path}: {folder.problem}",
-            "incidents go to the temporary folder",
-            (f"df -h {quoted}; ls -ld {quoted}", "--crash-dump-folder FOLDER, that this user may write to"),
-        )
+        mend = (f"df -h {quoted}; ls -ld {quoted}", f"{_FOLDER_OPTION}, that this user may write to")
+        what = f"{folder.path}: {folder.problem}"
+        yield Finding("problem", topic, what, "incidents go to the temporary folder", mend)
         return
     used = f"{folder.incidents} incidents take {_size(folder.use)} of {_size(folder.max_use)}"
     what = f"{folder.path} ({folder.file_system or 'unknown'}), {_size(folder.free)} of {_size(folder.total)} free"
@@ -257,7 +253,7 @@ def _folder(facts: Facts) -> Iterator[Finding]:
     kind = folder.file_system
     if kind in _MEMORY:
         why = "incidents take memory, and are gone with the machine or the container"
-        yield Finding("warning", topic, f"it is in memory ({kind})", why, ("--crash-dump-folder FOLDER, on a disk",))
+        yield Finding("warning", topic, f"it is in memory ({kind})", why, (f"{_FOLDER_OPTION}, on a disk",))
     elif kind in _LAYER and facts.has_own_folder:
         why = "incidents are gone with the container"
         mend = (f"Docker: -v /var/crash/sglang:{quoted}", "Kubernetes: a volumeMount of a hostPath or a claim")
@@ -266,7 +262,7 @@ def _folder(facts: Facts) -> Iterator[Finding]:
         yield Finding("note", topic, f"it is on a network ({kind}): a disk that does not answer is left after 2 s")
     if not folder.has_locks:
         why = "repeats of a fault are not counted, and each is kept in full"
-        elsewhere = ("--crash-dump-folder FOLDER, on a file system with locks",)
+        elsewhere = (f"{_FOLDER_OPTION}, on a file system with locks",)
         yield Finding("warning", topic, f"flock(2) does not work on {kind or 'it'}", why, elsewhere)
 
 
@@ -296,7 +292,7 @@ def _shared_memory(facts: Facts) -> Iterator[Finding]:
 def _end(facts: Facts) -> Iterator[Finding]:
     end, exit_secs = facts.end, facts.settings.exit_secs
     if facts.place.get("kubernetes"):
-        what = f"{end.termination_log or 'none'}"
+        what = end.termination_log or "none"
         if end.has_termination_log:
             yield Finding("ok", "termination log", what)
         else:
@@ -334,3 +330,140 @@ def servers_to_json(servers: tuple[ServerFacts, ...]) -> list[dict[str, object]]
         {"pid": one.pid, "mode": one.mode.value, "handler": one.handler, "policy": policy_table(one.mode)}
         for one in servers
     ]
+
+
+_PREFIX = "SGLANG_CRASHKIT_"
+_MAY_BE_SECRET = re.compile(r"WEBHOOK|OTLP|SECR|TOKEN|KEY|PASS")
+_TRUTH = r"(?i)1|true|yes|y|0|false|no|n"
+_NUMBER = r"\d{1,9}"
+_SECONDS = r"\d+(\.\d*)?|\.\d+"
+_ANY = r".*"
+#: What each variable that a user sets may hold; the tests compare it with docs/configuration.md.
+VALUES = {
+    "SGLANG_CRASHKIT_ENABLED": _TRUTH,
+    "SGLANG_CRASHKIT_EXIT_STATUS": r"(?i)kit|upstream",
+    "SGLANG_CRASHKIT_LOG_RECORDS": _NUMBER,
+    "SGLANG_CRASHKIT_PEER_WATCH": _TRUTH,
+    "SGLANG_CRASHKIT_GPU_FACTS": _TRUTH,
+    "SGLANG_CRASHKIT_TERMINATION_LOG": _ANY,
+    "SGLANG_CRASHKIT_HANG_SECS": _SECONDS,
+    "SGLANG_CRASHKIT_NATIVE": _TRUTH,
+    "SGLANG_CRASHKIT_PYSPY": _ANY,
+    "SGLANG_CRASHKIT_STACK_SIGNAL": _NUMBER,
+    "SGLANG_CRASHKIT_EXIT_SECS": _SECONDS,
+    "SGLANG_CRASHKIT_BUDGET_SECS": _SECONDS,
+    "SGLANG_CRASHKIT_CAPTURE_SECS": _SECONDS,
+    "SGLANG_CRASHKIT_PHOTOGRAPH_SECS": _SECONDS,
+    "SGLANG_CRASHKIT_END_SECS": _SECONDS,
+    "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS": _SECONDS,
+    "SGLANG_CRASHKIT_MAX_USE_MB": _SECONDS,
+    "SGLANG_CRASHKIT_KEEP_FREE_MB": _SECONDS,
+    "SGLANG_CRASHKIT_MAX_INCIDENT_MB": _SECONDS,
+    "SGLANG_CRASHKIT_MAX_CORE_MB": _SECONDS,
+    "SGLANG_CRASHKIT_FULL_PER_FAULT": _NUMBER,
+    "SGLANG_CRASHKIT_JOURNAL": _TRUTH,
+    "SGLANG_CRASHKIT_JOURNAL_MB": _SECONDS,
+    "SGLANG_CRASHKIT_STEPS": _TRUTH,
+    "SGLANG_CRASHKIT_PROMPTS": r"(?i)full|ids|none",
+    "SGLANG_CRASHKIT_METRICS_FILE": _ANY,
+    "SGLANG_CRASHKIT_ON_INCIDENT": _ANY,
+    "SGLANG_CRASHKIT_ON_INCIDENT_SECS": _SECONDS,
+    "SGLANG_CRASHKIT_WEBHOOK": r"https?://.+",
+    "SGLANG_CRASHKIT_WEBHOOK_KIND": r"(?i)slack|alertmanager|json",
+    "SGLANG_CRASHKIT_WEBHOOK_SECRET": _ANY,
+    "SGLANG_CRASHKIT_KUBERNETES_EVENT": _TRUTH,
+    "SGLANG_CRASHKIT_OTLP_ENDPOINT": _ANY,
+    "SGLANG_CRASHKIT_HTML": _TRUTH,
+    "SGLANG_CRASHKIT_QUARANTINE": r"(?i)off|observe|refuse",
+}
+#: The kit sets them for its own processes.
+OWN = frozenset(
+    {"SGLANG_CRASHKIT_SOCKET", "SGLANG_CRASHKIT_SPOOL", "SGLANG_CRASHKIT_LAUNCHED", "SGLANG_CRASHKIT_MEMBERS"}
+    | {
+        "SGLANG_CRASHKIT_MODE",
+        "SGLANG_CRASHKIT_INCIDENT",
+        "SGLANG_CRASHKIT_FLIGHT_FOLDER",
+        "SGLANG_CRASHKIT_NOT_APPLIED",
+    }
+)
+#: SGLang's own default of ``--watchdog-timeout``, in seconds.
+_WATCHDOG_SECS = 300.0
+#: The least that SGLANG_CRASHKIT_HANG_SECS may be, in seconds.
+_SHORTEST_HANG_SECS = 2.0
+_TOPIC = "settings"
+
+
+def check_variables(environ: Mapping[str, str], arguments: list[str]) -> Iterator[Finding]:
+    """Yield what is wrong with the settings, or one finding that nothing is.
+
+    Args:
+        environ: the server's environment.
+        arguments: its command line.
+    """
+    found = [*_misspelt(environ), *_in_conflict(environ, arguments)]
+    yield from found or [Finding("ok", _TOPIC, "every variable of the kit is known and can be read")]
+
+
+def _misspelt(environ: Mapping[str, str]) -> Iterator[Finding]:
+    for name, value in sorted(environ.items()):
+        if not name.startswith(_PREFIX) or name in OWN:
+            continue
+        if name not in VALUES:
+            close = difflib.get_close_matches(name, VALUES, 1)
+            next_step = (_shown(close[0], value),) if close else (f"unset {name}",)
+            yield Finding("warning", _TOPIC, f"{name} is no variable of the kit", "it has no effect", next_step)
+        elif value.strip() and not re.fullmatch(VALUES[name], value.strip(), re.DOTALL):
+            what = f"{_shown(name, value)} cannot be read"
+            yield Finding("warning", _TOPIC, what, "it counts as not set", (f"unset {name}",))
+    for earlier, name in earlier_names_in(environ).items():
+        yield Finding("note", _TOPIC, f"{earlier} is called {name} now", next=(f"{name}={environ[earlier]}",))
+
+
+def _shown(name: str, value: str) -> str:
+    """Return a setting as it is written, without what may be a key."""
+    return f"{name}=..." if _MAY_BE_SECRET.search(name) else f"{name}={value}"
+
+
+def _in_conflict(environ: Mapping[str, str], arguments: list[str]) -> Iterator[Finding]:
+    settings = Settings.from_environ(environ)
+    folder = value_of(arguments, ("--crash-dump-folder",))
+    if not settings.enabled:
+        what, mend = "SGLANG_CRASHKIT_ENABLED switches the kit off", "unset SGLANG_CRASHKIT_ENABLED"
+        yield Finding("problem", _TOPIC, what, "a crash leaves no incident", (mend,))
+    elif not settings.diagnostics and not folder:
+        what = "both of upstream's diagnostics are off, and there is no --crash-dump-folder"
+        mends = ("unset SGLANG_PYSPY_DUMP_BEFORE_CRASH", _FOLDER_OPTION)
+        yield Finding("problem", _TOPIC, what, "no crash handler is started", mends)
+    # Whoever lowers SGLANG_CRASHKIT_EXIT_SECS alone wants what is left at its default to have less time.
+    needed, exit_secs = settings.budget_secs + settings.end_secs, settings.exit_secs
+    if needed > exit_secs and not environ.keys().isdisjoint(
+        ("SGLANG_CRASHKIT_BUDGET_SECS", "SGLANG_CRASHKIT_END_SECS")
+    ):
+        what = f"an incident and the end after it may take {needed:g} s, and SGLANG_CRASHKIT_EXIT_SECS allows"
+        mend = f"SGLANG_CRASHKIT_EXIT_SECS={needed:g}"
+        yield Finding("warning", _TOPIC, f"{what} {exit_secs:g} s", "a slow incident is cut short", (mend,))
+    watchdog = _seconds(value_of(arguments, ("--watchdog-timeout",)), _WATCHDOG_SECS)
+    if settings.hang_secs == 0:
+        yield Finding("note", _TOPIC, "SGLANG_CRASHKIT_HANG_SECS=0: hangs are not looked for")
+    elif settings.hang_secs >= watchdog > 0:
+        # What was not set is no mistake of the user's.
+        level: Level = "warning" if "SGLANG_CRASHKIT_HANG_SECS" in environ else "note"
+        than = f"SGLang's --watchdog-timeout ({watchdog:g} s)"
+        what = f"SGLANG_CRASHKIT_HANG_SECS ({settings.hang_secs:g} s) is no shorter than {than}"
+        mend = f"SGLANG_CRASHKIT_HANG_SECS={max(_SHORTEST_HANG_SECS, watchdog / 2):g}"
+        yield Finding(level, _TOPIC, what, "SGLang ends a server that hangs before the kit has looked at it", (mend,))
+    use, incident = settings.disk.max_use, settings.disk.max_incident
+    if use is not None and use < incident:
+        what = "SGLANG_CRASHKIT_MAX_USE_MB is less than what one incident may take"
+        why = "an incident is cut short, and no earlier one is kept"
+        yield Finding("warning", _TOPIC, what, why, (f"SGLANG_CRASHKIT_MAX_USE_MB={4 * incident >> 20}",))
+    if environ.get("SGLANG_CRASHKIT_QUARANTINE", "off").strip().lower() in ("observe", "refuse") and not folder:
+        what = "SGLANG_CRASHKIT_QUARANTINE is set, and there is no --crash-dump-folder"
+        yield Finding("warning", _TOPIC, what, "the list of requests is in that folder", (_FOLDER_OPTION,))
+
+
+def _seconds(text: str | None, default: float) -> float:
+    try:
+        return float(text) if text else default
+    except ValueError:
+        return default

@@ -1,4 +1,4 @@
-"""What a web hook is sent of an incident: in a few words, and never a prompt."""
+"""What is sent of an incident to a web hook, or as an Event of its pod: in a few words, and never a prompt."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 import hmac
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.incident.summary import headline, mapping_of
@@ -17,14 +19,10 @@ _OBSERVED = frozenset({"hang", "peer_lost"})
 
 
 def short_of(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Return what is sent of an incident.
-
-    Args:
-        document: see `Incident.to_json`.
-        folder: where it is.
-    """
+    """Return what is sent of an incident that lies in `folder`."""
     server, verdict = mapping_of(document.get("server")), mapping_of(document.get("verdict"))
     cause, fault = mapping_of(document.get("cause")), mapping_of(document.get("fault"))
+    title = mapping_of(verdict.get("first_failure")).get("title")
     requests, environment = mapping_of(document.get("requests")), mapping_of(document.get("environment"))
     return {
         "schema_version": 1,
@@ -38,7 +36,8 @@ def short_of(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
         "headline": headline(dict(document))[:_MAX_WORDS],
         "text": str(verdict.get("text") or "")[:_MAX_WORDS],
         "level": verdict.get("level"),
-        "rank": _rank_in(verdict),
+        # Without SGLang's prefix, such as ``scheduler_TP1``.
+        "rank": str(title).removeprefix("sglang::") if title else None,
         "cause": cause.get("class"),
         "cause_words": cause.get("words"),
         "requests_unfinished": requests.get("unfinished"),
@@ -53,19 +52,8 @@ def is_observed(short: Mapping[str, Any]) -> bool:
     return short["kind"] in _OBSERVED
 
 
-def _rank_in(verdict: Mapping[str, Any]) -> str | None:
-    """Return the title of what failed first without SGLang's prefix, such as ``scheduler_TP1``; None if unknown."""
-    title = mapping_of(verdict.get("first_failure")).get("title")
-    return str(title).removeprefix("sglang::") if title else None
-
-
 def body_of(short: Mapping[str, Any], kind: Kind) -> bytes:
-    """Return the body of a request to a web hook.
-
-    Args:
-        short: see `short_of`.
-        kind: what the hook takes.
-    """
+    """Return the body of a request to a web hook that takes `kind`; see `short_of`."""
     if kind == "slack":
         return json.dumps({"text": _for_slack(short)}).encode()
     if kind == "alertmanager":
@@ -105,3 +93,55 @@ def _alert(short: Mapping[str, Any]) -> dict[str, Any]:
         "annotations": {"summary": short["headline"], "description": str(short["cause_words"]), "path": short["path"]},
         "startsAt": short["time"],
     }
+
+
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+#: What the API takes as a message.
+_MAX_MESSAGE = 1024
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How Kubernetes' API is reached from a pod; see "Accessing the Kubernetes API from a Pod" in its documents."""
+
+    url: str  # where events are made
+    token: Path  # the file of the service account's token
+    authority: Path  # the file of the certificate that the API's is signed by
+    namespace: str  # the pod's
+    pod: str  # its name
+
+
+def find_cluster(environ: Mapping[str, str], account: Path = _ACCOUNT) -> Cluster | str:
+    """Return how the API is reached; why it cannot be where this is no pod, or one without a service account."""
+    host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
+    pod = environ.get("POD_NAME") or environ.get("HOSTNAME")
+    if not host or not pod:
+        return "this is no pod: KUBERNETES_SERVICE_HOST or HOSTNAME is not set"
+    try:
+        namespace = (account / "namespace").read_text().strip()
+    except OSError as error:
+        return f"there is no service account: {error}"
+    where = f"[{host}]" if ":" in host else host
+    url = f"https://{where}:{port}/api/v1/namespaces/{namespace}/events"
+    return Cluster(url, account / "token", account / "ca.crt", namespace, pod)
+
+
+def event_of(short: Mapping[str, Any], cluster: Cluster) -> bytes:
+    """Return the Event of an incident, which a role with the verb ``create`` on ``events`` may make; see `short_of`."""
+    seconds, place = f"{str(short['time'])[:19]}Z", {"namespace": cluster.namespace}
+    message = "; ".join(filter(None, (str(short["headline"]), short["text"], str(short["path"]))))
+    return json.dumps(
+        {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"generateName": "sglang-incident-", **place},
+            "involvedObject": {"apiVersion": "v1", "kind": "Pod", "name": cluster.pod, **place},
+            "type": "Warning",
+            "reason": "SGLangIncident",
+            "message": message[:_MAX_MESSAGE],
+            "source": {"component": "sglang-crashkit"},
+            "firstTimestamp": seconds,
+            "lastTimestamp": seconds,
+            "count": 1,
+        }
+    ).encode()

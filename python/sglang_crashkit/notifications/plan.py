@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
-from sglang_crashkit.notifications.kubernetes import EVENT
 from sglang_crashkit.settings import OTLP_ENDPOINT, read_bool, read_seconds
 
 COMMAND, COMMAND_SECS = "SGLANG_CRASHKIT_ON_INCIDENT", "SGLANG_CRASHKIT_ON_INCIDENT_SECS"
 WEBHOOK, WEBHOOK_KIND = "SGLANG_CRASHKIT_WEBHOOK", "SGLANG_CRASHKIT_WEBHOOK_KIND"
+EVENT = "SGLANG_CRASHKIT_KUBERNETES_EVENT"
 SECRET = "SGLANG_CRASHKIT_WEBHOOK_SECRET"  # noqa: S105 - the name of a variable
 #: What the command is told the incident's folder by.
 INCIDENT = "SGLANG_CRASHKIT_INCIDENT"
@@ -28,27 +28,16 @@ Kind = Literal["slack", "alertmanager", "json"]
 
 @dataclass(frozen=True)
 class Plan:
-    """Who is told.
+    """Who is told."""
 
-    Attributes:
-        command: the program and its arguments; empty for none.
-        command_secs: how long it may take, in seconds.
-        url: where the web hook is; empty for none.
-        kind: what it takes.
-        secret: what it is signed with; empty for none.
-        makes_event: an Event of the pod is made.
-        otlp: where an OpenTelemetry log record goes; empty for none.
-        problems: what cannot be done, and why, by ``command`` and ``webhook``.
-    """
-
-    command: tuple[str, ...]
-    command_secs: float
-    url: str
-    kind: Kind
-    secret: str
-    makes_event: bool
-    otlp: str
-    problems: Mapping[str, str]
+    command: tuple[str, ...]  # the program and its arguments; empty for none
+    command_secs: float  # how long it may take, in seconds
+    url: str  # where the web hook is; empty for none
+    kind: Kind  # what it takes
+    secret: str  # what it is signed with; empty for none
+    makes_event: bool  # whether an Event of the pod is made
+    otlp: str  # where an OpenTelemetry log record goes; empty for none
+    problems: Mapping[str, str]  # what cannot be done, and why, by ``command`` and ``webhook``
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Plan:

@@ -43,39 +43,25 @@ _MAX_UNSENT = 3
 
 @dataclass
 class Result:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        incident: the incident's id.
-        fault: how its server failed.
-        reproduced: whether the same fault came back twice, the second time by `requests` alone on a server of its own.
-        reason: why not; empty otherwise.
-        starts: how many servers were started.
-        requests: the bodies to be sent, all at once or `in_order`; with their ids where it takes these, or it was not
-            tried without.
-        parameters: which of the only request's parameters it takes.
-        prompt: what of the only request's prompt it depends on.
-        rids: the ids that the requests had.
-        left_out: what could not be sent as it came, a sentence each.
-        path: where they are sent.
-        is_confirmed: what was reduced brought it back once more, alone on a server of its own.
-        in_order: each of `requests` has to be answered before the next one is sent.
-        entry: what recognises the only request as it came (`quarantine.Entry`); None where nothing does.
-    """
-
-    incident: str
-    fault: str
+    incident: str  # the incident's id
+    fault: str  # how its server failed
+    #: Whether the same fault came back twice, the second time by `requests` alone on a server of its own.
     reproduced: bool = False
-    reason: str = ""
-    starts: int = 0
+    reason: str = ""  # why not; empty otherwise
+    starts: int = 0  # how many servers were started
+    #: The bodies to be sent, all at once or `in_order`; with their ids where it takes these, or it was not tried
+    #: without.
     requests: list[dict[str, Any]] = field(default_factory=list)
-    parameters: list[str] = field(default_factory=list)
-    prompt: Prompt = "unknown"
-    rids: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    path: str = "/generate"
-    is_confirmed: bool = False
-    in_order: bool = False
+    parameters: list[str] = field(default_factory=list)  # which of the only request's parameters it takes
+    prompt: Prompt = "unknown"  # what of the only request's prompt it depends on
+    rids: list[str] = field(default_factory=list)  # the ids that the requests had
+    left_out: list[str] = field(default_factory=list)  # what could not be sent as it came, a sentence each
+    path: str = "/generate"  # where they are sent
+    is_confirmed: bool = False  # what was reduced brought it back once more, alone on a server of its own
+    in_order: bool = False  # each of `requests` has to be answered before the next one is sent
+    #: What recognises the only request as it came (`quarantine.Entry`); None where nothing does.
     entry: dict[str, Any] | None = None
 
 

@@ -49,23 +49,14 @@ _SAFE = {("collections", "deque"), ("collections", "OrderedDict"), ("builtins", 
 
 @dataclass(frozen=True)
 class StoredRequest:
-    """A request of an incident.
+    """A request of an incident."""
 
-    Attributes:
-        rid: its id.
-        arrived: when it arrived, in seconds since the epoch; 0 where that is not known.
-        was_running: it had not been answered when the server failed.
-        body: what is sent.
-        lacks: what was not kept of it, a phrase each.
-        path: where it is sent.
-    """
-
-    rid: str
-    arrived: float
-    was_running: bool
-    body: Mapping[str, Any]
-    lacks: tuple[str, ...] = ()
-    path: str = "/generate"
+    rid: str  # its id
+    arrived: float  # when it arrived, in seconds since the epoch; 0 where that is not known
+    was_running: bool  # it had not been answered when the server failed
+    body: Mapping[str, Any]  # what is sent
+    lacks: tuple[str, ...] = ()  # what was not kept of it, a phrase each
+    path: str = "/generate"  # where it is sent
 
     @property
     def is_complete(self) -> bool:

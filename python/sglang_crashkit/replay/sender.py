@@ -22,19 +22,12 @@ _LOOK_SECS = 0.05
 
 @dataclass
 class Answer:
-    """What came of a request.
+    """What came of a request."""
 
-    Attributes:
-        rid: its id.
-        status: the HTTP status; None where there was no answer.
-        problem: why there was none, or what the server has against it; empty otherwise.
-        secs: how long it took, in seconds.
-    """
-
-    rid: str
-    status: int | None = None
-    problem: str = ""
-    secs: float = 0.0
+    rid: str  # its id
+    status: int | None = None  # the HTTP status; None where there was no answer
+    problem: str = ""  # why there was none, or what the server has against it; empty otherwise
+    secs: float = 0.0  # how long it took, in seconds
 
     @property
     def is_refused(self) -> bool:

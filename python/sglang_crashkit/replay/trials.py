@@ -32,25 +32,16 @@ class BudgetSpentError(CrashkitError):
 
 @dataclass(frozen=True)
 class Plan:
-    """How the trials are done.
+    """How the trials are done."""
 
-    Attributes:
-        command: the words of the command that serves.
-        folder: where everything goes.
-        tries: how often the whole is tried before it counts as not reproduced.
-        max_starts: how many servers are started at most; one that did not get ready, and was started again, is one.
-        jobs: how many of them serve at once.
-        ready_secs: the longest that a server may take to start, in seconds.
-        request_secs: the longest that an answer may take, in seconds.
-    """
-
-    command: list[str]
-    folder: Path
-    tries: int = 3
+    command: list[str]  # the words of the command that serves
+    folder: Path  # where everything goes
+    tries: int = 3  # how often the whole is tried before it counts as not reproduced
+    #: How many servers are started at most; one that did not get ready, and was started again, is one.
     max_starts: int = 30
-    ready_secs: float = 900.0
-    request_secs: float = 300.0
-    jobs: int = 1
+    ready_secs: float = 900.0  # the longest that a server may take to start, in seconds
+    request_secs: float = 300.0  # the longest that an answer may take, in seconds
+    jobs: int = 1  # how many of them serve at once
 
 
 class Trials:

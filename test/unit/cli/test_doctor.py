@@ -10,6 +10,7 @@ from sglang_crashkit.cli import doctor
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.doctor import facts
 from sglang_crashkit.doctor.facts import Installation
+from sglang_crashkit.doctor.rules import Finding
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +48,22 @@ def test_a_process_of_no_server_is_nothing_to_look_at(
 def test_a_drill_is_of_no_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--drill", "--pid", "7"]) == 2
     assert "next: sglang-crashkit doctor --drill" in capsys.readouterr().err
+
+
+def test_a_finding_has_its_reason_and_what_mends_it() -> None:
+    lines = doctor.format_findings([Finding("warning", "disk", "is \x07full", "no room", ("rm a", "rm b"))])
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "warning  disk",
+        "why",
+        "next",
+        "next",
+        "result   1 warning",
+    ]
+    assert "\x07" not in "".join(lines)
+
+
+def test_what_is_wrong_is_counted_at_the_end() -> None:
+    found = [Finding("problem", "a", "b"), Finding("ok", "a", "b"), Finding("warning", "a", "b")]
+    assert doctor.format_findings(found)[-1] == "result   1 problem, 1 warning"
+    assert doctor.format_findings([*found, *found])[-1] == "result   2 problems, 2 warnings"
+    assert doctor.format_findings(found[1:2])[-1] == "result   nothing is wrong"

@@ -159,7 +159,7 @@ def test_some_of_them_may_be_asked_for(
     assert main(["incidents", str(tmp_path), *arguments]) == status
 
 
-@pytest.mark.parametrize("columns", [60, 80, 200])
+@pytest.mark.parametrize("columns", [10, 60, 80, 200])
 def test_a_table_is_as_wide_as_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
@@ -204,8 +204,8 @@ def test_a_folder_that_may_not_be_read_is_said_to_be_so(tmp_path: Path) -> None:
 
 AS_NOBODY = """
 import os, sys
-import sglang_crashkit.kernel.guarded_read, sglang_crashkit.analysis.fleet, sglang_crashkit.cli.reporters.fleet
-import sglang_crashkit.incident.fleet, sglang_crashkit.cli.crash_folder, sglang_crashkit.cli.reporters.incident_report
+import sglang_crashkit.kernel.guarded_read, sglang_crashkit.analysis.fleet, sglang_crashkit.cli.fleet
+import sglang_crashkit.incident.fleet, sglang_crashkit.cli.crash_folder, sglang_crashkit.cli.reporters.incident_text
 from sglang_crashkit.cli import main
 for name in ("incidents", "show", "bundle", "steps", "fleet"):
     main.build_parser(name)

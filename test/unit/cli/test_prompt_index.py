@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from sglang_crashkit.cli.prompt_index import RUN, PromptIndex
+from sglang_crashkit.cli.without_prompts import RUN, PromptIndex
 from sglang_crashkit.redact import redact_shared, redact_spans
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,30 @@ def test_what_a_newer_kit_wrote_is_shown_with_a_warning(tmp_path: Path, capsys: 
     fields: dict[str, Any] = {"schema_version": 99}
     assert main(["show", str(make_incident(tmp_path, **fields))]) == 0
     assert "schema_version 99" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "environ", "is_bold"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"NO_COLOR": ""}, True),
+        (True, {"TERM": "dumb"}, False),
+    ],
+)
+def test_colour_is_for_terminals_that_want_it(
+    crash_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_terminal: bool,
+    environ: dict[str, str],
+    is_bold: bool,
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    head = first_screen(GOLDEN)[0]
+    assert shown(capsys, str(crash_dir)).splitlines()[0] == (f"\033[1m{head}\033[0m" if is_bold else head)

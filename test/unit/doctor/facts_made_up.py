@@ -7,9 +7,8 @@ from typing import Any
 
 from sglang_crashkit.capture.gpu_facts import GpuFacts
 from sglang_crashkit.doctor.facts import EndFacts, Facts, Installation, ServerFacts, SharedMemoryFacts, TracingFacts
-from sglang_crashkit.doctor.findings import Finding
 from sglang_crashkit.doctor.folder_facts import FolderFacts
-from sglang_crashkit.doctor.rules import judge
+from sglang_crashkit.doctor.rules import Finding, judge
 from sglang_crashkit.policy import Mode
 from sglang_crashkit.settings import Settings
 

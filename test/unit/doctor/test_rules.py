@@ -1,16 +1,31 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_crashkit.capture.gpu_facts import GpuFacts
 from sglang_crashkit.doctor.facts import EndFacts, Installation, SharedMemoryFacts, TracingFacts
-from sglang_crashkit.doctor.findings import has_problem
-from sglang_crashkit.doctor.rules import judge, policy_table
+from sglang_crashkit.doctor.rules import (
+    OWN,
+    VALUES,
+    Finding,
+    check_variables,
+    has_problem,
+    judge,
+    policy_table,
+)
 from sglang_crashkit.policy import Event, Mode, decide
 from unit.doctor.facts_made_up import FOLDER, GB, SERVER, facts, findings_on
+
+
+def test_a_warning_is_no_problem() -> None:
+    assert not has_problem([Finding("warning", "a", "b")])
+    assert has_problem([Finding("ok", "a", "b"), Finding("problem", "a", "b")])
+
 
 KUBERNETES = {"kubernetes": {"pod_uid": "1"}}
 
@@ -161,3 +176,68 @@ def test_the_rule_table_is_that_of_the_policy(mode: Mode) -> None:
 def test_what_the_mode_does_at_a_crash_is_told(mode: Mode, words: str) -> None:
     told = findings_on("server 7", facts(servers=(replace(SERVER, mode=mode),)))
     assert words in told[-1].what
+
+
+_TABLES = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
+OPTION = ["--crash-dump-folder", "/crash"]
+
+
+def levels(environ: dict[str, str], arguments: list[str] = OPTION) -> list[str]:
+    return [finding.level for finding in check_variables(environ, arguments)]
+
+
+def test_every_documented_variable_is_known() -> None:
+    documented = set(re.findall(r"SGLANG_CRASHKIT_[A-Z_]*[A-Z]\b", _TABLES))
+    assert set(VALUES) | OWN == documented
+
+
+def test_all_is_well_without_any() -> None:
+    assert levels({}) == ["ok"]
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SGLANG_CRASHKIT_ENABLED": "Yes", "SGLANG_CRASHKIT_EXIT_SECS": "60.5", "SGLANG_CRASHKIT_PROMPTS": "IDS"},
+        {"SGLANG_CRASHKIT_HANG_SECS": " 30 ", "SGLANG_CRASHKIT_TERMINATION_LOG": "0", "SGLANG_CRASHKIT_SOCKET": "/x"},
+    ],
+)
+def test_what_can_be_read_is_well(environ: dict[str, str]) -> None:
+    assert levels(environ) == ["ok"]
+
+
+def test_a_misspelt_variable_is_named_right() -> None:
+    (finding,) = check_variables({"SGLANG_CRASHKIT_HANG_SEC": "5"}, OPTION)
+    assert (finding.level, finding.next) == ("warning", ("SGLANG_CRASHKIT_HANG_SECS=5",))
+
+
+@pytest.mark.parametrize(
+    ("environ", "arguments", "level"),
+    [
+        ({"SGLANG_CRASHKIT_STEPS": "on"}, OPTION, "warning"),
+        ({"SGLANG_CRASHKIT_EXIT_SECS": "1m"}, OPTION, "warning"),
+        ({"SGLANG_CRASHKIT_ENABLED": "0"}, OPTION, "problem"),
+        ({"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}, [], "problem"),
+        ({"SGLANG_CRASHKIT_BUDGET_SECS": "120"}, OPTION, "warning"),
+        ({"SGLANG_CRASHKIT_HANG_SECS": "0"}, OPTION, "note"),
+        ({"SGLANG_CRASHKIT_HANG_SECS": "30"}, [*OPTION, "--watchdog-timeout=20"], "warning"),
+        ({"SGLANG_CRASHKIT_MAX_USE_MB": "100"}, OPTION, "warning"),
+        ({"SGLANG_CRASHKIT_QUARANTINE": "refuse"}, [], "warning"),
+        ({"SGLANG_CRASHKIT_PHOTOGRAPH_SECS": "1"}, OPTION, "note"),
+    ],
+)
+def test_settings_against_each_other_are_found(environ: dict[str, str], arguments: list[str], level: str) -> None:
+    assert levels(environ, arguments) == [level]
+
+
+def test_no_default_is_warned_of() -> None:
+    assert levels({"SGLANG_CRASHKIT_EXIT_SECS": "15"}) == ["ok"]
+    (finding,) = check_variables({}, [*OPTION, "--watchdog-timeout=20"])
+    assert (finding.level, finding.next) == ("note", ("SGLANG_CRASHKIT_HANG_SECS=10",))
+
+
+@pytest.mark.parametrize("name", ["SGLANG_CRASHKIT_WEBHOOK", "SGLANG_CRASHKIT_WEBHOOK_SECRT"])
+def test_what_may_be_a_key_is_not_shown(name: str) -> None:
+    (finding,) = check_variables({name: "hunter2"}, OPTION)
+    assert finding.level == "warning"
+    assert "hunter2" not in repr(finding)

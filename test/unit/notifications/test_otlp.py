@@ -12,7 +12,7 @@ import pytest
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 
 from sglang_crashkit.model.incident import iso_time
-from sglang_crashkit.notifications import sending
+from sglang_crashkit.notifications import __main__ as sending
 from sglang_crashkit.notifications.otlp import attributes_of, logs_endpoint
 from sglang_crashkit.notifications.plan import OUTCOME
 from sglang_crashkit.settings import OTLP_ENDPOINT

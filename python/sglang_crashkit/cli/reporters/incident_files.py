@@ -33,15 +33,10 @@ _HIDDEN = re.compile(
 
 @dataclass(frozen=True)
 class ListedFile:
-    """A file in an incident's folder.
+    """A file in an incident's folder."""
 
-    Attributes:
-        name: relative to the folder.
-        size: in bytes.
-    """
-
-    name: str
-    size: int
+    name: str  # relative to the folder
+    size: int  # in bytes
 
 
 class IncidentFiles:

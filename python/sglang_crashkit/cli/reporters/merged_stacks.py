@@ -26,19 +26,12 @@ _KIT = "sglang_crashkit/"
 
 @dataclass(frozen=True)
 class Stack:
-    """A stack of one rank.
+    """A stack of one rank."""
 
-    Attributes:
-        rank: whose it is.
-        scheduler: it is a scheduler's.
-        main: it is of the main thread, or of what stands for it.
-        frames: innermost first.
-    """
-
-    rank: Rank
-    scheduler: bool
-    main: bool
-    frames: tuple[Frame, ...]
+    rank: Rank  # whose it is
+    scheduler: bool  # it is a scheduler's
+    main: bool  # it is of the main thread, or of what stands for it
+    frames: tuple[Frame, ...]  # innermost first
 
 
 def ranks_by_pid(document: Mapping[str, Any]) -> dict[int, Rank]:

@@ -1,10 +1,19 @@
-"""The standard output and error of a command, whatever becomes of them: closed, a full disk, or nobody who reads on."""
+"""How a command runs: whatever becomes of its output, it goes on to its end, and whoever asks it to end, it does.
+
+Its standard output may be closed, on a full disk, or read by nobody any more.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import select
+import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -69,3 +78,57 @@ def problem_of(stream: TextIO) -> str:
 def _raw_of(stream: TextIO) -> object:
     buffer = getattr(stream, "buffer", None)
     return getattr(buffer, "raw", buffer)
+
+
+#: How often it is looked whether anybody still reads the answer, in seconds.
+_LOOK_SECS = 1.0
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came, or what it is for is over."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM end this as Ctrl-C does."""
+
+    def end(_signal: int, _frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def ends_with_reader(descriptor: int, secs: float) -> Iterator[None]:
+    """End this as SIGTERM does where nobody reads `descriptor` any more, and after `secs` seconds in any case.
+
+    Who runs a command on another machine, as ssh does, does not end it there when it ends itself: all that can be seen
+    of it there is that the pipe of the answer has no reader.
+    """
+    deadline = time.monotonic() + secs
+    pipe = select.poll()
+    # Of what is hung up or has no reader, it is told without being asked.
+    pipe.register(descriptor, 0)
+
+    def look(_signal: int, _frame: FrameType | None) -> None:
+        if pipe.poll(0) or time.monotonic() >= deadline:
+            # Once: how it ends is not to be cut short.
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise Terminated
+
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_SECS, _LOOK_SECS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def printable(text: str) -> str:
+    """Return a text in which nothing is a command to a terminal: paths and titles are whatever somebody made them."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
