@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sglang_crashkit.handler.publishing.metrics import Measured, OnDisk, metrics_of
+from sglang_crashkit.handler.metrics import Measured, OnDisk, metrics_of
 
 SHIPPED = Path(__file__).parents[2] / "docs" / "prometheus"
 DASHBOARD: dict[str, Any] = json.loads((SHIPPED / "grafana.json").read_text())

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.folder import IncidentFolder, NullFolder, new_id
@@ -128,7 +129,7 @@ def make_within(secs: float, make: Callable[[], object]) -> str:
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _run_alone(theirs, make)
+        run_alone(theirs, functools.partial(_outcome_of, make))
     _children.add(pid)
     os.close(theirs)
     is_answered = select.select([ours], [], [], secs)[0]
@@ -151,22 +152,32 @@ def reap() -> None:
         _children.discard(pid)
 
 
-def _run_alone(answer: int, make: Callable[[], object]) -> None:
-    """Run `make`, tell what came of it, and end this process: a child, which holds nothing of its parent's."""
-    words = ""
+def run_alone(answer: int, work: Callable[[], bytes]) -> NoReturn:
+    """Do the work, say what came of it, and end this process: a child, which holds nothing of its parent's.
+
+    It may stand still for long, and nobody is to take it for the handler.
+    """
+    said = b""
     try:
-        # It may stand still for long, and nobody is to take it for the handler.
         os.closerange(0, answer)
         os.closerange(answer + 1, _MAX_DESCRIPTORS)
+        said = work()
+    finally:
+        with contextlib.suppress(OSError):
+            os.write(answer, said)
+        os._exit(0)
+
+
+def _outcome_of(make: Callable[[], object]) -> bytes:
+    """Run `make` and return a line end, with what went wrong behind it where something did."""
+    words = ""
+    try:
         make()
     except (OSError, CrashkitError) as error:
         words = " ".join(str(error).split())
     except BaseException as error:  # noqa: BLE001 - of this process nothing else is left
         words = f"{type(error).__name__}: {error}"
-    finally:
-        with contextlib.suppress(OSError):
-            os.write(answer, b"\n" + words.encode(errors="backslashreplace")[: _MAX_BYTES - 1])
-        os._exit(0)
+    return b"\n" + words.encode(errors="backslashreplace")[: _MAX_BYTES - 1]
 
 
 def _make_each(*folders: Path) -> None:

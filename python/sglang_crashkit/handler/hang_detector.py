@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from sglang_crashkit.analysis.explain import NEEDED
 from sglang_crashkit.analysis.verdict import BUSY_TOO_LONG
-from sglang_crashkit.handler.collectors.server_log import log_lines
+from sglang_crashkit.handler.answers import log_lines
 from sglang_crashkit.handler.heartbeats import Followed, FollowedHeartbeat, StoppedProcess, by_last_sign
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess

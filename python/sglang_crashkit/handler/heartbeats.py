@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeAlias, TypeVar
 
-from sglang_crashkit.handler.collectors.steps import modes_of
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader, NotAHeartbeatError
 
 logger = logging.getLogger(__name__)
+
+_MAX_MODES = 64
 
 
 class FollowedHeartbeat:
@@ -179,3 +180,10 @@ class Heartbeats:
 def by_last_sign(heartbeats: Iterable[SomeFollowed]) -> list[SomeFollowed]:
     """Return heartbeats in the order in which they gave their last signs."""
     return sorted(heartbeats, key=lambda heartbeat: (heartbeat.beat.at, heartbeat.process.pid))
+
+
+def modes_of(value: object) -> dict[int, str]:
+    """Return the forward modes that a scheduler reported, without what is none."""
+    modes = value if isinstance(value, dict) else {}
+    short = {key: str(name)[:40] for key, name in list(modes.items())[:_MAX_MODES]}
+    return {int(key): name for key, name in short.items() if isinstance(key, str) and key.isascii() and key.isdecimal()}

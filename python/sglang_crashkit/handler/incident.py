@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -15,11 +14,16 @@ from typing import Any
 
 from sglang_crashkit import __version__
 from sglang_crashkit.analysis.verdict import FailureEvent, judge, order_failures
-from sglang_crashkit.handler.collectors import stacks, states
-from sglang_crashkit.handler.collectors.causes import explain
-from sglang_crashkit.handler.collectors.divergence import divergence_of, without_requests
-from sglang_crashkit.handler.collectors.repeats import count_repeat, incident_with_core, name_suspects
+from sglang_crashkit.handler.collectors import process_evidence
 from sglang_crashkit.handler.collectors.requests import add, add_journal, requests_of
+from sglang_crashkit.handler.findings import (
+    count_repeat,
+    divergence_of,
+    explain,
+    incident_with_core,
+    name_suspects,
+    without_requests,
+)
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, tells_of_a_crash
 from sglang_crashkit.incident.folder import IncidentFolder
@@ -180,7 +184,7 @@ class IncidentRun:
         """Return the report on a process, to which evidence may be added."""
         report = self.incident.process(process.pid)
         if report is None:
-            report = states.report_of(process)
+            report = ProcessReport(process.pid, process.title, process.role, process.rank)
             self.incident.processes.append(report)
         elif report.title != process.title:
             report.title, report.role, report.rank = process.title, process.role, process.rank
@@ -205,14 +209,16 @@ class IncidentRun:
             for report in reports.values():
                 # Of one that was opened without stacks.
                 report.evidence = [piece for piece in report.evidence if piece.kind not in ("proc_state", "stack")]
-            states.capture_states(living, reports)
+            process_evidence.capture_states(living, reports)
         self._snapshots += 1
         if self._captures is Capture.NONE:
             _skip_stacks(reports, "nothing of this server failed")
         elif self._settings.stacks:
             number = self._snapshots if self.incident.kind == "hang" else None
             secs, may_signal = self._settings.capture_secs, self._captures is Capture.FULL
-            stacks.capture_stacks(living, reports, self.folder, self._runtime, secs, number, may_signal=may_signal)
+            process_evidence.capture_stacks(
+                living, reports, self.folder, self._runtime, secs, number, may_signal=may_signal
+            )
         elif self._snapshots == 1:
             _skip_stacks(reports, "switched off by SGLANG_PYSPY_DUMP_BEFORE_CRASH")
         self.captured = True
@@ -233,7 +239,7 @@ class IncidentRun:
         started = time.time()
         living = [process for process in self._tree.alive() if process.matters and not process.handle.has_exited()]
         reports = {process.pid: self.report(process) for process in living}
-        stacks.capture_native_stacks(living, reports, self.folder, seconds)
+        process_evidence.capture_native_stacks(living, reports, self.folder, seconds)
         self.note(time.time(), "native_stacks", processes=len(living), seconds=round(time.time() - started, 4))
         self._checkpoint()
 
@@ -291,18 +297,16 @@ class IncidentRun:
         if self.finished:
             # The record would stay where it is, and be taken for a crash of its own.
             if record is not None:
-                states.adopt_record(record, report, self.folder)
+                process_evidence.adopt_record(record, report, self.folder)
             self._try_to_save()
             return
         self._failures.append(FailureEvent(process.pid, seconds, "exception", message))
         if record is None:
             report.evidence.append(Evidence("exception", "failed", reason="the process could not write its record"))
         else:
-            content = _read_record(record)
-            states.adopt_record(record, report, self.folder)
-            report.raised_through = states.exception_frames(content)
-            report.doing = report.raised_through[: states.MAX_DOING] or report.doing
-            stacks.quote_anew(report, self.folder)
+            report.raised_through = process_evidence.adopt_record(record, report, self.folder)
+            report.doing = report.raised_through[: process_evidence.MAX_DOING] or report.doing
+            process_evidence.quote_anew(report, self.folder)
         if self.captured:
             self._checkpoint()
 
@@ -319,7 +323,7 @@ class IncidentRun:
         """Note who is there and in which state, without any stack: what happened, happened elsewhere."""
         living = [process for process in self._tree.alive() if not process.is_of_no_account]
         reports = {process.pid: self.report(process) for process in living}
-        states.capture_states(living, reports)
+        process_evidence.capture_states(living, reports)
         _skip_stacks(reports, "none are taken for what another server did")
         self._checkpoint()
 
@@ -470,22 +474,14 @@ class IncidentRun:
     def _note_exit(self, process: TrackedProcess) -> None:
         report = self.report(process)
         raised = any(failure.pid == process.pid and failure.kind == "exception" for failure in self._failures)
-        states.note_exit(report, process, raised=raised)
+        process_evidence.note_exit(report, process, raised=raised)
         if self._settings.stacks:
-            stacks.take_fault(process, report, self.folder, self._runtime)
+            process_evidence.take_fault(process, report, self.folder, self._runtime)
 
 
 def _skip_stacks(reports: Mapping[int, ProcessReport], reason: str) -> None:
     for report in reports.values():
         report.evidence.append(Evidence("stack", "skipped", reason=reason))
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _sglang_version() -> str:

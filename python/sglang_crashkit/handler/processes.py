@@ -1,4 +1,4 @@
-"""The processes of one server, each held by pidfd from when it is first seen."""
+"""The processes of one server, each held by pidfd from when it is first seen, and how each of them ended."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import select
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from sglang_crashkit.capture.responder import ask_exit
 from sglang_crashkit.kernel import cgroup, procfs, titles
 from sglang_crashkit.kernel.pidfd import ExitStatus, ProcessHandle
+from sglang_crashkit.kernel.stack_hooks import HookFiles
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,12 @@ _PID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
 _MAX_RANKS, _MAX_CODE = 1024, 256
 #: By so much, in seconds, something came before something else of which no more is known.
 _A_MOMENT_SECS = 0.001
+#: Once its main thread is gone, the rest of a process follows within this time, in seconds.
+_LAST_THREAD_SECS = 0.2
+#: A process that was sent SIGKILL is gone within this time, in seconds.
+_KILLED_SECS = 1.0
+#: A process that can tell at all how its child ended does it within this time, in seconds.
+_ASK_SECS = 0.3
 
 
 @dataclass(eq=False)
@@ -48,6 +57,7 @@ class TrackedProcess:
         is_own: the launch registered it as a process of this server.
         hosts_server: it started processes with workers' titles that are not this server's, so it is another server.
         gpu: the UUID of its GPU by its own word; None where it said none.
+        is_stuck: it did not say in time how a child of it had ended.
         exited_at: when its exit was noticed, in seconds since the epoch; None while it lives.
     """
 
@@ -63,6 +73,7 @@ class TrackedProcess:
     is_own: bool = False
     hosts_server: bool = False
     gpu: str | None = None
+    is_stuck: bool = False
     exited_at: float | None = None
 
     @property
@@ -385,3 +396,45 @@ def learn_ranks(
             if was_of_no_account:
                 found.append((process, False))
     return found
+
+
+def ended_before(tree: ProcessTree, process: TrackedProcess) -> Iterator[TrackedProcess]:
+    """Yield those that may have started a process and ended before it, whose exits were not taken in.
+
+    The ranks ask the kernel for a signal when the main process ends, so their end is a consequence.
+    """
+    for earlier in (tree.root, process.parent):
+        if earlier is not None and earlier is not process and earlier.exited_at is None and _has_ended(earlier):
+            yield earlier
+
+
+def learn_exit_status(process: TrackedProcess, runtime: Path) -> None:
+    """Learn from its parent how a process ended, where this one may not know: that takes the right to trace it.
+
+    `runtime` is where the parent says how it is asked.
+    """
+    parent = process.parent
+    if parent is None or parent.exited_at is not None or parent.is_stuck or process.exit_status().known:
+        return
+    socket = HookFiles.of(runtime, parent.pid, parent.handle.start_ticks).socket
+    began = time.monotonic()
+    status = ask_exit(socket, parent.pid, process.pid, _ASK_SECS)
+    if status is not None:
+        process.handle.take_exit_status(status)
+    else:
+        # The exits of a hundred ranks are not each to wait for a parent that is stuck.
+        parent.is_stuck = time.monotonic() >= began + _ASK_SECS
+
+
+def _has_ended(process: TrackedProcess) -> bool:
+    """Say whether a process has ended, of which the kernel may tell only later.
+
+    A child is sent its signal when the thread that started it is gone; a process has ended when its last thread is.
+    """
+    if process.handle.has_exited():
+        return True
+    if procfs.is_ending(process.pid):
+        return process.handle.has_exited(_KILLED_SECS)
+    stat = procfs.read_stat(process.pid)
+    # Without one it was reaped since the lines above.
+    return (stat is None or stat.state in "ZX") and process.handle.has_exited(_LAST_THREAD_SECS)

@@ -14,13 +14,12 @@ import time
 from collections.abc import Callable
 
 from sglang_crashkit.handler import folders
-from sglang_crashkit.handler.collectors.server_log import ServerLog
+from sglang_crashkit.handler.answers import ServerLog
 from sglang_crashkit.handler.folders import KeptFolder, Place
 from sglang_crashkit.handler.hang_detector import HangDetector
-from sglang_crashkit.handler.peers.losses import PeerLosses
-from sglang_crashkit.handler.peers.prober import PeerProber
+from sglang_crashkit.handler.metrics import MetricsPublisher
+from sglang_crashkit.handler.peers.prober import PeerLosses, PeerProber
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
-from sglang_crashkit.handler.publishing.metrics import MetricsPublisher
 from sglang_crashkit.handler.session import SILENT_SECS, Session, Subject
 from sglang_crashkit.handler.shared_memory import SharedMemory
 from sglang_crashkit.handler.state import Seen
@@ -246,10 +245,10 @@ class CrashHandler:
         return True
 
     def _act_on_time(self) -> None:
-        page, after = self.session.page, self.session.after
-        parts = (self.session, self._prober, self._hangs, self._kept, self._shared_memory, self._metrics, page, after)
         if time.monotonic() < self._retry_at:
             return
+        session, others = self.session, (self._prober, self._hangs, self._kept, self._shared_memory, self._metrics)
+        parts = (session, *others, session.page, session.notices)
         # All of them, whichever fails.
         went_well = [self._guard(f"what is due of {type(part).__name__}", part.act_on_time) for part in parts]
         if not all(went_well):

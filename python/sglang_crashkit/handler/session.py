@@ -12,17 +12,13 @@ from dataclasses import asdict, dataclass
 
 from sglang_crashkit import policy
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.answers import Answers
-from sglang_crashkit.handler.collectors.deadline import gathering_deadline, secs_before
-from sglang_crashkit.handler.collectors.gpu.evidence import GpuEvidence
-from sglang_crashkit.handler.collectors.server_log import log_lines
-from sglang_crashkit.handler.exits import Exits
+from sglang_crashkit.handler.after_incident import HtmlPage, Notices
+from sglang_crashkit.handler.answers import Answers, log_lines
+from sglang_crashkit.handler.collectors.gpu import GpuEvidence
+from sglang_crashkit.handler.collectors.received import Received, secs_before
 from sglang_crashkit.handler.folders import Place
 from sglang_crashkit.handler.incident import IncidentRun
-from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, learn_ranks
-from sglang_crashkit.handler.publishing.after import AfterIncident
-from sglang_crashkit.handler.publishing.html_page import HtmlPage
-from sglang_crashkit.handler.received import Received
+from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess, ended_before, learn_exit_status, learn_ranks
 from sglang_crashkit.handler.state import Action, Do, Seen
 from sglang_crashkit.handler.triage import LAST_EXITS_SECS, Triage
 from sglang_crashkit.incident.exit_status import FATAL_SIGNALS, exit_status_of, write_termination_message
@@ -68,7 +64,7 @@ class Session:
         begin_hang_at_end: looks for a hang, as the server is asked to end.
         gpus: what `run` asks of the GPUs.
         page: what makes a page of an incident that is whole.
-        after: what follows once an incident is whole.
+        notices: what notifies of an incident that is whole.
     """
 
     def __init__(
@@ -86,13 +82,12 @@ class Session:
         self.received = Received(tree, settings)
         self.gpus = GpuEvidence(tree, place, settings)
         self.page = HtmlPage(settings.html)
-        self.after = AfterIncident()
+        self.notices = Notices()
         self._tree = tree
         self._mailbox = mailbox
         self._place = place
         self._settings = settings
         self._report_fault = report_fault
-        self._exits = Exits(tree, place.runtime)
         self._answers = Answers(mailbox, max(1.0, settings.core_wait_secs))
         self._farewells: list[Message] = []
         self._sampled_again: IncidentRun | None = None
@@ -121,7 +116,7 @@ class Session:
     def take_exit(self, process: TrackedProcess) -> None:
         """Take in an exit, once, after those that it follows from; what goes wrong with it ends no other exit."""
         try:
-            for earlier in self._exits.before(process) if process.exited_at is None else ():
+            for earlier in ended_before(self._tree, process) if process.exited_at is None else ():
                 self.take_exit(earlier)
             # The incident that one of those opened may have taken it in.
             if process.exited_at is None:
@@ -134,7 +129,7 @@ class Session:
     def _take_exit(self, process: TrackedProcess) -> None:
         expected = self.triage.shutdown.expected
         if process.matters and process.pid not in expected:
-            self._exits.learn_status(process)
+            learn_exit_status(process, self._place.runtime)
         status = process.exit_status()
         if process.is_own and status.signal in FATAL_SIGNALS - {"SIGKILL"}:
             self._report_fault()
@@ -369,7 +364,7 @@ class Session:
             self.page.begin(run, again=True)
         self.received.close()
         self.gpus.close()
-        self.after.close()
+        self.notices.close()
 
     def hear_farewell(self, message: Message) -> None:
         """Take in that the main process is about to end in good order, and with it maybe this process.
@@ -489,8 +484,7 @@ class Session:
         if run.finished:
             return
         self.gpus.give_up_answers("the incident was finished before")
-        deadline = gathering_deadline(run.opened, self._settings.budget_secs, time.monotonic())
-        self.received.add_to(run, deadline, self.note_error)
+        self.received.add_to(run, self.note_error)
         try:
             run.finish()
         except (OSError, CrashkitError) as error:
@@ -500,7 +494,7 @@ class Session:
         else:
             self.received.release(is_written=True)
             if not run.problem:
-                self.after.begin(run.path)
+                self.notices.begin(run.path)
 
     def _discard(self) -> None:
         logger.info("it was no incident")

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.collectors.requests import RequestJournals, export_requests
+from sglang_crashkit.handler.collectors.received import RequestJournals
+from sglang_crashkit.handler.collectors.requests import export_requests
 from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.memory import journal
@@ -101,6 +102,7 @@ class Run:
         self.path = path
         self.folder = self
         self.opened = time.monotonic()
+        self.problem = ""
         self.told: JournaledRequests | None = None
 
     def charge(self, _name: str, _size: int) -> None:
@@ -135,11 +137,11 @@ def test_a_dead_workers_requests_are_told_once(tmp_path: Path) -> None:
         passed_on(journals, sender).close()
     dead.exited_at = 1.0
     first, failed, second = (Run(tmp_path / name) for name in ("first", "failed", "second"))
-    journals.add_to(failed, math.inf)  # type: ignore[arg-type]
-    journals.keep()
-    journals.add_to(first, math.inf)  # type: ignore[arg-type]
-    journals.remove_taken()
-    journals.add_to(second, math.inf)  # type: ignore[arg-type]
+    journals.add_to(failed, (), math.inf)  # type: ignore[arg-type]
+    journals.release(is_written=False)
+    journals.add_to(first, (), math.inf)  # type: ignore[arg-type]
+    journals.release(is_written=True)
+    journals.add_to(second, (), math.inf)  # type: ignore[arg-type]
     assert (failed.rids(), first.rids(), second.rids()) == ({"7", "8"}, {"7", "8"}, {"8"})
     journals.close()
 
@@ -152,7 +154,7 @@ def test_workers_that_come_and_go_do_not_make_it_grow(tmp_path: Path) -> None:
         passed_on(journals, process(pid, exited_at=1.0)).close()
         assert descriptors() <= before + 3 + 4
     run = Run(tmp_path)
-    journals.add_to(run, math.inf)  # type: ignore[arg-type]
+    journals.add_to(run, (), math.inf)  # type: ignore[arg-type]
     assert run.rids() == {"1", "56", "57", "58", "59"}
     assert run.told.reason == "the journals of 46 processes that had ended before were dropped"
     for _ in range(20):

@@ -11,11 +11,9 @@ from pathlib import Path
 from sglang_crashkit.analysis.collectives import RankRecord, Recorder, judge_collectives, worlds_of
 from sglang_crashkit.capture.flight_request import FlightPlace, FlightRequest, Received
 from sglang_crashkit.capture.gloo_request import GlooRequest, NoRecorderError
-from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.collectors.deadline import secs_before
+from sglang_crashkit.handler.collectors.process_evidence import write_piece
 from sglang_crashkit.handler.incident import IncidentRun
-from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
-from sglang_crashkit.incident.retention import status_of
+from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.stack_hooks import HookFiles
 from sglang_crashkit.model.flight_dump import FlightDumpError
@@ -31,26 +29,6 @@ _KINDS: dict[Recorder, EvidenceKind] = {"nccl": "flight_recorder", "gloo": "gloo
 _LOOK_SECS = 0.1
 #: Of dumps that come together, so many seconds are spent on reading before the handler looks at what else is due.
 _READING_SECS = 0.25
-#: Incidents of a server whose own collectives are none of the matter.
-_WITHOUT = frozenset({"peer_lost", "snapshot"})
-
-
-def ask_flight_recorders(
-    run: IncidentRun, tree: ProcessTree, runtime: Path, budget_secs: float, late: set[int]
-) -> FlightRecorders:
-    """Ask the schedulers of a server, where its incident is one in which their collectives matter.
-
-    Args:
-        run: the incident.
-        tree: the server's processes.
-        runtime: see `FlightRecorders`.
-        budget_secs: the longest that the whole incident may take, in seconds.
-        late: see `FlightRecorders`.
-    """
-    wanted = run.incident.kind not in _WITHOUT
-    schedulers = [process for process in tree if process.role == "scheduler" and wanted]
-    left_secs = run.opened + secs_before(budget_secs) - time.monotonic()
-    return FlightRecorders(run, schedulers, runtime, max(0.0, left_secs), late)
 
 
 @dataclass
@@ -89,8 +67,8 @@ class FlightRecorders:
         self._worlds = worlds_of({process.pid: process.rank for process in schedulers})
         for process in schedulers:
             if process.exited_at is None:
-                self._ask_nccl(process, run.report(process))
-                self._ask_gloo(process, run.report(process))
+                self._ask_nccl(process)
+                self._ask_gloo(process)
             else:
                 self._take_left_behind(process)
         if self._under_way:
@@ -146,57 +124,47 @@ class FlightRecorders:
         if asked.recorder == "nccl":
             self._late.add(asked.process.pid)
 
-    def _ask_nccl(self, process: TrackedProcess, report: ProcessReport) -> None:
+    def _ask_nccl(self, process: TrackedProcess) -> None:
         place = FlightPlace.read(self._runtime, process.pid, process.handle.start_ticks)
         if place is None:
-            reason = "PyTorch was not told where to be asked for it when the process started"
+            self._skip(process, "nccl", "PyTorch was not told where to be asked for it when the process started")
         elif _is_stopped(process):
-            reason = "it is stopped, so that nobody reads its pipe"
+            self._skip(process, "nccl", "it is stopped, so that nobody reads its pipe")
         else:
             request = FlightRequest(process.pid, place)
             try:
                 request.send(after_one_too_late=process.pid in self._late)
             except FlightDumpError as error:
-                reason = str(error)
+                self._skip(process, "nccl", str(error))
             else:
                 self._late.discard(process.pid)
-                self._wait_for(process, "nccl", request, report)
-                return
-        self._skip(process, "nccl", report, reason)
+                self._wait_for(process, "nccl", request)
 
-    def _ask_gloo(self, process: TrackedProcess, report: ProcessReport) -> None:
-        reason = "it is stopped, so that nobody answers"
-        if not _is_stopped(process):
-            path = HookFiles.of(self._runtime, process.pid, process.handle.start_ticks).socket
-            request = GlooRequest(process.pid, path)
-            try:
-                request.send()
-            except FlightDumpError as error:
-                reason = str(error)
-            else:
-                self._wait_for(process, "gloo", request, report)
-                return
-        self._skip(process, "gloo", report, reason)
+    def _ask_gloo(self, process: TrackedProcess) -> None:
+        if _is_stopped(process):
+            self._skip(process, "gloo", "it is stopped, so that nobody answers")
+            return
+        request = GlooRequest(process.pid, HookFiles.of(self._runtime, process.pid, process.handle.start_ticks).socket)
+        try:
+            request.send()
+        except FlightDumpError as error:
+            self._skip(process, "gloo", str(error))
+        else:
+            self._wait_for(process, "gloo", request)
 
-    def _wait_for(
-        self,
-        process: TrackedProcess,
-        recorder: Recorder,
-        request: FlightRequest | GlooRequest,
-        report: ProcessReport,
-    ) -> None:
+    def _wait_for(self, process: TrackedProcess, recorder: Recorder, request: FlightRequest | GlooRequest) -> None:
         deadline = self._began + min(_DUMP_SECS[recorder], self._secs)
-        self._under_way.append(_Asked(process, recorder, request, report, deadline))
+        self._under_way.append(_Asked(process, recorder, request, self._run.report(process), deadline))
 
-    def _skip(self, process: TrackedProcess, recorder: Recorder, report: ProcessReport, reason: str) -> None:
-        report.evidence.append(Evidence(_KINDS[recorder], "skipped", reason=reason))
+    def _skip(self, process: TrackedProcess, recorder: Recorder, reason: str) -> None:
+        self._run.report(process).evidence.append(Evidence(_KINDS[recorder], "skipped", reason=reason))
         self._missing.append((recorder, f"{_name(process)}, {recorder}: {reason}."))
 
     def _take_left_behind(self, process: TrackedProcess) -> None:
         place = FlightPlace.read(self._runtime, process.pid, process.handle.start_ticks)
         request = FlightRequest(process.pid, place) if place is not None else None
         if request is not None and process.pid not in self._late and request.take_unasked():
-            self._wait_for(process, "nccl", request, self._run.report(process))
+            self._wait_for(process, "nccl", request)
         else:
             self._missing.append((None, f"{_name(process)}: it was dead before it could be asked."))
 
@@ -211,13 +179,8 @@ class FlightRecorders:
         if len({(one.world, one.rank, one.recorder) for one in self._records}) < len(self._records):
             # What the processes say of their ranks is not to be trusted.
             name = f"gpu/{titles.label_of(process.title, process.pid)}_{kind}_{received.rank}"
-        try:
-            path = self._run.folder.write_bytes(name, received.data)
-        except (OSError, CrashkitError) as error:
-            self._end(asked, Evidence(kind, status_of(error), reason=f"{name}: {error}"))
-        else:
-            reason = "PyTorch had written it by itself" if asked.request.is_unasked else None
-            self._end(asked, Evidence(kind, "captured", path, reason))
+        reason = "PyTorch had written it by itself" if asked.request.is_unasked else None
+        self._end(asked, write_piece(kind, self._run.folder.write_bytes, name, received.data, reason=reason))
 
     def _fail(self, asked: _Asked, reason: str, status: EvidenceStatus = "failed") -> None:
         if status == "failed":

@@ -1,7 +1,4 @@
-"""The request journals of a server: held in memory since its processes passed them on, and read for an incident.
-
-Put what request journals hold into an incident, readable without SGLang: one JSON object a line.
-"""
+"""Put what request journals hold into an incident, readable without SGLang: one JSON object a line."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.collectors.held import HeldRings
 from sglang_crashkit.incident.folder import REQUESTS
 from sglang_crashkit.incident.retention import NoRoomError
 from sglang_crashkit.kernel.private_files import create_private, make_private_folder
@@ -24,36 +20,9 @@ from sglang_crashkit.memory.ring import RingError
 from sglang_crashkit.model.incident import JournaledRequests, Requests, iso_time
 
 if TYPE_CHECKING:
-    from sglang_crashkit.handler.incident import IncidentRun
+    pass
 
 logger = logging.getLogger(__name__)
-
-
-class RequestJournals(HeldRings):
-    """The journals of the server at hand, which outlive every process of it."""
-
-    what = "request journal"
-
-    def add_to(self, run: IncidentRun, deadline: float) -> None:
-        """Put what the journals hold now into an incident that is about to be finished.
-
-        Args:
-            run: the incident.
-            deadline: when the rest is left out, by the monotonic clock; a full one of 32 MiB takes about a second.
-        """
-        if not self.held:
-            return
-        # Before they are read: whoever ends meanwhile may have written more.
-        dead = [held for held in self.held if held.is_of_dead]
-        began = time.time() - (time.monotonic() - run.opened)
-        journals = [(held.process.pid, held.descriptor) for held in self.held]
-        secs = max(0.0, deadline - time.monotonic())
-        told = export_requests(journals, run.path, secs, run.folder.charge, seconds=began)
-        if self.dropped:
-            words = f"the journals of {self.dropped} processes that had ended before were dropped"
-            told.reason = f"{told.reason}; {words}" if told.reason else words
-        run.set_journal(told)
-        self.taken = dead
 
 
 #: See `IncidentFolder.charge`.

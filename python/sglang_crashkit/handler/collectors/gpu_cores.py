@@ -1,26 +1,32 @@
 """GPU cores of the schedulers: asked for once the cheaper evidence is there, waited for as they grow, and read.
 
 The server's end waits for them, so they have what `Settings.exit_secs` leaves, however they grow. A core that takes
-more of the disk than it may is not waited for: the end of the server cuts it short.
+more of the disk than it may is not waited for: the end of the server cuts it short. Each that is whole is read by a
+process of its own while the handler goes on.
 
-What whole GPU cores say, taken into the incident: each is read by a process of its own while the handler goes on.
+Of a server that hangs cuda-gdb then says what the kernels and the native stacks of a scheduler are. It is the last of
+all that is taken: it stops a process for as long as it reads, and no core can be written while it is attached. So it
+comes only to a process of which a core was written, within what is left of the incident's time, and a process that it
+did not let go of is let go on; see `capture.debugger`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 from sglang_crashkit.capture.cuda_core.child import CoreReader, Reading
 from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError, is_whole_core
-from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.handler.collectors.gpu.stacks import GpuStacks
+from sglang_crashkit.capture.debugger import GET_CUDA_GDB, Debugged, Debugger, debug, find_debugger, most_at_once
+from sglang_crashkit.handler.collectors.process_evidence import write_piece
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import TrackedProcess
-from sglang_crashkit.incident.retention import status_of
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.model.incident import Evidence, ProcessReport
 from sglang_crashkit.settings import MAX_CORE, MB, Settings
@@ -29,18 +35,20 @@ logger = logging.getLogger(__name__)
 
 #: A core under way is looked at this often, in seconds.
 _LOOK_SECS = 0.1
+#: The longest that reading a core may take, in seconds; one of a whole GPU takes about 5.
+READ_SECS = 15.0
 #: There is to be room for so many bytes of a core; without memory in it, one of 255 MB was seen.
 _CORE_BYTES = 256 << 20
 #: When its core is written, the driver ends the process whose GPU failed; so long may it take to, in seconds.
 _LAST_CORE_SECS = 60.0
-
-
 #: What is left of the incident's time for writing it, in seconds.
 _WRITING_SECS = 1.0
 #: Of the time that the server's end has, the share that is left when the cores are read, and the one for reading them.
 _LAST_SHARE, _READING_SHARE = 0.1, 0.25
 #: Incidents of a server that hangs, as long as no rank of it is dead.
 _HANGS = frozenset({"child_failure", "hang"})
+#: To attach and to let go alone takes cuda-gdb seconds.
+_LEAST_SECS = 3.0
 
 
 class Cores:
@@ -258,10 +266,6 @@ class Cores:
         del self._under_way[pid]
 
 
-#: The longest that reading a core may take, in seconds; one of a whole GPU takes about 5.
-READ_SECS = 15.0
-
-
 class CoreReadings:
     """The readings of one incident.
 
@@ -303,13 +307,91 @@ class CoreReadings:
     def _take(self, reading: Reading, report: ProcessReport, seconds: float) -> None:
         report.gpu = reading.brief
         if reading.core is None:
-            report.evidence.append(Evidence("gpu_kernels", "failed", reason=reading.reason, seconds=seconds))
-            return
-        name = f"gpu/{titles.label_of(report.title, report.pid)}.kernels.json"
-        try:
-            path = self._run.folder.write_json(name, reading.core)
-        except (OSError, CrashkitError) as error:
-            # What it says in short is in the incident nonetheless.
-            report.evidence.append(Evidence("gpu_kernels", status_of(error), reason=f"{name}: {error}"))
+            piece = Evidence("gpu_kernels", "failed", reason=reading.reason, seconds=seconds)
         else:
-            report.evidence.append(Evidence("gpu_kernels", "captured", path=path, seconds=seconds))
+            # Without room for the file, what it says in short is in the incident nonetheless.
+            name = f"gpu/{titles.label_of(report.title, report.pid)}.kernels.json"
+            piece = write_piece("gpu_kernels", self._run.folder.write_json, name, reading.core, seconds=seconds)
+        report.evidence.append(piece)
+
+
+class GpuStacks:
+    """What cuda-gdb says in one incident; it is run beside the handler, which asks `look`.
+
+    Args:
+        run: the incident; evidence goes into its reports.
+        processes: the schedulers.
+        seconds: the longest that all of it may take.
+    """
+
+    def __init__(self, run: IncidentRun, processes: Sequence[TrackedProcess], seconds: float) -> None:
+        self._run = run
+        self._deadline = time.monotonic() + seconds
+        self._stop = threading.Event()
+        self._under_way: list[tuple[Future[Debugged], ProcessReport]] = []
+        debugger, _missing = find_debugger()
+        reason = ""
+        if debugger is None or debugger.name != "cuda-gdb":
+            reason = f"cuda-gdb is not installed; next: {GET_CUDA_GDB}"
+        elif seconds < _LEAST_SECS:
+            reason = "SGLANG_CRASHKIT_BUDGET_SECS leaves no time for cuda-gdb"
+        for process in processes if reason else ():
+            run.report(process).evidence.append(Evidence("gpu_stack", "skipped", reason=reason))
+        if reason or debugger is None or not processes:
+            return
+        pool = ThreadPoolExecutor(most_at_once(), thread_name_prefix="cuda-gdb")
+        for process in processes:
+            future = pool.submit(self._debug, debugger, process.pid, process.handle.start_ticks)
+            self._under_way.append((future, run.report(process)))
+        # What was submitted is done nonetheless.
+        pool.shutdown(wait=False)
+
+    @property
+    def are_done(self) -> bool:
+        """Whether nothing is waited for."""
+        return not self._under_way
+
+    @property
+    def attached(self) -> frozenset[int]:
+        """The processes that cuda-gdb may hold now."""
+        return frozenset(report.pid for _future, report in self._under_way)
+
+    def look(self) -> None:
+        """Take in what there is by now."""
+        for entry in list(self._under_way):
+            future, report = entry
+            if future.done():
+                self._under_way.remove(entry)
+                try:
+                    debugged = future.result()
+                except Exception as error:  # noqa: BLE001 - the debugger is a help, the incident is not to be lost
+                    debugged = Debugged("cuda-gdb", problem=f"{type(error).__name__}: {error}")
+                self._take(debugged, report)
+                if self.are_done:
+                    self._run.note(time.time(), "gpu_stacks")
+
+    def call_off(self) -> None:
+        """End it, because the processes end."""
+        self._stop.set()
+
+    def _debug(self, debugger: Debugger, pid: int, start_ticks: int) -> Debugged:
+        seconds = self._deadline - time.monotonic()
+        if seconds < _LEAST_SECS:
+            return Debugged(debugger.name, problem="the others took all the time that there was")
+        return debug(debugger, pid, start_ticks, seconds, self._stop)
+
+    def _take(self, debugged: Debugged, report: ProcessReport) -> None:
+        reason, seconds = debugged.problem or None, debugged.seconds
+        status: Literal["captured", "failed"] = "captured" if debugged.threads or debugged.kernels else "failed"
+        piece = Evidence("gpu_stack", status, reason=reason, seconds=seconds, source=debugged.tool)
+        if debugged.text:
+            name = f"gpu/{titles.label_of(report.title, report.pid)}.cuda-gdb.txt"
+            written = write_piece("gpu_stack", self._run.folder.write_text, name, debugged.text, seconds=seconds)
+            if written.status == "captured":
+                piece.path = written.path
+            else:
+                piece = written
+        report.evidence.append(piece)
+        if not report.gpu:
+            # What the core said is told with its places; these are names alone.
+            report.gpu = [f"kernel {name}, by cuda-gdb" for name in debugged.kernels]

@@ -1,14 +1,16 @@
-"""Take stacks into an incident: of the living by the capture ladder, of the dead what they wrote as they died."""
+"""What each process did: the state and the stacks of the living, how the dead ended, what the failing left."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar
 
 from sglang_crashkit.analysis.waits import caller_that_tells
 from sglang_crashkit.capture.faulthandler_output import parse_faulthandler
@@ -20,17 +22,116 @@ from sglang_crashkit.incident.folder import IncidentFolder
 from sglang_crashkit.incident.retention import status_of
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.stack_hooks import HookFiles, read_stack_hooks
-from sglang_crashkit.model.incident import Evidence, EvidenceKind, ProcessReport
+from sglang_crashkit.model.incident import Evidence, EvidenceKind, Exit, ProcessReport, iso_time
 from sglang_crashkit.model.sample import Frame, Sample, Thread, format_threads, main_thread
 
+Content = TypeVar("Content")
+
+#: What a process was doing is told by so many frames.
+MAX_DOING, _MAX_FRAMES = 4, 1000
+_STATUS_FIELDS = ("State", "Threads", "VmRSS", "VmHWM", "SigCgt", "voluntary_ctxt_switches")
 _KIT = "sglang_crashkit"
 #: Function and file in which the thread sleeps that answers for its process; of no interest.
 _RESPONDER = ("_answer_all", "sglang_crashkit/srt/stack_hooks.py")
 #: On these faulthandler writes the stacks of the process that they end.
 _FAULTS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"})
 _MAX_FAULT_BYTES = 4 << 20
-_MAX_DOING = 4
 _TICKS_PER_SEC = os.sysconf("SC_CLK_TCK")
+
+
+def write_piece(
+    kind: EvidenceKind,
+    write: Callable[[str, Content], str],
+    name: str,
+    content: Content,
+    *,
+    reason: str | None = None,
+    seconds: float | None = None,
+    source: str | None = None,
+) -> Evidence:
+    """Write a file of evidence by a method of the incident's folder; return the piece, also where that fails."""
+    try:
+        return Evidence(kind, "captured", write(name, content), reason, seconds, source)
+    except (OSError, CrashkitError) as error:
+        return Evidence(kind, status_of(error), reason=f"{name}: {error}", seconds=seconds)
+
+
+def note_exit(report: ProcessReport, process: TrackedProcess, *, raised: bool) -> None:
+    """Put a dead process's exit into its report, once; `raised` says that it had reported an exception before."""
+    if report.exit is not None and report.exit.cause != "unknown":
+        return
+    report.exit = _exit_of(process, raised=raised)
+    report.evidence = [piece for piece in report.evidence if piece.kind != "exit"]
+    is_known = process.exit_status().known
+    reason = None if is_known else report.exit.detail
+    report.evidence.insert(0, Evidence("exit", "captured" if is_known else "failed", reason=reason))
+
+
+def _exit_of(process: TrackedProcess, *, raised: bool) -> Exit:
+    """Return how a dead process ended and why, as far as the evidence goes."""
+    status, noticed = process.exit_status(), iso_time(process.exited_at or 0.0)
+    if process.ended_with_parent:
+        detail = "the process, or the thread of it, that had started it ended, and the kernel killed it for that"
+        return Exit(status.code, status.signal, "parent_ended", detail, noticed)
+    if not status.known:
+        detail = "its parent reaped it, and this kernel does not tell others"
+        if procfs.read_stat(process.pid) is not None and not procfs.may_inspect(process.pid):
+            detail = "the kernel tells it to whoever may trace the process, and its parent did not answer"
+        return Exit(None, None, "unknown", detail, noticed)
+    core = ", the kernel wrote a core file" if status.core_dumped else ""
+    if status.signal == "SIGKILL":
+        counter = process.oom_counter
+        kills = counter.grown_by() if counter is not None else None
+        if counter is not None and kills:
+            detail = f"{counter.path} counts {kills} OOM kill(s) more than before"
+            return Exit(None, status.signal, "oom_kill", detail, noticed)
+        memory = "its memory cgroup counts no OOM kill" if kills == 0 else "no OOM counter could be read"
+        return Exit(None, status.signal, "signal", f"{memory}{core}", noticed)
+    if status.signal is not None:
+        return Exit(None, status.signal, "signal", f"no Python exception was reported{core}", noticed)
+    if raised:
+        return Exit(status.code, None, "exception", "it had reported a Python exception", noticed)
+    return Exit(status.code, None, "exit_status", "no Python exception was reported", noticed)
+
+
+def capture_states(processes: Sequence[TrackedProcess], reports: Mapping[int, ProcessReport]) -> None:
+    """Note what ``/proc`` says of each living process."""
+    for process in processes:
+        report, status = reports[process.pid], procfs.read_status(process.pid)
+        if not status:
+            report.evidence.append(Evidence("proc_state", "failed", reason="the process was gone"))
+            continue
+        report.state = {name: status[name] for name in _STATUS_FIELDS if name in status}
+        if wchan := procfs.read_wchan(process.pid):
+            report.state["wchan"] = wchan
+        report.evidence.append(Evidence("proc_state", "captured"))
+
+
+def adopt_record(source: Path, report: ProcessReport, folder: IncidentFolder) -> list[str]:
+    """Move the record that a failing rank wrote of itself into the incident, and beside it what Python prints.
+
+    Returns:
+        The frames of its traceback, innermost first.
+    """
+    try:
+        record = json.loads(source.read_text())
+    except (OSError, ValueError):
+        record = None
+    record = record if isinstance(record, dict) else {}
+    name = f"ranks/{titles.label_of(report.title, report.pid)}.exception"
+    try:
+        path = folder.adopt(source, f"{name}.json")
+    except (OSError, CrashkitError) as error:
+        report.evidence.append(Evidence("exception", status_of(error), reason=f"{source}: {error}"))
+    else:
+        report.evidence.append(Evidence("exception", "captured", path=path))
+        if isinstance(record.get("printed"), str):
+            # The record says the same, for whom there is no room for another file.
+            with contextlib.suppress(OSError, CrashkitError):
+                folder.write_text(f"{name}.txt", record["printed"])
+    traceback = record.get("traceback")
+    frames = traceback if isinstance(traceback, list) else []
+    return [str(frame) for frame in reversed(frames[-_MAX_FRAMES:])]
 
 
 def capture_stacks(
@@ -112,18 +213,19 @@ def take_fault(process: TrackedProcess, report: ProcessReport, folder: IncidentF
         # Of a thread that is none of Python's there is no stack.
         report.hit_in_main = faulty is not None and faulty.native_id == report.pid
     doing = _of_interest(faulty.frames) if faulty else innermost(output.threads, report.pid)
-    name = f"stacks/{titles.label_of(report.title, report.pid)}.fault"
-    try:
-        _write(name, output.threads, report, folder, doing)
+
+    def write(name: str, threads: Sequence[Thread]) -> str:
+        _write(name, threads, report, folder, doing)
         # Its own words say more than its threads: which error it was, and which modules were loaded.
-        path = folder.write_text(f"{name}.txt", text)
-    except (OSError, CrashkitError) as error:
-        report.evidence.append(Evidence("fault_stack", status_of(error), reason=f"{name}: {error}"))
-        return
+        return folder.write_text(f"{name}.txt", text)
+
+    name = f"stacks/{titles.label_of(report.title, report.pid)}.fault"
     cut_off = None if output.is_whole else "what it wrote is not whole"
-    report.evidence.append(Evidence("fault_stack", "captured", path=path, reason=cut_off, source="faulthandler"))
-    # It was captured alive, if at all; what the fault interrupted is what it did last.
-    report.doing = doing
+    piece = write_piece("fault_stack", write, name, output.threads, reason=cut_off, source="faulthandler")
+    report.evidence.append(piece)
+    if piece.status == "captured":
+        # It was captured alive, if at all; what the fault interrupted is what it did last.
+        report.doing = doing
 
 
 def quote_anew(report: ProcessReport, folder: IncidentFolder) -> None:
@@ -162,7 +264,7 @@ def _below_hooks(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
 
 def _of_interest(frames: tuple[Frame, ...]) -> list[str]:
     frames = _below_hooks(frames)
-    shown, telling = list(frames[:_MAX_DOING]), caller_that_tells(frames)
+    shown, telling = list(frames[:MAX_DOING]), caller_that_tells(frames)
     if telling is not None and telling not in shown:
         # Who compiles waits for a compiler, which says nothing without what started it.
         shown[-1] = telling
@@ -188,12 +290,10 @@ def _keep(
         return
     suffix = ".native" if kind == "native_stack" else "" if _is_first(snapshot) else f".{snapshot}"
     name = f"stacks/{titles.label_of(report.title, report.pid)}{suffix}"
-    try:
-        path = _write(name, [thread for thread in sample.threads if not _is_responder(thread)], report, folder, doing)
-    except (OSError, CrashkitError) as error:
-        report.evidence.append(Evidence(kind, status_of(error), reason=f"{name}: {error}", seconds=seconds))
-    else:
-        report.evidence.append(Evidence(kind, "captured", path, sample.problem or None, seconds, source))
+    threads = [thread for thread in sample.threads if not _is_responder(thread)]
+    write = functools.partial(_write, report=report, folder=folder, doing=doing)
+    piece = write_piece(kind, write, name, threads, reason=sample.problem or None, seconds=seconds, source=source)
+    report.evidence.append(piece)
 
 
 def _write(

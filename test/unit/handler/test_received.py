@@ -1,16 +1,20 @@
-"""The last steps of the schedulers of a stand-in server: in every incident, however a rank ended."""
+"""What the processes of a stand-in server passed on, in its incident: their last steps and log records, and more."""
 
 from __future__ import annotations
 
 import json
+import logging
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.collectors.steps import in_short
+from sglang_crashkit.handler.collectors import received
+from sglang_crashkit.handler.collectors.received import format_log, gathering_deadline, in_short, secs_before, share_of
+from sglang_crashkit.memory.log_ring import LogRecord
 from sglang_crashkit.memory.steps import STEPS
 from sglang_crashkit.model.step import Step, StepRequest
 from unit.handler.driver import Server, document_of, report_of
@@ -140,3 +144,113 @@ def test_a_record_that_is_none_is_not_held(start_server: Start) -> None:
     assert records(server) == 1
     server.kill("scheduler_TP1")
     assert evidence_of(report_of(document_of(server), "scheduler_TP1"))["status"] == "skipped"
+
+
+PROMPT = "once upon a time there was a mine in the hills"
+
+
+def pieces(report: dict[str, object], kind: str) -> list[dict[str, str]]:
+    evidence = report["evidence"]
+    assert isinstance(evidence, list)
+    return [piece for piece in evidence if piece["kind"] == kind]
+
+
+@pytest.mark.story
+def test_a_killed_rank_leaves_its_log_and_what_surrounded_the_server(start_server: Callable[..., Server]) -> None:
+    server = start_server()
+    server.kill("scheduler_TP1")
+    document = document_of(server)
+    folder = Path(document["folder"])
+    for title in ("scheduler_TP0", "scheduler_TP1", "detokenizer"):
+        (piece,) = pieces(report_of(document, title), "log")
+        assert piece["path"] == f"logs/{title}-{server.ranks[title]}.log"
+        assert (folder / piece["path"]).read_text().endswith(f"Z INFO sglang.srt: sglang::{title} is ready\n")
+    environment = json.loads((folder / "environment.json").read_text())
+    assert (environment["model"], environment["parallel"]) == ("tiny", {"tp": 2})
+    assert environment["arguments"]["api_key"] == "<redacted>"
+    assert "fake_server.py" in environment["command_line"]
+    assert {"sglang-crashkit", "python", "kernel"} <= set(environment["versions"])
+    open_files = {one["title"]: one["open_files"] for one in environment["processes"]}
+    assert open_files["sglang::scheduler_TP0"] > 0
+    assert document["environment"]["path"] == "environment.json"
+    assert "- model tiny, tp 2\n" in (folder / "summary.md").read_text()
+    written = [path.read_text() for path in folder.rglob("*") if path.is_file()]
+    assert not any("canary-api-key" in text for text in written)
+
+
+def test_a_killed_server_is_told_of_from_what_it_said_at_its_launch(start_server: Callable[..., Server]) -> None:
+    server = start_server(environ={"SGLANG_CRASHKIT_LOG_RECORDS": "0"})
+    server.process.kill()
+    document = document_of(server)
+    assert document["environment"]["model"] == "tiny"
+    assert "fake_server.py" in json.loads((Path(document["folder"]) / "environment.json").read_text())["command_line"]
+    (piece,) = pieces(report_of(document, "scheduler_TP0"), "log")
+    assert (piece["status"], piece["reason"]) == ("skipped", received.OFF)
+
+
+def record(text: str, level: int = logging.ERROR) -> LogRecord:
+    return LogRecord(0.0, level, "sglang", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "level", "expected"),
+    [
+        ("Authorization: Bearer abcdef123456", logging.INFO, "Authorization: <redacted>"),
+        ("the token is canary-of-the-environment", logging.INFO, "the token is <redacted>"),
+        (f"ValueError: no {PROMPT}!", logging.ERROR, "ValueError: no <redacted>!"),
+        (f"got {PROMPT}", logging.INFO, "got <redacted>"),
+        ("Decode batch, #running-req: 3", logging.INFO, "Decode batch, #running-req: 3"),
+    ],
+)
+def test_a_log_is_told_without_secrets_and_prompts(
+    monkeypatch: pytest.MonkeyPatch, text: str, level: int, expected: str
+) -> None:
+    monkeypatch.setenv("OTHER_TOKEN", "canary-of-the-environment")
+    (line,) = format_log([record(text, level)], [PROMPT], time.monotonic() + 60)
+    assert line == f"1970-01-01T00:00:00.000000Z {logging.getLevelName(level)} sglang: {expected}\n"
+
+
+def test_many_records_are_searched_for_prompts_in_parts() -> None:
+    records = [record(f"{number} {'x' * 2000} {PROMPT}") for number in range(30)]
+    lines = format_log(records, [PROMPT], time.monotonic() + 60)
+    assert [int(line.split()[3]) for line in lines] == list(range(30))
+    assert not any("mine in the hills" in line for line in lines)
+
+
+def test_what_could_not_be_searched_in_time_is_withheld() -> None:
+    assert "withheld" in format_log([record("text")], [], time.monotonic() - 1)[0]
+
+
+def test_the_prompts_are_those_of_the_incidents_requests(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    lines = [{"rid": "a", "text": "one"}, {"rid": "b", "input_ids": [1]}, {"rid": "c", "text": ["two", "three"]}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "torn")
+    assert received._prompts_in(path) == ["one", "two", "three"]
+    assert received._prompts_in(tmp_path / "absent") == []
+
+
+@pytest.mark.parametrize(
+    ("budget", "now", "deadline"),
+    [
+        (20.0, 101.0, 107.0),
+        (20.0, 117.0, 120.0),
+        # Somebody finished it late.
+        (20.0, 140.0, 143.0),
+        (4.0, 103.0, 104.0),
+    ],
+)
+def test_gathering_ends_with_the_incident(budget: float, now: float, deadline: float) -> None:
+    assert gathering_deadline(100.0, budget, now) == deadline
+
+
+def test_an_incident_that_waited_as_long_as_it_may_gathers_within_its_budget() -> None:
+    for budget in (1.0, 5.0, 20.0, 300.0):
+        assert gathering_deadline(0.0, budget, secs_before(budget)) <= budget
+
+
+def test_each_part_leaves_time_for_the_next() -> None:
+    deadline, now = 6.0, 0.0
+    for _part in range(4):
+        now = share_of(deadline, now)
+    assert now < deadline
+    assert share_of(deadline, 7.0) == 7.0

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.handler.collectors import stacks
-from sglang_crashkit.handler.collectors.stacks import capture_stacks, innermost, take_fault
+from sglang_crashkit.handler.collectors import process_evidence
+from sglang_crashkit.handler.collectors.process_evidence import capture_stacks, innermost, take_fault
 from sglang_crashkit.incident.folder import IncidentFolder, new_id
 from sglang_crashkit.kernel.stack_hooks import HookFiles
 from sglang_crashkit.model.incident import ProcessReport
@@ -71,7 +71,7 @@ def test_what_it_was_doing_is_of_the_first_good_round(
         frames = (Frame(function, "model.py", 1),)
         threads = (Thread("MainThread", 7, active=False, owns_gil=False, frames=frames),) if function else ()
         taken = [Sample(pid=7, threads=threads, problem="" if function else "py-spy did not end in time")]
-        monkeypatch.setattr(stacks, "capture_all", lambda *_, taken=taken, **_how: taken)
+        monkeypatch.setattr(process_evidence, "capture_all", lambda *_, taken=taken, **_how: taken)
         capture_stacks([process], {7: report}, folder, tmp_path, 1.0, number)
     assert report.doing == ([f"{doing} (model.py:1)"] if doing else [])
     assert [bool(look.doing) for look in report.samples] == [bool(function) for function in rounds]
@@ -190,7 +190,7 @@ def test_the_thread_that_a_fatal_signal_hit_is_known(
         exit_status=lambda: SimpleNamespace(known=True, signal="SIGSEGV"),
     )
     hooks = SimpleNamespace(main_thread=0x10, roots=())
-    monkeypatch.setattr(stacks, "read_stack_hooks", lambda *_which: hooks)
+    monkeypatch.setattr(process_evidence, "read_stack_hooks", lambda *_which: hooks)
     HookFiles.of(tmp_path, 7, 9).fault.write_text(text)
     report = ProcessReport(7, "sglang::scheduler", "scheduler", {})
     take_fault(ended, report, IncidentFolder(tmp_path / "incidents", "killed", new_id(), 0.0), tmp_path)

@@ -1,8 +1,12 @@
 """Tell Prometheus how the server and its crash handler are: in SGLang's own ``/metrics``, and in a file.
 
 SGLang's ``/metrics`` shows what the processes of the server keep in a folder (``PROMETHEUS_MULTIPROC_DIR``), which the
-crash handler inherits; so it needs no hook. What is counted on disk is counted by a short-lived child, as that disk may
-not answer.
+crash handler inherits; so it needs no hook. See "Multiprocess Mode" of prometheus_client, and its ``mmap_dict.py``. The
+files are written here because that library, which maps its files, ends its process by SIGBUS on a full disk, and takes
+memory that the crash handler has not. The other file, for the textfile collector of node_exporter, is text; see
+"Text-based format" in Prometheus' documentation.
+
+What is counted on disk is counted by a short-lived child, as that disk may not answer.
 """
 
 from __future__ import annotations
@@ -14,26 +18,28 @@ import logging
 import os
 import signal
 import stat
+import struct
+import subprocess
+import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, Literal
 
 import setproctitle
 
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.folders import run_alone
 from sglang_crashkit.handler.processes import ProcessTree
-from sglang_crashkit.handler.publishing.exposition import Metric, format_text, problem_of_shared, shared_files
+from sglang_crashkit.handler.session import Session
 from sglang_crashkit.incident.retention import limits_on, use_of
 from sglang_crashkit.incident.store import is_finished, parse_name
 from sglang_crashkit.incident.summary import mapping_of
 from sglang_crashkit.kernel.private_files import write_private
 from sglang_crashkit.settings import DiskLimits
-
-if TYPE_CHECKING:
-    from sglang_crashkit.handler.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +53,99 @@ _LAST_SECS = 1.0
 _MAX_READ = 100
 _MAX_KNOWN = 10_000
 _MAX_BYTES = 1 << 20
-_MAX_DESCRIPTORS = 1 << 16
 _UNREAD = "unread"
 _PREFIX = "sglang_crashkit_"
 _READABLE = 0o644
+_CHECK_SECS = 10.0
+#: Has the library that is installed read a folder, and print what ``/metrics`` would say.
+_CHECK = """
+import sys
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry, path=sys.argv[1])
+sys.stdout.write(generate_latest(registry).decode())
+"""
+
+Type = Literal["gauge", "counter"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric with its samples.
+
+    Attributes:
+        name: as it is queried; that of a counter ends with ``_total``.
+        help: what it is, a sentence.
+        samples: labels and value of each.
+        type: ``gauge`` or ``counter``.
+    """
+
+    name: str
+    help: str
+    samples: tuple[tuple[Mapping[str, str], float], ...]
+    type: Type = "gauge"
+
+
+def format_text(metrics: Iterable[Metric]) -> str:
+    """Return metrics as text; one without samples is left out."""
+    lines = []
+    for metric in metrics:
+        if metric.samples:
+            lines += [f"# HELP {metric.name} {_escape(metric.help)}", f"# TYPE {metric.name} {metric.type}"]
+        lines += [f"{metric.name}{_format_labels(labels)} {value!r}" for labels, value in metric.samples]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def shared_files(metrics: Iterable[Metric], owner: int, seconds: float) -> dict[str, bytes]:
+    """Return the files of prometheus_client's multiprocess mode by name.
+
+    Args:
+        metrics: all of them.
+        owner: the pid in the names; what one process writes replaces what it wrote before.
+        seconds: when they were measured, since the epoch.
+    """
+    entries: dict[Type, list[bytes]] = {"gauge": [], "counter": []}
+    for metric in metrics:
+        # The library adds the ending to a counter's name itself.
+        family = metric.name.removesuffix("_total")
+        for labels, value in metric.samples:
+            key = json.dumps([family, metric.name, dict(labels), metric.help], sort_keys=True).encode()
+            padded = key + b" " * (8 - (len(key) + 4) % 8)
+            entries[metric.type].append(struct.pack(f"=i{len(padded)}sdd", len(key), padded, value, seconds))
+    files = {type_: b"".join(its) for type_, its in entries.items()}
+    files = {type_: struct.pack("=ii", 8 + len(body), 0) + body for type_, body in files.items()}
+    # Live: a reader that lists a file which is gone when it opens it passes over it.
+    return {f"gauge_livemostrecent_{owner}.db": files["gauge"], f"counter_{owner}.db": files["counter"]}
+
+
+def problem_of_shared(files: Mapping[str, bytes], metrics: Iterable[Metric]) -> str:
+    """Return why the prometheus_client that is installed would not read these files; empty where it reads them right.
+
+    What it cannot read would take all of a server's ``/metrics`` with it.
+    """
+    with tempfile.TemporaryDirectory(prefix="crashkit-metrics-") as folder:
+        for name, data in files.items():
+            (Path(folder) / name).write_bytes(data)
+        argv = [sys.executable, "-c", _CHECK, folder]
+        try:
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=_CHECK_SECS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"prometheus_client could not be asked: {error}"
+    if done.returncode:
+        return f"prometheus_client cannot read what is shared: {done.stderr.strip().splitlines()[-1:]}"
+    read = {line.partition(" ")[0].partition("{")[0] for line in done.stdout.splitlines() if line[:1] != "#"}
+    missing = sorted({metric.name for metric in metrics if metric.samples} - read)
+    return f"prometheus_client reads no {', '.join(missing)}" if missing else ""
+
+
+def _format_labels(labels: Mapping[str, str]) -> str:
+    told = ",".join(f'{name}="{_escape(value, quoted=True)}"' for name, value in labels.items())
+    return f"{{{told}}}" if told else ""
+
+
+def _escape(text: str, *, quoted: bool = False) -> str:
+    text = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return text.replace('"', '\\"') if quoted else text
 
 
 @dataclass(frozen=True)
@@ -228,7 +323,7 @@ class MetricsPublisher:
         self._due = time.monotonic() + INTERVAL_SECS
         if not self._reap():
             return
-        arguments = self._session.received.arguments()
+        arguments = self._session.received.surroundings.arguments()
         self._port = str(arguments.get("port") or self._port or 0)
         # Whoever has set the variable for other programs does not want this.
         shared = Path(self._shared) if self._shared and arguments.get("enable_metrics") else None
@@ -266,10 +361,20 @@ class MetricsPublisher:
             os.close(theirs)
             raise
         if pid == 0:
-            _run_alone(theirs, functools.partial(self._work, measured, shared))
+            run_alone(theirs, functools.partial(self._say, measured, shared))
         os.close(theirs)
         os.set_blocking(ours, False)
         self._child = (pid, ours)
+
+    def _say(self, measured: Measured, shared: Path | None) -> bytes:
+        try:
+            setproctitle.setproctitle("crashkit_metrics")
+            for _standard in range(3):
+                os.open(os.devnull, os.O_RDWR)
+            said = self._work(measured, shared)
+        except BaseException as error:  # noqa: BLE001 - of this process nothing else is left
+            said = {"problem": f"{type(error).__name__}: {error}"[:500]}
+        return json.dumps(said).encode()
 
     def _work(self, measured: Measured, shared: Path | None) -> dict[str, Any]:
         disk = look_at_disk(self._incidents, self._causes, self._limits)
@@ -335,24 +440,3 @@ def _has_ended(pid: int) -> bool:
     except ChildProcessError:
         # Whoever started the server ignores SIGCHLD, so that the kernel reaps.
         return True
-
-
-def _run_alone(answer: int, work: Callable[[], dict[str, Any]]) -> NoReturn:
-    """Do the work, say what came of it, and end this process: a child, which holds nothing of its parent's.
-
-    It may stand still for long, and nobody is to take it for the handler.
-    """
-    said: dict[str, Any] = {}
-    try:
-        setproctitle.setproctitle("crashkit_metrics")
-        os.closerange(0, answer)
-        os.closerange(answer + 1, _MAX_DESCRIPTORS)
-        for _standard in range(3):
-            os.open(os.devnull, os.O_RDWR)
-        said = work()
-    except BaseException as error:  # noqa: BLE001 - of this process nothing else is left
-        said = {"problem": f"{type(error).__name__}: {error}"[:500]}
-    finally:
-        with contextlib.suppress(OSError):
-            os.write(answer, json.dumps(said).encode())
-        os._exit(0)

@@ -13,8 +13,17 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_crashkit.handler.publishing import metrics
-from sglang_crashkit.handler.publishing.metrics import FILE, SHARED, MetricsPublisher, look_at_disk
+from sglang_crashkit.handler import metrics
+from sglang_crashkit.handler.metrics import (
+    FILE,
+    SHARED,
+    Metric,
+    MetricsPublisher,
+    format_text,
+    look_at_disk,
+    problem_of_shared,
+    shared_files,
+)
 from sglang_crashkit.memory.heartbeat import Heartbeat
 from sglang_crashkit.settings import DiskLimits
 from unit.handler.driver import Server
@@ -67,7 +76,7 @@ def publisher(
 
     def make(arguments: dict[str, Any], **environ: str) -> MetricsPublisher:
         received = SimpleNamespace(
-            arguments=lambda: arguments,
+            surroundings=SimpleNamespace(arguments=lambda: arguments),
             heartbeats=SimpleNamespace(last_signs=lambda: signs),
             journal_bytes=lambda: 0,
         )
@@ -256,3 +265,66 @@ def test_what_is_no_file_is_not_replaced_and_told_once(
         f"{FILE} names no file for metrics: {path} is there and is no file"
     ]
     assert not path.is_file()
+
+
+HOSTILE = 'a"b\\c\nd é'
+METRICS = [
+    Metric("kit_up", "Whether\nit is.", (({}, 1.0),)),
+    Metric("kit_incidents", "How many.", (({"kind": "killed", "cause": HOSTILE}, 2.0), ({"kind": "hang"}, 0.5))),
+    Metric("kit_hits_total", "Hits.", (({"port": "1"}, 7.0),), type="counter"),
+    Metric("kit_unknown", "Nothing is known of it.", ()),
+]
+VALUES = {("kit_up", ()): 1.0, ("kit_hits_total", (("port", "1"),)): 7.0}
+VALUES |= {
+    ("kit_incidents", (("cause", HOSTILE), ("kind", "killed"))): 2.0,
+    ("kit_incidents", (("kind", "hang"),)): 0.5,
+}
+
+
+def test_the_text_says_to_prometheus_what_was_measured() -> None:
+    families = list(text_string_to_metric_families(format_text(METRICS)))
+    samples = {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+    assert samples == VALUES
+    assert {family.name: family.type for family in families}["kit_hits"] == "counter"
+    assert families[0].documentation == "Whether\nit is."
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    for name, data in shared_files(METRICS, 4711, 17.0).items():
+        (tmp_path / name).write_bytes(data)
+    return tmp_path
+
+
+def test_the_library_reads_the_files_that_processes_share(shared: Path) -> None:
+    families = list(MultiProcessCollector(CollectorRegistry(), path=str(shared)).collect())
+    samples = {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+    assert samples == VALUES
+    assert {family.name: family.type for family in families} == {
+        "kit_up": "gauge",
+        "kit_incidents": "gauge",
+        "kit_hits": "counter",
+    }
+
+
+def test_more_than_a_page_is_read(tmp_path: Path) -> None:
+    many = [Metric("kit_many", "Many.", tuple(({"rank": f"TP{n}"}, float(n)) for n in range(500)))]
+    for name, data in shared_files(many, 1, 1.0).items():
+        (tmp_path / name).write_bytes(data)
+    (family,) = MultiProcessCollector(CollectorRegistry(), path=str(tmp_path)).collect()
+    assert sorted(sample.value for sample in family.samples) == [float(n) for n in range(500)]
+
+
+def test_what_the_installed_library_reads_is_no_problem() -> None:
+    assert problem_of_shared(shared_files(METRICS, 1, 1.0), METRICS) == ""
+
+
+def test_what_it_cannot_read_is_one() -> None:
+    without = shared_files([metric for metric in METRICS if metric.type == "gauge"], 1, 1.0)
+    assert "reads no kit_hits_total" in problem_of_shared(without, METRICS)
+    assert "cannot read" in problem_of_shared({"gauge_all_1.db": b"\xff\x00\x00\x00\x00\x00\x00\x00\xff"}, METRICS)
+
+
+def test_without_the_library_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_CHECK", "import there_is_no_such_library")
+    assert "ModuleNotFoundError" in problem_of_shared(shared_files(METRICS, 1, 1.0), METRICS)

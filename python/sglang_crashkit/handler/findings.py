@@ -1,4 +1,7 @@
-"""Keep an incident short whose like was seen before: counted, with its own evidence, without stacks and cores."""
+"""What an incident concludes from its evidence as it is finished: divergence, suspects, repeats and the cause.
+
+One whose like was seen before is kept short: counted, with its own evidence, without stacks and cores.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sglang_crashkit.analysis.divergence import Moment, RankSteps, find_divergence
+from sglang_crashkit.analysis.ranks import rank_at
 from sglang_crashkit.analysis.suspects import is_alone, is_by_others, suspects_of
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident import fingerprint
@@ -20,7 +26,9 @@ from sglang_crashkit.incident.fingerprint import count_fault, fault_of
 from sglang_crashkit.incident.folder import REQUESTS, IncidentFolder
 from sglang_crashkit.incident.quarantine import Origin, entry_of_all, note_suspects, origin_of
 from sglang_crashkit.incident.request_fingerprint import fingerprint_of, names_of
+from sglang_crashkit.incident.steps import read_steps
 from sglang_crashkit.model.incident import Incident
+from sglang_crashkit.model.step import Step
 from sglang_crashkit.settings import read_quarantine
 
 logger = logging.getLogger(__name__)
@@ -28,6 +36,8 @@ logger = logging.getLogger(__name__)
 #: Of so many requests that were not answered, the newest, the suspects are chosen.
 _MAX_UNANSWERED = 2000
 _MAX_NAMES = 4
+#: A record holds every thread's stack, and is still short of this.
+_MAX_BYTES = 4 << 20
 #: How the line of a request begins, unless its id is longer than any that is looked for.
 _LINE = re.compile(rb'\{"rid": ("(?:[^"\\]|\\.){0,1024}"), "state": "(\w+)"')
 _STACKS = "stacks/"
@@ -179,3 +189,114 @@ def _give_up_stacks(incident: Incident) -> Iterator[str]:
                 yield from (str(Path(piece.path).with_suffix(suffix)) for suffix in (".txt", ".json"))
                 piece.status, piece.path, piece.source = "skipped", None, None
                 piece.reason = f"the same fault as in incident {incident.fault.repeats}, which has its stacks"
+
+
+def without_requests(steps: Sequence[Step]) -> list[Step]:
+    """Return steps without their requests, which of a thousand steps take tens of megabytes; the file has them."""
+    return [replace(step, requests=()) for step in steps]
+
+
+def divergence_of(
+    incident: Incident, steps: Mapping[int, Sequence[Step]], folder: Path, opened: float, read_at: float
+) -> dict[str, Any] | None:
+    """Return what an incident tells of it; None where no rank noted its steps, or none has another to agree with.
+
+    Args:
+        incident: with its processes.
+        steps: the last steps of the schedulers, by pid; the hashes of the steps stand for the requests.
+        folder: the incident's, which has the steps with their requests.
+        opened: since when the incident is gathered, in seconds of the monotonic clock.
+        read_at: when the first of the steps were read, by the same clock.
+    """
+    name = "the hang was noticed" if incident.kind == "hang" else "the incident"
+    moment = Moment(opened, name, read_at)
+    ranks = [
+        RankSteps(rank_at(report.rank), steps.get(report.pid, ()), report.pid)
+        for report in incident.processes
+        if report.role == "scheduler"
+    ]
+    if not any(one.steps for one in ranks):
+        return None
+    try:
+        found = find_divergence(ranks, moment)
+        if found is not None and found.step is not None:
+            told = {one.pid: one.steps for one in read_steps(folder, found.step)}
+            found = find_divergence([_with(one, told.get(one.pid, ())) for one in ranks], moment) or found
+    except Exception:
+        # What is known beside it is worth more.
+        logger.exception("the steps of the ranks cannot be compared")
+        return None
+    return found.to_json() if found is not None else None
+
+
+def _with(one: RankSteps, told: Sequence[Step]) -> RankSteps:
+    """Return the steps of a rank, some of them as they were told elsewhere."""
+    return replace(one, steps=[*{step.number: step for step in (*one.steps, *told)}.values()])
+
+
+def explain(incident: Incident, folder: Path) -> dict[str, Any] | None:
+    """Return the cause of an incident, as ``incident.json`` holds it; None where nothing failed, or nobody can tell.
+
+    Args:
+        incident: judged.
+        folder: where its evidence lies.
+    """
+    if incident.kind == "snapshot":
+        return None
+    try:
+        from sglang_crashkit.analysis import causes
+
+        document = incident.to_json()
+        # Of which the incident itself has a little.
+        document["environment"] = _read(folder / "environment.json") or document.get("environment")
+        return causes.explain(document, _records(incident, folder), _stacks(incident), _logs(incident, folder))
+    except Exception as error:
+        logger.error("the cause of incident %s was not looked for", incident.id, exc_info=error)
+        return None
+
+
+def _stacks(incident: Incident) -> dict[int, list[str]]:
+    """Return by pid the main thread of those that hang; of others the incident has what they were doing."""
+    return {
+        process.pid: [str(frame) for frame in sample.threads[0].frames]
+        for process in incident.processes
+        for sample in reversed(process.samples)
+        if sample.threads
+    }
+
+
+def _records(incident: Incident, folder: Path) -> dict[int, dict[str, Any]]:
+    """Return by pid what failing processes wrote of themselves."""
+    paths = _paths(incident, "exception")
+    return {pid: record for pid, path in paths.items() if (record := _read(folder / path))}
+
+
+def _logs(incident: Incident, folder: Path) -> dict[int, list[str]]:
+    """Return by pid what the first failure logged last; of the others it says nothing about the cause."""
+    failure = incident.verdict.first_failure if incident.verdict is not None else None
+    path = _paths(incident, "log").get(failure.pid) if failure is not None else None
+    if failure is None or path is None:
+        return {}
+    try:
+        with (folder / path).open(errors="replace") as file:
+            return {failure.pid: file.read(_MAX_BYTES).splitlines()}
+    except OSError:
+        return {}
+
+
+def _paths(incident: Incident, kind: str) -> dict[int, str]:
+    return {
+        process.pid: piece.path
+        for process in incident.processes
+        for piece in process.evidence
+        if piece.kind == kind and piece.path is not None
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open() as file:
+            document = json.loads(file.read(_MAX_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}

@@ -1,0 +1,263 @@
+"""What an incident asks of the GPUs: the driver and the flight recorders while others look on, at its end the cores."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import asdict
+from typing import Any
+
+from sglang_crashkit.analysis.gpus import Holder, XidSources, account
+from sglang_crashkit.capture.gpu_facts import GpuFacts, GpuFactsReader, XidWatch, find_library
+from sglang_crashkit.handler.collectors.flight import FlightRecorders
+from sglang_crashkit.handler.collectors.gpu_cores import Cores
+from sglang_crashkit.handler.collectors.process_evidence import write_piece
+from sglang_crashkit.handler.collectors.received import secs_before
+from sglang_crashkit.handler.folders import Place
+from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.processes import ProcessTree
+from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel.identity_key import is_host_namespace
+from sglang_crashkit.model.incident import Evidence, EvidenceStatus
+from sglang_crashkit.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+#: Eight GPUs take less than a second; a driver that takes longer than this hangs. Seconds.
+_DEADLINE_SECS = 5.0
+#: How often an answer is looked for, in seconds.
+_LOOK_SECS = 0.1
+#: Incidents of a server whose own GPUs and collectives are none of the matter.
+_WITHOUT = frozenset({"peer_lost", "snapshot"})
+#: Incidents of a server that goes on, or that had not got so far as to use its GPUs.
+_WITHOUT_CORES = _WITHOUT | {"failed_start"}
+
+
+class GpuEvidence:
+    """The GPUs' part of one incident after another.
+
+    Args:
+        tree: the server's processes.
+        place: where they say how they are asked.
+        settings: how long that may take.
+    """
+
+    def __init__(self, tree: ProcessTree, place: Place, settings: Settings) -> None:
+        self._tree = tree
+        self._place = place
+        self._settings = settings
+        self._flight: FlightRecorders | None = None
+        self._cores: Cores | None = None
+        self._driver = _Driver(tree, is_on=settings.gpu_facts)
+        self._late_flight: set[int] = set()
+        self._is_finishing = False
+
+    @property
+    def writing_cores(self) -> frozenset[int]:
+        """The processes that write a GPU core now, and are neither signalled nor stopped meanwhile."""
+        return self._cores.writing if self._cores is not None else frozenset()
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether the incident would be finished but for them."""
+        return self._cores_under_way is not None or (self._is_finishing and self._are_answers_under_way)
+
+    @property
+    def are_cores_asked(self) -> bool:
+        """Whether it came to the cores, which are the last."""
+        return self._cores is not None
+
+    @property
+    def cores_secs_left(self) -> float | None:
+        """How long the cores may take from now on, in seconds; None where none is awaited."""
+        cores = self._cores_under_way
+        return max(0.0, cores.deadline - time.monotonic()) if cores is not None else None
+
+    def next_due(self) -> float:
+        """Return when `look` has something to do, by the monotonic clock."""
+        if self._cores_under_way is not None:
+            return self._cores_under_way.next_due()
+        flight = self._flight.next_due() if self._flight is not None else float("inf")
+        return min(flight, float("inf") if self._driver.is_done else time.monotonic() + _LOOK_SECS)
+
+    def look(self) -> None:
+        """See what is whole by now."""
+        if self._cores_under_way is not None:
+            self._cores_under_way.look()
+            return
+        self._driver.look()
+        if self._flight is not None:
+            self._flight.look()
+
+    def watch(self) -> None:
+        """Begin to watch for what the driver tells only once."""
+        self._driver.watch()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._driver.close()
+
+    def ask(self, run: IncidentRun) -> None:
+        """Ask the driver what it knows, and the schedulers for their flight recorders, once an incident."""
+        if self._flight is not None:
+            return
+        left_secs = max(0.0, run.opened + secs_before(self._settings.budget_secs) - time.monotonic())
+        is_wanted = run.incident.kind not in _WITHOUT
+        if is_wanted:
+            self._driver.ask(run, left_secs)
+        schedulers = [process for process in self._tree if is_wanted and process.role == "scheduler"]
+        self._flight = FlightRecorders(run, schedulers, self._place.runtime, left_secs, self._late_flight)
+
+    def have_answered(self, run: IncidentRun) -> bool:
+        """Say whether both have, so that the end of the incident waits for neither; ask where nobody did."""
+        self._is_finishing = True
+        self.ask(run)
+        return not self._are_answers_under_way
+
+    def are_cores_done(self, run: IncidentRun, *, of_living: bool, of_dead: bool) -> bool:
+        """Say whether no core is awaited any more; ask where nobody did.
+
+        Args:
+            run: the incident.
+            of_living: whether the living schedulers' GPUs are of interest: the server did not go on, and is not gone.
+            of_dead: whether those are which the driver may have written before a scheduler ended.
+        """
+        if self._cores is None:
+            of_living = of_living and run.incident.kind not in _WITHOUT_CORES
+            schedulers = [process for process in self._tree if process.role == "scheduler"]
+            living = [process for process in self._tree.alive() if of_living and process in schedulers]
+            dead = [process for process in schedulers if of_dead and process.exited_at is not None]
+            self._cores = Cores(run, living, dead, self._settings)
+        return self._cores.are_done
+
+    def give_up_cores(self, reason: str) -> None:
+        """Wait for no core any longer, for a reason that is noted."""
+        if self._cores_under_way is not None:
+            self._cores_under_way.give_up(reason)
+
+    def give_up_answers(self, reason: str) -> None:
+        """Wait for neither the driver nor a flight recorder any longer, for a reason that is noted."""
+        self._driver.give_up(reason)
+        if self._flight is not None:
+            self._flight.give_up(reason)
+
+    def forget(self) -> None:
+        """Be ready for the next incident."""
+        self._flight = self._cores = None
+        self._driver.forget()
+        self._is_finishing = False
+
+    @property
+    def _cores_under_way(self) -> Cores | None:
+        return self._cores if self._cores is not None and not self._cores.are_done else None
+
+    @property
+    def _are_answers_under_way(self) -> bool:
+        return not self._driver.is_done or (self._flight is not None and not self._flight.are_done)
+
+
+class _Driver:
+    """What the driver knows, in one incident after another, and the watch for what it tells only once."""
+
+    def __init__(self, tree: ProcessTree, *, is_on: bool) -> None:
+        self._tree = tree
+        self._is_on = is_on
+        # Folders of libraries may lie on a disk that does not answer later.
+        self._library = find_library()
+        self._watch: XidWatch | None = None
+        self._watch_problem = "not watched"
+        self._asked: tuple[IncidentRun, GpuFactsReader] | None = None
+
+    def watch(self) -> None:
+        """Begin to watch for Xid events, where there is an NVIDIA GPU."""
+        if self._is_on and self._library == "pynvml":
+            try:
+                self._watch = XidWatch()
+            except OSError as error:
+                self._watch_problem = f"its watcher could not be started: {error.strerror}"
+                logger.warning("Xid events are not watched for: %s", self._watch_problem)
+
+    def close(self) -> None:
+        """End both children."""
+        self.forget()
+        if self._watch is not None:
+            self._watch.close()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is waited for."""
+        return self._asked is None
+
+    def ask(self, run: IncidentRun, left_secs: float) -> None:
+        """Ask the driver, which has so many seconds, for an incident."""
+        # The devices may be made when the first process uses them.
+        library = self._library or find_library({})
+        if not self._is_on:
+            self._add(run, "skipped", "switched off by SGLANG_CRASHKIT_GPU_FACTS")
+        elif library is None:
+            self._add(run, "skipped", "no GPU: neither the devices of NVIDIA's driver nor of AMD's are there")
+        elif left_secs <= 0:
+            self._add(run, "skipped", "SGLANG_CRASHKIT_BUDGET_SECS leaves no time for it")
+        else:
+            since = procfs.started_at(self._tree.root.handle.start_ticks)
+            try:
+                self._asked = run, GpuFactsReader(library, min(_DEADLINE_SECS, left_secs), since)
+            except RuntimeError as error:
+                self._add(run, "failed", str(error))
+
+    def look(self) -> None:
+        """Take in what the driver said, where it has."""
+        if self._asked is not None:
+            run, reader = self._asked
+            facts = reader.look()
+            if facts is not None:
+                self._asked = None
+                self._take(facts, run)
+
+    def give_up(self, reason: str) -> None:
+        """Wait no longer, for a reason that is noted."""
+        if self._asked is not None:
+            run, _reader = self._asked
+            self.forget()
+            self._add(run, "failed", reason)
+
+    def forget(self) -> None:
+        """Be ready for the next incident."""
+        if self._asked is not None:
+            self._asked[1].call_off()
+            self._asked = None
+
+    def _take(self, facts: GpuFacts, run: IncidentRun) -> None:
+        watch, start = self._watch, {}
+        if watch is not None:
+            watch.look()
+            start = watch.start
+        problems = [f"no NVML events: {watch.problem if watch is not None else self._watch_problem}"]
+        if watch is not None and not watch.problem:
+            problems = [f"{', '.join(names)}: {error}" for error, names in start["errors"].items()]
+        if facts.kernel_problem:
+            problems.append(facts.kernel_problem)
+        told = account(
+            facts.gpus,
+            [Holder(one.pid, one.title, procfs.started_at(one.handle.start_ticks), one.gpu) for one in self._tree],
+            XidSources(watch.xids if watch is not None else (), facts.kernel_xids, start.get("time"), problems),
+            start.get("gpus", ()),
+            sees_all_pids=is_host_namespace(),
+        )
+        if facts.reason:
+            told["lines"].insert(0, facts.reason)
+        run.incident.gpus = told
+        for event in told["xids"]:
+            pids = [one["pid"] for one in event["processes"]]
+            run.note(event["time"], "xid", number=event["xid"], gpu=event["bus_id"], pids=pids, source=event["source"])
+        if not facts.driver:
+            self._add(run, "failed", facts.reason or "the driver said nothing", facts.seconds)
+            return
+        document = {**asdict(facts), "start": start, **told}
+        # What it says in short is in the incident even where there is no room for the file.
+        how: dict[str, Any] = {"reason": facts.reason or None, "seconds": facts.seconds}
+        piece = write_piece("gpu_facts", run.folder.write_json, "gpu/facts.json", document, **how)
+        run.report(self._tree.root).evidence.append(piece)
+
+    def _add(self, run: IncidentRun, status: EvidenceStatus, reason: str, seconds: float | None = None) -> None:
+        run.report(self._tree.root).evidence.append(Evidence("gpu_facts", status, reason=reason, seconds=seconds))

@@ -1,0 +1,415 @@
+"""Memory that the server's processes passed on to this one by descriptor: it outlives them, and tells of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.handler.collectors.environment import Surroundings
+from sglang_crashkit.handler.collectors.requests import export_requests
+from sglang_crashkit.handler.heartbeats import Heartbeats, modes_of
+from sglang_crashkit.handler.incident import IncidentRun
+from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
+from sglang_crashkit.incident.folder import REQUESTS
+from sglang_crashkit.incident.retention import status_of
+from sglang_crashkit.kernel import titles
+from sglang_crashkit.memory.log_ring import LogRecord, read_log
+from sglang_crashkit.memory.ring import is_ring
+from sglang_crashkit.memory.steps import NotStepsError, StepReader
+from sglang_crashkit.model import incident
+from sglang_crashkit.model.incident import MAX_RIDS, Evidence, InStep, iso_time
+from sglang_crashkit.model.step import Step
+from sglang_crashkit.protocol import Message
+from sglang_crashkit.redact import redact_prompts, redact_text, secrets_of_mapping
+from sglang_crashkit.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+#: The longest that all of it may take as an incident is finished, in seconds, where the incident has that much left;
+#: eight ranks take about one.
+_MAX_SECS = 6.0
+#: So much of an incident's time is kept for it, in seconds, and at most such a share.
+_KEPT_SECS, _KEPT_SHARE = 3.0, 0.25
+OFF = "switched off by SGLANG_CRASHKIT_LOG_RECORDS"
+_WITHHELD = "<withheld: it could not be searched for secrets in time>"
+#: As many prompts as are compared, and so much of the file with them is read for each, in bytes.
+_MAX_PROMPTS, _MAX_LINE = 256, 4 << 20
+#: So much is compared with the prompts at a time, in characters.
+_AT_A_TIME = 16_384
+_BETWEEN = "\0"
+#: So many steps, of so many requests each, stand in ``incident.json``; of one that was not finished `MAX_RIDS`.
+_LAST, _REQUESTS_OF_LAST = 5, 8
+
+
+def secs_before(budget_secs: float) -> float:
+    """Return how long an incident that may take `budget_secs` may wait before it gathers what is held in memory."""
+    return budget_secs - _kept_secs(budget_secs)
+
+
+def gathering_deadline(opened: float, budget_secs: float, now: float) -> float:
+    """Return until when all of it is to be there, by the monotonic clock as are `opened` and `now`."""
+    left_secs = max(opened + budget_secs - now, _kept_secs(budget_secs))
+    return now + min(left_secs, _MAX_SECS)
+
+
+def share_of(deadline: float, now: float) -> float:
+    """Return until when one part of it may take, so that as much is left for the others; by the monotonic clock."""
+    return now + max(0.0, deadline - now) / 2
+
+
+def _kept_secs(budget_secs: float) -> float:
+    return min(_KEPT_SECS, _KEPT_SHARE * budget_secs)
+
+
+class Received:
+    """What the processes of one server passed on."""
+
+    def __init__(self, tree: ProcessTree, settings: Settings) -> None:
+        self.heartbeats = Heartbeats(tree, is_on=settings.hang_secs > 0)
+        self.surroundings = Surroundings()
+        self._journals = RequestJournals()
+        self._steps = StepRecords()
+        self._logs = ProcessLogs(settings.log_records)
+        self._tree = tree
+        self._budget_secs = settings.budget_secs
+
+    def take(self, message: Message, sender: TrackedProcess, seconds: float) -> None:
+        """Take in what came with a message, said at `seconds` since the epoch; other messages mean nothing here."""
+        descriptor, fields = message.descriptor, message.fields
+        match message.event:
+            case "beat":
+                self.heartbeats.follow(sender, descriptor, fields.get("modes"))
+            case "journal":
+                self._journals.follow(sender, descriptor)
+            case "steps":
+                self._steps.follow(sender, descriptor, fields.get("modes"))
+            case "log":
+                self._logs.follow(sender, descriptor)
+            case "surroundings" if sender.is_root:
+                self.surroundings.hear(descriptor, seconds, ready=fields.get("ready") is True)
+
+    def add_to(self, run: IncidentRun, note_error: Callable[[str, Exception], Any]) -> None:
+        """Put all of it into an incident that is about to be finished.
+
+        One that fails costs no other: `note_error` is called with what failed and why.
+        """
+        run.add_last_signs(self.heartbeats.last_signs())
+        deadline = gathering_deadline(run.opened, self._budget_secs, time.monotonic())
+        # The logs are searched for the prompts of the requests.
+        for part in (self._steps, self._journals, self._logs, self.surroundings):
+            try:
+                part.add_to(run, self._tree, share_of(deadline, time.monotonic()))
+            except Exception as error:  # noqa: BLE001 - told in the log and the incident
+                note_error("what was kept in memory", error)
+
+    def journal_bytes(self) -> int:
+        """Return how much memory the request journals take."""
+        return sum(os.fstat(held.descriptor).st_blocks * 512 for held in self._journals.held)
+
+    def release(self, *, is_written: bool) -> None:
+        """Give back what dead processes left, where an incident that is on the disk has it."""
+        self._journals.release(is_written=is_written)
+        self._logs.release(is_written=is_written)
+
+    def forget_requests(self) -> None:
+        """Give back what an earlier server of the same program was asked."""
+        self._journals.close()
+        self._steps.close()
+
+    def close(self) -> None:
+        """Give all of it back."""
+        for part in (self._journals, self._steps, self._logs, self.surroundings):
+            part.close()
+
+
+@dataclass(eq=False)
+class Held:
+    """A piece of memory: who writes it, or wrote it, and the descriptor by which it is held.
+
+    Attributes:
+        modes: of a record of steps, names of the forward modes by their number.
+    """
+
+    process: TrackedProcess
+    descriptor: int
+    modes: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def is_of_dead(self) -> bool:
+        """Whether nobody writes it any more."""
+        return self.process.exited_at is not None
+
+
+class HeldMemory:
+    """The memory of one kind, of the server at hand.
+
+    Attributes:
+        held: all of it.
+        taken: that of dead processes that the incident at hand has.
+        dropped: how many pieces were given back before any incident had them.
+    """
+
+    #: What is in it, for messages; and so many pieces of dead processes are held, and of each living one. A tokenizer
+    #: worker that ends by itself is started anew for ever, and a program may make one engine after the other.
+    what: ClassVar[str]
+    most_of_dead: ClassVar[int] = 4
+    most_of_one: ClassVar[int] = 4
+
+    def __init__(self) -> None:
+        self.held: list[Held] = []
+        self.taken: list[Held] = []
+        self.dropped = 0
+
+    def follow(self, process: TrackedProcess, descriptor: int | None, modes: object = None) -> None:
+        """Hold what a process passed on as `descriptor`, of this process; that stays open.
+
+        `modes` are names of forward modes by their number, as they came; may be anything.
+        """
+        problem = self._problem_of(descriptor) if descriptor is not None else "no descriptor came"
+        if descriptor is None or problem:
+            logger.warning("%s (pid %d) passed on no %s: %s", process.title, process.pid, self.what, problem)
+            return
+        self.held.append(Held(process, os.dup(descriptor), modes_of(modes)))
+        self._drop_oldest([held for held in self.held if held.is_of_dead], self.most_of_dead)
+        self._drop_oldest([held for held in self.held if held.process is process], self.most_of_one)
+
+    def release(self, *, is_written: bool) -> None:
+        """Give back what dead processes left and the incident holds, where that is on the disk by now.
+
+        A server that starts killed tokenizer workers anew would keep a ring of each, and tell of it again.
+        """
+        if is_written:
+            for held in self.taken:
+                self._give_back(held)
+            self.dropped = 0
+        self.taken = []
+
+    def close(self) -> None:
+        """Give all of it back."""
+        for held in list(self.held):
+            self._give_back(held)
+
+    def _problem_of(self, descriptor: int) -> str:
+        return "" if is_ring(descriptor) else "it is no ring"
+
+    def _of(self, process: TrackedProcess) -> Held | None:
+        return next((held for held in self.held if held.process is process), None)
+
+    def _drop_oldest(self, held: list[Held], most: int) -> None:
+        for oldest in held[: max(0, len(held) - most)]:
+            self._give_back(oldest)
+            self.dropped += 1
+            logger.warning("the %s of %s (pid %d) is dropped", self.what, oldest.process.title, oldest.process.pid)
+
+    def _give_back(self, held: Held) -> None:
+        self.held.remove(held)
+        os.close(held.descriptor)
+
+
+class RequestJournals(HeldMemory):
+    """The journals of the server at hand."""
+
+    what = "request journal"
+
+    def add_to(self, run: IncidentRun, _tree: object, deadline: float) -> None:
+        """Put what the journals hold now into an incident.
+
+        `deadline` is when the rest is left out, by the monotonic clock; a full one of 32 MiB takes about a second.
+        """
+        if not self.held or run.problem:
+            return
+        # Before they are read: whoever ends meanwhile may have written more.
+        dead = [held for held in self.held if held.is_of_dead]
+        began = time.time() - (time.monotonic() - run.opened)
+        journals = [(held.process.pid, held.descriptor) for held in self.held]
+        secs = max(0.0, deadline - time.monotonic())
+        told = export_requests(journals, run.path, secs, run.folder.charge, seconds=began)
+        if self.dropped:
+            words = f"the journals of {self.dropped} processes that had ended before were dropped"
+            told.reason = f"{told.reason}; {words}" if told.reason else words
+        run.set_journal(told)
+        self.taken = dead
+
+
+class StepRecords(HeldMemory):
+    """The records of the last steps of the server's schedulers, of 1.5 MB each."""
+
+    what = "record of its steps"
+    #: An elastic server may start ranks anew for ever.
+    most_of_dead = 32
+    most_of_one = 1
+
+    def add_to(self, run: IncidentRun, processes: Iterable[TrackedProcess], deadline: float) -> None:
+        """Put what the schedulers noted of their steps into an incident.
+
+        No other rank is begun with after `deadline`, by the monotonic clock; one takes about 0.1 s.
+        """
+        for process in processes:
+            if process.role == "scheduler" or self._of(process) is not None:
+                self._add(run, process, deadline)
+
+    def _problem_of(self, descriptor: int) -> str:
+        try:
+            StepReader(descriptor)
+        except (OSError, NotStepsError) as error:
+            return str(error)
+        return ""
+
+    def _add(self, run: IncidentRun, process: TrackedProcess, deadline: float) -> None:
+        report, held = run.report(process), self._of(process)
+        report.evidence = [piece for piece in report.evidence if piece.kind != "steps"]
+        if held is None:
+            reason = "it noted none: it had not begun its event loop, or SGLANG_CRASHKIT_STEPS is off"
+            report.evidence.append(Evidence("steps", "skipped", reason=reason))
+            return
+        if time.monotonic() > deadline:
+            reason = "those of other ranks took all the time that there was"
+            report.evidence.append(Evidence("steps", "failed", reason=reason))
+            return
+        began, name = time.monotonic(), f"ranks/{titles.label_of(process.title, process.pid)}.steps.jsonl"
+        try:
+            found = StepReader(held.descriptor, held.modes).read()
+            run.add_steps(process, found.steps)
+            report.steps = incident.LastSteps(
+                last=[in_short(step, found.current) for step in found.steps[-_LAST:]],
+                in_step=None if found.current is None else _in_step(found.current, _seen_at(process)),
+            )
+            lines = "".join(json.dumps(step.to_json()) + "\n" for step in found.steps)
+            path = run.folder.write_bytes(name, lines.encode(errors="backslashreplace"))
+        except (OSError, NotStepsError, CrashkitError) as error:
+            report.evidence.append(Evidence("steps", status_of(error), reason=f"{name}: {error}"))
+        else:
+            seconds = round(time.monotonic() - began, 3)
+            report.evidence.append(Evidence("steps", "captured", path, seconds=seconds))
+
+
+class ProcessLogs(HeldMemory):
+    """The last log records of each process, as ``logs/<process>.log`` in an incident.
+
+    Args:
+        most: how many records of each; 0 where they are not wanted.
+    """
+
+    what = "log"
+    most_of_dead = 16
+    most_of_one = 1
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def add_to(self, run: IncidentRun, tree: Iterable[TrackedProcess], deadline: float) -> None:
+        """Put the logs of the server's own processes into an incident, whose requests are there already.
+
+        What is not searched for secrets and prompts before `deadline`, by the monotonic clock, is withheld; a full log
+        takes about 0.1 s.
+        """
+        prompts = _prompts_in(run.path / REQUESTS)
+        for process in tree:
+            if process.matters:
+                report = run.report(process)
+                # Of an attempt to finish it that failed.
+                report.evidence = [piece for piece in report.evidence if piece.kind != "log"]
+                report.evidence.append(self._piece_of(process, run, prompts, deadline))
+        self.taken = [held for held in self.held if held.is_of_dead]
+
+    def _piece_of(self, process: TrackedProcess, run: IncidentRun, prompts: Sequence[str], deadline: float) -> Evidence:
+        held = self._of(process)
+        if held is None:
+            reason = "it did not log by Python's logging, or no crash handler held it" if self._most else OFF
+            return Evidence("log", "skipped", reason=reason)
+        name = f"logs/{titles.label_of(process.title, process.pid)}.log"
+        try:
+            lines = format_log(read_log(held.descriptor, self._most), prompts, deadline)
+            if not lines:
+                return Evidence("log", "skipped", reason="it logged nothing")
+            return Evidence("log", "captured", path=run.folder.write_text(name, "".join(lines)))
+        except (OSError, CrashkitError) as error:
+            return Evidence("log", status_of(error), reason=f"{name}: {error}")
+
+
+def format_log(records: Sequence[LogRecord], prompts: Sequence[str], deadline: float) -> list[str]:
+    """Return one text for each record, without secrets and without prompts.
+
+    Args:
+        records: what was logged.
+        prompts: what users sent.
+        deadline: what is not searched by then, by the monotonic clock, is withheld.
+    """
+    secrets = secrets_of_mapping(os.environ)
+    # What was said last tells most, and is searched first.
+    newest = records[::-1]
+    said = [redact_text(one.text, secrets) if time.monotonic() < deadline else _WITHHELD for one in newest]
+    if prompts:
+        said = _without_prompts(said, prompts, deadline)
+    lines = (
+        f"{iso_time(one.seconds)} {logging.getLevelName(one.level)} {one.logger}: {text}\n"
+        for one, text in zip(newest, said, strict=True)
+    )
+    return list(lines)[::-1]
+
+
+def _without_prompts(texts: Sequence[str], prompts: Sequence[str], deadline: float) -> list[str]:
+    """Return the texts without what they share with the prompts: many at a time, as each search takes all prompts."""
+    found: list[str] = []
+    while len(found) < len(texts):
+        chunk: list[str] = []
+        size = 0
+        for text in islice(texts, len(found), None):
+            if chunk and size + len(text) > _AT_A_TIME:
+                break
+            chunk.append(text.replace(_BETWEEN, " "))
+            size += len(text)
+        searched: list[str] = []
+        if time.monotonic() < deadline:
+            searched = redact_prompts(_BETWEEN.join(chunk), prompts).split(_BETWEEN)
+        found += searched if len(searched) == len(chunk) else [_WITHHELD] * len(chunk)
+    return found
+
+
+def _prompts_in(path: Path) -> list[str]:
+    """Return the prompts of the first requests in an incident's file, those under way first."""
+    found = []
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in islice(iter(lambda: file.readline(_MAX_LINE), b""), _MAX_PROMPTS):
+            # The last one may be cut off where the disk is full.
+            with contextlib.suppress(ValueError, AttributeError, RecursionError):
+                text = json.loads(line).get("text")
+                texts = text if isinstance(text, list) else [text]
+                found += [one for one in texts if isinstance(one, str)]
+    return found
+
+
+def _seen_at(process: TrackedProcess) -> float:
+    """Return when a process died, or now where it lives, by the monotonic clock."""
+    now = time.monotonic()
+    return now if process.exited_at is None else now - (time.time() - process.exited_at)
+
+
+def in_short(step: Step, current: Step | None) -> dict[str, object]:
+    """Return a step as ``incident.json`` has it, where the scheduler was in step `current`."""
+    told = step.to_json()
+    # The one that it was in is told apart; one that it had launched, or not processed, may be at fault as well.
+    is_open = step.ended is None and step is not current
+    told["requests"] = told["requests"][: MAX_RIDS if is_open else _REQUESTS_OF_LAST]
+    return told
+
+
+def _in_step(step: Step, seconds: float) -> InStep:
+    return InStep(
+        number=step.number,
+        mode=step.mode,
+        phase=step.phase,
+        seconds=round(max(0.0, seconds - step.began), 3),
+        size=step.size,
+        rids=[request.rid for request in step.requests[:MAX_RIDS]],
+    )
