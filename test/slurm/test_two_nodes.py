@@ -21,7 +21,7 @@ from lanelib.managed import free_port, wait_all_ready
 from lanelib.servers import Server
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.kernel.slurm_place import Place, place_of
+from sglang_crashkit.kernel.discovery import Place, place_of
 from sglang_crashkit.model.sample import Sample, main_thread
 from sglang_crashkit.model.snapshot import parse
 from slurm.cluster import NODES, Cluster

@@ -25,9 +25,8 @@ from sglang_crashkit.collect.gather import Gathered, Limits, Reach, gather
 from sglang_crashkit.collect.slurm import find_job, job_nodes
 from sglang_crashkit.collect.via import reach_hosts
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, RefusedError, UsageError
-from sglang_crashkit.kernel.discovery import Discovery, find_processes
+from sglang_crashkit.kernel.discovery import Discovery, Place, find_processes
 from sglang_crashkit.kernel.private_files import make_private_folder
-from sglang_crashkit.kernel.slurm_place import Place
 
 #: Seconds between two lines of the overview while it waits, on a terminal and elsewhere.
 _REDRAW_SECS, _REPEAT_SECS = 2.0, 60.0

@@ -25,8 +25,7 @@ from sglang_crashkit.doctor.folder_facts import FolderFacts, file_system_of, rea
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.exit_status import termination_log
 from sglang_crashkit.kernel import procfs, shared_memory
-from sglang_crashkit.kernel.discovery import FoundProcess
-from sglang_crashkit.kernel.sglang_command import runs_sglang
+from sglang_crashkit.kernel.discovery import FoundProcess, runs_sglang
 from sglang_crashkit.policy import Mode
 from sglang_crashkit.settings import Settings, fallback_folder
 

@@ -2,27 +2,62 @@
 
 SGLang titles its workers (see `titles`). Where no scheduler is titled, because setproctitle is missing or the ranks
 have not got that far, the Python processes that run SGLang are taken, and those that multiprocessing spawned for them.
-Whether any scheduler is titled is asked for each user and Slurm job: of what others run here, nothing follows.
+What Python runs must be SGLang's, or be called so; the word in another argument says nothing. Whether any scheduler is
+titled is asked for each user and Slurm job: of what others run here, nothing follows.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from sglang_crashkit.kernel import procfs, titles
-from sglang_crashkit.kernel.sglang_command import may_run_sglang, runs_router, runs_sglang
-from sglang_crashkit.kernel.slurm_place import Place, other_place_of
 
 _SPAWNED = ("-c", "multiprocessing.spawn")
 _TITLE = "sglang::"
 #: The kit's own are no part of the server; its handler watches the server from beside it.
 _HANDLER = "crash_handler"
 
+#: ``python -m MODULE``, ``python FILE`` or the console script that is SGLang's: a file below a folder of that name,
+#: such as a checkout, need not be.
+_MODULE = re.compile(r"sglang(?:\.[\w.]+)?")
+_SCRIPT = re.compile(r"(?:^|/)sglang(?:/(?:launch_server|bench_\w+|srt/.+|cli/.+)\.py)?$")
+#: A module or script of somebody else's with the word in its name.
+_CALLED_SO = re.compile(r"(?<![a-z])sglang(?![a-z])")
+#: These have no model: what passes requests on to servers, and clients.
+_ROUTER = re.compile(r"\bsglang(?:_router\b|\b.*\b(?:launch_router|launch_lb|mini_lb)\b)")
+_CLIENT = re.compile(r"\b(?:bench_serving|check_env)\b")
+#: Words in the name of what is called so and has none either; this kit is one.
+_NO_MODEL = re.compile(
+    r"(?<![a-z])(?:crashkit|router|gateway|proxy|lb|clients?|bench\w*|tests?|eval\w*|check_env)(?![a-z])"
+)
+_PYTHON = re.compile(r"(?:python|pypy)[\d.]*")
+
 #: How a process was known: by its title, or by its command line where no scheduler has one.
 Way = Literal["title", "command line"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where Slurm has put a process: several jobs of one user may share a node, and in tests several nodes a machine.
+
+    Attributes:
+        job_id: the job.
+        node: the node, by Slurm's name for it.
+    """
+
+    job_id: str
+    node: str
+
+    @classmethod
+    def of_environ(cls, environ: Mapping[str, str]) -> Place | None:
+        """Return the place that a step's environment names, None outside of a step."""
+        job_id, node = environ.get("SLURM_JOB_ID", ""), environ.get("SLURMD_NODENAME", "")
+        return cls(job_id, node) if job_id and node else None
 
 
 @dataclass(frozen=True)
@@ -264,3 +299,69 @@ def _user_of(pid: int) -> int | None:
     """Return the effective user id of `pid`, None when it is gone."""
     words = procfs.read_status(pid).get("Uid", "").split()
     return int(words[1]) if len(words) > 1 else None
+
+
+def runs_sglang(cmdline: Sequence[str]) -> bool:
+    """Say whether a command line is that of a Python process that runs a server of SGLang: its own module or script."""
+    program = _program_of(cmdline)
+    if program is None or _ROUTER.search(program) or _CLIENT.search(program):
+        return False
+    return bool(_MODULE.fullmatch(program) or _SCRIPT.search(program))
+
+
+def may_run_sglang(cmdline: Sequence[str]) -> bool:
+    """Say whether it does, or is of a Python module or script that is called so, such as ``dynamo.sglang``."""
+    program = _program_of(cmdline)
+    if program is None:
+        return False
+    name = Path(program).name
+    return runs_sglang(cmdline) or bool(_CALLED_SO.search(name) and not _NO_MODEL.search(name))
+
+
+def runs_router(cmdline: Sequence[str]) -> bool:
+    """Say whether a command line is that of a Python process that passes requests on to SGLang's servers."""
+    program = _program_of(cmdline)
+    return program is not None and bool(_ROUTER.search(program))
+
+
+def _program_of(cmdline: Sequence[str]) -> str | None:
+    """Return the module or script that Python runs, None where it is not Python or runs neither."""
+    words = cmdline[0].split() if len(cmdline) == 1 else cmdline
+    if not words or not _PYTHON.fullmatch(Path(words[0]).name):
+        return None
+    takes_value = False
+    for position, word in enumerate(words[1:], start=1):
+        if takes_value:
+            takes_value = False
+        elif word == "-m":
+            return words[position + 1] if position + 1 < len(words) else None
+        elif word.startswith("-c"):
+            return None
+        elif word in {"-W", "-X"}:
+            takes_value = True
+        elif not word.startswith("-"):
+            return word
+    return None
+
+
+def place_of(pid: int) -> Place | None:
+    """Return the place of process `pid`, None where nothing tells.
+
+    A process that has set its title has overwritten the environment that ``/proc`` shows of it; its nearest ancestor
+    that has one is asked then.
+    """
+    seen: set[int] = set()
+    while pid > 1 and pid not in seen:
+        seen.add(pid)
+        place = Place.of_environ(procfs.read_environ(pid))
+        if place is not None:
+            return place
+        stat = procfs.read_stat(pid)
+        pid = stat.ppid if stat is not None else 0
+    return None
+
+
+def other_place_of(pid: int, here: Place | None) -> Place | None:
+    """Return the place of process `pid` where it is known to be another job or node than `here`, else None."""
+    place = place_of(pid) if here is not None else None
+    return None if place == here else place

@@ -16,9 +16,8 @@ from sglang_crashkit.cli.collect import debugger_secs
 from sglang_crashkit.cli.main import main
 from sglang_crashkit.cli.reporters import collected
 from sglang_crashkit.errors import ExitCode
-from sglang_crashkit.kernel.discovery import Discovery, FoundProcess, find_processes
+from sglang_crashkit.kernel.discovery import Discovery, FoundProcess, Place, find_processes
 from sglang_crashkit.kernel.procfs import TreeScanner, is_dead, read_title
-from sglang_crashkit.kernel.slurm_place import Place
 from sglang_crashkit.model.snapshot import from_json, parse
 from unit.cli.conftest import GDB, native_stack
 from unit.targets import SLEEPER, TITLE, functions_of, settle, settle_in_sleep, state_of

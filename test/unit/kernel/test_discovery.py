@@ -9,9 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.kernel.discovery import FoundProcess, find_processes
+from sglang_crashkit.kernel.discovery import (
+    FoundProcess,
+    Place,
+    find_processes,
+    may_run_sglang,
+    other_place_of,
+    place_of,
+    runs_sglang,
+)
 from sglang_crashkit.kernel.procfs import read_title
-from sglang_crashkit.kernel.slurm_place import Place
 from unit.waiting import LONG, child, wait_until
 
 SLEEP = "ready(); pause()"
@@ -225,3 +232,98 @@ def test_a_script_that_launches_servers_is_none_itself(tmp_path: Path) -> None:
 def _spawned_by(pid: int) -> list[FoundProcess]:
     found = [one for one in find_processes(pid=pid).processes if one.role in ("server", "starting")]
     return found if len(found) == 2 else []
+
+
+@pytest.mark.parametrize(
+    ("may", "runs", "cmdlines"),
+    [
+        (
+            True,
+            True,
+            """
+            python3 -m sglang.launch_server --tp 2
+            /venv/bin/python3.11 -u -X dev -m sglang.launch_server
+            /venv/bin/python /venv/bin/sglang serve
+            python /opt/sglang/python/sglang/launch_server.py
+            python -m sglang.bench_one_batch
+            """,
+        ),
+        # What the word in their names is all that tells of.
+        (
+            True,
+            False,
+            """
+            python3 -m dynamo.sglang
+            python3 -m dynamo.sglang.worker --tp 2
+            python3 /opt/run_sglang.py
+            python3 /opt/dynamo-sglang
+            /venv/bin/python3.11 -u launch_sglang_2.py
+            """,
+        ),
+        # What has no model, or is no Python.
+        (
+            False,
+            False,
+            """
+            python -m sglang.bench_serving
+            python -m sglang_router.launch_router
+            python -m sglang.srt.disaggregation.launch_lb
+            python /venv/bin/sglang_router launch
+            python /venv/bin/sglang-router launch
+            python3 -m sglang_crashkit collect
+            python3 -I -S -m sglang_crashkit.handler
+            /venv/bin/python /venv/bin/sglang-crashkit collect --pid 1
+            python -m pytest test/test_sglang.py
+            python /venv/bin/pytest -k sglang
+            python test_sglang.py
+            python sglang_client.py
+            python eval_sglang.py
+            python train.py --engine sglang
+            python /home/me/sglang/notes.py
+            python /home/me/run_sglang/train.py
+            python -c import_sglang
+            python
+            vim sglang/launch_server.py
+            vim run_sglang.py
+            grep -m sglang.launch_server
+            bash -c 'python run_sglang.py'
+            tail -f run_sglang.log
+
+            """,
+        ),
+    ],
+    ids=["sglang's own", "called so", "neither"],
+)
+def test_only_pythons_own_module_or_script_tells_that_sglang_runs(may: bool, runs: bool, cmdlines: str) -> None:
+    for cmdline in map(str.strip, cmdlines.splitlines()):
+        # setproctitle may leave the whole command line as one argument.
+        for words in (cmdline.split(" "), [cmdline]):
+            assert (runs_sglang(words), may_run_sglang(words)) == (runs, may), cmdline
+
+
+def test_a_process_that_no_job_started_may_belong_to_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SLURMD_NODENAME"):
+        monkeypatch.delenv(name, raising=False)
+    with child(SLEEP) as process:
+        assert place_of(process.pid) is None
+        assert other_place_of(process.pid, Place("7", "n1")) is None
+
+
+def test_a_process_whose_title_has_overwritten_its_environment_is_where_its_launcher_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    # The launcher keeps its environment; its fork sets a title.
+    titled = """
+import ctypes, setproctitle
+if os.fork() == 0:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    setproctitle.setproctitle("sglang::scheduler_TP0")
+    ready(os.getpid())
+pause()
+"""
+    with child(titled) as process:
+        pid = int(process.first_line)  # type: ignore[attr-defined]
+        assert b"SLURM_JOB_ID" not in Path(f"/proc/{pid}/environ").read_bytes()
+        assert other_place_of(pid, Place("7", "n1")) == Place("7", "n2")
