@@ -16,7 +16,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sglang_crashkit.incident.quarantine import Entry, Index, Origin, entry_of_all
-from sglang_crashkit.memory.request_record import decode_request, encode_begin
+from sglang_crashkit.memory.journal import decode_request, encode_begin
 from sglang_crashkit.srt.managers.quarantine import Quarantine
 from sglang_crashkit.srt.request_journal import RequestReader
 

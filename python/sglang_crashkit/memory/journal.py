@@ -2,42 +2,64 @@
 
 A request is noted when it arrives, with its inputs and sampling parameters, and again, in a few bytes, when it ends.
 The memory is a `ring`, in which an unfinished request outlives finished ones.
+
+Prompts are the bulk of a request: text is kept as UTF-8, token ids as integers of four bytes (eight where one does not
+fit), and everything else as one JSON object. Nothing is pickled, so that reading it runs nobody's code. What is noted
+is noted in SGLang's event loop. So of a long prompt its beginning and its end are kept, and nothing is looked at that a
+user made larger than that.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import struct
 import time
+from array import array
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sglang_crashkit.memory.request_record import decode_request, encode_begin, encode_end, read_head
 from sglang_crashkit.memory.ring import RingReader, RingWriter
 
 #: Of the requests that ended those count that did within this time before the last event, in seconds. SGLang keeps as
 #: much in memory (``TokenizerManager.record_request_for_crash_dump``).
 KEPT_SECS = 300.0
+#: Of more token ids, or characters, than this the first and the last half of it are kept. About as much as a model with
+#: a context of 128 k tokens takes, and a third of the time that noting one request may take.
+MAX_IDS, MAX_CHARACTERS = 131_072, 524_288
+
+_BEGUN, _ENDED = 1, 2
+#: kind, whether there is text, bytes of one token id, bytes of the fields, the text and all ids; number, when.
+_BEGIN = struct.Struct("<B?BxIIIQd")
+#: kind, whether it was finished, number, when.
+_END = struct.Struct("<B?6xQd")
+_ID_CODES = {4: "I", 8: "q"}
+_MAX_COUNTED = 256
+_LONG = 256
+_SCALARS = frozenset({bool, int, float, type(None)})
+#: What `weigh` counts for one value, whatever it is.
+_VALUE_WEIGHT = 32
+#: How heavy the fields of a request may be together; they take half a millisecond then.
+MAX_WEIGHT = 256 * 1024
+#: For objects that stand for integers, of which each may take ten times as long.
+_MAX_OTHERS = 8192
+#: What ``omitted`` and ``truncated`` may say of the prompt, in bytes.
+_NOTES_BYTES = 512
 
 
-class JournalWriter:
-    """Notes the requests of this process in so many bytes; for one thread.
+class JournalWriter(RingWriter):
+    """Notes the requests of this process in a ring of so many bytes; for one thread.
+
+    `RingWriter.lost` is how many unfinished requests found no room any more. Once it is invalid nobody believes the
+    journal any more, which knows of no end from then on.
 
     Raises:
         RingError: there is no memory for it.
     """
 
     def __init__(self, size: int) -> None:
-        self._ring = RingWriter(size)
+        super().__init__(size)
         self._number = 0
-
-    @property
-    def fd(self) -> int:
-        """The descriptor to be passed on to whoever reads it."""
-        return self._ring.fd
-
-    @property
-    def lost(self) -> int:
-        """How many unfinished requests found no room any more."""
-        return self._ring.lost
 
     def begin(self, fields: Mapping[str, Any] | bytes, text: object = None, input_ids: object = None) -> int:
         """Note a request that arrived; see `encode_begin`.
@@ -50,8 +72,8 @@ class JournalWriter:
             RingError: there is no more memory.
         """
         self._number += 1
-        record = encode_begin(self._number, time.time(), fields, text, input_ids, self._ring.max_payload)
-        self._ring.append(record, hold=self._number)
+        record = encode_begin(self._number, time.time(), fields, text, input_ids, self.max_payload)
+        self.append(record, hold=self._number)
         return self._number
 
     def end(self, number: int, *, finished: bool) -> None:
@@ -61,20 +83,8 @@ class JournalWriter:
             ValueError: the journal is closed.
             RingError: there is no more memory.
         """
-        self._ring.release(number)
-        self._ring.append(encode_end(number, time.time(), finished=finished))
-
-    def switch_off(self) -> None:
-        """Have nobody believe the journal any more, which knows of no end from now on.
-
-        Raises:
-            ValueError: the journal is closed.
-        """
-        self._ring.invalidate()
-
-    def close(self) -> None:
-        """Write no more; whoever it was passed to still has it."""
-        self._ring.close()
+        self.release(number)
+        self.append(encode_end(number, time.time(), finished=finished))
 
 
 class JournaledRequest(NamedTuple):
@@ -93,25 +103,23 @@ class JournaledRequest(NamedTuple):
     sequence: int
 
 
-class JournalReader:
+class JournalReader(RingReader):
     """Reads the journal of one process, dead or alive, and little of it at a time; its descriptor must stay open.
 
     Attributes:
         requests: the unfinished ones, oldest first; then those that ended within `KEPT_SECS`, latest first.
         latest: when something was noted last, since the epoch; 0 where nothing was.
         lost: how many unfinished ones found no room.
-        torn: how many records are cut off.
 
     Raises:
         RingError: it cannot be read or is no journal.
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._ring = RingReader(descriptor)
+        super().__init__(descriptor)
         self.lost = 0
         self.latest = 0.0
         self.requests = self._collect()
-        self.torn = self._ring.torn
 
     def load(self, request: JournaledRequest) -> dict[str, Any] | None:
         """Return all that is known of a request, see `decode_request`; None where it was overwritten meanwhile.
@@ -119,14 +127,14 @@ class JournalReader:
         Raises:
             RingError: it cannot be read.
         """
-        record = self._ring.payload(request.offset, request.sequence)
+        record = self.payload(request.offset, request.sequence)
         return None if record is None else decode_request(record)
 
     def _collect(self) -> list[JournaledRequest]:
         begun: dict[int, tuple[int, int, float]] = {}
         ends: dict[int, tuple[float, bool]] = {}
         newest = -1
-        for record in self._ring.records():
+        for record in self.records():
             if record.sequence > newest:
                 newest, self.lost = record.sequence, record.lost
             head = read_head(record.payload)
@@ -147,3 +155,200 @@ class JournalReader:
             elif end[0] > since:
                 ended.append(JournaledRequest(arrived, *end, offset, sequence))
         return unfinished + sorted(ended, key=lambda request: request.ended or 0.0, reverse=True)
+
+
+class Head(NamedTuple):
+    """What a record says first.
+
+    Attributes:
+        number: which request, counted by the process that wrote it.
+        seconds: when, since the epoch.
+        begun: it tells of a beginning; of an end otherwise, in which the request was `finished` or dropped.
+    """
+
+    number: int
+    seconds: float
+    begun: bool
+    finished: bool = False
+
+
+def encode_begin(
+    number: int, seconds: float, fields: Mapping[str, Any] | bytes, text: object, input_ids: object, most: int
+) -> bytes:
+    """Return the record of a request that arrived.
+
+    Of a prompt that is too long its beginning and its end are kept, one behind the other; ``truncated`` says of
+    ``text``, in characters, and of ``input_ids`` how much is of the beginning (``first``), of the end (``last``), and
+    how much there was (``of``). What else is too large, or no JSON value, is replaced by a description below
+    ``omitted``.
+
+    The fields are what is known of it beside the prompt, not heavier than `MAX_WEIGHT`; ``omitted`` may hold
+    descriptions. Or that as JSON, of a kilobyte at most. The record has `most` bytes at most, 4096 or more.
+    """
+    if text is not None and not isinstance(text, str):
+        fields = _as_mapping(fields)
+        # A pair of texts that are compared.
+        is_light = weigh(text, MAX_WEIGHT) <= MAX_WEIGHT
+        more = {"text": text} if is_light else {"omitted": {**fields.get("omitted", {}), "text": describe(text)}}
+        fields, text = {**fields, **more}, None
+    encoded = fields if isinstance(fields, bytes) else _encode_fields(fields, {}, {}, most // 2)
+    room = most - _BEGIN.size - len(encoded) - _NOTES_BYTES
+    encoded_text, ids, id_size = b"", b"", 0
+    omitted: dict[str, str] = {}
+    truncated: dict[str, dict[str, int]] = {}
+    if isinstance(text, str):
+        encoded_text = _encode_text(text, room if input_ids is None else room // 2, truncated)
+    if input_ids is not None:
+        ids, id_size = _encode_ids(input_ids, room - len(encoded_text), truncated)
+        if not id_size:
+            omitted["input_ids"] = describe(input_ids)
+    if omitted or truncated:
+        encoded = _encode_fields(_as_mapping(fields), omitted, truncated, most // 2 + _NOTES_BYTES)
+    sizes = len(encoded), len(encoded_text), len(ids)
+    head = _BEGIN.pack(_BEGUN, text is not None, id_size, *sizes, number, seconds)
+    return b"".join((head, encoded, encoded_text, ids))
+
+
+def encode_end(number: int, seconds: float, *, finished: bool) -> bytes:
+    """Return the record of a request that ended; see `Head`."""
+    return _END.pack(_ENDED, finished, number, seconds)
+
+
+def read_head(record: bytes) -> Head | None:
+    """Return what a record says first; None where it is of another kind."""
+    if record[:1] == bytes([_BEGUN]) and len(record) >= _BEGIN.size:
+        *_sizes, number, seconds = _BEGIN.unpack_from(record)
+        return Head(number, seconds, begun=True)
+    if record[:1] == bytes([_ENDED]) and len(record) == _END.size:
+        _kind, finished, number, seconds = _END.unpack(record)
+        return Head(number, seconds, begun=False, finished=finished)
+    return None
+
+
+def decode_request(record: bytes) -> dict[str, Any]:
+    """Return all that the record of a beginning holds: the fields, ``text`` and ``input_ids``."""
+    _kind, has_text, id_size, fields_size, text_size, ids_size, _number, _seconds = _BEGIN.unpack_from(record)
+    text_begin = _BEGIN.size + fields_size
+    ids_begin = text_begin + text_size
+    # Python reads and writes NaN and Infinity, which JSON does not know.
+    request: dict[str, Any] = json.loads(record[_BEGIN.size : text_begin], parse_constant=str)
+    if has_text:
+        request["text"] = record[text_begin:ids_begin].decode("utf-8", "surrogatepass")
+    if id_size:
+        code = f"={ids_size // id_size}{_ID_CODES[id_size]}"
+        request["input_ids"] = list(struct.unpack_from(code, record, ids_begin))
+    return request
+
+
+def describe(value: object) -> str:
+    """Say what a value is and how large, in place of the value."""
+    kind = type(value).__name__
+    if isinstance(value, (bytes, bytearray)):
+        return f"{kind}, {len(value)} bytes"
+    if isinstance(value, str):
+        return f"{kind}, {len(value)} characters"
+    if isinstance(value, (list, tuple)):
+        sized = [len(item) for item in value[:_MAX_COUNTED] if isinstance(item, (bytes, str))]
+        return f"{kind} of {len(value)}" + (f", {sum(sized)} characters" if sized else "")
+    shape = getattr(value, "shape", None)
+    return f"{kind} of shape {tuple(shape)}" if isinstance(shape, tuple) else kind
+
+
+def weigh(value: object, most: int) -> int:
+    """Return about how long a value is as JSON, in bytes; no more of it is looked at once it is over `most`."""
+    weight, rest = 0, [value]
+    while rest and weight <= most:
+        item = rest.pop()
+        kind = type(item)
+        if kind in _SCALARS:
+            continue
+        if isinstance(item, str):
+            weight += len(item)
+        elif isinstance(item, dict):
+            weight += _VALUE_WEIGHT * len(item)
+            if weight <= most:
+                rest += item.values()
+                with contextlib.suppress(TypeError):  # keys that are no words are short
+                    weight += len("".join(item))
+        elif isinstance(item, (list, tuple)):
+            weight += _VALUE_WEIGHT * len(item)
+            if weight <= most:
+                rest += item
+    return weight
+
+
+def _encode_text(text: str, room: int, truncated: dict[str, dict[str, int]]) -> bytes:
+    """Return a text, or its beginning and its end, as UTF-8 of so many bytes at most."""
+    kept = text
+    if len(text) > MAX_CHARACTERS:
+        kept = text[: MAX_CHARACTERS // 2] + text[-(MAX_CHARACTERS // 2) :]
+    encoded = kept.encode("utf-8", "surrogatepass")
+    first = len(kept) // 2
+    if len(encoded) > room:
+        begin, end = room // 2, len(encoded) - room // 2
+        while encoded[begin] & 0xC0 == 0x80:
+            begin -= 1
+        while end < len(encoded) and encoded[end] & 0xC0 == 0x80:
+            end += 1
+        kept = encoded[:begin].decode("utf-8", "surrogatepass")
+        first = len(kept)
+        kept += encoded[end:].decode("utf-8", "surrogatepass")
+        encoded = encoded[:begin] + encoded[end:]
+    if len(kept) < len(text):
+        truncated["text"] = {"first": first, "last": len(kept) - first, "of": len(text)}
+    return encoded
+
+
+def _encode_ids(input_ids: object, room: int, truncated: dict[str, dict[str, int]]) -> tuple[bytes, int]:
+    """Return token ids, or the first and the last of them, as so many bytes at most, and how many each takes.
+
+    It takes 0 where they are no flat list of integers.
+    """
+    if not isinstance(input_ids, (list, tuple)):
+        return b"", 0
+    count, most = len(input_ids), MAX_IDS
+    if count > _MAX_OTHERS and not type(input_ids[0]) is type(input_ids[-1]) is int:
+        most = _MAX_OTHERS
+    kept = input_ids if count <= most else [*input_ids[: most // 2], *input_ids[-(most // 2) :]]
+    for size, code in _ID_CODES.items():
+        try:
+            packed = array(code, kept).tobytes()
+        except (TypeError, OverflowError):
+            continue
+        half = len(packed) // size // 2 * size
+        if len(packed) > room:
+            half = max(0, room) // 2 // size * size
+            packed = packed[:half] + packed[len(packed) - half :]
+        if len(packed) // size < count:
+            first = half // size
+            truncated["input_ids"] = {"first": first, "last": len(packed) // size - first, "of": count}
+        return packed, size
+    return b"", 0
+
+
+#: Returns a value as JSON without spaces.
+to_json = json.JSONEncoder(skipkeys=True, separators=(",", ":"), default=describe).encode
+
+
+def _as_mapping(fields: Mapping[str, Any] | bytes) -> Mapping[str, Any]:
+    return json.loads(fields) if isinstance(fields, bytes) else fields
+
+
+def _encode_fields(
+    fields: Mapping[str, Any], omitted: Mapping[str, str], truncated: Mapping[str, object], most: int
+) -> bytes:
+    omitted = {**fields.get("omitted", {}), **omitted}
+    notes = ({"omitted": omitted} if omitted else {}) | ({"truncated": truncated} if truncated else {})
+    try:
+        encoded = to_json({**fields, **notes} if notes else fields).encode()
+    except (ValueError, TypeError, RecursionError):
+        encoded = b""
+    if encoded and len(encoded) <= most:
+        return encoded
+    small = {name: value for name, value in fields.items() if _is_small(value)}
+    large = {name: describe(value) for name, value in fields.items() if name not in small and name != "omitted"}
+    return to_json({**small, **notes, "omitted": large | omitted}).encode()
+
+
+def _is_small(value: object) -> bool:
+    return isinstance(value, (bool, int, float, type(None))) or (isinstance(value, str) and len(value) < _LONG)

@@ -25,7 +25,7 @@ class LogRecord(NamedTuple):
     text: str
 
 
-class LogWriter:
+class LogWriter(RingWriter):
     """Notes the log records of this process, at least so many, each as long as it may be; for one thread at a time.
 
     Raises:
@@ -34,14 +34,9 @@ class LogWriter:
 
     def __init__(self, records: int) -> None:
         size = 4096 + min(records, MAX_RECORDS) * (_HEAD.size + MAX_BYTES + _FRAME_BYTES)
-        self._ring = RingWriter(size, "sglang-crashkit-log")
+        super().__init__(size, "sglang-crashkit-log")
 
-    @property
-    def fd(self) -> int:
-        """The descriptor to be passed on to whoever reads it."""
-        return self._ring.fd
-
-    def append(self, seconds: float, level: int, logger: str, text: str) -> None:
+    def note(self, seconds: float, level: int, logger: str, text: str) -> None:
         """Note a record; what is longer than `MAX_BYTES` is cut.
 
         Raises:
@@ -49,11 +44,7 @@ class LogWriter:
             RingError: there is no more memory.
         """
         said = f"{logger}\0{text}".encode(errors="backslashreplace")
-        self._ring.append(_HEAD.pack(seconds, level) + said[:MAX_BYTES])
-
-    def close(self) -> None:
-        """Write no more; whoever it was passed to still has it."""
-        self._ring.close()
+        self.append(_HEAD.pack(seconds, level) + said[:MAX_BYTES])
 
 
 def read_log(descriptor: int, most: int) -> list[LogRecord]:

@@ -50,6 +50,8 @@ _MAX_PAYLOAD = 1 << 20
 _STEP_BYTES = 256 * 1024
 #: A reader has so much of the ring in its memory at a time.
 _BLOCK_BYTES = 1 << 20
+#: A text that is passed on in memory, as it is longer than a datagram takes, is no longer than this, in bytes.
+MAX_BLOB_BYTES = 1 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -331,6 +333,38 @@ def create_sealed(length: int, name: str) -> int:
             os.close(descriptor)
         raise _no_memory(error) from error
     return descriptor
+
+
+def write_blob(data: bytes) -> int:
+    """Return a descriptor of sealed memory that holds `data`; the caller closes it.
+
+    Raises:
+        ValueError: it is longer than `MAX_BLOB_BYTES`.
+        RingError: the kernel gives no memory or no descriptor.
+    """
+    if len(data) > MAX_BLOB_BYTES:
+        raise ValueError(f"{len(data)} bytes are over {MAX_BLOB_BYTES}")
+    descriptor = create_sealed(len(data), "sglang-crashkit-launch")
+    try:
+        os.pwrite(descriptor, data, 0)
+    except OSError as error:
+        os.close(descriptor)
+        raise _no_memory(error) from error
+    return descriptor
+
+
+def read_blob(descriptor: int) -> bytes:
+    """Return what the memory holds, of which `MAX_BLOB_BYTES` at most.
+
+    Raises:
+        RingError: it is no such memory; reading anything else might block.
+    """
+    try:
+        if is_ring(descriptor):
+            return os.pread(descriptor, MAX_BLOB_BYTES, 0)
+    except OSError as error:
+        raise RingError(f"cannot be read: {error.strerror}") from error
+    raise RingError("is no sealed memory")
 
 
 def _no_memory(error: Exception) -> RingError:

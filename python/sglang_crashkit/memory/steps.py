@@ -1,6 +1,6 @@
 """The last steps of a scheduler: memory that the scheduler writes to and its crash handler reads.
 
-The memory is a memfd that is sealed as a heartbeat's is (see `memory.heartbeat`), and all of it is there from the
+The memory is sealed (see `ring.create_sealed`), and all of it is there from the
 beginning, so that no store ever ends in SIGBUS::
 
     header     one page: magic number; what the scheduler is about, in words of 64 bits
@@ -18,7 +18,6 @@ on, how far it came and when it ended, is stored by single instructions, with th
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import json
 import mmap
@@ -32,6 +31,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
+from sglang_crashkit.memory.ring import create_sealed, is_ring
 from sglang_crashkit.model.step import PHASES, Step, StepRequest
 
 NAME = "sglang-crashkit-steps"
@@ -53,7 +53,6 @@ _ID_SLOTS, _DATA_BYTES = 4096, 1_000_000
 _IDS = _PAGE + STEPS * _SLOT
 _DATA = _IDS + _ID_SLOTS * _ID_SLOT
 SIZE = _DATA + _DATA_BYTES
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 #: Words of the header: when the last round of the event loop began; the step that it is to become, 0 for none; the step
 #: that the scheduler is at, 0 for none; whether it has nothing to do.
 _ROUND, _OPEN, _AT, _IDLE = 8, 9, 10, 11
@@ -112,18 +111,16 @@ class StepWriter:
         fd: the descriptor to be passed on to a reader.
 
     Raises:
-        OSError: the kernel gives no memory or no descriptor.
+        RingError: the kernel gives no memory or no descriptor; OSError where that shows only later.
     """
 
     def __init__(self, modes: Mapping[str, str] | None = None) -> None:
-        self.fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = create_sealed(SIZE, NAME)
         try:
-            os.fchmod(self.fd, 0o600)
             # Memory that is not there is missed now, and not in the middle of a step.
             os.posix_fallocate(self.fd, 0, SIZE)
             os.pwrite(self.fd, _MAGIC, 0)
             os.pwrite(self.fd, json.dumps(modes or {}).encode()[: _PAGE - _MODES], _MODES)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
             self._map = mmap.mmap(self.fd, SIZE)
         except BaseException:
             os.close(self.fd)
@@ -364,11 +361,7 @@ class StepReader:
     """
 
     def __init__(self, descriptor: int, modes: Mapping[int, str] | None = None) -> None:
-        try:
-            is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-        except OSError as error:
-            raise NotStepsError("it is no memory that can be sealed") from error
-        if not is_sealed or os.fstat(descriptor).st_size != SIZE or os.pread(descriptor, 8, 0) != _MAGIC:
+        if not is_ring(descriptor) or os.fstat(descriptor).st_size != SIZE or os.pread(descriptor, 8, 0) != _MAGIC:
             raise NotStepsError("it is no record of steps, or of another layout")
         self._fd = descriptor
         self._modes = modes or _modes_in(os.pread(descriptor, _PAGE - _MODES, _MODES))

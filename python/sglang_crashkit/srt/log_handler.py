@@ -76,7 +76,7 @@ class RingHandler(logging.Handler):
             return
         try:
             if text is not None:
-                ring.append(record.created, record.levelno, record.name, text)
+                ring.note(record.created, record.levelno, record.name, text)
         except Exception:
             self.ring = None
             logger.warning("crash kit: log records are kept no longer", exc_info=True)

@@ -18,8 +18,7 @@ from itertools import compress
 from typing import Any
 
 from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.memory.journal import JournalWriter
-from sglang_crashkit.memory.request_record import MAX_WEIGHT, describe, to_json, weigh
+from sglang_crashkit.memory.journal import MAX_WEIGHT, JournalWriter, describe, to_json, weigh
 from sglang_crashkit.redact import REDACTED, is_secret_name
 from sglang_crashkit.settings import SOCKET_VARIABLE, Prompts, Settings
 from sglang_crashkit.srt.hooks import notify
@@ -157,7 +156,7 @@ class JournaledStates(dict[str, Any]):
             logger.warning("crash kit: the request journal is switched off", exc_info=True)
             # It would call requests unfinished that were answered since.
             with contextlib.suppress(ValueError):
-                journal.switch_off()
+                journal.invalidate()
 
     def _begin(self, journal: JournalWriter, rid: str, earlier: Any, state: Any) -> None:
         if earlier is not None:

@@ -306,7 +306,7 @@ def test_an_unreadable_ring_does_not_hide_the_others(tmp_path: Path) -> None:
     writer = ring()
     writer.begin({"rid": "a"})
     off = ring()
-    off.switch_off()
+    off.invalidate()
     told = export_requests([(8, off.fd), (7, writer.fd)], tmp_path, 30)
     assert told.unfinished == 1
     assert told.reason is not None

@@ -1,16 +1,35 @@
 from __future__ import annotations
 
+import json
+import math
+import operator
 import os
 import random
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sglang_crashkit.memory import journal
-from sglang_crashkit.memory.journal import KEPT_SECS, JournalReader, JournalWriter
-from sglang_crashkit.memory.ring import RingError
+from sglang_crashkit.memory.journal import (
+    KEPT_SECS,
+    MAX_CHARACTERS,
+    MAX_IDS,
+    MAX_WEIGHT,
+    Head,
+    JournalReader,
+    JournalWriter,
+    decode_request,
+    describe,
+    encode_begin,
+    encode_end,
+    read_head,
+    weigh,
+)
 from unit.waiting import LONG, child
 
 SIZE = 2**20
@@ -99,13 +118,6 @@ def test_unfinished_requests_without_room_are_counted(writer: JournalWriter) -> 
     assert found == [str(number) for number in range(writer.lost, 200)]
 
 
-def test_a_journal_that_is_switched_off_is_none(writer: JournalWriter) -> None:
-    writer.begin({"rid": "answered since"})
-    writer.switch_off()
-    with pytest.raises(RingError):
-        JournalReader(writer.fd)
-
-
 SERVE = """
 from sglang_crashkit.memory.journal import JournalWriter
 writer = JournalWriter(2**20)
@@ -143,3 +155,153 @@ def test_a_server_that_is_killed_leaves_its_requests() -> None:
         # Eight or nine under way, or one fewer where the last record is torn.
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
         assert len(numbers) <= 9
+
+
+# -- one record
+
+
+MOST = 100_000
+texts = st.text(st.characters(exclude_categories=[]), max_size=200)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=10,
+)
+#: A short text many times over: one that is drawn whole is more than hypothesis wants to draw.
+long_texts = st.builds(operator.mul, st.text(min_size=1, max_size=8), st.integers(700, 6000))
+names = texts.filter(lambda name: name not in ("omitted", "text", "input_ids"))
+
+
+def begin(fields: dict[str, Any], text: object = None, input_ids: object = None, most: int = MOST) -> bytes:
+    return encode_begin(7, 1.5, fields, text, input_ids, most)
+
+
+@given(
+    st.integers(0, 2**64 - 1),
+    st.floats(0, 1e11),
+    st.dictionaries(names, values, max_size=5),
+    st.none() | texts,
+    st.none() | st.lists(st.integers(-(2**63), 2**63 - 1), max_size=50),
+)
+def test_a_request_comes_back_as_it_was(
+    number: int, seconds: float, fields: dict[str, Any], text: str | None, input_ids: list[int] | None
+) -> None:
+    record = encode_begin(number, seconds, fields, text, input_ids, MOST)
+    assert read_head(record) == Head(number, seconds, begun=True)
+    expected = fields | ({} if text is None else {"text": text})
+    assert decode_request(record) == expected | ({} if input_ids is None else {"input_ids": input_ids})
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_an_end_comes_back_as_it_was(finished: bool) -> None:
+    record = encode_end(7, 1.5, finished=finished)
+    assert read_head(record) == Head(7, 1.5, begun=False, finished=finished)
+
+
+@pytest.mark.parametrize("ids", [[[1, 2], [3]], ["a"], [1.5], [2**70], {1: 2}], ids=repr)
+def test_what_is_no_list_of_integers_is_described(ids: object) -> None:
+    request = decode_request(begin({"rid": "r"}, input_ids=ids))
+    assert request == {"rid": "r", "omitted": {"input_ids": describe(ids)}}
+
+
+def test_a_pair_of_texts_is_kept() -> None:
+    assert decode_request(begin({}, text=["question", "answer"])) == {"text": ["question", "answer"]}
+
+
+@pytest.mark.parametrize("length", [MAX_IDS, MAX_IDS + 1, 900_000])
+def test_of_many_token_ids_the_first_and_the_last_are_kept(length: int) -> None:
+    ids = list(range(length))
+    request = decode_request(begin({"rid": "r"}, input_ids=ids, most=2**20))
+    if length <= MAX_IDS:
+        assert request == {"rid": "r", "input_ids": ids}
+        return
+    half = MAX_IDS // 2
+    assert request["input_ids"] == ids[:half] + ids[-half:]
+    assert request["truncated"] == {"input_ids": {"first": half, "last": half, "of": length}}
+
+
+@pytest.mark.parametrize("letter", ["x", "ж", "漢", "😀", "\ud800"])
+def test_of_a_long_text_the_beginning_and_the_end_are_kept(letter: str) -> None:
+    text = f"begin{letter * 900_000}end"
+    record = begin({"rid": "r"}, text=text, most=2**20)
+    assert len(record) <= 2**20
+    request = decode_request(record)
+    told = request["truncated"]["text"]
+    assert told["of"] == len(text)
+    assert request["text"] == text[: told["first"]] + text[-told["last"] :]
+    assert abs(told["first"] - told["last"]) <= 5
+    assert len(request["text"]) == min(MAX_CHARACTERS, len(request["text"]))
+    assert len(request["text"]) > 2**20 // 4 - 1000
+
+
+def test_what_has_no_room_in_the_record_is_kept_in_part() -> None:
+    request = decode_request(begin({"rid": "r"}, text="x" * 9000, most=8192))
+    told = request["truncated"]["text"]
+    assert told["first"] + told["last"] == len(request["text"]) > 7000
+    assert told["of"] == 9000
+    # The first of them that takes eight bytes may be anywhere.
+    ids = [1] * 8000 + [2**40]
+    request = decode_request(begin({"rid": "r"}, text="x", input_ids=ids, most=8192))
+    told = request["truncated"]["input_ids"]
+    assert request["text"] == "x"
+    assert request["input_ids"] == ids[: told["first"]] + ids[-told["last"] :]
+    assert (told["of"], request["input_ids"][-1]) == (8001, 2**40)
+
+
+class Number:
+    """What only stands for an integer, which takes long to find out."""
+
+    asked = 0
+
+    def __index__(self) -> int:
+        Number.asked += 1
+        return 7
+
+
+def test_what_is_heavy_is_not_looked_through() -> None:
+    assert weigh({"temperature": 0.5, "stop": ["</s>"]}, 1000) == 3 * 32 + 15 + 4
+    assert weigh("x" * 10, 5) > 5
+    for heavy in ([0] * 10**6, {str(number): 1 for number in range(10**5)}, [["x"] * 1000] * 1000, {"x" * 10**6: 1}):
+        assert weigh(heavy, MAX_WEIGHT) > MAX_WEIGHT
+    circle: list[object] = []
+    circle.append(circle)
+    assert weigh(circle, MAX_WEIGHT) > MAX_WEIGHT
+    request = decode_request(begin({}, text=["x" * 10**6, "y"]))
+    assert request == {"omitted": {"text": "list of 2, 1000001 characters"}}
+
+
+@settings(max_examples=25)
+@given(st.dictionaries(names, values | long_texts, max_size=6), texts, st.integers(4096, 9000))
+def test_no_record_is_longer_than_it_may_be(fields: dict[str, Any], text: str, most: int) -> None:
+    assert len(begin(fields, text=text, input_ids=[1] * len(text), most=most)) <= most
+
+
+def test_what_is_no_json_is_described() -> None:
+    circle: dict[str, Any] = {}
+    circle["self"] = circle
+    request = decode_request(begin({"rid": "r", "a": object(), "b": circle, "c": b"123"}))
+    assert request["rid"] == "r"
+    assert request["omitted"]["b"] == "dict"
+    assert decode_request(begin({"a": object(), "c": b"123"})) == {"a": "object", "c": "bytes, 3 bytes"}
+
+
+def test_numbers_that_json_does_not_know_come_back_as_words() -> None:
+    request = decode_request(begin({"a": math.nan, "b": math.inf, "c": -math.inf}))
+    assert request == {"a": "NaN", "b": "Infinity", "c": "-Infinity"}
+    json.dumps(request, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("value", "description"),
+    [
+        ("abc", "str, 3 characters"),
+        (b"abc", "bytes, 3 bytes"),
+        (["ab", b"c"], "list of 2, 3 characters"),
+        ([[1.0], [2.0]], "list of 2"),
+        ({"a": 1}, "dict"),
+        (None, "NoneType"),
+    ],
+    ids=repr,
+)
+def test_a_description_says_kind_and_size(value: object, description: str) -> None:
+    assert describe(value) == description

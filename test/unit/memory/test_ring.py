@@ -14,7 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_crashkit.memory.ring import Record, RingError, RingReader, RingWriter, is_ring
+from sglang_crashkit.memory.ring import (
+    MAX_BLOB_BYTES,
+    Record,
+    RingError,
+    RingReader,
+    RingWriter,
+    is_ring,
+    read_blob,
+    write_blob,
+)
 from unit.waiting import LONG, child
 
 SIZE = 4096 + 64 * 1024
@@ -302,3 +311,19 @@ def test_a_writer_that_is_killed_leaves_all_but_the_last_record() -> None:
         assert numbers == list(range(numbers[0], numbers[-1] + 1)) if numbers else True
         for payload in found:
             assert payload == b"held" or len(payload) == 4 * (1 + int.from_bytes(payload[:4], "little") * 7919 % 1000)
+
+
+def test_a_text_is_passed_on_in_memory() -> None:
+    descriptor = write_blob(b"text" * 50_000)
+    assert read_blob(descriptor) == b"text" * 50_000
+    os.close(descriptor)
+    with pytest.raises(ValueError, match=str(MAX_BLOB_BYTES)):
+        write_blob(bytes(MAX_BLOB_BYTES + 1))
+
+
+def test_what_might_block_is_not_read() -> None:
+    reading, writing = os.pipe()
+    with pytest.raises(RingError):
+        read_blob(reading)
+    os.close(reading)
+    os.close(writing)

@@ -14,8 +14,7 @@ from sglang_crashkit import __version__
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.retention import status_of
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.memory.blob import read_blob
-from sglang_crashkit.memory.ring import RingError
+from sglang_crashkit.memory.ring import RingError, read_blob
 from sglang_crashkit.model.incident import Evidence, iso_time
 from sglang_crashkit.redact import redact_text, secrets_of_arguments, secrets_of_mapping
 

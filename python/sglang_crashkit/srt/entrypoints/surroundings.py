@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from sglang_crashkit.capture.environment import read_versions
-from sglang_crashkit.memory.blob import write_blob
+from sglang_crashkit.memory.ring import write_blob
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt.hooks import never_raises, notify
 from sglang_crashkit.srt.redaction import fields_of, redact, redacted_fields

@@ -25,7 +25,7 @@ from typing import Any
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.incident.quarantine import FILE, MAX_ENTRIES, Entry, Index, clear_suspects, read_entries
 from sglang_crashkit.incident.request_fingerprint import OTHER_INPUTS, PARAMETERS, rest_of
-from sglang_crashkit.memory.request_record import to_json
+from sglang_crashkit.memory.journal import to_json
 from sglang_crashkit.settings import read_quarantine
 from sglang_crashkit.srt.hooks import notify
 from sglang_crashkit.srt.request_journal import without_secrets

@@ -12,11 +12,11 @@ import functools
 import inspect
 import logging
 import os
-import select
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
+from multiprocessing import connection
 from typing import Any, NoReturn
 
 import psutil
@@ -149,26 +149,25 @@ def wait_for_reap_or_raise(procs: Iterable[Any], wait_timeout: float) -> None:
     deadline = module.time.monotonic() + wait_timeout
     warn_deadline = module.time.monotonic() + warn_at
     warned = False
-    with DeathAlarm() as alarm:
-        while alive := module._still_holding_resources(processes):
-            now = module.time.monotonic()
-            pids = [process.pid for process in alive]
-            if now >= deadline:
-                raise RuntimeError(
-                    f"kill_process_tree: {len(alive)} process(es) not reaped within "
-                    f"{wait_timeout}s after SIGKILL; pids={pids}"
-                )
-            if not warned and now >= warn_deadline:
-                warned = True
-                module.logger.warning(
-                    "kill_process_tree: %d process(es) still alive after %.1fs SIGKILL; "
-                    "continuing to wait up to %.1fs total. pids=%s",
-                    len(alive),
-                    warn_at,
-                    wait_timeout,
-                    pids,
-                )
-            alarm.sleep(alive, _POLL_SECS, module.time.sleep)
+    while alive := module._still_holding_resources(processes):
+        now = module.time.monotonic()
+        pids = [process.pid for process in alive]
+        if now >= deadline:
+            raise RuntimeError(
+                f"kill_process_tree: {len(alive)} process(es) not reaped within "
+                f"{wait_timeout}s after SIGKILL; pids={pids}"
+            )
+        if not warned and now >= warn_deadline:
+            warned = True
+            module.logger.warning(
+                "kill_process_tree: %d process(es) still alive after %.1fs SIGKILL; "
+                "continuing to wait up to %.1fs total. pids=%s",
+                len(alive),
+                warn_at,
+                wait_timeout,
+                pids,
+            )
+        _sleep(alive, _POLL_SECS, module.time.sleep)
 
 
 class _OwnNames:
@@ -246,65 +245,30 @@ def _announce_teardown(parent_pid: int | None, *, whole: bool) -> None:
             protocol.notify(str(path), "teardown", pid=pid, whole=whole)
 
 
-class DeathAlarm:
-    """Ends a sleep when one of some processes ends; to be used as a context manager, which closes the pidfds."""
-
-    def __init__(self) -> None:
-        self._poller = select.poll()
-        self._pidfds: set[int] = set()
-        self._known: dict[int, Any] = {}  # the process objects by their ids, which are theirs as long as these live
-
-    def __enter__(self) -> DeathAlarm:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        while self._pidfds:
-            os.close(self._pidfds.pop())
-
-    def sleep(self, processes: Iterable[Any], seconds: float, nap: Callable[[float], None]) -> None:
-        """Sleep, but not beyond the end of one of `processes`.
-
-        Args:
-            processes: `psutil.Process` objects; others (a test's stand-ins) have no pidfd.
-            seconds: the longest to sleep.
-            nap: sleeps where no pidfd can be watched, such as `time.sleep`.
-        """
-        for process in processes:
-            if id(process) in self._known:
-                continue
-            self._known[id(process)] = process
-            pidfd = _open_pidfd(process)
-            if pidfd is not None:
-                self._pidfds.add(pidfd)
-                self._poller.register(pidfd, select.POLLIN)
-            elif _is_real(process):
-                # It may just have gone: the caller looks again before it sleeps.
-                return
-        if not self._pidfds:
+def _sleep(processes: Iterable[Any], seconds: float, nap: Callable[[float], None]) -> None:
+    """Sleep, but not beyond the end of one of `processes`; `nap` sleeps where none of them has a pidfd."""
+    pidfds = [pidfd for pidfd in map(_open_pidfd, processes) if pidfd is not None]
+    try:
+        if pidfds:
+            connection.wait(pidfds, seconds)
+        else:
             nap(seconds)
-            return
-        for pidfd, _events in self._poller.poll(seconds * 1000):
-            # It stays readable; were the caller to hold the process for alive still, no sleep would last.
-            self._poller.unregister(pidfd)
-            self._pidfds.remove(pidfd)
+    finally:
+        for pidfd in pidfds:
             os.close(pidfd)
 
 
-def _is_real(process: Any) -> bool:
-    # Not isinstance, which a mock with a spec passes.
-    return issubclass(type(process), psutil.Process)
-
-
 def _open_pidfd(process: Any) -> int | None:
-    if not _is_real(process) or not hasattr(os, "pidfd_open"):
+    # Not isinstance, which a mock with a spec passes.
+    if not issubclass(type(process), psutil.Process):
         return None
     try:
-        descriptor = os.pidfd_open(process.pid)
-    except OSError:
+        pidfd = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):
+        # A Python that was built for an older kernel has no such function.
         return None
-    with contextlib.suppress(psutil.Error, OSError):
-        if process.is_running():
-            return descriptor
-    # The pid was reaped, and may be another process's by now.
-    os.close(descriptor)
+    if still_holding_resources([process]):
+        return pidfd
+    # That of a zombie would end every sleep at once; a pid that was reaped may be another process's by now.
+    os.close(pidfd)
     return None

@@ -27,7 +27,7 @@ from sglang_crashkit.incident.quarantine import (
     read_entries,
 )
 from sglang_crashkit.incident.request_fingerprint import names_of
-from sglang_crashkit.memory.request_record import decode_request, encode_begin, to_json
+from sglang_crashkit.memory.journal import decode_request, encode_begin, to_json
 from sglang_crashkit.redact import REDACTED
 from sglang_crashkit.srt.managers.quarantine import MAX_SENT, MAX_TURNS, Quarantine, QuarantinedError, guard_requests
 from sglang_crashkit.srt.request_journal import RequestReader
