@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 from sglang_crashkit.kernel.identity_key import key_of
 
@@ -118,23 +118,16 @@ class DiskLimits:
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> DiskLimits:
         """Read them from `environ`; a value that cannot be read counts as unset."""
-        return cls(
-            max_use=_read_size(environ, MAX_USE, cls.max_use),
-            keep_free=_read_size(environ, KEEP_FREE, cls.keep_free),
-            max_incident=_read_size(environ, MAX_INCIDENT, cls.max_incident),
-            max_core=_read_size(environ, MAX_CORE, cls.max_core),
-        )
+        sizes = {one.name: read_seconds(environ, f"SGLANG_CRASHKIT_{one.name.upper()}_MB", -1.0) for one in fields(cls)}
+        return cls(**{name: int(megabytes * MB) for name, megabytes in sizes.items() if megabytes >= 0})
 
 
-Size = TypeVar("Size", int, "int | None")
-
-
-def _read_size(environ: Mapping[str, str], name: str, default: Size) -> Size:
-    try:
-        megabytes = float(environ[name])
-    except (KeyError, ValueError):
-        return default
-    return int(megabytes * MB) if 0 <= megabytes < float("inf") else default
+#: What reads the variable of a setting, by the setting's type.
+_READERS: dict[Any, Callable[[Mapping[str, str], str, Any], Any]] = {
+    "bool": read_bool,
+    "float": read_seconds,
+    "int": read_number,
+}
 
 
 @dataclass(frozen=True)
@@ -143,8 +136,6 @@ class Settings:
 
     Attributes:
         enabled: ``SGLANG_CRASHKIT_ENABLED``; the kit does nothing at all when false.
-        diagnostics: either of upstream's ``SGLANG_PYSPY_DUMP_BEFORE_CRASH`` and
-            ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH``, both true by default.
         stacks: ``SGLANG_PYSPY_DUMP_BEFORE_CRASH``; no stacks are taken when false.
         cores: ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH``; no GPU core is asked for when false.
         core_wait_secs: ``SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS``; how long is waited for a GPU core to come or to
@@ -179,13 +170,12 @@ class Settings:
         html: ``SGLANG_CRASHKIT_HTML``; each incident has a page of HTML, too, when true.
     """
 
-    enabled: bool
-    diagnostics: bool
-    stacks: bool
-    cores: bool
-    core_wait_secs: float
-    budget_secs: float
-    capture_secs: float
+    enabled: bool = True
+    stacks: bool = True
+    cores: bool = True
+    core_wait_secs: float = 60.0
+    budget_secs: float = 20.0
+    capture_secs: float = 1.5
     startup_timeout_secs: float = 0.0
     peer_watch: bool = True
     end_secs: float = 15.0
@@ -203,38 +193,33 @@ class Settings:
     gpu_facts: bool = True
     html: bool = False
 
+    @property
+    def diagnostics(self) -> bool:
+        """Whether any of upstream's diagnostics is wanted."""
+        return self.stacks or self.cores
+
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Read the settings from `environ`."""
         if earlier := earlier_names_in(environ):
             environ = {name: environ[old] for old, name in earlier.items()} | dict(environ)
-        stacks = read_bool(environ, "SGLANG_PYSPY_DUMP_BEFORE_CRASH", True)
-        cores = read_bool(environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH", True)
-        return cls(
-            enabled=read_bool(environ, "SGLANG_CRASHKIT_ENABLED", True),
-            diagnostics=stacks or cores,
-            stacks=stacks,
-            cores=cores,
-            core_wait_secs=read_seconds(environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", 60.0),
-            budget_secs=read_seconds(environ, "SGLANG_CRASHKIT_BUDGET_SECS", 20.0),
-            capture_secs=read_seconds(environ, "SGLANG_CRASHKIT_CAPTURE_SECS", 1.5),
-            startup_timeout_secs=read_seconds(environ, "SGLANG_CRASHKIT_STARTUP_TIMEOUT_SECS", 0.0),
-            journal=read_bool(environ, "SGLANG_CRASHKIT_JOURNAL", True),
-            log_records=read_number(environ, "SGLANG_CRASHKIT_LOG_RECORDS", 200),
-            journal_mb=read_megabytes(environ, "SGLANG_CRASHKIT_JOURNAL_MB", 32.0),
-            steps=read_bool(environ, "SGLANG_CRASHKIT_STEPS", True),
-            peer_watch=read_bool(environ, "SGLANG_CRASHKIT_PEER_WATCH", True),
-            end_secs=read_seconds(environ, "SGLANG_CRASHKIT_END_SECS", 15.0),
-            hang_secs=read_seconds(environ, "SGLANG_CRASHKIT_HANG_SECS", 60.0),
-            native=_read_native(environ),
-            full_per_fault=read_number(environ, "SGLANG_CRASHKIT_FULL_PER_FAULT", 3),
-            disk=DiskLimits.from_environ(environ),
-            exit_secs=read_seconds(environ, "SGLANG_CRASHKIT_EXIT_SECS", 60.0),
-            keeps_exit_status=environ.get("SGLANG_CRASHKIT_EXIT_STATUS", "").strip().lower() == "upstream",
-            prompts=read_prompts(environ),
-            gpu_facts=read_bool(environ, "SGLANG_CRASHKIT_GPU_FACTS", True),
-            html=read_bool(environ, "SGLANG_CRASHKIT_HTML", False),
-        )
+        values = {
+            one.name: _READERS[one.type](environ, f"SGLANG_CRASHKIT_{one.name.upper()}", one.default)
+            for one in fields(cls)
+            if one.type in _READERS
+        }
+        # Those of which the variable has another name, or another form.
+        values |= {
+            "stacks": read_bool(environ, "SGLANG_PYSPY_DUMP_BEFORE_CRASH", cls.stacks),
+            "cores": read_bool(environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH", cls.cores),
+            "core_wait_secs": read_seconds(environ, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", cls.core_wait_secs),
+            "native": _read_native(environ),
+            "journal_mb": read_megabytes(environ, "SGLANG_CRASHKIT_JOURNAL_MB", cls.journal_mb),
+            "disk": DiskLimits.from_environ(environ),
+            "keeps_exit_status": environ.get("SGLANG_CRASHKIT_EXIT_STATUS", "").strip().lower() == "upstream",
+            "prompts": read_prompts(environ),
+        }
+        return cls(**values)
 
 
 def _read_native(environ: Mapping[str, str]) -> bool | None:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
+import os
+import shlex
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from sglang_crashkit.capture.environment import read_versions
 from sglang_crashkit.incident.exit_status import ServerExit, status_of_exit
-from sglang_crashkit.settings import Settings
+from sglang_crashkit.memory.ring import write_blob
+from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 from sglang_crashkit.srt import crash_exit, handler_process, startup, supervisor
 from sglang_crashkit.srt.children import STATUS_SECS, Child, Clock, Supervisor
-from sglang_crashkit.srt.entrypoints.surroundings import tell_ready, tell_surroundings
 from sglang_crashkit.srt.hooks import Function, before, never_raises, notify
 from sglang_crashkit.srt.log_handler import keep_log_records
+from sglang_crashkit.srt.redaction import fields_of, redact, redacted_fields
 from sglang_crashkit.srt.server_args import otlp_environment, set_crash_dump_env, withdraw_crash_dump_env
 from sglang_crashkit.srt.stack_hooks import install_in_server
 from sglang_crashkit.srt.startup import Startup, StartupError
@@ -22,8 +28,13 @@ from sglang_crashkit.srt.utils.common import end_after_crash
 
 logger = logging.getLogger(__name__)
 
-#: Whether this process launches a node of a rank above 0.
-_follows = False
+#: What cannot be told as JSON is told in so many characters at most.
+_MAX_WORDS = 1000
+#: Each is looked for on the whole of Python's path.
+_versions = functools.cache(read_versions)
+
+#: Whether this process launches a node of a rank above 0, and with which ``ServerArgs``.
+_follows, _server_args = False, None
 
 
 @never_raises
@@ -33,7 +44,7 @@ def on_engine_launch(server_args: Any) -> None:
     Args:
         server_args: SGLang's ``ServerArgs``.
     """
-    global _follows
+    global _follows, _server_args
     settings = Settings.from_environ()
     crash_folder = getattr(server_args, "crash_dump_folder", None)
     if not settings.enabled:
@@ -48,7 +59,8 @@ def on_engine_launch(server_args: Any) -> None:
             notify("launch", mode=mode.value)
             install_in_server()
             keep_log_records(server_args, of_all=crash_exit.state.is_program)
-            tell_surroundings(server_args)
+            _server_args = server_args
+            _tell_surroundings(ready=False)
         finally:
             # Where the handler did not start it is needed at once.
             supervisor.begin(follows=_follows)
@@ -91,7 +103,9 @@ def on_wait_for_scheduler_ready(wait: Function) -> Function:
             if not crash_exit.state.is_program:
                 withdraw_crash_dump_env()
         crash_exit.note_started()
-        tell_ready()
+        if _server_args is not None:
+            # Some arguments are resolved only meanwhile.
+            _tell_surroundings(ready=True)
         if _follows and can_watch:
             _follow(scheduler_procs)
         return infos
@@ -196,3 +210,34 @@ def _follow(processes: Iterable[Any]) -> None:
             end_after_crash()
 
     threading.Thread(target=never_raises(run), name="crashkit-follower", daemon=True).start()
+
+
+@never_raises
+def _tell_surroundings(*, ready: bool) -> None:
+    """Tell the crash handler what only the launching process knows: its arguments, without secrets, and its versions.
+
+    Args:
+        ready: the ranks are ready.
+    """
+    if not os.environ.get(SOCKET_VARIABLE):
+        return
+    facts = {
+        "command_line": redact(shlex.join(sys.orig_argv), _server_args),
+        "arguments": redacted_fields(_resolved(_server_args)),
+        "versions": _versions(),
+    }
+    descriptor = write_blob(json.dumps(facts, default=_in_words).encode())
+    try:
+        notify("surroundings", descriptor=descriptor, ready=ready)
+    finally:
+        os.close(descriptor)
+
+
+def _resolved(server_args: Any) -> dict[str, Any]:
+    # Where it is not there the fields themselves are resolved.
+    resolve = getattr(server_args, "resolved_dict", None)
+    return resolve() if callable(resolve) else fields_of(server_args)
+
+
+def _in_words(value: object) -> str:
+    return redact(str(value), _server_args)[:_MAX_WORDS]
