@@ -35,10 +35,8 @@ def test_a_kill_for_lack_of_memory_is_counted(small_cgroup: Path) -> None:
     with child("ready(); sys.stdin.readline(); block = bytearray(512 << 20); pause()") as process:
         (small_cgroup / "cgroup.procs").write_text(str(process.pid))
         counter = find_counter(process.pid)
-        assert counter is not None
         assert counter.path == small_cgroup / "memory.oom_control"
         assert counter.grown_by() == 0
-        assert process.stdin is not None
         process.stdin.write(b"\n")
         process.stdin.flush()
         assert process.wait(LONG) == -9

@@ -48,7 +48,6 @@ def family(*titles: str, title: str | None = None) -> Iterator[tuple[int, dict[s
         try:
             yield process.pid, dict(zip(titles, pids, strict=True))
         finally:
-            assert process.stdin is not None
             process.stdin.close()
             process.wait(LONG)
 
@@ -87,10 +86,8 @@ def module_at_work(folder: Path, module: str, source: str, *arguments: str) -> I
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ
     ) as process:
         try:
-            assert process.stdout is not None
             yield process.pid, process.stdout.readline()
         finally:
-            assert process.stdin is not None
             process.stdin.close()
             process.wait(LONG)
 

@@ -28,7 +28,6 @@ def test_another_process_of_this_namespace_has_the_key_that_it_gives_itself() ->
     code = _OWN_KEY + "ready(server_key(stat.pid, stat.start_ticks)); pause()"
     with child(code) as process:
         stat = procfs.read_stat(process.pid)
-        assert stat is not None
         assert key_of(stat.pid, stat.start_ticks) == process.first_line  # type: ignore[attr-defined]
 
 
@@ -40,12 +39,9 @@ def test_process_1_of_a_container_is_told_from_that_of_another_and_found_from_ou
         with subprocess.Popen(
             [*_CONTAINER, sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
             key = process.stdout.readline().strip()
             (inside,) = procfs.TreeScanner(process.pid).scan() - {process.pid}
             stat = procfs.read_stat(inside)
-            assert stat is not None
             assert key.startswith(f"1-{stat.start_ticks}-")
             assert not key.endswith(f"-{own_namespace()}")
             assert key_of(inside, stat.start_ticks) == key

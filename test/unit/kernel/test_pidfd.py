@@ -54,7 +54,6 @@ def test_how_it_ended_is_told_of_a_zombie_and_after_it_was_reaped(
 ) -> None:
     with child(f"ready(); sys.stdin.readline(); {code}") as process:
         handle = ProcessHandle(process.pid)
-        assert process.stdin is not None
         process.stdin.close()
         process.stdin = None
         assert select.select([handle], [], [], LONG)[0]

@@ -23,7 +23,6 @@ def test_a_process_began_when_it_did() -> None:
     before = time.time()
     with child("ready()\npause()") as process:
         stat = procfs.read_stat(process.pid)
-        assert stat is not None
         # The kernel counts in hundredths of a second, and the clock may be set meanwhile.
         assert before - 0.1 <= procfs.started_at(stat.start_ticks) <= time.time() + 0.1
 
@@ -60,7 +59,6 @@ def test_a_zombie_tells_how_it_ended_and_keeps_its_name() -> None:
     stat = procfs.read_stat(process.pid)
     title = procfs.read_title(process.pid)
     process.wait(LONG)
-    assert stat is not None
     assert (stat.state, os.waitstatus_to_exitcode(stat.wait_status), title) == ("Z", 3, "sh")
 
 
@@ -134,8 +132,6 @@ def test_a_scan_finds_all_descendants_and_forgets_those_that_are_gone() -> None:
         assert scanner.scan() == {process.pid, inner}
         assert {process.pid, inner} <= procfs.TreeScanner(os.getpid()).scan()
         assert not {process.pid, inner} & procfs.TreeScanner(os.getpid(), without=process.pid).scan()
-        assert process.stdin is not None
-        assert process.stdout is not None
         process.stdin.write(b"\n")
         process.stdin.flush()
         assert process.stdout.readline() == b"gone\n"
@@ -167,8 +163,6 @@ def test_an_orphan_is_found_below_its_new_parent_when_parents_are_read_anew() ->
         middle, inner = map(int, root.first_line.split())  # type: ignore[attr-defined]
         scanner = procfs.TreeScanner(root.pid, refresh_every=3)
         assert scanner.scan() == {root.pid, middle, inner}
-        assert root.stdin is not None
-        assert root.stdout is not None
         for left in ({root.pid, inner}, {root.pid}):
             root.stdin.write(b"\n")
             root.stdin.flush()

@@ -51,7 +51,6 @@ def left_behind(readable: None) -> Iterator[Callable[[str], tuple[Segment, dict[
             path = FOLDER / process.first_line  # type: ignore[attr-defined]
             made.append(path)
             stat = procfs.read_stat(process.pid)
-            assert stat is not None
             segments = {one for one in mapped_by(process.pid) if one.name == path.name}
             (segment,) = segments or {Segment(path.name, path.stat().st_ino)}
         return segment, {stat.pid: stat.start_ticks}
@@ -110,8 +109,6 @@ def test_what_a_living_process_made_and_closed_stays() -> None:
     with child(HOLDS_A_SEGMENT, "torch_PID_3456_1") as process:
         (segment,) = mapped_by(process.pid)
         try:
-            assert process.stdin is not None
-            assert process.stdout is not None
             process.stdin.write(b"\n")
             process.stdin.flush()
             assert process.stdout.readline() == b"closed\n"

@@ -155,7 +155,6 @@ def test_a_forked_child_neither_answers_nor_writes_to_its_parents_files(runtime:
             assert not procfs.catches_signal(forked, signal.SIGSEGV)
             assert procfs.catches_signal(parent.pid, DEFAULT_SIGNAL)
             if end == "abort":
-                assert parent.stdin is not None
                 parent.stdin.write(b"x")
                 parent.stdin.flush()
                 wait_until(lambda: stat(forked) == "Z", "the child has died")
@@ -380,7 +379,6 @@ def test_whatever_goes_wrong_it_answers_the_next_one(path: Path, monkeypatch: py
 @pytest.mark.parametrize(("code", "status"), [("exit 3", 3 << 8), ("kill -9 $$", 9), ("kill -37 $$", 37)])
 def test_it_says_how_a_child_ended_and_leaves_it_to_be_reaped(path: Path, code: str, status: int) -> None:
     with subprocess.Popen(["sh", "-c", f"read line; {code}"], stdin=subprocess.PIPE) as process:
-        assert process.stdin is not None
         # That it lives, or is no child, is no answer.
         assert ask(path, b"exit %d" % process.pid) == b""
         assert ask(path, b"exit 1") == b""

@@ -13,6 +13,7 @@ from sglang_crashkit.srt.managers import isolation
 from sglang_crashkit.srt.managers.isolation import HOLD_SECS, PATIENCE_SECS, AbortedError, Isolation
 
 DONE = {"meta_info": {"finish_reason": {"type": "stop"}}}
+ABORTED = {"meta_info": {"finish_reason": {"type": "abort"}}}
 
 
 class FakeLoop(asyncio.SelectorEventLoop):
@@ -37,7 +38,7 @@ class Server:
     def __init__(self) -> None:
         self.under_way: set[str] = set()
         self.began: dict[str, tuple[float, set[str]]] = {}
-        self.answered: list[str] = []
+        self.told: list[str] = []
         self.is_ending = False
         self.isolation = Isolation(lambda: bool(self.under_way), lambda: self.is_ending)
 
@@ -57,11 +58,43 @@ class Server:
         await asyncio.sleep(after)
         responses = self.run(rid, secs)
         if suspected:
-            responses = self.isolation.alone(responses, [rid], None, lambda: self.answered.append(rid))
+            responses = self.suspect(responses, rid)
         elif self.isolation.is_holding:
             responses = self.isolation.later(responses, [rid], None)
         # As SGLang asks for one response.
         await responses.__anext__()
+
+    def suspect(self, responses: AsyncIterator[Any], *rids: str, client: Any = None, **how: bool) -> AsyncIterator[Any]:
+        on_answer, on_turn = (lambda: self.told.append("answered")), (lambda: self.told.append("turn"))
+        return self.isolation.alone(responses, rids or ["a"], client, on_answer, on_turn, **how)
+
+
+async def failing(error: Exception) -> AsyncIterator[Any]:
+    raise error
+    yield
+
+
+async def each(*responses: Any) -> AsyncIterator[Any]:
+    for response in responses:
+        if isinstance(response, Exception):
+            raise response
+        yield response
+
+
+class StatusError(Exception):
+    def __init__(self, status_code: int) -> None:
+        super().__init__("failed")
+        self.status_code = status_code
+
+
+class Client:
+    """A connection that says whether it has gone, each time that it is asked."""
+
+    def __init__(self, *is_gone: bool) -> None:
+        self._is_gone = list(is_gone)
+
+    async def is_disconnected(self) -> bool:
+        return self._is_gone.pop(0)
 
 
 @pytest.fixture
@@ -93,7 +126,7 @@ def test_a_suspect_waits_for_the_others_and_they_for_it(loop: FakeLoop) -> None:
     assert server.began["suspect"][1] == set()
     assert 3.0 < server.began["suspect"][0] < 3.2
     assert server.began["later"] == (pytest.approx(server.began["suspect"][0] + 1.0, abs=0.1), set())
-    assert server.answered == ["suspect"]
+    assert server.told == ["answered"]
 
 
 def test_under_load_others_are_held_once_and_not_for_long(loop: FakeLoop) -> None:
@@ -136,7 +169,7 @@ def test_a_long_suspect_lets_others_join_it(loop: FakeLoop) -> None:
 def test_suspects_are_sent_one_after_the_other(loop: FakeLoop) -> None:
     server = run(loop, lambda server: asyncio.gather(*(server.ask(str(number), suspected=True) for number in range(3))))
     assert [beside for _began, beside in server.began.values()] == [set()] * 3
-    assert sorted(server.answered) == ["0", "1", "2"]
+    assert server.told == ["answered"] * 3
 
 
 def test_many_suspects_do_not_wait_for_ever(loop: FakeLoop) -> None:
@@ -178,14 +211,9 @@ def test_one_that_is_cancelled_holds_nobody_up(loop: FakeLoop, after: float) -> 
 
 
 def test_a_client_that_has_gone_is_not_asked_for(loop: FakeLoop) -> None:
-    class Gone:
-        async def is_disconnected(self) -> bool:
-            return True
-
     async def story(server: Server) -> None:
-        responses = server.isolation.alone(server.run("a", 1.0), ["a"], Gone(), lambda: None)
         with pytest.raises(AbortedError, match="client has gone"):
-            await responses.__anext__()
+            await server.suspect(server.run("a", 1.0), client=Client(True)).__anext__()
 
     assert run(loop, story).began == {}
 
@@ -203,84 +231,49 @@ def test_a_server_that_ends_lets_all_go_on(loop: FakeLoop) -> None:
     [
         (DONE, True),
         ([DONE, DONE], True),
-        ({"meta_info": {"finish_reason": {"type": "abort"}}}, False),
+        (ABORTED, False),
         ([DONE, {"meta_info": {}}], False),
         ("text", False),
     ],
 )
 def test_only_an_answer_acquits(loop: FakeLoop, last: Any, is_answer: bool) -> None:
-    async def responses() -> AsyncIterator[Any]:
-        yield {"meta_info": {"finish_reason": None}}
-        yield last
-
     async def story(server: Server) -> None:
-        whole = server.isolation.alone(responses(), ["a"], None, lambda: server.answered.append("a"))
+        whole = server.suspect(each({"meta_info": {"finish_reason": None}}, last))
         assert [response async for response in whole][-1] == last
 
-    assert run(loop, story).answered == ["a"] * is_answer
+    assert ("answered" in run(loop, story).told) is is_answer
 
 
-@pytest.mark.parametrize(
-    ("last", "is_answer"), [(DONE, True), ({"meta_info": {"finish_reason": {"type": "abort"}}}, False)]
-)
+@pytest.mark.parametrize(("last", "is_answer"), [(DONE, True), (ABORTED, False)])
 def test_a_streamed_batch_is_answered_at_its_end(loop: FakeLoop, last: Any, is_answer: bool) -> None:
-    async def responses() -> AsyncIterator[Any]:
-        yield DONE
-        yield last
-
     async def story(server: Server) -> None:
         seen = []
-        batch = server.isolation.alone(
-            responses(), ["a", "b"], None, lambda: server.answered.append("a"), is_single=False
-        )
-        async for response in batch:
+        async for response in server.suspect(each(DONE, last), "a", "b", is_single=False):
             seen.append(response)
-            assert server.answered == []
+            assert server.told == []
         assert seen == [DONE, last]
 
-    assert run(loop, story).answered == ["a"] * is_answer
+    assert ("answered" in run(loop, story).told) is is_answer
 
 
 def test_a_failing_batch_is_not_acquitted_by_its_first_item(loop: FakeLoop) -> None:
-    async def responses() -> AsyncIterator[Any]:
-        yield DONE
-        raise ValueError("the second one")
-
     async def story(server: Server) -> None:
-        batch = server.isolation.alone(responses(), [], None, lambda: server.answered.append("a"), is_single=False)
         with pytest.raises(ValueError, match="the second one"):
-            assert [response async for response in batch]
+            assert [one async for one in server.suspect(each(DONE, ValueError("the second one")), is_single=False)]
 
-    assert run(loop, story).answered == []
+    assert run(loop, story).told == ["turn"]
 
 
 def test_one_aborted_item_leaves_the_rest_of_a_batch(loop: FakeLoop) -> None:
     async def story(server: Server) -> None:
         server.under_way.add("other")
-        batch = server.isolation.alone(server.run("a", 1.0), ["a", "b"], None, lambda: server.answered.append("a"))
-        first = asyncio.ensure_future(batch.__anext__())
+        first = asyncio.ensure_future(server.suspect(server.run("a", 1.0), "a", "b").__anext__())
         await asyncio.sleep(0.1)
         server.isolation.abort("a", everything=False)
         server.under_way.discard("other")
         assert await first == DONE
 
-    assert run(loop, story).answered == ["a"]
-
-
-class StatusError(Exception):
-    def __init__(self, status_code: int) -> None:
-        super().__init__("failed")
-        self.status_code = status_code
-
-
-class Client:
-    """A connection that is there when its request begins."""
-
-    def __init__(self, *is_gone: bool) -> None:
-        self._is_gone = list(is_gone)
-
-    async def is_disconnected(self) -> bool:
-        return self._is_gone.pop(0)
+    assert "answered" in run(loop, story).told
 
 
 @pytest.mark.parametrize(
@@ -302,47 +295,30 @@ class Client:
 def test_one_that_is_refused_is_no_suspect(
     loop: FakeLoop, error: Exception, client: Any, is_single: bool, is_ending: bool, told: list[str]
 ) -> None:
-    seen: list[str] = []
+    async def story(server: Server) -> None:
+        async def fail() -> AsyncIterator[Any]:
+            server.is_ending = is_ending
+            raise error
+            yield
 
-    async def failing() -> AsyncIterator[Any]:
-        server.is_ending = is_ending
-        raise error
-        yield
-
-    async def story(its: Server) -> None:
-        nonlocal server
-        server = its
-        answered, turn = (lambda: seen.append("answered")), (lambda: seen.append("turn"))
         with pytest.raises(type(error)):
-            await its.isolation.alone(failing(), ["a"], client, answered, turn, is_single=is_single).__anext__()
+            await server.suspect(fail(), client=client, is_single=is_single).__anext__()
 
-    server = Server()
-    run(loop, story)
-    assert seen == told
+    assert run(loop, story).told == told
 
 
 @pytest.mark.parametrize(("is_beside", "told"), [(True, []), (False, ["answered", "turn"])])
 def test_beside_others_a_refusal_acquits_nobody(loop: FakeLoop, is_beside: bool, told: list[str]) -> None:
     """As of one whose id another one has that is under way."""
-    seen: list[str] = []
-
-    async def failing() -> AsyncIterator[Any]:
-        raise ValueError("Duplicate request ID detected: a")
-        yield
 
     async def story(server: Server) -> None:
         other = asyncio.ensure_future(server.ask("a", 1000.0 if is_beside else 1.0))
         await asyncio.sleep(0.1)
-        answered, turn = (lambda: seen.append("answered")), (lambda: seen.append("turn"))
         with pytest.raises(ValueError, match="Duplicate"):
-            await server.isolation.alone(failing(), ["a"], None, answered, turn).__anext__()
+            await server.suspect(failing(ValueError("Duplicate request ID detected: a"))).__anext__()
         other.cancel()
 
-    run(loop, story)
-    assert seen == told
-
-
-ABORTED = {"meta_info": {"finish_reason": {"type": "abort"}}}
+    assert run(loop, story).told == told
 
 
 @pytest.mark.parametrize(
@@ -352,8 +328,6 @@ ABORTED = {"meta_info": {"finish_reason": {"type": "abort"}}}
 def test_a_client_that_gives_up_says_nothing_of_the_server(
     loop: FakeLoop, chunks: list[Any], gives_up: bool, turns: int
 ) -> None:
-    seen: list[str] = []
-
     async def responses() -> AsyncIterator[Any]:
         for chunk in chunks:
             yield chunk
@@ -361,8 +335,7 @@ def test_a_client_that_gives_up_says_nothing_of_the_server(
             await asyncio.sleep(1000.0)
 
     async def ask(server: Server) -> None:
-        suspect = server.isolation.alone(responses(), ["a"], None, lambda: None, lambda: seen.append("turn"))
-        async for _response in suspect:
+        async for _response in server.suspect(responses()):
             pass
 
     async def story(server: Server) -> None:
@@ -372,36 +345,24 @@ def test_a_client_that_gives_up_says_nothing_of_the_server(
         with contextlib.suppress(asyncio.CancelledError):
             await asked
 
-    run(loop, story)
-    assert len(seen) == turns
+    assert run(loop, story).told == ["turn"] * turns
 
 
 def test_one_that_did_not_get_its_turn_had_none(loop: FakeLoop) -> None:
-    seen: list[str] = []
-
-    async def failing() -> AsyncIterator[Any]:
-        raise RuntimeError("status 500")
-        yield
-
     async def story(server: Server) -> None:
         first = asyncio.ensure_future(server.ask("hangs", 1000.0, suspected=True))
         await asyncio.sleep(0.5)
         with pytest.raises(RuntimeError):
-            await server.isolation.alone(failing(), ["a"], None, lambda: None, lambda: seen.append("turn")).__anext__()
+            await server.suspect(failing(RuntimeError("status 500"))).__anext__()
         first.cancel()
 
-    run(loop, story)
-    assert seen == []
+    assert run(loop, story).told == []
 
 
-def test_an_error_of_sglang_is_its_own(loop: FakeLoop) -> None:
-    async def failing() -> AsyncIterator[Any]:
-        raise ValueError("too long")
-        yield
-
+def test_an_error_of_sglang_holds_up_nobody(loop: FakeLoop) -> None:
     async def story(server: Server) -> None:
         with pytest.raises(ValueError, match="too long"):
-            await server.isolation.alone(failing(), ["a"], None, lambda: None).__anext__()
+            await server.suspect(failing(ValueError("too long"))).__anext__()
         await asyncio.wait_for(server.ask("next", suspected=True), 3.0)
 
-    assert run(loop, story).answered == ["next"]
+    assert run(loop, story).told == ["answered", "turn", "answered"]

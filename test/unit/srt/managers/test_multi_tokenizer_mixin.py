@@ -85,7 +85,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         command = [sys.executable, "-c", MAIN, str(tmp_path), str(seconds), *options]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         started.append(process)
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         children.extend(psutil.Process(process.pid).children())
         return process
@@ -94,7 +93,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     for process in started:
         process.kill()
         process.wait(LONG)
-        assert process.stdout is not None
         process.stdout.close()
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -102,7 +100,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 
 def said(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     assert select.select([process.stdout], [], [], LONG)[0], "it says nothing"
     return process.stdout.readline()
 
@@ -132,7 +129,6 @@ def test_a_sigquit_to_a_users_program_is_left_to_it(
     process = start("supervised", "loud")
     os.kill(process.pid, signal.SIGQUIT)
     assert said(process) == "its own\n"
-    assert process.stdout is not None
     assert not select.select([process.stdout], [], [], 0.5)[0]
     assert list(tmp_path.iterdir()) == []
 

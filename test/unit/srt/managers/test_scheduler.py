@@ -76,7 +76,6 @@ def tree(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str]
         start_new_session=request.param == "strangers",
     )
     with process:
-        assert process.stdout is not None
         pids = [int(word) for word in process.stdout.readline().split()]
         yield process, pids
         for pid in (process.pid, *pids):
@@ -100,7 +99,6 @@ def test_processes_that_are_not_the_servers_are_named_and_left_alive(tree) -> No
     assert alive(bystander)
     wrapper.kill()
     os.kill(bystander, signal.SIGKILL)
-    assert wrapper.stderr is not None
     warning = wrapper.stderr.read()
     assert f"process group {wrapper.pid} holds processes that are not the server's" in warning
     assert f"{bystander} sleep" in warning
@@ -112,7 +110,6 @@ def test_a_group_that_is_the_servers_own_is_killed_as_a_whole(tree) -> None:
     server, workers = tree
     assert server.wait(LONG) == -signal.SIGKILL
     wait_until(lambda: not any(map(alive, workers)), "the workers are gone")
-    assert server.stderr is not None
     assert server.stderr.read() == ""
 
 

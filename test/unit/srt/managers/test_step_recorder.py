@@ -46,7 +46,6 @@ def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def read() -> LastSteps:
-    assert step_recorder._recorder is not None
     return StepReader(step_recorder._recorder.writer.fd, {int(number): name for number, name in MODES.items()}).read()
 
 
@@ -193,7 +192,6 @@ def test_a_scheduler_without_anything_to_do_is_in_no_step(scheduler: Scheduler) 
     scheduler.step(batch_of(DECODE, [A]))
     scheduler.process_input_requests()
     current = read().current
-    assert current is not None
     assert (current.number, current.phase) == (2, "received")
     scheduler.last_batch = None
     scheduler.process_input_requests()
@@ -202,7 +200,6 @@ def test_a_scheduler_without_anything_to_do_is_in_no_step(scheduler: Scheduler) 
     # It is not scheduled, as it waits for a grammar or for other servers.
     scheduler.process_input_requests()
     current = read().current
-    assert current is not None
     assert [one.rid for one in current.requests] == ["x", "y"]
 
 
@@ -292,7 +289,6 @@ def test_nothing_that_is_noted_grows(scheduler: Scheduler) -> None:
         if number % 2:
             scheduler.run_batch(batch_of(DECODE, [Req(f"{number}", 3)]))
     recorder = step_recorder._recorder
-    assert recorder is not None
     assert len(recorder._rids) <= step_recorder._MAX_RECEIVED
     assert len(recorder._pending) <= step_recorder._MAX_PENDING
     assert len(recorder.writer._known) < 5000
@@ -342,7 +338,6 @@ def test_what_breaks_switches_it_off_with_one_warning(
 ) -> None:
     scheduler.step(batch_of(DECODE, [A]))
     recorder = step_recorder._recorder
-    assert recorder is not None
     with caplog.at_level(logging.WARNING):
         spoil(scheduler)
         scheduler.step(batch_of(DECODE, [A]))

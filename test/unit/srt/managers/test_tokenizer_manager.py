@@ -341,7 +341,6 @@ def test_a_file_system_without_hard_links_keeps_the_dump(
 
 def test_what_this_process_left_torn_is_replaced_and_no_others(tmp_path: Path) -> None:
     stat = procfs.read_stat(os.getpid())
-    assert stat is not None
     other = tmp_path / f".dump.pkl.{server_key(stat.pid, stat.start_ticks + 1)}.partial"
     for torn in (tmp_path / f".dump.pkl.{server_key(stat.pid, stat.start_ticks)}.partial", other):
         torn.write_bytes(b"old")
