@@ -16,23 +16,15 @@ _HOST_NAMESPACE = 0xEFFFFFFC
 
 
 def server_key(pid: int, start_ticks: int) -> str:
-    """Return the key ``<pid>-<start ticks>-<PID namespace>`` of a process of this process's own namespace.
-
-    Args:
-        pid: its process id.
-        start_ticks: its start time in clock ticks since boot; see `procfs.ProcStat`.
-    """
+    """Return the key ``<pid>-<start ticks>-<PID namespace>`` of a process of this process's own namespace."""
     return f"{pid}-{start_ticks}-{own_namespace()}"
 
 
 def key_of(pid: int, start_ticks: int) -> str:
     """Return the key that a process gives itself, which may be in another PID namespace, such as a container's.
 
-    Of a process that is gone, or that may not be looked at, it is taken to be in this one.
-
-    Args:
-        pid: its process id as this process sees it.
-        start_ticks: its start time in clock ticks since boot.
+    Of a process that is gone, or that may not be looked at, it is taken to be in this one. The pid is that which this
+    process sees.
     """
     try:
         namespace = (_PROC / str(pid) / "ns" / "pid").stat().st_ino

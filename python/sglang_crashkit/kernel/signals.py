@@ -18,11 +18,7 @@ from sglang_crashkit.kernel.pidfd import ProcessHandle
 
 
 def tell(process: ProcessHandle) -> bool:
-    """Tell a process that saves requests of a failure, as SGLang's own processes do: by SIGQUIT.
-
-    Returns:
-        Whether it could be told.
-    """
+    """Tell a process that saves requests of a failure, as SGLang's own do, by SIGQUIT; say whether it could be told."""
     try:
         process.send_signal(signal.SIGQUIT)
     except OSError:

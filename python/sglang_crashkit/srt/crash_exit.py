@@ -76,13 +76,9 @@ state = State()
 
 
 def note_launch(server_args: Any) -> Mode:
-    """Note that this process launches a server, and let the processes that it starts know what it is.
+    """Note that this process launches a server with these ``ServerArgs``, and return what it is.
 
-    Args:
-        server_args: SGLang's ``ServerArgs``.
-
-    Returns:
-        What this process is.
+    The processes that it starts are let know.
     """
     state.launching, state.draining = True, False
     state.mode = policy.mode_of(server_args, is_program=state.is_program)

@@ -71,11 +71,7 @@ def after_construction(kind: type, action: Callable[[Any], object]) -> None:
 
 @never_raises
 def notify(event: str, **fields: Any) -> bool:
-    """Tell the crash handler of this server and return at once.
-
-    Returns:
-        Whether the handler got the message.
-    """
+    """Tell the crash handler of this server, return at once, and say whether it got the message."""
     socket_path = os.environ.get(SOCKET_VARIABLE)
     if not socket_path:
         return False
@@ -92,18 +88,11 @@ def request(
     timeout_secs: float,
     *,
     on_wait: Callable[[float], object] | None = None,
-    most_secs: float | None = None,
     **fields: Any,
 ) -> dict[str, Any] | None:
-    """Tell the crash handler of this server and wait for its acknowledgement.
+    """Tell the crash handler of this server and wait for its acknowledgement; see `protocol.request`.
 
-    Args:
-        event: what happened.
-        timeout_secs: see `protocol.request`.
-        on_wait: see `protocol.request`.
-        most_secs: the longest to wait in all, in seconds, whatever the handler asks for; by default
-            ``SGLANG_CRASHKIT_EXIT_SECS``.
-        fields: the rest of the message.
+    Whatever the handler asks for, the wait takes no longer than ``SGLANG_CRASHKIT_EXIT_SECS``.
 
     Returns:
         The acknowledgement, empty at the end of the time, None where there is no handler.
@@ -111,7 +100,7 @@ def request(
     socket_path = os.environ.get(SOCKET_VARIABLE)
     if not socket_path:
         return None
-    most_secs = Settings.from_environ().exit_secs if most_secs is None else most_secs
+    most_secs = Settings.from_environ().exit_secs
     try:
         return protocol.request(socket_path, event, timeout_secs, on_wait=on_wait, most_secs=most_secs, **fields)
     except protocol.HandlerUnreachableError as error:

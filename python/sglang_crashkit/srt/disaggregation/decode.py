@@ -19,20 +19,12 @@ from sglang_crashkit.srt.hooks import never_raises
 
 @never_raises
 def watch_prefill_servers(queue: Any) -> None:
-    """Have the prefill servers watched from now on.
-
-    Args:
-        queue: SGLang's ``DecodePreallocQueue``, once it has its ``kv_manager``.
-    """
+    """Have the prefill servers of a ``DecodePreallocQueue`` watched, once it has its ``kv_manager``."""
     replace(PrefillServers(queue))
 
 
 class PrefillServers(PeerView):
-    """The prefill servers as a decode scheduler knows them: by bootstrap address, with the ranks it speaks to.
-
-    Args:
-        queue: SGLang's ``DecodePreallocQueue``; it is not kept alive.
-    """
+    """The prefill servers as a decode scheduler knows them: by bootstrap address, with the ranks it speaks to."""
 
     role: Role = "prefill"
 

@@ -22,20 +22,12 @@ _RANKS = ("dst_tp_rank", "decode_tp_rank")
 
 @never_raises
 def watch_decode_servers(queue: Any) -> None:
-    """Have the decode servers watched from now on.
-
-    Args:
-        queue: SGLang's ``PrefillBootstrapQueue``, once it has its ``kv_manager``.
-    """
+    """Have the decode servers of a ``PrefillBootstrapQueue`` watched, once it has its ``kv_manager``."""
     replace(DecodeServers(queue))
 
 
 class DecodeServers(PeerView):
-    """The decode servers as a prefill scheduler knows them: each rank that registered, by its address.
-
-    Args:
-        queue: SGLang's ``PrefillBootstrapQueue``; it is not kept alive.
-    """
+    """The decode servers as a prefill scheduler knows them: each rank that registered, by its address."""
 
     role: Role = "decode"
 

@@ -39,11 +39,7 @@ _follows, _server_args = False, None
 
 @never_raises
 def on_engine_launch(server_args: Any) -> None:
-    """Start the crash handler before the first child process, where a crash folder is set or diagnostics are on.
-
-    Args:
-        server_args: SGLang's ``ServerArgs``.
-    """
+    """Start the crash handler before the first child process, where a crash folder is set or diagnostics are on."""
     global _follows, _server_args
     settings = Settings.from_environ()
     crash_folder = getattr(server_args, "crash_dump_folder", None)
@@ -214,11 +210,7 @@ def _follow(processes: Iterable[Any]) -> None:
 
 @never_raises
 def _tell_surroundings(*, ready: bool) -> None:
-    """Tell the crash handler what only the launching process knows: its arguments, without secrets, and its versions.
-
-    Args:
-        ready: the ranks are ready.
-    """
+    """Tell the crash handler what it alone knows: this process's arguments, without secrets, and versions."""
     if not os.environ.get(SOCKET_VARIABLE):
         return
     facts = {

@@ -104,17 +104,12 @@ def pyspy_dump_schedulers(scheduler_only: bool = False) -> None:
         _dump_stack(pid, deadline)
 
 
-def trigger_cuda_user_coredump(scheduler_only: bool = False) -> None:
-    """Ask the CUDA driver for a GPU core by a byte in each process's pipe.
+def trigger_cuda_user_coredump(scheduler_only: bool = False) -> int:
+    """Ask the CUDA driver for a GPU core by a byte in each process's pipe; return how many were asked.
 
     Args:
         scheduler_only: of all schedulers below this process; of this process otherwise.
     """
-    trigger_cores(scheduler_only)
-
-
-def trigger_cores(scheduler_only: bool) -> int:
-    """Do what `trigger_cuda_user_coredump` does and return how many processes were asked."""
     if crash_dump_environ().get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
         logger.error(
             "CUDA user-triggered coredump is not enabled. Set CUDA_ENABLE_USER_TRIGGERED_COREDUMP=1 before CUDA "
@@ -132,7 +127,7 @@ def diagnose_schedulers() -> None:
     if settings.stacks:
         pyspy_dump_schedulers(scheduler_only=True)
     # Without a pipe there is no core to wait for.
-    if settings.cores and trigger_cores(scheduler_only=True) and settings.core_wait_secs > 0:
+    if settings.cores and trigger_cuda_user_coredump(scheduler_only=True) and settings.core_wait_secs > 0:
         logger.info("Waiting %.1f seconds for CUDA coredumps before exiting.", settings.core_wait_secs)
         time.sleep(settings.core_wait_secs)
 

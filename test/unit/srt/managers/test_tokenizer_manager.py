@@ -104,15 +104,17 @@ def test_upstreams_diagnostics_are_off_during_the_dump_only(
     assert [os.environ.get(name) for name in FLAGS] == [value, value]
 
 
-def test_an_error_of_the_dump_is_told_and_does_not_escape(
+def test_an_error_of_the_dump_is_told_without_secrets_and_prompts_and_does_not_escape(
     listener: Listener, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = Manager(tmp_path)
-    manager.error = OSError(errno.ENOSPC, "No space left")
+    manager.server_args = SimpleNamespace(api_key="S3CRET-value")
+    manager.rid_to_state = {0: SimpleNamespace(finished=False, obj=SimpleNamespace(text="tell me of the canary"))}
+    manager.error = ValueError("cannot write S3CRET-value: tell me of the canary")
     assert manager.dump_requests_before_crash() is None
     listener.heard()
     told = listener.heard()
-    assert (told["error"], told.get("path")) == ("OSError: [Errno 28] No space left", None)
+    assert (told["error"], told.get("path")) == ("ValueError: cannot write <redacted>: <redacted>", None)
     assert "the requests could not be saved" in caplog.text
 
 
@@ -165,21 +167,16 @@ def diagnosed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def test_without_a_handler_a_dump_that_fails_does_not_take_the_diagnostics_along(
-    tmp_path: Path, diagnosed: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    manager = Manager(tmp_path)
-    manager.error = OSError(errno.ENOSPC, "No space left")
-    assert manager.dump_requests_before_crash() is None
-    assert diagnosed == ["diagnosed"]
-    assert "No space left" in caplog.text
-
-
+@pytest.mark.parametrize("error", [None, OSError(errno.ENOSPC, "No space left")])
 @pytest.mark.parametrize("with_folder", [False, True])
-def test_diagnostics_follow_the_dump_once(tmp_path: Path, diagnosed: list[str], with_folder: bool) -> None:
+def test_diagnostics_follow_the_dump_once_also_where_it_fails(
+    tmp_path: Path, diagnosed: list[str], with_folder: bool, error: Exception | None
+) -> None:
     manager = Manager(tmp_path if with_folder else None)
-    for _ in range(2):
-        manager.dump_requests_before_crash()
+    manager.error = error
+    manager.dump_requests_before_crash()
+    manager.error = None
+    manager.dump_requests_before_crash()
     assert diagnosed == ["diagnosed"]
 
 
@@ -400,35 +397,22 @@ def test_a_dump_is_redacted_before_it_is_written(tmp_path: Path) -> None:
     assert pickle.loads((tmp_path / "dump.pkl").read_bytes())["requests"] == ["a prompt"]
 
 
-def test_an_error_of_the_dump_is_told_without_secrets_and_prompts(listener: Listener, tmp_path: Path) -> None:
-    manager = Manager(tmp_path)
-    manager.server_args = SimpleNamespace(api_key="S3CRET-value")
-    manager.rid_to_state = {0: SimpleNamespace(finished=False, obj=SimpleNamespace(text="tell me of the canary"))}
-    manager.error = ValueError("cannot write S3CRET-value: tell me of the canary")
-    manager.dump_requests_before_crash()
-    listener.heard()
-    assert listener.heard()["error"] == "ValueError: cannot write <redacted>: <redacted>"
-
-
 # -- on_sigterm
 
 
-def test_sigterm_is_announced_and_handled_as_before(listener: Listener) -> None:
+@pytest.mark.parametrize(("status", "unhealthy"), [("UnHealthy", True), ("Up", False), (None, False)])
+def test_sigterm_is_announced_with_the_health_and_handled_as_before(
+    listener: Listener, status: str | None, unhealthy: bool
+) -> None:
     @on_sigterm
-    def handler(self: str, signum: int | None = None, frame: object = None) -> tuple[str, int | None]:
+    def handler(self: object, signum: int | None = None, frame: object = None) -> tuple[object, int | None]:
         return (self, signum)
 
-    assert handler("self", signum=15) == ("self", 15)
-    assert listener.heard()["event"] == "draining"
-
-
-@pytest.mark.parametrize(("status", "unhealthy"), [("UnHealthy", True), ("Up", False)])
-def test_with_sigterm_it_is_told_whether_the_health_check_failed(
-    listener: Listener, status: str, unhealthy: bool
-) -> None:
-    manager = SimpleNamespace(server_status=SimpleNamespace(name=status))
-    on_sigterm(lambda _self: None)(SimpleNamespace(tokenizer_manager=manager))
-    assert listener.heard()["unhealthy"] is unhealthy
+    manager = SimpleNamespace(server_status=SimpleNamespace(name=status)) if status else None
+    its = SimpleNamespace(tokenizer_manager=manager)
+    assert handler(its, signum=15) == (its, 15)
+    told = listener.heard()
+    assert (told["event"], told["unhealthy"]) == ("draining", unhealthy)
 
 
 def test_sigterm_without_a_handler_is_handled_as_before() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.util
 import logging
 import os
 import signal
@@ -29,7 +28,7 @@ Run = Callable[..., Any]
 class Process:
     """What the functions ask of ``psutil.Process``."""
 
-    def __init__(self, pid: int = 2**22 + 1, cmdline: list[str] | None = None, cwd: str | Exception = "/work") -> None:
+    def __init__(self, pid: int = 2**22 + 1, cmdline: Exception | None = None, cwd: str | Exception = "/work") -> None:
         self.pid = pid
         self._answers = {"cmdline": cmdline or ["sglang::scheduler_TP0"], "cwd": cwd}
 
@@ -86,9 +85,7 @@ def test_schedulers_are_told_by_their_titles() -> None:
 
 @pytest.mark.parametrize("error", [psutil.NoSuchProcess(1), psutil.AccessDenied(1), psutil.ZombieProcess(1), OSError()])
 def test_a_process_that_cannot_be_asked_is_none(error: Exception) -> None:
-    process = Process()
-    process._answers["cmdline"] = error
-    assert not dump_utils._is_sglang_scheduler_process(process)
+    assert not dump_utils._is_sglang_scheduler_process(Process(cmdline=error))
 
 
 # -- py-spy
@@ -222,22 +219,24 @@ def test_the_old_place_is_this_modules(
 # -- GPU cores
 
 
-def test_the_pipe_has_its_default_name_in_the_processs_folder() -> None:
-    expected = Path("/srv") / f"corepipe.cuda.{os.uname().nodename}.7"
-    assert dump_utils._resolve_cuda_coredump_pipe_path(Process(7, cwd="/srv")) == expected
-
-
-@pytest.mark.parametrize("error", [psutil.AccessDenied(7), OSError()])
-def test_a_process_without_a_folder_is_looked_for_here(error: Exception) -> None:
-    found = dump_utils._resolve_cuda_coredump_pipe_path(Process(7, cwd=error))
-    assert found.parent == Path.cwd()
-
-
-def test_the_specifiers_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_COREDUMP_PIPE", "/tmp/%h.%p.%t")
+@pytest.mark.parametrize(
+    ("template", "cwd", "expected"),
+    [
+        (None, "/srv", "/srv/corepipe.cuda.{host}.{pid}"),
+        # One whose folder is not known is looked for in that of this process.
+        *((None, error, "{here}/corepipe.cuda.{host}.{pid}") for error in (psutil.AccessDenied(7), OSError())),
+        ("/tmp/%h.%p.%t", "/srv", "/tmp/{host}.{pid}.123"),
+    ],
+)
+def test_where_the_pipe_is(
+    monkeypatch: pytest.MonkeyPatch, template: str | None, cwd: str | Exception, expected: str
+) -> None:
+    if template is not None:
+        monkeypatch.setenv("CUDA_COREDUMP_PIPE", template)
     monkeypatch.setattr(time, "time", lambda: 123.9)
-    found = dump_utils._resolve_cuda_coredump_pipe_path(Process(2**22 + 1))
-    assert found == Path(f"/tmp/{os.uname().nodename}.{2**22 + 1}.123")
+    process = Process(2**22 + 1, cwd=cwd)
+    whole = expected.format(host=os.uname().nodename, pid=process.pid, here=Path.cwd())
+    assert dump_utils._resolve_cuda_coredump_pipe_path(process) == Path(whole)
 
 
 def test_the_time_in_a_pipes_name_is_looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -259,7 +258,7 @@ def test_each_pipe_gets_a_byte(
     for process in two:
         os.mkfifo(tmp_path / str(process.pid))
         readers.append(os.open(tmp_path / str(process.pid), os.O_RDONLY | os.O_NONBLOCK))
-    assert dump_utils.trigger_cores(scheduler_only=True) == 2
+    assert dump_utils.trigger_cuda_user_coredump(scheduler_only=True) == 2
     assert [os.read(reader, 16) for reader in readers] == [b"1", b"1"]
     for reader in readers:
         os.close(reader)
@@ -308,8 +307,8 @@ def test_each_diagnostic_has_its_flag(monkeypatch: pytest.MonkeyPatch, stacks: s
     monkeypatch.setenv("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", cores)
     monkeypatch.setenv("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "30")
     monkeypatch.setattr(dump_utils, "collect_scheduler_processes", lambda: [Process()])
-    monkeypatch.setattr(dump_utils, "pyspy_dump_schedulers", lambda scheduler_only: done.append("stacks"))
-    monkeypatch.setattr(dump_utils, "trigger_cores", lambda scheduler_only: done.append("cores") or answering)
+    for name, what in (("pyspy_dump_schedulers", "stacks"), ("trigger_cuda_user_coredump", "cores")):
+        monkeypatch.setattr(dump_utils, name, lambda scheduler_only, what=what: done.append(what) or answering)
     monkeypatch.setattr(time, "sleep", done.append)
     dump_utils.diagnose_schedulers()
     waits = cores == "1" and answering
@@ -336,4 +335,3 @@ def test_the_module_stands_in_under_another_name(tmp_path: Path, monkeypatch: py
     assert old_name is dump_utils
     assert pyspy_dump_schedulers is dump_utils.pyspy_dump_schedulers
     assert {"os", "subprocess", "time", "psutil"} <= vars(old_name).keys()
-    assert importlib.util.find_spec("sglang_crashkit") is not None

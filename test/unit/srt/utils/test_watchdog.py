@@ -21,8 +21,3 @@ def test_a_silent_handler_holds_the_watchdog_for_a_moment(listener: Listener, mo
     monkeypatch.setattr(watchdog, "CAPTURE_WAIT_SECS", 0.1)
     listener.kill()
     watchdog.on_watchdog_timeout(SimpleNamespace())
-
-
-def test_without_a_handler_nothing_happens(caplog: pytest.LogCaptureFixture) -> None:
-    watchdog.on_watchdog_timeout(object())
-    assert caplog.text == ""
