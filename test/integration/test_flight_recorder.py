@@ -16,8 +16,14 @@ import pytest
 
 from lanelib.lanes import Lane, ensure_lane
 from sglang_crashkit.analysis.collectives import RankRecord, judge_collectives
-from sglang_crashkit.capture.flight_request import BUFFER_SIZE, DUMP_STEMS, OLD_BUFFER_SIZE, PIPE_STEM, Received
-from sglang_crashkit.capture.gloo_request import parse_answer
+from sglang_crashkit.capture.flight_request import (
+    BUFFER_SIZE,
+    DUMP_STEMS,
+    OLD_BUFFER_SIZE,
+    PIPE_STEM,
+    Received,
+    parse_answer,
+)
 from sglang_crashkit.model.flight_dump import load_plain
 from unit.waiting import wait_until
 

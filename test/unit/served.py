@@ -42,19 +42,12 @@ if __name__ == "__main__":
 
 @dataclass
 class Served:
-    """Such a server.
+    """Such a server."""
 
-    Attributes:
-        popen: its main process.
-        port: where it answers.
-        ranks: pids by title.
-        mode: the file that says what its health check answers.
-    """
-
-    popen: subprocess.Popen[bytes]
-    port: int
-    ranks: dict[str, int]
-    mode: Path
+    popen: subprocess.Popen[bytes]  # its main process
+    port: int  # where it answers
+    ranks: dict[str, int]  # pids by title
+    mode: Path  # the file that says what its health check answers
 
     @property
     def url(self) -> str:

@@ -106,25 +106,15 @@ def cubin_bytes(functions: Mapping[str, tuple[int, int]], *, symbols: bool = Tru
 
 @dataclass
 class WarpSpec:
-    """A warp.
+    """A warp."""
 
-    Attributes:
-        number: of it on the SM.
-        pcs: the address of each thread that there is a row of.
-        exception: of the first thread.
-        error: the warp's error PC.
-        failed: threads with an exception, by their number.
-        valid: the mask of the threads that there are; of all that have a row by default.
-        active: the mask of those that run; the others have diverged. All that there are by default.
-    """
-
-    number: int
-    pcs: Sequence[int]
-    exception: int = 0
-    error: int | None = None
-    failed: Mapping[int, int] = field(default_factory=dict)
-    valid: int | None = None
-    active: int | None = None
+    number: int  # of it on the SM
+    pcs: Sequence[int]  # the address of each thread that there is a row of
+    exception: int = 0  # of the first thread
+    error: int | None = None  # the warp's error PC
+    failed: Mapping[int, int] = field(default_factory=dict)  # threads with an exception, by their number
+    valid: int | None = None  # the mask of the threads that there are; of all that have a row by default
+    active: int | None = None  # the mask of those that run; the others have diverged. All that there are by default.
 
     @property
     def valid_mask(self) -> int:
@@ -189,25 +179,15 @@ class DeviceSpec:
 
 @dataclass
 class CoreSpec:
-    """A core.
+    """A core."""
 
-    Attributes:
-        devices: the GPUs.
-        cubins: the functions of each module; see `cubin_bytes`.
-        grown: by how many bytes each row is longer than today's, for a driver of tomorrow.
-        old: with the rows of driver 346.
-        many_sections: write the numbers of sections as where there are more than the header can say.
-        images: further modules, as they are.
-        relative: with cubins whose symbols are relative to their sections; see `cubin_bytes`.
-    """
-
-    devices: Sequence[DeviceSpec] = field(default_factory=lambda: [DeviceSpec()])
-    cubins: Sequence[Mapping[str, tuple[int, int]]] = ()
-    grown: int = 0
-    old: bool = False
-    many_sections: bool = False
-    images: Sequence[bytes] = ()
-    relative: bool = False
+    devices: Sequence[DeviceSpec] = field(default_factory=lambda: [DeviceSpec()])  # the GPUs
+    cubins: Sequence[Mapping[str, tuple[int, int]]] = ()  # the functions of each module; see `cubin_bytes`
+    grown: int = 0  # by how many bytes each row is longer than today's, for a driver of tomorrow
+    old: bool = False  # with the rows of driver 346
+    many_sections: bool = False  # write the numbers of sections as where there are more than the header can say
+    images: Sequence[bytes] = ()  # further modules, as they are
+    relative: bool = False  # with cubins whose symbols are relative to their sections; see `cubin_bytes`
 
 
 def core_parts(spec: CoreSpec) -> list[Part]:

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -134,14 +134,13 @@ def unprivileged(argv: list[str]) -> list[str]:
     return ["setpriv", "--bounding-set", "-sys_ptrace", "--inh-caps", "-sys_ptrace", *argv]
 
 
-def run_unprivileged(code: str, *arguments: str, environ: dict[str, str] | None = None) -> str:
+def run_unprivileged(code: str, *arguments: str) -> str:
     """Run Python `code` without the capability to trace, and return what it printed."""
     done = subprocess.run(
         unprivileged([sys.executable, "-c", code, *arguments]),
         capture_output=True,
         text=True,
         timeout=60,
-        env=os.environ | (environ or {}),
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -166,6 +165,18 @@ def make_tool(folder: Path, script: str) -> str:
 def functions_of(threads: object) -> list[str]:
     """Return the names of all functions on the stacks, thread by thread, innermost first."""
     return [frame.function for thread in threads for frame in thread.frames]  # type: ignore[attr-defined]
+
+
+def nothing_where_forbidden(read_maps: Callable[[int], bytes]) -> Callable[[int], bytes]:
+    """Return a reader that says of a process which may not be read, such as one that set the machine up, nothing."""
+
+    def read(pid: int) -> bytes:
+        try:
+            return read_maps(pid)
+        except PermissionError:
+            return b""
+
+    return read
 
 
 def _open_writer(fifo: Path) -> int | None:

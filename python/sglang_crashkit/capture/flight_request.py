@@ -1,4 +1,4 @@
-"""Ask PyTorch's flight recorder of a process for its dump, and tell when the dump is whole.
+"""Ask PyTorch's flight recorders of a process, of NCCL and of gloo, for their dumps, and tell when a dump is whole.
 
 The first NCCL process group of a process has a thread that makes a named pipe, ``<stem><rank>.pipe``, looks about once
 a second whether somebody wrote to it, and has another thread write the dump, ``<stem><rank>``. Sources, as of PyTorch
@@ -8,6 +8,12 @@ a second whether somebody wrote to it, and has another thread write the dump, ``
 The dump has the Python stacks with it, which no variable turns off there, and for them the writing thread needs the
 GIL: where another thread holds that for ever, there is no dump. Nothing in the process waits for the one
 that writes.
+
+PyTorch writes no dump of gloo's recorder by itself. A function of it (``_dump_fr_trace`` of
+``torch._C._distributed_c10d``, in PyTorch 2.9 to 2.14) gives one to the thread of the process that answers for it; see
+`capture.responder`. The thread needs the GIL, too. The answer is one line with the process's rank and the time since
+the epoch, and the dump, to which the names are added that SGLang has for its process groups; or one line that says why
+there is none.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from sglang_crashkit.capture.responder import COLLECTIVES, Conversation
 from sglang_crashkit.kernel.fifo import FifoError, open_files, owner_of, write_to_fifo
 from sglang_crashkit.kernel.private_files import write_private
 from sglang_crashkit.model.flight_dump import FlightDump, FlightDumpError, parse_dump, read_bytes
@@ -31,6 +38,8 @@ DUMP_STEMS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 _DELETED = " (deleted)"
 _MAX_BYTES = 1 << 16
+_HEAD = re.compile(rb"(\d{1,9}) (\d{1,12}\.\d{1,9})")
+_MAX_REASON = 200
 
 
 @dataclass(frozen=True)
@@ -189,3 +198,71 @@ def _entries(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except OSError:
         return []
+
+
+class NoRecorderError(FlightDumpError):
+    """The process keeps nothing of what it does over gloo; the message says why."""
+
+
+class GlooRequest:
+    """One dump of process `pid`, from the question at the socket `path` to the whole answer."""
+
+    is_unasked = False
+
+    def __init__(self, pid: int, path: Path) -> None:
+        self._pid = pid
+        self._path = path
+        self._conversation: Conversation | None = None
+
+    def send(self) -> None:
+        """Ask for the dump; return at once.
+
+        Raises:
+            FlightDumpError: nobody answers there.
+        """
+        try:
+            self._conversation = Conversation.begin(self._path, self._pid, COLLECTIVES)
+        except OSError as error:
+            raise FlightDumpError(f"no thread of it answers: {error.strerror or error}") from error
+
+    def look(self) -> Received | None:
+        """Return the dump when it is whole, None while it is not.
+
+        Raises:
+            FlightDumpError: the answer is none.
+        """
+        while self._conversation is not None:
+            size = len(self._conversation.answer)
+            reason = self._conversation.read()
+            if reason:
+                raise FlightDumpError(reason)
+            if reason is not None:
+                return parse_answer(bytes(self._conversation.answer))
+            if len(self._conversation.answer) == size:
+                break
+        return None
+
+    def leftover(self) -> str:
+        """Say what there is of a dump that did not become whole."""
+        size = len(self._conversation.answer) if self._conversation is not None else 0
+        return f"{size} bytes came" if size else "no answer, the GIL is not to be had"
+
+    def close(self) -> None:
+        """Wait for the answer no longer."""
+        if self._conversation is not None:
+            self._conversation.connection.close()
+
+
+def parse_answer(answer: bytes) -> Received:
+    """Return the dump in an answer.
+
+    Raises:
+        NoRecorderError: the answer says that there is none.
+        FlightDumpError: it is no answer.
+    """
+    line, _, data = answer.partition(b"\n")
+    head = _HEAD.fullmatch(line)
+    if head is None:
+        kind = FlightDumpError if data else NoRecorderError
+        raise kind(line[:_MAX_REASON].decode(errors="backslashreplace"))
+    return Received(int(head[1]), data, parse_dump(data), float(head[2]))

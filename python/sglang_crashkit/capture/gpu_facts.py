@@ -11,13 +11,12 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sglang_crashkit.capture.tools import run_tool
+from sglang_crashkit.capture.tools import BackgroundTool, ToolRun
 
 Library = Literal["pynvml", "amdsmi"]
 
@@ -42,28 +41,21 @@ def find_library(environ: Mapping[str, str] = os.environ) -> Library | None:
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What the driver said.
+    """What the driver said."""
 
-    Attributes:
-        driver: ``version`` and ``cuda``, and how many ``gpus`` there are; empty where it did not answer.
-        gpus: each as `gpu_facts_child` has it; those that it came to.
-        kernel_xids: the Xid lines of the kernel's log, each with ``xid``, ``bus_id``, ``time`` in seconds since the
-            epoch, and ``pid``.
-        kernel_problem: why that log could not be read; empty where it could.
-        reason: why that is not all; empty where it is.
-        seconds: how long it took.
-    """
-
+    #: ``version`` and ``cuda``, and how many ``gpus`` there are; empty where it did not answer.
     driver: dict[str, Any] = field(default_factory=dict)
-    gpus: list[dict[str, Any]] = field(default_factory=list)
+    gpus: list[dict[str, Any]] = field(default_factory=list)  # each as `gpu_facts_child` has it; those that it came to
+    #: The Xid lines of the kernel's log, each with ``xid``, ``bus_id``, ``time`` in seconds since the epoch, and
+    #: ``pid``.
     kernel_xids: list[dict[str, Any]] = field(default_factory=list)
-    kernel_problem: str = ""
-    reason: str = ""
-    seconds: float = 0.0
+    kernel_problem: str = ""  # why that log could not be read; empty where it could
+    reason: str = ""  # why that is not all; empty where it is
+    seconds: float = 0.0  # how long it took
 
 
-class GpuFactsReader:
-    """Asks the driver once; ask `look` until it has an answer.
+class GpuFactsReader(BackgroundTool[GpuFacts]):
+    """Asks the driver once, for at most so many seconds.
 
     Args:
         library: which one.
@@ -77,39 +69,21 @@ class GpuFactsReader:
 
     def __init__(self, library: Library, seconds: float, since: float, kernel_log: str = _KERNEL_LOG) -> None:
         command = _command("facts", library, kernel_log, str(since))
-        self._facts: GpuFacts | None = None
-        self._stop = threading.Event()
-
-        def read() -> None:
-            try:
-                run = run_tool(command, seconds, self._stop, apart=True, max_output=_MAX_OUTPUT)
-                self._facts = _facts_of(run.text, run.reason, run.seconds)
-            except Exception as error:  # noqa: BLE001 - whoever asks for the answer waits for one
-                self._facts = GpuFacts(reason=f"{type(error).__name__}: {error}")
-
-        threading.Thread(target=read, name="GPU facts", daemon=True).start()
-
-    def look(self) -> GpuFacts | None:
-        """Return what came of it, None while it is under way; never wait."""
-        return self._facts
-
-    def call_off(self) -> None:
-        """End it: nobody wants to know any more."""
-        self._stop.set()
+        super().__init__("GPU facts", command, seconds, _facts_of, _MAX_OUTPUT)
 
 
-def _facts_of(text: str, reason: str, seconds: float) -> GpuFacts:
+def _facts_of(run: ToolRun) -> GpuFacts:
     told: dict[str, Any] = {}
     gpus = []
-    for one in _objects(text):
+    for one in _objects(run.text):
         told |= one
         gpus += [one["gpu"]] if "gpu" in one else []
     driver, kernel, said = told.get("driver", {}), told.get("kernel", {}), str(told.get("error", ""))
     count = driver.get("gpus", 0)
-    if not said and reason:
+    if not said and run.reason:
         where = f"at GPU {len(gpus)} of {count}" if driver else "before it said anything"
-        said = f"the driver did not answer, {where}: {reason}"
-    return GpuFacts(driver, gpus, kernel.get("xids", []), kernel.get("problem", ""), said, seconds)
+        said = f"the driver did not answer, {where}: {run.reason}"
+    return GpuFacts(driver, gpus, kernel.get("xids", []), kernel.get("problem", ""), said, run.seconds)
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:

@@ -45,66 +45,44 @@ def capture_all(
         may_signal: the third way is open: the processes are about to be ended.
     """
     folders = dict.fromkeys(processes, folder) if isinstance(folder, Path) else folder
-    return _Ascent(processes, folders, deadline_secs, may_signal=may_signal).climb()
+    started = time.monotonic()
+    prepared = [
+        hooks
+        for pid, start_ticks in processes.items()
+        if pid in folders and (hooks := read_stack_hooks(folders[pid], pid, start_ticks)) is not None
+    ]
+    results: dict[int, Sample] = {}
+
+    def left(but: str) -> list[StackHooks]:
+        """Return the prepared ones without a stack, `but` not those in one of these states."""
+        return [hooks for hooks in prepared if not results[hooks.pid].threads and _state_of(hooks) not in but]
+
+    def remaining() -> float:
+        return max(_LEAST_SHARE * deadline_secs, started + deadline_secs - time.monotonic())
+
+    share = _PYSPY_SHARE if prepared else 1.0
+    _take_in(results, sample_all(list(processes), share * deadline_secs), 0.0)
+    # Waiting for one that is stopped costs the others their time.
+    if asked := left(but="ZXTt"):
+        since = time.monotonic() - started
+        files = {one.pid: HookFiles.of(folders[one.pid], one.pid, one.start_ticks).socket for one in asked}
+        _take_in(results, ask_responders(files, min(remaining(), _RESPONDER_SHARE * deadline_secs)), since)
+    if may_signal and (asked := left(but="ZX")):
+        since = time.monotonic() - started
+        _take_in(results, ask_faulthandler(asked, folders, remaining()), since)
+    return [results[pid] for pid in processes]
 
 
-class _Ascent:
-    """The results so far, and who has none yet."""
-
-    def __init__(
-        self, processes: Mapping[int, int], folders: Mapping[int, Path], deadline_secs: float, *, may_signal: bool
-    ) -> None:
-        self._folders = folders
-        self._deadline_secs = deadline_secs
-        self._may_signal = may_signal
-        self._started = time.monotonic()
-        self._pids = list(processes)
-        self._hooks = {
-            pid: hooks
-            for pid, start_ticks in processes.items()
-            if pid in folders and (hooks := read_stack_hooks(folders[pid], pid, start_ticks)) is not None
-        }
-        self._results: dict[int, Sample] = {}
-
-    def climb(self) -> list[Sample]:
-        share = _PYSPY_SHARE if self._hooks else 1.0
-        self._take_in(sample_all(self._pids, share * self._deadline_secs), 0.0)
-        self._ask_responders()
-        if self._may_signal:
-            self._ask_faulthandler()
-        return [self._results[pid] for pid in self._pids]
-
-    def _ask_responders(self) -> None:
-        # Waiting for one that is stopped costs the others their time.
-        if asked := self._without(but="ZXTt"):
-            since = time.monotonic() - self._started
-            files = {a.pid: HookFiles.of(self._folders[a.pid], a.pid, a.start_ticks).socket for a in asked}
-            secs = min(self._remaining(), _RESPONDER_SHARE * self._deadline_secs)
-            self._take_in(ask_responders(files, secs), since)
-
-    def _ask_faulthandler(self) -> None:
-        if asked := self._without(but="ZX"):
-            since = time.monotonic() - self._started
-            self._take_in(ask_faulthandler(asked, self._folders, self._remaining()), since)
-
-    def _without(self, but: str) -> list[StackHooks]:
-        """Return those without a result, `but` not those in one of these states."""
-        hooks = [self._hooks[pid] for pid in self._pids if pid in self._hooks and not self._results[pid].threads]
-        return [one for one in hooks if _state_of(one) not in but]
-
-    def _remaining(self) -> float:
-        least = _LEAST_SHARE * self._deadline_secs
-        return max(least, self._started + self._deadline_secs - time.monotonic())
-
-    def _take_in(self, samples: Sequence[Sample], later_secs: float) -> None:
-        for new in samples:
-            earlier = self._results.get(new.pid)
-            problems = [earlier.problem] if earlier else []
-            if new.problem:
-                problems.append(new.problem if new.source == "py-spy" else f"{new.source}: {new.problem}")
-            seconds = round(new.seconds + later_secs, 4)
-            gil = new.gil or (earlier.gil if earlier is not None else "")
-            self._results[new.pid] = replace(new, problem="; ".join(problems), seconds=seconds, gil=gil)
+def _take_in(results: dict[int, Sample], samples: Sequence[Sample], later_secs: float) -> None:
+    """Put new samples in the place of earlier ones, whose problems they keep; they began so many seconds later."""
+    for new in samples:
+        earlier = results.get(new.pid)
+        problems = [earlier.problem] if earlier else []
+        if new.problem:
+            problems.append(new.problem if new.source == "py-spy" else f"{new.source}: {new.problem}")
+        seconds = round(new.seconds + later_secs, 4)
+        gil = new.gil or (earlier.gil if earlier is not None else "")
+        results[new.pid] = replace(new, problem="; ".join(problems), seconds=seconds, gil=gil)
 
 
 def _state_of(hooks: StackHooks) -> str:

@@ -15,7 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, cast
+from typing import IO, Generic, TypeVar, cast
+
+_Answer = TypeVar("_Answer")
 
 #: How often one that prints nothing is looked at, in seconds.
 _POLL_SECS = 0.1
@@ -102,6 +104,48 @@ def run_tool(
         _end(process)
     text, errors = (output[pipe].decode(errors="replace") for pipe in (process.stdout, process.stderr))
     return ToolRun(text, reason and f"{name} {reason}", round(time.monotonic() - started, 3), errors, status)
+
+
+class BackgroundTool(Generic[_Answer]):
+    """A tool in a thread of its own, for who must not wait; ask `look` until there is an answer.
+
+    Args:
+        name: the thread's.
+        argv: the program and its arguments.
+        deadline_secs: the longest that it may take, in seconds.
+        read: returns the answer in what it printed; standard error is kept apart.
+        max_output: of how many bytes of output it is given up.
+
+    Raises:
+        RuntimeError: the system gives no thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        deadline_secs: float,
+        read: Callable[[ToolRun], _Answer],
+        max_output: int = MAX_OUTPUT,
+    ) -> None:
+        self._answer: _Answer | None = None
+        self._stop = threading.Event()
+
+        def run() -> None:
+            try:
+                self._answer = read(run_tool(argv, deadline_secs, self._stop, apart=True, max_output=max_output))
+            except Exception as error:  # noqa: BLE001 - whoever asks for the answer waits for one
+                self._answer = read(ToolRun("", f"{type(error).__name__}: {error}", 0.0))
+
+        threading.Thread(target=run, name=name, daemon=True).start()
+
+    def look(self) -> _Answer | None:
+        """Return the answer, None while it is under way; never wait."""
+        return self._answer
+
+    def call_off(self) -> None:
+        """End it: nobody wants to know any more."""
+        self._stop.set()
 
 
 def _read(

@@ -31,9 +31,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         UsageError: they are of different GPUs.
     """
     # Imported here, so that every command starts without what the others need.
-    from sglang_crashkit.capture.cuda_core.comparing import compare
     from sglang_crashkit.capture.cuda_core.reading import read_cuda_core
-    from sglang_crashkit.capture.cuda_core.text import format_core
+    from sglang_crashkit.capture.cuda_core.text import compare, format_core
 
     paths = [path for path in (args.file, args.second) if path is not None]
     cores = [read_cuda_core(path) for path in paths]

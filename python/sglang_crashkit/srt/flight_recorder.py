@@ -5,7 +5,7 @@ ends the process: two processes that make one of the same name at the same momen
 that is not there or has no pipes. So each process gets names of its own, in the crash handler's runtime folder, and
 only where a pipe can be made there.
 
-That of gloo is asked by a function, which the thread of `srt.stack_hooks` calls; see `capture.gloo_request`.
+That of gloo is asked by a function, which the thread of `srt.stack_hooks` calls; see `capture.flight_request`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _try_pipe(path: Path) -> None:
 
 
 def describe_collectives() -> bytes:
-    """Return what PyTorch's recorder of gloo keeps, as `capture.gloo_request` has it.
+    """Return what PyTorch's recorder of gloo keeps, as `capture.flight_request` has it.
 
     Nothing is imported: another thread may hang while it imports something.
     """

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.capture.cuda_core.child import Reading
+from sglang_crashkit.capture.cuda_core.reading import Reading
 from sglang_crashkit.capture.cuda_core.trigger import is_whole_core
 from sglang_crashkit.capture.debugger import Debugger
 from sglang_crashkit.handler.collectors import gpu_cores

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_crashkit.capture.flight_request import FlightPlace
-from sglang_crashkit.capture.gloo_request import NoRecorderError, parse_answer
+from sglang_crashkit.capture.flight_request import FlightPlace, NoRecorderError, parse_answer
 from sglang_crashkit.kernel.identity_key import server_key
 from sglang_crashkit.model.flight_dump import Group
 from sglang_crashkit.srt.flight_recorder import describe_collectives

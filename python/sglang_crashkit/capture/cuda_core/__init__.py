@@ -4,11 +4,9 @@
 
     core_file  the file, its sections and the rows of its tables, read within limits
     symbols    whose function an address is, from the cubins in the core
-    reading    all of it together: `reading.read_cuda_core`
+    reading    all of it together: `reading.read_cuda_core`; `reading.CoreReader` for who must not be held up
     model      what comes out
-    comparing  two cores of one process: stuck or not
-    text       both in words
-    child      the same in a process of its own, for who must not be held up
+    text       it in words; two cores of one process: stuck or not
 
 The format is documented in NVIDIA's ``cudacoredump.h`` (CUDA toolkit, ``extras/Debugger/include``), the codes in
 ``cudadebugger.h`` beside it.

@@ -175,33 +175,19 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Section:
-    """One section.
+    """One section."""
 
-    Attributes:
-        index: its place in the section table.
-        name_offset: where its name begins in the section with the names, in bytes.
-        kind: its type, a `Kind` where it is one of those.
-        flags: ``sh_flags``.
-        address: where it is loaded.
-        offset: where it begins, in bytes from the beginning of the ELF file.
-        size: how long it is, in bytes.
-        link: index of the section that it belongs to.
-        info: which row of that one, in a core.
-        alignment: ``sh_addralign``.
-        row_size: how long each row is, in bytes; 0 where it has none.
-    """
-
-    index: int
-    name_offset: int
-    kind: int
-    flags: int
-    address: int
-    offset: int
-    size: int
-    link: int
-    info: int
-    alignment: int
-    row_size: int
+    index: int  # its place in the section table
+    name_offset: int  # where its name begins in the section with the names, in bytes
+    kind: int  # its type, a `Kind` where it is one of those
+    flags: int  # ``sh_flags``
+    address: int  # where it is loaded
+    offset: int  # where it begins, in bytes from the beginning of the ELF file
+    size: int  # how long it is, in bytes
+    link: int  # index of the section that it belongs to
+    info: int  # which row of that one, in a core
+    alignment: int  # ``sh_addralign``
+    row_size: int  # how long each row is, in bytes; 0 where it has none
 
     @property
     def is_compressed(self) -> bool:
@@ -341,18 +327,12 @@ Row = dict[str, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """What is used of a row of a table.
+    """What is used of a row of a table."""
 
-    Attributes:
-        what: what a row is of, in the plural.
-        needed: the fields of the shortest row that is read, as in the format of `struct`, padding included.
-        names: what the values of `needed` are called.
-        later: further fields by name, each with its format and its offset, in bytes; left out of rows that end before.
-    """
-
-    what: str
-    needed: struct.Struct
-    names: tuple[str, ...]
+    what: str  # what a row is of, in the plural
+    needed: struct.Struct  # the fields of the shortest row that is read, as in the format of `struct`, padding included
+    names: tuple[str, ...]  # what the values of `needed` are called
+    #: Further fields by name, each with its format and its offset, in bytes; left out of rows that end before.
     later: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
 

@@ -62,76 +62,44 @@ def exception_in_words(code: int) -> str:
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU that the process saw.
+    """A GPU that the process saw."""
 
-    Attributes:
-        number: CUDA's number of it in this process, which the rest refers to.
-        name: as it is called, empty where the core does not say.
-        sm_type: its instruction set, such as ``sm_90``, empty where the core does not say.
-        pci_bus: the number of its PCI bus.
-        sms: how many SMs it has.
-        warps_per_sm: how many warps each of them holds.
-        lanes_per_warp: how many threads each of those has.
-        sm_major: major version of its SMs.
-        sm_minor: minor version of its SMs.
-    """
-
-    number: int
-    name: str
-    sm_type: str
-    pci_bus: int
-    sms: int
-    warps_per_sm: int
-    lanes_per_warp: int
-    sm_major: int
-    sm_minor: int
+    number: int  # CUDA's number of it in this process, which the rest refers to
+    name: str  # as it is called, empty where the core does not say
+    sm_type: str  # its instruction set, such as ``sm_90``, empty where the core does not say
+    pci_bus: int  # the number of its PCI bus
+    sms: int  # how many SMs it has
+    warps_per_sm: int  # how many warps each of them holds
+    lanes_per_warp: int  # how many threads each of those has
+    sm_major: int  # major version of its SMs
+    sm_minor: int  # minor version of its SMs
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the code something was.
+    """Where in the code something was."""
 
-    Attributes:
-        address: on the GPU.
-        function: whose code that is, demangled, inferred from the symbols of the cubins; None where none has that
-            address.
-        offset: how far from the function's beginning it is, in bytes; None where that is not known.
-        symbol: the function as the compiler has it.
-    """
-
-    address: int
+    address: int  # on the GPU
+    #: Whose code that is, demangled, inferred from the symbols of the cubins; None where none has that address.
     function: str | None = None
-    offset: int | None = None
-    symbol: str | None = None
+    offset: int | None = None  # how far from the function's beginning it is, in bytes; None where that is not known
+    symbol: str | None = None  # the function as the compiler has it
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel on a GPU: a grid, in NVIDIA's words.
+    """A kernel on a GPU: a grid, in NVIDIA's words."""
 
-    Attributes:
-        device: see `Device.number`.
-        grid_id: what no other launch of the process has.
-        entry: where its code begins; the function there is its name.
-        grid: how many blocks it has.
-        block: how many threads each block has.
-        status: ``active`` and the like; empty where the core has none that is known here.
-        host_thread: the thread of the process that launched it, as the kernel of the host numbers them.
-        parent_grid_id: the kernel that launched it from the GPU, 0 without one.
-        blocks: how many of its blocks were on an SM.
-        warps: how many of its warps were on an SM.
-    """
-
-    device: int
-    grid_id: int
-    entry: Place
-    grid: Dimensions
-    block: Dimensions
-    status: str
-    host_thread: int
-    parent_grid_id: int
-    blocks: int
-    warps: int
+    device: int  # see `Device.number`
+    grid_id: int  # what no other launch of the process has
+    entry: Place  # where its code begins; the function there is its name
+    grid: Dimensions  # how many blocks it has
+    block: Dimensions  # how many threads each block has
+    status: str  # ``active`` and the like; empty where the core has none that is known here
+    host_thread: int  # the thread of the process that launched it, as the kernel of the host numbers them
+    parent_grid_id: int  # the kernel that launched it from the GPU, 0 without one
+    blocks: int  # how many of its blocks were on an SM
+    warps: int  # how many of its warps were on an SM
 
     @property
     def name(self) -> str | None:
@@ -141,82 +109,47 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that the hardware raised an exception for.
+    """Something that the hardware raised an exception for."""
 
-    Attributes:
-        device: see `Device.number`.
-        sm: the SM's number.
-        code: what it was; see `exception_in_words`.
-        exception: the same in words.
-        place: where in the code, None where the core does not say.
-        warp: the warp's number, None where only the SM is known: the warps may have ended since.
-        grid_id: its kernel, None where only the SM is known.
-        block_index: its block, None where only the SM is known.
-        lanes: how many threads of the warp, None where only the SM is known.
-    """
-
-    device: int
-    sm: int
-    code: int
-    exception: str
-    place: Place | None
-    warp: int | None = None
-    grid_id: int | None = None
-    block_index: Dimensions | None = None
-    lanes: int | None = None
+    device: int  # see `Device.number`
+    sm: int  # the SM's number
+    code: int  # what it was; see `exception_in_words`
+    exception: str  # the same in words
+    place: Place | None  # where in the code, None where the core does not say
+    warp: int | None = None  # the warp's number, None where only the SM is known: the warps may have ended since
+    grid_id: int | None = None  # its kernel, None where only the SM is known
+    block_index: Dimensions | None = None  # its block, None where only the SM is known
+    lanes: int | None = None  # how many threads of the warp, None where only the SM is known
 
 
 @dataclass(frozen=True)
 class Warp:
-    """What one warp was doing.
+    """What one warp was doing."""
 
-    Attributes:
-        device: see `Device.number`.
-        sm: the SM's number.
-        number: the warp's number on the SM.
-        grid_id: its kernel.
-        block_index: its block.
-        pcs: where its threads were, and how many of them, by address.
-        error: where it failed, None where it did not.
-    """
-
-    device: int
-    sm: int
-    number: int
-    grid_id: int
-    block_index: Dimensions
-    pcs: tuple[tuple[int, int], ...]
-    error: int | None = None
+    device: int  # see `Device.number`
+    sm: int  # the SM's number
+    number: int  # the warp's number on the SM
+    grid_id: int  # its kernel
+    block_index: Dimensions  # its block
+    pcs: tuple[tuple[int, int], ...]  # where its threads were, and how many of them, by address
+    error: int | None = None  # where it failed, None where it did not
 
 
 @dataclass(frozen=True)
 class CudaCore:
-    """All that is read of a core.
+    """All that is read of a core."""
 
-    Attributes:
-        devices: the GPUs.
-        kernels: what ran on them.
-        faults: what failed.
-        warps: what each warp was doing.
-        hot: where the most warps were, and how many, most first: a few places.
-        driver: version of the GPU driver that wrote it, empty where it does not say.
-        cuda: version of CUDA that this driver has, empty where it does not say.
-        seconds: when it was written, since the epoch; None where it does not say.
-        has_all_warps: whether each table of warps and threads could be read.
-        notes: what could not be read, in words.
-        unchecked: what is reported of this core that no real core and no reader of NVIDIA's has confirmed, in words.
-    """
-
-    devices: tuple[Device, ...]
-    kernels: tuple[Kernel, ...]
-    faults: tuple[Fault, ...]
-    warps: tuple[Warp, ...]
-    hot: tuple[tuple[Place, int], ...]
-    driver: str
-    cuda: str
-    seconds: int | None
-    has_all_warps: bool
-    notes: tuple[str, ...]
+    devices: tuple[Device, ...]  # the GPUs
+    kernels: tuple[Kernel, ...]  # what ran on them
+    faults: tuple[Fault, ...]  # what failed
+    warps: tuple[Warp, ...]  # what each warp was doing
+    hot: tuple[tuple[Place, int], ...]  # where the most warps were, and how many, most first: a few places
+    driver: str  # version of the GPU driver that wrote it, empty where it does not say
+    cuda: str  # version of CUDA that this driver has, empty where it does not say
+    seconds: int | None  # when it was written, since the epoch; None where it does not say
+    has_all_warps: bool  # whether each table of warps and threads could be read
+    notes: tuple[str, ...]  # what could not be read, in words
+    #: What is reported of this core that no real core and no reader of NVIDIA's has confirmed, in words.
     unchecked: tuple[str, ...]
 
     def to_json(self, *, warps: bool = True) -> dict[str, Any]:

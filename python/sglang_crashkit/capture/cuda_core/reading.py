@@ -1,20 +1,27 @@
-"""Read a core: its tables, joined, with the names of the functions.
+"""Read a core: its tables, joined, with the names of the functions; also in a process of its own.
 
 Every table belongs to a row of another one: ``sh_link`` is that one's section, ``sh_info`` the row. A link to anything
 but the kind of table that belongs there is an error, so that no chain of links is longer than the format's.
+
+The crash handler must neither wait nor grow for a core. For it this module is a program with limits of memory and time,
+that is killed when its time is over: run with the core's path and the time in seconds, it writes one JSON object, what
+`Reading` has or ``error``.
 """
 
 from __future__ import annotations
 
+import json
+import resource
+import signal
+import sys
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sglang_crashkit.capture.cuda_core import core_file as tables
 from sglang_crashkit.capture.cuda_core.core_file import (
-    MAX_BYTES,
     MAX_SECONDS,
     CudaCoreError,
     ElfPart,
@@ -41,6 +48,8 @@ from sglang_crashkit.capture.cuda_core.model import (
     status_in_words,
 )
 from sglang_crashkit.capture.cuda_core.symbols import Symbols
+from sglang_crashkit.capture.cuda_core.text import brief
+from sglang_crashkit.capture.tools import BackgroundTool, ToolRun
 
 _Known = TypeVar("_Known")
 
@@ -54,9 +63,16 @@ MAX_FAULTS = 10_000
 MAX_NOTES = 20
 #: The bits of a warp's mask; cudacoredump.h, ``validLanesMask``.
 _MAX_LANES = 32
+#: Python with a core of a whole GPU takes 100 MB of address space and 30 MB of memory.
+MAX_MEMORY = 1 << 30
+#: What an incident keeps of a core: so many kernels and exceptions.
+MAX_KEPT = 256
+MAX_OUTPUT = 16 << 20
+#: After its deadline the process has this long to end by itself, in seconds, if its starter is gone.
+_GRACE_SECS = 5
 
 
-def read_cuda_core(path: Path, *, most_bytes: int = MAX_BYTES, most_seconds: float = MAX_SECONDS) -> CudaCore:
+def read_cuda_core(path: Path, *, most_seconds: float = MAX_SECONDS) -> CudaCore:
     """Return what a core says.
 
     What can be told without them, is told without the threads, and without the names, where those cannot be read; then
@@ -64,13 +80,12 @@ def read_cuda_core(path: Path, *, most_bytes: int = MAX_BYTES, most_seconds: flo
 
     Args:
         path: the core itself, not a link to it.
-        most_bytes: how much of it is read, in bytes.
         most_seconds: how long that may take.
 
     Raises:
         CudaCoreError: it is no core of the CUDA driver's, is damaged, or is more than is read of one.
     """
-    with open_source(path, most_bytes, most_seconds) as source:
+    with open_source(path, most_seconds=most_seconds) as source:
         return _Reading(source).result()
 
 
@@ -290,3 +305,65 @@ class _Reading:
 def _version(row: Row, what: str) -> str:
     major, minor = row[f"{what}_major"], row[f"{what}_minor"]
     return f"{major}.{minor}" if major else ""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What came of reading a core."""
+
+    #: What `CudaCore.to_json` gives, without the single warps; None where it could not be read.
+    core: dict[str, Any] | None
+    brief: list[str] = field(default_factory=list)  # the same in a few lines
+    reason: str = ""  # why it could not be read; empty where it could
+
+
+class CoreReader(BackgroundTool[Reading]):
+    """Reads the core at `path` within so many seconds.
+
+    Raises:
+        RuntimeError: the system gives no thread.
+    """
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        command = [sys.executable, "-m", __name__, str(path), str(seconds)]
+        super().__init__("core reader", command, seconds, _reading_of, MAX_OUTPUT)
+
+
+def _reading_of(run: ToolRun) -> Reading:
+    if run.reason:
+        return Reading(None, reason=f"its reader: {run.reason}")
+    try:
+        answer = json.loads(run.text)
+        if "error" in answer:
+            return Reading(None, reason=str(answer["error"]))
+        return Reading(dict(answer["core"]), [str(line) for line in answer["brief"]])
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return Reading(None, reason="its reader wrote no answer")
+
+
+def _kept(core: CudaCore) -> CudaCore:
+    left_out = max(0, len(core.kernels) - MAX_KEPT) + max(0, len(core.faults) - MAX_KEPT)
+    notes = (*core.notes, f"{left_out} kernels and exceptions are left out here") if left_out else core.notes
+    return replace(core, kernels=core.kernels[:MAX_KEPT], faults=core.faults[:MAX_KEPT], notes=notes)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Read the core and write what it says."""
+    path, seconds = Path(arguments[0]), float(arguments[1])
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.alarm(int(seconds) + _GRACE_SECS)
+    answer: dict[str, Any]
+    try:
+        core = read_cuda_core(path, most_seconds=seconds)
+        answer = {"core": _kept(core).to_json(warps=False), "brief": list(brief(core))}
+    except CudaCoreError as error:
+        answer = {"error": error.message}
+    except MemoryError:
+        answer = {"error": f"{path}: it takes more memory to read than {MAX_MEMORY >> 20} MiB"}
+    sys.stdout.write(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -24,17 +24,11 @@ _FUNCTION = 2
 
 @dataclass(frozen=True)
 class Function:
-    """A function that an address lies in.
+    """A function that an address lies in."""
 
-    Attributes:
-        start: its address.
-        size: how long it is, in bytes.
-        name: as the compiler has it, not demangled.
-    """
-
-    start: int
-    size: int
-    name: str
+    start: int  # its address
+    size: int  # how long it is, in bytes
+    name: str  # as the compiler has it, not demangled
 
 
 @dataclass

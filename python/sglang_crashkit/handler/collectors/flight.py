@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_crashkit.analysis.collectives import RankRecord, Recorder, judge_collectives, worlds_of
-from sglang_crashkit.capture.flight_request import FlightPlace, FlightRequest, Received
-from sglang_crashkit.capture.gloo_request import GlooRequest, NoRecorderError
+from sglang_crashkit.capture.flight_request import FlightPlace, FlightRequest, GlooRequest, NoRecorderError, Received
 from sglang_crashkit.handler.collectors.process_evidence import write_piece
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import TrackedProcess

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
-from sglang_crashkit.capture.cuda_core.child import CoreReader, Reading
+from sglang_crashkit.capture.cuda_core.reading import CoreReader, Reading
 from sglang_crashkit.capture.cuda_core.trigger import CoreRequest, NoCoreError, is_whole_core
 from sglang_crashkit.capture.debugger import GET_CUDA_GDB, Debugged, Debugger, debug, find_debugger, most_at_once
 from sglang_crashkit.handler.collectors.process_evidence import write_piece

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from sglang_crashkit.analysis.waits import caller_that_tells
-from sglang_crashkit.capture.faulthandler_output import parse_faulthandler
 from sglang_crashkit.capture.ladder import capture_all
 from sglang_crashkit.capture.pyspy import capture_native
+from sglang_crashkit.capture.stack_signal import parse_faulthandler
 from sglang_crashkit.errors import CrashkitError
 from sglang_crashkit.handler.processes import TrackedProcess
 from sglang_crashkit.incident.folder import IncidentFolder
