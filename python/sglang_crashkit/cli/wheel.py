@@ -29,8 +29,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Build both and say how to install them."""
     # Imported here, so that every command starts without what the others need.
     from sglang_crashkit.installer.lock import load_lock
-    from sglang_crashkit.installer.patches import PatchTree, find_patch_root
-    from sglang_crashkit.installer.releases import is_release
+    from sglang_crashkit.installer.patches import PatchTree, find_patch_root, is_release
     from sglang_crashkit.installer.wheel import (
         WheelName,
         build_kit_wheel,

@@ -12,7 +12,6 @@ import errno
 import fcntl
 import itertools
 import os
-import shutil
 import stat
 import time
 from collections.abc import Iterable, Iterator
@@ -30,7 +29,6 @@ from sglang_crashkit.installer.status import (
     APPLIED,
     APPLYING,
     BY_COMMAND,
-    COPIES_FOLDER,
     MANIFEST_NAME,
     REVERTING,
     FileState,
@@ -196,7 +194,7 @@ def _record_change(
         record,
         contents,
         added,
-        is_kits=lambda name: name in own or name.startswith((f"{info}/{MANIFEST_NAME}", f"{info}/{COPIES_FOLDER}/")),
+        is_kits=lambda name: name in own or name.startswith(f"{info}/{MANIFEST_NAME}"),
         source=str(file),
     )
     return [] if rewritten == record else [_Change(file, record, rewritten)]
@@ -237,8 +235,6 @@ def _carry_out(plan: _Plan) -> None:
                 if not path.exists():
                     _remove_empty_folders(path, package)
             _sync(change.path.parent for change in plan.changes)
-            if (dist_info / COPIES_FOLDER).is_dir():
-                shutil.rmtree(dist_info / COPIES_FOLDER)
             if plan.final is not None:
                 final.replace(manifest)
             else:

@@ -13,8 +13,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sglang_crashkit.errors import RefusedError
-from sglang_crashkit.installer.patches import LOCK_NAME, PatchDataError, PatchTree, apply_patch, find_patch_root
-from sglang_crashkit.installer.releases import base_release, sorted_releases
+from sglang_crashkit.installer.patches import (
+    LOCK_NAME,
+    PatchDataError,
+    PatchTree,
+    apply_patch,
+    base_release,
+    find_patch_root,
+    sorted_releases,
+)
 
 _SCHEMA_VERSION = 1
 

@@ -19,19 +19,23 @@ stand exactly as they are at exactly one place, whatever its line number.
 
 ``patches/0.5.9`` is the full set; a later folder holds only the files whose patch no longer applies. For a release each
 file takes the patch of the highest folder at or below it, and ``PATH.drop`` there ends one.
+
+Only final and post releases count: ``0.5.9``, ``0.5.12.post1``. What follows a ``+`` (``+crashkit.0.1.0``, ``+cu126``)
+names a build of the same release.
 """
 
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from packaging.version import InvalidVersion, Version
 from unidiff.errors import UnidiffParseError
 from unidiff.patch import PatchSet
 
-from sglang_crashkit.errors import CrashkitError
-from sglang_crashkit.installer.releases import is_release, release_key, sorted_releases
+from sglang_crashkit.errors import CrashkitError, UsageError
 
 #: Beside the baselines, generated.
 LOCK_NAME = "releases.lock.json"
@@ -295,3 +299,35 @@ def _load_baseline(folder: Path) -> dict[str, PatchRef | None]:
             raise PatchDataError(f"{folder.name} both patches and drops {path}")
         found[path] = PatchRef(folder.name, path, file) if file.suffix == _PATCH else None
     return found
+
+
+def is_release(version: str) -> bool:
+    """Return whether `version` is a final or post release without a local part."""
+    try:
+        parsed = Version(version)
+    except InvalidVersion:
+        return False
+    return str(parsed) == version and not parsed.is_prerelease and parsed.local is None
+
+
+def release_key(release: str) -> Version:
+    """Return the sort key of `release`.
+
+    Raises:
+        UsageError: it is not a final or post release.
+    """
+    if not is_release(release):
+        raise UsageError(
+            f"{release!r} is not a release of SGLang such as 0.5.9 or 0.5.12.post1", next_step="sglang-crashkit status"
+        )
+    return Version(release)
+
+
+def sorted_releases(releases: Iterable[str]) -> list[str]:
+    """Return `releases` from the oldest to the newest."""
+    return sorted(releases, key=release_key)
+
+
+def base_release(version: str) -> str:
+    """Return `version` without its local part: ``0.5.23`` for ``0.5.23+cu126``."""
+    return version.partition("+")[0]

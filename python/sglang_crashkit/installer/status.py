@@ -23,8 +23,6 @@ from sglang_crashkit.installer.patches import HunkConflictError, PatchTree, pars
 
 #: In the dist-info folder.
 MANIFEST_NAME = "sglang-crashkit.json"
-#: In the dist-info folder, beside a manifest of the first schema: the pristine files, in the package's own layout.
-COPIES_FOLDER = "sglang-crashkit-pristine"
 APPLYING, APPLIED, REVERTING = "applying", "applied", "reverting"
 #: Who patched: the command, or the build of a patched wheel.
 BY_COMMAND, BY_WHEEL = "apply", "wheel"
@@ -89,12 +87,7 @@ def load_manifest(dist_info: Path, *, reinstall: str) -> Manifest | None:
     try:
         document = json.loads(file.read_bytes())
         version = document.pop("schema_version")
-        if version == 1:
-            del document["record_rows"], document["folders"]
-            for entry in document["files"].values():
-                hashes = {entry["patched"], entry.pop("was")} - {None, entry["pristine"]}
-                entry["patched"] = dict.fromkeys(hashes, "")
-        elif version != _SCHEMA_VERSION:
+        if version > _SCHEMA_VERSION:
             raise RefusedError(
                 f"{file} has schema version {version}, which this kit does not know: a newer kit patched this SGLang",
                 next_step="revert with that kit, or " + reinstall,
@@ -157,10 +150,10 @@ class Tree:
     def pristine_bytes(self, path: str, patches: PatchTree) -> bytes | None:
         """Return upstream's bytes of the file at `path`, None where upstream has none.
 
-        They are the file itself, or the file with its patch taken back, or the copy that the first schema had.
+        They are the file itself, or the file with its patch taken back.
 
         Raises:
-            RefusedError: none of them has the sha256 that upstream's has.
+            RefusedError: neither has the sha256 that upstream's has.
         """
         current = self.contents[path]
         if self.files[path] is FileState.PRISTINE:
@@ -170,11 +163,9 @@ class Tree:
             return None
         text = self.patch_text(path, hash_or_none(current), patches)
         pristine = None
-        with suppress(HunkConflictError):
-            if text and current is not None:
+        if text and current is not None:
+            with suppress(HunkConflictError):
                 pristine = unapply_patch(current, parse_patch(text, source=f"the patch of {path}"))
-            else:
-                pristine = read_or_none(self.environment.dist_info / COPIES_FOLDER / path)
         if hash_or_none(pristine) not in expected:
             raise RefusedError(
                 f"upstream's {path} is not in {self.environment.site}: what the kit kept is gone or was changed",

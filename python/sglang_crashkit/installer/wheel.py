@@ -26,9 +26,8 @@ from sglang_crashkit import __version__
 from sglang_crashkit.errors import CrashkitError, NothingToDoError, RefusedError
 from sglang_crashkit.installer.environment import run_tool
 from sglang_crashkit.installer.lock import Lock, patch_files, sha256_hex
-from sglang_crashkit.installer.patches import PatchTree, find_patch_root
+from sglang_crashkit.installer.patches import PatchTree, base_release, find_patch_root
 from sglang_crashkit.installer.record import format_row, read_rows
-from sglang_crashkit.installer.releases import base_release
 from sglang_crashkit.installer.status import APPLIED, BY_WHEEL, MANIFEST_NAME, Manifest, PatchedFile, hash_or_none
 
 #: Seconds for one download; the largest wheels are about 40 MB.

@@ -1,4 +1,4 @@
-"""The surviving side of a death: its stacks are taken, then it is killed."""
+"""What is known of a process that ended unexpectedly; its survivors' stacks are taken, then they are killed."""
 
 from __future__ import annotations
 
@@ -9,19 +9,89 @@ import signal
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
 from sglang_crashkit import protocol, settings
 from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.errors import CrashkitError
+from sglang_crashkit.incident.store import StoredIncident
+from sglang_crashkit.incident.summary import headline, mapping_of
 from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.kernel.private_files import make_private_folder, write_private
 from sglang_crashkit.model.sample import format_threads, main_thread
-from sglang_crashkit.test.death import Death, Survivor
 
 _FRAMES = 3
+
+
+@dataclass(frozen=True)
+class Survivor:
+    """One process of the surviving side, as it was when the death was noticed."""
+
+    name: str  # what the watched process is called that it belongs to
+    pid: int  # its process id
+    title: str  # its title
+    doing: tuple[str, ...] = ()  # innermost frames of its main thread, innermost first; empty where there is no stack
+    reason: str = ""  # why there is no stack; empty otherwise
+
+
+@dataclass
+class Death:
+    """An unexpected exit."""
+
+    name: str  # what the process is called
+    pid: int  # its process id
+    returncode: int  # its exit status, or minus the number of the signal that ended it, as subprocess tells it
+    noticed: float  # when it was noticed, in seconds since the epoch
+    #: Further watched processes that had ended unexpectedly by then, each as ``name (pid=…) exited rc=…``.
+    others: tuple[str, ...] = ()
+    folder: Path | None = None  # where the survivors' stacks are; None where nothing could be written
+    survivors: list[Survivor] = field(default_factory=list)  # the processes of the surviving side
+    #: The incident that the process's own crash handler wrote; None where there is none.
+    incident: StoredIncident | None = None
+    seconds: float = 0.0  # from the notice to the end of the evidence
+
+    @property
+    def exit_status(self) -> int:
+        """The status that a test run ends with for it: 128 + N for signal N, and never 0."""
+        status = self.returncode if self.returncode >= 0 else 128 - self.returncode
+        return status or 1
+
+    @property
+    def headline(self) -> str:
+        """Who ended, and how; and who failed first in it, once its incident is known."""
+        who = f"{self.name} (pid={self.pid}) exited rc={self.returncode}"
+        document = (self.incident.document if self.incident is not None else None) or {}
+        first = mapping_of(mapping_of(document.get("verdict")).get("first_failure"))
+        return f"{who}; {headline(document)}" if first and first.get("pid") != self.pid else who
+
+    @property
+    def verdict(self) -> str:
+        """What the incident says of it, and where the incident is; empty where there is none."""
+        if self.incident is None:
+            return ""
+        verdict = (self.incident.document or {}).get("verdict") or {}
+        return f"{verdict.get('text', 'no verdict')} ({self.incident.path})"
+
+    def lines(self) -> Iterator[str]:
+        """Yield what is known, for a person: the headline, the incident's verdict, what the survivors did."""
+        yield self.headline
+        yield from (f"also: {other}" for other in self.others)
+        if self.incident is not None:
+            yield f"incident: {self.verdict}"
+        if self.folder is not None:
+            yield f"stacks of the survivors: {self.folder}"
+        for survivor in sorted(self.survivors, key=self._importance):
+            what = " < ".join(survivor.doing) if survivor.doing else f"no stack: {survivor.reason}"
+            yield f"meanwhile: {survivor.name}: {survivor.title} (pid {survivor.pid}): {what}"
+
+    def _importance(self, survivor: Survivor) -> tuple[int, str]:
+        # JUnit's reports keep the first lines only: one of each side comes first, a scheduler where there is one.
+        side = [other for other in self.survivors if other.name == survivor.name]
+        side.sort(key=lambda other: not other.title.startswith("sglang::scheduler"))
+        return side.index(survivor), survivor.name
 
 
 def default_folder() -> Path:

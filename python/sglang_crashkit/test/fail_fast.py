@@ -26,14 +26,16 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from sglang_crashkit.incident.store import find_incident_of
+from sglang_crashkit.kernel.pidfd import ProcessHandle
 from sglang_crashkit.settings import Settings
 from sglang_crashkit.test import evidence
-from sglang_crashkit.test.death import Death
-from sglang_crashkit.test.held import REAP_SECS, Held, Process, StopEvent
-from sglang_crashkit.test.runner import get_runner
+from sglang_crashkit.test.evidence import Death
+
+if TYPE_CHECKING:
+    from sglang_crashkit.test.plugin import FailByName
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,91 @@ KILL_SECS = 10.0
 _REFRESH_SECS = 0.1
 #: How often a list is looked at again, in seconds.
 _LIST_REFRESH_SECS = 1.0
+#: A connection breaks a moment before the process that held it is gone; in seconds.
+_GRACE_SECS = 0.2
+#: Whoever waits for a child in another thread is given this long to reap it, in seconds.
+REAP_SECS = 1.0
+
+
+class Process(Protocol):
+    """What is needed of a process; `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def poll(self) -> int | None:
+        """Return its exit status as subprocess tells it, None while it lives."""
+
+
+class StopEvent(threading.Event):
+    """Ends a watch when it is set, and wakes the watcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wake_reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def set(self) -> None:
+        """End the watch."""
+        super().set()
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the watcher look."""
+        with contextlib.suppress(OSError):
+            os.write(self._writer, b".")
+
+    def __del__(self) -> None:
+        for descriptor in (self.wake_reader, self._writer):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+class Held:
+    """A watched process and its pidfd, where the kernel gives one.
+
+    Attributes:
+        name: what it is called.
+        process: the process.
+        since: when it was seen first, in seconds since the epoch.
+        ignored: it has ended, and that is no matter.
+        handle: its pidfd.
+    """
+
+    def __init__(self, name: str, process: Process) -> None:
+        self.name = name
+        self.process = process
+        self.since = time.time()
+        self.ignored = False
+        self.handle: ProcessHandle | None = None
+        if process.poll() is None:
+            with contextlib.suppress(OSError):
+                self.handle = ProcessHandle(process.pid)
+            if self.handle is not None and process.poll() is not None:
+                # Reaped in between; the pid may be another's.
+                self.close()
+
+    def has_exited(self) -> bool:
+        """Say whether it has ended."""
+        handle = self.handle
+        # Another thread may just have closed it.
+        with contextlib.suppress(OSError, ValueError):
+            if handle is not None:
+                return handle.has_exited()
+        return self.process.poll() is not None
+
+    def returncode(self) -> int | None:
+        """Return how it ended as subprocess tells it; None where nobody reaped it in time."""
+        deadline = time.monotonic() + REAP_SECS
+        while (code := self.process.poll()) is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return code
+
+    def close(self) -> None:
+        """Close the pidfd."""
+        if self.handle is not None:
+            self.handle.close()
+            self.handle = None
 
 
 NamedProcesses = Iterable[tuple[str, "Process | None"]]
@@ -143,17 +230,12 @@ class Watcher:
             for name in names:
                 self._expected.remove(name)
 
-    def settle(self, grace_secs: float = 0.2, timeout_secs: float = EVIDENCE_SECS + REAP_SECS) -> Death | None:
-        """Return the death, waiting for its evidence where a watched process has ended or does so within the grace.
-
-        Args:
-            grace_secs: a connection breaks a moment before the process that held it is gone; seconds.
-            timeout_secs: the longest to wait for the evidence.
-        """
-        deadline = time.monotonic() + grace_secs
+    def settle(self) -> Death | None:
+        """Return the death, waiting for its evidence where a watched process has ended or does so within the grace."""
+        deadline = time.monotonic() + _GRACE_SECS
         while self.death is None and not self.stopped.is_set():
             if any(held.has_exited() and not self._is_expected(held) for held in list(self._held.values())):
-                self._ended.wait(timeout_secs)
+                self._ended.wait(EVIDENCE_SECS + REAP_SECS)
                 break
             if time.monotonic() >= deadline:
                 break
@@ -282,10 +364,16 @@ def watch(source: Source, *, folder: Path | None = None, kill_survivors: bool = 
         kill_survivors: whether the other processes are killed once their stacks were taken; always where this process
             ends.
     """
-    runner = get_runner()
-    if runner is not None:
+    if (runner := find_runner()) is not None:
         return runner.watch(source, folder=folder, kill_survivors=kill_survivors)
     return abort_on_death(source, any_status=True, folder=folder)
+
+
+def find_runner() -> FailByName | None:
+    """Return the runner of the pytest plugin, which fails a test by name; None outside a test run with it."""
+    # Not imported: elsewhere there need be no pytest.
+    plugin = sys.modules.get("sglang_crashkit.test.plugin")
+    return plugin.runner if plugin is not None else None
 
 
 def _say(text: str) -> None:

@@ -21,17 +21,16 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sglang_crashkit.test.runner import set_runner
-
 if TYPE_CHECKING:
     from types import FrameType
 
-    from sglang_crashkit.test.death import Death
+    from sglang_crashkit.test.evidence import Death
     from sglang_crashkit.test.fail_fast import Source, Watcher
 
 _NAME = "sglang_crashkit_runner"
@@ -48,32 +47,25 @@ class ProcessDiedDuringTestError(BaseException):
     """
 
 
+@dataclass(eq=False)
 class Guard:
-    """A watch, and which tests depend on it.
+    """A watch, and which tests depend on it."""
 
-    Attributes:
-        watcher: the watch.
-        owner: the fixture or the test that began it.
-        interrupted: a test was interrupted for its death.
-        reported: the death is in a report.
-    """
-
-    def __init__(self, owner: str, *, is_fixture: bool) -> None:
-        self.watcher: Watcher | None = None
-        self.owner = owner
-        self.is_fixture = is_fixture
-        self.interrupted = False
-        self.reported = False
+    watcher: Watcher
+    owner: str  # the fixture or the test that began it
+    is_fixture: bool
+    interrupted: bool = False  # a test was interrupted for its death
+    reported: bool = False  # the death is in a report
 
     @property
     def death(self) -> Death | None:
         """The unexpected exit."""
-        return self.watcher.death if self.watcher is not None else None
+        return self.watcher.death
 
     @property
     def is_active(self) -> bool:
         """Whether the watch has not been ended."""
-        return self.watcher is not None and not self.watcher.stopped.is_set()
+        return not self.watcher.stopped.is_set()
 
     def concerns(self, item: pytest.Item) -> bool:
         """Say whether a test depends on the watched processes."""
@@ -101,20 +93,17 @@ class FailByName:
         """Watch processes for the tests that depend on the fixture that is being set up, or for the running test."""
         from sglang_crashkit.test.fail_fast import Watcher
 
-        if self._fixtures:
-            guard = Guard(self._fixtures[-1], is_fixture=True)
-        else:
-            guard = Guard(self._phase[0].nodeid if self._phase else "", is_fixture=False)
-        guard.watcher = Watcher(
+        watcher = Watcher(
             source,
             on_death=lambda _death: self._interrupt(),
             consequence="failing the tests that depend on it",
             folder=folder or self._folder,
             kill_survivors=kill_survivors,
         )
-        self._guards.append(guard)
+        owner = self._fixtures[-1] if self._fixtures else self._phase[0].nodeid if self._phase else ""
+        self._guards.append(Guard(watcher, owner, is_fixture=bool(self._fixtures)))
         self._listen()
-        return guard.watcher.start()
+        return watcher.start()
 
     # -- hooks
 
@@ -186,11 +175,11 @@ class FailByName:
 
     def pytest_unconfigure(self) -> None:
         """End what is left."""
+        global runner
         for guard in self._guards:
-            if guard.watcher is not None:
-                guard.watcher.stop()
+            guard.watcher.stop()
         self._forget_stopped()
-        set_runner(None)
+        runner = None
 
     # -- what they share
 
@@ -206,7 +195,7 @@ class FailByName:
         if isinstance(cause, (ProcessDiedError, ProcessDiedDuringTestError)):
             return
         for guard in self._guards:
-            if guard.watcher is not None and guard.concerns(item) and guard.watcher.settle() is not None:
+            if guard.concerns(item) and guard.watcher.settle() is not None:
                 guard.interrupted = guard.reported = True
                 try:
                     raise ProcessDiedError(guard.message()) from cause
@@ -247,6 +236,10 @@ class FailByName:
             self._handler = None
 
 
+#: That of this process; see `fail_fast.find_runner`.
+runner: FailByName | None = None
+
+
 class Gate:
     """Fails a test that depends on a dead process before its fixtures are set up, but not one that is skipped."""
 
@@ -277,10 +270,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Put the runner in place."""
+    global runner
     runner = FailByName(config)
     config.pluginmanager.register(runner, _NAME)
     config.pluginmanager.register(Gate(runner), f"{_NAME}_gate")
-    set_runner(runner)
 
 
 @pytest.fixture(scope="session")
@@ -289,6 +282,6 @@ def crashkit_watch(pytestconfig: pytest.Config) -> Any:
 
     ``crashkit_watch(source, folder=None, kill_survivors=True)``; see `sglang_crashkit.test.fail_fast.watch`.
     """
-    runner = pytestconfig.pluginmanager.get_plugin(_NAME)
-    assert isinstance(runner, FailByName)
-    return runner.watch
+    found = pytestconfig.pluginmanager.get_plugin(_NAME)
+    assert isinstance(found, FailByName)
+    return found.watch

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_crashkit.settings import Settings
-from sglang_crashkit.test.fail_fast import NamedProcesses, Watcher, abort_on_death
-from sglang_crashkit.test.runner import get_runner
+from sglang_crashkit.test.fail_fast import NamedProcesses, Watcher, abort_on_death, find_runner
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ def start_subprocess_fail_fast_watcher(named_procs: NamedProcesses) -> threading
     processes = list(named_procs)
     watcher = Watcher.covering(process for _, process in processes if process is not None)
     if watcher is None:
-        runner = get_runner()
+        runner = find_runner()
         if runner is not None and runner.replaces_abort:
             watcher = runner.watch(processes)
         else:

@@ -18,9 +18,8 @@ import pytest
 
 from sglang_crashkit.incident.store import _crash_folder
 from sglang_crashkit.kernel import procfs
-from sglang_crashkit.test.death import Death, Survivor
-from sglang_crashkit.test.fail_fast import Watcher
-from sglang_crashkit.test.held import Held
+from sglang_crashkit.test.evidence import Death, Survivor
+from sglang_crashkit.test.fail_fast import Held, Watcher
 from sglang_crashkit.test.test_utils import on_start_fail_fast_watcher, start_subprocess_fail_fast_watcher
 from unit.handler.driver import Server
 from unit.waiting import LONG, child, wait_until

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import zipfile
 from dataclasses import dataclass
@@ -57,12 +56,12 @@ class FakeKit:
     lock: Lock
 
 
-def write_patches(root: Path, texts: dict[str, dict[str, str]], calls: str = "sglang_crashkit.errors.ExitCode") -> None:
+def write_patches(root: Path, texts: dict[str, dict[str, str]]) -> None:
     for baseline, files in texts.items():
         for path, text in files.items():
             file = root / baseline / f"{path}.patch"
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(HEADER.format(calls=calls) + text)
+            file.write_text(HEADER.format(calls="sglang_crashkit.errors.ExitCode") + text)
 
 
 def write_wheel(
@@ -95,14 +94,14 @@ def make_kit(root: Path, wheel: Path, texts: dict[str, dict[str, str]] = PATCHES
     return FakeKit(tree, lock)
 
 
-def install(wheel: Path, site: Path, *, python: Path | None = None) -> Environment:
+def install(wheel: Path, site: Path) -> Environment:
     """Unpack `wheel` into `site`, as an installer would."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     version = wheel.name.split("-")[1]
     kit = Kit(__version__, Path("/nowhere"), {}, only_by_python_path=False)
     dist_info = site / f"sglang-{version}.dist-info"
-    return Environment(python or Path(sys.executable), version, site / "sglang", dist_info, kit)
+    return Environment(Path(sys.executable), version, site / "sglang", dist_info, kit)
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -123,35 +122,3 @@ def copy_tree(source: Path, target: Path) -> None:
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
-
-
-def to_first_schema(environment: Environment, lock: Lock, pristine: dict[str, bytes], phase: str = "applied") -> None:
-    """Turn a patched installation into what the kit's first version left: copies of the pristine files, and their rows.
-
-    Args:
-        environment: patched.
-        lock: of the kit that patched it.
-        pristine: path below the package → bytes.
-        phase: where that kit was.
-    """
-    files = lock.releases[RELEASE].files
-    state = {
-        "schema_version": 1,
-        "phase": phase,
-        "by": "apply",
-        "kit_version": "0.0.9",
-        "release": RELEASE,
-        "files": {path: {"pristine": f.pristine, "patched": f.patched, "was": None} for path, f in files.items()},
-        "record_rows": {"sglang/srt/new/third.py": None},
-        "folders": ["srt/new"],
-    }
-    info = environment.dist_info
-    (info / "sglang-crashkit.json").write_text(json.dumps(state))
-    rows = ""
-    for path in files:
-        if path in pristine:
-            copy = info / "sglang-crashkit-pristine" / path
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(pristine[path])
-            rows += format_row(copy.relative_to(environment.site).as_posix(), pristine[path])
-    (info / "RECORD").write_text(rows + (info / "RECORD").read_text())

@@ -11,8 +11,8 @@ import pytest
 
 from sglang_crashkit.installer.apply import apply, revert
 from sglang_crashkit.installer.status import Overall, read_tree
-from unit.installer.fake_sglang import FILES, copy_tree, install, snapshot, to_first_schema
-from unit.installer.steps import kill_at, run_in_child
+from unit.installer.fake_sglang import copy_tree, install, snapshot
+from unit.killing import kill_at, run_in_child
 
 
 def placed(environment, site: Path):
@@ -46,10 +46,7 @@ class Scene:
         copy_tree(self.environment.site, self.folder / "pristine")
         apply(self.environment, other_kit.patches, other_kit.lock)
         copy_tree(self.environment.site, self.folder / "outdated")
-        self.outdated = [snapshot(self.environment.site)]
-        to_first_schema(self.environment, other_kit.lock, FILES)
-        copy_tree(self.environment.site, self.folder / "first schema")
-        self.outdated.append(snapshot(self.environment.site))
+        self.outdated = snapshot(self.environment.site)
         self.count = 0
 
     def fresh(self, state: str | Path):
@@ -68,7 +65,7 @@ class Scene:
         elif overall is Overall.INTERRUPTED:
             assert "sglang-0.5.9.dist-info/sglang-crashkit.json" in found
         else:
-            assert found in {Overall.PRISTINE: [self.pristine], Overall.OUTDATED: self.outdated}[overall]
+            assert found == {Overall.PRISTINE: self.pristine, Overall.OUTDATED: self.outdated}[overall]
 
     def check_finish(self, environment) -> None:
         """Check that both commands finish the tree, each to the exact bytes."""
@@ -104,8 +101,6 @@ def test_a_kill_while_a_later_kit_patches_fewer_files_can_be_finished(shrinking_
         ("patched", revert),
         ("outdated", apply),
         ("outdated", revert),
-        ("first schema", apply),
-        ("first schema", revert),
     ],
 )
 def test_a_kill_at_any_step_leaves_a_tree_that_can_be_finished(scene, start, action):
@@ -128,7 +123,7 @@ def kill_at_every_step(scene: Scene, start: str, action) -> None:
 def test_kills_one_after_another_leave_a_tree_that_can_be_finished(scene):
     chance = random.Random(20261121)
     for _ in range(40):
-        environment = scene.fresh(chance.choice(["pristine", "patched", "outdated", "first schema"]))
+        environment = scene.fresh(chance.choice(["pristine", "patched", "outdated"]))
         for _ in range(chance.randint(2, 4)):
             kit = chance.choice([scene.kit, scene.other_kit])
             run_and_kill(environment, kit, chance.choice([apply, revert]), chance.randint(0, 60))

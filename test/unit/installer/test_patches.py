@@ -15,11 +15,14 @@ from sglang_crashkit.installer.patches import (
     PatchFormatError,
     PatchTree,
     apply_patch,
+    base_release,
     find_patch_root,
+    is_release,
     parse_patch,
+    release_key,
+    sorted_releases,
     unapply_patch,
 )
-from sglang_crashkit.installer.releases import base_release, is_release, release_key, sorted_releases
 from unit.installer.fake_sglang import HEADER
 
 HEAD = HEADER.format(calls="a.b, c.d")

@@ -6,8 +6,7 @@ import logging
 from typing import Any
 
 from sglang_crashkit.settings import Settings
-from sglang_crashkit.test.fail_fast import Watcher, watch
-from sglang_crashkit.test.held import Process
+from sglang_crashkit.test.fail_fast import Process, Watcher, watch
 
 logger = logging.getLogger(__name__)
 
