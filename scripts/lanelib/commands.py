@@ -1,4 +1,4 @@
-"""Run a command with a deadline in a clean environment, and let one process at a time make a thing."""
+"""Run a command with a deadline in a clean environment, let one process at a time make a thing, and frame a script."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lanelib.errors import LaneError
 from lanelib.paths import ROOT
 
 #: How much of a failed command's output an error repeats.
@@ -25,6 +24,36 @@ UNWANTED_VARIABLES = (
     # Without cached bytecode each of a server's processes compiles SGLang and torch anew: minutes.
     "PYTHONDONTWRITEBYTECODE",
 )
+
+
+class LaneError(Exception):
+    """Something is missing or failed; the message names it in a sentence, `next_step` the command that helps.
+
+    A script ends with `exit_code`: 1 failed, 2 usage.
+    """
+
+    def __init__(self, message: str, *, next_step: str | None = None, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.message = message
+        self.next_step = next_step
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return self.message if self.next_step is None else f"{self.message}\n  next: {self.next_step}"
+
+
+def run_script(name: str, main: Callable[[], int]) -> int:
+    """Run `main` and turn a `LaneError`, Ctrl-C or SIGTERM into one message and an exit status."""
+    # Or what was started, each in a session of its own, would be left behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return main()
+    except LaneError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
 
 
 def say(text: str) -> None:

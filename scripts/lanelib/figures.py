@@ -27,17 +27,11 @@ END_S = 150
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A program of `benchmarks/`.
+    """A program of `benchmarks/`."""
 
-    Attributes:
-        name: its file.
-        whole: its arguments and minutes in a whole run; None where only its name has it run.
-        quick: the same of a quick run.
-    """
-
-    name: str
-    whole: tuple[str, float] | None
-    quick: tuple[str, float] | None = None
+    name: str  # its file
+    whole: tuple[str, float] | None  # its arguments and minutes in a whole run; None where only its name has it run
+    quick: tuple[str, float] | None = None  # the same of a quick run
 
     def arguments(self, quick: bool) -> list[str]:
         """Return its arguments."""
@@ -125,25 +119,15 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Run:
-    """What one benchmark printed.
+    """What one benchmark printed."""
 
-    Attributes:
-        name: which.
-        command: as it was called from the checkout.
-        lines: its output.
-        seconds: how long it took.
-        status: its exit status; 1 where it missed a goal of its own.
-        date: of its end, UTC.
-        why: what it said on standard error where it missed its goal, or how it failed.
-    """
-
-    name: str
-    command: str
-    lines: tuple[str, ...]
-    seconds: float
-    status: int
-    date: str
-    why: str = ""
+    name: str  # which
+    command: str  # as it was called from the checkout
+    lines: tuple[str, ...]  # its output
+    seconds: float  # how long it took
+    status: int  # its exit status; 1 where it missed a goal of its own
+    date: str  # of its end, UTC
+    why: str = ""  # what it said on standard error where it missed its goal, or how it failed
 
 
 def measure(benchmark: Benchmark, kept: Path, *, quick: bool, env: Mapping[str, str]) -> Run:

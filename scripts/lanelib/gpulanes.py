@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from lanelib.commands import exclusive, run_command, say
-from lanelib.errors import LaneError
-from lanelib.lanes import Lane, ensure_lane
+from lanelib.commands import LaneError, exclusive, run_command, say
+from lanelib.lanes import Lane, ensure_lane, lock_path
 from lanelib.paths import LANES, RECIPES, ROOT
-from lanelib.resolve import lock_path
 
 SONAME = "libcuda.so.1"
 #: Why a test is skipped where there is none.

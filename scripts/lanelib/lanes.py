@@ -2,22 +2,27 @@
 
 A lane is made in steps: versions, model, kit. Each leaves a stamp of what it was made from, so that
 a change redoes what it must, an interrupted step is redone, and with no change nothing is run.
+
+The versions are those of its lock, or resolved as on the release's own day. SGLang's compiled kernels link against
+``libcuda.so.1`` even when they serve on a CPU; a machine without the driver gets a stand-in for it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import re
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from lanelib import model
-from lanelib.commands import clean_environment, exclusive, run_command, say
-from lanelib.errors import LaneError
-from lanelib.paths import KIT_VERSION_FILE, LANES, PATCHES, PYPROJECT, ROOT, hash_files, write_whole
-from lanelib.resolve import LANE_PYTHON, check_release, versions_of
-from lanelib.stub import ensure_stub, find_compiler, has_driver
+from lanelib.commands import LaneError, clean_environment, exclusive, run_command, say
+from lanelib.paths import KIT_VERSION_FILE, LANES, PATCHES, PYPROJECT, RECIPES, ROOT, hash_files, write_whole
 from lanelib.tools import tool
 
 MODEL_WRITER = Path(model.__file__)
@@ -29,6 +34,22 @@ STAMPS = "crashkit-lane.json"
 #: Each process of a server makes millions of objects as it imports, and none is garbage: a sixth of a start's CPU time
 #: went into looking for some.
 SELDOM_COLLECTED = "import gc; gc.set_threshold(100_000, 20, 20)\n"
+RELEASE = re.compile(r"\d+\.\d+\.\d+(\.post\d+|rc\d+)?")
+#: The locks were resolved for this python.
+LANE_PYTHON = "3.11"
+#: What prefill/decode disaggregation needs beside SGLang.
+EXTRAS = ("mooncake-transfer-engine-non-cuda", "sglang-router")
+#: Packages of the same release go up within this time of each other.
+SETTLING = timedelta(days=1)
+HEADER = """\
+# SGLang {release} on a CPU: every version of its lane, for Python {python} on Linux x86_64.
+# Written by: scripts/lane {release} --lock
+"""
+SOURCE = RECIPES / "libcuda_stub.c"
+SONAME = "libcuda.so.1"
+STUB = LANES / "stub"
+MARKER = "crashkit_is_a_stub"
+COMPILER_STEP = "apt-get install gcc libc6-dev, or set CC to a C compiler that works"
 
 
 @dataclass(frozen=True)
@@ -173,3 +194,114 @@ def ensure_lane(release: str, pristine: bool = False) -> Lane:
 
 def _read_stamps(path: Path) -> dict[str, str]:
     return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+
+def lock_path(release: str) -> Path:
+    """Return where the locked versions of `release` are kept, whether or not they are."""
+    return RECIPES / f"{release}.lock"
+
+
+def check_release(release: str) -> None:
+    """Check that `release` is written like one."""
+    if not RELEASE.fullmatch(release):
+        step = f"name one of: {', '.join(locked_releases())}"
+        raise LaneError(f"{release!r} is not an SGLang release such as 0.5.23", next_step=step, exit_code=2)
+
+
+def locked_releases() -> list[str]:
+    """Return the releases that have a lock."""
+    names = [path.name.removesuffix(".lock") for path in RECIPES.glob("*.lock")]
+    releases = [name for name in names if RELEASE.fullmatch(name)]
+    return sorted(releases, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
+
+
+def versions_of(release: str) -> Path:
+    """Return the file of exact versions to install for `release`, resolved if it is not locked."""
+    if lock_path(release).is_file():
+        return lock_path(release)
+    resolved = LANES / "resolved" / f"{release}.lock"
+    if not resolved.is_file():
+        say(f"{release}: no lock in {RECIPES}; resolving as on the day of the release")
+        write_whole(resolved, resolve(release))
+        say(f"{release}: once it serves, keep these versions with: scripts/lane {release} --lock")
+    return resolved
+
+
+def write_lock(release: str) -> Path:
+    """Keep the versions of `release` as its lock."""
+    path = lock_path(release)
+    if path.is_file():
+        raise LaneError(f"{release} is locked already", next_step=f"delete {path} to resolve anew")
+    write_whole(path, versions_of(release).read_text())
+    return path
+
+
+def resolve(release: str) -> str:
+    """Return the text of a lock: what `release` depended on when it was published.
+
+    Later versions of its dependencies break old releases.
+    """
+    compile_ = [tool("uv"), "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--prerelease=allow"]
+    compile_ += ["--python-version", LANE_PYTHON]
+    wanted = LANES / "resolved" / f"{release}.in"
+    write_whole(wanted, "".join(f"{line}\n" for line in (f"sglang=={release}", *EXTRAS)))
+    for option in ("constraint", "override"):
+        limits = RECIPES / f"{release}.{option}s"
+        compile_ += [f"--{option}", limits] if limits.is_file() else []
+    try:
+        facts = run_command([*compile_, "--no-deps", "--format", "pylock.toml", wanted], timeout_s=120)
+    except LaneError as error:
+        raise LaneError(
+            f"SGLang {release} cannot be found or reached on the package registry: {error.message}",
+            next_step="check the release's name and the network, and repeat",
+        ) from error
+    # When the registry received it, where it says so.
+    entry = facts.partition('name = "sglang"')[2].partition("[[packages]]")[0]
+    if match := re.search(r"upload-time = (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", entry):
+        date = datetime.fromisoformat(match.group(1)).replace(tzinfo=timezone.utc) + SETTLING
+        compile_ += ["--exclude-newer", date.strftime("%Y-%m-%dT%H:%M:%SZ")]
+    # The kit's own dependencies are part of the lane: the kit is installed without any.
+    versions = run_command([*compile_, wanted, PYPROJECT], timeout_s=600)
+    return HEADER.format(release=release, python=LANE_PYTHON) + versions
+
+
+def has_driver() -> bool:
+    """Say whether the dynamic loader finds a real CUDA driver library."""
+    try:
+        library = ctypes.CDLL(SONAME)
+    except OSError:
+        return False
+    # A lane's own LD_LIBRARY_PATH may be set around this process.
+    return not hasattr(library, MARKER)
+
+
+def find_compiler() -> list[str]:
+    """Return the C compiler's command: ``$CC``, or the first of cc, gcc and clang."""
+    commands = [shlex.split(os.environ.get("CC", ""))] if os.environ.get("CC") else [["cc"], ["gcc"], ["clang"]]
+    for command in commands:
+        if command and shutil.which(command[0]):
+            return command
+    names = ", ".join(shlex.join(command) for command in commands)
+    raise LaneError(f"no C compiler ({names}) on PATH; the driver stub needs one", next_step=COMPILER_STEP)
+
+
+def ensure_stub() -> Path | None:
+    """Compile, or find, the stub; return the folder for ``LD_LIBRARY_PATH``, None where a real driver is installed."""
+    if has_driver():
+        return None
+    library, stamp, wanted = STUB / SONAME, STUB / "source-sha256", hash_files([SOURCE])
+    with exclusive(LANES / ".stub.lock"):
+        if library.is_file() and stamp.is_file() and stamp.read_text() == wanted:
+            return STUB
+        say(f"stub: compiling {library}")
+        STUB.mkdir(parents=True, exist_ok=True)
+        # A new file, renamed: a running server may have the old one mapped.
+        fresh = STUB / f"{SONAME}.new"
+        flags = ["-shared", "-fPIC", "-O1", f"-Wl,-soname,{SONAME}"]
+        try:
+            run_command([*find_compiler(), *flags, "-o", fresh, SOURCE], timeout_s=60)
+        except LaneError as error:
+            raise LaneError(f"cannot make the driver stub: {error.message}", next_step=COMPILER_STEP) from error
+        fresh.replace(library)
+        write_whole(stamp, wanted)
+    return STUB

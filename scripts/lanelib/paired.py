@@ -19,10 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from lanelib.errors import LaneError
+from lanelib.commands import LaneError
 from lanelib.servers import Server
 
 TIMEOUT_S = 120.0
+#: Of the bootstrap.
+_DRAWS = 4000
 ON, OFF = signal.SIGRTMIN + 5, signal.SIGRTMIN + 6
 _SITE = """
 import os, signal
@@ -42,34 +44,21 @@ for signum in ({on}, {off}):
 
 @dataclass(frozen=True)
 class Load:
-    """What the server is asked for in a run.
+    """What the server is asked for in a run."""
 
-    Attributes:
-        clients: how many send one request after the other.
-        requests: how many each of them sends.
-        prompt_tokens: of a request.
-        answer_tokens: of its answer.
-    """
-
-    clients: int
-    requests: int
-    prompt_tokens: int
-    answer_tokens: int
+    clients: int  # how many send one request after the other
+    requests: int  # how many each of them sends
+    prompt_tokens: int  # of a request
+    answer_tokens: int  # of its answer
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run took.
+    """What one run took."""
 
-    Attributes:
-        wall_s: seconds for each request: how often one was answered.
-        own_s: CPU time of the process that has the part for each request, in seconds.
-        all_s: CPU time of all of the server's processes for each request, in seconds.
-    """
-
-    wall_s: float
-    own_s: float
-    all_s: float
+    wall_s: float  # seconds for each request: how often one was answered
+    own_s: float  # CPU time of the process that has the part for each request, in seconds
+    all_s: float  # CPU time of all of the server's processes for each request, in seconds
 
 
 class Switch:
@@ -164,10 +153,10 @@ def spread(values: list[float], form: str) -> str:
     return f"{statistics.median(values):8{form}} ({len(values)} pairs; 95 %: {lower:{form}} to {upper:{form}})"
 
 
-def interval(ratios: Sequence[float], draws: int = 4000) -> tuple[float, float, float]:
+def interval(ratios: Sequence[float]) -> tuple[float, float, float]:
     """Return the geometric mean of ratios, and between what it lies with a probability of 95 %, by the bootstrap."""
     logarithms, choose = [math.log(ratio) for ratio in ratios], random.Random(1)  # noqa: S311 - no secret
     count = len(logarithms)
-    means = sorted(sum(choose.choices(logarithms, k=count)) / count for _ in range(draws))
-    middle, low, high = sum(logarithms) / count, means[draws // 40], means[-draws // 40]
+    means = sorted(sum(choose.choices(logarithms, k=count)) / count for _ in range(_DRAWS))
+    middle, low, high = sum(logarithms) / count, means[_DRAWS // 40], means[-_DRAWS // 40]
     return math.exp(middle), math.exp(low), math.exp(high)

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from lanelib.errors import LaneError
+from lanelib.commands import LaneError
 from lanelib.lanes import Lane
-from lanelib.managed import GRACE_S, ManagedProcess, free_port
-from lanelib.servers import Server
+from lanelib.servers import GRACE_S, ManagedProcess, Server, free_port
 
 #: Shared libraries of the KV transfer engine, and the Debian package of each.
 PD_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1"}

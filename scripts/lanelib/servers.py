@@ -10,17 +10,226 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
+import random
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
 
+from lanelib.commands import LaneError
 from lanelib.lanes import Lane
-from lanelib.managed import ManagedProcess, free_port
+from lanelib.paths import LANES
+from lanelib.procs import Process, alive, send, title_of, tree_of, wait_gone, watchers_of
 
+#: SGLang itself gives its health check 20 s; one that is given up earlier goes on in the server.
+HEALTH_TIMEOUT_S = 25.0
+#: A busy machine imports for minutes before a server answers.
+READY_TIMEOUT_S = 600.0
+#: Seconds between SIGTERM and SIGKILL; an idle server of today takes up to 11.
+GRACE_S = 20.0
+#: Seconds that the kit's handler is given to finish an incident once its server is gone.
+HANDLER_GRACE_S = 60.0
+POLL_S = 0.2
+TAIL_LINES = 30
+_Self = TypeVar("_Self", bound="ManagedProcess")
+#: A socket in the abstract namespace for each port that this process gave away; the kernel removes it with the process.
+_holders: list[socket.socket] = []
+#: A server on this machine is not behind the proxy that the environment may name.
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 #: A library that cannot be loaded turns pynccl off, and gloo carries the collectives.
 NO_NCCL = "/nonexistent.so"
 #: Where a server on a GPU keeps what it compiles, below its lane.
 CACHES = ("TRITON_CACHE_DIR", "TVM_FFI_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "CUDA_CACHE_PATH")
+
+
+class ManagedProcess:
+    """A process with an HTTP server in it, in a session of its own."""
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str | Path],
+        *,
+        env: Mapping[str, str],
+        host: str,
+        port: int,
+        log_path: Path | None = None,
+    ) -> None:
+        self.name = name  # what messages call it
+        self.port = port
+        self.url = f"http://{host}:{port}"
+        unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.urandom(2).hex()}.log"
+        self.log_path = log_path or LANES / "logs" / unique
+        self.ready_s: float | None = None  # seconds from its start to its first answer
+        #: The servers that it stands for, each in a session of its own.
+        self.members: tuple[ManagedProcess, ...] = (self,)
+        self._started = time.monotonic()
+        self._known: dict[tuple[int, int], Process] = {}
+        self._watchers: dict[tuple[int, int], Process] = {}
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self.popen = subprocess.Popen(
+                [str(word) for word in argv],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                start_new_session=True,  # Ctrl-C is ours to handle; the session finds orphans
+            )
+
+    @property
+    def pid(self) -> int:
+        """The main process's pid."""
+        return self.popen.pid
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def processes(self) -> list[tuple[int, str]]:
+        """Return (pid, title) of each living process of its tree."""
+        return [(process.pid, title_of(process.pid)) for process in self._tree()]
+
+    def pid_of(self, title: str) -> int:
+        """Return the pid of its one living process whose title is, or begins with, `title`."""
+        found = self.processes()
+        pids = [pid for pid, its in found if its == title or its.split(" ")[0] == title]
+        pids = pids or [pid for pid, its in found if its.startswith(title)]
+        if len(pids) != 1:
+            titles = ", ".join(f"{pid} {its[:60]}" for pid, its in found)
+            raise LaneError(f"{len(pids)} processes titled {title} in {self.name}: {titles}")
+        return pids[0]
+
+    def log_tail(self) -> str:
+        """Return the last `TAIL_LINES` lines of its log."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+
+    def require_running(self) -> None:
+        """Check that its main process has not ended."""
+        if (status := self.popen.poll()) is not None:
+            when = "" if self.ready_s else " before it was ready"
+            raise LaneError(
+                f"{self.name} ended with status {status}{when}:\n{self.log_tail()}", next_step=f"read {self.log_path}"
+            )
+
+    def poll_ready(self) -> bool:
+        """Say whether it answers."""
+        self._tree()
+        self.require_running()
+        with suppress(OSError, http.client.HTTPException):
+            self.ask("health", timeout_s=HEALTH_TIMEOUT_S)
+            self.ready_s = time.monotonic() - self._started
+            self._note_watchers()
+            return True
+        return False
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Wait until each of its members answers; see `wait_all_ready`."""
+        wait_all_ready(self.members, timeout_s)
+
+    def ask(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> bytes:
+        """Post `body` as JSON, or get where there is none, and return the answer."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})  # noqa: S310
+        with opener.open(request, timeout=timeout_s) as response:
+            return bytes(response.read())
+
+    def generate(self, prompt: str = "Hello", *, max_new_tokens: int = 8, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Ask for exactly `max_new_tokens` tokens, greedily, as `ask` does."""
+        # Random weights end a sentence at random.
+        parameters = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True}
+        return dict(json.loads(self.ask("generate", {"text": prompt, "sampling_params": parameters}, timeout_s)))
+
+    def terminate(self) -> None:
+        """Ask the main process to end."""
+        self._tree()
+        self._note_watchers()
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGTERM)
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """End every process of it, known or found now, and wait until they are gone.
+
+        The kit's handler, which outlives its server to finish an incident, is waited for.
+        """
+        self.terminate()
+        for is_killed in (False, True):
+            deadline = time.monotonic() + grace_s
+            # New ones may appear while the old ones are killed.
+            while (left := self._members()) and time.monotonic() < deadline:
+                for process in left if is_killed else ():
+                    send(process, signal.SIGKILL)
+                self.popen.poll()  # reap it, or it stays as a zombie
+                time.sleep(POLL_S / 4)
+        for process in wait_gone(self._watchers.values(), HANDLER_GRACE_S):
+            send(process, signal.SIGKILL)
+        left = [*self._members(), *wait_gone(self._watchers.values(), 5)]
+        if left:
+            raise LaneError(f"processes of {self.name} survive SIGKILL: {[p.pid for p in left]}")
+        self.popen.wait(timeout=grace_s)
+
+    def _tree(self) -> list[Process]:
+        # Once the main process is reaped, its pid is another's unless its session still lives.
+        if self.popen.returncode is not None and not alive(self._known.values()):
+            return []
+        tree = tree_of(self.pid)
+        self._known |= {process.key: process for process in tree}
+        return tree
+
+    def _members(self) -> list[Process]:
+        self._tree()
+        return alive(self._known.values())
+
+    def _note_watchers(self) -> None:
+        found = watchers_of(pid for pid, _ in self._known)
+        self._watchers |= {one.key: one for one in found if title_of(one.pid).startswith("sglang::")}
+
+
+def wait_all_ready(servers: Sequence[ManagedProcess], timeout_s: float = READY_TIMEOUT_S) -> None:
+    """Wait until each of `servers` answers."""
+    deadline = time.monotonic() + timeout_s
+    pending = list(servers)
+    while pending := [server for server in pending if not server.poll_ready()]:
+        if time.monotonic() > deadline:
+            slow = pending[0]
+            raise LaneError(
+                f"{slow.name} does not answer at {slow.url} after {timeout_s:.0f} s:\n{slow.log_tail()}",
+                next_step=f"read {slow.log_path}",
+            )
+        time.sleep(POLL_S)
+
+
+def free_port() -> int:
+    """Return a TCP port that nothing listens on now, and that no other process is given until this one ends.
+
+    Below the ports that the kernel gives to clients, and with room above for the ports that SGLang
+    derives from it. A server listens long after it was given its port.
+    """
+    for port in random.SystemRandom().sample(range(20000, 30000), 100):
+        holder = socket.socket(socket.AF_UNIX)
+        try:
+            holder.bind(f"\0sglang-crashkit-port-{port}")
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            holder.close()
+            continue
+        _holders.append(holder)
+        return port
+    raise LaneError("no free TCP port between 20000 and 29999", next_step="stop other servers")
 
 
 class Server(ManagedProcess):

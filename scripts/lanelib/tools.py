@@ -7,8 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from lanelib.commands import exclusive, run_command, say
-from lanelib.errors import LaneError
+from lanelib.commands import LaneError, exclusive, run_command, say
 from lanelib.paths import LANES, PYPROJECT, RECIPES, ROOT, hash_files
 
 LOCK = RECIPES / "tools.lock"

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from lanelib.errors import LaneError
+from lanelib.commands import LaneError
 from lanelib.lanes import Lane
 from lanelib.paths import ROOT
 from lanelib.servers import Server
@@ -94,91 +94,82 @@ def copied(incident: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def rank_killed(lane: Lane) -> Iterator[None]:
-    """A rank of two is killed while it works."""
-    with _server(lane, 2) as server:
-        server.wait_ready()
-        _ask(server)
-        os.kill(server.pid_of(_TP1), signal.SIGKILL)
-        server.popen.wait(EXIT_S)
-    yield
-
-
-@contextlib.contextmanager
-def exception(lane: Lane) -> Iterator[None]:
-    """A scheduler raises, by upstream's own switch for tests."""
-    with _server(lane, 1, SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS="50") as server:
-        server.wait_ready()
-        _ask(server)
-        server.popen.wait(EXIT_S)
-    yield
-
-
-@contextlib.contextmanager
-def hang(lane: Lane) -> Iterator[None]:
-    """A rank of two makes no progress; the server is still there when the commands are run."""
-    with _server(lane, 2, SGLANG_CRASHKIT_HANG_SECS="5") as server:
-        server.wait_ready()
-        _ask(server)
-        os.kill(server.pid_of(_TP1), _SPIN)
-        _await_incident()
+def _broken(
+    lane: Lane, tp: int, act: Callable[[Server], None], *more: str, serves_on: bool = False, **env: str
+) -> Iterator[None]:
+    """Break a server, which has ended then, or is still there when the commands are run."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(_server(lane, tp, *more, **env))
+        act(server)
+        if serves_on:
+            _await_incident()
+        else:
+            server.popen.wait(2 * EXIT_S)
+            stack.close()
         yield
 
 
-@contextlib.contextmanager
-def request_that_kills(lane: Lane) -> Iterator[None]:
-    """A request asks for a top_k beyond a 32-bit number, which ends stock SGLang."""
+def _work(server: Server) -> None:
+    server.wait_ready()
+    _ask(server)
+
+
+def _strike(number: int) -> Callable[[Server], None]:
+    """Return what sends a signal to the second rank while it works."""
+
+    def strike(server: Server) -> None:
+        _work(server)
+        os.kill(server.pid_of(_TP1), number)
+
+    return strike
+
+
+def _ask_the_worst(server: Server) -> None:
+    """Ask, among others, for a top_k beyond a 32-bit number, which ends stock SGLang."""
     ordinary = [
         {"rid": f"chat-{n}", "text": f"Once upon a time {n}", "sampling_params": {"max_new_tokens": 400}}
         for n in range(4)
     ]
     bad = {"model": "tiny", "prompt": "Hello", "max_tokens": 4, "top_k": 10**12, "stream": True}
-    with _server(lane, 1) as server:
-        server.wait_ready()
-        _ask(server, ordinary)
-        _ask(server, [bad], "v1/completions")
-        server.popen.wait(EXIT_S)
-    yield
+    server.wait_ready()
+    _ask(server, ordinary)
+    _ask(server, [bad], "v1/completions")
 
 
-@contextlib.contextmanager
-def failed_start(lane: Lane) -> Iterator[None]:
+def _fail_to_start(lane: Lane) -> AbstractContextManager[None]:
     """The weights are not where the server is told they are."""
     shutil.copytree(lane.model_dir, EMPTY_MODEL, dirs_exist_ok=True)
-    with _server(lane, 1, "--model-path", str(EMPTY_MODEL), "--load-format", "auto") as server:
-        server.popen.wait(EXIT_S * 2)
-    yield
+    return _broken(lane, 1, lambda _server: None, "--model-path", str(EMPTY_MODEL), "--load-format", "auto")
 
 
 @contextlib.contextmanager
-def out_of_memory(lane: Lane) -> Iterator[None]:
+def _run_out_of_memory(lane: Lane) -> Iterator[None]:
     """A rank takes more memory than its cgroup allows."""
     sys.path.append(str(ROOT / "test"))
     from integration.memory_group import memory_group
 
-    with memory_group("crashkit-tutorial") as group, _server(lane, 2) as server:
-        # All of it is born there, as in a container.
-        group.add(server.pid)
-        server.wait_ready()
-        _ask(server)
-        group.leave_room(256 << 20)
-        os.kill(server.pid_of(_TP1), _HOARD)
-        server.popen.wait(EXIT_S)
+    with memory_group("crashkit-tutorial") as group:
+
+        def hoard(server: Server) -> None:
+            # All of it is born there, as in a container.
+            group.add(server.pid)
+            _work(server)
+            group.leave_room(256 << 20)
+            os.kill(server.pid_of(_TP1), _HOARD)
+
+        with _broken(lane, 2, hoard):
+            pass
     yield
 
 
-@contextlib.contextmanager
-def stopped_rank(lane: Lane) -> Iterator[None]:
-    """A rank of two is stopped; the server is still there when the commands are run."""
-    with _server(lane, 2, SGLANG_CRASHKIT_HANG_SECS="5") as server:
-        server.wait_ready()
-        _ask(server)
-        os.kill(server.pid_of(_TP1), signal.SIGSTOP)
-        _await_incident()
-        yield
-
-
+_SOON = {"SGLANG_CRASHKIT_HANG_SECS": "5"}
 TROUBLES: Mapping[str, Trouble] = {
-    made.__name__.replace("_", "-"): made
-    for made in (rank_killed, exception, hang, request_that_kills, failed_start, out_of_memory, stopped_rank)
+    "rank-killed": lambda lane: _broken(lane, 2, _strike(signal.SIGKILL)),
+    # By upstream's own switch for tests.
+    "exception": lambda lane: _broken(lane, 1, _work, SGLANG_TEST_CRASH_AFTER_STREAM_OUTPUTS="50"),
+    "hang": lambda lane: _broken(lane, 2, _strike(_SPIN), serves_on=True, **_SOON),
+    "request-that-kills": lambda lane: _broken(lane, 1, _ask_the_worst),
+    "failed-start": _fail_to_start,
+    "out-of-memory": _run_out_of_memory,
+    "stopped-rank": lambda lane: _broken(lane, 2, _strike(signal.SIGSTOP), serves_on=True, **_SOON),
 }

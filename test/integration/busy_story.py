@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from integration.scenario import worked_on
-from lanelib.managed import opener
-from lanelib.servers import Server
+from lanelib.servers import Server, opener
 from sglang_crashkit.incident.store import find_incidents
 from unit.waiting import wait_until
 

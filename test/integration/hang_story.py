@@ -16,8 +16,7 @@ from typing import Any
 
 from integration.scenario import answers_of, handler_pid, worked_on
 from integration.stuck_rank import StuckRank
-from lanelib.managed import opener
-from lanelib.servers import Server
+from lanelib.servers import Server, opener
 from sglang_crashkit.analysis.waits import bare_name
 from sglang_crashkit.capture.pyspy import sample_all
 from sglang_crashkit.incident.store import StoredIncident, find_incidents

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from lanelib.managed import free_port
+from lanelib.servers import free_port
 from unit.waiting import LONG, wait_until
 
 #: Says to what it is run with ssh by which name it was reached.

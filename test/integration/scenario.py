@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 
 from incident_schema import assert_fits
-from lanelib.managed import ManagedProcess, opener
 from lanelib.procs import Process, alive, read_process, title_of, tree_of
-from lanelib.servers import Server
+from lanelib.servers import ManagedProcess, Server, opener
 from sglang_crashkit.incident.store import find_incidents
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.memory.journal import JournalReader

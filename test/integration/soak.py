@@ -24,9 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lanelib.lanes import Lane
-from lanelib.managed import wait_all_ready
 from lanelib.procs import Process, alive, all_processes, send, title_of, tree_of, wait_gone, watchers_of
-from lanelib.servers import Server
+from lanelib.servers import Server, wait_all_ready
 
 #: The kit takes a longer silence of a rank for a hang, in seconds.
 HANG_S = 3

@@ -21,8 +21,7 @@ import pytest
 from integration import astray_rank, cpu_kernels
 from integration.hang_story import LONG, post
 from lanelib.lanes import ensure_lane
-from lanelib.managed import opener
-from lanelib.servers import Server
+from lanelib.servers import Server, opener
 from unit.stored import wait_for_incident
 from unit.waiting import wait_until
 

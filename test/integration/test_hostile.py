@@ -24,8 +24,7 @@ import pytest
 
 from integration.scenario import Wreck, answers_of, handler_pid, worked_on, wreck
 from lanelib.lanes import ensure_lane
-from lanelib.managed import opener
-from lanelib.servers import Server
+from lanelib.servers import Server, opener
 from sglang_crashkit.capture.pyspy import find_pyspy
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident, find_incidents

@@ -21,9 +21,8 @@ from integration.faults import DP1
 from integration.programs import Program
 from integration.scenario import EXIT_TIMEOUT_S, RELEASES, Sent, ask_in_flight, handlers_of, left_of, members_of
 from lanelib.lanes import Lane, ensure_lane
-from lanelib.managed import free_port, opener
 from lanelib.procs import Process, alive, read_process, send, title_of, tree_of, wait_gone, watchers_of
-from lanelib.servers import Server, command_of
+from lanelib.servers import Server, command_of, free_port, opener
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.stored import wait_for_incident
 

@@ -14,9 +14,8 @@ import pytest
 
 from integration.scenario import RELEASES
 from lanelib.lanes import Lane, ensure_lane
-from lanelib.managed import free_port, wait_all_ready
 from lanelib.procs import tree_of
-from lanelib.servers import Server
+from lanelib.servers import Server, free_port, wait_all_ready
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.handler.driver import Server as StandIn

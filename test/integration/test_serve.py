@@ -15,8 +15,8 @@ import pytest
 
 from lanelib import procs
 from lanelib.lanes import ensure_lane
-from lanelib.managed import opener
 from lanelib.paths import ROOT
+from lanelib.servers import opener
 
 pytestmark = [pytest.mark.live, pytest.mark.matrix, pytest.mark.timeout(900)]
 

@@ -16,8 +16,7 @@ import pytest
 from integration.scenario import PATIENCE, RELEASES, Member, Sent, ask_in_flight, left_of, members_of
 from integration.whole import End, assert_ends, assert_present, assert_requests, assert_titled, assert_told
 from lanelib.lanes import ensure_lane
-from lanelib.managed import free_port, wait_all_ready
-from lanelib.servers import Server
+from lanelib.servers import Server, free_port, wait_all_ready
 from sglang_crashkit.incident.exit_status import ServerExit
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 

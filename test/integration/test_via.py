@@ -22,7 +22,7 @@ import pytest
 import sglang_crashkit
 from integration.loopback_sshd import HOST_VARIABLE, Sshd, why_not
 from integration.test_two_nodes import RANKS, two_nodes
-from lanelib.managed import wait_all_ready
+from lanelib.servers import wait_all_ready
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.model.snapshot import parse

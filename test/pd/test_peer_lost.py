@@ -23,10 +23,9 @@ import pytest
 from integration.scenario import Member, Sent, members_of
 from integration.whole import assert_ends, assert_present, assert_requests, assert_told, journaled
 from lanelib.lanes import ensure_lane
-from lanelib.managed import opener
 from lanelib.pd import PD_PACKAGES, PDServers, missing_libraries
 from lanelib.procs import tree_of
-from lanelib.servers import Server
+from lanelib.servers import Server, opener
 from sglang_crashkit.incident.store import StoredIncident, find_incidents
 from unit.waiting import wait_until
 

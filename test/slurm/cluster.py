@@ -24,8 +24,8 @@ from pathlib import Path
 from types import TracebackType
 
 from lanelib.commands import clean_environment
-from lanelib.managed import free_port
 from lanelib.procs import read_process, send
+from lanelib.servers import free_port
 from slurm import keeper
 from unit.waiting import wait_until
 

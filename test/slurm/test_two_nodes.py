@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from lanelib.lanes import ensure_lane
-from lanelib.managed import free_port, wait_all_ready
-from lanelib.servers import Server
+from lanelib.servers import Server, free_port, wait_all_ready
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.discovery import Place, place_of

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from lanelib import commands, procs
-from lanelib.commands import NO_END, clean_environment, exclusive, run_command, run_in_terminal
-from lanelib.errors import LaneError, run_script
+from lanelib.commands import NO_END, LaneError, clean_environment, exclusive, run_command, run_in_terminal, run_script
 from unit.waiting import LONG, wait_until
 
 

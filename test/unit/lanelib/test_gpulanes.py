@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from lanelib import gpulanes
-from lanelib.errors import LaneError
+from lanelib.commands import LaneError
 from lanelib.gpulanes import Device, ensure_gpu_lane, find_device, gpu_releases
 from lanelib.lanes import Lane
 from lanelib.paths import PYPROJECT, RECIPES, ROOT

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import ctypes
+import itertools
+import json
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -7,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from lanelib import lanes
-from lanelib.errors import LaneError
+from lanelib.commands import LaneError
+from lanelib.paths import RECIPES
 from unit.waiting import LONG
 
 
@@ -167,3 +172,162 @@ def test_what_is_missing_is_told_before_the_download(installer, programs, monkey
         lanes.ensure_lane(release)
     assert installer.steps == []
     assert missing != "patches" or lanes.ensure_lane(release, pristine=True).release == release
+
+
+LOCKS = sorted(RECIPES.glob("*.lock"))
+PIN = re.compile(r"[a-z0-9][a-z0-9._-]*==[\w.+!]+( ; [\w.' <>=!]+)?")
+
+#: Stands in for uv: notes its arguments, and answers as the registry would.
+FAKE_UV = """
+import json, sys
+with open({notes!r}, "a") as file:
+    file.write(json.dumps(sys.argv[1:]) + "\\n")
+if "--no-deps" in sys.argv:
+    print({facts!r})
+else:
+    print("sglang==9.9.9")
+"""
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
+def test_a_lock_holds_exact_versions_and_no_addresses(path):
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+
+    assert [line for line in lines if not PIN.fullmatch(line)] == []
+
+
+@pytest.mark.parametrize("release", ["0.5.9", "0.5.12.post1", "0.5.23"])
+def test_a_lane_lock_names_its_release_and_the_extras(release):
+    lines = lanes.lock_path(release).read_text().splitlines()
+
+    assert f"sglang=={release}" in lines
+    assert {line.split("==")[0] for line in lines} >= {*lanes.EXTRAS, "psutil", "py-spy", "setproctitle"}
+
+
+@pytest.mark.parametrize("text", ["", "latest", "0.5", "../0.5.9", "0.5.9 ", "v0.5.9"])
+def test_check_release_refuses_what_is_no_release(text):
+    with pytest.raises(LaneError, match="is not an SGLang release") as caught:
+        lanes.check_release(text)
+
+    assert caught.value.exit_code == 2
+
+
+@pytest.fixture
+def registry(tmp_path, monkeypatch, programs):
+    """A uv that answers with given facts; returns a function that gives its calls."""
+    notes = tmp_path / "calls"
+    monkeypatch.setattr(lanes, "LANES", tmp_path)
+    monkeypatch.setattr(lanes, "RECIPES", tmp_path / "recipes")
+
+    def answer(facts):
+        source = FAKE_UV.format(notes=str(notes), facts=facts)
+        monkeypatch.setattr(lanes, "tool", lambda name: programs.add(name, source))
+        return lambda: [json.loads(line) for line in notes.read_text().splitlines()]
+
+    return answer
+
+
+def test_an_unknown_release_is_named(registry, monkeypatch, programs):
+    monkeypatch.setattr(lanes, "tool", lambda name: programs.add(name, "import sys; sys.exit('no version')"))
+
+    with pytest.raises(LaneError, match=r"SGLang 9\.9\.9 cannot be found") as caught:
+        lanes.versions_of("9.9.9")
+
+    assert "no version" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("facts", "newest"),
+    [
+        ('[[packages]]\nname = "sglang"\nwheels = [{ upload-time = 2026-07-25T00:12:07Z }]', ["2026-07-26T00:12:07Z"]),
+        ('[[packages]]\nname = "sglang"\nversion = "9.9.9"', []),
+    ],
+)
+def test_resolve_goes_back_to_the_day_after_the_release_where_that_is_known(registry, facts, newest):
+    calls = registry(facts)
+    limits = {option: lanes.RECIPES / f"9.9.9.{option}s" for option in ("constraint", "override")}
+    lanes.RECIPES.mkdir()
+    for path in limits.values():
+        path.write_text("kernels==0.13.0\n")
+    assert lanes.resolve("9.9.9").endswith("sglang==9.9.9\n")
+    options = calls()[-1]
+    assert [after for option, after in itertools.pairwise(options) if option == "--exclude-newer"] == newest
+    assert {option: options[options.index(f"--{option}") + 1] for option in limits} == {
+        option: str(path) for option, path in limits.items()
+    }
+
+
+def test_write_lock_keeps_what_the_lane_was_made_from_and_replaces_no_lock(registry):
+    registry('name = "sglang"')
+    resolved = lanes.versions_of("9.9.9")
+    path = lanes.write_lock("9.9.9")
+    assert path.read_text() == resolved.read_text()
+    assert (lanes.versions_of("9.9.9"), lanes.locked_releases()) == (path, ["9.9.9"])
+    with pytest.raises(LaneError, match=r"9\.9\.9 is locked already"):
+        lanes.write_lock("9.9.9")
+
+
+@pytest.fixture
+def stub_dir(tmp_path, monkeypatch):
+    folder = tmp_path / "stub"
+    monkeypatch.setattr(lanes, "LANES", tmp_path)
+    monkeypatch.setattr(lanes, "STUB", folder)
+    monkeypatch.setattr(lanes, "has_driver", lambda: False)
+    return folder
+
+
+def test_stub_names_a_compiler_that_fails(stub_dir, programs):
+    programs.add("cc", "import sys; sys.exit('stdlib.h: No such file')")
+
+    with pytest.raises(LaneError, match=r"cannot make the driver stub: .*") as caught:
+        lanes.ensure_stub()
+
+    assert "stdlib.h: No such file" in caught.value.message
+    assert "set CC" in str(caught.value.next_step)
+
+
+def test_has_driver_is_not_misled_by_the_stub(stub_dir, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: type("Stub", (), {lanes.MARKER: 0}))
+
+    assert not lanes.has_driver()
+
+
+@pytest.mark.parametrize(
+    ("there", "chosen", "found"),
+    [
+        (["gcc", "clang"], None, ["gcc"]),
+        (["gcc", "wrapper"], "wrapper gcc", ["wrapper", "gcc"]),
+        ([], None, r"no C compiler \(cc, gcc, clang\) on PATH"),
+        (["gcc"], "icc", r"no C compiler \(icc\) on PATH"),
+    ],
+)
+def test_the_compiler_is_the_one_that_cc_names_or_the_first_on_path(programs, monkeypatch, there, chosen, found):
+    for name in there:
+        programs.add(name, "")
+    if chosen:
+        monkeypatch.setenv("CC", chosen)
+
+    if isinstance(found, list):
+        assert lanes.find_compiler() == found
+    else:
+        with pytest.raises(LaneError, match=found) as caught:
+            lanes.find_compiler()
+        assert "apt-get install gcc libc6-dev" in str(caught.value.next_step)
+
+
+def test_the_stub_says_that_there_is_no_device_and_is_compiled_anew_with_its_source(stub_dir, monkeypatch, tmp_path):
+    assert lanes.ensure_stub() == stub_dir
+    library = ctypes.CDLL(str(stub_dir / "libcuda.so.1"))
+    assert (library.cuInit(0), library.cuMemGetAddressRange_v2(), hasattr(library, lanes.MARKER)) == (100, 100, True)
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes, "run_command", None)
+        assert lanes.ensure_stub() == stub_dir
+        patch.setattr(lanes, "has_driver", lambda: True)
+        assert lanes.ensure_stub() is None
+    source = tmp_path / "stub.c"
+    source.write_text(lanes.SOURCE.read_text() + "NO_DEVICE(cuNew)\n")
+    monkeypatch.setattr(lanes, "SOURCE", source)
+    monkeypatch.setattr(lanes, "hash_files", lambda files: "changed")
+    lanes.ensure_stub()
+    assert b"cuNew" in (stub_dir / "libcuda.so.1").read_bytes()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lanelib.errors import LaneError
+from lanelib.commands import LaneError
 from lanelib.paired import Load, Run, Switch, interval, run_pairs, spread
 
 CODE = "def switch(is_on):\n    return True\n"

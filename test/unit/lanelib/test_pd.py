@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from lanelib import pd
-from lanelib.errors import LaneError
+from lanelib.commands import LaneError
 from lanelib.lanes import Lane
-from lanelib.managed import ManagedProcess
 from lanelib.procs import alive, tree_of
-from lanelib.servers import Server
+from lanelib.servers import ManagedProcess, Server
 
 
 def test_a_missing_library_is_named_with_the_debian_packages(monkeypatch):
