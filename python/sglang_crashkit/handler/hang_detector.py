@@ -1,7 +1,9 @@
-"""Notice a hang by itself: every scheduler beats in each round of its event loop, idle, busy or paused.
+"""Notice a hang by itself: the processes without which no request is answered beat.
 
-A scheduler that is silent for ``SGLANG_CRASHKIT_HANG_SECS`` hangs, and so do those that wait for it. That becomes one
-incident of kind ``hang`` with several snapshots; nothing is killed, and the incident says when the server goes on.
+Every scheduler beats in each round of its event loop, idle, busy or paused; the event loop of each tokenizer manager
+once a second; a detokenizer with each message. One that is silent for ``SGLANG_CRASHKIT_HANG_SECS`` hangs, and so do
+those that wait for it. That becomes one incident of kind ``hang`` with several snapshots; nothing is killed, and the
+incident says when the server goes on.
 
 An idle server beats at least once a second in all supported releases (``--sleep-on-idle`` waits for 1000 ms at most), a
 long prompt with every chunk. Silence is no hang, and is not counted,
@@ -10,8 +12,9 @@ long prompt with every chunk. Silence is no hang, and is not counted,
 * while one is held by a debugger, or the whole server is stopped;
 * while the server is being ended.
 
-A scheduler that cannot be followed is seen by the silence of those that wait for it. The other processes without which
-no request is answered, such as the detokenizer, have no heartbeat: one that is stopped for as long hangs, too.
+A scheduler that cannot be followed is seen by the silence of those that wait for it. A detokenizer that waits for the
+next message is not silent, unless it uses its CPU. One of the processes beside the schedulers that is stopped for as
+long hangs, whether it beats or not.
 
 More patience is had with the first batches, which compile kernels, with later ones while a compiler runs for them, with
 very long prompts that are taken in at once, and with control requests, such as an update of the weights.
@@ -30,7 +33,7 @@ from collections.abc import Callable, Iterable, Sequence
 from sglang_crashkit.analysis.explain import NEEDED
 from sglang_crashkit.analysis.verdict import BUSY_TOO_LONG
 from sglang_crashkit.handler.answers import log_lines
-from sglang_crashkit.handler.heartbeats import Followed, FollowedHeartbeat, StoppedProcess, by_last_sign
+from sglang_crashkit.handler.heartbeats import Followed, FollowedHeartbeat, FollowedProcess, Sight, by_last_sign
 from sglang_crashkit.handler.incident import IncidentRun
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.handler.session import Session
@@ -86,8 +89,8 @@ class HangDetector:
         self._hang_secs = max(settings.hang_secs, _SHORTEST_SECS)
         self._interval_secs = min(_LONGEST_INTERVAL_SECS, self._hang_secs / 10)
         self._hang: Hang | None = None
-        #: Those that have no heartbeat, by pid.
-        self._others: dict[int, StoppedProcess] = {}
+        #: Those beside the schedulers, by pid.
+        self._others: dict[int, FollowedProcess] = {}
         self._looked_at = self._not_before = 0.0
         self._compiled_at = float("-inf")
         session.begin_hang_at_end = self.begin_at_end
@@ -169,14 +172,22 @@ class HangDetector:
         if self._hang is not None and self._hang.is_over():
             self._end(self._hang)
 
-    def _look_at_others(self, seen_secs: float) -> list[StoppedProcess]:
+    def _look_at_others(self, seen_secs: float) -> list[FollowedProcess]:
         living = [process for process in self._tree.alive() if process.role in NEEDED]
+        self._heartbeats.forget_all_but([process.pid for process in living])
         self._others = {
-            process.pid: self._others.get(process.pid) or StoppedProcess(process, self._looked_at) for process in living
+            process.pid: self._others.get(process.pid) or FollowedProcess(process, self._looked_at)
+            for process in living
         }
         for one in self._others.values():
-            one.look(_state_of(one.process), seen_secs, self._looked_at)
+            one.look(self._sight_of(one.process), seen_secs, self._looked_at)
         return [*self._others.values()]
+
+    def _sight_of(self, process: TrackedProcess) -> Sight:
+        said = self._heartbeats.said_by(process)
+        # That of the others does not tell anything.
+        cpu_secs = _cpu_secs_of(process) if said is not None and said.is_waiting else 0.0
+        return Sight(_state_of(process), said, cpu_secs)
 
     def _end(self, hang: Hang) -> None:
         # Otherwise it is over because they are dead.
@@ -221,7 +232,8 @@ class HangDetector:
         """Say whether a compiler ran lately for a silent scheduler, as long as that may take."""
         if longest < _LOOK_FOR_COMPILERS * limit or longest >= _COMPILING_FACTOR * self._hang_secs:
             return False
-        if any(has_compiler(heartbeat.process.pid) for heartbeat in silent):
+        # The schedulers' own are among the descendants of the main process.
+        if any(has_compiler(one.process.pid) for one in silent if isinstance(one, FollowedHeartbeat)):
             self._compiled_at = self._looked_at
         return self._looked_at - self._compiled_at < limit
 
@@ -267,8 +279,10 @@ class Hang:
             if heartbeat not in self._heartbeats:
                 heartbeat.signs = 0
                 self._heartbeats.append(heartbeat)
-                beat = heartbeat.beat if isinstance(heartbeat, FollowedHeartbeat) else None
-                self.run.add_silence(heartbeat.process, beat, heartbeat.silent_secs)
+                if isinstance(heartbeat, FollowedHeartbeat):
+                    self.run.add_silence(heartbeat.process, heartbeat.beat, heartbeat.silent_secs)
+                else:
+                    self.run.add_silence(heartbeat.process, None, heartbeat.silent_secs, heartbeat.how)
 
     def take_snapshot(self) -> bool:
         """Take the snapshot that is due, and say whether it was the last one."""
@@ -310,6 +324,10 @@ class Hang:
 def _state_of(process: TrackedProcess) -> str:
     stat = procfs.read_stat(process.pid)
     return stat.state if stat is not None else "X"
+
+
+def _cpu_secs_of(process: TrackedProcess) -> float:
+    return procfs.main_thread_cpu_secs(process.pid)
 
 
 #: As the kernel names them, in at most 15 bytes.

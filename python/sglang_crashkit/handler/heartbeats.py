@@ -1,18 +1,39 @@
-"""The heartbeats of a server's schedulers, as the handler follows them."""
+"""The heartbeats of a server's processes, as the handler follows them."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
+from sglang_crashkit.analysis.explain import NEEDED
 from sglang_crashkit.handler.processes import ProcessTree, TrackedProcess
 from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader, NotAHeartbeatError
 
 logger = logging.getLogger(__name__)
 
 _MAX_MODES = 64
+#: Of these an event loop beats; the others beat with each message.
+_WITH_LOOPS = frozenset({"server", "tokenizer_worker"})
+#: Who uses this share of a CPU does not wait.
+_AWAKE = 0.5
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What is seen of a process at one look.
+
+    Attributes:
+        state: letter that ``/proc`` has for the state of its main thread.
+        said: what its heartbeat says; None where it has none.
+        cpu_secs: CPU time that its main thread has used since its start, in seconds.
+    """
+
+    state: str
+    said: Heartbeat | None = None
+    cpu_secs: float = 0.0
 
 
 class FollowedHeartbeat:
@@ -64,32 +85,57 @@ class FollowedHeartbeat:
         self._reader.close()
 
 
-class StoppedProcess:
-    """Counts for how long a process that has no heartbeat was seen to be stopped, as a `FollowedHeartbeat` does.
+class FollowedProcess:
+    """Counts for how long a process other than a scheduler was seen not to go on, as a `FollowedHeartbeat` does.
+
+    It does not go on where it is stopped. One that beats also does not where its loop does not come round, or works
+    at one message, or waits for the next one in a way in which nobody waits for messages.
 
     Attributes:
-        beat: when it was last seen to run.
-        silent_secs: for how long it was seen to be stopped since, in seconds.
-        signs: at how many looks it ran since `signs` was last set to 0.
+        beat: when it was last seen to go on.
+        silent_secs: for how long it was seen not to go on since, in seconds.
+        signs: at how many looks it went on since `signs` was last set to 0.
+        how: how it did not go on when it was last seen so, in words.
     """
 
     def __init__(self, process: TrackedProcess, now: float) -> None:
         self.process = process
         self.silent_secs = 0.0
         self.signs = 0
-        self._see_run(now)
+        self.how = ""
+        self._said: Heartbeat | None = None
+        self._cpu_secs = 0.0
+        self._go_on(now)
 
-    def _see_run(self, now: float) -> None:
+    def _go_on(self, now: float) -> None:
         self.beat = Heartbeat(now, 0.0, 0, 0, paused=False, is_busy=False, is_off=False)
 
-    def look(self, state: str, seen_secs: float, now: float) -> None:
-        """Take in its state, so many seconds that the handler saw pass after the last look."""
-        if state == "T":
+    def look(self, sight: Sight, seen_secs: float, now: float) -> None:
+        """Take in what is seen of it, so many seconds that the handler saw pass after the last look."""
+        how = self._stands(sight, seen_secs)
+        self._said, self._cpu_secs = sight.said, sight.cpu_secs
+        if how:
+            self.how = how
             self.silent_secs += seen_secs
         else:
             self.silent_secs = 0.0
             self.signs += 1
-            self._see_run(now)
+            self._go_on(now)
+
+    def _stands(self, sight: Sight, seen_secs: float) -> str:
+        """Return how it did not go on since the last look, in words; empty where it did."""
+        if sight.state == "T":
+            return "was stopped"
+        said = sight.said
+        # Of one that a debugger holds nobody knows.
+        if said is None or said != self._said or said.is_off or sight.state == "t":
+            return ""
+        if not said.is_waiting:
+            is_loop = self.process.role in _WITH_LOOPS
+            return "did not come back to its event loop" if is_loop else "worked at one message"
+        # Whoever waits for a message sleeps, and can be interrupted.
+        is_awake = sight.cpu_secs - self._cpu_secs >= _AWAKE * seen_secs > 0
+        return "did not come to the next message" if is_awake or sight.state == "D" else ""
 
     def hold(self, seen_secs: float) -> None:
         """Do not count the time since the last look."""
@@ -97,7 +143,7 @@ class StoppedProcess:
 
 
 #: Whoever gives signs of life.
-Followed: TypeAlias = FollowedHeartbeat | StoppedProcess
+Followed: TypeAlias = FollowedHeartbeat | FollowedProcess
 SomeFollowed = TypeVar("SomeFollowed", bound=Followed)
 
 
@@ -105,8 +151,8 @@ class Heartbeats:
     """Follows the heartbeats of one server, unless that is switched off.
 
     Attributes:
-        followed: by pid.
-        began_at: since when any is followed, by the clock.
+        followed: those of schedulers, by pid.
+        began_at: since when any of these is followed, by the clock.
         unfollowed: pids of schedulers that have begun their loop and cannot be followed, or are not any more.
     """
 
@@ -119,25 +165,32 @@ class Heartbeats:
         self._clock = clock
         #: What those that are not followed any more said last, by pid.
         self._last: dict[int, Heartbeat] = {}
+        #: Those of other processes, by pid.
+        self._others: dict[int, HeartbeatReader] = {}
 
     def follow(self, process: TrackedProcess, descriptor: int | None, modes: object = None) -> None:
-        """Follow the heartbeat that a process passed on, if it is a scheduler; its descriptor stays open.
+        """Follow the heartbeat that a process passed on, if the server needs it; its descriptor stays open.
 
         `modes` has names of the forward modes by their number, as they came, and may be anything.
         """
         if descriptor is None or not self._is_on:
             return
-        if process.role != "scheduler":
+        if process.role != "scheduler" and process.role not in NEEDED:
             # The tree looks for titles every few seconds only, and this one may be newer.
             self._tree.reread_title(process)
-            if process.role != "scheduler":
+            if process.role != "scheduler" and process.role not in NEEDED:
                 return
         try:
             reader = HeartbeatReader(descriptor, modes_of(modes))
         except (OSError, NotAHeartbeatError) as error:
-            self.unfollowed.add(process.pid)
+            if process.role == "scheduler":
+                self.unfollowed.add(process.pid)
             words = "%s (pid %d) cannot be followed, so that it hangs is seen only by others that wait for it: %s"
             logger.warning(words, process.title, process.pid, error)
+            return
+        if process.role != "scheduler":
+            self._forget(process.pid)
+            self._others[process.pid] = reader
             return
         if not self.followed:
             self.began_at = self._clock()
@@ -157,6 +210,21 @@ class Heartbeats:
                 if not heartbeat.beat.is_off:
                     self._last[pid] = heartbeat.last()
                 self.followed.pop(pid).close()
+
+    def said_by(self, process: TrackedProcess) -> Heartbeat | None:
+        """Return what the heartbeat of a process other than a scheduler says now; None where it has none."""
+        reader = self._others.get(process.pid)
+        return reader.read() if reader is not None else None
+
+    def forget_all_but(self, pids: Collection[int]) -> None:
+        """Let go of the heartbeats of processes other than schedulers but for these."""
+        for pid in self._others.keys() - set(pids):
+            self._forget(pid)
+
+    def _forget(self, pid: int) -> None:
+        reader = self._others.pop(pid, None)
+        if reader is not None:
+            reader.close()
 
     def living(self) -> list[FollowedHeartbeat]:
         """Return those of processes whose exit was not noticed."""

@@ -385,14 +385,14 @@ class IncidentRun:
         self.incident.collectives = told
         self._checkpoint()
 
-    def add_silence(self, process: TrackedProcess, beat: Heartbeat | None, secs: float) -> None:
+    def add_silence(self, process: TrackedProcess, beat: Heartbeat | None, secs: float, how: str = "") -> None:
         """Take in that a scheduler gave no sign for so many seconds, the last of which was `beat`.
 
-        Of a process that has no heartbeat that is None: it was stopped for so long.
+        Of another process that is None, and `how` has in words how it did not go on for so long.
         """
         now = time.time()
         details: dict[str, Any] = {"silent_secs": round(secs, 3)}
-        message = f"was stopped for {secs:.1f} s"
+        message = f"{how} for {secs:.1f} s"
         if beat is not None:
             self._note_last_sign(process, beat, secs)
             details |= {"doing": beat.doing, "batches": beat.batches}

@@ -206,6 +206,12 @@ def may_inspect(pid: int) -> bool:
     return True
 
 
+def main_thread_cpu_secs(pid: int) -> float:
+    """Return the CPU time that the main thread of `pid` has used since its start, in seconds; 0 when it is gone."""
+    fields = _read(pid, "task", str(pid), "stat").rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
+
+
 def thread_states(pid: int) -> dict[int, str]:
     """Return the state letter of each thread of `pid` by its kernel thread id; empty when the process is gone."""
     try:

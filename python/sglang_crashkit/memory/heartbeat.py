@@ -1,4 +1,7 @@
-"""A scheduler's heartbeat: a page of memory that the scheduler writes to and its crash handler reads.
+"""A heartbeat: a page of memory that a process of the server writes to and its crash handler reads.
+
+A scheduler says in it what it does. The others without which no request is answered say only that they go on: in what
+follows they begin a round with each turn of their event loop, or each message, and the words from 3 on are 0.
 
 The page belongs to no file system (memfd_create(2)). Stores to a mapped file stall while the kernel writes the page to
 a slow disk, which an event loop cannot afford; a segment of ``/dev/shm`` is left behind by a kill. It is sealed against
@@ -7,8 +10,8 @@ shrinking, so that reading it never ends in SIGBUS.
 ::
 
     word 0   magic number and version of this layout
-    word 1   PAUSED, BUSY and OFF
-    word 2   when the scheduler last began a round of its event loop, in seconds
+    word 1   PAUSED, BUSY, OFF and WAITING
+    word 2   when the process last began a round of its event loop, in seconds
     word 3   when it last began a batch, in seconds, 0 before the first one
     word 4   how many batches it began
     word 5   how many requests the last one holds
@@ -39,8 +42,10 @@ FLAGS, LOOP_TIME, BATCH_TIME, BATCHES, REQUESTS, MODE, TOKENS = 1, 2, 3, 4, 5, 6
 PAUSED = 1
 #: The round handles a request that may take any time, such as an update of the weights.
 BUSY = 2
-#: The scheduler beats no more.
+#: The process beats no more.
 OFF = 4
+#: It waits for the next message, which may take any time.
+WAITING = 8
 
 _VERSION = 2
 _MAGIC = (0x5347_4B49_5442_0000 | _VERSION).to_bytes(8, sys.byteorder)
@@ -59,7 +64,8 @@ class Heartbeat:
 
     Attributes:
         loop_at, batch_at: in seconds of the monotonic clock.
-        is_off: the scheduler beats no more, which says nothing of how it is.
+        is_off: the process beats no more, which says nothing of how it is.
+        is_waiting: it waits for the next message, which may take any time.
         mode: such as ``extend`` or ``decode``; empty where it is not known.
     """
 
@@ -72,6 +78,7 @@ class Heartbeat:
     is_off: bool
     mode: str = ""
     tokens: int = 0
+    is_waiting: bool = False
 
     @property
     def in_batch(self) -> bool:
@@ -95,7 +102,7 @@ class Heartbeat:
 
 
 class HeartbeatWriter:
-    """The scheduler's end.
+    """The end of the process that beats.
 
     Attributes:
         words: to be stored to, one word at a time.
@@ -125,7 +132,7 @@ class HeartbeatWriter:
 
 
 class HeartbeatReader:
-    """The crash handler's end: memory that a scheduler passed on as `descriptor`, which stays open.
+    """The crash handler's end: memory that a process passed on as `descriptor`, which stays open.
 
     `modes` has the names of the forward modes by their number.
 
@@ -154,6 +161,7 @@ class HeartbeatReader:
             paused=bool(flags & PAUSED),
             is_busy=bool(flags & BUSY),
             is_off=bool(flags & OFF),
+            is_waiting=bool(flags & WAITING),
             mode=mode,
             tokens=_whole(words[TOKENS]) if mode in _EXTENDS else 0,
         )

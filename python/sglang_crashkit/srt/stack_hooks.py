@@ -32,7 +32,7 @@ from types import FrameType
 from typing import Any
 
 from sglang_crashkit.capture.responder import COLLECTIVES, EXIT, STACKS, peer_of
-from sglang_crashkit.kernel import procfs
+from sglang_crashkit.kernel import procfs, titles
 from sglang_crashkit.kernel.pidfd import wait_status_of
 from sglang_crashkit.kernel.stack_hooks import (
     DEFAULT_SIGNAL,
@@ -49,6 +49,7 @@ from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.flight_recorder import describe_collectives, prepare_flight_recorder
 from sglang_crashkit.srt.hooks import Function, after_construction, never_raises, notify, say, say_line, shorten
 from sglang_crashkit.srt.log_handler import keep_log_records
+from sglang_crashkit.srt.managers.loop_heartbeat import beat_in_detokenizer, beat_in_loop
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ def on_tokenizer_worker(worker: type) -> type:
 
     def install(constructed: Any) -> None:
         crash_exit.note_started()
+        beat_in_loop(constructed)
         install_in_worker(getattr(constructed, "server_args", None))
 
     after_construction(worker, install)
@@ -114,11 +116,14 @@ def install_in_worker(server_args: Any = None) -> None:
         server_args: SGLang's ``ServerArgs``, where they are known.
     """
     # Not setproctitle's own answer: to give it, it rewrites the process's command line.
-    if procfs.read_title(os.getpid()).startswith(_WORKER) and Settings.from_environ().enabled:
+    title = procfs.read_title(os.getpid())
+    if title.startswith(_WORKER) and Settings.from_environ().enabled:
         notify("member")
         keep_log_records(server_args, of_all=True)
         supervisor.join()
         prepare_flight_recorder()
+        if titles.role_of(title) == "detokenizer":
+            beat_in_detokenizer()
         _install(takes_over=True)
 
 

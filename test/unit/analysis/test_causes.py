@@ -109,6 +109,7 @@ def on_gpu(document: dict[str, Any], line: str) -> dict[str, Any]:
 
 
 EST, SUP, UNK = "established", "supported", "unknown"
+DETOKENIZER_TITLE, STUCK = "sglang::detokenizer", ("detokenizer_stuck", SUP)
 APART, DETOKENIZER = ("rank_divergence", SUP), ("detokenizer_lost", EST)
 STARTING = ("launch_failed",)
 TABLE: list[tuple[str, dict[str, Any], str, str]] = [
@@ -238,6 +239,17 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("spins", looks(("01.0", 5.0), ("05.0", 9.0)), "no_progress", UNK),
     ("in the kernel", looks(("01.0", 5.0), ("05.0", 5.0), state="D"), "stuck_in_kernel", SUP),
     ("one elsewhere", hung(TP1, doing={TP0: [WAITS], TP1: [WORKS]}), "rank_stuck", SUP),
+    # What idle ranks are in meanwhile says nothing of it.
+    ("the detokenizer", hung(DETOKENIZER_TITLE, doing={DETOKENIZER_TITLE: [WORKS], TP1: [WAITS]}), *STUCK),
+    ("the detokenizer, unseen", hung(DETOKENIZER_TITLE, doing={TP0: [GATHERS], TP1: [WAITS]}), *STUCK),
+    (
+        "the detokenizer, while a rank is in a step",
+        in_step(TP0, hung(DETOKENIZER_TITLE, doing={DETOKENIZER_TITLE: [WORKS], TP1: RECEIVES})),
+        *STUCK,
+    ),
+    ("the main process's loop", hung("server", doing={"server": [WORKS], TP1: [WAITS]}), "tokenizer_stuck", SUP),
+    ("a worker's loop", hung("sglang::tokenizer_worker:0"), "tokenizer_stuck", SUP),
+    ("the main process stopped", hung("server", state={"server": "T (stopped)"}), "stopped_process", EST),
     ("all in one", hung(doing=BOTH_WAIT), "symmetric_stall", SUP),
     ("two collectives", hung(doing={TP0: [WAITS], TP1: [GATHERS]}), "collective_mismatch", SUP),
     ("spins in another collective", hung(TP1, doing={TP0: [WAITS], TP1: [WORKS, GATHERS]}), "rank_stuck", SUP),

@@ -44,6 +44,7 @@ class Run:
         self.incident = SimpleNamespace(id="one", verdict=verdict, environment=None, to_json=lambda: document)
         self.finished = False
         self.silent: list[int] = []
+        self.hows: list[str] = []
         self.captures = 0
         self.progress: list[float] = []
 
@@ -55,9 +56,11 @@ class Run:
     def is_open(self) -> bool:
         return not self.finished
 
-    def add_silence(self, process: Any, _beat: Heartbeat, secs: float) -> None:
+    def add_silence(self, process: Any, beat: Heartbeat | None, secs: float, how: str = "") -> None:
         assert secs >= 0
+        assert (beat is None) is bool(how)
         self.silent.append(process.pid)
+        self.hows.append(how)
 
     def capture(self) -> None:
         self.captures += 1
@@ -128,6 +131,8 @@ class World:
         self.beats: dict[int, Heartbeat] = {}
         self.states = dict.fromkeys((ROOT, *pids), "S")
         self.compiling: set[int] = set()
+        #: CPU time that the main thread of each process has used, in seconds.
+        self.cpu_secs: dict[int, float] = {}
         self.root = Process(ROOT, "server")
         self.processes = [Process(pid) for pid in pids]
         self.current = Current()
@@ -201,6 +206,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "HeartbeatReader", Reader)
     monkeypatch.setattr(hang_detector, "has_compiler", lambda pid: pid in World.last.compiling)
     monkeypatch.setattr(hang_detector, "_state_of", lambda process: World.last.states[process.pid])
+    monkeypatch.setattr(hang_detector, "_cpu_secs_of", lambda process: World.last.cpu_secs.get(process.pid, 0.0))
 
 
 @pytest.fixture
@@ -627,7 +633,7 @@ def test_a_compiler_is_known_by_its_name(tmp_path: Path, name: str, is_one: bool
     assert not has_compiler(process.pid)
 
 
-# -- processes without a heartbeat
+# -- processes beside the schedulers
 
 
 @pytest.fixture
@@ -702,3 +708,134 @@ def test_of_one_that_never_ends_being_loaded_nothing_is_said() -> None:
     world.beat(10, batches=0)
     world.pass_time(20, lambda: world.beat(10, batches=0))
     assert world.hangs == []
+
+
+# -- those of them that beat
+
+LOOPS, DETOKENIZER = ("server", "tokenizer_worker"), 20
+
+
+@pytest.fixture
+def whole(served: World) -> World:
+    """A world in which the main process's loop and the detokenizer beat, too."""
+    served.processes.append(served.root)
+    served.beat(ROOT)
+    served.beat(DETOKENIZER, is_waiting=True)
+    return served.follow()
+
+
+def live(world: World, *silent: int, cpu: float = 0.0) -> Callable[[], None]:
+    """Return what lets all go on but these; the detokenizer waits, and `cpu` is its share of a CPU."""
+
+    def act() -> None:
+        world.beat(*{10, 11, ROOT}.difference(silent))
+        world.cpu_secs[DETOKENIZER] = cpu * world.now
+
+    return act
+
+
+@pytest.mark.parametrize("role", LOOPS)
+def test_a_loop_that_does_not_come_round_hangs_until_it_does(whole: World, role: str) -> None:
+    whole.root.role = role
+    whole.pass_time(20, live(whole))
+    whole.pass_time(4, live(whole, ROOT))
+    assert whole.hangs == []
+    whole.pass_time(10, live(whole, ROOT))
+    (run,) = whole.hangs
+    assert (run.silent, run.hows) == ([ROOT], ["did not come back to its event loop"])
+    assert (run.captures, run.progress) == (3, [])
+    whole.pass_time(3, live(whole))
+    assert len(run.progress) == 1
+    assert whole.current.hang is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "state", "cpu", "how"),
+    [
+        # Idle, also while its other threads are busy; or given back to its loop as the server ends.
+        ({"is_waiting": True}, "S", 0.0, None),
+        ({"is_waiting": True}, "S", 0.1, None),
+        ({"is_off": True}, "R", 1.0, None),
+        # At a message, whatever it uses: it computes, or waits for a lock.
+        ({}, "R", 1.0, "worked at one message"),
+        ({}, "S", 0.0, "worked at one message"),
+        ({}, "D", 0.0, "worked at one message"),
+        # Behind a message.
+        ({"is_waiting": True}, "R", 0.9, "did not come to the next message"),
+        ({"is_waiting": True}, "D", 0.0, "did not come to the next message"),
+        ({"is_waiting": True}, "T", 0.0, "was stopped"),
+        ({}, "T", 0.0, "was stopped"),
+        ({}, "t", 0.0, None),
+    ],
+)
+def test_what_a_detokenizer_hangs_in(
+    whole: World, fields: dict[str, bool], state: str, cpu: float, how: str | None
+) -> None:
+    whole.beat(DETOKENIZER, **fields)
+    whole.states[DETOKENIZER] = state
+    whole.pass_time(4, live(whole, cpu=cpu))
+    assert whole.hangs == []
+    whole.pass_time(60, live(whole, cpu=cpu))
+    assert [(run.silent, run.hows) for run in whole.hangs] == ([] if how is None else [([DETOKENIZER], [how])])
+
+
+@pytest.mark.parametrize("cpu", [0.0, 1.0])
+def test_a_detokenizer_that_takes_message_after_message_is_busy(whole: World, cpu: float) -> None:
+    def work() -> None:
+        live(whole, cpu=cpu)()
+        whole.beat(DETOKENIZER, is_waiting=int(whole.now) % 2 == 0)
+
+    whole.pass_time(600, work)
+    assert whole.hangs == []
+
+
+def set_debugger(world: World) -> None:
+    world.states[ROOT] = "t"
+
+
+def set_asked(world: World) -> None:
+    world.shutdown.expected |= {ROOT}
+
+
+def set_stopped(world: World) -> None:
+    world.stop(ROOT, 10, 11, DETOKENIZER)
+
+
+def set_ended(world: World) -> None:
+    world.beat(ROOT, is_off=True)
+
+
+@pytest.mark.parametrize("make", [set_debugger, set_asked, set_stopped, set_ended])
+def test_a_silent_loop_is_no_hang_where_something_excuses_it(whole: World, make: Callable[[World], None]) -> None:
+    make(whole)
+    silent = (ROOT, 10, 11) if make is set_stopped else (ROOT,)
+    whole.pass_time(600, live(whole, *silent))
+    assert whole.hangs == []
+
+
+def test_a_loop_hangs_while_a_scheduler_compiles(whole: World) -> None:
+    # The schedulers' compilers are among its descendants.
+    whole.compiling = {ROOT}
+    whole.pass_time(6.5, live(whole, ROOT))
+    assert [run.silent for run in whole.hangs] == [[ROOT]]
+
+
+@given(st.lists(st.floats(0.001, 900.0), min_size=1, max_size=60), st.sampled_from([2.0, 5.0, 60.0]))
+def test_of_a_loop_too_only_time_that_was_seen_to_pass_counts(gaps: list[float], hang_secs: float) -> None:
+    world = World(hang_secs)
+    world.processes.append(world.root)
+    world.beat()
+    world.follow()
+    interval = min(2.0, hang_secs / 10)
+    world.watch.act_on_time()
+    for gap in gaps:
+        world.now += gap
+        world.beat(10, 11)
+        world.watch.act_on_time()
+    assert world.hangs == [] or sum(min(gap, 2 * interval) for gap in gaps) >= hang_secs - 2 * interval
+
+
+def test_what_a_process_that_is_gone_passed_on_is_given_back(whole: World) -> None:
+    whole.root.exited_at = 1.0
+    whole.pass_time(60, live(whole, ROOT))
+    assert (whole.hangs, whole.heartbeats.said_by(whole.root)) == ([], None)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.handler.heartbeats import Heartbeats
-from sglang_crashkit.memory.heartbeat import BATCH_TIME, BATCHES, FLAGS, LOOP_TIME, OFF, HeartbeatWriter
+from sglang_crashkit.memory.heartbeat import BATCH_TIME, BATCHES, FLAGS, LOOP_TIME, OFF, WAITING, HeartbeatWriter
 
 
 class World:
@@ -81,6 +81,21 @@ def test_only_schedulers_with_a_heartbeat_are_followed(world: World, caplog: pyt
         world.heartbeats.follow(world.processes[10], no_heartbeat.fileno())
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert (world.heartbeats.followed, world.heartbeats.unfollowed) == ({}, {10})
+
+
+@pytest.mark.parametrize("role", ["server", "detokenizer", "tokenizer_worker"])
+def test_another_process_that_the_server_needs_is_no_scheduler(world: World, role: str) -> None:
+    process, writer = world.process(12, role), world.writers[10]
+    assert world.heartbeats.said_by(process) is None
+    writer.words[FLAGS] = WAITING
+    for _again in range(2):
+        world.heartbeats.follow(process, writer.fd)
+    said = world.heartbeats.said_by(process)
+    assert said is not None
+    assert (said.is_waiting, said.loop_at) == (True, world.now)
+    assert (world.heartbeats.followed, world.heartbeats.last_signs()) == ({}, {})
+    world.heartbeats.forget_all_but([])
+    assert world.heartbeats.said_by(process) is None
 
 
 def test_what_a_heartbeat_said_last_outlives_its_process(world: World) -> None:

@@ -37,6 +37,10 @@ _RERUN_FOR_KERNEL = (
     "start once with CUDA_LAUNCH_BLOCKING=1, so that the stack names the call that failed",
     "run the same load with --disable-cuda-graph, then with another --attention-backend, to find the part at fault",
 )
+_READ_ITS_STACKS = (
+    "read its stacks in stacks/: the innermost call that is the same at the three moments is the one",
+    f'`sglang-crashkit bisect {INCIDENT} --serve "COMMAND"` finds the request, where one does it',
+)
 _COMPARE_RANKS = (
     'compare the stacks of the ranks in stacks/, and what each waits in under "Collectives"',
     "run `sglang-crashkit collect` before the restart where it hangs still",
@@ -104,6 +108,14 @@ ADVICE: dict[str, Advice] = {
         ),
     ),
     "rank_stuck": Advice("one rank does not come back, and the others wait for it", "yes", _COMPARE_RANKS),
+    "detokenizer_stuck": Advice(
+        "the detokenizer does not come to the next message, so that no answer is given", "yes", _READ_ITS_STACKS
+    ),
+    "tokenizer_stuck": Advice(
+        "the event loop of the tokenizer manager does not come round, so that its process answers nothing",
+        "yes",
+        _READ_ITS_STACKS,
+    ),
     "peer_lost": Advice(
         "the other server of a pair is gone",
         "no",

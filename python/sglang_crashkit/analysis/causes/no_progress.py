@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from sglang_crashkit.analysis.causes.case import Case, Finding, name_of
@@ -87,7 +87,7 @@ def in_kernel(case: Case) -> Finding | None:
 def divergence(case: Case) -> Finding | None:
     """Ranks that must agree went different ways; what a fatal signal does to them is none."""
     found = case.divergence
-    if case.signal:
+    if case.signal or _is_beside_ranks(case):
         return None
     if not found:
         return _left_out(case)
@@ -146,7 +146,7 @@ def _replica(process: Mapping[str, Any]) -> tuple[object, object]:
 
 def mismatch(case: Case) -> Finding | None:
     """Ranks are in different collectives of one group, by their recorders or by their stacks."""
-    if case.signal:
+    if case.signal or _is_beside_ranks(case):
         return None
     found = next(_mismatches(case), None)
     if found is not None:
@@ -231,7 +231,7 @@ def stall(case: Case) -> Finding | None:
 
 def rank_stuck(case: Case) -> Finding | None:
     """One rank is elsewhere while the others wait in a collective."""
-    if case.verdict.get("kind") != "hang" or not case.first or len(case.schedulers) < 2:
+    if case.verdict.get("kind") != "hang" or not case.first or len(case.schedulers) < 2 or _is_beside_ranks(case):
         return None
     others = [one for one in case.schedulers if one is not case.first and _collective(case, one)]
     behind = [str(one.get("statement")) for one in case.findings if one.get("kind") == "behind"]
@@ -240,6 +240,23 @@ def rank_stuck(case: Case) -> Finding | None:
     place = (case.doing(case.first) or ("a place that nobody saw",))[0]
     reasons = [f"{name_of(case.first)} is in {place} while the others wait in a collective.", *behind[:1]]
     return Finding("supported", tuple(reasons))
+
+
+def _is_beside_ranks(case: Case) -> bool:
+    """Say whether it is no rank that hangs: what the ranks are in meanwhile tells nothing."""
+    return case.verdict.get("kind") == "hang" and case.first.get("role", "scheduler") != "scheduler"
+
+
+def stuck(*roles: str) -> Callable[[Case], Finding | None]:
+    """Return the rule that a process of one of these roles, which are no ranks, does not come back to its loop."""
+
+    def rule(case: Case) -> Finding | None:
+        if case.verdict.get("kind") != "hang" or case.first.get("role") not in roles:
+            return None
+        place = (case.doing(case.first) or ("a place that nobody saw",))[0]
+        return Finding("supported", (f"{name_of(case.first)} is in {place} and does not come back to its loop.",))
+
+    return rule
 
 
 def no_progress(case: Case) -> Finding | None:

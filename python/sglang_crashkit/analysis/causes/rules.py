@@ -355,6 +355,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("symmetric_stall", raises("DistBackendError|RuntimeError", _TIMED_OUT)),
     ("rank_stuck", no_progress.rank_stuck),
     ("poison_request", _hangs_by_request),
+    ("detokenizer_stuck", no_progress.stuck("detokenizer")),
+    ("tokenizer_stuck", no_progress.stuck("server", "tokenizer_worker")),
     ("no_progress", no_progress.no_progress),
     # Whose failure it is, where that is elsewhere.
     ("transfer_stuck", _transfer),

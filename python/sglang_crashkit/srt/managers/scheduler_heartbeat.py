@@ -7,13 +7,11 @@ more for each new request. Whatever goes wrong in them switches the beat off and
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
-from sglang_crashkit import protocol
 from sglang_crashkit.memory.heartbeat import (
     BATCH_TIME,
     BATCHES,
@@ -27,7 +25,7 @@ from sglang_crashkit.memory.heartbeat import (
     TOKENS,
     HeartbeatWriter,
 )
-from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
+from sglang_crashkit.srt.managers.loop_heartbeat import open_heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -126,21 +124,19 @@ def _flag_of(kind: type) -> int:
 
 def _begin() -> memoryview[float] | None:
     """Tell the crash handler where the beat is; None where nobody wants to know."""
-    global _writer, _words, _is_off, _gpu
+    global _writer, _words, _is_off
     _is_off = True
-    settings, socket_path = Settings.from_environ(), os.environ.get(SOCKET_VARIABLE)
-    if not settings.enabled or not settings.hang_secs or not socket_path:
-        return None
-    writer = HeartbeatWriter()
-    try:
-        _gpu = own_gpu()
-        protocol.notify(socket_path, "beat", descriptor=writer.fd, modes=forward_modes(), gpu=_gpu)
-    except protocol.HandlerUnreachableError as error:
-        logger.warning("crash kit: hangs of this scheduler are not noticed: %s", error)
-        writer.close()
+    writer = open_heartbeat("scheduler", _describe)
+    if writer is None:
         return None
     _writer, _words, _is_off = writer, writer.words, False
     return _words
+
+
+def _describe() -> dict[str, Any]:
+    global _gpu
+    _gpu = own_gpu()
+    return {"modes": forward_modes(), "gpu": _gpu}
 
 
 def forward_modes() -> dict[str, str]:

@@ -24,6 +24,7 @@ from sglang_crashkit.settings import Settings, fallback_folder
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.exception_record import prompts_of, tell_exception
 from sglang_crashkit.srt.hooks import Function, before, never_raises, notify
+from sglang_crashkit.srt.managers.loop_heartbeat import beat_in_loop
 from sglang_crashkit.srt.managers.quarantine import guard_requests
 from sglang_crashkit.srt.redaction import redact, redact_dump
 from sglang_crashkit.srt.request_journal import JournaledStates, open_journal
@@ -92,7 +93,7 @@ def on_crash_dump(dump: Function) -> Function:
 
 @never_raises
 def on_request_states(manager: Any) -> None:
-    """Guard the requests of a tokenizer manager, and note them in the request journal from now on.
+    """Guard the requests of a tokenizer manager, and note them in the request journal from now on; have its loop beat.
 
     The journal has what enters and leaves ``TokenizerManager.rid_to_state``.
 
@@ -102,6 +103,8 @@ def on_request_states(manager: Any) -> None:
     Args:
         manager: the ``TokenizerManager`` with its dictionary.
     """
+    if crash_exit.state.is_program:
+        beat_in_loop(manager)
     guard_requests(manager)
     journal = open_journal() if getattr(manager, "crash_dump_folder", None) else None
     if journal is not None:

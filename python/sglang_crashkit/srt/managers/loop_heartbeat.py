@@ -1,0 +1,130 @@
+"""Heartbeats of those beside the schedulers without which no request is answered.
+
+The event loop of a tokenizer manager beats once a second, in the main process of a server program and in each tokenizer
+worker. The detokenizer has no such loop: it says when it begins to work at a message and when it waits for the next.
+
+No patch calls this for the detokenizer: what SGLang's own class has is wrapped as its process begins. Where a release
+has it under another name, that process does without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from sglang_crashkit import protocol
+from sglang_crashkit.memory.heartbeat import FLAGS, LOOP_TIME, OFF, WAITING, HeartbeatWriter
+from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
+from sglang_crashkit.srt.hooks import before, never_raises
+
+logger = logging.getLogger(__name__)
+
+#: Between two beats of an event loop, in seconds.
+BEAT_SECS = 1.0
+_DETOKENIZER = "sglang.srt.managers.detokenizer_manager"
+#: The loops of a `DetokenizerManager`, with one tokenizer and with several.
+_DETOKENIZER_LOOPS = ("event_loop", "multi_http_worker_event_loop")
+#: What each loop runs; a loop holds its tasks by weak references only.
+_tasks: set[asyncio.Task[None]] = set()
+
+
+def open_heartbeat(who: str, describe: Callable[[], dict[str, Any]] = dict) -> HeartbeatWriter | None:
+    """Return a heartbeat of this process, of which its crash handler knows; None where nobody wants to know.
+
+    Args:
+        who: what it is the heartbeat of, for the log.
+        describe: returns what else the handler is told.
+
+    Raises:
+        RingError: the kernel gives no memory or no descriptor; OSError where that shows only later.
+    """
+    settings, socket_path = Settings.from_environ(), os.environ.get(SOCKET_VARIABLE)
+    if not settings.enabled or not settings.hang_secs or not socket_path:
+        return None
+    writer = HeartbeatWriter()
+    try:
+        protocol.notify(socket_path, "beat", descriptor=writer.fd, **describe())
+    except protocol.HandlerUnreachableError as error:
+        logger.warning("crash kit: hangs of this %s are not noticed: %s", who, error)
+        writer.close()
+        return None
+    return writer
+
+
+@never_raises
+def beat_in_loop(manager: Any) -> None:
+    """Have the event loop of a tokenizer manager beat, from when that creates its tasks with the first request.
+
+    To be called where the loop runs for as long as the process serves. A library's user runs it for each call.
+
+    Args:
+        manager: SGLang's ``TokenizerManager``.
+    """
+    create = manager.auto_create_handle_loop
+
+    def create_and_beat() -> None:
+        create()
+        # From now on the class's own is called again.
+        vars(manager).pop("auto_create_handle_loop", None)
+        _begin(manager)
+
+    manager.auto_create_handle_loop = create_and_beat
+
+
+@never_raises
+def _begin(manager: Any) -> None:
+    task = manager.event_loop.create_task(_beat())
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+
+
+async def _beat() -> None:
+    # Only here does the loop run.
+    writer = never_raises(open_heartbeat)("tokenizer manager")
+    if writer is None:
+        return
+    words = writer.words
+    try:
+        while True:
+            words[LOOP_TIME] = monotonic()
+            await asyncio.sleep(BEAT_SECS)
+    finally:
+        # The loop ends, which is no hang.
+        words[FLAGS] = OFF
+
+
+@never_raises
+def beat_in_detokenizer() -> None:
+    """Have the detokenizer beat from when its event loop begins; to be called in its process before that."""
+    kind = getattr(sys.modules.get(_DETOKENIZER), "DetokenizerManager", None)
+    for name in _DETOKENIZER_LOOPS:
+        loop = getattr(kind, name, None)
+        if loop is not None:
+            setattr(kind, name, before(loop, _beat_with_messages))
+
+
+def _beat_with_messages(manager: Any) -> None:
+    dispatch = manager._request_dispatcher
+    writer = open_heartbeat("detokenizer")
+    if writer is None:
+        return
+    words = writer.words
+    words[FLAGS] = WAITING
+
+    def dispatch_and_beat(message: Any) -> Any:
+        words[LOOP_TIME] = monotonic()
+        words[FLAGS] = 0
+        try:
+            return dispatch(message)
+        finally:
+            words[LOOP_TIME] = monotonic()
+            words[FLAGS] = WAITING
+
+    # It keeps the writer's memory; nobody but the loop calls it.
+    dispatch_and_beat.writer = writer  # type: ignore[attr-defined]
+    manager._request_dispatcher = dispatch_and_beat
