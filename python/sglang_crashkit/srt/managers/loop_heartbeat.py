@@ -1,7 +1,8 @@
 """Heartbeats of those beside the schedulers without which no request is answered.
 
 The event loop of a tokenizer manager beats once a second, in the main process of a server program and in each tokenizer
-worker. The detokenizer has no such loop: it says when it begins to work at a message and when it waits for the next.
+worker; where there are workers, that of the router in the main process, too. The detokenizer has no such loop: it says
+when it begins to work at a message and when it waits for the next.
 
 No patch calls this for the detokenizer: what SGLang's own class has is wrapped as its process begins. Where a release
 has it under another name, that process does without.
@@ -71,14 +72,21 @@ def beat_in_loop(manager: Any) -> None:
         create()
         # From now on the class's own is called again.
         vars(manager).pop("auto_create_handle_loop", None)
-        _begin(manager)
+        _begin(manager.event_loop)
 
     manager.auto_create_handle_loop = create_and_beat
 
 
+def beat_in_router(router: Any) -> None:
+    """Have the event loop of a ``MultiTokenizerRouter`` beat, which a thread of its own runs."""
+    loop = getattr(router, "_loop", None)
+    if loop is not None:
+        loop.call_soon_threadsafe(_begin, loop)
+
+
 @never_raises
-def _begin(manager: Any) -> None:
-    task = manager.event_loop.create_task(_beat())
+def _begin(loop: asyncio.AbstractEventLoop) -> None:
+    task = loop.create_task(_beat())
     _tasks.add(task)
     task.add_done_callback(_tasks.discard)
 

@@ -20,6 +20,7 @@ from sglang_crashkit.settings import Settings
 from sglang_crashkit.srt import crash_exit, supervisor
 from sglang_crashkit.srt.exception_record import tell_exception
 from sglang_crashkit.srt.hooks import after_construction, never_raises, notify
+from sglang_crashkit.srt.managers.loop_heartbeat import beat_in_router
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +31,11 @@ def on_tokenizer_router(router: type) -> type:
     """Extend ``MultiTokenizerRouter``, in place.
 
     It gets ``dump_requests_before_crash``, which upstream calls on it after an exception but which it lacks; and from
-    its construction on, a SIGQUIT that somebody else took over ends the server as it does with one tokenizer.
+    its construction on, a SIGQUIT that somebody else took over ends the server as it does with one tokenizer. Its loop
+    beats.
     """
     after_construction(router, _watch_sigquit)
+    after_construction(router, beat_in_router)
     if not hasattr(router, "dump_requests_before_crash"):
         router.dump_requests_before_crash = dump_requests_of_workers  # type: ignore[attr-defined]
     return router

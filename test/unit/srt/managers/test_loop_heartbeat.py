@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -14,7 +15,7 @@ from sglang_crashkit.memory.heartbeat import Heartbeat, HeartbeatReader, Heartbe
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt import crash_exit
 from sglang_crashkit.srt.managers import loop_heartbeat
-from sglang_crashkit.srt.managers.loop_heartbeat import beat_in_detokenizer, beat_in_loop
+from sglang_crashkit.srt.managers.loop_heartbeat import beat_in_detokenizer, beat_in_loop, beat_in_router
 from sglang_crashkit.srt.managers.tokenizer_manager import on_request_states
 from unit.srt.conftest import Listener
 from unit.waiting import LONG
@@ -97,6 +98,23 @@ def test_a_loop_that_is_only_let_go_is_no_silent_one(listener: Listener, written
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     assert said(written).is_off
+
+
+def test_a_routers_loop_beats_which_a_thread_runs(listener: Listener, written: list[HeartbeatWriter]) -> None:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    beat_in_router(SimpleNamespace(_loop=loop))
+    assert listener.heard()["event"] == "beat"
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(LONG)
+    assert said(written).loop_at > 0
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    assert said(written).is_off
+    beat_in_router(object())
 
 
 @pytest.mark.parametrize(("is_program", "beats"), [(True, 1), (False, 0)])
