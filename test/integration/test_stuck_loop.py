@@ -1,0 +1,162 @@
+"""A main process, a tokenizer worker or a detokenizer of a real server does not come back to its event loop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.hang_story import HANG_SECS, LONG, QUIET_SECS, ask_later, events_of
+from integration.stuck_loop import DETOKENIZER, TOKENIZER, StuckLoop, Way
+from integration.test_several_tokenizers import PATIENT
+from lanelib.lanes import ensure_lane
+from lanelib.servers import Server
+from sglang_crashkit.incident.store import StoredIncident, find_incidents
+from unit.waiting import wait_until
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+RELEASE = "0.5.23"
+WAYS: tuple[tuple[str, Way], ...] = (
+    (TOKENIZER, "spin"),
+    (TOKENIZER, "block"),
+    (DETOKENIZER, "spin"),
+    (DETOKENIZER, "block"),
+)
+HOW = {TOKENIZER: "did not come back to its event loop for ", DETOKENIZER: "worked at one message for "}
+
+
+@dataclass
+class Hung:
+    """One hang that ended well.
+
+    Attributes:
+        secs: from the request that does it to the whole incident, in seconds.
+        document: the incident, as it was then; `over`: when the process had gone on.
+        answer: what the request was answered in the end.
+    """
+
+    secs: float
+    document: dict[str, Any]
+    over: dict[str, Any]
+    answer: list[int]
+
+
+@dataclass
+class Told:
+    """What happened to a server, in order.
+
+    Attributes:
+        titles: of its processes, by pid; the main process's own is not SGLang's.
+        main: the pid of the main process.
+        quiet: the incidents of what is no hang.
+        hung: what came of each way to hang.
+    """
+
+    folder: Path
+    main: int = 0
+    titles: dict[int, str] = field(default_factory=dict)
+    quiet: list[StoredIncident] = field(default_factory=list)
+    hung: dict[tuple[str, Way], Hung] = field(default_factory=dict)
+
+    def whole(self) -> list[StoredIncident]:
+        """Return the whole incidents, the newest first."""
+        return [one for one in find_incidents(self.folder) if one.finished and one.document]
+
+
+def _be_busy(server: Server, stuck: StuckLoop) -> None:
+    """Let each process be away for less than the limit, beside clients that ask one thing after the other."""
+    end = time.monotonic() + QUIET_SECS
+
+    def ask() -> None:
+        while time.monotonic() < end:
+            server.generate("1 2 3 " * 30, max_new_tokens=20, timeout_s=LONG)
+
+    clients = [threading.Thread(target=ask, daemon=True) for _ in range(6)]
+    for client in clients:
+        client.start()
+    for place in (TOKENIZER, DETOKENIZER):
+        stuck.stick(place, "rest")
+        time.sleep(HANG_SECS)
+    for client in clients:
+        client.join(LONG)
+
+
+def _hang(server: Server, stuck: StuckLoop, told: Told, place: str, way: Way) -> None:
+    known, began = len(told.whole()), time.monotonic()
+    stuck.stick(place, way)
+    answer = ask_later(server, max_new_tokens=8)
+    stored = wait_until(lambda: told.whole()[: -known or None], f"{place} {way}", LONG)[0]
+    secs = time.monotonic() - began
+    stuck.release(place)
+
+    def over() -> dict[str, Any]:
+        document = told.whole()[0].document or {}
+        return document if "progress_returned" in events_of(document) else {}
+
+    told.hung[place, way] = Hung(secs, stored.document or {}, wait_until(over, "it goes on", LONG), answer())
+
+
+def _tell(factory: pytest.TempPathFactory, ways: tuple[tuple[str, Way], ...], *arguments: str) -> Told:
+    told, stuck = Told(factory.mktemp("crash")), StuckLoop(factory.mktemp("stuck"))
+    environ = {"SGLANG_CRASHKIT_HANG_SECS": f"{HANG_SECS:g}", "SGLANG_CRASHKIT_BUDGET_SECS": "60"} | PATIENT
+    extra = ["--crash-dump-folder", str(told.folder), *arguments]
+    with Server.start(ensure_lane(RELEASE), tp=2, extra_args=extra, env=environ | stuck.environ, spins=True) as server:
+        server.wait_ready()
+        server.generate("Hello", max_new_tokens=4, timeout_s=LONG)
+        told.main, told.titles = server.pid, dict(server.processes())
+        time.sleep(QUIET_SECS)
+        _be_busy(server, stuck)
+        told.quiet = find_incidents(told.folder)
+        for place, way in ways:
+            _hang(server, stuck, told, place, way)
+    return told
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    return _tell(tmp_path_factory, WAYS)
+
+
+def test_a_busy_server_and_a_short_absence_are_no_hang(told: Told) -> None:
+    assert told.quiet == []
+
+
+@pytest.mark.parametrize(("place", "way"), WAYS)
+def test_who_does_not_come_back_is_named_and_nothing_is_killed(told: Told, place: str, way: Way) -> None:
+    hung = told.hung[place, way]
+    hang, first = hung.document, hung.document["verdict"]["first_failure"]
+    assert (hang["kind"], hang["trigger"]["event"]) == ("hang", "no_progress")
+    if place == DETOKENIZER:
+        assert told.titles[first["pid"]] == "sglang::detokenizer"
+    else:
+        assert first["pid"] == told.main
+    assert HOW[place] in hang["verdict"]["text"]
+    assert hang["cause"]["class"] == f"{place}_stuck"
+    # The goal is 15 s more than the limit; a machine that is busy with other tests has more.
+    assert HANG_SECS < hung.secs < HANG_SECS + 60
+    assert "process_exited" not in events_of(hung.over)
+    assert len(hung.answer) == 8
+
+
+@pytest.mark.parametrize(("place", "way"), WAYS)
+def test_its_stack_is_there_at_three_moments(told: Told, place: str, way: Way) -> None:
+    hang = told.hung[place, way].document
+    pid = hang["verdict"]["first_failure"]["pid"]
+    (report,) = [one for one in hang["processes"] if one["pid"] == pid]
+    assert len(report["looks"]) == 3
+    # Nobody stops one that runs for a look, so that frames may be missing in one of them.
+    assert any("stick (sitecustomize.py" in frame for look in report["looks"] for frame in look["doing"])
+    assert "in stick (" in hang["cause"]["reasons"][0] or way == "spin"
+
+
+def test_a_tokenizer_worker_that_does_not_come_back_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
+    told = _tell(tmp_path_factory, ((TOKENIZER, "spin"),), "--tokenizer-worker-num", "2")
+    assert told.quiet == []
+    hang = told.hung[TOKENIZER, "spin"].document
+    assert hang["verdict"]["first_failure"]["title"].startswith("sglang::tokenizer_worker")
+    assert hang["cause"]["class"] == "tokenizer_stuck"
