@@ -42,6 +42,27 @@ def end_by(server: Server, signum: int = signal.SIGKILL) -> dict[str, Any]:
     return document_of(server)
 
 
+@pytest.mark.parametrize(
+    ("files", "kept"),
+    [
+        # Innermost first: in a hook, and in what that waits in.
+        (["socket.py", "sglang_crashkit/protocol.py", "sglang/srt/a.py"], ["sglang/srt/a.py"]),
+        (["socket.py", "sglang_crashkit/protocol.py", "x.py"], ["x.py"]),
+        # What a hook only wraps is no part of it, whatever SGLang calls.
+        (["x.py", "sglang/srt/b.py", "sglang_crashkit/srt/hooks.py", "sglang/srt/a.py"], None),
+        (["/site-packages/sglang/srt/b.py", "/wheels/sglang_crashkit/srt/hooks.py", "x.py"], None),
+        (
+            ["x.py", "sglang_crashkit/srt/hooks.py", "sglang/srt/b.py", "sglang_crashkit/srt/hooks.py"],
+            ["sglang/srt/b.py", "sglang_crashkit/srt/hooks.py"],
+        ),
+    ],
+)
+def test_what_a_process_does_is_below_its_hooks(files: list[str], kept: list[str] | None) -> None:
+    frames = tuple(Frame("f", file, 1) for file in files)
+    thread = Thread("MainThread", 7, active=False, owns_gil=False, frames=frames)
+    assert innermost([thread], 7) == [f"f ({file}:1)" for file in (files if kept is None else kept)]
+
+
 def test_what_started_a_compiler_is_kept() -> None:
     waits = [Frame(name, "subprocess.py", 1) for name in ("_try_wait", "_wait", "wait", "call", "run")]
     compiles = Frame("compile", "torch/_inductor/codecache.py", 5)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -30,7 +31,7 @@ Content = TypeVar("Content")
 #: What a process was doing is told by so many frames.
 MAX_DOING, _MAX_FRAMES = 4, 1000
 _STATUS_FIELDS = ("State", "Threads", "VmRSS", "VmHWM", "SigCgt", "voluntary_ctxt_switches")
-_KIT = "sglang_crashkit"
+_KIT, _SGLANG = "sglang_crashkit", re.compile(r"(^|/)sglang/")
 #: Function and file in which the thread sleeps that answers for its process; of no interest.
 _RESPONDER = ("_answer_all", "sglang_crashkit/srt/stack_hooks.py")
 #: On these faulthandler writes the stacks of the process that they end.
@@ -257,8 +258,12 @@ def _with_stack(before: Sample, captured: Sample, doing: list[str]) -> Sample:
 
 
 def _below_hooks(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """Return the frames without the kit's own: of a process in a hook, what it did is below that."""
-    own = [position for position, frame in enumerate(frames) if _KIT in frame.file]
+    """Return the frames without the kit's own: of a process in a hook, what it did is below that.
+
+    What SGLang does within one, which only wraps a function of its own, is no part of the hook.
+    """
+    first = next((position for position, frame in enumerate(frames) if _SGLANG.search(frame.file)), len(frames))
+    own = [position for position, frame in enumerate(frames[:first]) if _KIT in frame.file]
     return frames[own[-1] + 1 if own else 0 :]
 
 
