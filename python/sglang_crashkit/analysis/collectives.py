@@ -54,48 +54,28 @@ _TORCH = re.compile(r"(^|/)torch/")
 
 @dataclass(frozen=True)
 class RankRecord:
-    """The dump of one rank.
+    """The dump of one rank."""
 
-    Attributes:
-        rank: its number among all of its world.
-        name: its process, in words.
-        world: tells ranks with the same number apart, such as those of replicas; empty where there is one world.
-        dump: what it says.
-        seconds: when it was written, since the epoch.
-        recorder: whose dump it is.
-    """
-
-    rank: int
-    name: str
-    world: str
+    rank: int  # its number among all of its world
+    name: str  # its process, in words
+    world: str  # tells ranks with the same number apart, such as those of replicas; empty where there is one world
     dump: FlightDump
-    seconds: float
-    recorder: Recorder = "nccl"
+    seconds: float  # when it was written, since the epoch
+    recorder: Recorder = "nccl"  # whose dump it is
 
 
 @dataclass(frozen=True)
 class CollectiveFinding:
-    """What is seen of one process group.
+    """What is seen of one process group."""
 
-    Attributes:
-        group: its name, in words.
-        kind: see `FindingKind`.
-        named: the ranks to be looked at; empty where no rank is an outlier.
-        processes: the processes of those of them that gave a dump, in words.
-        statement: what is seen, in one or two sentences.
-        evidence: what it rests on, a sentence each.
-        level: how well it is supported.
-        waiting: the processes that wait for those that are named.
-    """
-
-    group: str
+    group: str  # its name, in words
     kind: FindingKind
-    named: tuple[int, ...]
-    processes: tuple[str, ...]
-    statement: str
-    evidence: tuple[str, ...]
-    level: Level
-    waiting: tuple[str, ...] = ()
+    named: tuple[int, ...]  # the ranks to be looked at; empty where no rank is an outlier
+    processes: tuple[str, ...]  # the processes of those of them that gave a dump, in words
+    statement: str  # what is seen, in one or two sentences
+    evidence: tuple[str, ...]  # what it rests on, a sentence each
+    level: Level  # how well it is supported
+    waiting: tuple[str, ...] = ()  # the processes that wait for those that are named
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -323,23 +303,14 @@ def _natural(name: str) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank began under one number: a collective, or several that are carried out as one.
+    """What a rank began under one number: a collective, or several that are carried out as one."""
 
-    Attributes:
-        words: what it is, in words.
-        signature: what must be the same on all ranks.
-        is_done: all of it is over.
-        is_started: the GPU was seen to have begun it.
-        created: when the rank began it, in seconds since the epoch.
-        where: where in the program it was begun, as the end of a sentence; empty where that is not known.
-    """
-
-    words: str
-    signature: tuple[tuple[str, int | None, tuple[str, ...]], ...]
-    is_done: bool
-    is_started: bool
-    created: float
-    where: str
+    words: str  # what it is, in words
+    signature: tuple[tuple[str, int | None, tuple[str, ...]], ...]  # what must be the same on all ranks
+    is_done: bool  # all of it is over
+    is_started: bool  # the GPU was seen to have begun it
+    created: float  # when the rank began it, in seconds since the epoch
+    where: str  # where in the program it was begun, as the end of a sentence; empty where that is not known
 
 
 @dataclass(frozen=True)

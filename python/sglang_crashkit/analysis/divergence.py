@@ -34,63 +34,40 @@ _COUNTS = ("received", "waiting", "running", "retracted", "kv_free")
 
 @dataclass(frozen=True)
 class RankSteps:
-    """The last steps of one rank.
+    """The last steps of one rank."""
 
-    Attributes:
-        rank: its place among all.
-        steps: what is known of them, in any order.
-        pid: of its process.
-    """
-
-    rank: Rank
-    steps: Sequence[Step]
-    pid: int = 0
+    rank: Rank  # its place among all
+    steps: Sequence[Step]  # what is known of them, in any order
+    pid: int = 0  # of its process
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What the time of a divergence is told from.
+    """What the time of a divergence is told from."""
 
-    Attributes:
-        at: in seconds of the monotonic clock.
-        name: of what happened then, such as ``the hang``.
-        read_at: when the steps were read, in seconds of the monotonic clock; None where that is not known.
-    """
-
-    at: float
-    name: str
+    at: float  # in seconds of the monotonic clock
+    name: str  # of what happened then, such as ``the hang``
+    #: When the steps were read, in seconds of the monotonic clock; None where that is not known.
     read_at: float | None = None
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """What the steps of the ranks that must agree say together.
-
-    Attributes:
-        kind: see `DivergenceKind`.
-        level: how well it is supported.
-        statement: it in words, a sentence.
-        step: the first that differs, or that a rank has not; None where there is none.
-        ranks: the outliers, in words; of as many on each side, all of them where nothing tells who it is.
-        pids: of those.
-        against: from whom, in words; empty where nothing tells who the outliers are.
-        request: the request that one has and another has not, or has otherwise; None where it is not one.
-        decision: the name of the decision that differs, None where none does.
-        seconds_before: how long before the moment that step began, in seconds; None where that is not known.
-        compared: how many steps of at least two ranks were compared.
-    """
+    """What the steps of the ranks that must agree say together."""
 
     kind: DivergenceKind
-    level: Level
+    level: Level  # how well it is supported
     statement: str
-    step: int | None = None
-    ranks: str = ""
-    pids: tuple[int, ...] = ()
-    against: str = ""
+    step: int | None = None  # the first that differs, or that a rank has not; None where there is none
+    ranks: str = ""  # the outliers, in words; of as many on each side, all of them where nothing tells who it is
+    pids: tuple[int, ...] = ()  # of those
+    against: str = ""  # from whom, in words; empty where nothing tells who the outliers are
+    #: The request that one has and another has not, or has otherwise; None where it is not one.
     request: str | None = None
-    decision: str | None = None
+    decision: str | None = None  # the name of the decision that differs, None where none does
+    #: How long before the moment that step began, in seconds; None where that is not known.
     seconds_before: float | None = None
-    compared: int = 0
+    compared: int = 0  # how many steps of at least two ranks were compared
 
     @property
     def diverged(self) -> bool:

@@ -39,25 +39,15 @@ _MAX_PROBLEMS = 10
 
 @dataclass(frozen=True)
 class Explanation:
-    """What the snapshots say.
+    """What the snapshots say."""
 
-    Attributes:
-        kind: that of the finding that matters most, see `groups.FindingKind`; ``unclear`` where nothing was seen.
-        statement: the verdict in words.
-        level: how well it is supported.
-        named: who is to be looked at.
-        findings: of each group, those that matter most first.
-        problems: what could not be had.
-        processes: how many processes were seen.
-    """
-
-    kind: str
-    statement: str
-    level: Level
-    named: tuple[Member, ...]
-    findings: tuple[Finding, ...]
-    problems: tuple[Problem, ...]
-    processes: int
+    kind: str  # that of the finding that matters most, see `groups.FindingKind`; ``unclear`` where nothing was seen
+    statement: str  # the verdict in words
+    level: Level  # how well it is supported
+    named: tuple[Member, ...]  # who is to be looked at
+    findings: tuple[Finding, ...]  # of each group, those that matter most first
+    problems: tuple[Problem, ...]  # what could not be had
+    processes: int  # how many processes were seen
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values, ``schema_version`` first."""

@@ -26,22 +26,13 @@ _MAX_CONTRASTS = 3
 
 @dataclass(frozen=True)
 class Contrast:
-    """An attribute that the hosts of a fault share, and others do not.
-
-    Attributes:
-        name: the attribute's.
-        value: its value.
-        inside: how many hosts of the fault have it, of `inside_of` of which it is known.
-        inside_of: see above.
-        outside: how many of the other hosts with incidents have it, of `outside_of` of which it is known.
-        outside_of: see above.
-    """
+    """An attribute that the hosts of a fault share, and others do not."""
 
     name: str
     value: str
-    inside: int
+    inside: int  # how many hosts of the fault have it, of `inside_of` of which it is known
     inside_of: int
-    outside: int
+    outside: int  # how many of the other hosts with incidents have it, of `outside_of` of which it is known
     outside_of: int
 
     def __str__(self) -> str:
@@ -51,37 +42,22 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Group:
-    """A fault.
+    """A fault."""
 
-    Attributes:
-        key: a short name for it.
-        kind: see `FleetIncident`, as for `fault`.
-        fault: see above.
-        count: how many incidents of it there are.
-        hosts: on which hosts, sorted.
-        first: when it began first, since the epoch; `last`: when last.
-        last: see above.
-        causes: how many incidents have which cause; `values`: by attribute, how many hosts have which value.
-        values: see above.
-        contrasts: what sets its hosts apart, the clearest first.
-        since_release: the oldest release that it is seen with, where hosts with older ones have other incidents.
-        older_hosts: how many hosts have incidents with older releases, none of which is this.
-        path: the latest incident of it.
-    """
-
-    key: str
-    kind: str
+    key: str  # a short name for it
+    kind: str  # this and `fault`: as `FleetIncident` has them
     fault: tuple[str, ...]
-    count: int
-    hosts: tuple[str, ...]
-    first: float
-    last: float
-    causes: Mapping[str, int]
-    values: Mapping[str, Mapping[str, int]]
-    contrasts: tuple[Contrast, ...]
+    count: int  # how many incidents of it there are
+    hosts: tuple[str, ...]  # on which hosts, sorted
+    first: float  # when it began first, in seconds since the epoch
+    last: float  # when it began last
+    causes: Mapping[str, int]  # how many incidents have which cause
+    values: Mapping[str, Mapping[str, int]]  # by attribute, how many hosts have which value
+    contrasts: tuple[Contrast, ...]  # what sets its hosts apart, the clearest first
+    #: The oldest release that it is seen with, where hosts with older ones have other incidents.
     since_release: str | None
-    older_hosts: int
-    path: str
+    older_hosts: int  # how many hosts have incidents with older releases, none of which is this
+    path: str  # the latest incident of it
 
     def lines(self, hosts: int) -> list[str]:
         """Return what is reported of its hosts, in words.

@@ -55,36 +55,22 @@ _MAX_XIDS = 32
 
 @dataclass(frozen=True)
 class Holder:
-    """A process of the server that may have a GPU.
+    """A process of the server that may have a GPU."""
 
-    Attributes:
-        pid: its process id, as this process sees it.
-        title: its title.
-        started: when it began, in seconds since the epoch.
-        gpu: the UUID of its GPU by its own word; None where it said none.
-    """
-
-    pid: int
+    pid: int  # its process id, as this process sees it
     title: str
-    started: float
-    gpu: str | None = None
+    started: float  # when it began, in seconds since the epoch
+    gpu: str | None = None  # the UUID of its GPU by its own word; None where it said none
 
 
 @dataclass(frozen=True)
 class XidSources:
-    """Who reported Xid events.
+    """Who reported Xid events."""
 
-    Attributes:
-        events: those of NVML, with ``xid``, ``bus_id`` and ``time``.
-        kernel: those in the kernel's log, also with ``pid``.
-        since: since when NVML's are watched for; None where they are not.
-        problems: why one of the two tells of none, a sentence each.
-    """
-
-    events: Sequence[Mapping[str, Any]] = ()
-    kernel: Sequence[Mapping[str, Any]] = ()
-    since: float | None = None
-    problems: Sequence[str] = field(default_factory=list)
+    events: Sequence[Mapping[str, Any]] = ()  # those of NVML, with ``xid``, ``bus_id`` and ``time``
+    kernel: Sequence[Mapping[str, Any]] = ()  # those in the kernel's log, also with ``pid``
+    since: float | None = None  # since when NVML's are watched for; None where they are not
+    problems: Sequence[str] = field(default_factory=list)  # why one of the two tells of none, a sentence each
 
 
 def account(

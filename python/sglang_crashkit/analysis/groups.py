@@ -49,25 +49,15 @@ _NO_TITLES = "Processes without titles do not tell their ranks, so those of diff
 
 @dataclass(frozen=True)
 class Finding:
-    """What is seen of one group.
+    """What is seen of one group."""
 
-    Attributes:
-        group: its name, empty where it is the only one.
-        kind: see `FindingKind`.
-        named: who is to be looked at; empty where no single rank looks responsible.
-        statement: what is seen, in one or two sentences.
-        evidence: what it rests on, a sentence each.
-        level: how well it is supported.
-        waits: all that is left of the group waits for others.
-    """
-
-    group: str
+    group: str  # its name, empty where it is the only one
     kind: FindingKind
-    named: tuple[Member, ...]
-    statement: str
-    evidence: tuple[str, ...]
-    level: Level
-    waits: bool = False
+    named: tuple[Member, ...]  # who is to be looked at; empty where no single rank looks responsible
+    statement: str  # what is seen, in one or two sentences
+    evidence: tuple[str, ...]  # what it rests on, a sentence each
+    level: Level  # how well it is supported
+    waits: bool = False  # all that is left of the group waits for others
 
 
 def judge_group(name: str, members: Sequence[Member]) -> Finding:

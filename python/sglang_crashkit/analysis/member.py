@@ -27,42 +27,26 @@ _MAX_TOLD = 4
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What one sample shows, as far as it is compared.
+    """What one sample shows, as far as it is compared."""
 
-    Attributes:
-        state: the letter that ``/proc`` has for the state of its main thread; empty where it is not known.
-        cpu_secs: CPU time that it had used since its start, in seconds.
-        activity: what it was doing.
-        frames: its main thread, innermost first, as far as it is kept; empty without a stack.
-        time: when, in seconds since the epoch; 0 where it is not known.
-        problem: why there is no stack; empty where there is one, or nobody said.
-    """
-
-    state: str
-    cpu_secs: float
-    activity: Activity
-    frames: tuple[Frame, ...]
-    time: float = 0.0
-    problem: str = ""
+    state: str  # the letter that ``/proc`` has for the state of its main thread; empty where it is not known
+    cpu_secs: float  # CPU time that it had used since its start, in seconds
+    activity: Activity  # what it was doing
+    frames: tuple[Frame, ...]  # its main thread, innermost first, as far as it is kept; empty without a stack
+    time: float = 0.0  # when, in seconds since the epoch; 0 where it is not known
+    problem: str = ""  # why there is no stack; empty where there is one, or nobody said
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One process of a group.
+    """One process of a group."""
 
-    Attributes:
-        name: what it is called in sentences.
-        moments: what each sample shows, in order of time; none of one that is only known to have been there.
-        rank: its place among many, None where it is called by its name alone.
-        is_gone: it was there before and no more in the last sample.
-        source: what it stands for.
-    """
-
-    name: str
+    name: str  # what it is called in sentences
+    #: What each sample shows, in order of time; none of one that is only known to have been there.
     moments: tuple[Moment, ...]
-    rank: Rank | None = None
-    is_gone: bool = False
-    source: Any = None
+    rank: Rank | None = None  # its place among many, None where it is called by its name alone
+    is_gone: bool = False  # it was there before and no more in the last sample
+    source: Any = None  # what it stands for
 
     @property
     def seen(self) -> tuple[Moment, ...]:

@@ -26,17 +26,11 @@ _Member = TypeVar("_Member")
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank.
+    """One rank."""
 
-    Attributes:
-        scope: which of those with the same number; in one order of axes, see `scope_of`.
-        axis: along what it is numbered, such as ``tp``.
-        number: its number on that axis.
-    """
-
-    scope: Scope
-    axis: str
-    number: int
+    scope: Scope  # which of those with the same number; in one order of axes, see `scope_of`
+    axis: str  # along what it is numbered, such as ``tp``
+    number: int  # its number on that axis
 
 
 def scope_of(places: dict[str, int | str]) -> Scope:

@@ -24,21 +24,13 @@ _WHO = ("host", "pid", "start_ticks", "title", "role", "ranks", "time", "server"
 
 @dataclass(slots=True)
 class Seen:
-    """What was seen of one process.
+    """What was seen of one process."""
 
-    Attributes:
-        process: who it is by the latest word, without what it did.
-        rank: its place among all.
-        last: the time of the last round that has it, in seconds since the epoch.
-        moments: what each sample shows, in no order; see `in_order`.
-        gone: in how many rounds it was not found any more.
-    """
-
-    process: Sample
-    rank: Rank
-    last: float
-    moments: list[Moment] = field(default_factory=list)
-    gone: int = 0
+    process: Sample  # who it is by the latest word, without what it did
+    rank: Rank  # its place among all
+    last: float  # the time of the last round that has it, in seconds since the epoch
+    moments: list[Moment] = field(default_factory=list)  # what each sample shows, in no order; see `in_order`
+    gone: int = 0  # in how many rounds it was not found any more
 
     def in_order(self) -> tuple[Moment, ...]:
         """Return what each sample shows in order of time."""

@@ -28,19 +28,12 @@ _NO_HANG = ": no hang is seen."
 
 @dataclass(frozen=True)
 class Silence:
-    """What the samples say of a server that answers nothing.
-
-    Attributes:
-        outcome: see `Outcome`.
-        reason: one sentence, or the rest of one; empty where too little was seen yet.
-        level: how well it is supported; ``unknown`` where it is not seen that any rank stands.
-        ranks: its schedulers on this host.
-    """
+    """What the samples say of a server that answers nothing."""
 
     outcome: Outcome
-    reason: str
-    level: Level
-    ranks: tuple[Member, ...] = ()
+    reason: str  # one sentence, or the rest of one; empty where too little was seen yet
+    level: Level  # how well it is supported; ``unknown`` where it is not seen that any rank stands
+    ranks: tuple[Member, ...] = ()  # its schedulers on this host
 
 
 def ranks_of(rounds: Iterable[NodeSnapshot]) -> tuple[Member, ...]:

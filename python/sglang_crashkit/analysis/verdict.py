@@ -57,26 +57,16 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True)
 class FailureEvent:
-    """A failure as it was seen.
-
-    Attributes:
-        pid: the process.
-        seconds: when, since the epoch.
-        kind: it exited, it reported an exception, or its watchdog saw no progress.
-        message: the exception, or what the watchdog saw, in one line; empty for an exit.
-        fatal_signal: the exit was by a signal of `exit_status.FATAL_SIGNALS`.
-        before_capture: it was seen before the server's own clean-up could begin.
-        with_parent: the exit came of the end of the process that had started it.
-        is_answer: the main process ended with a status by which it tells of a crash, so of another process's.
-    """
+    """A failure as it was seen."""
 
     pid: int
-    seconds: float
-    kind: FailureKind
-    message: str = ""
-    fatal_signal: bool = False
-    before_capture: bool = True
-    with_parent: bool = False
+    seconds: float  # when, since the epoch
+    kind: FailureKind  # it exited, it reported an exception, or its watchdog saw no progress
+    message: str = ""  # the exception, or what the watchdog saw, in one line; empty for an exit
+    fatal_signal: bool = False  # the exit was by a signal of `exit_status.FATAL_SIGNALS`
+    before_capture: bool = True  # it was seen before the server's own clean-up could begin
+    with_parent: bool = False  # the exit came of the end of the process that had started it
+    #: The main process ended with a status by which it tells of a crash, so of another process's.
     is_answer: bool = False
 
 

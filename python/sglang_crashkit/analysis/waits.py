@@ -116,23 +116,14 @@ _BETWEEN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a process was doing at one moment.
+    """What a process was doing at one moment."""
 
-    Attributes:
-        kind: the state, as far as it was recognised.
-        words: the same as part of a sentence, with the function where it is known.
-        function: the innermost function, as ``function (file:line)``; empty without a stack.
-        backend: of a collective: ``NCCL``, ``gloo`` or ``mooncake`` where it is seen; empty otherwise.
-        requests: it waited for, or passed on, new requests, as it does all the time when there are none.
-        batch: it worked at a batch.
-    """
-
-    kind: Kind
-    words: str
-    function: str = ""
-    backend: str = ""
-    requests: bool = False
-    batch: bool = False
+    kind: Kind  # the state, as far as it was recognised
+    words: str  # the same as part of a sentence, with the function where it is known
+    function: str = ""  # the innermost function, as ``function (file:line)``; empty without a stack
+    backend: str = ""  # of a collective: ``NCCL``, ``gloo`` or ``mooncake`` where it is seen; empty otherwise
+    requests: bool = False  # it waited for, or passed on, new requests, as it does all the time when there are none
+    batch: bool = False  # it worked at a batch
 
     @property
     def is_work(self) -> bool:

@@ -51,21 +51,14 @@ _STARTING = "(the server was starting)"
 
 @dataclass(frozen=True)
 class Fault:
-    """What makes two crashes the same.
+    """What makes two crashes the same."""
 
-    Attributes:
-        release: SGLang's version.
-        kind: the verdict's, such as ``oom_kill``.
-        who: role and ranks above 0 of what failed first, such as ``scheduler tp=1``.
-        what: its signal, exit status or type of exception; ``stopped (T)`` or ``alive`` of one that lived on.
-        frames: where it failed, innermost first; where it could not say, where the other ranks were, or that the server
-            was starting.
-    """
-
-    release: str
-    kind: str
-    who: str
-    what: str
+    release: str  # SGLang's version
+    kind: str  # the verdict's, such as ``oom_kill``
+    who: str  # role and ranks above 0 of what failed first, such as ``scheduler tp=1``
+    what: str  # its signal, exit status or type of exception; ``stopped (T)`` or ``alive`` of one that lived on
+    #: Where it failed, innermost first; where it could not say, where the other ranks were, or that the server was
+    #: starting.
     frames: tuple[str, ...]
 
     @property

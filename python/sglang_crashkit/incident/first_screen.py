@@ -52,17 +52,11 @@ SERVER_WENT_ON = "the server went on"
 
 @dataclass(frozen=True)
 class Counts:
-    """How many requests an incident has: the one count of all its words.
+    """How many requests an incident has: the one count of all its words."""
 
-    Attributes:
-        finished: those that were answered within the last five minutes.
-        unfinished: those in flight.
-        others: how many more the saved file has: health checks, and what takes no metrics.
-    """
-
-    finished: int
-    unfinished: int
-    others: int = 0
+    finished: int  # those that were answered within the last five minutes
+    unfinished: int  # those in flight
+    others: int = 0  # how many more the saved file has: health checks, and what takes no metrics
 
 
 def counts_of(requests: Mapping[str, Any]) -> Counts | None:

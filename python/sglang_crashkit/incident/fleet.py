@@ -30,21 +30,14 @@ _VERSIONS = ("driver", "torch", "kernel", "cuda")
 
 @dataclass
 class Fleet:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        hosts: the names of all hosts, those without an incident, too.
-        incidents: the finished ones.
-        unreadable: the folders of those that cannot be read.
-        problems: why a folder that was named, or one below it, cannot be read, by its path.
-        missing: the folders that were named and are none.
-    """
-
-    hosts: set[str] = field(default_factory=set)
-    incidents: list[FleetIncident] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
+    hosts: set[str] = field(default_factory=set)  # the names of all hosts, those without an incident, too
+    incidents: list[FleetIncident] = field(default_factory=list)  # the finished ones
+    unreadable: list[str] = field(default_factory=list)  # the folders of those that cannot be read
+    #: Why a folder that was named, or one below it, cannot be read, by its path.
     problems: dict[str, str] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # the folders that were named and are none
 
 
 def read_fleet(folders: Iterable[Path], since: float = 0.0) -> Fleet:

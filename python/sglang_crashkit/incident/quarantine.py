@@ -54,17 +54,11 @@ Getter = Callable[[str], Any]
 
 
 class Digest(NamedTuple):
-    """Stands for the value of a parameter that is long, or has parts.
+    """Stands for the value of a parameter that is long, or has parts."""
 
-    Attributes:
-        kind: what it is, in a word.
-        length: how many characters or entries it has.
-        digest: a hash of it.
-    """
-
-    kind: str
-    length: int
-    digest: str
+    kind: str  # what it is, in a word
+    length: int  # how many characters or entries it has
+    digest: str  # a hash of it
 
 
 Value = str | int | float | Digest
@@ -72,21 +66,13 @@ Value = str | int | float | Digest
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an entry comes from.
+    """Where an entry comes from."""
 
-    Attributes:
-        reason: why it is here.
-        incident: the id of the incident that it comes from.
-        model: the model that the server was given.
-        release: its SGLang.
-        fault: the key of the fault, see `fingerprint.Fault`; empty where that is not known.
-    """
-
-    reason: str
-    incident: str
-    model: str
-    release: str
-    fault: str = ""
+    reason: str  # why it is here
+    incident: str  # the id of the incident that it comes from
+    model: str  # as the server was given it
+    release: str  # of SGLang
+    fault: str = ""  # the key of the fault, see `fingerprint.Fault`; empty where that is not known
 
 
 def origin_of(document: Mapping[str, Any], reason: str, fault: str = "") -> Origin:
@@ -103,29 +89,21 @@ def public_release(version: str) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """One kind of request.
+    """One kind of request."""
 
-    Attributes:
-        parameters: names and values of the parameters that it takes, sorted; those in ``sampling_params`` with a dot.
-        prompt: what of its prompt counts.
-        length: of the prompt, in token ids or characters: its binary digits where its length counts, all of it where
-            its content does; else 0.
-        digest: a hash of the prompt where its content counts; else empty.
-        origin: where it comes from.
-        first: when it was put here first, in seconds since the epoch; `last`: when it was last.
-        rest: a hash of all parameters, where exactly these count beside the prompt (`request_fingerprint`); else empty.
-        level: what is known of it.
-    """
-
+    #: Names and values of the parameters that it takes, sorted; those in ``sampling_params`` with a dot.
     parameters: tuple[tuple[str, Value], ...]
-    prompt: Prompt
+    prompt: Prompt  # what of its prompt counts
+    #: Of the prompt, in token ids or characters: its binary digits where its length counts, all of it where its content
+    #: does; else 0.
     length: int
-    digest: str
+    digest: str  # a hash of the prompt where its content counts; else empty
     origin: Origin
-    first: float
-    last: float
+    first: float  # when it was put here first, in seconds since the epoch
+    last: float  # when it was put here last
+    #: A hash of all parameters, where exactly these count beside the prompt (`request_fingerprint`); else empty.
     rest: str = ""
-    level: Level = "proven"
+    level: Level = "proven"  # what is known of it
     key: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -32,17 +32,11 @@ _START = "logprob_start_len"
 
 
 class RequestFingerprint(NamedTuple):
-    """What tells a request again.
+    """What tells a request again."""
 
-    Attributes:
-        length: of its prompt, in characters or token ids.
-        digest: a hash of its prompt.
-        rest: a hash of all its parameters.
-    """
-
-    length: int
-    digest: str
-    rest: str
+    length: int  # of its prompt, in characters or token ids
+    digest: str  # a hash of its prompt
+    rest: str  # a hash of all its parameters
 
     @property
     def key(self) -> str:

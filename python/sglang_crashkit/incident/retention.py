@@ -61,19 +61,12 @@ def status_of(error: Exception) -> EvidenceStatus:
 
 @dataclass(frozen=True)
 class CrashFile:
-    """A GPU core or a dump of requests beside folders of incidents.
-
-    Attributes:
-        path: where it is.
-        size: how many bytes of the disk it takes.
-        inode: of the file that was found, so that another one of its name is not taken for it.
-        age_secs: how long ago it changed, in seconds.
-    """
+    """A GPU core or a dump of requests beside folders of incidents."""
 
     path: Path
-    size: int
-    inode: int
-    age_secs: float
+    size: int  # how many bytes of the disk it takes
+    inode: int  # of the file that was found, so that another one of its name is not taken for it
+    age_secs: float  # how long ago it changed, in seconds
 
     def remove(self) -> None:
         """Remove it, where it is there still."""

@@ -16,21 +16,13 @@ SUFFIX = ".steps.jsonl"
 
 @dataclass(frozen=True)
 class StoredSteps:
-    """The steps of one rank.
+    """The steps of one rank."""
 
-    Attributes:
-        title: of its process.
-        pid: of its process, 0 where the file's name does not tell.
-        ranks: its ranks by lower-case name, as `titles.rank_of` has them.
-        steps: in the order of their numbers.
-        unread: how many lines are no step, as the last one of a handler that was killed.
-    """
-
-    title: str
-    pid: int
-    ranks: dict[str, int]
-    steps: tuple[Step, ...]
-    unread: int = 0
+    title: str  # of its process
+    pid: int  # of its process, 0 where the file's name does not tell
+    ranks: dict[str, int]  # its ranks by lower-case name, as `titles.rank_of` has them
+    steps: tuple[Step, ...]  # in the order of their numbers
+    unread: int = 0  # how many lines are no step, as the last one of a handler that was killed
 
 
 def read_steps(incident: Path, number: int | None = None) -> list[StoredSteps]:

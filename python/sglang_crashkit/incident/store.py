@@ -38,15 +38,9 @@ _MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class IncidentName:
-    """What the name of an incident's folder tells.
+    """What the name of an incident's folder tells."""
 
-    Attributes:
-        seconds: when it was opened, since the epoch, to the millisecond.
-        kind: its kind.
-        id: its id.
-    """
-
-    seconds: float
+    seconds: float  # when it was opened, since the epoch, to the millisecond
     kind: str
     id: str
 
@@ -78,19 +72,12 @@ def is_finished(name: str) -> bool:
 
 @dataclass(frozen=True)
 class StoredIncident:
-    """An incident found on disk.
-
-    Attributes:
-        path: its folder.
-        finished: False for a folder that was left half-written.
-        document: what its ``incident.json`` holds, None where that is missing or unreadable.
-        problem: why `document` is None; empty otherwise.
-    """
+    """An incident found on disk."""
 
     path: Path
-    finished: bool
-    document: dict[str, Any] | None
-    problem: str = ""
+    finished: bool  # False for a folder that was left half-written
+    document: dict[str, Any] | None  # what its ``incident.json`` holds, None where that is missing or unreadable
+    problem: str = ""  # why `document` is None; empty otherwise
 
     @property
     def name(self) -> str:

@@ -27,13 +27,9 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """Events at about the same time that are alike but for their processes and numbers; often one alone.
+    """Events at about the same time that are alike but for their processes and numbers; often one alone."""
 
-    Attributes:
-        events: in order of time.
-    """
-
-    events: Sequence[Event]
+    events: Sequence[Event]  # in order of time
 
     @property
     def first(self) -> Event:

@@ -8,22 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FleetIncident:
-    """One incident, as its host left it.
+    """One incident, as its host left it."""
 
-    Attributes:
-        host: whose folder it is in.
-        seconds: when it began, since the epoch.
-        path: its folder.
-        kind: the verdict's, or the incident's where there is none.
-        fault: what makes two the same: who failed, of what, where; without release, rank and line.
-        cause: the class of its cause.
-        attributes: what may set it apart, such as ``driver``, by name.
-    """
-
-    host: str
-    seconds: float
+    host: str  # whose folder it is in
+    seconds: float  # when it began, since the epoch
     path: str
-    kind: str
-    fault: tuple[str, ...]
-    cause: str
-    attributes: Mapping[str, str]
+    kind: str  # the verdict's, or the incident's where there is none
+    fault: tuple[str, ...]  # what makes two the same: who failed, of what, where; without release, rank and line
+    cause: str  # the class of its cause
+    attributes: Mapping[str, str]  # what may set it apart, such as ``driver``, by name

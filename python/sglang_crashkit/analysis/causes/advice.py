@@ -14,17 +14,11 @@ Restart = Literal["yes", "no", "unknown"]
 
 @dataclass(frozen=True)
 class Advice:
-    """A class of causes.
+    """A class of causes."""
 
-    Attributes:
-        words: what it is.
-        restart: whether a restart is likely to help.
-        steps: what to do next: commands and settings, the most promising first.
-    """
-
-    words: str
-    restart: Restart
-    steps: tuple[str, ...]
+    words: str  # what it is
+    restart: Restart  # whether a restart is likely to help
+    steps: tuple[str, ...]  # what to do next: commands and settings, the most promising first
 
 
 _OPTIONS_OF_GPU_MEMORY = (

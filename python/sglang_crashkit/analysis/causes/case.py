@@ -40,21 +40,13 @@ _HANGS = ("no_progress", "silent_at_sigterm", "unhealthy_at_sigterm", "watchdog_
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception that a process of the server reported.
-
-    Attributes:
-        pid: the process.
-        type: the exception's class with its module, as Python writes it; builtin ones have none.
-        text: what it says of itself.
-        places: the frames that it came through, innermost first, as `place_of` writes them.
-        paths: the files of these frames.
-    """
+    """An exception that a process of the server reported."""
 
     pid: int
-    type: str
-    text: str
-    places: tuple[str, ...] = ()
-    paths: tuple[str, ...] = ()
+    type: str  # the exception's class with its module, as Python writes it; builtin ones have none
+    text: str  # what it says of itself
+    places: tuple[str, ...] = ()  # the frames that it came through, innermost first, as `place_of` writes them
+    paths: tuple[str, ...] = ()  # the files of these frames
 
     @property
     def line(self) -> str:
@@ -264,17 +256,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule found.
+    """What a rule found."""
 
-    Attributes:
-        level: how well it is supported.
-        reasons: what speaks for it, a sentence each.
-        steps: what to do next that follows from this incident, before what is always good to do.
-    """
-
-    level: Level
-    reasons: tuple[str, ...]
-    steps: tuple[str, ...] = ()
+    level: Level  # how well it is supported
+    reasons: tuple[str, ...]  # what speaks for it, a sentence each
+    steps: tuple[str, ...] = ()  # what to do next that follows from this incident, before what is always good to do
 
 
 def name_of(process: Mapping[str, Any]) -> str:

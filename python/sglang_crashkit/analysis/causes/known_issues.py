@@ -23,31 +23,18 @@ _FILE = "known_issues.yaml"
 
 @dataclass(frozen=True)
 class KnownIssue:
-    """An issue of upstream's, and how it shows.
+    """An issue of upstream's, and how it shows."""
 
-    Attributes:
-        issue: its number in sgl-project/sglang; an issue or a pull request.
-        title: what it is, in words of our own.
-        error: pattern of the exception; empty where any, or none, will do.
-        frames: patterns of places, each of which is among the exception's.
-        arguments: patterns of arguments, each of which the server was given.
-        hang: it shows as a hang, and the frames are those of a process that does not go on.
-        by_request: one request of a client's brings it about.
-        since: the first release that has it; None where that is not known.
-        fixed_in: the first release without it; None where none is known.
-        workaround: what helps until then; None where nothing is known to.
-    """
-
-    issue: int
-    title: str
-    error: str = ""
-    frames: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = ()
-    hang: bool = False
-    by_request: bool = False
-    since: str | None = None
-    fixed_in: str | None = None
-    workaround: str | None = None
+    issue: int  # its number in sgl-project/sglang; an issue or a pull request
+    title: str  # what it is, in words of our own
+    error: str = ""  # pattern of the exception; empty where any, or none, will do
+    frames: tuple[str, ...] = ()  # patterns of places, each of which is among the exception's
+    arguments: tuple[str, ...] = ()  # patterns of arguments, each of which the server was given
+    hang: bool = False  # it shows as a hang, and the frames are those of a process that does not go on
+    by_request: bool = False  # one request of a client's brings it about
+    since: str | None = None  # the first release that has it; None where that is not known
+    fixed_in: str | None = None  # the first release without it; None where none is known
+    workaround: str | None = None  # what helps until then; None where nothing is known to
 
     def applies_to(self, case: Case) -> bool:
         """Say whether an incident shows it."""
