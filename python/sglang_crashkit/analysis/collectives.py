@@ -16,7 +16,7 @@ from typing import Any, Literal
 from sglang_crashkit.analysis.member import name_some
 from sglang_crashkit.analysis.ranks import ranges
 from sglang_crashkit.model.flight_dump import Entry, FlightDump, Sizes
-from sglang_crashkit.model.incident import Level
+from sglang_crashkit.model.incident import LEVELS, Level
 
 #: ``mismatch``: they did different things in the same place; ``behind``: somebody has not begun what others wait in;
 #: ``message``: somebody waits for a message of one who did not send it, or the other way round; ``waiting``: all that
@@ -27,7 +27,6 @@ FindingKind = Literal["mismatch", "behind", "message", "waiting", "in_step"]
 Recorder = Literal["nccl", "gloo"]
 
 _KINDS = ("mismatch", "behind", "message", "waiting", "in_step")
-_LEVELS: dict[Level, int] = {"established": 0, "supported": 1, "unknown": 2}
 #: A wait of less than this, in seconds, is what a rank of a server at work is found in.
 _MOMENT_SECS = 1.0
 _MAX_EVIDENCE, _MAX_FINDINGS = 8, 32
@@ -114,7 +113,7 @@ def judge_collectives(records: Sequence[RankRecord]) -> list[CollectiveFinding]:
             description = next((group.description for group in groups if group.description), "")
             finding = _Group(world, name, description, members, some).judge() if some else None
             findings += [finding] if finding else []
-    findings.sort(key=lambda finding: (_KINDS.index(finding.kind), _LEVELS[finding.level]))
+    findings.sort(key=lambda finding: (_KINDS.index(finding.kind), LEVELS.index(finding.level)))
     return findings[:_MAX_FINDINGS]
 
 

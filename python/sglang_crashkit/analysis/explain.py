@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from sglang_crashkit.analysis.groups import (
+    NO_HANG,
     Finding,
     doubt_alone,
     find_outlier,
@@ -15,17 +16,15 @@ from sglang_crashkit.analysis.groups import (
     name_untitled,
     untitled_role,
 )
-from sglang_crashkit.analysis.member import Member, describe
+from sglang_crashkit.analysis.member import Member, Sightings, describe, name_members
 from sglang_crashkit.analysis.ranks import Rank, Scope, group_of, scope_of, split_replicas
-from sglang_crashkit.analysis.sightings import Seen, Sightings
 from sglang_crashkit.analysis.stack_tree import PrefixTree, format_tree
-from sglang_crashkit.model.incident import Level
+from sglang_crashkit.model.incident import LEVELS, Level
 from sglang_crashkit.model.sample import Sample
-from sglang_crashkit.model.snapshot import Problem
+from sglang_crashkit.model.snapshot import NodeSnapshot, Problem
 
 SCHEMA_VERSION = 1
 
-_LEVELS: dict[Level, int] = {"established": 0, "supported": 1, "unknown": 2}
 #: The role of a process that multiprocessing spawned and that has no title; see `titles.role_of`.
 _UNTITLED = "starting"
 _KINDS = ("outlier", "waiting", "unclear", "moving", "idle")
@@ -83,18 +82,13 @@ def explain(sightings: Sightings) -> Explanation:
     return Explanation(first.kind, " ".join(texts), first.level, named, tuple(findings), problems, len(sightings))
 
 
-def members_of(sightings: Sightings) -> list[Member]:
-    """Return the processes that were seen, in an order that depends on nothing but them."""
-    return [_member(seen, sightings.rounds) for seen in sightings.processes()]
-
-
 def _findings(sightings: Sightings) -> list[Finding]:
     groups: dict[Scope, dict[Rank, list[Member]]] = {}
     untitled: dict[Scope, list[Member]] = {}
     findings = []
     judged: list[tuple[Scope, Finding, list[Member]]] = []
     sides: set[str | None] = set()
-    for member in members_of(sightings):
+    for member in sightings.members():
         process, rank = member.source, member.rank
         assert rank is not None
         sides.add(process.side)
@@ -136,17 +130,6 @@ def _is_needed(role: str, untitled_as: str | None, member: Member) -> bool:
     return role in NEEDED or untitled_as == "worker" or (untitled_as == "helper" and not member.has_ended())
 
 
-def _member(seen: Seen, rounds: Mapping[str, float]) -> Member:
-    process = seen.process
-    where = f" on {process.host}" if len(rounds) > 1 else ""
-    # Side by side those of a pair have the same titles.
-    side = f" of the {process.side} side" if process.side else ""
-    name = f"{process.title} (pid {process.pid}{where}){side}"
-    # One that a later round on its host does not have has ended.
-    is_gone = seen.gone > 0 or seen.last < rounds.get(process.host, seen.last)
-    return Member(name, seen.in_order(), seen.rank, is_gone, process)
-
-
 def _judge_stages(judged: list[tuple[Scope, Finding, list[Member]]]) -> list[Finding]:
     """Return the findings, with the one pipeline stage named for which all others wait, where there is one."""
     pipelines: dict[tuple[Scope, str], list[int]] = {}
@@ -169,7 +152,7 @@ def _judge_stages(judged: list[tuple[Scope, Finding, list[Member]]]) -> list[Fin
 
 
 def _importance(finding: Finding) -> tuple[int, int, str]:
-    return (_KINDS.index(finding.kind), _LEVELS[finding.level], finding.group)
+    return (_KINDS.index(finding.kind), LEVELS.index(finding.level), finding.group)
 
 
 def _finding_to_json(finding: Finding) -> dict[str, Any]:
@@ -223,3 +206,87 @@ def _format_groups(findings: tuple[Finding, ...]) -> Iterator[str]:
         kinds = ", ".join(f"{sum(f.kind == kind for f in left)} {kind}" for kind in dict.fromkeys(f.kind for f in left))
         yield ""
         yield f"{len(left)} more groups: {kinds}"
+
+
+#: ``crash`` where a rank has ended; ``excused`` where something else than a hang is the reason; ``patience`` where it
+#: may be, or too little was seen yet.
+Outcome = Literal["hang", "crash", "excused", "patience"]
+
+#: So many rounds of samples, before it is said of a process that works that it does not go on.
+MIN_SAMPLES = 3
+_PAUSED = "its schedulers answer other questions than a health check: it is paused, or updates its weights"
+
+
+@dataclass(frozen=True)
+class Silence:
+    """What the samples say of a server that answers nothing."""
+
+    outcome: Outcome
+    reason: str  # one sentence, or the rest of one; empty where too little was seen yet
+    level: Level  # how well it is supported; ``unknown`` where it is not seen that any rank stands
+    ranks: tuple[Member, ...] = ()  # its schedulers on this host
+
+
+def ranks_of(rounds: Iterable[NodeSnapshot]) -> tuple[Member, ...]:
+    """Return the schedulers of some rounds of samples."""
+    return _schedulers(Sightings.of(rounds).members())
+
+
+def _schedulers(members: Iterable[Member]) -> tuple[Member, ...]:
+    return tuple(one for one in members if one.source.role == "scheduler")
+
+
+def judge_silence(
+    rounds: Sequence[NodeSnapshot], server_state: str = "", *, answers: bool | None = None, by_health: bool = True
+) -> Silence:
+    """Judge a server that answers no health check, or has none, by samples of its processes.
+
+    A health check that fails says little by itself: it waits behind a long batch, and a paused server does not take it
+    in. So the ranks decide. Where the schedulers answer something else than a health check, their loops go round.
+
+    Args:
+        rounds: samples of its processes on this host; empty, or of none, where nothing is known of them.
+        server_state: state letter of its main process, empty where it is not known.
+        answers: whether its schedulers answered something else than a health check; None where that is not known.
+        by_health: its health check failed; false where it has none, and nothing but the ranks speaks.
+    """
+    sightings = Sightings.of(rounds)
+    members = sightings.members()
+    ranks = _schedulers(members)
+    if not ranks:
+        if answers:
+            return Silence("excused", _PAUSED, "supported")
+        # Of one that has no health check either, nothing can be said.
+        return Silence("hang" if by_health else "excused", "nothing is known of its ranks", "unknown")
+    if traced := [one for one in members if one.manner() == "traced"]:
+        return Silence("excused", _last_words(traced), "established", ranks)
+    if server_state in ("T", "t") and all(one.manner() == "stopped" for one in ranks):
+        return Silence("excused", "the whole server is stopped (state T)", "established", ranks)
+    said = explain(sightings)
+    gone = [one for one in ranks if one.manner() == "gone"]
+    if gone and len(gone) == len(ranks) and by_health:
+        # Upstream waits for them to end before it ends itself, and answers nothing meanwhile.
+        text = f"{name_members(gone)} had ended; whether the server ends too cannot be seen"
+        return Silence("patience", text, "unknown", ranks)
+    if said.kind == "outlier" and said.level == "established":
+        return Silence("crash" if gone else "hang", said.statement, "established", ranks)
+    if answers:
+        return Silence("excused", _PAUSED, "supported", ranks)
+    if len(rounds) < MIN_SAMPLES:
+        return Silence("patience", "", "unknown", ranks)
+    at_work = [one for one in ranks if one.last is not None and one.last.is_work]
+    if at_work:
+        return Silence("patience" if by_health else "excused", _last_words(at_work), "supported", ranks)
+    if any(one.stands() and (by_health or one.rests()) for one in ranks):
+        return Silence("hang", said.statement, "supported", ranks)
+    if not by_health:
+        return Silence("excused", "its ranks go on", "supported", ranks)
+    if not any(one.seen or one.cpu_used() for one in ranks):
+        return Silence("hang", said.statement, "unknown", ranks)
+    text = said.statement.removesuffix(NO_HANG).removesuffix(".")
+    return Silence("patience", f"{text}; whether they get on with the batch cannot be seen", "unknown", ranks)
+
+
+def _last_words(members: Sequence[Member]) -> str:
+    words = members[0].last.words if members[0].last is not None else ""
+    return f"{name_members(members)} {words}"

@@ -14,7 +14,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from sglang_crashkit.model.fleet import FleetIncident
+from sglang_crashkit.model.incident import FleetIncident
 
 RELEASE = "release"
 #: An attribute is told where it has so large a share of the hosts of a fault, and no more than that of the others.

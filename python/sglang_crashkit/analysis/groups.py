@@ -38,7 +38,7 @@ UntitledRole = Literal["rank", "worker", "helper"]
 
 #: To tell an outlier from the rest, the rest must be more than one.
 _MIN_TO_COMPARE = 3
-_NO_HANG = ": no hang is seen."
+NO_HANG = ": no hang is seen."
 #: Of the others of a group, this many different things are told.
 _MAX_EVIDENCE = 6
 #: What SGLang lets multiprocessing call in the processes that it spawns.
@@ -72,7 +72,7 @@ def judge_group(name: str, members: Sequence[Member]) -> Finding:
     if outlier is not None and outlier.level == "established":
         return replace(outlier, group=name, evidence=evidence)
     if _are_idle(members):
-        text = f"{name_members(members)} waited for {_awaited(members)}, as when there are none{_NO_HANG}"
+        text = f"{name_members(members)} waited for {_awaited(members)}, as when there are none{NO_HANG}"
         return Finding(name, "idle", (), text, evidence, _level(members))
     if outlier is not None and _is_convincing(outlier, members):
         return replace(outlier, group=name, evidence=evidence)
@@ -80,7 +80,7 @@ def judge_group(name: str, members: Sequence[Member]) -> Finding:
         return Finding(name, "waiting", (), _waiting_text(members), evidence, "unknown", waits=True)
     moving = [member for member in members if member.motion() == "moving"]
     if moving:
-        text = f"{name_members(moving)} did different things in different samples{_NO_HANG}"
+        text = f"{name_members(moving)} did different things in different samples{NO_HANG}"
         return Finding(name, "moving", (), text, evidence, "supported")
     text = _unclear_text(members) if len(members) > 1 else _sentence(members[0])
     return Finding(name, "unclear", (), text, evidence, "unknown")
@@ -101,7 +101,7 @@ def doubt_alone(finding: Finding, members: Sequence[Member], side: str) -> Findi
     works = any(moment.activity.batch for member in members for moment in member.moments)
     if finding.kind != "idle" and (finding.kind != "moving" or works):
         return finding
-    text = f"{finding.statement.removesuffix(_NO_HANG)}. {missing}: whether that hangs, or is gone, is not seen."
+    text = f"{finding.statement.removesuffix(NO_HANG)}. {missing}: whether that hangs, or is gone, is not seen."
     return replace(finding, kind="unclear", statement=text, level="unknown")
 
 

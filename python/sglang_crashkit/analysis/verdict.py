@@ -25,7 +25,7 @@ from sglang_crashkit.analysis.member import (
 )
 from sglang_crashkit.analysis.ranks import groups_of, rank_at
 from sglang_crashkit.analysis.waits import activity_of, of_frames
-from sglang_crashkit.model.incident import Failure, Incident, Level, ProcessReport, Verdict
+from sglang_crashkit.model.incident import LEVELS, Failure, Incident, Level, ProcessReport, Verdict
 from sglang_crashkit.model.peers import describe as describe_peers
 from sglang_crashkit.model.sample import Frame, Sample, Thread
 from sglang_crashkit.model.step import DIVERGED
@@ -46,7 +46,6 @@ _NOTICED = ("no_progress", "silent_at_sigterm")
 _MANY_TOKENS = 16_384
 #: Of so many ranks it is told what holds them.
 _MAX_TOLD = 3
-_CERTAINTY: tuple[Level, ...] = ("established", "supported", "unknown")
 _FRAME = re.compile(r"(?P<function>.*) \((?P<file>.*):(?P<line>\d+)\)")
 _LOST_PEER = re.compile(
     r"connection (closed|reset)|closed by peer|broken pipe|socket timeout|timed out waiting|remote (process|peer)"
@@ -219,7 +218,7 @@ def _judge_unhealthy(incident: Incident) -> Verdict:
         if alone is not None and alone.level == "established":
             named.append((alone.level, process, alone.statement))
     if named:
-        level, process, statement = min(named, key=lambda one: _CERTAINTY.index(one[0]))
+        level, process, statement = min(named, key=lambda one: LEVELS.index(one[0]))
         return Verdict("hang", Failure(process.pid, process.title), level, statement, [statement])
     name = f"{incident.trigger.title} (pid {incident.trigger.pid})"
     basis = [f"The health check of {name} had failed, but no process was seen to stand still."]

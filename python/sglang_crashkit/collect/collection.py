@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sglang_crashkit.analysis.divergence import Divergence
 from sglang_crashkit.analysis.explain import Explanation, explain
-from sglang_crashkit.analysis.sightings import Sightings
+from sglang_crashkit.analysis.member import Sightings
 from sglang_crashkit.capture.debugger import MAY_TRACE, SUBSTITUTE, Debugged, debug_all, find_debugger, substitute
 from sglang_crashkit.capture.server_arguments import side_of
 from sglang_crashkit.collect import account

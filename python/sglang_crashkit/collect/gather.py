@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.sightings import Seen, Sightings
+from sglang_crashkit.analysis.member import Seen, Sightings
 from sglang_crashkit.capture.tools import run_tool
 from sglang_crashkit.errors import CrashkitError, ExitCode
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private

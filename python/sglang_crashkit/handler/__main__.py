@@ -30,7 +30,7 @@ from sglang_crashkit.handler.folders import (
 )
 from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.handler.shared_memory import left_by_others
-from sglang_crashkit.incident.history import recent_crashes
+from sglang_crashkit.incident.fingerprint import recent_crashes
 from sglang_crashkit.incident.recovery import finish_abandoned
 from sglang_crashkit.kernel import procfs
 from sglang_crashkit.kernel.folder_lock import FolderLock

@@ -11,17 +11,17 @@ import json
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.incident.names import stopped_state
-from sglang_crashkit.incident.store import PARTIAL
+from sglang_crashkit.incident.store import PARTIAL, parse_name
 from sglang_crashkit.kernel.folder_lock import FolderLock
 from sglang_crashkit.kernel.private_files import write_json
-from sglang_crashkit.model.checked_json import mapping_of, mappings_of
-from sglang_crashkit.model.times import iso_time
+from sglang_crashkit.model.checked_json import iso_time, mapping_of, mappings_of, seconds_of
 
 if TYPE_CHECKING:
     from sglang_crashkit.model.incident import Occurrence
@@ -47,6 +47,10 @@ _NAMED = re.compile(r"(?:DP(?P<dp>\d+) )?Rank (?P<tp>\d+) scheduler")
 _FAILED_STARTS = ("launch_failed", "startup_timeout")
 #: Ranks that load are elsewhere each time.
 _STARTING = "(the server was starting)"
+#: How far a server that starts looks back, in seconds.
+RECENT_SECS = 3600.0
+#: Kinds of incidents of servers that went on.
+_OBSERVED = frozenset({"hang", "peer_lost", "snapshot"})
 
 
 @dataclass(frozen=True)
@@ -240,3 +244,33 @@ def _read(path: Path) -> dict[str, Any]:
 def _write(path: Path, index: dict[str, Any]) -> None:
     latest = sorted(index, key=lambda key: str(index[key].get("last")), reverse=True)[:_MAX_FAULTS]
     write_json(path, {"schema_version": _SCHEMA_VERSION, "faults": {key: index[key] for key in latest}})
+
+
+def recent_crashes(incidents: Path, now: float | None = None) -> str:
+    """Return in one line what crashed within `RECENT_SECS`, as in a crash loop; empty where nothing did.
+
+    Only names and the index of faults are read, however many incidents there are.
+
+    Args:
+        incidents: the folder of all incidents of this host.
+        now: the time, in seconds since the epoch; by default that of the call.
+    """
+    now = time.time() if now is None else now
+    try:
+        names = [parse_name(path.name) for path in incidents.iterdir()]
+    except OSError:
+        # There is none, or it may not be read.
+        return ""
+    kinds = Counter(
+        name.kind for name in names if name and name.kind not in _OBSERVED and 0 <= now - name.seconds < RECENT_SECS
+    )
+    if not kinds:
+        return ""
+    count = kinds.total()
+    told = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
+    text = f"{count} crash{'es' if count > 1 else ''} on this host in the last hour ({told})"
+    latest = max(read_faults(incidents).values(), key=lambda entry: str(entry.get("last")), default={})
+    fault = mapping_of(latest.get("fault"))
+    if fault and now - (seconds_of(latest.get("last")) or 0.0) < RECENT_SECS:
+        text += f"; the latest: {fault.get('what')} of {fault.get('who')}, seen {latest.get('count')} times in all"
+    return f"{text}; next: sglang-crashkit incidents {incidents.parent.parent}"

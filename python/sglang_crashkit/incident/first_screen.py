@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_crashkit.incident.likeness import without_own_numbers
-from sglang_crashkit.incident.names import Names, join_some_names, stopped_state
+from sglang_crashkit.incident.names import Names, join_some_names, stopped_state, without_own_numbers
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 from sglang_crashkit.model.step import DIVERGED
 

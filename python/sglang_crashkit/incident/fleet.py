@@ -18,7 +18,7 @@ from sglang_crashkit.incident.retention import MAX_JSON
 from sglang_crashkit.incident.store import is_finished, list_entries, parse_name
 from sglang_crashkit.kernel.private_files import read_regular
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
-from sglang_crashkit.model.fleet import FleetIncident
+from sglang_crashkit.model.incident import FleetIncident
 
 _PLACE = "incidents"
 #: From so many on, several processes read.

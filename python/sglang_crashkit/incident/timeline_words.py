@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from math import inf
 from typing import Any
 
 from sglang_crashkit.incident.first_screen import consequence_in_words, cut
-from sglang_crashkit.incident.likeness import without_own_numbers
-from sglang_crashkit.incident.names import Names, join_names
-from sglang_crashkit.model.checked_json import mappings_of
+from sglang_crashkit.incident.names import Names, join_names, without_own_numbers
+from sglang_crashkit.model.checked_json import mappings_of, seconds_of
 
 #: So many events that are alike are told one by one.
 _FEW = 8
@@ -83,14 +81,6 @@ def runs_of(document: Mapping[str, Any]) -> list[Run]:
     placed = [[run] if len(run) > _FEW else [[one] for one in run] for run in runs]
     told = sorted((run for some in placed for run in some), key=lambda run: run[0][0])
     return [Run([event for _place, event in run]) for run in told]
-
-
-def seconds_of(time: object) -> float | None:
-    """Return a time of an incident in seconds since the epoch; None where it is none."""
-    try:
-        return datetime.fromisoformat(str(time).replace("Z", "+00:00")).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return None
 
 
 def _likeness(event: Event) -> tuple[str, str]:

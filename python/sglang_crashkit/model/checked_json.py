@@ -1,11 +1,12 @@
-"""Values of JSON that others wrote, each of the type that it must have.
+"""Values of JSON that others wrote, each of the type that it must have, and times as documents have them.
 
-All functions but the last two raise ``ValueError`` with the value that is wrong.
+All functions but those from `mapping_of` on raise ``ValueError`` with the value that is wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from typing import Any, TypeVar, cast
 
 _Entry = TypeVar("_Entry")
@@ -73,3 +74,21 @@ def mapping_of(value: object) -> Mapping[str, Any]:
 def mappings_of(value: object) -> list[Mapping[str, Any]]:
     """Return the JSON objects in `value` where it is a list; it does not raise."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def texts_of(value: object) -> list[str]:
+    """Return the entries of a list as text; nothing where `value` is none."""
+    return [str(one) for one in value] if isinstance(value, list) else []
+
+
+def iso_time(seconds: float) -> str:
+    """Return seconds since the epoch as UTC in ISO 8601."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def seconds_of(time: object) -> float | None:
+    """Return a time as `iso_time` writes it in seconds since the epoch; None where it is none."""
+    try:
+        return datetime.fromisoformat(str(time).replace("Z", "+00:00")).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None

@@ -6,12 +6,13 @@ Times are UTC in ISO 8601 with microseconds, durations are seconds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from sglang_crashkit.model.checked_json import iso_time as iso_time
 from sglang_crashkit.model.peers import LostPeer
 from sglang_crashkit.model.sample import Sample
-from sglang_crashkit.model.times import iso_time as iso_time
 
 SCHEMA_VERSION = 1
 #: So many requests of a step are named in ``incident.json``.
@@ -36,6 +37,8 @@ EvidenceKind = Literal[
 ]
 EvidenceStatus = Literal["captured", "failed", "skipped"]
 Level = Literal["established", "supported", "unknown"]
+#: The most certain one first.
+LEVELS: tuple[Level, ...] = get_args(Level)
 Cause = Literal["oom_kill", "signal", "exception", "exit_status", "parent_ended", "unknown"]
 
 
@@ -307,3 +310,16 @@ def _look(sample: Sample) -> dict[str, Any]:
         "doing": list(sample.doing),
         "lock": sample.gil,
     }
+
+
+@dataclass(frozen=True)
+class FleetIncident:
+    """One incident, as its host left it."""
+
+    host: str  # whose folder it is in
+    seconds: float  # when it began, since the epoch
+    path: str
+    kind: str  # the verdict's, or the incident's where there is none
+    fault: tuple[str, ...]  # what makes two the same: who failed, of what, where; without release, rank and line
+    cause: str  # the class of its cause
+    attributes: Mapping[str, str]  # what may set it apart, such as ``driver``, by name

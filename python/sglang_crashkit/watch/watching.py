@@ -1,7 +1,7 @@
 """Follow a server from outside, and tell when it crashes, hangs and goes on: observations in, events out.
 
 A server hangs that answers neither its health check nor, as a paused one does, anything else, and of which a rank
-stands where it is; see `analysis.silence`. Where all ranks go on it may be a
+stands where it is; see `analysis.explain.judge_silence`. Where all ranks go on it may be a
 long batch, and more patience is had.
 
 What counts is time that was seen to pass: of a suspended machine, or of a watcher that was stopped or got no CPU,
@@ -18,8 +18,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
+from sglang_crashkit.analysis.explain import MIN_SAMPLES, Outcome, Silence, judge_silence, ranks_of
 from sglang_crashkit.analysis.member import Member
-from sglang_crashkit.analysis.silence import MIN_SAMPLES, Outcome, Silence, judge_silence, ranks_of
 from sglang_crashkit.incident.exit_status import is_orderly
 from sglang_crashkit.model.incident import Level
 from sglang_crashkit.model.sample import Sample

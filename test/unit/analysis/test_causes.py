@@ -87,7 +87,7 @@ def looks(*points: tuple[str, float], state: str = "R") -> dict[str, Any]:
     for process in document["processes"]:
         if process["title"] == TP1:
             process["looks"] = [
-                {"time": f"2026-01-01T00:00:{at}Z", "state": state, "cpu_secs": cpu} for at, cpu in points
+                {"time": f"2026-01-01T00:00:{at}00000Z", "state": state, "cpu_secs": cpu} for at, cpu in points
             ]
     return document
 

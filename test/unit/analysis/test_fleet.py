@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sglang_crashkit.analysis.fleet import group
-from sglang_crashkit.model.fleet import FleetIncident
+from sglang_crashkit.model.incident import FleetIncident
 
 
 def incident(host: int, what: str = "SIGSEGV", seconds: float = 1.0, **attributes: str) -> FleetIncident:

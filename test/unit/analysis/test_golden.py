@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_crashkit.analysis.explain import explain
-from sglang_crashkit.analysis.sightings import Sightings
-from sglang_crashkit.analysis.silence import judge_silence
+from sglang_crashkit.analysis.explain import explain, judge_silence
+from sglang_crashkit.analysis.member import Sightings
 from sglang_crashkit.analysis.verdict import FailureEvent, judge
 from sglang_crashkit.model.incident import Incident, ProcessReport, ServerInfo, Trigger
 from unit.analysis.real_stacks import rounds

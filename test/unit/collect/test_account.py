@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from sglang_crashkit.analysis.explain import explain
-from sglang_crashkit.analysis.sightings import Sightings
+from sglang_crashkit.analysis.member import Sightings
 from sglang_crashkit.capture.debugger import Debugged
 from sglang_crashkit.collect.account import as_json, format_summary, native_stacks, python_stacks, state_in_words
 from sglang_crashkit.kernel.discovery import FoundProcess

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sglang_crashkit.incident.names import Names
-from sglang_crashkit.incident.timeline_words import Run, runs_of, seconds_of
+from sglang_crashkit.incident.timeline_words import Run, runs_of
 
 
 def event(number: int, name: str = "process_exited", **fields: Any) -> dict[str, Any]:
@@ -67,8 +67,3 @@ def test_what_is_long_is_cut() -> None:
     words = run.details()
     assert words.startswith("pids 0, 1, 2, 3, 4, 5, 6, 7 and 504 more, 9 segments left, 37 kB: s0 (it is held), ")
     assert words.endswith(f"s7 (it is held) and 1 more, {'m' * 97}...")
-
-
-@pytest.mark.parametrize("time", [None, 5, "yesterday", "0000-00-00T00:00:00Z"])
-def test_what_is_no_time_is_none(time: object) -> None:
-    assert seconds_of(time) is None

@@ -32,3 +32,16 @@ def test_values_of_the_type_are_returned() -> None:
     # No file takes a lone surrogate.
     assert checked.text("é\ud800") == "é\\ud800"
     assert checked.texts(["a", "é\ud800"]) == ["a", "é\\ud800"]
+
+
+@pytest.mark.parametrize("time", [None, 5, "yesterday", "0000-00-00T00:00:00Z"])
+def test_what_is_no_time_is_none(time: object) -> None:
+    assert checked.seconds_of(time) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "1970-01-01T00:00:00.000000Z"), (1_700_000_000.25, "2023-11-14T22:13:20.250000Z")],
+)
+def test_a_time_is_utc_with_microseconds(seconds: float, text: str) -> None:
+    assert checked.iso_time(seconds) == text

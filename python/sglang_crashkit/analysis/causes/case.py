@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import zip_longest
+from math import inf, nan
 from typing import TYPE_CHECKING, Any
 
-from sglang_crashkit.model.checked_json import mapping_of, mappings_of
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of, texts_of
 from sglang_crashkit.model.incident import Level
 from sglang_crashkit.model.step import DIVERGED
 
@@ -113,7 +113,7 @@ class Case:
         record = mapping_of(self._records.get(pid)) if isinstance(pid, int) else {}
         frames = record.get("traceback")
         process = next((one for one in self.processes if one.get("pid") == pid), {})
-        innermost = [*map(str, reversed(frames))] if isinstance(frames, list) else _texts(process.get("doing"))
+        innermost = [*map(str, reversed(frames))] if isinstance(frames, list) else texts_of(process.get("doing"))
         return parse_error(
             pid if isinstance(pid, int) else 0, str(record.get("message") or event["message"]), innermost
         )
@@ -175,7 +175,8 @@ class Case:
     def xids(self) -> list[Mapping[str, Any]]:
         """The Xid errors that the driver reported not long before; see `analysis.gpus`."""
         events = mappings_of(mapping_of(self.document.get("gpus")).get("xids"))
-        since = _seconds_of(mapping_of(self.document.get("trigger")).get("time")) - _XID_SECS
+        opened = seconds_of(mapping_of(self.document.get("trigger")).get("time"))
+        since = -inf if opened is None else opened - _XID_SECS
         return [one for one in events if type(one.get("xid")) is int and not _number(one.get("time")) < since]
 
     @cached_property
@@ -224,7 +225,7 @@ class Case:
     def suspicions(self) -> list[str]:
         """What speaks for the first of the suspects."""
         first = mappings_of(self.document.get("suspects"))[:1]
-        return [reason for one in first for reason in _texts(one.get("reasons"))]
+        return [reason for one in first for reason in texts_of(one.get("reasons"))]
 
     @property
     def is_beside_others(self) -> bool:
@@ -239,14 +240,14 @@ class Case:
         step = mapping_of(mapping_of(self.first.get("steps")).get("in_step"))
         if not step:
             return []
-        rids = _texts(step.get("rids"))[:_MAX_RIDS]
+        rids = texts_of(step.get("rids"))[:_MAX_RIDS]
         who = f", with {', '.join(rids)}" if rids else ""
         batch = f"{step['mode']}, {step.get('size')} requests" if step.get("mode") else "not yet scheduled"
         return [f"It was in step {step.get('number')} ({batch}{who})."]
 
     def doing(self, process: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the places in which a process was, innermost first."""
-        frames = self._stacks.get(process.get("pid", 0)) or _texts(process.get("doing"))
+        frames = self._stacks.get(process.get("pid", 0)) or texts_of(process.get("doing"))
         return tuple(place_of(frame) for frame in frames)
 
     def has_event(self, *names: str) -> bool:
@@ -268,16 +269,5 @@ def name_of(process: Mapping[str, Any]) -> str:
     return f"{process.get('title')} (pid {process.get('pid')})"
 
 
-def _seconds_of(time: object) -> float:
-    try:
-        return datetime.fromisoformat(str(time).replace("Z", "+00:00")).timestamp()
-    except ValueError:
-        return float("nan")
-
-
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else float("nan")
-
-
-def _texts(value: object) -> list[str]:
-    return [str(one) for one in value] if isinstance(value, list) else []
+    return float(value) if isinstance(value, int | float) else nan

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_crashkit.analysis.causes.case import Case, Finding, name_of
 from sglang_crashkit.analysis.ranks import groups_of, rank_at
-from sglang_crashkit.model.checked_json import mapping_of
+from sglang_crashkit.model.checked_json import mapping_of, seconds_of
 from sglang_crashkit.model.incident import Level
 
 #: With less of a CPU than this, a process that wants to run is starved.
@@ -65,16 +65,12 @@ def starved(case: Case) -> Finding | None:
     looks = [one for one in case.first.get("looks") or () if isinstance(one, dict) and one.get("cpu_secs") is not None]
     if len(looks) < 2:
         return None
-    took = _seconds(str(looks[-1].get("time"))) - _seconds(str(looks[0].get("time")))
+    began, ended = (seconds_of(look.get("time")) for look in (looks[0], looks[-1]))
+    took = ended - began if began is not None and ended is not None else 0.0
     used = float(looks[-1]["cpu_secs"]) - float(looks[0]["cpu_secs"])
     if took < 1.0 or used > _STARVED_SHARE * took:
         return None
     return Finding("supported", (f"{name_of(case.first)} wants to run and got {used:.1f} s of CPU in {took:.1f} s.",))
-
-
-def _seconds(time: str) -> float:
-    found = re.search(r"T(\d+):(\d+):([\d.]+)", time)
-    return int(found[1]) * 3600 + int(found[2]) * 60 + float(found[3]) if found else 0.0
 
 
 def in_kernel(case: Case) -> Finding | None:

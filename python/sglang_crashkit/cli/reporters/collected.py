@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_crashkit.analysis.explain import Explanation, format_explanation
-from sglang_crashkit.analysis.sightings import Seen
+from sglang_crashkit.analysis.member import Seen
 from sglang_crashkit.capture.debugger import Debugged
 from sglang_crashkit.collect.account import SUMMARY, VERDICT
 from sglang_crashkit.collect.collection import Collected, Collection

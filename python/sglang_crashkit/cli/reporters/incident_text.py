@@ -11,12 +11,11 @@ from typing import Any
 
 from sglang_crashkit.incident.first_screen import cut, first_screen, without_build_paths
 from sglang_crashkit.incident.names import Names, join_names
-from sglang_crashkit.incident.process_words import state_in_words
 from sglang_crashkit.incident.request_fingerprint import parameters_of
-from sglang_crashkit.incident.summary import environment_in_words
-from sglang_crashkit.incident.timeline_words import runs_of, seconds_of
+from sglang_crashkit.incident.summary import environment_in_words, state_in_words
+from sglang_crashkit.incident.timeline_words import runs_of
 from sglang_crashkit.kernel.private_files import read_regular
-from sglang_crashkit.model.checked_json import mapping_of, mappings_of
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of
 
 _ENVIRONMENT = "environment.json"
 _REQUESTS = Path("requests", "requests.jsonl")

@@ -18,11 +18,11 @@ from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut
 from sglang_crashkit.cli.reporters.merged_stacks import MAX_NAMES, cut_names, ranks_by_pid
 from sglang_crashkit.cli.steps import columns_of, in_words
 from sglang_crashkit.incident.first_screen import undecided_in_words
-from sglang_crashkit.incident.process_words import last_sign_in_words, piece_in_words, state_in_words
 from sglang_crashkit.incident.steps import SUFFIX, StoredSteps
-from sglang_crashkit.incident.timeline_words import Run, seconds_of, timeline_of
+from sglang_crashkit.incident.summary import last_sign_in_words, piece_in_words, state_in_words
+from sglang_crashkit.incident.timeline_words import Run, timeline_of
 from sglang_crashkit.kernel import titles
-from sglang_crashkit.model.checked_json import mapping_of, mappings_of
+from sglang_crashkit.model.checked_json import mapping_of, mappings_of, seconds_of
 from sglang_crashkit.model.step import DIVERGED, Step
 
 _MAX_GROUPS, _MAX_EVENTS, _MAX_LANES, _MAX_REQUESTS, _MAX_COLUMNS = 100, 1000, 24, 500, 40

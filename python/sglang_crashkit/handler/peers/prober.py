@@ -1,6 +1,6 @@
 """The other servers of a prefill and decode pair: one connection to each, held open, and an incident where one is lost.
 
-The schedulers say which peers there are, and which requests wait for them (`model.peer_report`); they hold no
+The schedulers say which peers there are, and which requests wait for them (`model.peers`); they hold no
 connection themselves. So the cost goes with the number of peer servers, however many ranks there are on either side.
 
 A prefill server is named by its bootstrap address; to each of its hosts there is one connection, to the process of the
@@ -25,8 +25,7 @@ from sglang_crashkit.handler.processes import ProcessTree
 from sglang_crashkit.handler.session import Session
 from sglang_crashkit.handler.state import Seen
 from sglang_crashkit.model.incident import iso_time
-from sglang_crashkit.model.peer_report import Waits
-from sglang_crashkit.model.peers import LostPeer, PeerProcess, Role, Sign, describe
+from sglang_crashkit.model.peers import LostPeer, PeerProcess, Role, Sign, Waits, describe
 from sglang_crashkit.policy import Event
 
 logger = logging.getLogger(__name__)

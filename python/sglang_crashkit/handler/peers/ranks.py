@@ -9,16 +9,17 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from sglang_crashkit.model.peer_report import (
+from sglang_crashkit.model.peers import (
     MAX_ASKED,
     MAX_BYTES,
     AnswerReader,
     KnownPeers,
+    PeerProcess,
+    Role,
     Waits,
     known_question,
     waiting_question,
 )
-from sglang_crashkit.model.peers import PeerProcess, Role
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-from sglang_crashkit.model.peer_report import KnownPeers
-from sglang_crashkit.model.peers import PeerProcess, Role, WaitingRequest
+from sglang_crashkit.model.peers import KnownPeers, PeerProcess, Role, WaitingRequest
 from sglang_crashkit.srt.disaggregation.peer_answers import MAX_REQUESTS, PeerView, Waiting, replace
 from sglang_crashkit.srt.hooks import never_raises
 

@@ -4,7 +4,7 @@ SGLang itself learns of a lost prefill server by a heartbeat, after 5 to 10 s; o
 sends to it: a request that waits to be asked for by a decode server waits for 300 s
 (``SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT``) and nothing says why. The crash handler holds a connection to each peer; a
 thread of the scheduler, which sleeps until it is asked, says which peers there are and which requests wait for them.
-What becomes of the requests is left to SGLang. See `model.peer_report` for the words.
+What becomes of the requests is left to SGLang. See `model.peers` for the words.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from sglang_crashkit.model.incident import iso_time
-from sglang_crashkit.model.peer_report import (
+from sglang_crashkit.model.peers import (
     MAX_BYTES,
     MAX_PROCESSES,
     UNCHANGED,
     KnownPeers,
+    LostPeer,
+    Role,
+    WaitingRequest,
     read_question,
     waiting_answers,
 )
-from sglang_crashkit.model.peers import LostPeer, Role, WaitingRequest
 from sglang_crashkit.settings import SOCKET_VARIABLE, Settings
 from sglang_crashkit.srt.hooks import never_raises, notify
 

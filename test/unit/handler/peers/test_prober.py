@@ -18,8 +18,16 @@ from sglang_crashkit.handler.peers import prober
 from sglang_crashkit.handler.peers.prober import PeerLosses, PeerProber
 from sglang_crashkit.handler.server import CrashHandler
 from sglang_crashkit.incident.store import find_incidents
-from sglang_crashkit.model.peer_report import UNCHANGED, KnownPeers, read_question, waiting_answers
-from sglang_crashkit.model.peers import LostPeer, PeerProcess, Role, WaitingRequest
+from sglang_crashkit.model.peers import (
+    UNCHANGED,
+    KnownPeers,
+    LostPeer,
+    PeerProcess,
+    Role,
+    WaitingRequest,
+    read_question,
+    waiting_answers,
+)
 from unit.handler.launching import handling
 from unit.waiting import descriptors, wait_until
 

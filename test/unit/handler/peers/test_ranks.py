@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from sglang_crashkit.handler.peers.ranks import PeerRanks
-from sglang_crashkit.model.peer_report import KnownPeers, read_question
-from sglang_crashkit.model.peers import PeerProcess, Role
+from sglang_crashkit.model.peers import KnownPeers, PeerProcess, Role, read_question
 
 
 class Asked:

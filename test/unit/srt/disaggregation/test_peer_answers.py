@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from sglang_crashkit.model.peer_report import AnswerReader, KnownPeers, Waits, known_question, waiting_question
-from sglang_crashkit.model.peers import PeerProcess, Role, WaitingRequest
+from sglang_crashkit.model.peers import (
+    AnswerReader,
+    KnownPeers,
+    PeerProcess,
+    Role,
+    WaitingRequest,
+    Waits,
+    known_question,
+    waiting_question,
+)
 from sglang_crashkit.protocol import Mailbox
 from sglang_crashkit.settings import SOCKET_VARIABLE
 from sglang_crashkit.srt.disaggregation import peer_answers
