@@ -13,20 +13,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sglang_crashkit.analysis.explain import explain
 from sglang_crashkit.capture.debug_config import DEFAULT_OUTPUT, expand_output, read_debug_config
 from sglang_crashkit.capture.server_arguments import port_of, side_of
 from sglang_crashkit.cli.argument_types import positive, seconds
 from sglang_crashkit.cli.reporters import collected
 from sglang_crashkit.cli.running import Terminated, ends_with_reader, terminable
 from sglang_crashkit.collect.collection import Collection, Plan
-from sglang_crashkit.collect.gather import Gathered, Limits, Reach, gather
-from sglang_crashkit.collect.slurm import find_job, job_nodes
-from sglang_crashkit.collect.via import reach_hosts
 from sglang_crashkit.errors import CrashkitError, ExitCode, NothingToDoError, RefusedError, UsageError
 from sglang_crashkit.kernel.discovery import Discovery, Place, find_processes
 from sglang_crashkit.kernel.private_files import make_private_folder
+
+if TYPE_CHECKING:
+    from sglang_crashkit.collect.gather import Gathered, Reach
 
 #: Seconds between two lines of the overview while it waits, on a terminal and elsewhere.
 _REDRAW_SECS, _REPEAT_SECS = 2.0, 60.0
@@ -252,6 +252,10 @@ def _folder_or_substitute(output: Path) -> Path:
 
 
 def _collect_nodes(args: argparse.Namespace, wait_secs: float, output: Path) -> ExitCode:
+    # What one host needs starts without what many do.
+    from sglang_crashkit.analysis.explain import explain
+    from sglang_crashkit.collect.gather import Limits, gather
+
     if args.pid is not None:
         raise UsageError(
             "--pid names a process of one machine", next_step="leave it out, or leave --slurm-job and --via out"
@@ -288,6 +292,9 @@ def _reach(args: argparse.Namespace) -> Reach:
         NothingToDoError: there is no such job.
         CrashkitError: Slurm is not here or does not answer.
     """
+    from sglang_crashkit.collect.slurm import find_job, job_nodes
+    from sglang_crashkit.collect.via import reach_hosts
+
     if args.slurm_job is not None:
         if args.hosts is not None:
             raise UsageError("a Slurm job has its own hosts", next_step="leave --hosts out, or --slurm-job")

@@ -90,12 +90,7 @@ def tell_unreadable(errors: Sequence[OSError]) -> None:
 
 
 def nothing_of(what: str, incident: StoredIncident) -> NothingToDoError:
-    """Return what is reported of an incident that lacks a part, with the reason that it knows of.
-
-    Args:
-        what: ``requests``, ``stacks``, ``steps``, ``events`` or ``environment``.
-        incident: see above.
-    """
+    """Return what is reported of an incident that lacks ``stacks`` or the like, with the reason that it knows of."""
     document = incident.document or {}
     reasons = [mapping_of(document.get("requests")).get("reason")] if what == "requests" else []
     pieces = [piece for one in mappings_of(document.get("processes")) for piece in mappings_of(one.get("evidence"))]

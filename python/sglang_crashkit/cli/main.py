@@ -61,11 +61,7 @@ def load_command(name: str) -> Command:
 
 
 def build_parser(called: str | None) -> argparse.ArgumentParser:
-    """Return the parser of the command line.
-
-    Args:
-        called: the command whose arguments it takes, so that no other command is imported.
-    """
+    """Return the parser of the command line, with the arguments of the command that is called: no other is imported."""
     parser = argparse.ArgumentParser(
         prog="sglang-crashkit",
         description="Evidence from crashed and hung SGLang servers.",
@@ -87,10 +83,7 @@ def build_parser(called: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: the arguments without the program's name; the process's own by default.
+    """Run the command line, the process's own by default, and return the exit status, one of `ExitCode`.
 
     Returns:
         The exit status, one of `ExitCode`.

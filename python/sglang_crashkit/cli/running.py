@@ -42,10 +42,9 @@ class _Output(io.FileIO):
 
 
 def guarded(stream: TextIO | None) -> TextIO:
-    """Return a standard stream so that writing to it never fails; what a terminal cannot show is escaped.
+    """Return a standard stream, which may be closed (None), so that writing to it never fails.
 
-    Args:
-        stream: what it is now; None where it is closed.
+    What a terminal cannot show is escaped.
     """
     if stream is None:
         # Not closed here: it is open for as long as the process.

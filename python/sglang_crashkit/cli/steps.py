@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,19 +110,9 @@ def _as_json(path: Path, divergence: Mapping[str, Any], shown: Sequence[StoredSt
 
 def _as_text(shown: Sequence[StoredSteps], marked: object, last: int) -> Iterator[str]:
     """Yield a table for each set of ranks that must agree, a line a step."""
-    from sglang_crashkit.analysis.divergence import group_in_step
-
-    groups: dict[object, list[StoredSteps]] = {}
-    for one in shown:
-        groups.setdefault(group_in_step(_rank(one)), []).append(one)
-    for group in groups.values():
+    for group in groups_of(shown):
         yield ""
-        by_number = [{step.number: step for step in one.steps} for one in group]
-        numbers = sorted({number for steps in by_number for number in steps})
-        # With those around it, where they are older than what was asked for.
-        chosen = [number for number in numbers if isinstance(marked, int) and abs(number - marked) < 2]
-        chosen = sorted({*chosen, *numbers[-last:]})
-        columns = list(columns_of(group, by_number, chosen))
+        columns, chosen, about = side_by_side(group, marked, last)
         rows = [["step", *(name for name, _steps in columns)]]
         for number in chosen:
             mark = "> " if number == marked else "  "
@@ -130,15 +120,39 @@ def _as_text(shown: Sequence[StoredSteps], marked: object, last: int) -> Iterato
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        about = marked if marked in chosen else chosen[-1] if chosen else None
         for name, steps in columns:
-            step = steps.get(about) if isinstance(about, int) else None
+            step = steps.get(about)
             for request in step.requests if step is not None else ():
                 told = f"request {request.rid}: {request.tokens:,} of {request.length:,} tokens"
                 yield f"step {about:,} of {name}: {told}"
 
 
-def columns_of(
+def groups_of(everyone: Iterable[StoredSteps]) -> list[list[StoredSteps]]:
+    """Return the sets of ranks that must agree."""
+    from sglang_crashkit.analysis.divergence import group_in_step
+
+    groups: dict[object, list[StoredSteps]] = {}
+    for one in everyone:
+        groups.setdefault(group_in_step(_rank(one)), []).append(one)
+    return list(groups.values())
+
+
+def side_by_side(
+    group: Sequence[StoredSteps], marked: object, last: int = _LAST
+) -> tuple[list[tuple[str, Mapping[int, Step]]], list[int], int]:
+    """Return the columns of a table, the steps in it (the last and those around the marked one), and whose requests.
+
+    Where there is no step, they are of step -1.
+    """
+    by_number = [{step.number: step for step in one.steps} for one in group]
+    numbers = sorted({number for steps in by_number for number in steps})
+    around = [number for number in numbers if isinstance(marked, int) and abs(number - marked) < 2]
+    chosen = sorted({*around, *numbers[-last:]})
+    about = marked if isinstance(marked, int) and marked in chosen else chosen[-1] if chosen else -1
+    return list(_columns_of(group, by_number, chosen)), chosen, about
+
+
+def _columns_of(
     group: Sequence[StoredSteps], by_number: Sequence[Mapping[int, Step]], chosen: Sequence[int]
 ) -> Iterator[tuple[str, Mapping[int, Step]]]:
     """Yield each column with its name; of many ranks those that did the same are one, with the times of the first."""

@@ -35,13 +35,7 @@ _EDGE = "\ud800"
 
 
 class PromptIndex:
-    """The blocks of prompts.
-
-    It takes about fifteen bytes for each of their characters.
-
-    Args:
-        prompts: what is looked for; of those shorter than `RUN` the whole, whatever that is.
-    """
+    """The blocks of prompts, for about fifteen bytes a character; one shorter than `RUN` is looked for as a whole."""
 
     def __init__(self, prompts: Iterable[str]) -> None:
         prompts = list(dict.fromkeys(prompts))
@@ -130,11 +124,7 @@ class MayHoldError(Exception):
 
 
 class PromptSearch:
-    """Takes prompts out of texts.
-
-    Args:
-        folder: an incident's.
-        document: what its ``incident.json`` holds.
+    """Takes the prompts of an incident out of texts.
 
     Attributes:
         short: how many prompts are too short to be looked for.
@@ -184,10 +174,6 @@ class PromptSearch:
 
     def clean(self, name: str, data: bytes) -> bytes:
         """Return a text without prompts; in JSON they are looked for in the values alone, so that it stays JSON.
-
-        Args:
-            name: the file's.
-            data: what is in it.
 
         Raises:
             MayHoldError: it cannot be said to be without.

@@ -111,14 +111,9 @@ class Gathered:
 
 
 def gather(reach: Reach, command: Sequence[str], output: Path, tell: Callable[[str], None], limits: Limits) -> Gathered:
-    """Collect on all nodes.
+    """Run the collector's command on all nodes; each gets a folder of its name in `output`, and adds it to the command.
 
-    Args:
-        reach: which.
-        command: the collector's command and arguments, to which each node's own folder is added.
-        output: the folder for the files, with a folder for each node in it.
-        tell: called with a line for a person as each node ends.
-        limits: how many nodes are asked at the same time, and for how long.
+    `tell` is called with a line for a person as each node ends.
 
     Raises:
         UsageError: no command for the nodes can be made of this.

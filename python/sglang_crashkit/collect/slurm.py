@@ -158,13 +158,8 @@ def step_command(
 ) -> list[str]:
     """Return the arguments that run `command` on one node of a running job, beside what the job runs there.
 
-    Args:
-        job: which.
-        node: one of its nodes.
-        command: what to run there.
-        step: see `step_name`.
-        container: a pattern of the name of the pyxis container to run it in, with ``{job_id}`` and ``{node}``.
-        options: more options of srun.
+    The step is called by `step_name`. `container` is a pattern of the name of the pyxis container to run it in, with
+    ``{job_id}`` and ``{node}``; `options` are more options of srun.
 
     Raises:
         UsageError: the pattern has other braces.

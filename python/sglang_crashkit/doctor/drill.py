@@ -37,9 +37,8 @@ _TOPIC = "drill"
 def drill(crash_folder: Path | None = None, environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Run the self-test and yield what came of it.
 
-    Args:
-        crash_folder: the incident is written below it, and removed; in the temporary folder by default.
-        environ: the settings, those apart that would tell others of the incident.
+    The incident is written below `crash_folder`, or the temporary folder, and removed. Of the settings in `environ`
+    those do not count that would tell others of it.
     """
     began = time.monotonic()
     why = "a crash of a server here would leave no incident"

@@ -189,12 +189,7 @@ def _has_opentelemetry() -> bool:
 def server_facts(
     processes: Sequence[FoundProcess], handlers: Mapping[int, tuple[int | None, str]]
 ) -> list[ServerFacts]:
-    """Return the servers that these processes are of.
-
-    Args:
-        processes: as `discovery.find_processes` has them.
-        handlers: of a worker's pid, the pid of its crash handler, and why there is none.
-    """
+    """Return the servers of these processes; `handlers` has a worker's crash handler, and why it has none, by pid."""
     servers: dict[int, list[FoundProcess]] = {}
     for one in processes:
         if one.server is not None:
@@ -335,11 +330,7 @@ def _unit_of(pid: int) -> str:
 
 
 def read_installation(python: str | None) -> Installation:
-    """Return what the SGLang is that a python imports.
-
-    Args:
-        python: interpreter or virtual environment; this one where it is None.
-    """
+    """Return what the SGLang is that a python imports: an interpreter or virtual environment, or this one."""
     from sglang_crashkit.installer.environment import open_session
     from sglang_crashkit.installer.status import read_status
 

@@ -45,12 +45,7 @@ class FolderFacts:
 
 
 def read_folder(path: Path, environ: dict[str, str]) -> FolderFacts:
-    """Look at a crash folder, within a deadline.
-
-    Args:
-        path: the folder, which need not be there.
-        environ: where the limits are set.
-    """
+    """Look at a crash folder, which need not be there, within a deadline; the limits are set in `environ`."""
     limits = {name: value for name, value in environ.items() if name.endswith("_MB")}
     argv = [sys.executable, "-m", __name__, str(path), json.dumps(limits)]
     run = run_tool(argv, _DEADLINE_SECS, apart=True)

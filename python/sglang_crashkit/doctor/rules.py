@@ -394,12 +394,7 @@ _TOPIC = "settings"
 
 
 def check_variables(environ: Mapping[str, str], arguments: list[str]) -> Iterator[Finding]:
-    """Yield what is wrong with the settings, or one finding that nothing is.
-
-    Args:
-        environ: the server's environment.
-        arguments: its command line.
-    """
+    """Yield what is wrong with a server's settings, beside its command line, or one finding that nothing is."""
     found = [*_misspelt(environ), *_in_conflict(environ, arguments)]
     yield from found or [Finding("ok", _TOPIC, "every variable of the kit is known and can be read")]
 

@@ -44,12 +44,7 @@ Wait = Callable[[float], None]
 
 
 def tell(folder: Path, environ: Mapping[str, str] = os.environ, wait: Wait = time.sleep) -> bool:
-    """Notify whoever is to know of a finished incident.
-
-    Args:
-        folder: the incident's.
-        environ: says who is told.
-        wait: waits so many seconds.
+    """Notify whoever is to know of a finished incident, as `environ` says.
 
     Returns:
         Whether it was done now; nothing is done where it was before, or another process is at it.

@@ -67,11 +67,9 @@ def attributes_of(short: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def logs_endpoint(endpoint: str, protocol: str) -> str:
-    """Return where log records go, where traces go to an endpoint.
+    """Return where log records go, where SGLang's ``--otlp-traces-endpoint`` is this.
 
-    Args:
-        endpoint: as SGLang's ``--otlp-traces-endpoint`` has it.
-        protocol: ``grpc``, where one endpoint takes everything, or ``http/protobuf``, where each has a path.
+    To ``grpc`` one endpoint takes everything; by ``http/protobuf`` each kind has a path.
     """
     if protocol == "grpc" or not endpoint.endswith(_TRACES):
         return endpoint
@@ -94,12 +92,7 @@ def _exporter(endpoint: str, environ: Mapping[str, str]) -> Any:
 
 
 def send(short: Mapping[str, Any], endpoint: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Send it, and say whether it was taken.
-
-    Args:
-        short: see `messages.short_of`.
-        endpoint: see `logs_endpoint`.
-        environ: says by which protocol.
+    """Send it, and say whether it was taken; see `messages.short_of` and `logs_endpoint`.
 
     Raises:
         ImportError: OpenTelemetry or one of its exporters is not installed.

@@ -22,9 +22,8 @@ from sglang_crashkit.incident.summary import mappings_of
 from sglang_crashkit.kernel.private_files import make_private_folder, write_json, write_private
 from sglang_crashkit.replay.fault import words_of
 from sglang_crashkit.replay.requests import StoredRequest, read_requests
-from sglang_crashkit.replay.search import isolate, lowest, minimize, needed, shortest
+from sglang_crashkit.replay.search import isolate, lowest, minimize, needed, reduce_value, shortest
 from sglang_crashkit.replay.trials import BudgetSpentError, Plan, Trials
-from sglang_crashkit.replay.values import reduce_value
 
 REPRODUCER, SCRIPT = "reproducer.json", "reproduce.sh"
 #: What of a prompt the fault depends on.
@@ -66,12 +65,9 @@ class Result:
 
 
 def bisect(incident: StoredIncident, plan: Plan, say: Callable[[str], object] = lambda _line: None) -> Result:
-    """Find the smallest that brings the fault of an incident back, and write it to the plan's folder.
+    """Find the smallest that brings the fault of a finished incident back, and write it to the plan's folder.
 
-    Args:
-        incident: a finished one.
-        plan: how.
-        say: called with a line for each step.
+    `say` is called with a line for each step.
 
     Raises:
         CrashkitError: the requests cannot be read, or a server cannot be started.
@@ -157,7 +153,7 @@ def _find(
     reduction.run()
     # A fault that comes now and then may seem to need what it does not.
     result.is_confirmed = trials.failed_afresh(reduction.group) or (
-        trials.can_start and trials.fails_afresh(reduction.group)
+        trials.starts_left > 0 and trials.fails_afresh(reduction.group)
     )
     if result.is_confirmed:
         result.rids = [one.rid for one in reduction.group]
@@ -215,9 +211,7 @@ def _recognises_others(entry: Entry, request: StoredRequest, stored: Sequence[St
 def entry_for(result: Result, now: float) -> Entry | None:
     """Return what recognises the request that was proven to bring the fault back; None where there is no such one.
 
-    Args:
-        result: see `bisect`.
-        now: the time, in seconds since the epoch.
+    `now` is in seconds since the epoch.
 
     Raises:
         ValueError: what the result has of it is no entry; likewise TypeError and KeyError.
@@ -230,10 +224,7 @@ def entry_for(result: Result, now: float) -> Entry | None:
 class _Reduction:
     """Has requests, which fail together, ask for less and less, as far as the trials allow.
 
-    Args:
-        group: the requests.
-        trials: where they are tried.
-        answered: requests that did no harm.
+    `answered` are requests that did no harm.
 
     Attributes:
         group: what is left; it was seen to fail.

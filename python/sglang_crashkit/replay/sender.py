@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,17 +44,11 @@ def send(
 ) -> Answer:
     """Send one request and read its answer, which is thrown away, to the end.
 
-    Args:
-        address: the server.
-        body: the request.
-        timeout_secs: the longest that the server may be silent, in seconds.
-        api_key: sent with it, unless it is empty.
-        path: where it is sent.
+    The server may be silent for `timeout_secs`.
     """
     answer, began = Answer(str(body.get("rid"))), time.monotonic()
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-    kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
-    connection = kind(address.host, address.port, timeout=timeout_secs)
+    connection = address.connect(timeout_secs)
     try:
         connection.request("POST", f"{address.prefix}{path}", json.dumps(body).encode(), headers)
         response = connection.getresponse()
@@ -65,7 +58,7 @@ def send(
             answer.problem = text[:500].decode(errors="replace")
     except TimeoutError:
         answer.problem = f"no answer within {timeout_secs:g} s"
-    except (OSError, http.client.HTTPException, ssl.SSLError) as error:
+    except (OSError, http.client.HTTPException) as error:
         answer.problem = str(error) or type(error).__name__
     finally:
         connection.close()
@@ -86,15 +79,8 @@ def send_all(
 ) -> list[Answer]:
     """Send requests in their order, as long as it may without waiting for the answers of those before.
 
-    Args:
-        address: the server.
-        requests: what is sent.
-        timeout_secs: see `send`.
-        api_key: see `send`.
-        max_gap_secs: they are sent as far apart as they arrived, but no further than this, in seconds.
-        at_once: how many are under way at once.
-        is_over: whether to stop waiting, as the server has ended.
-        on_answer: called with each answer, in any thread.
+    They are sent as far apart as they arrived, but no further than `max_gap_secs`. Nothing is waited for once
+    `is_over`, as the server has ended. `on_answer` is called with each answer, in any thread.
 
     Returns:
         The answers that came, in no order.

@@ -72,14 +72,10 @@ def _without(words: list[str], name: str) -> list[str]:
 
 
 class OwnServer:
-    """Runs a server with a crash folder of its own, from `start` to `end`.
+    """Runs a server from `start` to `end`, which another thread may call at any moment.
 
-    Another thread may call `end` at any moment.
-
-    Args:
-        command: its words; the crash folder, and a port where it names none, are added.
-        folder: where its log and its crash folder go; those of each start, if it takes several.
-        environment: what is in its environment beside this process's own.
+    A crash folder, and a port where there is none, are added to the words of its command. Its log and its crash folder
+    go to `folder`; those of each start, if it takes several. `environment` is added to this process's own.
 
     Attributes:
         address: where it answers.
@@ -112,11 +108,7 @@ class OwnServer:
         self._command = command
 
     def start(self, ready_secs: float, say: Callable[[str], object] = lambda _line: None) -> None:
-        """Start it and wait until it serves; one that ends before that is started again, a few times.
-
-        Args:
-            ready_secs: the longest to wait each time, in seconds.
-            say: called with a line where it is started again.
+        """Start it and wait until it serves; one that ends before that is started again, a few times, which is said.
 
         Raises:
             CrashkitError: it cannot be started, ended each time, or is not ready in time.
@@ -185,8 +177,7 @@ class OwnServer:
     def failure(self, *, wait: bool) -> StoredIncident | None:
         """Return the oldest incident of a failure, once it is whole; None where there is none.
 
-        Args:
-            wait: some request was not answered, so that there may well be one soon.
+        With `wait` some request was not answered, so that there may well be one soon.
         """
         deadline = time.monotonic() + (_INCIDENT_SECS if wait else _SETTLE_SECS)
         while time.monotonic() < deadline:

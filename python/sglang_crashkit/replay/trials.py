@@ -47,10 +47,7 @@ class Plan:
 class Trials:
     """Sends groups of requests to servers of one's own, and remembers what each came to.
 
-    Args:
-        document: of the incident whose fault is looked for.
-        plan: how.
-        say: called with a line for each step.
+    The document is of the incident whose fault is looked for; `say` is called with a line for each step.
     """
 
     def __init__(self, document: Mapping[str, Any], plan: Plan, say: Callable[[str], object]) -> None:
@@ -97,11 +94,9 @@ class Trials:
         return turn.result()
 
     def fails_afresh(self, group: Sequence[StoredRequest], *, in_order: bool = False) -> bool:
-        """Say whether a group brings the fault back on a server to which nothing was sent before; see above.
+        """Say whether a group brings the fault back on a server to which nothing was sent before.
 
-        Args:
-            group: the requests.
-            in_order: each is sent when the one before it was answered.
+        In order each is sent when the one before it was answered.
         """
         self.close()
         return self._try(0, group, in_order=in_order) == "same"
@@ -109,11 +104,6 @@ class Trials:
     def failed_afresh(self, group: Sequence[StoredRequest]) -> bool:
         """Say whether a group brought the fault back as the first that a server got."""
         return _key(group) in self._afresh
-
-    @property
-    def can_start(self) -> bool:
-        """Whether one more server may be started."""
-        return self.starts_left > 0
 
     @property
     def starts_left(self) -> int:
@@ -216,7 +206,7 @@ class Trials:
         with self._lock:
             if self._is_over:
                 raise CrashkitError("no server is started any more")
-            if not self.can_start:
+            if self.starts_left <= 0:
                 raise BudgetSpentError(
                     f"{self.starts} servers were started, which is what --starts allows",
                     next_step="the same command again with a larger --starts goes on from here",
@@ -246,11 +236,7 @@ class Trials:
 
 
 class _Turn:
-    """Groups that are tried in their order by several at once, until the first that fails is known.
-
-    Args:
-        groups: all of them.
-    """
+    """Groups that are tried in their order by several at once, until the first that fails is known."""
 
     def __init__(self, groups: Sequence[Sequence[StoredRequest]]) -> None:
         self._groups = groups

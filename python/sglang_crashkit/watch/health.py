@@ -12,7 +12,6 @@ for, which succeeds then. Of neither answer more than the status is read. Health
 from __future__ import annotations
 
 import http.client
-import ssl
 import threading
 import time
 import urllib.parse
@@ -66,6 +65,11 @@ class Address:
             raise UsageError("the URL of a server has neither user, query nor fragment", next_step=hint)
         return cls(parts.scheme, parts.hostname, port or _SCHEMES[parts.scheme], parts.path.rstrip("/"))
 
+    def connect(self, timeout_secs: float) -> http.client.HTTPConnection:
+        """Return a connection to it, which is not made yet."""
+        kind = http.client.HTTPSConnection if self.scheme == "https" else http.client.HTTPConnection
+        return kind(self.host, self.port, timeout=timeout_secs)
+
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}{self.prefix}"
@@ -92,15 +96,12 @@ class Question:
 
     def _ask(self) -> None:
         address = self._address
-        kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
-        connection = kind(address.host, address.port, timeout=self._timeout_secs)
+        connection = address.connect(self._timeout_secs)
         try:
             connection.request("GET", address.prefix + self._path, headers=self._headers)
             self.status = connection.getresponse().status
         except TimeoutError:
             self.problem = "silent"
-        except ssl.SSLError as error:
-            self.problem = f"{address} cannot be asked: {error}"
         except ConnectionError:
             self.problem = "refused"
         except (OSError, http.client.HTTPException, ValueError) as error:

@@ -369,7 +369,7 @@ def test_a_host_without_an_answer_is_named_and_the_others_are_there(
 def test_a_host_that_prints_for_ever_is_given_up(
     hosts: Hosts, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_crashkit.cli.collect.Limits", partial(Limits, max_output=1 << 20))
+    monkeypatch.setattr("sglang_crashkit.collect.gather.Limits", partial(Limits, max_output=1 << 20))
     assert hosts.collect({**ANSWERS, "bad": FOREVER}) == ExitCode.PARTIAL
     assert "host bad: python printed more than 1 MiB" in capsys.readouterr().out.splitlines()
 

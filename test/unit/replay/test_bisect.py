@@ -161,7 +161,7 @@ def test_several_at_once_find_the_same(tmp_path: Path, serve: Any, capsys: pytes
 class ChanceTrials:
     """Fail where two requests are sent together, but not the first time that they are the only ones."""
 
-    starts, can_start, starts_left = 0, True, 0
+    starts, starts_left = 0, 1
 
     def __init__(self, *_arguments: object) -> None:
         self._survivors: set[tuple[str, ...]] = set()

@@ -7,18 +7,20 @@ import itertools
 import pwd
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_crashkit.analysis.explain import Explanation, format_explanation
-from sglang_crashkit.analysis.member import Seen
 from sglang_crashkit.capture.debugger import Debugged
 from sglang_crashkit.collect.account import SUMMARY, VERDICT
 from sglang_crashkit.collect.collection import Collected, Collection
-from sglang_crashkit.collect.gather import Gathered, describe
 from sglang_crashkit.errors import ExitCode
 from sglang_crashkit.kernel.discovery import Discovery
 from sglang_crashkit.kernel.private_files import make_private_folder, read_regular, write_json, write_private
 from sglang_crashkit.model.sample import Sample
+
+if TYPE_CHECKING:
+    from sglang_crashkit.analysis.member import Seen
+    from sglang_crashkit.collect.gather import Gathered
 
 #: What the text files that are printed may take together, in bytes: the snapshots beside them count for more.
 _MAX_TEXTS = 32 << 20
@@ -220,6 +222,8 @@ def nodes_as_json(result: Gathered, explanation: Explanation, output: Path, stat
 
 
 def _process_lines(result: Gathered) -> Iterator[str]:
+    from sglang_crashkit.collect.gather import describe
+
     width = max(len(node.node) for node in result.nodes)
     for node in result.nodes:
         if not node.processes:

@@ -63,12 +63,9 @@ _HERE = Path(__file__).parent
 
 
 def write_html(folder: Path, output: Path, *, prompts: bool = False) -> None:
-    """Write the page of an incident, readable by its owner alone.
+    """Write the page of an incident, readable by its owner alone, to a file, a device or a named pipe.
 
-    Args:
-        folder: the incident's.
-        output: the file, replaced when it is there; a device or a named pipe.
-        prompts: show what users of the server wrote.
+    With `prompts` it shows what users of the server wrote.
 
     Raises:
         OSError: it cannot be written.

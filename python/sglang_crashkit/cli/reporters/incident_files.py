@@ -40,10 +40,7 @@ class ListedFile:
 
 
 class IncidentFiles:
-    """The regular files below a folder; no other is ever opened, whatever names one.
-
-    Args:
-        folder: the incident's.
+    """The regular files below an incident's folder; no other is ever opened, whatever names one.
 
     Attributes:
         listed: by name, in order of their names.
@@ -57,13 +54,7 @@ class IncidentFiles:
         self.listed = {file.name: file for file in sorted(found, key=lambda file: file.name)[:MAX_FILES]}
 
     def read(self, name: object, most: int, *, from_end: bool = False) -> bytes:
-        """Return at most so many bytes of a file; none where it is not among the listed, or cannot be read.
-
-        Args:
-            name: relative to the folder.
-            most: how many bytes.
-            from_end: the last of them.
-        """
+        """Return at most so many bytes of a file, first or last ones; none where it is not listed or cannot be read."""
         file = self.listed.get(name) if isinstance(name, str) else None
         if file is None:
             return b""
@@ -128,6 +119,11 @@ def bounded(value: Any, levels: int = _MAX_LEVELS) -> Any:
         return {cut(name, 200): bounded(value[name], levels - 1) for name in names}
     # A number of a million digits is a line as well.
     return value if not isinstance(value, int) or abs(value) < 1 << 128 else "a number too long to show"
+
+
+def list_of(value: object) -> list[Any]:
+    """Return a JSON value if it is a list, an empty one otherwise."""
+    return value if isinstance(value, list) else []
 
 
 def cut(text: str, most: int = _MAX_TEXT) -> str:

@@ -167,12 +167,7 @@ _MAX_SECTION = 12_000
 
 
 def report_of(folder: Path, document: Mapping[str, Any]) -> str:
-    """Return the report.
-
-    Args:
-        folder: the incident's folder, of which the stacks and the environment are read.
-        document: what its ``incident.json`` holds.
-    """
+    """Return the report, which has more of the stacks and the environment than the document."""
     return "\n".join(_lines(folder, document)) + "\n"
 
 

@@ -12,11 +12,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sglang_crashkit.analysis.divergence import group_in_step
-from sglang_crashkit.analysis.ranks import Rank, RankSet, rank_at
-from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut
+from sglang_crashkit.analysis.ranks import Rank, RankSet
+from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut, list_of
 from sglang_crashkit.cli.reporters.merged_stacks import MAX_NAMES, cut_names, ranks_by_pid
-from sglang_crashkit.cli.steps import columns_of, in_words
+from sglang_crashkit.cli.steps import groups_of, in_words, side_by_side
 from sglang_crashkit.incident.first_screen import undecided_in_words
 from sglang_crashkit.incident.steps import SUFFIX, StoredSteps
 from sglang_crashkit.incident.summary import last_sign_in_words, piece_in_words, state_in_words
@@ -64,7 +63,7 @@ def processes_of(document: Mapping[str, Any]) -> dict[str, Any]:
         shown = {
             "state": state,
             "words": words,
-            "doing": [str(frame) for frame in _list(process.get("doing"))],
+            "doing": [str(frame) for frame in list_of(process.get("doing"))],
             "step": _step_in_words(step) if step else "",
             "rank": process.get("role") == "scheduler",
             "sign": str(sign.get("doing")) if sign else "",
@@ -101,21 +100,15 @@ def _by_rank(tile: tuple[bool, Rank | None, Any]) -> tuple[str, int]:
 def _state_of(process: Mapping[str, Any], first: object) -> tuple[str, str]:
     """Return the state of a process as one of a few classes, and in words."""
     words, state = state_in_words(process), str(mapping_of(process.get("state")).get("State") or "")
-    raised = any(
-        one.get("kind") == "exception" and one.get("status") == "captured"
-        for one in mappings_of(process.get("evidence"))
-    )
-    if not process.get("exit"):
-        words = f"stopped ({state[:1]})" if state[:1] in ("T", "t") else "raised an exception" if raised else words
-    if process.get("pid") == first is not None:
-        return "first", words
+    pieces = mappings_of(process.get("evidence"))
+    kind = "alive" if process.get("doing") else "unseen"
     if process.get("exit"):
-        return "dead", words
-    if state[:1] in ("T", "t"):
-        return "stopped", words
-    if raised:
-        return "raised", words
-    return ("alive" if process.get("doing") else "unseen"), words
+        kind = "dead"
+    elif state[:1] in ("T", "t"):
+        kind, words = "stopped", f"stopped ({state[:1]})"
+    elif any(one.get("kind") == "exception" and one.get("status") == "captured" for one in pieces):
+        kind, words = "raised", "raised an exception"
+    return "first" if process.get("pid") == first is not None else kind, words
 
 
 def _step_in_words(step: Mapping[str, Any]) -> str:
@@ -129,7 +122,7 @@ def _details(process: Mapping[str, Any], name: str, sign: Mapping[str, Any]) -> 
     looks = mappings_of(process.get("looks"))
     moments = [
         f"{str(one.get('time'))[11:23]} {one.get('state')} {one.get('cpu_secs')} s of CPU time: "
-        + " < ".join(map(str, _list(one.get("doing"))[:3]))
+        + " < ".join(map(str, list_of(one.get("doing"))[:3]))
         for one in looks
     ]
     return {
@@ -138,7 +131,7 @@ def _details(process: Mapping[str, Any], name: str, sign: Mapping[str, Any]) -> 
         "pid": process.get("pid"),
         "proc": ", ".join(numbers),
         "sign": last_sign_in_words(sign) if sign else "",
-        "gpu": [str(line) for line in _list(process.get("gpu"))],
+        "gpu": [str(line) for line in list_of(process.get("gpu"))],
         "looks": moments,
         "evidence": [
             {"status": str(one.get("status")), "words": piece_in_words(one)}
@@ -234,21 +227,18 @@ def steps_of(document: Mapping[str, Any], files: IncidentFiles) -> dict[str, Any
     divergence = mapping_of(document.get("divergence"))
     step = divergence.get("step")
     marked = step if type(step) is int else None
-    groups: dict[object, list[StoredSteps]] = {}
-    for one in read_last_steps(files, marked):
-        groups.setdefault(group_in_step(rank_at(one.ranks)), []).append(one)
-    tables = [_table(group, marked) for group in list(groups.values())[:_MAX_GROUPS]]
-    level, statement = divergence.get("level"), divergence.get("statement")
+    groups = groups_of(_read_last_steps(files, marked))
+    tables = [_table(group, marked) for group in groups[:_MAX_GROUPS]]
     return {
-        "statement": statement,
-        "level": level,
+        "statement": divergence.get("statement"),
+        "level": divergence.get("level"),
         "diverged": divergence.get("kind") in DIVERGED,
         "tables": tables,
         "left_out": max(0, len(groups) - _MAX_GROUPS),
     }
 
 
-def read_last_steps(files: IncidentFiles, marked: int | None) -> list[StoredSteps]:
+def _read_last_steps(files: IncidentFiles, marked: int | None) -> list[StoredSteps]:
     """Return the last steps of each rank, and those around `marked`."""
     found, left = [], _MAX_STEP_BYTES
     for name, file in files.listed.items():
@@ -285,27 +275,17 @@ def _step_of(line: bytes) -> Step | None:
 
 
 def _table(group: Sequence[StoredSteps], marked: int | None) -> dict[str, Any]:
-    by_number = [{step.number: step for step in one.steps} for one in group]
-    numbers = sorted({number for steps in by_number for number in steps})
-    around = [number for number in numbers if marked is not None and abs(number - marked) < 2]
-    chosen = sorted({*around, *numbers[-_LAST_STEPS:]})
-    columns = list(columns_of(group, by_number, chosen))
+    columns, chosen, about = side_by_side(group, marked, _LAST_STEPS)
     shown = columns[:_MAX_COLUMNS]
     rows = []
     for number in chosen:
         steps = [steps.get(number) for _name, steps in shown]
-        rows.append(
-            {
-                "number": number,
-                "marked": number == marked,
-                "cells": [_cell(step, steps[0]) for step in steps],
-            }
-        )
-    about = marked if marked in chosen else chosen[-1] if chosen else None
+        cells = [_cell(step, steps[0]) for step in steps]
+        rows.append({"number": number, "marked": number == marked, "cells": cells})
     requests = [
         {"rank": cut_names(name), "rid": cut(one.rid, 80), "tokens": one.tokens, "length": one.length}
         for name, steps in shown
-        if about is not None and (step := steps.get(about)) is not None
+        if (step := steps.get(about)) is not None
         for one in step.requests[:32]
     ]
     return {
@@ -329,12 +309,7 @@ def _cell(step: Step | None, other: Step | None) -> dict[str, Any]:
 
 
 def requests_of(document: Mapping[str, Any], files: IncidentFiles, *, prompts: bool) -> dict[str, Any]:
-    """Return what the journals told of the requests, the suspects first.
-
-    Args:
-        document: the incident.
-        files: its files.
-        prompts: whether texts are shown that a user of the server wrote.
+    """Return what the journals told of the requests, the suspects first; with `prompts` what users of the server wrote.
 
     Returns:
         ``rows``: each with what `_OF_REQUEST` names, ``numbers``, ``texts`` and ``suspect``. ``undecided``: a sentence
@@ -359,7 +334,7 @@ def requests_of(document: Mapping[str, Any], files: IncidentFiles, *, prompts: b
         "rows": rows,
         "left_out": max(0, count - len(rows)),
         "suspects": [
-            {"rid": cut(str(one.get("rid")), 100), "level": one.get("level"), "reasons": _list(one.get("reasons"))}
+            {"rid": cut(str(one.get("rid")), 100), "level": one.get("level"), "reasons": list_of(one.get("reasons"))}
             for one in list(suspects.values())[:50]
         ],
         "undecided": undecided_in_words(document),
@@ -402,11 +377,11 @@ def findings_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     collectives = mapping_of(document.get("collectives"))
     for one in mappings_of(collectives.get("findings"))[:_MAX_GROUPS]:
         title = f"{one.get('group')}: {str(one.get('kind')).replace('_', ' ')}"
-        lines = [one.get("statement"), *_list(one.get("evidence"))]
+        lines = [one.get("statement"), *list_of(one.get("evidence"))]
         found.append({"title": title, "level": one.get("level"), "lines": lines, "open": one.get("kind") != "in_step"})
     for title, lines, is_open in (
-        ("GPUs", _list(mapping_of(document.get("gpus")).get("lines")), True),
-        ("no flight recorder", _list(collectives.get("missing")), False),
+        ("GPUs", list_of(mapping_of(document.get("gpus")).get("lines")), True),
+        ("no flight recorder", list_of(collectives.get("missing")), False),
         ("lost servers of the pair", [_peer(one) for one in mappings_of(document.get("peers"))], True),
     ):
         if lines:
@@ -447,7 +422,3 @@ def _flat(value: object, lead: str) -> Iterator[tuple[str, str]]:
         return
     for name, inner in entries:
         yield from _flat(inner, f"{lead}.{name}" if lead else str(name))
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_crashkit.analysis.ranks import Rank, RankSet, rank_at, scope_of
 from sglang_crashkit.analysis.stack_tree import Node, PrefixTree, format_tree
-from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut
+from sglang_crashkit.cli.reporters.incident_files import IncidentFiles, cut, list_of
 from sglang_crashkit.model.checked_json import mapping_of, mappings_of
 from sglang_crashkit.model.sample import Frame
 
@@ -62,7 +62,7 @@ def read_stacks(document: Mapping[str, Any], files: IncidentFiles) -> Iterator[S
         scheduler = process.get("role") == "scheduler"
         paths = {str(one.get("kind")): one.get("path") for one in reversed(mappings_of(process.get("evidence")))}
         raised = files.read_object(paths.get("exception")).get("traceback")
-        frames = tuple(_frame_of(str(text)) for text in reversed(_list(raised)[-_MAX_FRAMES:]))
+        frames = tuple(_frame_of(str(text)) for text in reversed(list_of(raised)[-_MAX_FRAMES:]))
         if frames:
             yield Stack(rank, scheduler, True, frames)
         path = next((str(paths[kind]) for kind in _KINDS if paths.get(kind)), "")
@@ -72,17 +72,13 @@ def read_stacks(document: Mapping[str, Any], files: IncidentFiles) -> Iterator[S
             taken = tuple(_without_kit(_frames(thread)))
             if taken and not (main and frames):
                 yield Stack(rank, scheduler, main, taken)
-        if not threads and not frames and (doing := _list(process.get("doing"))):
+        if not threads and not frames and (doing := list_of(process.get("doing"))):
             # Of one whose files are gone, its innermost frames are left.
             yield Stack(rank, scheduler, True, tuple(_frame_of(str(text)) for text in doing[:_MAX_FRAMES]))
 
 
 def merge(stacks: Iterable[Stack], first: Rank | None) -> dict[str, Any]:
     """Return the trees of the main threads of the ranks, of all processes and of all threads, as JSON values.
-
-    Args:
-        stacks: what is merged.
-        first: who failed first.
 
     Returns:
         ``trees``: each with its ``name``, the ``root``, its ``text`` and the numbers of its ``sets``, the root's first
@@ -196,7 +192,3 @@ def _frame_of(text: str) -> Frame:
     if not between or not (line.isascii() and line.isdigit() and len(line) < 10):
         return Frame(text, "", 0)
     return Frame(function, file, int(line))
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
