@@ -110,20 +110,22 @@ def capture(death: Death, survivors: Iterable[tuple[str, int]], folder: Path, de
     """
     owners = {pid: name for name, root in survivors for pid in sorted(procfs.TreeScanner(root).scan())}
     roles = {pid: procfs.read_title(pid) for pid in owners if procfs.is_python(pid)}
-    written = _Folder(death, folder)
+    moment = datetime.fromtimestamp(death.noticed, timezone.utc).strftime("%Y%m%dT%H%M%S")
+    own = folder / f"{moment}-{titles.label_of(death.name, death.pid)}-{os.urandom(4).hex()}"
     for result in sample_all(roles, deadline_secs):
         name, title = owners[result.pid], roles[result.pid]
         doing: tuple[str, ...] = ()
         if result.threads:
             thread = main_thread(result.threads, result.pid)
             doing = tuple(str(frame) for frame in (thread.frames if thread else ())[:_FRAMES])
-            written.write(
-                f"{name}-{titles.label_of(title, result.pid)}.txt", format_threads(title, result.pid, result.threads)
-            )
+            file = f"{name}-{titles.label_of(title, result.pid)}.txt".replace("/", "_")
+            text = "\n".join(format_threads(title, result.pid, result.threads)) + "\n"
+            with contextlib.suppress(OSError, CrashkitError):
+                death.folder = make_private_folder(own)
+                write_private(death.folder / file, text.encode(errors="replace"))
         if titles.role_of(title) != "helper" or "multiprocessing" not in title:
             # multiprocessing's own helpers only wait.
             death.survivors.append(Survivor(name, result.pid, title, doing, result.problem))
-    death.folder = written.path
 
 
 def kill_trees(roots: Sequence[int], timeout_secs: float) -> list[int]:
@@ -155,20 +157,6 @@ def kill_trees(roots: Sequence[int], timeout_secs: float) -> list[int]:
     finally:
         for handle in handles.values():
             handle.close()
-
-
-class _Folder:
-    """The folder of one death, made when there is something to put into it."""
-
-    def __init__(self, death: Death, parent: Path) -> None:
-        moment = datetime.fromtimestamp(death.noticed, timezone.utc).strftime("%Y%m%dT%H%M%S")
-        self._wanted = parent / f"{moment}-{titles.label_of(death.name, death.pid)}-{os.urandom(4).hex()}"
-        self.path: Path | None = None
-
-    def write(self, name: str, lines: Iterator[str]) -> None:
-        with contextlib.suppress(OSError, CrashkitError):
-            self.path = make_private_folder(self._wanted)
-            write_private(self.path / name.replace("/", "_"), ("\n".join(lines) + "\n").encode(errors="replace"))
 
 
 def _announce_teardown(pid: int) -> None:

@@ -51,15 +51,9 @@ def test_py_spy_is_first_and_asks_nothing_of_the_process(runtime: Path) -> None:
     ("script", "reason"),
     [
         ("echo Error: Permission denied >&2; exit 1", "Permission denied"),
-        pytest.param("echo rubbish", "py-spy's output: Expecting value", marks=pytest.mark.wide),
-        pytest.param("sleep 600 & sleep 600", "py-spy did not end within 5 s", marks=pytest.mark.wide),
-        pytest.param(
-            "trap '' TERM INT; exec >&- 2>&-; while :; do sleep 1; done",
-            "py-spy did not end within 5 s",
-            marks=pytest.mark.wide,
-        ),
+        pytest.param("exec sleep 600", "py-spy did not end within 5 s", marks=pytest.mark.wide),
     ],
-    ids=["refused", "rubbish", "hangs with a child", "hangs and is deaf"],
+    ids=["refused", "hangs"],
 )
 def test_whatever_py_spy_does_every_process_gets_its_stack_within_the_time(
     runtime: Path, use_tool, script: str, reason: str

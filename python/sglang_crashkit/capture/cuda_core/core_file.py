@@ -69,6 +69,7 @@ class Source:
     Attributes:
         path: as given.
         size: how long it is, in bytes.
+        rows_left: how many rows of tables are read yet.
 
     Raises:
         CudaCoreError: it cannot be opened, or is no file.
@@ -77,6 +78,7 @@ class Source:
     def __init__(self, path: Path, most_bytes: int = MAX_BYTES, most_seconds: float = MAX_SECONDS) -> None:
         self.path = path
         self._left = most_bytes
+        self.rows_left = MAX_ROWS
         self._deadline = time.monotonic() + most_seconds
         try:
             # Not blocking: the open of a pipe would wait for somebody to write to it.
@@ -193,6 +195,42 @@ class Section:
     def is_compressed(self) -> bool:
         """Whether its bytes are packed; nothing in a core is, and what is packed is not unpacked."""
         return bool(self.flags & _COMPRESSED)
+
+
+Row = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is used of a row of a table."""
+
+    what: str  # what a row is of, in the plural
+    needed: struct.Struct  # the fields of the shortest row that is read, as in the format of `struct`, padding included
+    names: tuple[str, ...]  # what the values of `needed` are called
+    #: Further fields by name, each with its format and its offset, in bytes; left out of rows that end before.
+    later: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+
+
+def _layout(what: str, form: str, names: str, **later: tuple[str, int]) -> Layout:
+    return Layout(what, struct.Struct(form), tuple(names.split()), later)
+
+
+DEVICES = _layout(
+    "devices",
+    "<QQQIIIIII4x4xII",
+    "name type sm_type device pci_bus pci_device sms warps_per_sm lanes_per_warp sm_major sm_minor",
+)
+GRIDS = _layout(
+    "kernels",
+    "<QQQQQQ8xIIIIIIIIIIII",
+    "grid context function entry module parent type origin status registers"
+    " grid_x grid_y grid_z block_x block_y block_z blocking host_thread",
+)
+SMS = _layout("SMs", "<I4x", "sm", exception=("<I", 8), error_pc_valid=("<I", 12), error_pc=("<Q", 16))
+BLOCKS = _layout("blocks", "<QIII4x", "grid x y z")
+WARPS = _layout("warps", "<QIIIII", "error_pc warp valid_lanes active_lanes is_broken error_pc_valid")
+LANES = _layout("threads", "<QQIIIII", "pc function_offset lane x y z exception")
+META = _layout("metadata", "<QIIIIII", "generator driver_major driver_minor cuda_major cuda_minor flags seconds")
 
 
 class ElfPart:
@@ -321,57 +359,13 @@ class ElfPart:
                 break
         return data.partition(b"\0")[0].decode(errors="backslashreplace")
 
-
-Row = dict[str, int]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What is used of a row of a table."""
-
-    what: str  # what a row is of, in the plural
-    needed: struct.Struct  # the fields of the shortest row that is read, as in the format of `struct`, padding included
-    names: tuple[str, ...]  # what the values of `needed` are called
-    #: Further fields by name, each with its format and its offset, in bytes; left out of rows that end before.
-    later: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-
-
-def _layout(what: str, form: str, names: str, **later: tuple[str, int]) -> Layout:
-    return Layout(what, struct.Struct(form), tuple(names.split()), later)
-
-
-DEVICES = _layout(
-    "devices",
-    "<QQQIIIIII4x4xII",
-    "name type sm_type device pci_bus pci_device sms warps_per_sm lanes_per_warp sm_major sm_minor",
-)
-GRIDS = _layout(
-    "kernels",
-    "<QQQQQQ8xIIIIIIIIIIII",
-    "grid context function entry module parent type origin status registers"
-    " grid_x grid_y grid_z block_x block_y block_z blocking host_thread",
-)
-SMS = _layout("SMs", "<I4x", "sm", exception=("<I", 8), error_pc_valid=("<I", 12), error_pc=("<Q", 16))
-BLOCKS = _layout("blocks", "<QIII4x", "grid x y z")
-WARPS = _layout("warps", "<QIIIII", "error_pc warp valid_lanes active_lanes is_broken error_pc_valid")
-LANES = _layout("threads", "<QQIIIII", "pc function_offset lane x y z exception")
-META = _layout("metadata", "<QIIIIII", "generator driver_major driver_minor cuda_major cuda_minor flags seconds")
-
-
-class Rows:
-    """Reads the tables of `core`, and counts what it read."""
-
-    def __init__(self, core: ElfPart) -> None:
-        self._core = core
-        self._left = MAX_ROWS
-
-    def of(self, section: Section, layout: Layout) -> Iterator[Row]:
+    def rows(self, section: Section, layout: Layout) -> Iterator[Row]:
         """Yield the rows of a table by field; see `Layout`.
 
         Raises:
             CudaCoreError: it is cut off, its rows are too short, or it is more than is read of a core.
         """
-        source, what = self._core.source, f"the table of {layout.what} (section {section.index})"
+        source, what = self.source, f"the table of {layout.what} (section {section.index})"
         if not section.size:
             return
         size = section.row_size
@@ -384,8 +378,8 @@ class Rows:
             )
         if section.size % size:
             raise source.error(f"{what} has {section.size} bytes, which are no whole rows of {size}")
-        self._left -= section.size // size
-        if self._left < 0:
+        source.rows_left -= section.size // size
+        if source.rows_left < 0:
             raise source.error(f"{what} and those before have more than {MAX_ROWS} rows")
         later = [
             (name, struct.Struct(form), offset)
@@ -394,7 +388,7 @@ class Rows:
         ]
         step = _BYTES_AT_A_TIME // size * size
         for start in range(0, section.size, step):
-            data = self._core.read(section.offset + start, min(step, section.size - start), what)
+            data = self.read(section.offset + start, min(step, section.size - start), what)
             source.spend(len(data) // size * _ROW_COST)
             for at in range(0, len(data), size):
                 row = dict(zip(layout.names, layout.needed.unpack_from(data, at), strict=True))

@@ -28,7 +28,6 @@ from sglang_crashkit.capture.cuda_core.core_file import (
     Kind,
     Layout,
     Row,
-    Rows,
     Section,
     Source,
     open_source,
@@ -98,7 +97,6 @@ class _Reading:
         self._sections: dict[int, list[Section]] = {kind: [] for kind in _TABLES}
         for section in self._core.sections(_TABLES):
             self._sections[section.kind].append(section)
-        self._rows = Rows(self._core)
         self._notes: list[str] = []
         self._strings = self._find_strings()
         self._devices: list[Device] = []
@@ -148,7 +146,7 @@ class _Reading:
             raise self._core.source.error(
                 f"it has {len(found)} tables of devices, and a core has one", "wait until the driver has written it"
             )
-        for index, row in enumerate(self._rows.of(found[0], tables.DEVICES)):
+        for index, row in enumerate(self._core.rows(found[0], tables.DEVICES)):
             self._numbers[found[0].index, index] = row["device"]
             same = ("pci_bus", "sms", "warps_per_sm", "lanes_per_warp", "sm_major", "sm_minor")
             name, sm_type = self._string(row["name"]), self._string(row["sm_type"])
@@ -157,7 +155,7 @@ class _Reading:
     def _read_kernels(self) -> None:
         for section in self._sections[Kind.GRIDS]:
             device = self._parent(section, tables.GRIDS, self._numbers)
-            for row in self._rows.of(section, tables.GRIDS):
+            for row in self._core.rows(section, tables.GRIDS):
                 kernel = Kernel(
                     device=device,
                     grid_id=row["grid"],
@@ -175,7 +173,7 @@ class _Reading:
     def _read_sms(self) -> None:
         for section in self._sections[Kind.SMS]:
             device = self._parent(section, tables.SMS, self._numbers)
-            for index, row in enumerate(self._rows.of(section, tables.SMS)):
+            for index, row in enumerate(self._core.rows(section, tables.SMS)):
                 self._sms[section.index, index] = (device, row["sm"])
                 if code := row.get("exception", 0):
                     place = Place(row["error_pc"]) if row.get("error_pc_valid") and "error_pc" in row else None
@@ -184,13 +182,13 @@ class _Reading:
     def _read_blocks(self) -> None:
         for section in self._sections[Kind.BLOCKS]:
             device, sm = self._parent(section, tables.BLOCKS, self._sms)
-            for index, row in enumerate(self._rows.of(section, tables.BLOCKS)):
+            for index, row in enumerate(self._core.rows(section, tables.BLOCKS)):
                 self._blocks[section.index, index] = (device, sm, row["grid"], (row["x"], row["y"], row["z"]))
 
     def _read_warps(self) -> None:
         for section in self._sections[Kind.WARPS]:
             device, sm, grid, block = self._parent(section, tables.WARPS, self._blocks)
-            for index, row in enumerate(self._rows.of(section, tables.WARPS)):
+            for index, row in enumerate(self._core.rows(section, tables.WARPS)):
                 error = row["error_pc"] if row["error_pc_valid"] else None
                 warp = Warp(device, sm, row["warp"], grid, block, (), error)
                 self._warps[section.index, index] = warp, row["valid_lanes"]
@@ -200,7 +198,7 @@ class _Reading:
             warp, valid = self._parent(section, tables.LANES, self._warps)
             pcs: Counter[int] = Counter()
             failed: Counter[tuple[int, int]] = Counter()
-            for row in self._rows.of(section, tables.LANES):
+            for row in self._core.rows(section, tables.LANES):
                 if row["lane"] >= _MAX_LANES or not valid >> row["lane"] & 1:
                     # The driver writes rows of threads that there are not, too.
                     continue
@@ -216,7 +214,7 @@ class _Reading:
 
     def _read_meta(self) -> tuple[str, str, int | None]:
         try:
-            rows = [row for section in self._sections[Kind.META] for row in self._rows.of(section, tables.META)]
+            rows = [row for section in self._sections[Kind.META] for row in self._core.rows(section, tables.META)]
         except CudaCoreError as error:
             self._note(error.message)
             return "", "", None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_crashkit.capture.cuda_core import core_file
-from sglang_crashkit.capture.cuda_core.core_file import CudaCoreError, ElfPart, Kind, Rows, Source, open_source
+from sglang_crashkit.capture.cuda_core.core_file import CudaCoreError, ElfPart, Kind, Source, open_source
 from unit.synthetic_core import DEVTBL, PROGBITS, SM_ROW, SMTBL, STRTAB, Part, elf_bytes
 
 Write = Callable[[bytes], Path]
@@ -151,8 +151,7 @@ def test_a_name_without_an_end_is_cut(write: Write) -> None:
 def rows_of(path: Path) -> list[core_file.Row]:
     with open_source(path) as source:
         part = ElfPart(source)
-        rows = Rows(part)
-        return [row for section in part.sections((Kind.SMS,)) for row in rows.of(section, core_file.SMS)]
+        return [row for section in part.sections((Kind.SMS,)) for row in part.rows(section, core_file.SMS)]
 
 
 @pytest.mark.parametrize("size", [8, 12, 16, 24, 40, 41, 64, 4096])
